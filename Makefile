@@ -1,0 +1,34 @@
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# One thread for each process: ranks share the cores, and results must not depend on how many there are.
+ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions
+
+.PHONY: setup demo test check bench clean
+
+setup: $(STAMP)
+
+# torch first and by itself: a plain request for it would fetch the CUDA build.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+demo: setup
+	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e crossattn_tiny -sb results -r 1
+
+test: setup
+	$(ENV) $(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(ENV) $(BIN)/python -m pytest tests/unit tests/contract tests/test_layers.py
+
+bench: setup
+	$(BIN)/python benchmarks/engine_overhead.py
+
+clean:
+	rm -rf .venv results out tmp-cache build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,328 @@
+"""EXP_GROUPS: group -> the experiments that it trains, each one plain dictionary. Imports no torch.
+
+A group states what differs from a named parent (`vary`); trainer/config.py and the config.py of a task say what each
+key means. Dictionaries hold JSON values only, for their hash names the run folder: another number is another run.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import traceback
+from pathlib import Path
+from typing import Any, cast
+
+from trainer.errors import ConfigError
+
+Values = dict[str, Any]
+
+
+def vary(parent: Values, **changes: Any) -> Values:
+    """A copy of `parent` with `changes`: where both hold a dictionary the keys are merged, one level deep.
+
+    `base` is replaced as a whole, because its kinds (a name, random weights, another experiment) do not mix.
+    """
+    child = copy.deepcopy(parent)
+    for key, value in changes.items():
+        is_block = key != "base" and isinstance(value, dict) and isinstance(child.get(key), dict)
+        child[key] = {**child[key], **copy.deepcopy(value)} if is_block else copy.deepcopy(value)
+    return child
+
+
+# Cross-attention layers in a frozen decoder, as published: ServiceNow/xc-cache, Apache-2.0, scripts/cross_attn at its
+# last commit, and its first public ancestor (2023-11) for the group named "early". The published keys are micro-batch
+# and accumulation per device; the paper's 256 = 1 x 32 x 8 says 8 devices, so global_batch = micro x accumulation x 8.
+# Not in the schema yet: include_context_ids (half of the samples are the contexts themselves, as a language-modelling
+# target) and data subsets ("nq" alone for starcoderbase-1b). Both come with the cache of encoder states.
+
+DEVICES = 8
+
+PUBLISHED: Values = {
+    "task": "cross_attention",
+    "base": "TabbyML/SantaCoder-1B",
+    "train": {
+        "steps": 500_000,
+        "micro_batch": 16,
+        "global_batch": 16 * 1 * DEVICES,
+        "precision": "fp16",
+        "gradient_checkpointing": False,
+    },
+    "optim": {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 5e-2, "clip": 1.0},
+    "schedule": {"shape": "linear", "warmup_ratio": 0.05},
+    "layers": {
+        "count": 4,
+        "stride": 2,
+        "shared_weights": True,
+        "shared_projections": False,
+        "after": False,
+        "width": None,
+        "heads": None,
+        "key_dropout": 0.3,
+        "initialisation": "published",
+    },
+    "data": {"source": "jsonl", "template": "chat", "decoder_tokens": 2048, "context_tokens": 2048, "loss_on": "all"},
+    "deepspeed": "zero2",
+}
+
+SANTACODER = vary(
+    PUBLISHED,
+    train={"micro_batch": 5, "global_batch": 5 * 8 * DEVICES},
+    optim={"lr": 3e-4, "weight_decay": 5e-4},
+    schedule={"shape": "cosine"},
+    layers={"count": 6},
+)
+STARCODER = vary(
+    PUBLISHED,
+    base="bigcode/starcoder",
+    train={"micro_batch": 1, "global_batch": 1 * 16 * DEVICES},
+    layers={"count": 8, "stride": 4},
+)
+STARCODERBASE_1B = vary(
+    PUBLISHED,
+    base="bigcode/starcoderbase-1b",
+    train={"micro_batch": 1, "global_batch": 1 * 1 * DEVICES},
+    optim={"lr": 3e-4, "weight_decay": 5e-1},
+    schedule={"shape": "cosine"},
+    layers={"count": 6, "stride": 3, "shared_weights": False},
+    data={"decoder_tokens": 128, "context_tokens": 128},
+)
+# The published trainer ran this schedule without its warm-up: transformers ignores warmup_ratio on a plateau.
+STARCODERBASE_1B_EARLY = vary(
+    STARCODERBASE_1B,
+    train={"micro_batch": 2, "global_batch": 2 * 1 * DEVICES, "gradient_checkpointing": True},
+    optim={"lr": 2e-4},
+    # transformers' plateau schedule has no warm-up, so the published warmup_ratio never acted on this group
+    schedule={"shape": "reduce_on_plateau", "warmup_ratio": None},
+    layers={"shared_weights": True},
+    data={"decoder_tokens": 2048, "context_tokens": 2048, "template": "plain"},
+)
+STARCODERBASE_3B = vary(
+    PUBLISHED,
+    base="bigcode/starcoderbase-3b",
+    train={"micro_batch": 4, "global_batch": 4 * 32 * DEVICES},
+    optim={"lr": 5e-4, "weight_decay": 1e-3},
+    schedule={"shape": "cosine"},
+    layers={
+        "count": 6,
+        "stride": 6,
+        "shared_weights": False,
+        "after": True,
+        "width": 1024,
+        "heads": 16,
+        "key_dropout": 0.4,
+    },
+    data={"decoder_tokens": 4096, "context_tokens": 4096},
+)
+STARCODERBASE_7B = vary(
+    PUBLISHED,
+    base="bigcode/starcoderbase-7b",
+    train={"micro_batch": 1, "global_batch": 1 * 32 * DEVICES},
+    optim={"lr": 1e-4, "weight_decay": 1e-2},
+    schedule={"shape": "cosine"},
+    layers={
+        "count": 8,
+        "stride": 4,
+        "after": True,
+        "shared_projections": True,
+        "width": 1024,
+        "heads": 8,
+        "key_dropout": 0.4,
+    },
+)
+STARCHAT_ALPHA = vary(
+    PUBLISHED,
+    base="HuggingFaceH4/starchat-alpha",
+    train={"micro_batch": 1, "global_batch": 1 * 32 * DEVICES, "precision": "bf16", "gradient_checkpointing": True},
+    optim={"lr": 2e-4, "weight_decay": 1e-2},
+    schedule={"shape": "cosine"},
+    layers={
+        "count": 4,
+        "stride": 8,
+        "shared_weights": False,
+        "after": True,
+        "shared_projections": True,
+        "width": 2048,
+        "heads": 32,
+        "key_dropout": 0.25,
+    },
+    data={"decoder_tokens": 4096, "context_tokens": 4096},
+)
+TULU_7B = vary(
+    PUBLISHED,
+    base="allenai/tulu-2-dpo-7b",
+    train={"micro_batch": 1, "global_batch": 1 * 32 * DEVICES, "precision": "bf16", "gradient_checkpointing": True},
+    optim={"lr": 2e-4, "weight_decay": 0.0},
+    layers={
+        "count": 4,
+        "stride": 6,
+        "shared_weights": False,
+        "after": True,
+        "width": 1024,
+        "heads": 32,
+        "key_dropout": 0.1,
+    },
+    data={"decoder_tokens": 6144, "context_tokens": 6144},
+)
+TULU_7B_ABLATION = vary(
+    TULU_7B, optim={"weight_decay": 1e-3}, schedule={"shape": "cosine"}, layers={"key_dropout": 0.2}
+)
+
+# Groups that run on a laptop: a random base of 1.0M parameters and the corpus that every Python carries with it.
+
+TINY_BASE: Values = {
+    "config": {
+        "model_type": "gpt_bigcode",
+        "vocab_size": 2048,
+        "n_positions": 512,
+        "n_embd": 128,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_inner": 512,
+        "multi_query": True,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+}
+CAUSAL_LM_TINY: Values = {
+    "task": "causal_lm",
+    "base": TINY_BASE,
+    "tokenizer": {"vocab_size": 2048},
+    "train": {
+        "steps": 60,
+        "global_batch": 32,
+        "micro_batch": 8,
+        "precision": "fp32",
+        "log_every": 10,
+        "eval_every": 30,
+        "save_every": 30,
+    },
+    "optim": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.01},
+    "schedule": {"shape": "cosine", "warmup_steps": 10},
+    "data": {"source": "stdlib_docs", "max_tokens": 128},
+    "deepspeed": "zero2",
+}
+CROSSATTN_TINY = vary(
+    CAUSAL_LM_TINY,
+    task="cross_attention",
+    train={"steps": 200, "eval_every": 100, "save_every": 100},
+    schedule={"warmup_steps": 20},
+    layers={"count": 2, "stride": 2, "width": 128, "heads": 4},
+)
+CROSSATTN_TINY["data"] = {
+    "source": "stdlib_docs",
+    "template": "chat",
+    "decoder_tokens": 64,
+    "context_tokens": 160,
+    "loss_on": "answer",
+    "shuffled_context": True,
+}
+
+# Natural Questions on a CPU: a small language model of the passages first, then cross-attention layers in it, frozen.
+
+LM_NQ_CPU = vary(
+    CAUSAL_LM_TINY,
+    base={
+        "config": TINY_BASE["config"] | {"vocab_size": 49152, "n_embd": 320, "n_layer": 8, "n_head": 5, "n_inner": 1280}
+    },
+    tokenizer="../tokenizers/starcoder",
+    train={"steps": 1000, "global_batch": 16, "eval_every": 250, "save_every": 250},
+    optim={"lr": 1e-3},
+    schedule={"warmup_steps": 50},
+    data={"source": "nq", "max_tokens": 256},
+    deepspeed="zero0",
+)
+CROSSATTN_NQ_CPU = vary(
+    CROSSATTN_TINY,
+    base={"experiment": LM_NQ_CPU},
+    tokenizer=None,
+    train={"steps": 1000, "eval_every": 250, "save_every": 250},
+    optim={"lr": 1e-3},
+    schedule={"warmup_steps": 50},
+    layers={"count": 4, "width": 320, "heads": 5},
+    data={"source": "nq", "context_tokens": 256},
+    deepspeed="zero0",
+)
+
+EXP_GROUPS: dict[str, list[Values]] = {
+    "crossattn_santacoder": [SANTACODER],
+    "crossattn_starcoder": [STARCODER],
+    "crossattn_starcoderbase-1b": [STARCODERBASE_1B],
+    "crossattn_starcoderbase-1b-early": [STARCODERBASE_1B_EARLY],
+    "crossattn_starcoderbase-3b": [STARCODERBASE_3B],
+    "crossattn_starcoderbase-7b": [STARCODERBASE_7B],
+    "crossattn_starchat-alpha": [STARCHAT_ALPHA],
+    "crossattn_tulu-7b": [TULU_7B],
+    "crossattn_tulu-13b": [vary(TULU_7B, base="allenai/tulu-2-dpo-13b")],
+    "crossattn_tulu-7b_2x8": [vary(TULU_7B_ABLATION, layers={"count": 2, "stride": 8})],
+    "crossattn_tulu-7b_8x2": [vary(TULU_7B_ABLATION, layers={"count": 8, "stride": 2})],
+    "crossattn_tulu-7b_8x3": [vary(TULU_7B_ABLATION, layers={"count": 8, "stride": 3})],
+    "crossattn_llama-7b": [vary(TULU_7B, base="meta-llama/Llama-2-7b-hf")],
+    "crossattn_llama-13b": [vary(TULU_7B, base="meta-llama/Llama-2-13b-hf")],
+    "crossattn_mistral-7b": [vary(TULU_7B, base="mistralai/Mistral-7B-Instruct-v0.2", data={"template": "mistral"})],
+    "causal_lm_tiny": [CAUSAL_LM_TINY],
+    "crossattn_tiny": [CROSSATTN_TINY],
+    "lm_nq_cpu": [LM_NQ_CPU],
+    "crossattn_nq_cpu": [CROSSATTN_NQ_CPU],
+}
+
+
+def read_groups(path: Path | None) -> dict[str, list[Values]]:
+    """EXP_GROUPS of the Python file at `path`, or of this file when it is None. The file is executed.
+
+    Raises ConfigError, with file and line, for whatever goes wrong in that file, and with every mistake at once when
+    its EXP_GROUPS is not a dictionary of non-empty lists of dictionaries.
+    """
+    if path is None:
+        return EXP_GROUPS
+    groups = _execute(path).get("EXP_GROUPS")
+    if not isinstance(groups, dict) or not groups:
+        raise ConfigError(f"{path}: EXP_GROUPS is {_kind(groups)}. Want a dictionary: group -> list of experiments.")
+    mistakes = [
+        f"  EXP_GROUPS[{group!r}] {problem}"
+        for group, experiments in cast(dict[Any, Any], groups).items()
+        for problem in _group_mistakes(group, experiments)
+    ]
+    if mistakes:
+        raise ConfigError(f"{path}: {len(mistakes)} mistake(s)\n" + "\n".join(mistakes))
+    return cast(dict[str, list[Values]], groups)
+
+
+def _group_mistakes(group: Any, experiments: Any) -> list[str]:
+    if not isinstance(group, str):
+        return [f"is named by {_kind(group)}. Want a string."]
+    if not isinstance(experiments, list):
+        return [f"is {_kind(experiments)}. Want a list of experiments."]
+    if not experiments:  # haven's cartesian_exp_group returns one for a hyper-parameter without values
+        return ["is an empty list. Want at least one experiment: does a hyper-parameter of the product have no values?"]
+    wrong = [index for index, item in enumerate(cast(list[Any], experiments)) if not isinstance(item, dict)]
+    return [f"[{index}] is {_kind(experiments[index])}. Want a dictionary." for index in wrong]
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "missing or None"
+    return f"an empty {type(value).__name__}" if value in ({}, [], ()) else f"a {type(value).__name__}"
+
+
+def _execute(path: Path) -> Values:
+    """The names that the Python file defines."""
+    spec = importlib.util.spec_from_file_location("user_exp_configs", path) if path.suffix == ".py" else None
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(f"--exp_configs {path}: want the path of a Python file (.py) that defines EXP_GROUPS.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{path}:{_line(error, path)}: {type(error).__name__}: {error}") from error
+    return vars(module)
+
+
+def _line(error: Exception, path: Path) -> int:
+    """The line of `path` that the error came from: the last of its frames that lies in the file."""
+    if isinstance(error, SyntaxError) and error.lineno:
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno or 0 for frame in reversed(frames) if Path(frame.filename) == path), 0)

@@ -1,0 +1,216 @@
+"""What every task promises. Parametrised over the task folders: a new task is tested by being there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import exp_configs
+from tests.facts import OF_TASK, experiment, with_dropout, write_facts
+from tests.ranks import run_on_ranks
+from trainer import tasks
+from trainer.errors import ConfigError
+from trainer.task import Places
+
+TASKS = tasks.names()
+TIMINGS = ("step_s", "peak_gib")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_facts(tmp_path_factory.mktemp("facts"))
+
+
+def load(task: str, folder: Path) -> Any:
+    cfg = tasks.parse(experiment(task, folder))
+    return tasks.load(cfg, Places(folder, folder / "cache", folder / "runs"))
+
+
+def encoded(task: Any, split: str = "train") -> list[dict[str, Any]]:
+    return [task.encode(row) for row in task.rows(split)]
+
+
+def train(values: dict[str, Any], folder: Path, savedir: Path, stage: int | None = None) -> list[dict[str, Any]]:
+    """Run an experiment to its end on the ranks of this process group; the lines of its metrics.jsonl."""
+    from trainer import distributed
+    from trainer.run import Options, plan, run
+
+    options = Options(
+        savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}" if stage else None
+    )
+    planned = plan(values, options, world=distributed.world(), rank=distributed.rank())
+    assert run(planned, options) == 0
+    return [json.loads(line) for line in (planned.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_tiny_group_parses_and_a_misspelt_key_is_refused(name: str) -> None:
+    tiny = [d for group, d in exp_configs.EXP_GROUPS.items() if group.endswith("_tiny") for d in d if d["task"] == name]
+    assert tiny, f"exp_configs.py has no *_tiny group of task {name}"
+    tasks.parse(tiny[0])
+    with pytest.raises(ConfigError, match="micro_batch"):
+        tasks.parse({**tiny[0], "train": {**tiny[0]["train"], "micro_bach": 1}})
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_this_contract_covers_the_task(name: str) -> None:
+    assert name in OF_TASK, f"tests/facts.py has no small experiment of task {name}"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_losses_yields_one_sum_for_each_micro_batch(name: str, folder: Path) -> None:
+    task = load(name, folder)
+    model = task.model().eval()
+    rows = encoded(task)[:4]
+    one, two = task.collate(rows[:1]), task.collate(rows[1:3])
+    apart = [loss.detach() for loss in task.losses(model, [one, two])]
+    assert [loss.shape for loss in apart] == [torch.Size([])] * 2
+    (together,) = task.losses(model, [task.collate(rows[:3])])
+    torch.testing.assert_close(sum(apart), together.detach(), rtol=1e-6, atol=1e-5)
+    assert int(task.units(one) + task.units(two)) == int(task.units(task.collate(rows[:3])))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_encode_is_pure(name: str, folder: Path) -> None:
+    task = load(name, folder)
+    before = torch.get_rng_state()
+    rows = list(task.rows("train"))
+    assert [task.encode(row) for row in rows] == [task.encode(row) for row in reversed(rows)][::-1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_only_the_trainable_weights_move_and_all_of_them_do(name: str, folder: Path) -> None:
+    task = load(name, folder)
+    model = task.model().train()
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
+    for loss in task.losses(model, [task.collate(encoded(task)[:8])]):
+        loss.backward()
+    optimizer.step()
+    moved = [key for key, p in model.named_parameters() if not torch.equal(p, before[key])]
+    trainable = [key for key, p in model.named_parameters() if p.requires_grad]
+    golden = json.loads((Path(__file__).parent.parent / "golden" / f"{name}.json").read_text())
+    assert trainable == golden["trainable"]
+    assert set(moved) <= set(trainable)
+    still = set(trainable) - set(moved)
+    assert all(key.endswith("k_attn.bias") for key in still), f"trainable, yet unmoved: {sorted(still)}"
+    assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+
+
+def _scores(name: str, folder: Path, batch: int) -> dict[str, float]:
+    from trainer import distributed, loop
+
+    task = load(name, folder)
+    rows = encoded(task, "valid")
+
+    class Rows(list):  # what evaluate reads of a TokenStore
+        lengths = [task.length(row) for row in rows]
+
+    class Engine:
+        model = task.model().eval()
+
+        def train(self) -> None: ...
+        def eval(self) -> None: ...
+
+    assert distributed.world() >= 1
+    return loop.evaluate(Engine(), task, Rows(rows), batch=batch)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_scores_do_not_depend_on_batches_or_ranks(name: str, folder: Path) -> None:
+    alone = run_on_ranks(1, _scores, name, folder, 22)[0]
+    for shared in run_on_ranks(2, _scores, name, folder, 5):  # 22 rows: five batches, of which the last is short
+        assert shared == pytest.approx(alone, rel=1e-6)
+
+
+def _stages(values: dict[str, Any], folder: Path, savedir: Path) -> dict[int, list[float]]:
+    return {stage: losses(train(values, folder, savedir / f"zero{stage}", stage)) for stage in (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_stages_ranks_and_accumulation_agree(name: str, folder: Path, tmp_path: Path) -> None:
+    values = experiment(name, folder)
+    at_once = experiment(name, folder, train={"micro_batch": 8})
+    (wanted,) = run_on_ranks(1, _one_run, at_once, folder, tmp_path / "at_once")
+    assert len(wanted) == 6
+    assert wanted[-1] < wanted[0]
+    for world in (1, 2):
+        found = run_on_ranks(world, _stages, values, folder, tmp_path / f"world{world}")[0]
+        for stage, each in found.items():
+            assert each == pytest.approx(wanted, abs=1e-5), f"ZeRO {stage} on {world} rank(s)"
+
+
+def _one_run(values: dict[str, Any], folder: Path, savedir: Path) -> list[float]:
+    return losses(train(values, folder, savedir))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_ten_golden_losses(name: str, folder: Path, tmp_path: Path) -> None:
+    values = experiment(name, folder, train={"steps": 10})
+    (found,) = run_on_ranks(1, _one_run, values, folder, tmp_path)
+    golden = Path(__file__).parent.parent / "golden" / f"{name}.json"
+    if os.environ.get("LATHE_WRITE_GOLDEN"):
+        golden.write_text(json.dumps({**json.loads(golden.read_text()), "losses": found}, indent=1) + "\n")
+    assert found == pytest.approx(json.loads(golden.read_text())["losses"], rel=2e-5)
+
+
+def _killed_then_resumed(values: dict[str, Any], folder: Path, savedir: Path, stage: int, kill: bool) -> str:
+    """Train; with `kill`, die without a word inside step 5, two steps after a checkpoint."""
+    from trainer import loop
+
+    original, seen = loop.train_step, []
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        if kill and len(seen) == 5:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    loop.train_step = dying
+    try:
+        train(values, folder, savedir, stage)
+    except KeyboardInterrupt:
+        return "killed"
+    finally:
+        loop.train_step = original
+    return "finished"
+
+
+def _undisturbed_and_killed(values: dict[str, Any], folder: Path, root: Path) -> list[str]:
+    outcomes = []
+    for stage in (0, 1, 2, 3):
+        outcomes.append(_killed_then_resumed(values, folder, root / f"straight{stage}", stage, False))
+        outcomes.append(_killed_then_resumed(values, folder, root / f"killed{stage}", stage, True))
+        outcomes.append(_killed_then_resumed(values, folder, root / f"killed{stage}", stage, False))
+    return outcomes
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", TASKS)
+def test_a_killed_run_resumes_bit_for_bit_with_dropout_at_every_stage(
+    name: str, world: int, folder: Path, tmp_path: Path
+) -> None:
+    values = with_dropout(experiment(name, folder))
+    outcomes = run_on_ranks(world, _undisturbed_and_killed, values, folder, tmp_path)[0]
+    assert outcomes == ["finished", "killed", "finished"] * 4
+    for stage in range(4):
+        (straight,) = (tmp_path / f"straight{stage}").glob("*/metrics.jsonl")
+        (killed,) = (tmp_path / f"killed{stage}").glob("*/metrics.jsonl")
+        assert untimed(killed) == untimed(straight), f"ZeRO {stage}"
+        one, two = straight.parent / "final", killed.parent / "final"
+        assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
+
+
+def untimed(path: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMINGS and not k.endswith("_per_s")} for line in lines]

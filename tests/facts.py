@@ -1,0 +1,102 @@
+"""Small made-up facts to learn and look up: the same on every machine and Python version, unlike the embedded corpus."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from exp_configs import vary
+
+PEOPLE = ["Ada", "Bruno", "Chidi", "Dana", "Emil", "Farah", "Goran", "Hana"]
+THINGS = ["key", "map", "lamp", "coin", "book", "drum"]
+COLOURS = ["red", "blue", "green", "white", "black"]
+PLACES = ["cellar", "attic", "garden", "tower", "harbour", "kitchen", "library"]
+
+
+def facts(start: int, stop: int) -> list[dict[str, str]]:
+    """Rows `start` to `stop` of a fixed sequence, with every field that any task reads."""
+    rows = []
+    for n in range(start, stop):
+        who, what = PEOPLE[n % 8], f"{COLOURS[n % 5]} {THINGS[n % 6]}"
+        place, other = PLACES[n * 3 % 7], PLACES[(n * 5 + 1) % 7]
+        context = f"{who} keeps the {what} in the {place}. " + "It has been there for years. " * (n % 4)
+        context += f"The {other} is empty."
+        question, answer = f"Where does {who} keep the {what}?", f"in the {place}"
+        rows.append({"question": question, "answer": answer, "context": context, "text": f"{context} {question}"})
+    return rows
+
+
+def write_facts(folder: Path, *, train: int = 64, valid: int = 22) -> Path:
+    """train.jsonl and valid.jsonl of disjoint facts, and tokenizer/: a byte-level BPE of 384 ids trained on them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", facts(0, train)), ("valid", facts(train, train + valid))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=["<|endoftext|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((row["text"] for row in facts(0, train)), trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>", pad_token="<|pad|>"
+    ).save_pretrained(folder / "tokenizer")
+    return folder
+
+
+TINY_BASE = {
+    "config": {
+        "model_type": "gpt_bigcode",
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 2,
+        "n_inner": 64,
+        "n_positions": 128,
+        "vocab_size": 384,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
+    "seed": 1,
+}
+_TRAIN = {"steps": 6, "global_batch": 8, "micro_batch": 2, "precision": "fp32", "log_every": 1}
+_TRAIN |= {"eval_every": 3, "save_every": 3, "eval_batch": 4, "seed": 5}
+OF_TASK = {
+    "cross_attention": {
+        "layers": {"count": 2, "stride": 2, "width": 16, "heads": 2, "initialisation": "published"},
+        "data": {"source": "jsonl", "decoder_tokens": 48, "context_tokens": 64, "shuffled_context": True},
+    },
+    "causal_lm": {"data": {"source": "jsonl", "max_tokens": 64}},
+}
+
+
+def experiment(task: str, folder: Path, **changes: object) -> dict[str, object]:
+    """A six-step experiment of `task` on the facts in `folder`; blocks in `changes` are merged one level deep."""
+    values: dict[str, object] = {
+        "task": task,
+        "base": TINY_BASE,
+        "tokenizer": str(folder / "tokenizer"),
+        "train": _TRAIN,
+        "optim": {"lr": 0.01, "weight_decay": 0.1},
+        "schedule": {"shape": "cosine", "warmup_steps": 1},
+        "deepspeed": "zero0",
+        **OF_TASK[task],
+    }
+    return vary(values, **changes)
+
+
+def with_dropout(values: dict[str, object]) -> dict[str, object]:
+    """The same experiment with every dropout of its base (and so of its added layers) switched on."""
+    base = dict(TINY_BASE["config"]) | {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}  # pyright: ignore
+    changed = {**values, "base": {"config": base, "seed": 1}}
+    if values["task"] == "cross_attention":
+        changed["layers"] = {**values["layers"], "key_dropout": 0.3}  # type: ignore[dict-item]
+    return changed

@@ -1,0 +1,185 @@
+"""The engine against plain torch, for every ZeRO stage on one and two ranks, and its state through save and restore."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import run_on_ranks
+from trainer import deepspeed_config
+from trainer.config import Optim, Train
+
+STEPS, ROWS = 6, 8
+OPTIM = Optim(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, clip=0.5)
+
+
+def network() -> nn.Module:
+    """A frozen first layer, odd sizes (ZeRO-3 has to pad), a norm and biases that must not decay."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
+    net[0].requires_grad_(False)
+    return net
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(STEPS, ROWS, 5, generator=generator), torch.randn(STEPS, ROWS, generator=generator)
+
+
+def reference(dtype: torch.dtype = torch.float32) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """The same recipe in a dozen lines of torch: losses, gradient norms, final weights."""
+    net, (inputs, targets) = network().to(dtype), data()
+    named = {name: p for name, p in net.named_parameters() if p.requires_grad}
+    groups = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": OPTIM.weight_decay},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps, foreach=False)
+    losses, norms = [], []
+    for x, y in zip(inputs, targets, strict=True):
+        loss = ((net(x).squeeze(-1) - y) ** 2).mean()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(list(named.values()), OPTIM.clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms, {name: p.detach() for name, p in named.items()}
+
+
+def ds_for(stage: int, precision: str, world: int, *, offload: bool = False) -> dict[str, Any]:
+    train = Train(steps=STEPS, global_batch=ROWS, micro_batch=2, precision=precision)  # pyright: ignore
+    name = f"zero{stage}_offload" if offload else f"zero{stage}"
+    preset = deepspeed_config.read(name)
+    for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
+        if preset["zero_optimization"].get(key) == "auto":
+            preset["zero_optimization"][key] = 1000 if key == "reduce_bucket_size" else 0
+    return deepspeed_config.for_engine(
+        deepspeed_config.build(preset, train=train, optim=OPTIM, world=world, source=name)
+    )
+
+
+def make(stage: int, precision: str, weights: dict[str, torch.Tensor] | None = None, *, offload: bool = False) -> Any:
+    from trainer import distributed, engine
+
+    net = network()
+    if weights is not None:
+        engine.load_weights(net, weights)
+    return engine.Engine(net, ds_for(stage, precision, distributed.world(), offload=offload), OPTIM)
+
+
+def train(live: Any, steps: range) -> tuple[list[float], list[float]]:
+    """Uneven micro-batches: each rank takes its share of the rows of a step in pieces of 3 and 1, or 5 and 3."""
+    from trainer import distributed
+
+    inputs, targets = data()
+    per_rank = ROWS // distributed.world()
+    mine = slice(distributed.rank() * per_rank, (distributed.rank() + 1) * per_rank)
+    cut = per_rank - 3 if per_rank == 8 else 3
+    losses, norms = [], []
+    for step in steps:
+        x, y = inputs[step, mine], targets[step, mine]
+        mean = torch.zeros((), dtype=torch.float64)
+        for piece in (slice(0, cut), slice(cut, per_rank)):
+            output = live.model(x[piece].to(next(live.model.parameters()).dtype))
+            loss = ((output.float().squeeze(-1) - y[piece]) ** 2).sum() / ROWS
+            live.backward(loss)
+            mean += loss.detach()
+        live.step(OPTIM.lr)
+        losses.append(float(distributed.total(mean)))
+        norms.append(live.grad_norm())
+    return losses, norms
+
+
+STAGES = (0, 1, 2, 3)
+
+
+def _plain_runs(precision: str) -> dict[int, Any]:
+    return {stage: _run(stage, precision) for stage in STAGES}
+
+
+def _run(stage: int, precision: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    live = make(stage, precision)
+    losses, norms = train(live, range(STEPS))
+    weights = live.weights(lambda k: True)
+    live.destroy()
+    return losses, norms, weights
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_uneven_micro_batches_equal_one_full_batch_of_plain_torch_at_every_stage(world: int) -> None:
+    wanted_losses, wanted_norms, wanted = reference()
+    for stage, (losses, norms, weights) in run_on_ranks(world, _plain_runs, "fp32")[0].items():
+        assert losses == pytest.approx(wanted_losses, abs=1e-6), f"stage {stage}"
+        assert norms == pytest.approx(wanted_norms, rel=1e-5), f"stage {stage}"
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(weights[name], tensor, atol=2e-6, rtol=0)
+
+
+def test_bf16_keeps_fp32_master_weights_and_stays_near_fp32_at_every_stage() -> None:
+    for stage, (losses, _, weights) in run_on_ranks(2, _plain_runs, "bf16")[0].items():
+        assert losses == pytest.approx(reference()[0], rel=0.03), f"stage {stage}"
+        assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+def _resumes(pairs: list[tuple[int, int]], precision: str) -> dict[tuple[int, int], Any]:
+    return {pair: _through_a_checkpoint(pair[0], precision, 3, pair[1]) for pair in pairs}
+
+
+def _through_a_checkpoint(stage: int, precision: str, at: int, resume_stage: int) -> dict[str, Any]:
+    live = make(stage, precision)
+    train(live, range(at))
+    weights, state, scalars = live.weights(lambda k: True), live.optimizer_state(lambda k: True), live.scalars()
+    straight = train(live, range(at, STEPS))
+    straight_weights, straight_state = live.weights(lambda k: True), live.optimizer_state(lambda k: True)
+    live.destroy()
+    again = make(resume_stage, precision, weights)
+    again.restore(state, scalars)
+    resumed = train(again, range(at, STEPS))
+    resumed_weights, resumed_state = again.weights(lambda k: True), again.optimizer_state(lambda k: True)
+    again.destroy()
+    return {
+        "losses": (straight, resumed),
+        "weights": (straight_weights, resumed_weights),
+        "state": (straight_state, resumed_state),
+    }
+
+
+def _same_bits(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_restored_state_continues_bit_for_bit_at_every_stage(precision: str, world: int) -> None:
+    for of_rank in run_on_ranks(world, _resumes, [(stage, stage) for stage in STAGES], precision):
+        for pair, result in of_rank.items():
+            assert result["losses"][0] == result["losses"][1], pair
+            assert _same_bits(*result["weights"]), pair
+            assert _same_bits(*result["state"]), pair
+
+
+def test_state_saved_at_one_stage_continues_at_another() -> None:
+    for pair, result in run_on_ranks(2, _resumes, [(0, 3), (3, 1), (2, 0), (1, 2)], "fp32")[0].items():
+        assert result["losses"][0][0] == pytest.approx(result["losses"][1][0], abs=1e-6), pair
+
+
+def _before_the_first_step() -> dict[int, dict[str, torch.Tensor]]:
+    found = {}
+    for stage in STAGES:
+        live = make(stage, "bf16")
+        found[stage] = {**live.weights(lambda k: True), **live.optimizer_state(lambda k: True)}
+        live.destroy()
+    return found
+
+
+def test_building_an_engine_moves_no_weight_at_any_stage() -> None:
+    """deepspeed 0.19.8 steps the optimizer while it builds stage 0 in bf16; our groups start at learning rate 0."""
+    for found in run_on_ranks(2, _before_the_first_step)[0].values():
+        for name, parameter in network().named_parameters():
+            if parameter.requires_grad:
+                assert torch.equal(found[name], parameter.bfloat16())
+                assert not found[f"{name}|exp_avg"].any()

@@ -1,0 +1,66 @@
+"""Run a function on several gloo ranks for real, quickly: children fork from a server that has imported everything."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+PRELOAD = ["torch", "torch.distributed", "transformers", "transformers.models.gpt_bigcode.modeling_gpt_bigcode"]
+PRELOAD += ["torch._dynamo", "deepspeed", "trainer.engine"]
+
+
+def run_on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
+    """What `function(*args)` returned on each of `world` ranks, by rank. It must be a module-level function."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        queue: Any = context.Queue()
+        children = [
+            context.Process(target=_child, args=(rank, world, store, queue, function, args)) for rank in range(world)
+        ]
+        for child in children:
+            child.start()
+        results: dict[int, Any] = {}
+        try:
+            for _ in children:
+                rank, good, value = queue.get(timeout=timeout_s)
+                if not good:
+                    raise AssertionError(f"rank {rank} failed:\n{value}")
+                results[rank] = torch.load(io.BytesIO(value), weights_only=False)
+        finally:
+            for child in children:
+                child.join(timeout=10 if len(results) == world else 0.1)
+                if child.is_alive():
+                    child.kill()
+                    child.join()
+    return [results[rank] for rank in range(world)]
+
+
+def _child(rank: int, world: int, store: str, queue: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    try:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=120)
+        )
+        value = function(*args)
+        dist.barrier()
+        written = io.BytesIO()  # tensors as bytes: shared memory would die with this process
+        torch.save(value, written)
+        queue.put((rank, True, written.getvalue()))
+    except BaseException:
+        queue.put((rank, False, traceback.format_exc()))
+    queue.close()
+    queue.join_thread()
+    os._exit(0)  # gloo's threads can abort a finished rank in the interpreter's own way out

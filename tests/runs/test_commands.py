@@ -1,0 +1,160 @@
+"""trainval.py as a person starts it: real processes under python, torchrun and deepspeed, and what kills do to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.test_task_contract import untimed
+from tests.facts import experiment, with_dropout, write_facts
+
+ROOT = Path(__file__).parent.parent.parent
+TRAINVAL = str(ROOT / "trainval.py")
+PYTHON = [sys.executable, TRAINVAL]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAINVAL]
+
+
+def deepspeed_launcher(port: int) -> list[str]:
+    launcher = Path(sys.executable).parent / "deepspeed"
+    return [str(launcher), "--num_accelerators", "2", "--master_port", str(port), TRAINVAL]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_facts(tmp_path_factory.mktemp("facts"))
+
+
+@pytest.fixture
+def groups(folder: Path, tmp_path: Path) -> Path:
+    """A file of experiment groups, as users keep theirs."""
+    plain = experiment("cross_attention", folder)
+    long = with_dropout(experiment("cross_attention", folder, train={"steps": 60, "save_every": 5, "eval_every": 20}))
+    path = tmp_path / "my_groups.py"
+    two = [plain, {**plain, "optim": {"lr": 0.02}}]
+    path.write_text(f"EXP_GROUPS = {{'plain': {[plain]!r}, 'long': {[long]!r}, 'two': {two!r}}}\n")
+    return path
+
+
+def command(prefix: list[str], groups: Path, folder: Path, *flags: str) -> list[str]:
+    return [*prefix, "--exp_configs", str(groups), "--data_path", str(folder), "--cache_dir", str(folder / "c"), *flags]
+
+
+def environment() -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def run(argv: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=240, cwd=ROOT, **kwargs)
+
+
+def lines(savedir: Path) -> list[dict[str, Any]]:
+    (path,) = savedir.glob("[0-9a-f]*/metrics.jsonl")
+    return untimed(path)
+
+
+def status(savedir: Path) -> dict[str, Any]:
+    (path,) = savedir.glob("[0-9a-f]*/status.json")
+    return json.loads(path.read_text())
+
+
+def test_python_torchrun_and_deepspeed_agree_and_a_finished_run_is_not_repeated(
+    groups: Path, folder: Path, tmp_path: Path
+) -> None:
+    launchers = {"python": PYTHON, "torchrun": TORCHRUN, "deepspeed": deepspeed_launcher(29517)}
+    found = {}
+    for stage, (name, prefix) in zip((0, 2, 3), launchers.items(), strict=True):
+        argv = command(
+            prefix, groups, folder, "-e", "plain", "-sb", str(tmp_path / name), "--deepspeed", f"zero{stage}"
+        )
+        result = run(argv)
+        assert result.returncode == 0, result.stdout + result.stderr
+        found[name] = [line["loss"] for line in lines(tmp_path / name) if "loss" in line]
+        assert status(tmp_path / name)["state"] == "succeeded"
+    assert found["torchrun"] == pytest.approx(found["python"], abs=1e-5)
+    assert found["deepspeed"] == pytest.approx(found["python"], abs=1e-5)
+    again = run(command(PYTHON, groups, folder, "-e", "plain", "-sb", str(tmp_path / "python")))
+    assert again.returncode == 0
+    assert "is finished" in again.stdout
+
+
+def test_every_dictionary_of_a_group_trains_in_its_own_folder(groups: Path, folder: Path, tmp_path: Path) -> None:
+    result = run(command(PYTHON, groups, folder, "-e", "two", "-sb", str(tmp_path / "out")))
+    assert result.returncode == 0, result.stdout + result.stderr
+    paths = sorted((tmp_path / "out").glob("[0-9a-f]*/exp_dict.json"))
+    assert sorted(json.loads(path.read_text())["optim"]["lr"] for path in paths) == [0.01, 0.02]
+    first, second = ([line["lr"] for line in untimed(path.parent / "metrics.jsonl") if "lr" in line] for path in paths)
+    assert first != second
+
+
+def wait_for_step(savedir: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        for path in savedir.glob("[0-9a-f]*/metrics.jsonl"):
+            if len(path.read_text().splitlines()) >= step:
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was never reached: {process.communicate()[0]}")
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
+    import psutil
+
+    family = psutil.Process(launcher.pid).children(recursive=True)
+    return [child.pid for child in family if TRAINVAL in child.cmdline()]
+
+
+def start(argv: list[str]) -> subprocess.Popen[str]:
+    out = subprocess.PIPE
+    return subprocess.Popen(
+        argv, env=environment(), stdout=out, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_kill_9_of_a_rank_then_the_same_command_equals_an_undisturbed_run(
+    stage: int, groups: Path, folder: Path, tmp_path: Path
+) -> None:
+    def argv(name: str) -> list[str]:
+        flags = ("-e", "long", "-sb", str(tmp_path / name), "--deepspeed", f"zero{stage}")
+        return command(TORCHRUN, groups, folder, *flags)
+
+    assert run(argv("straight")).returncode == 0
+    process = start(argv("killed"))
+    wait_for_step(tmp_path / "killed", 12, process)
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert status(tmp_path / "killed")["state"] in ("running", "failed")
+    resumed = run(argv("killed"))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert "resumed from" in resumed.stdout
+    assert lines(tmp_path / "killed") == lines(tmp_path / "straight")
+    one, two = (next((tmp_path / name).glob("[0-9a-f]*/final/model.safetensors")) for name in ("straight", "killed"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
+    number: signal.Signals, groups: Path, folder: Path, tmp_path: Path
+) -> None:
+    argv = command(PYTHON, groups, folder, "-e", "long", "-sb", str(tmp_path / "out"))
+    process = start(argv)
+    wait_for_step(tmp_path / "out", 7, process)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 75, output
+    assert status(tmp_path / "out")["state"] == "preempted"
+    before = lines(tmp_path / "out")
+    result = run(argv)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert lines(tmp_path / "out")[: len(before)] == before
+    assert status(tmp_path / "out")["state"] == "succeeded"

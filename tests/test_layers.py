@@ -1,0 +1,222 @@
+"""The shape of the house: imports point down, submission is torch-free, one importer each, and the size budgets.
+
+Layers (a file that is not named here and lies in trainer/ is layer 2):
+5  trainval.py
+4  jobs/*, trainer/{loop, engine, run, preview}.py
+3  trainer/tasks/<name>/*
+2  trainer/*, trainer/data/*
+1  trainer/{distributed, rng}.py
+0  trainer/{config, errors, deepspeed_config, deepspeed_keys}.py, every config.py, exp_configs.py, job_configs.py
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted([*ROOT.glob("*.py"), *ROOT.glob("trainer/**/*.py"), *ROOT.glob("jobs/**/*.py")])
+IDS = [str(file.relative_to(ROOT)) for file in FILES]
+
+LAYERS = {
+    "exp_configs": 0,
+    "job_configs": 0,
+    "trainer": 0,
+    "trainer.config": 0,
+    "trainer.errors": 0,
+    "trainer.deepspeed_config": 0,
+    "trainer.deepspeed_keys": 0,
+    "trainer.tasks": 0,
+    "trainer.distributed": 1,
+    "trainer.rng": 1,
+    "trainer.loop": 4,
+    "trainer.engine": 4,
+    "trainer.run": 4,
+    "trainer.preview": 4,
+    "trainval": 5,
+}
+NOT_FOR_TASKS = {
+    "trainer.loop",
+    "trainer.engine",
+    "trainer.run",
+    "trainer.preview",
+    "trainer.checkpoint",
+    "trainer.telemetry",
+}
+ONLY_IMPORTER = {
+    "deepspeed": ROOT / "trainer/engine.py",
+    "wandb": ROOT / "trainer/telemetry.py",
+    "haven": ROOT / "jobs/haven.py",
+}
+HEAVY = ("torch", "deepspeed", "transformers", "wandb")
+MAX_FILE, MAX_FUNCTION, P90_FUNCTION = 450, 70, 35
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(file) for file in FILES}
+
+
+def layer(module: str) -> int:
+    if module in LAYERS:
+        return LAYERS[module]
+    if module.startswith("trainer.tasks."):
+        is_task_free = module.count(".") == 2 or module.endswith(".config")  # the folder itself, or its schema
+        return 0 if is_task_free else 3
+    return 4 if module.split(".")[0] == "jobs" else 2
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Absolute names of everything that a file imports anywhere, but for `if TYPE_CHECKING:` blocks."""
+    for node in _running(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parent = module_name(file).split(".")
+            parent = parent if file.name == "__init__.py" else parent[:-1]
+            start = parent[: len(parent) - node.level + 1] if node.level else []
+            module = ".".join([*start, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    children: list[ast.AST] = [*ast.iter_child_nodes(node)]
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        children = [*node.orelse]
+    for child in children:
+        yield from _running(child)
+
+
+def own(name: str) -> str | None:
+    """The project's module that an imported name lies in: `trainer.config.Strict` is in `trainer.config`."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def own_imports(file: Path) -> set[str]:
+    return {module for name in imports(file) if (module := own(name)) and module != module_name(file)}
+
+
+@pytest.mark.parametrize("file", FILES, ids=IDS)
+def test_imports_only_point_down(file: Path) -> None:
+    here = module_name(file)
+    upward = sorted(module for module in own_imports(file) if layer(module) > layer(here))
+    assert not upward, f"{here} (layer {layer(here)}) imports {upward} above it"
+
+
+@pytest.mark.parametrize("file", FILES, ids=IDS)
+def test_jobs_import_layer_0_and_jobs_only(file: Path) -> None:
+    if module_name(file).split(".")[0] != "jobs":
+        return
+    foreign = sorted(module for module in own_imports(file) if layer(module) > 0 and not module.startswith("jobs"))
+    assert not foreign, f"{module_name(file)} imports {foreign}"
+
+
+@pytest.mark.parametrize(
+    "file", sorted(ROOT.glob("trainer/tasks/*/*.py")), ids=lambda file: str(file.relative_to(ROOT))
+)
+def test_a_task_imports_neither_the_loop_nor_another_task(file: Path) -> None:
+    home = f"trainer.tasks.{file.parent.name}"
+    others = {module for module in own_imports(file) if module.startswith("trainer.tasks.") and home not in module}
+    forbidden = sorted(others | (own_imports(file) & NOT_FOR_TASKS))
+    assert not forbidden, f"{module_name(file)} imports {forbidden}"
+
+
+@pytest.mark.parametrize("package", ONLY_IMPORTER)
+def test_a_wrapped_package_has_one_importer(package: str) -> None:
+    importers = {file for file in FILES if any(name.split(".")[0] == package for name in imports(file))}
+    assert importers <= {ONLY_IMPORTER[package]}, sorted(str(file) for file in importers)
+
+
+def heavy_after(code: str) -> dict[str, list[str]]:
+    """Runs Python code that fills `found`; says which heavy packages had been imported after which step."""
+    header = f"import sys, json\nfound = {{}}\nheavy = lambda: [m for m in {HEAVY!r} if m in sys.modules]\n"
+    footer = "\nsys.stdout = sys.__stdout__\nprint()\nprint(json.dumps(found))"
+    done = subprocess.run([sys.executable, "-c", header + code + footer], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_submission_never_imports_torch() -> None:
+    modules = [module for module in sorted(MODULES) if layer(module) == 0 or module.split(".")[0] == "jobs"]
+    code = f"""
+import importlib
+for module in {modules!r}:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "haven":  # an optional package
+            raise
+    found[module] = heavy()
+"""
+    found = heavy_after(code)
+    assert len(found) == len(modules)
+    guilty = [module for module, packages in found.items() if packages]
+    assert not guilty, f"{guilty[0]} imports {found[guilty[0]]}"
+
+
+def test_parsing_every_experiment_never_imports_torch() -> None:
+    code = """
+import exp_configs
+from trainer import deepspeed_config, tasks
+for group, experiments in exp_configs.EXP_GROUPS.items():
+    for values in experiments:
+        cfg = tasks.parse(values)
+        deepspeed_config.build(
+            deepspeed_config.read(cfg.deepspeed), train=cfg.train, optim=cfg.optim, world=1, source=group
+        )
+found["parse and build"] = heavy()
+"""
+    assert heavy_after(code) == {"parse and build": []}
+
+
+@pytest.mark.skipif(not (ROOT / "trainval.py").is_file(), reason="there is no trainval.py yet")
+def test_trainval_help_never_imports_torch() -> None:
+    code = """
+import contextlib, io, runpy
+sys.argv = ["trainval.py", "--help"]
+sys.path.insert(0, ".")
+try:
+    with contextlib.redirect_stdout(io.StringIO()):
+        runpy.run_path("trainval.py", run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+found["help"] = heavy()
+"""
+    assert heavy_after(code) == {"help": []}
+
+
+def functions(file: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{file.relative_to(ROOT)}:{node.lineno} {node.name}", (node.end_lineno or 0) - node.lineno + 1
+
+
+def test_no_file_is_longer_than_its_budget() -> None:
+    long = {str(file.relative_to(ROOT)): n for file in FILES if (n := len(file.read_text().splitlines())) > MAX_FILE}
+    assert not long, f"over {MAX_FILE} lines: {long}"
+
+
+def test_no_function_is_longer_than_its_budget() -> None:
+    long = {name: lines for file in FILES for name, lines in functions(file) if lines > MAX_FUNCTION}
+    assert not long, f"over {MAX_FUNCTION} lines: {long}"
+
+
+def test_nine_functions_in_ten_fit_one_screen() -> None:
+    lengths = sorted(lines for file in FILES for _, lines in functions(file))
+    assert lengths[int(0.9 * len(lengths))] <= P90_FUNCTION
+
+
+@pytest.mark.parametrize("name", ["utils", "helpers", "common", "misc"])
+def test_no_file_is_named_after_nothing(name: str) -> None:
+    assert not [file for file in FILES if file.stem == name]

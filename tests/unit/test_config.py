@@ -1,0 +1,237 @@
+"""trainer/config.py and trainer/tasks/__init__.py: identity, strictness, and messages that name everything at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer import tasks
+from trainer.config import Optim, Schedule, Train, digest, exp_id, nearest, validate
+from trainer.errors import ConfigError
+
+EXPERIMENT: dict[str, Any] = {
+    "task": "causal_lm",
+    "base": "gpt2",
+    "train": {"steps": 1, "global_batch": 1, "micro_batch": 1},
+    "optim": {"lr": 1e-3},
+    "data": {"source": "jsonl"},
+}
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        tasks.parse({**EXPERIMENT, **changes})
+    return str(caught.value)
+
+
+# Identity
+
+
+def md5(text: str) -> str:
+    return hashlib.md5(text.encode()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("values", "hashed"),
+    [
+        ({"b": 2, "a": "x"}, "a/xb/2"),
+        ({"a": {"c": 1.5}, "b": None}, f"a/{md5('c/1.5')}b/None"),
+        ({"a": [1, "x", [2]]}, "a/[1, 'x', [2]]"),
+        ({"a": [{"x": 1}, {"y": True}]}, f"a/{md5('x/1')}{md5('y/True')}"),
+        ({"a": [], "b": {}}, f"a/[]b/{md5('')}"),
+    ],
+)
+def test_an_id_is_the_md5_of_keys_and_values_as_haven_joins_them(values: dict[str, Any], hashed: str) -> None:
+    assert exp_id(values) == md5(hashed)
+
+
+def test_an_id_does_not_depend_on_the_order_of_keys() -> None:
+    assert exp_id({"a": 1, "b": {"c": 2, "d": 3}}) == exp_id({"b": {"d": 3, "c": 2}, "a": 1})
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner.filter(lambda item: not isinstance(item, dict)), max_size=3)
+        | st.dictionaries(st.text(alphabet="abc_", min_size=1, max_size=4), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.text(alphabet="abc_", min_size=1, max_size=4), JSON_VALUES, max_size=4))
+def test_an_id_survives_a_json_round_trip(values: dict[str, Any]) -> None:
+    assert exp_id(json.loads(json.dumps(values))) == exp_id(values)
+
+
+def test_a_numpy_number_in_a_list_has_the_id_of_the_number() -> None:
+    assert exp_id({"betas": [np.float64(0.1)]}) == exp_id({"betas": [0.1]})
+
+
+def test_an_id_is_the_same_in_another_process() -> None:
+    code = f"from trainer.config import exp_id; print(exp_id({EXPERIMENT!r}))"
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == exp_id(EXPERIMENT)
+
+
+@pytest.mark.parametrize(
+    ("values", "complaint"),
+    [
+        ({"a": (1, 2)}, "changes when written as JSON"),
+        ({"a": {1: 2}}, "changes when written as JSON"),
+        ({"a": float("nan")}, "Use only what JSON can hold"),
+        ({"a": {1, 2}}, "Use only what JSON can hold"),
+        ({"a": Path("x")}, "Use only what JSON can hold"),
+        ({"a": {"b.c": 1}}, "key 'b.c' holds a dot"),
+        ({"a": [{"b": 1}, 2]}, "list 'a' mixes dictionaries and other values"),
+    ],
+)
+def test_what_json_or_haven_cannot_hold_has_no_id(values: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        exp_id(values)
+
+
+def test_the_digest_tells_apart_what_the_id_confuses() -> None:
+    one, other = {"a": "1b/2"}, {"a": "1", "b": "2"}
+    assert exp_id(one) == exp_id(other)
+    assert digest(one) != digest(other)
+
+
+# Strictness
+
+
+def test_a_minimal_experiment_gets_its_defaults() -> None:
+    cfg = tasks.parse(EXPERIMENT)
+    assert (cfg.optim.betas, cfg.optim.clip, cfg.train.seed, cfg.deepspeed) == ((0.9, 0.999), 1.0, 42, "zero2")
+    assert cfg.tokenizer is None
+
+
+def test_an_experiment_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        tasks.parse(EXPERIMENT).train.steps = 2
+
+
+@pytest.mark.parametrize(
+    ("block", "complaint"),
+    [
+        ({"steps": "1"}, "train.steps: Input should be a valid integer. Got '1'."),
+        ({"steps": 1.5}, "train.steps: Input should be a valid integer. Got 1.5."),
+        ({"steps": True}, "train.steps: Input should be a valid integer. Got True."),
+        ({"steps": 0}, "train.steps: Input should be greater than 0. Got 0."),
+        ({"precision": "int8"}, "train.precision: Input should be 'fp32', 'bf16' or 'fp16'. Got 'int8'."),
+        ({"gradient_checkpointing": 1}, "train.gradient_checkpointing: Input should be a valid boolean. Got 1."),
+    ],
+)
+def test_values_are_not_coerced(block: dict[str, Any], complaint: str) -> None:
+    assert complaint in refusal(train={**EXPERIMENT["train"], **block})
+
+
+def test_a_whole_number_is_a_fine_learning_rate() -> None:
+    assert validate(Optim, {"lr": 1}).lr == 1.0
+
+
+@pytest.mark.parametrize("lr", [0, -1e-3, float("nan"), float("inf")])
+def test_a_learning_rate_is_a_finite_number_above_zero(lr: float) -> None:
+    assert "optim.lr" in refusal(optim={"lr": lr})
+
+
+def test_two_warm_ups_are_refused_with_both_values() -> None:
+    with pytest.raises(ConfigError, match=r"warmup_steps=10 and warmup_ratio=0.1 are both set; keep one"):
+        validate(Schedule, {"warmup_steps": 10, "warmup_ratio": 0.1})
+
+
+@pytest.mark.parametrize("base", ["gpt2", {"config": {"model_type": "gpt2"}}, {"experiment": {"task": "causal_lm"}}])
+def test_a_base_is_a_name_or_random_weights_or_another_experiment(base: Any) -> None:
+    assert tasks.parse({**EXPERIMENT, "base": base}).model_dump(mode="json")["base"] == (
+        {**base, "seed": 0} if "config" in base else base
+    )
+
+
+# Messages
+
+
+def test_a_misspelt_key_gets_the_nearest_legal_one() -> None:
+    assert "train.micro_batc: no such key. Did you mean 'micro_batch'?" in refusal(
+        train={**EXPERIMENT["train"], "micro_batc": 2}
+    )
+
+
+def test_a_misspelt_key_at_the_top_level_gets_the_nearest_legal_one() -> None:
+    assert "deepsped: no such key. Did you mean 'deepspeed'?" in refusal(deepsped="zero3")
+
+
+def test_a_misspelt_key_inside_a_union_gets_the_nearest_legal_one() -> None:
+    assert "tokenizer.vocabsize: no such key. Did you mean 'vocab_size'?" in refusal(tokenizer={"vocabsize": 500})
+
+
+def test_a_key_like_no_other_gets_the_legal_ones() -> None:
+    assert "data.zzz: no such key. Legal: max_tokens, source." in refusal(data={"source": "nq", "zzz": 1})
+
+
+def test_a_missing_key_is_named() -> None:
+    assert "optim.lr: required, but not given." in refusal(optim={})
+
+
+def test_every_mistake_is_named_at_once_with_its_source() -> None:
+    wrong = {**EXPERIMENT, "optim": {"lr": "x", "beta": 1}, "train": {"steps": 0}}
+    with pytest.raises(ConfigError) as caught:
+        tasks.parse(wrong, source="group mine")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "group mine: 5 mistake(s)"
+    assert sorted(line.split(":")[0].strip() for line in lines[1:]) == [
+        "optim.beta",
+        "optim.lr",
+        "train.global_batch",
+        "train.micro_batch",
+        "train.steps",
+    ]
+
+
+def test_a_value_that_json_cannot_hold_is_refused() -> None:
+    assert "not JSON serializable. Use strings, numbers" in refusal(optim={"lr": {1, 2}})
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("sead", "Did you mean 'seed'?"), ("qqq", "Legal: seed, steps."), ("", "Legal: seed, steps.")],
+)
+def test_nearest_suggests_one_spelling_or_lists_all(name: str, sentence: str) -> None:
+    assert nearest(name, ["seed", "steps"]) == sentence
+
+
+# Tasks
+
+
+def test_a_task_is_a_folder_with_a_config() -> None:
+    folder = Path(tasks.__file__).parent
+    assert tasks.names() == sorted(config.parent.name for config in folder.glob("*/config.py"))
+
+
+def test_an_unknown_task_gets_the_nearest_name() -> None:
+    assert "task='causal_ln' does not exist. Did you mean 'causal_lm'?" in refusal(task="causal_ln")
+
+
+@pytest.mark.parametrize("name", [None, 3, ["causal_lm"], "../causal_lm"])
+def test_a_task_that_is_no_name_is_refused(name: Any) -> None:
+    assert "does not exist" in refusal(task=name)
+
+
+def test_a_missing_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match="task=None does not exist"):
+        tasks.parse({})
+
+
+def test_train_has_no_key_for_the_number_of_devices() -> None:
+    """The world size changes accumulation only: it must never enter an id."""
+    assert not {"world", "devices", "accumulation", "gpus"} & Train.model_fields.keys()

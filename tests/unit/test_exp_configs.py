@@ -1,0 +1,214 @@
+"""exp_configs.py: the published table, ids that stay, the runnable groups, and files of the user."""
+
+from __future__ import annotations
+
+import copy
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import exp_configs
+from exp_configs import EXP_GROUPS, read_groups, vary
+from trainer import deepspeed_config, tasks
+from trainer.config import exp_id
+from trainer.errors import ConfigError
+
+ALL = [(group, values) for group, experiments in EXP_GROUPS.items() for values in experiments]
+
+# ServiceNow/xc-cache, last commit: base; layers x stride, shared weights, after the block, shared query/key, width,
+# heads, key dropout; context; micro x accumulation on 8 devices; lr, weight decay, shape; precision, checkpointing.
+TABLE = """
+santacoder             TabbyML/SantaCoder-1B     6x2 yes no  no  -    -  .3  2048 5x8  3e-4 5e-4 cosine fp16 no
+starcoder              bigcode/starcoder         8x4 yes no  no  -    -  .3  2048 1x16 6e-4 5e-2 linear fp16 no
+starcoderbase-1b       bigcode/starcoderbase-1b  6x3 no  no  no  -    -  .3  128  1x1  3e-4 5e-1 cosine fp16 no
+starcoderbase-1b-early bigcode/starcoderbase-1b  6x3 yes no  no  -    -  .3  2048 2x1  2e-4 5e-1 reduce_on_plateau fp16 yes
+starcoderbase-3b       bigcode/starcoderbase-3b  6x6 no  yes no  1024 16 .4  4096 4x32 5e-4 1e-3 cosine fp16 no
+starcoderbase-7b       bigcode/starcoderbase-7b  8x4 yes yes yes 1024 8  .4  2048 1x32 1e-4 1e-2 cosine fp16 no
+starchat-alpha         HuggingFaceH4/starchat-alpha 4x8 no yes yes 2048 32 .25 4096 1x32 2e-4 1e-2 cosine bf16 yes
+tulu-7b                allenai/tulu-2-dpo-7b     4x6 no  yes no  1024 32 .1  6144 1x32 2e-4 0    linear bf16 yes
+tulu-13b               allenai/tulu-2-dpo-13b    4x6 no  yes no  1024 32 .1  6144 1x32 2e-4 0    linear bf16 yes
+tulu-7b_2x8            allenai/tulu-2-dpo-7b     2x8 no  yes no  1024 32 .2  6144 1x32 2e-4 1e-3 cosine bf16 yes
+tulu-7b_8x2            allenai/tulu-2-dpo-7b     8x2 no  yes no  1024 32 .2  6144 1x32 2e-4 1e-3 cosine bf16 yes
+tulu-7b_8x3            allenai/tulu-2-dpo-7b     8x3 no  yes no  1024 32 .2  6144 1x32 2e-4 1e-3 cosine bf16 yes
+mistral-7b             mistralai/Mistral-7B-Instruct-v0.2 4x6 no yes no 1024 32 .1 6144 1x32 2e-4 0 linear bf16 yes
+llama-7b               meta-llama/Llama-2-7b-hf  4x6 no  yes no  1024 32 .1  6144 1x32 2e-4 0    linear bf16 yes
+llama-13b              meta-llama/Llama-2-13b-hf 4x6 no  yes no  1024 32 .1  6144 1x32 2e-4 0    linear bf16 yes
+"""  # noqa: E501
+ROWS = [line.split() for line in TABLE.strip().splitlines()]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_a_published_group_has_its_published_values(row: list[str]) -> None:
+    name, base, slots, shared, after, projections, width, heads, drop, context, batch, *rest = row
+    lr, decay, shape, precision, checkpointing = rest
+    (values,) = EXP_GROUPS[f"crossattn_{name}"]
+    count, stride = (int(number) for number in slots.split("x"))
+    micro, accumulation = (int(number) for number in batch.split("x"))
+    assert values["base"] == base
+    assert values["layers"] == {
+        "count": count,
+        "stride": stride,
+        "shared_weights": shared == "yes",
+        "after": after == "yes",
+        "shared_projections": projections == "yes",
+        "width": None if width == "-" else int(width),
+        "heads": None if heads == "-" else int(heads),
+        "key_dropout": float(drop),
+        "initialisation": "published",
+    }
+    assert values["train"] == {
+        "steps": 500_000,
+        "micro_batch": micro,
+        "global_batch": micro * accumulation * 8,
+        "precision": precision,
+        "gradient_checkpointing": checkpointing == "yes",
+    }
+    published = {"betas": [0.9, 0.95], "eps": 1e-6, "clip": 1.0}
+    assert values["optim"] == {"lr": float(lr), "weight_decay": float(decay), **published}
+    assert values["schedule"] == {"shape": shape, "warmup_ratio": 0.05}
+    assert values["data"] == {
+        "source": "jsonl",
+        "template": "mistral" if name == "mistral-7b" else "chat",
+        "decoder_tokens": int(context),
+        "context_tokens": int(context),
+        "loss_on": "all",
+    }
+    assert values["deepspeed"] == "zero2"
+
+
+def test_every_published_group_is_in_the_table() -> None:
+    published = {group for group, values in ALL if values["data"]["source"] == "jsonl"}
+    assert published == {f"crossattn_{row[0]}" for row in ROWS}
+
+
+@pytest.mark.parametrize(("group", "values"), ALL, ids=[group for group, _ in ALL])
+def test_a_group_parses(group: str, values: dict[str, Any]) -> None:
+    assert tasks.parse(values, source=group).task == values["task"]
+
+
+@pytest.mark.parametrize(("group", "values"), ALL, ids=[group for group, _ in ALL])
+def test_a_group_has_a_deepspeed_dictionary_on_one_and_on_eight_devices(group: str, values: dict[str, Any]) -> None:
+    cfg = tasks.parse(values)
+    preset = deepspeed_config.read(cfg.deepspeed)
+    worlds = [1, 8] if values["data"]["source"] == "jsonl" else [1, 2]
+    for world in worlds:
+        assert deepspeed_config.build(preset, train=cfg.train, optim=cfg.optim, world=world, source=group)
+
+
+def test_ids_are_unique() -> None:
+    ids = [exp_id(values) for _, values in ALL]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_id_of_the_documented_group_does_not_change_by_accident() -> None:
+    """Run folders carry this name: whoever changes it on purpose orphans the folders of that group."""
+    (values,) = EXP_GROUPS["crossattn_starcoderbase-3b"]
+    assert exp_id(values) == "7eb2d5b5506df5cc4c60e6e2f0782d51"
+
+
+def test_dictionaries_survive_json() -> None:
+    assert json.loads(json.dumps(EXP_GROUPS)) == EXP_GROUPS
+
+
+def test_a_tiny_group_exists_for_every_task() -> None:
+    tiny = {values["task"] for group, values in ALL if group.endswith("_tiny")}
+    assert tiny == set(tasks.names())
+
+
+def test_an_embedded_tokenizer_fits_its_random_base() -> None:
+    own = [values for _, values in ALL if isinstance(values.get("tokenizer"), dict)]
+    assert own
+    for values in own:
+        assert values["tokenizer"]["vocab_size"] == values["base"]["config"]["vocab_size"]
+
+
+def test_the_tokens_fit_the_positions_of_a_random_base() -> None:
+    for group, values in ALL:
+        base = values["base"]
+        config = base.get("experiment", {"base": base})["base"]["config"] if isinstance(base, dict) else None
+        if config is not None:
+            data = values["data"]
+            longest = max(data[key] for key in ("max_tokens", "decoder_tokens", "context_tokens") if key in data)
+            assert longest <= config["n_positions"], group
+            assert config["n_embd"] % config["n_head"] == 0, group
+
+
+def test_the_cross_attention_on_natural_questions_starts_from_its_language_model() -> None:
+    (values,) = EXP_GROUPS["crossattn_nq_cpu"]
+    assert values["base"] == {"experiment": EXP_GROUPS["lm_nq_cpu"][0]}
+
+
+# vary
+
+
+def test_vary_merges_a_block_one_level_deep() -> None:
+    assert vary({"a": {"x": 1, "y": {"z": 1}}, "b": 2}, a={"y": {"w": 2}}) == {"a": {"x": 1, "y": {"w": 2}}, "b": 2}
+
+
+def test_vary_shares_nothing_with_its_parent() -> None:
+    parent = {"a": {"x": [1]}, "b": [2]}
+    before = copy.deepcopy(parent)
+    child = vary(parent, c={"k": 1})
+    child["a"]["x"].append(3)
+    child["b"].append(3)
+    assert parent == before
+
+
+def test_vary_replaces_a_base_as_a_whole() -> None:
+    assert vary({"base": {"config": {}}}, base={"experiment": {"task": "t"}}) == {"base": {"experiment": {"task": "t"}}}
+
+
+# Files of the user
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+def test_without_a_file_the_groups_are_our_own() -> None:
+    assert read_groups(None) is exp_configs.EXP_GROUPS
+
+
+def test_a_file_may_vary_our_groups(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """
+        from exp_configs import CROSSATTN_TINY, vary
+        EXP_GROUPS = {"sweep": [vary(CROSSATTN_TINY, optim={"lr": lr}) for lr in (1e-3, 2e-3)]}
+        """,
+    )
+    assert [values["optim"]["lr"] for values in read_groups(path)["sweep"]] == [1e-3, 2e-3]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("x = 1\ny = x.z\n", r"mine.py:2: AttributeError: 'int' object has no attribute 'z'"),
+        ("x = 1\n\ndef broken(:\n", r"mine.py:3: SyntaxError"),
+        ("import no_such_module\n", r"mine.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("import json\n\njson.loads('{')\n", r"mine.py:3: JSONDecodeError"),
+        ("x = 1\n", r"EXP_GROUPS is missing or None\. Want a dictionary"),
+        ("EXP_GROUPS = {}\n", r"EXP_GROUPS is an empty dict"),
+        ("EXP_GROUPS = [{}]\n", r"EXP_GROUPS is a list"),
+        ("EXP_GROUPS = {'a': []}\n", r"EXP_GROUPS\['a'\] is an empty list\. Want at least one"),
+        ("EXP_GROUPS = {'a': {'task': 'x'}}\n", r"EXP_GROUPS\['a'\] is a dict\. Want a list"),
+        ("EXP_GROUPS = {'a': [{}, 3]}\n", r"EXP_GROUPS\['a'\] \[1\] is a int\. Want a dictionary"),
+        ("EXP_GROUPS = {1: [{}]}\n", r"EXP_GROUPS\[1\] is named by a int\. Want a string"),
+        ("EXP_GROUPS = {'a': [], 'b': 3}\n", r"2 mistake\(s\)"),
+    ],
+)
+def test_a_fault_of_the_file_is_named_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        read_groups(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("name", ["missing.py", "groups.json"])
+def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "groups.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"want the path of a Python file \(\.py\)"):
+        read_groups(tmp_path / name)

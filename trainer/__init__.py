@@ -1,0 +1,1 @@
+"""Lathe: fine-tune large models with DeepSpeed from one plain dictionary."""

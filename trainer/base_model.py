@@ -1,0 +1,160 @@
+"""Base models: by Hub id, from a folder, with random weights from a dictionary, or out of another experiment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+
+from trainer.config import Base, Experiment, ExperimentBase, RandomBase, canonical_json, exp_id, nearest
+from trainer.data import vocabulary
+from trainer.errors import ConfigError
+from trainer.task import Places
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedTokenizerFast as Tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
+
+
+def resolve(base: Base, places: Places) -> str | RandomBase:
+    """A Hub id, a folder's path, or the random base itself; an experiment becomes the path of its final/ folder."""
+    if isinstance(base, ExperimentBase):
+        folder = places.savedir_base / exp_id(base.experiment) / "final"
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"base: the experiment it names (task {base.experiment.get('task')!r}, id {folder.parent.name}) has not "
+                f"finished: {folder} holds no model. Run it first, into the same --savedir_base."
+            )
+        return str(folder)
+    return base
+
+
+def config_of(base: Base, places: Places) -> PretrainedConfig:
+    """The transformers config of a base; ConfigError when it can be found nowhere."""
+    from transformers import AutoConfig
+
+    source = resolve(base, places)
+    if isinstance(source, RandomBase):
+        return _random_config(source)
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"base={source!r}: neither a folder with config.json nor a model that the Hub gives out ({reason}).\n"
+            "Give an existing folder, a Hub id this machine can reach, or a dictionary with a config."
+        ) from None
+
+
+def load(base: Base, places: Places, *, precision: str) -> PreTrainedModel:
+    """The causal language model of a base, in the dtype of `precision`.
+
+    A random base is built in fp32 under its own seed, so that every rank and every run has the same weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    source = resolve(base, places)
+    config = config_of(base, places)
+    if isinstance(source, RandomBase):
+        with torch.random.fork_rng():
+            torch.manual_seed(source.seed)
+            return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[precision])
+
+
+def skeleton(base: Base, places: Places) -> PreTrainedModel:
+    """The model of a base without storage (meta device): names and shapes only."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(base, places)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def tokenizer_of(cfg: Experiment, places: Places) -> Tokenizer:
+    """The tokenizer that an experiment names, or its base's own. ConfigError when there is none or it has no EOS."""
+    spec = cfg.tokenizer
+    if spec is None:
+        source = resolve(cfg.base, places)
+        if isinstance(source, RandomBase):
+            raise ConfigError(
+                "tokenizer: required, because a base given as a dictionary brings none. "
+                'Name a folder, a Hub id, or {"vocab_size": 2048} for the embedded one.'
+            )
+        spec = source
+    tokenizer = vocabulary.load_tokenizer(spec, data_path=places.data_path, cache_dir=places.cache_dir)
+    vocabulary.eos_id(tokenizer)
+    vocabulary.check_fits(tokenizer, config_of(cfg.base, places).vocab_size)
+    return tokenizer
+
+
+def fingerprint(base: Base, places: Places) -> str:
+    """Names the weights of a base: a digest of its files, a Hub commit, or the digest of a random base's dictionary."""
+    source = resolve(base, places)
+    if isinstance(source, RandomBase):
+        return "random:" + hashlib.sha256(canonical_json(source.model_dump()).encode()).hexdigest()
+    folder = Path(source)
+    if folder.is_dir():
+        return "files:" + _digest_of_files(folder, places.cache_dir / "fingerprints")
+    commit = getattr(config_of(base, places), "_commit_hash", None)
+    return f"hub:{source}@{commit}"
+
+
+def _random_config(base: RandomBase) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    values = dict(base.config)
+    family = values.pop("model_type", None)
+    if family not in CONFIG_MAPPING:
+        legal = sorted(CONFIG_MAPPING.keys())
+        close = nearest(str(family), legal)
+        raise ConfigError(f"base.config.model_type={family!r} does not exist in transformers. {close}")
+    default = CONFIG_MAPPING[family]()
+    legal = sorted({*default.to_dict(), *default.attribute_map})
+    unknown = [key for key in values if key not in legal]
+    if unknown:
+        raise ConfigError("\n".join(f"base.config.{key}: no such key. {nearest(key, legal)}" for key in unknown))
+    return AutoConfig.for_model(family, **values)
+
+
+def _digest_of_files(folder: Path, cache: Path) -> str:
+    """sha256 over the names and contents of a model folder's files, remembered by path, size and time of change."""
+    files = sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
+    seen = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    key = hashlib.sha256(json.dumps([str(folder.resolve()), seen]).encode()).hexdigest()
+    known = cache / key
+    if known.is_file():
+        return known.read_text()
+    total = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            total.update(f"{path.name}:{_sha256(file)};".encode())
+    cache.mkdir(parents=True, exist_ok=True)
+    temporary = cache / f"{key}.{os.getpid()}"
+    temporary.write_text(total.hexdigest())
+    temporary.replace(known)
+    return total.hexdigest()
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 22):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def export_folder(folder: Path, config: PretrainedConfig, tokenizer: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Write a model folder that from_pretrained loads: config.json, model.safetensors, tokenizer files."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,245 @@
+"""Readers of raw rows: always in the same order, one row in memory at a time, file and line in every error.
+
+`folder` is --data_path; None, when it was not given, is refused with the files that were wanted. Splits are "train" and
+"valid", plus "test" where a source has one. Lines are counted from 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.data.stdlib_docs import is_held_out
+from trainer.errors import DataError
+from trainer.task import Row
+
+_JSONL_NAMES = {
+    "train": ("train.jsonl",),
+    "valid": ("valid.jsonl", "val.jsonl", "dev.jsonl"),
+    "test": ("test.jsonl",),
+}
+_NQ_SPLITS = {"train": ("train",), "valid": ("valid", "val", "dev"), "test": ("test",)}
+_NQ_VALID_OF_1000 = 20  # passages held out from language modelling
+_PASSAGES, _QUERIES = "corpus.tsv", "queries.jsonl"
+_PASSAGE_FIELDS = ["id", "text", "title"]
+
+
+def read_jsonl(path: Path) -> Iterator[Row]:
+    """The objects of a JSON-lines file. DataError for malformed JSON, a line that is no object, or an empty file."""
+    return (row for _, row in numbered_jsonl(path))
+
+
+def numbered_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
+    """(line, object) of a JSON-lines file, for readers that check the objects; blank lines are counted and skipped."""
+    is_empty = True
+    for line, text in _lines(path):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise _bad(
+                path, line, f"malformed JSON ({error.msg}, column {error.colno}); write one object a line"
+            ) from None
+        if not isinstance(row, dict):
+            raise _bad(path, line, f"a JSON {type(row).__name__}, want an object like {{...}}")
+        is_empty = False
+        yield line, row
+    if is_empty:
+        raise DataError(f"{path} is empty. Put one JSON object on every line.")
+
+
+def qa_rows(folder: Path | None, split: str) -> Iterator[Row]:
+    """Rows of folder/train.jsonl or valid.jsonl (also val.jsonl, dev.jsonl), or test.jsonl.
+
+    A line holds "question"; "answer" (text) or "answers" (a list); "context" (text) or "contexts" (a list); and may
+    hold "title" or "titles". A row has question, answers and what was given of context(s) and title(s). DataError
+    names file and line of whatever is missing, blank or of another type.
+    """
+    path = _split_file(folder, split)
+    for line, raw in numbered_jsonl(path):
+        yield _question_row(raw, path, line)
+
+
+def nq_rows(folder: Path | None, split: str) -> Iterator[Row]:
+    """NaturalQuestions rows with their gold passage: question, answers, context, title, passage_id (text).
+
+    `folder`, or its subfolder nq, holds corpus.tsv (see `passages`) and queries.jsonl, whose lines hold "split" (train,
+    val or dev, test), "question", "answers" and "gold", the id of a passage. Only the split's questions and gold
+    passages are kept in memory.
+    """
+    folder = _nq_folder(folder)
+    path = folder / _QUERIES
+    names = _nq_names(split)
+    queries = [(line, raw) for line, raw in numbered_jsonl(path) if raw.get("split") in names]
+    if not queries:
+        raise DataError(f"{path} has no line whose split is {' or '.join(names)}, which {split!r} wants.")
+    wanted = {str(raw.get("gold")) for _, raw in queries}
+    gold = {passage["id"]: passage for passage in passages(folder) if passage["id"] in wanted}
+    for line, raw in queries:
+        passage = gold.get(str(raw.get("gold")))
+        if passage is None:
+            raise _bad(path, line, f"gold={raw.get('gold')!r} is no id in {folder / _PASSAGES}")
+        yield {
+            "question": _text(raw, "question", path, line),
+            "answers": _answers(raw, path, line),
+            "context": passage["text"],
+            "title": passage["title"],
+            "passage_id": passage["id"],
+        }
+
+
+def passages(folder: Path | None) -> Iterator[Row]:
+    """{"id", "text", "title"} of every line of corpus.tsv behind the header "id, text, title"; a quote is a quote."""
+    path = _nq_folder(folder) / _PASSAGES
+    is_empty = True
+    for line, text in _lines(path):
+        fields = text.split("\t")
+        if len(fields) != 3:
+            raise _bad(path, line, f"{len(fields)} tab-separated field(s), want id, text and title")
+        if line == 1:
+            if fields != _PASSAGE_FIELDS:
+                raise _bad(
+                    path, line, f"the header is {_shown(fields)}, want id, text and title with tabs between them"
+                )
+            continue
+        number, body, title = fields
+        if not number.strip() or not body.strip():
+            raise _bad(path, line, "the id or the text is blank; give both")
+        is_empty = False
+        yield {"id": number, "text": body, "title": title}
+    if is_empty:
+        raise DataError(f"{path} holds no passage. Put a header line, then id, text and title with tabs between them.")
+
+
+def texts(folder: Path | None, split: str, source: Literal["nq", "jsonl"]) -> Iterator[Row]:
+    """Rows {"text": ...} for language modelling.
+
+    "jsonl": the files of `qa_rows`, every line with a non-blank "text". "nq": title, newline, text of every passage of
+    corpus.tsv; 2 % are "valid", chosen by the hash of their id, and the others "train".
+    """
+    if source == "jsonl":
+        path = _split_file(folder, split)
+        for line, raw in numbered_jsonl(path):
+            yield {"text": _text(raw, "text", path, line)}
+        return
+    if split not in ("train", "valid"):
+        raise DataError(f"split={split!r} does not exist for the passages of corpus.tsv. Use train or valid.")
+    for passage in passages(folder):
+        if is_held_out(passage["id"], per_mille=_NQ_VALID_OF_1000) == (split == "valid"):
+            yield {"text": f"{passage['title']}\n{passage['text']}"}
+
+
+def _question_row(raw: Row, path: Path, line: int) -> Row:
+    row: Row = {"question": _text(raw, "question", path, line), "answers": _answers(raw, path, line)}
+    many = _one_of(raw, ("context", "contexts"), path, line) == "contexts"
+    if not many:
+        row["context"] = _text(raw, "context", path, line)
+        if "title" in raw:
+            row["title"] = _text(raw, "title", path, line)
+        return row
+    row["contexts"] = _text_list(raw, "contexts", path, line)
+    if "titles" in raw:
+        row["titles"] = _text_list(raw, "titles", path, line)
+        if len(row["titles"]) != len(row["contexts"]):
+            raise _bad(path, line, f"{len(row['titles'])} titles for {len(row['contexts'])} contexts; give one each")
+    return row
+
+
+def _answers(raw: Row, path: Path, line: int) -> list[str]:
+    if _one_of(raw, ("answer", "answers"), path, line) == "answer":
+        return [_text(raw, "answer", path, line)]
+    return _text_list(raw, "answers", path, line)
+
+
+def _one_of(raw: Row, names: tuple[str, str], path: Path, line: int) -> str:
+    given = [name for name in names if name in raw]
+    if len(given) != 1:
+        found = "both are" if given else "neither is"
+        raise _bad(
+            path, line, f"{names[0]!r} or {names[1]!r} is wanted, {found} there (keys: {', '.join(raw) or 'none'})"
+        )
+    return given[0]
+
+
+def _text(raw: Row, name: str, path: Path, line: int) -> str:
+    if name not in raw:
+        raise _bad(path, line, f"{name!r} is missing (keys: {', '.join(raw) or 'none'})")
+    return _checked_text(raw[name], name, path, line)
+
+
+def _text_list(raw: Row, name: str, path: Path, line: int) -> list[str]:
+    values = raw[name]
+    if not isinstance(values, list) or not values:
+        raise _bad(path, line, f"{name!r} is {_shown(values)}, want a list of texts that is not empty")
+    return [_checked_text(value, f"{name}[{index}]", path, line) for index, value in enumerate(values)]
+
+
+def _checked_text(value: Any, name: str, path: Path, line: int) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise _bad(path, line, f"{name!r} is {_shown(value)}, want text that is not blank")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _bad(path: Path, line: int, problem: str) -> DataError:
+    return DataError(f"{path}, line {line}: {problem}.")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, line without its end) of a UTF-8 file; only LF and CRLF end a line, for texts may hold U+2028."""
+    try:
+        with path.open("rb") as file:
+            for line, content in enumerate(file, start=1):
+                yield line, _decoded(content, path, line)
+    except OSError as error:
+        wanted = f"Put it there, or point --data_path at the folder that holds {path.name}."
+        raise DataError(f"{path} cannot be read: {error.strerror}. {wanted}") from error
+
+
+def _decoded(content: bytes, path: Path, line: int) -> str:
+    encoding = "utf-8-sig" if line == 1 else "utf-8"
+    try:
+        return content.rstrip(b"\r\n").decode(encoding)
+    except UnicodeDecodeError as error:
+        raise _bad(path, line, f"byte {error.start} is not UTF-8; save the file as UTF-8") from None
+
+
+def _split_file(folder: Path | None, split: str) -> Path:
+    folder = _given(folder, "train.jsonl and valid.jsonl")
+    names = _JSONL_NAMES.get(split)
+    if names is None:
+        raise DataError(f"split={split!r} does not exist. Use {', '.join(_JSONL_NAMES)}.")
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise DataError(
+        f"{folder} holds none of {', '.join(names)}, which the {split} split is read from. "
+        "Write one JSON object a line, or point --data_path at the folder that holds the file."
+    )
+
+
+def _nq_names(split: str) -> Sequence[str]:
+    if split not in _NQ_SPLITS:
+        raise DataError(f"split={split!r} does not exist. Use {', '.join(_NQ_SPLITS)}.")
+    return _NQ_SPLITS[split]
+
+
+def _nq_folder(folder: Path | None) -> Path:
+    folder = _given(folder, f"{_PASSAGES} (id, text, title) and {_QUERIES} (split, question, answers, gold)")
+    return next((place for place in (folder, folder / "nq") if (place / _PASSAGES).is_file()), folder)
+
+
+def _given(folder: Path | None, wanted: str) -> Path:
+    if folder is None:
+        raise DataError(
+            f"the data is read from --data_path, and none was given. Point it at a folder that holds {wanted}, "
+            "or use data.source='stdlib_docs', which needs no files."
+        )
+    return folder

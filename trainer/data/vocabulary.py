@@ -1,0 +1,161 @@
+"""Tokenizers: where they are found, the embedded one, and what identifies one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from trainer.config import EmbeddedTokenizer
+from trainer.data import stdlib_docs
+from trainer.data.cache import build_once
+from trainer.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+END_OF_TEXT = "<|endoftext|>"  # id 0: begins and ends a text
+PAD = "<|pad|>"  # id 1: never the end of a text, so a masked pad cannot hide a real end
+_TOKENIZER_FILE = "tokenizer.json"
+
+
+def load_tokenizer(
+    spec: str | EmbeddedTokenizer, *, data_path: Path | None, cache_dir: Path
+) -> PreTrainedTokenizerFast:
+    """The tokenizer that an experiment names: the embedded one, a folder, or a Hub id.
+
+    A name is looked for as a folder here, then as a folder under `data_path`, then on the Hub (or in its local cache).
+    Code that comes with a tokenizer is never run. Raises ConfigError when it is nowhere, or has no fast implementation.
+    """
+    if isinstance(spec, EmbeddedTokenizer):
+        return embedded_tokenizer(spec.vocab_size, cache_dir)
+    folders = [Path(spec)] + ([data_path / spec] if data_path is not None else [])
+    for folder in folders:
+        if folder.is_dir():
+            return _pretrained(str(folder), spec, tried=[f"folder {folder}"])
+    tried = [f"folder {folder}" for folder in folders]
+    if not _may_be_hub_id(spec):
+        raise _not_found(spec, tried, reason="it is a path, and no such folder exists")
+    return _pretrained(spec, spec, tried=[*tried, f"Hub id {spec}"])
+
+
+def embedded_tokenizer(vocab_size: int, cache_dir: Path) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most `vocab_size` ids trained on the embedded corpus; id 0 is bos = eos, id 1 the pad.
+
+    Trained once (under a second) and kept in a folder of `cache_dir` named after the corpus, the size and the version
+    of the tokenizers library; several processes may ask at the same time. Raises StorageError when the disk refuses.
+    """
+    key = hashlib.sha256(f"{stdlib_docs.content_hash()} {vocab_size} {tokenizers.__version__}".encode()).hexdigest()
+
+    def build(temporary: Path) -> None:
+        _train(vocab_size).save_pretrained(str(temporary))
+
+    folder = cache_dir / "tokenizers" / f"embedded-{vocab_size}-{key[:16]}"
+    return PreTrainedTokenizerFast.from_pretrained(str(build_once(folder, build, is_whole=_holds_tokenizer)))
+
+
+def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """An id of the vocabulary that is not the end of a text: the tokenizer's pad where that is so, else another one.
+
+    Pads are masked by the length of a row and never by their id, so any id will do that the embedding has a row for;
+    the smallest special token is taken, then the smallest id. (GPT-style tokenizers pad with their EOS, and a label
+    mask built from that id hides every real EOS: such a model never learns to stop.)
+    """
+    pad, end = _id_of(tokenizer, "pad"), _id_of(tokenizer, "eos")
+    if pad is not None and pad != end:
+        return pad
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= set(tokenizer.all_special_ids)
+    return min(special - {end}, default=1 if end == 0 else 0)
+
+
+def eos_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The id that ends a text; ConfigError when the tokenizer has none."""
+    end = _id_of(tokenizer, "eos")
+    if end is None:
+        raise ConfigError(
+            f"tokenizer {tokenizer.name_or_path!r} has no end-of-text token (eos_token), and a model that never sees "
+            "one never learns to stop. Set eos_token in its tokenizer_config.json, or use another tokenizer."
+        )
+    return end
+
+
+def check_fits(tokenizer: PreTrainedTokenizerFast, num_embeddings: int) -> None:
+    """ConfigError when the tokenizer can produce an id that the model's embedding has no row for."""
+    largest = max(tokenizer.get_vocab().values())
+    if largest >= num_embeddings:
+        raise ConfigError(
+            f"tokenizer {tokenizer.name_or_path!r} has ids up to {largest}, the base only {num_embeddings} embeddings. "
+            f"Use the base's own tokenizer, or a base with vocab_size of at least {largest + 1}."
+        )
+
+
+def tokenizer_id(tokenizer: PreTrainedTokenizerFast) -> str:
+    """sha256, 64 hex characters, over what turns text into ids: the backend's JSON and the bos and eos ids.
+
+    The backend's truncation and padding are left out: they are switched by the last call and say nothing about content.
+    """
+    content: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
+    content |= {"truncation": None, "padding": None, "bos": _id_of(tokenizer, "bos"), "eos": _id_of(tokenizer, "eos")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _id_of(tokenizer: PreTrainedTokenizerFast, name: str) -> int | None:
+    number = getattr(tokenizer, f"{name}_token_id")
+    return None if number is None else int(number)
+
+
+def _pretrained(source: str, spec: str, *, tried: list[str]) -> PreTrainedTokenizerFast:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:  # what transformers raises for a missing or malformed one
+        raise _not_found(spec, tried, reason=str(error).split("\n", 1)[0]) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ConfigError(
+            f"tokenizer={spec!r} is a {type(tokenizer).__name__} without a fast implementation. "
+            f"Use a tokenizer that has a {_TOKENIZER_FILE}."
+        )
+    return tokenizer
+
+
+def _may_be_hub_id(spec: str) -> bool:
+    return not spec.startswith((".", "/", "~")) and not spec.endswith("/") and spec.count("/") <= 1
+
+
+def _not_found(spec: str, tried: list[str], *, reason: str) -> ConfigError:
+    return ConfigError(
+        f"tokenizer={spec!r} cannot be loaded (tried {', '.join(tried)}): {reason.rstrip('.')}. "
+        'Give a folder (here or under --data_path), a Hub id, or {"vocab_size": 2048} for the embedded one.'
+    )
+
+
+def _holds_tokenizer(folder: Path) -> bool:
+    files = [folder / _TOKENIZER_FILE, folder / "tokenizer_config.json"]
+    return all(path.is_file() and path.stat().st_size > 0 for path in files)
+
+
+def _train(vocab_size: int) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte has an id, so nothing is ever unknown
+        show_progress=False,
+    )
+    rows = stdlib_docs.texts("train") + stdlib_docs.texts("valid")
+    backend.train_from_iterator((row["text"] for row in rows), trainer=trainer, length=len(rows))
+    log.info("trained the embedded tokenizer: %d ids from %d docstrings", backend.get_vocab_size(), len(rows))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,  # decoding must give back exactly what was encoded
+    )

@@ -1,0 +1,204 @@
+"""Which rows are trained on when: seekable by construction, batch = f(seed, epoch, step), the same for any world size.
+
+An epoch is a permutation of the rows; a step takes the next `global_batch` of them; a window is one rank's share of a
+step, cut into micro-batches of like length. Nothing is carried from step to step, so resuming at step n costs nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.data.store import TokenStore
+from trainer.errors import ConfigError, DataError
+from trainer.task import Batch, Task
+
+_WINDOWS_AHEAD = 2  # one being copied to the device, one ready
+_POLL_S = 0.1  # how soon a waiting collation thread notices that nobody reads any more
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the rows of one optimizer step are dealt to ranks and micro-batches.
+
+    Raises ConfigError when micro_batch x world does not divide global_batch.
+    """
+
+    global_batch: int  # rows per optimizer step, over all ranks
+    micro_batch: int  # rows per rank and forward
+    world: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        if min(self.global_batch, self.micro_batch, self.world) < 1 or not 0 <= self.rank < self.world:
+            raise ConfigError(
+                f"{self}: want a global_batch, micro_batch and world of at least 1, and 0 <= rank < world."
+            )
+        together = self.micro_batch * self.world
+        if self.global_batch % together:
+            below = max(1, self.global_batch // together) * together
+            raise ConfigError(
+                f"train.global_batch={self.global_batch} is not a multiple of micro_batch={self.micro_batch} x "
+                f"world={self.world} = {together}.\nUse {below} or {below + together}, or another micro_batch."
+            )
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per rank and optimizer step."""
+        return self.global_batch // (self.micro_batch * self.world)
+
+
+@dataclass(frozen=True)
+class Window:
+    """One rank's share of an optimizer step."""
+
+    step: int  # 0-based
+    batches: list[Batch]  # accumulation micro-batches, on the CPU, pinned when there is a GPU
+    rows: list[np.ndarray]  # the row numbers of each micro-batch
+    units: Tensor  # () int64 on the CPU: units of all its batches
+
+
+@lru_cache(maxsize=2)
+def epoch_order(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
+    """The order of the rows in an epoch, (num_rows,) int64, read-only: a permutation drawn from (seed, epoch) alone.
+
+    Rows are sorted by raw 64-bit draws of PCG64, whose stream numpy guarantees; what `Generator.permutation` draws may
+    change between numpy versions (NEP 19), and a resumed run would then repeat rows.
+    """
+    draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
+    order = np.argsort(draws, kind="stable")
+    order.setflags(write=False)  # it is shared by everybody who asks
+    return order
+
+
+def step_rows(step: int, num_rows: int, *, global_batch: int, seed: int) -> np.ndarray:
+    """The (global_batch,) rows of optimizer step `step` (0-based), for any world size.
+
+    Every epoch drops its uneven tail, another one each time. Raises DataError when not even one batch can be filled.
+    """
+    steps_per_epoch = num_rows // global_batch
+    if steps_per_epoch == 0:
+        raise DataError(
+            f"the train split has {num_rows} rows, fewer than train.global_batch={global_batch}. "
+            f"Use a global_batch of at most {num_rows}, or more data."
+        )
+    epoch, position = divmod(step, steps_per_epoch)
+    return epoch_order(num_rows, seed=seed, epoch=epoch)[position * global_batch : (position + 1) * global_batch]
+
+
+def window_rows(step: int, *, lengths: np.ndarray, sharding: Sharding, seed: int) -> list[np.ndarray]:
+    """The rows of this rank at `step`: `accumulation` arrays of (micro_batch,) row numbers, the longest rows first.
+
+    The rows of the step are sorted by length before they are dealt: a micro-batch holds rows of like length, and the
+    ranks get neighbours at the same time, so that little is padded and nobody waits. Over all ranks it is step_rows.
+    """
+    rows = step_rows(step, len(lengths), global_batch=sharding.global_batch, seed=seed)
+    dealt = _longest_first(rows, lengths).reshape(sharding.accumulation, sharding.world, sharding.micro_batch)
+    return list(dealt[:, sharding.rank])
+
+
+def windows(
+    store: TokenStore, task: Task, sharding: Sharding, *, seed: int, start_step: int, stop_step: int
+) -> Generator[Window, None, None]:
+    """The windows of steps start_step .. stop_step - 1, collated ahead of their use by a thread.
+
+    Draws no global random number. An error in the thread is raised here. The thread ends with the generator: close it
+    when leaving early. Raises DataError at once when the store has fewer rows than a step.
+    """
+    step_rows(0, len(store), global_batch=sharding.global_batch, seed=seed)
+    return _ahead(_Collation(store, task, sharding, seed), start_step, stop_step)
+
+
+def evaluation_batches(
+    num_rows: int, lengths: np.ndarray, *, batch: int, world: int, rank: int
+) -> list[tuple[np.ndarray, bool]]:
+    """(rows, counted) of every evaluation batch of this rank; over all ranks, counted batches hold every row once.
+
+    Batches are made of rows of like length, the longest first, and are the same for any world size. All ranks get
+    equally many, because a forward may be a collective: a rank that is short repeats a batch with counted = False.
+    """
+    if num_rows < 1:
+        raise DataError("the valid split has no rows. Give it at least one.")
+    order = _longest_first(np.arange(num_rows), lengths)
+    batches = [order[start : start + batch] for start in range(0, num_rows, batch)]
+    mine = [(rows, True) for rows in batches[rank::world]]
+    short = -(-len(batches) // world) - len(mine)
+    return mine + [(batches[-1], False)] * short  # the last batch is the cheapest
+
+
+def _longest_first(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Longest first, so that the step that needs the most memory is met at once; ties keep their order."""
+    return rows[np.argsort(-np.asarray(lengths[rows], dtype=np.int64), kind="stable")]
+
+
+@dataclass(frozen=True)
+class _Collation:
+    """Everything that makes a window out of a step number."""
+
+    store: TokenStore
+    task: Task
+    sharding: Sharding
+    seed: int
+
+    def window(self, step: int) -> Window:
+        rows = window_rows(step, lengths=self.store.lengths, sharding=self.sharding, seed=self.seed)
+        batches = [self.task.collate([self.store[int(index)] for index in indices]) for indices in rows]
+        units = torch.stack([self.task.units(batch).to("cpu", torch.int64) for batch in batches]).sum()
+        if torch.cuda.is_available():
+            batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
+        return Window(step=step, batches=batches, rows=rows, units=units)
+
+
+def _ahead(collation: _Collation, start_step: int, stop_step: int) -> Generator[Window, None, None]:
+    """The windows in order, made by a thread that is at most `_WINDOWS_AHEAD` in front."""
+    ready: queue.Queue[Any] = queue.Queue(maxsize=_WINDOWS_AHEAD)
+    closed = threading.Event()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def hand_over(item: Any) -> bool:
+        while not closed.is_set():
+            try:
+                ready.put(item, timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def work() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # per thread: pinning would otherwise open a context on GPU 0
+            for step in range(start_step, stop_step):
+                if not hand_over(collation.window(step)):
+                    return
+            hand_over(None)
+        except BaseException as error:
+            hand_over(error)
+
+    thread = threading.Thread(target=work, name="collate", daemon=True)
+
+    def stop() -> None:
+        closed.set()
+        thread.join()
+
+    # A script that dies of an error keeps this generator alive in its traceback until the interpreter has stopped its
+    # daemon threads; joining one then would wait for ever.
+    atexit.register(stop)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop()
+        atexit.unregister(stop)

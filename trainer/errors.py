@@ -1,0 +1,51 @@
+"""The error tree. Every error says what was got, what is wanted and how to fix it; trainval.py exits with its code.
+
+LatheError             1  something went wrong that no dictionary can mend
+├── UserError          2  bad input: the same command fails the same way until somebody changes something
+│   ├── ConfigError       an experiment dictionary, a flag or a DeepSpeed file
+│   ├── DataError         a data file or a row of it (file and line are named)
+│   ├── ResumeError       a run folder that belongs to another dictionary, other data or another base model
+│   └── StorageError      the disk: full, read-only, or not there
+├── CheckpointError    1  a checkpoint that is torn or altered
+└── DivergedError      1  the loss or the gradient is not a finite number any more
+"""
+
+EXIT_OK = 0
+EXIT_BAD_INPUT = 2
+EXIT_PREEMPTED = 75  # sysexits.h EX_TEMPFAIL: run the same command again
+
+
+class LatheError(Exception):
+    """Root of every error that Lathe raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(LatheError):
+    """Bad input. Never worth a retry."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class ConfigError(UserError):
+    """An experiment dictionary, a command-line flag or a DeepSpeed file is wrong."""
+
+
+class DataError(UserError):
+    """A data file is missing, empty or malformed."""
+
+
+class ResumeError(UserError):
+    """The run folder was written by another dictionary, other data or another base model."""
+
+
+class StorageError(UserError):
+    """The disk refused a write."""
+
+
+class CheckpointError(LatheError):
+    """A checkpoint is torn or altered."""
+
+
+class DivergedError(LatheError):
+    """The loss or the gradient norm is NaN or infinite."""

@@ -1,0 +1,254 @@
+"""The step loop: count units, run the task's losses, step, log, evaluate, save, stop when asked to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer import distributed, rng, schedule
+from trainer.config import Experiment
+from trainer.data.store import TokenStore
+from trainer.data.windows import Sharding, Window, evaluation_batches, windows
+from trainer.engine import Engine
+from trainer.errors import DivergedError
+from trainer.metrics import Pool, Ratio
+from trainer.schedule import Plateau
+from trainer.task import Batch, Task
+from trainer.telemetry import Meter, Preemption, Run
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Every how many steps the loop logs, evaluates and saves."""
+
+    log: int
+    evaluate: int
+    save: int
+
+
+@dataclass
+class Progress:
+    """What the loop remembers between steps; saved with every checkpoint."""
+
+    step: int = 0  # optimizer steps done
+    units: int = 0  # units trained on so far
+    best: float | None = None
+    best_step: int = 0
+    plateau: Plateau = field(default_factory=Plateau)
+
+    def state(self) -> dict[str, Any]:
+        return {**self.__dict__, "plateau": self.plateau.state()}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Progress:
+        return cls(**{**state, "plateau": Plateau.of(state["plateau"])})
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything one run of the loop needs."""
+
+    cfg: Experiment
+    task: Task
+    engine: Engine
+    train: TokenStore
+    valid: TokenStore
+    sharding: Sharding
+    cadence: Cadence
+    run: Run
+    meter: Meter
+    preemption: Preemption
+    save: Callable[[Progress], None]  # a checkpoint of the present state; a collective
+    export_best: Callable[[], None]  # the present weights as best/; a collective
+    log_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step as the log sees it."""
+
+    loss: Tensor  # () fp64, this rank's part of the mean: the sum over ranks is the number that was optimised
+    units: int  # over all ranks
+    stop: bool  # some rank was asked to stop
+    diverged: bool  # some rank's previous loss was not finite
+
+
+def fit(session: Session, progress: Progress) -> bool:
+    """Train from `progress` to the end. True when all steps are done, False when preempted (a checkpoint is saved).
+
+    Raises DivergedError when the loss or the gradient norm stops being finite; earlier checkpoints stay.
+    """
+    cfg, steps = session.cfg.train, session.cfg.train.steps
+    source = windows(
+        session.train, session.task, session.sharding, seed=cfg.seed, start_step=progress.step, stop_step=steps
+    )
+    bad = torch.zeros((), dtype=torch.int64, device=distributed.device())
+    session.engine.train()
+    for window in source:
+        rate = session.cfg.optim.lr * schedule.factor(session.cfg.schedule, window.step, steps)
+        log_now = _due(window.step + 1, session.cadence.log, steps)
+        step = train_step(
+            session, window, lr=rate * progress.plateau.factor, bad=bad, watch=session.log_gradients and log_now
+        )
+        progress.step, progress.units = window.step + 1, progress.units + step.units
+        session.meter.add(step.units)
+        bad = (~torch.isfinite(step.loss)).long()
+        if step.diverged:
+            raise _diverged("loss", float("nan"), progress.step - 1, window)
+        if log_now:
+            _log(session, progress, step, window, rate * progress.plateau.factor)
+        improved = _due(progress.step, session.cadence.evaluate, steps) and _evaluate(session, progress)
+        if improved or step.stop or _due(progress.step, session.cadence.save, steps):
+            _refuse_to_save_garbage(session, step, progress, window)
+            session.save(progress)
+        if step.stop and progress.step < steps:
+            source.close()
+            return False
+    return True
+
+
+def train_step(session: Session, window: Window, *, lr: float, bad: Tensor, watch: bool = False) -> Step:
+    """Run one window through the task's losses and update once.
+
+    Every yielded loss is a sum, divided here by the units of all micro-batches on all ranks: the gradient is that of
+    one mean, whatever the padding, the accumulation or the world size. The stop flag and the previous loss's verdict
+    ride in the same all-reduce, so that all ranks act on them at the same step.
+    """
+    engine, device = session.engine, distributed.device()
+    asked = torch.tensor([int(window.units), int(session.preemption.requested), 0], device=device)
+    asked[2] = bad
+    counts = distributed.total(asked)
+    host = _HostCopy(counts)
+    batches = [to_device(batch) for batch in window.batches]
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for summed in session.task.losses(engine.model, batches):
+        mean = summed / counts[0]
+        engine.backward(mean)
+        loss += mean.detach()
+    if watch:
+        session.run.gradients(window.step + 1, engine.gradients())
+    engine.step(lr)
+    units, stop, diverged = host.read()
+    return Step(loss=loss, units=units, stop=stop > 0, diverged=diverged > 0)
+
+
+def to_device(batch: Batch) -> Batch:
+    """The batch on this rank's device; asynchronous from pinned memory."""
+    return {name: tensor.to(distributed.device(), non_blocking=True) for name, tensor in batch.items()}
+
+
+@torch.no_grad()
+def evaluate(engine: Engine, task: Task, store: TokenStore, *, batch: int) -> dict[str, float]:
+    """Every metric of `task.scores` over every row of `store` exactly once, on any number of ranks.
+
+    Random state is put back afterwards, so evaluating never changes what is trained next.
+    """
+    before = rng.capture()
+    engine.eval()
+    found: dict[str, Ratio | Pool] = {}
+    shares = evaluation_batches(
+        len(store), store.lengths, batch=batch, world=distributed.world(), rank=distributed.rank()
+    )
+    for rows, counted in shares:
+        scores = task.scores(engine.model, to_device(task.collate([store[int(i)] for i in rows])))
+        for name, score in scores.items():
+            score = score if counted else _nothing(score)
+            found[name] = found[name] + score if name in found else score  # pyright: ignore[reportOperatorIssue]
+    engine.train()
+    rng.restore(before)
+    return {name: _over_ranks(score).value() for name, score in found.items()}
+
+
+def _nothing(score: Ratio | Pool) -> Ratio | Pool:
+    """The same kind of score over no rows: what a rank adds that only ran to keep the others company."""
+    if isinstance(score, Ratio):
+        return Ratio(torch.zeros_like(score.num), torch.zeros_like(score.den))
+    return Pool(score.values[:0], score.reduce)
+
+
+def _over_ranks(score: Ratio | Pool) -> Ratio | Pool:
+    if isinstance(score, Ratio):
+        num, den = distributed.total(torch.stack([score.num.double(), score.den.double()]))
+        return Ratio(num, den)
+    lists = distributed.gather(score.values.tolist())
+    merged = [torch.tensor(values, dtype=score.values.dtype) for values in lists if values]
+    return Pool(torch.cat(merged) if merged else score.values.cpu(), score.reduce)
+
+
+def _evaluate(session: Session, progress: Progress) -> bool:
+    """Score the validation split, log it, keep the best. True when this is the best so far."""
+    train = session.cfg.train
+    with session.meter.paused():
+        scores = evaluate(session.engine, session.task, session.valid, batch=train.eval_batch or train.micro_batch)
+        named = {f"valid/{name}": value for name, value in scores.items()}
+        session.run.log(progress.step, **named)
+        session.run.score(progress.step, **named)
+        if "valid/loss" in named:
+            progress.plateau.update(named["valid/loss"], session.cfg.schedule)
+        value = named.get(train.best) if train.best else None
+        if value is None or math.isnan(value):
+            return False
+        if progress.best is not None and (value >= progress.best if train.best_is == "min" else value <= progress.best):
+            return False
+        progress.best, progress.best_step = value, progress.step
+        session.export_best()
+        return True
+
+
+def _log(session: Session, progress: Progress, step: Step, window: Window, lr: float) -> None:
+    loss = float(distributed.total(step.loss))
+    norm = session.engine.grad_norm()
+    if not math.isfinite(loss):
+        raise _diverged("loss", loss, progress.step, window)
+    skipped = session.engine.step_was_skipped()
+    if not math.isfinite(norm) and not skipped:
+        raise _diverged("gradient norm", norm, progress.step, window)
+    scalars: dict[str, float | int] = {"loss": loss, "lr": lr, session.task.unit: progress.units}
+    if not skipped:
+        scalars["grad_norm"] = norm
+    session.run.log(progress.step, **scalars, **session.meter.read(session.task.unit))
+
+
+def _refuse_to_save_garbage(session: Session, step: Step, progress: Progress, window: Window) -> None:
+    """A checkpoint is only worth having when the step before it was sound."""
+    loss, norm = float(distributed.total(step.loss)), session.engine.grad_norm()
+    if not math.isfinite(loss):
+        raise _diverged("loss", loss, progress.step, window)
+    if not math.isfinite(norm) and not session.engine.step_was_skipped():
+        raise _diverged("gradient norm", norm, progress.step, window)
+
+
+def _diverged(what: str, value: float, step: int, window: Window) -> DivergedError:
+    rows = ", ".join(str(int(row)) for rows in window.rows for row in rows[:4])
+    return DivergedError(
+        f"{what} is {value} at step {step} (this rank's rows of that window begin with {rows}).\n"
+        "The last good checkpoint is kept. Lower optim.lr, lengthen the warm-up, or clip harder (optim.clip)."
+    )
+
+
+def _due(step: int, every: int, last: int) -> bool:
+    return step % every == 0 or step == last
+
+
+class _HostCopy:
+    """Small counts on their way to the host while the device works: reading them waits for the copy only."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._event = None
+        if counts.device.type == "cpu":
+            self._host = counts
+            return
+        self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        self._host.copy_(counts, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def read(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()

@@ -1,0 +1,346 @@
+"""One experiment from its dictionary to exported weights, on every rank of a launcher or alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from filelock import FileLock, Timeout
+
+from trainer import checkpoint, deepspeed_config, distributed, engine, errors, rng, tasks
+from trainer.config import Experiment, digest, exp_id
+from trainer.data.store import TokenStore, open_store
+from trainer.data.windows import Sharding
+from trainer.engine import Engine
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError, StorageError
+from trainer.loop import Cadence, Progress, Session, fit
+from trainer.surgery import trainable_report
+from trainer.task import Places, Task
+from trainer.telemetry import Meter, Preemption, Run, WandbSettings
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of trainval.py that are no part of an experiment's identity."""
+
+    savedir_base: Path
+    data_path: Path | None = None
+    cache_dir: Path = Path("tmp-cache")
+    reset: bool = False
+    log_every: int = 1000
+    deepspeed: str | None = None
+    extra_evals: int = 0  # rows that are answered by generation at each evaluation; 0: none
+    wandb_entity: str | None = None
+    wandb_project: str | None = None
+    wandb_run_name: str | None = None
+    log_gradients: bool = False
+    push_to_hub: bool = False
+
+    @property
+    def places(self) -> Places:
+        return Places(self.data_path, self.cache_dir, self.savedir_base)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will run: everything known before a weight is read."""
+
+    values: dict[str, Any]
+    cfg: Experiment
+    id: str
+    folder: Path
+    ds: dict[str, Any]  # the complete DeepSpeed dictionary
+    sharding: Sharding
+
+
+def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> Plan:
+    """Check an experiment against its schema, its DeepSpeed file and the world size. Touches no disk but to read."""
+    name = exp_id(values)
+    cfg = tasks.parse(values, source=f"experiment {name}")
+    train = cfg.train
+    sharding = Sharding(train.global_batch, train.micro_batch, world, rank)
+    ds = deepspeed_config.build(
+        deepspeed_config.read(options.deepspeed or cfg.deepspeed),
+        train=train,
+        optim=cfg.optim,
+        world=world,
+        source=options.deepspeed or cfg.deepspeed,
+    )
+    return Plan(values, cfg, name, options.savedir_base / name, ds, sharding)
+
+
+def run(plan: Plan, options: Options) -> int:
+    """Train one experiment to its end, from its newest good checkpoint. Returns the exit code: 0, or 75 if preempted.
+
+    Every rank calls it. Raises LatheError (and records it in status.json) when the run cannot go on.
+    """
+    with _claimed(plan, options):
+        telemetry = Run(plan.folder, total=plan.cfg.train.steps, wandb=_wandb(plan, options))
+        preemption = Preemption()
+        try:
+            finished = _train(plan, options, telemetry, preemption)
+        except BaseException as error:
+            telemetry.status("failed", error=f"{type(error).__name__}: {error}")
+            telemetry.close(exit_code=1)
+            raise
+        finally:
+            preemption.close()
+        telemetry.status("succeeded" if finished else "preempted")
+        telemetry.close()
+        return EXIT_OK if finished else EXIT_PREEMPTED
+
+
+def is_finished(plan: Plan) -> bool:
+    """True when an earlier run of the same dictionary reached its end."""
+    try:
+        return json.loads((plan.folder / "status.json").read_text())["state"] == "succeeded"
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption) -> bool:
+    cfg = plan.cfg
+    rng.seed_everything(cfg.train.seed, distributed.rank())
+    task = tasks.load(cfg, options.places)
+    stores = {split: _store(task, split, options) for split in ("train", "valid")}
+    found = _newest_checkpoint(plan)
+    _check_identity(plan, task, stores)
+    ds = deepspeed_config.for_engine(plan.ds)
+    with engine.partitioned_loading(ds):
+        model = task.model()
+    logger.info("%s", trainable_report(model))
+    progress = Progress()
+    if found is not None:
+        engine.load_weights(model, dict(checkpoint.read_tensors(found, "weights")))
+    live = Engine(model, ds, cfg.optim)
+    if found is not None:
+        progress = _restore(live, found)
+    telemetry.resume(progress.step)
+    telemetry.status("running", step=progress.step)
+    cadence = Cadence(
+        *(every or options.log_every for every in (cfg.train.log_every, cfg.train.eval_every, cfg.train.save_every))
+    )
+    session = Session(
+        cfg=cfg,
+        task=task,
+        engine=live,
+        train=stores["train"],
+        valid=stores["valid"],
+        sharding=plan.sharding,
+        cadence=cadence,
+        run=telemetry,
+        meter=Meter(),
+        preemption=preemption,
+        save=lambda progress: _save(plan, live, progress),
+        export_best=lambda: _export(plan, task, live, "best"),
+        log_gradients=options.log_gradients,
+    )
+    try:
+        finished = fit(session, progress)
+        if finished:
+            _export(plan, task, live, "final")
+            if options.push_to_hub:
+                on_main(lambda: _push(plan))
+        return finished
+    finally:
+        live.destroy()
+
+
+# The run folder ---------------------------------------------------------------------------------------------------
+
+
+def on_main(action: Callable[[], T]) -> T:
+    """`action()` on rank 0 only; every rank gets its (JSON-able) result, or raises its error. A collective."""
+    outcome: dict[str, Any] = {}
+    cause: LatheError | None = None
+    if distributed.is_main():
+        try:
+            outcome = {"result": action()}
+        except LatheError as error:
+            cause, outcome = error, {"error": type(error).__name__, "text": str(error)}
+        except OSError as error:
+            cause = StorageError(f"{error.filename}: {error.strerror}. Check --savedir_base and the space on its disk.")
+            outcome = {"error": "StorageError", "text": str(cause)}
+    outcome = distributed.broadcast(outcome)
+    if cause is not None:
+        raise cause
+    if "error" in outcome:
+        raise getattr(errors, outcome["error"])(outcome["text"])
+    return outcome["result"]
+
+
+@contextlib.contextmanager
+def _claimed(plan: Plan, options: Options) -> Iterator[None]:
+    """The run folder, made if need be and held by this run alone while the block lasts."""
+    lock = FileLock(options.savedir_base / f".{plan.id}.lock", timeout=0)
+    on_main(lambda: _claim(plan, options, lock))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _claim(plan: Plan, options: Options, lock: FileLock) -> None:
+    options.savedir_base.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ResumeError(
+            f"{plan.folder}: another process is training this experiment. Wait for it, or stop it."
+        ) from None
+    if options.reset and plan.folder.exists():
+        aside = plan.folder.with_name(f"{plan.id}.bak-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        os.replace(plan.folder, aside)
+        logger.info("reset: the old folder is now %s", aside)
+    plan.folder.mkdir(exist_ok=True)
+    _check_dictionary(plan)
+    _write_json(plan.folder / "exp_dict.json", plan.values)
+    _write_json(plan.folder / "resolved.json", plan.cfg.model_dump(mode="json"))
+    _write_json(plan.folder / "ds_config.json", plan.ds)
+
+
+def _check_dictionary(plan: Plan) -> None:
+    """A folder belongs to one dictionary; ids are md5 of joined text and can collide, the digest cannot."""
+    path = plan.folder / "exp_dict.json"
+    if not path.exists():
+        return
+    stored = json.loads(path.read_text())
+    if digest(stored) == digest(plan.values):
+        return
+    differing = sorted(key for key in {*stored, *plan.values} if stored.get(key) != plan.values.get(key))
+    raise ResumeError(
+        f"{path} is of another experiment: {', '.join(differing)} differ(s).\n"
+        "Start over with -r 1 (the old folder is moved aside), or use another --savedir_base."
+    )
+
+
+def _check_identity(plan: Plan, task: Task, stores: dict[str, TokenStore]) -> None:
+    """Data and base model must be those that the run began with."""
+    now = {"base": task.fingerprint(), **{split: store.digest for split, store in stores.items()}}
+    facts = {split: store.summary() for split, store in stores.items()}
+
+    def check() -> None:
+        path = plan.folder / "data.json"
+        if path.exists():
+            began = json.loads(path.read_text())["identity"]
+            changed = [f"{key} (was {began.get(key)!r}, is {now[key]!r})" for key in now if began.get(key) != now[key]]
+            if changed:
+                raise ResumeError(
+                    f"{plan.folder}: cannot resume, these changed since the run began: {'; '.join(changed)}.\n"
+                    "Put them back, or start over with -r 1 (the old folder is moved aside)."
+                )
+        _write_json(path, {"identity": now, "splits": facts})
+
+    on_main(check)
+
+
+def _store(task: Task, split: str, options: Options) -> TokenStore:
+    return open_store(
+        lambda: task.rows(split),
+        task.encode,
+        encoding_id=task.encoding_id(),
+        split=split,
+        cache_dir=options.cache_dir,
+        length=task.length,
+    )
+
+
+def _newest_checkpoint(plan: Plan) -> Path | None:
+    return checkpoint.resume_point(plan.folder / "checkpoints")
+
+
+def _save(plan: Plan, live: Engine, progress: Progress) -> None:
+    world, rank = distributed.world(), distributed.rank()
+
+    def own(k: int) -> bool:
+        return k % world == rank
+
+    checkpoint.save(
+        plan.folder / "checkpoints",
+        progress.step,
+        weights=live.weights(own),
+        optimizer=live.optimizer_state(own),
+        rng=rng.capture(),
+        state={"progress": progress.state(), "engine": live.scalars(), "world": world, "digest": digest(plan.values)},
+        keep_last=plan.cfg.train.keep_last,
+        keep={progress.best_step} if progress.best_step else set(),
+    )
+
+
+def _restore(live: Engine, folder: Path) -> Progress:
+    state = checkpoint.read_json(folder)
+    live.restore(dict(checkpoint.read_tensors(folder, "optimizer")), state["engine"])
+    if checkpoint.saved_world(folder) == distributed.world():
+        rng.restore(checkpoint.read_rng(folder, distributed.rank()))
+    else:
+        logger.warning(
+            "%s was saved by %d rank(s), this run has %d: the same batches go on, but dropout draws anew",
+            folder,
+            checkpoint.saved_world(folder),
+            distributed.world(),
+        )
+        rng.seed_everything(state["progress"]["step"], distributed.rank())
+    progress = Progress.of(state["progress"])
+    logger.info("resumed from %s", folder)
+    return progress
+
+
+def _export(plan: Plan, task: Task, live: Engine, name: str) -> None:
+    """The trained weights as <run>/<name>/, in the task's own layout; complete or not there at all."""
+    weights = live.weights(lambda k: distributed.is_main())
+
+    def write() -> None:
+        target, temporary = plan.folder / name, plan.folder / f".{name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        task.export(weights, temporary)
+        old = plan.folder / f".{name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            os.replace(target, old)
+        os.replace(temporary, target)
+        shutil.rmtree(old, ignore_errors=True)
+
+    on_main(write)
+
+
+def _push(plan: Plan) -> None:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        repository = HfApi().create_repo(plan.id, private=True, exist_ok=True).repo_id
+        HfApi().upload_folder(repo_id=repository, folder_path=plan.folder / "final")
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"--push_to_hub: {str(error).splitlines()[0]}\nThe model is safe in {plan.folder / 'final'}. "
+            "Log in with `hf auth login`, or push that folder by hand."
+        ) from error
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def _wandb(plan: Plan, options: Options) -> WandbSettings | None:
+    if options.wandb_entity is None or options.wandb_project is None:
+        return None
+    return WandbSettings(
+        entity=options.wandb_entity,
+        project=options.wandb_project,
+        name=options.wandb_run_name or plan.id,
+        id=plan.id,
+        config=plan.values,
+    )

@@ -1,0 +1,81 @@
+"""The Task protocol: the one page that a task author reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from trainer.metrics import Pool, Ratio
+
+Row = dict[str, Any]  # raw text: {"question": "...", "answers": [...], "context": "..."}
+Encoded = dict[str, list[int]]  # token ids by field
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a run reads and writes. Never part of an experiment's identity."""
+
+    data_path: Path | None
+    cache_dir: Path
+    savedir_base: Path
+
+
+class Task(Protocol):
+    """What is trained, and on what. It receives the model, never the trainer; it returns metrics, never logs them."""
+
+    unit: ClassVar[str]  # what the loss is a mean over: "tokens", "statements", "queries"
+
+    def __init__(self, cfg: Any, places: Places) -> None: ...
+
+    def model(self) -> nn.Module:
+        """The pretrained model, operated on, frozen where frozen, in fp32 or its checkpoint's dtype."""
+        ...
+
+    def skeleton(self) -> nn.Module:
+        """The same model without storage, on the meta device: for counting before anything is read."""
+        ...
+
+    def rows(self, split: str) -> Iterable[Row]:
+        """Raw rows of "train" or "valid", always in the same order. DataError names file and line."""
+        ...
+
+    def encode(self, row: Row) -> Encoded:
+        """Token ids of one row. Pure: the result is cached on disk under a content id."""
+        ...
+
+    def encoding_id(self) -> str:
+        """Names everything besides the rows that `encode` depends on: tokenizer, templates, length limits."""
+        ...
+
+    def length(self, encoded: Mapping[str, Any]) -> int:
+        """How long a row is for the device: rows of like length share a micro-batch."""
+        ...
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        """Encoded rows -> padded tensors. Pure, and run in another thread: no global random state."""
+        ...
+
+    def units(self, batch: Batch) -> Tensor:
+        """() int64: how many units this micro-batch's loss is summed over."""
+        ...
+
+    def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
+        """len(window) scalars, each a SUM over its units; the loop divides by the units of all ranks."""
+        ...
+
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
+        """Evaluation of one batch, mergeable across batches and ranks."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Names the frozen weights that the trained ones belong to ("" when everything is trained)."""
+        ...
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the trained weights (by name, CPU tensors) as a folder that others can load."""
+        ...

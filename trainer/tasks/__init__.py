@@ -1,0 +1,31 @@
+"""The folder is the registration: trainer/tasks/<name>/ exists if and only if "task": "<name>" is legal."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import Experiment, nearest, validate
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer.task import Places, Task
+
+
+def names() -> list[str]:
+    """All task names, sorted."""
+    return sorted(folder.parent.name for folder in Path(__file__).parent.glob("*/config.py"))
+
+
+def parse(values: dict[str, Any], *, source: str = "experiment") -> Experiment:
+    """The frozen Config of `values["task"]`; ConfigError names every mistake at once. Imports no torch."""
+    name = values.get("task")
+    if name not in names():
+        raise ConfigError(f"{source}: task={name!r} does not exist. {nearest(str(name), names())}")
+    return validate(importlib.import_module(f"trainer.tasks.{name}.config").Config, values, source=source)
+
+
+def load(cfg: Experiment, places: Places) -> Task:
+    """The Task that `cfg` asks for. Imports torch."""
+    return importlib.import_module(f"trainer.tasks.{cfg.task}.task").Task(cfg, places)

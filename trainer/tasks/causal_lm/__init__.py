@@ -1,0 +1,1 @@
+"""Next-token language modelling: the base models that other tasks build on."""

@@ -1,0 +1,1 @@
+"""Cross-attention layers inserted into a frozen decoder; only they train."""

@@ -1,0 +1,438 @@
+"""What a run tells: console, metrics.jsonl, score_list.json, status.json and wandb; its speed, and the signal to stop.
+
+The only importer of wandb. Every rank makes a `Run` and calls the same methods; ranks other than 0 write nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import pickle
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from netrc import NetrcParseError, netrc
+from numbers import Integral
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from trainer import distributed
+from trainer.console import Bar, Lines, Number
+from trainer.shards import refusals
+
+State = Literal["queued", "running", "succeeded", "failed", "preempted", "cancelled"]
+METRICS, SCORES, HAVEN_SCORES, STATUS = "metrics.jsonl", "score_list.json", "score_list.pkl", "status.json"
+HISTOGRAM_BINS = 64  # what wandb.watch draws
+
+# Dense bf16 peaks in FLOP/s, without sparsity, from NVIDIA's data sheets; the first name found in the device's counts.
+PEAK_FLOPS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "H200 NVL": 835.5e12,
+    "H200": 989.4e12,
+    "H100 NVL": 835.5e12,
+    "H100 PCIe": 756.5e12,
+    "H100": 989.4e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L4": 121e12,
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WandbSettings:
+    """Where a run appears in wandb. A resumed run has the same id and so continues the same curves."""
+
+    entity: str | None
+    project: str | None
+    name: str
+    id: str
+    config: Mapping[str, Any]
+    tags: tuple[str, ...] = ()
+    init_timeout_s: float = 30.0  # then the run goes on offline
+
+
+class Sink(Protocol):
+    """A place that scalars go to."""
+
+    def log(self, step: int, scalars: Mapping[str, Number]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Run:
+    """The record of one run in its folder. Only rank 0 writes; elsewhere the same calls do nothing."""
+
+    def __init__(
+        self, folder: Path, *, total: int, wandb: WandbSettings | None = None, console: Console | None = None
+    ) -> None:
+        self.folder, self.total, self.step = folder, total, 0
+        self._state: State = "running"
+        self._is_writer = distributed.is_main()
+        self._sinks: list[Sink] = []
+        self._unfit: set[str] = set()
+        self._wandb: _Wandb | None = None
+        if not self._is_writer:
+            return
+        with refusals(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        screen = console or Console()
+        self._sinks = [_Metrics(folder / METRICS), (Bar if screen.is_terminal else Lines)(screen, total)]
+        if wandb is not None:
+            self._wandb = _Wandb(wandb, folder)
+            self._sinks.append(self._wandb)
+
+    def log(self, step: int, **scalars: Number) -> None:
+        """The same keys, in the order given, on the console, in metrics.jsonl and in wandb.
+
+        A value that is not finite (a metric over nothing) is left out everywhere, with one warning for each key.
+        """
+        self.step = max(self.step, step)
+        if not self._is_writer:
+            return
+        finite = self._finite(scalars)
+        for sink in self._sinks:
+            sink.log(step, finite)
+
+    def gradients(self, step: int, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Norms of the gradients by parameter in metrics.jsonl, and their histograms in wandb; not on the console.
+
+        Every rank calls it and all of `gradients` is consumed: under ZeRO each item is gathered from all ranks.
+        """
+        norms: dict[str, Number] = {}
+        for name, gradient in gradients:
+            if not self._is_writer:
+                continue
+            norms[f"grad_norm/{name}"] = float(gradient.float().norm())
+            if self._wandb is not None:
+                self._wandb.histogram(f"gradients/{name}", gradient)
+        finite = self._finite(norms)
+        for sink in self._sinks:
+            if isinstance(sink, (_Metrics, _Wandb)):
+                sink.log(step, finite)
+
+    def score(self, step: int, **scores: Number) -> None:
+        """Add one evaluation to score_list.json, and to score_list.pkl as haven reads it.
+
+        An evaluation of a step that is already listed replaces that entry.
+        """
+        if not self._is_writer:
+            return
+        earlier = [entry for entry in _read_scores(self.folder / SCORES) if entry["step"] != step]
+        self._write_scores([*earlier, {"step": step, **self._finite(scores)}])
+
+    def status(self, state: State, *, step: int | None = None, error: str | None = None) -> None:
+        """Replace status.json: state, step (the last one logged, unless given), total, host, updated_at, error."""
+        self.step, self._state = self.step if step is None else step, state
+        if not self._is_writer:
+            return
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        values = {
+            "state": state,
+            "step": self.step,
+            "total": self.total,
+            "host": socket.gethostname(),
+            "updated_at": now,
+            "error": error,
+        }
+        _replace(self.folder / STATUS, (json.dumps(values, indent=2) + "\n").encode())
+
+    def resume(self, step: int) -> None:
+        """Cut metrics.jsonl and score_list back to `step`, so that both go on as an undisturbed run's."""
+        self.step = step
+        if not self._is_writer:
+            return
+        lines = self._sinks[0]
+        assert isinstance(lines, _Metrics), "metrics.jsonl is the first sink"
+        lines.cut(step)
+        if (self.folder / SCORES).exists():
+            self._write_scores([entry for entry in _read_scores(self.folder / SCORES) if entry["step"] <= step])
+
+    def close(self) -> None:
+        """End the progress bar, close the files and let wandb finish in the last `status`. Twice is harmless."""
+        if self._wandb is not None:
+            self._wandb.finish(self._state)
+        for sink in self._sinks:
+            sink.close()
+        self._sinks, self._wandb = [], None
+
+    def _finite(self, scalars: Mapping[str, Number]) -> dict[str, Number]:
+        unfit = {name for name, value in scalars.items() if not math.isfinite(value)}
+        for name in sorted(unfit - self._unfit):
+            log.warning("%s is %s: left out of the log whenever it is not finite", name, scalars[name])
+        self._unfit |= unfit
+        return {name: _plain(value) for name, value in scalars.items() if name not in unfit}
+
+    def _write_scores(self, scores: list[dict[str, Number]]) -> None:
+        _replace(self.folder / SCORES, (json.dumps(scores, indent=1) + "\n").encode())
+        _replace(self.folder / HAVEN_SCORES, pickle.dumps(scores, protocol=4))  # written for haven, never read here
+
+
+def _plain(value: Number) -> Number:
+    """A builtin number of a numpy or torch one."""
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _read_scores(path: Path) -> list[dict[str, Number]]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return []
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with refusals(path):
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
+
+class _Metrics:
+    """metrics.jsonl: one line an entry, one write a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = self._open()
+
+    def _open(self) -> Any:
+        with refusals(self._path):
+            return self._path.open("ab", buffering=0)
+
+    def log(self, step: int, scalars: Mapping[str, Number]) -> None:
+        line = (json.dumps({"step": step, **scalars}) + "\n").encode()
+        with refusals(self._path):
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def cut(self, step: int) -> None:
+        """Drop the lines past `step` and every torn one, byte for byte keeping the others."""
+        self._file.close()
+        content = self._path.read_bytes()
+        kept = b"".join(line for line in content.splitlines(keepends=True) if _belongs(line, step))
+        if kept != content:
+            _replace(self._path, kept)
+        self._file = self._open()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _belongs(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+class _Wandb:
+    """The run in wandb. Whatever goes wrong there costs one warning, never the training."""
+
+    def __init__(self, settings: WandbSettings, folder: Path) -> None:
+        self._run = _start_wandb(settings, folder)
+        self._pending: dict[str, Any] = {}
+
+    def log(self, step: int, scalars: Mapping[str, Number]) -> None:
+        if self._run is not None:
+            pending, self._pending = self._pending, {}
+            with self._tolerated():
+                # no step= argument: wandb would drop every row whose step is not past the last one it saw
+                self._run.log({"step": step, **scalars, **pending})
+
+    def histogram(self, name: str, values: Tensor) -> None:
+        """Keep a histogram of the finite `values` for the next `log`."""
+        finite = values.detach().float().flatten()
+        finite = finite[torch.isfinite(finite)].cpu()
+        if self._run is not None and finite.numel():
+            import wandb
+
+            counts, edges = torch.histogram(finite, bins=HISTOGRAM_BINS)
+            with self._tolerated():
+                self._pending[name] = wandb.Histogram(np_histogram=(counts.numpy(), edges.numpy()))
+
+    def finish(self, state: State) -> None:
+        """End the run there as finished, preempted or failed, waiting for a slow upload at most two minutes."""
+        if self._run is not None:
+            with self._tolerated():
+                if state == "preempted":
+                    self._run.mark_preempting()
+                self._run.finish(exit_code=int(state in ("failed", "preempted", "cancelled")))
+        self._run = None
+
+    def close(self) -> None:
+        self.finish("running")
+
+    @contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # any: wandb documents no error tree for a lost service or network
+            log.warning("wandb: %s: %s. Training goes on without it.", type(error).__name__, error)
+            self._run = None
+
+
+def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
+    """A wandb run: online with a key or as WANDB_MODE says, else offline; None when neither works."""
+    first = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+    for mode in dict.fromkeys((first, "offline")):
+        try:
+            return _init_wandb(settings, folder, mode)
+        except Exception as error:  # any: see _Wandb._tolerated
+            last = mode == "offline"
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            log.warning("wandb: %s. Training goes on %s.", text, "without it" if last else "with wandb offline")
+    return None
+
+
+def _has_key() -> bool:
+    """Whether wandb would find a key without asking for one: in the environment, or in the netrc file."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host) is not None
+    except (OSError, NetrcParseError):
+        return False
+
+
+def _init_wandb(settings: WandbSettings, folder: Path, mode: str) -> Any:
+    import wandb  # 2 s that runs without it do not pay
+
+    run = wandb.init(
+        entity=settings.entity,
+        project=settings.project,
+        name=settings.name,
+        id=settings.id,
+        config=dict(settings.config),
+        tags=settings.tags,
+        dir=folder,
+        resume="allow",
+        mode=cast(Any, mode),
+        settings=wandb.Settings(
+            console="off",
+            silent=True,
+            disable_git=True,
+            disable_code=True,
+            x_save_requirements=False,
+            init_timeout=settings.init_timeout_s,
+            finish_timeout=120,  # without a network; the rows are on the disk for `wandb sync`
+            x_transaction_log_flush_interval=2,  # its default of 15 s loses a preempted run's last rows (0.31)
+        ),
+    )
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
+
+
+class Meter:
+    """Speed and memory between two log lines. Evaluating and saving do not count: wrap them in `paused()`."""
+
+    def __init__(self, *, flops_per_unit: float | None = None) -> None:
+        self._flops_per_unit, self._peak_flops = flops_per_unit, peak_flops()
+        self._start, self._units, self._steps = time.monotonic(), 0, 0
+        self._memory = _Memory()
+
+    def add(self, units: int) -> None:
+        """Count one step of `units`, those of all ranks."""
+        self._units += units
+        self._steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time of a block out of the speed."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._start += time.monotonic() - start
+
+    def read(self, unit: str) -> dict[str, float]:
+        """`<unit>_per_s` over all ranks, `step_s`, `peak_gib` of this rank since the start, `mfu` if known.
+
+        Counted since the last read. mfu: achieved over peak bf16 FLOP/s; left out on a CPU and on an unknown GPU.
+        """
+        elapsed = max(time.monotonic() - self._start, 1e-9)
+        rate = self._units / elapsed
+        found = {
+            f"{unit}_per_s": rate,
+            "step_s": elapsed / max(self._steps, 1),
+            "peak_gib": self._memory.peak_gib(),
+        }
+        if self._flops_per_unit is not None and self._peak_flops is not None:
+            found["mfu"] = rate * self._flops_per_unit / (self._peak_flops * distributed.world())
+        self._start, self._units, self._steps = time.monotonic(), 0, 0
+        return found
+
+
+def peak_flops(name: str | None = None) -> float | None:
+    """Dense bf16 FLOP/s of the GPU `name` (default: this rank's); None for a CPU, a MIG slice or an unknown GPU."""
+    if name is None:
+        name = torch.cuda.get_device_name(distributed.device()) if torch.cuda.is_available() else ""
+    if "MIG" in name:
+        return None
+    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+
+
+@dataclass
+class _Memory:
+    """The most memory in use since it was made: what torch allocated on the GPU, or else this process's RSS."""
+
+    _sampled: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            with suppress(
+                OSError
+            ):  # lets VmHWM start anew: a process may run several experiments (Linux 4.0, man proc)
+                Path("/proc/self/clear_refs").write_text("5")
+
+    def peak_gib(self) -> float:
+        if torch.cuda.is_available():
+            return torch.cuda.max_memory_allocated() / 2**30
+        if sys.platform == "linux":  # not ru_maxrss, which a process inherits from the one that started it
+            match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+            if match:
+                return int(match[1]) / 2**20
+        self._sampled = max(self._sampled, psutil.Process().memory_info().rss)
+        return self._sampled / 2**30
+
+
+class Preemption:
+    """Whether this process was asked to stop: SIGTERM and SIGUSR1 set a flag, and nothing else, however often."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGUSR1)}
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self.requested = True
+
+    def close(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before = {}

@@ -1,0 +1,241 @@
+#!/usr/bin/env python
+"""Train a group of experiments here, or submit it: `trainval.py -e GROUP -sb DIR`.
+
+Works under python, torchrun and deepspeed. Imports no torch until an experiment really runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def _switch(value: str) -> str:
+    """on/off, true/false, yes/no, 1/0, as researchers of this lineage write them."""
+    text = value.strip().lower()
+    if text not in _SWITCHES:
+        close = difflib.get_close_matches(text, _SWITCHES, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise typer.BadParameter(f"{value!r} is neither on nor off. Use one of {', '.join(_SWITCHES)}.{hint}")
+    return text
+
+
+_SWITCHES = {"true": True, "false": False, "on": True, "off": False, "yes": True, "no": False, "1": True, "0": False}
+
+
+# The flags, spelled as researchers of this lineage know them.
+ExpGroup = Annotated[str | None, typer.Option("-e", "--exp_group", help="Group of experiments to run.")]
+SavedirBase = Annotated[Path | None, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")]
+Reset = Annotated[
+    int, typer.Option("-r", "--reset", min=0, max=1, help="1: move old folders aside and start over; 0: resume.")
+]
+ExpId = Annotated[str | None, typer.Option("--exp_id", help="Run this one; its dictionary is read from its folder.")]
+ExpConfigs = Annotated[
+    Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS, instead of the built-in one.")
+]
+DataPath = Annotated[Path | None, typer.Option("--data_path", help="Folder of the data set.")]
+CacheDir = Annotated[Path, typer.Option("--cache_dir", help="Token caches and tokenizers.")]
+Steps = Annotated[
+    int | None, typer.Option("--steps", min=1, help="Optimizer steps; shapes the schedule, so it changes the id.")
+]
+LogEvery = Annotated[
+    int, typer.Option("--log_every", min=1, help="Log, evaluate and save where the dictionary does not say.")
+]
+DeepSpeed = Annotated[
+    str | None, typer.Option("--deepspeed", help="DeepSpeed JSON, or a name in ds_configs/; never changes the id.")
+]
+Entity = Annotated[str | None, typer.Option("--wandb_entity_name", help="With a project: wandb on.")]
+Project = Annotated[str | None, typer.Option("--wandb_project_name", help="With an entity: wandb on.")]
+RunName = Annotated[str | None, typer.Option("--wandb_run_name", help="Shown name; the id is the exp_id.")]
+LogGradients = Annotated[
+    str,
+    typer.Option("--wandb_log_gradients", metavar="BOOL", callback=_switch, help="Gradient norms per parameter."),
+]
+ExtraEvals = Annotated[
+    str,
+    typer.Option("--do_extra_evals", metavar="BOOL", callback=_switch, help="Evaluate by generated answers too."),
+]
+SampleSize = Annotated[
+    int, typer.Option("--generation_eval_max_sample_size", min=1, help="Rows that are answered per evaluation.")
+]
+PushToHub = Annotated[
+    str, typer.Option("--push_to_hub", metavar="BOOL", callback=_switch, help="Upload final/ when done.")
+]
+JobScheduler = Annotated[
+    str | None, typer.Option("-j", "--j", "--job_scheduler", help="Submit the group instead of running it here.")
+]
+PythonBinary = Annotated[str, typer.Option("--python_binary", help="Launch line of submitted jobs.")]
+DryRun = Annotated[bool, typer.Option("--dry_run", help="Check everything, show what would run, train nothing.")]
+LocalRank = Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)]
+DistUrl = Annotated[str, typer.Option("--dist_url", hidden=True)]
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def main(
+    exp_group: ExpGroup = None,
+    savedir_base: SavedirBase = None,
+    reset: Reset = 0,
+    exp_id: ExpId = None,
+    exp_configs: ExpConfigs = None,
+    data_path: DataPath = None,
+    cache_dir: CacheDir = Path("tmp-cache"),
+    steps: Steps = None,
+    log_every: LogEvery = 1000,
+    deepspeed: DeepSpeed = None,
+    wandb_entity_name: Entity = None,
+    wandb_project_name: Project = None,
+    wandb_run_name: RunName = None,
+    wandb_log_gradients: LogGradients = "false",
+    do_extra_evals: ExtraEvals = "false",
+    generation_eval_max_sample_size: SampleSize = 100,
+    push_to_hub: PushToHub = "false",
+    job_scheduler: JobScheduler = None,
+    python_binary: PythonBinary = "python",
+    dry_run: DryRun = False,
+    local_rank: LocalRank = None,
+    dist_url: DistUrl = "env://",
+) -> None:
+    """Train every experiment of a group, in order, each in its own folder SAVEDIR_BASE/<exp_id>."""
+    from trainer.errors import LatheError
+
+    del dist_url  # accepted because launch scripts of this lineage pass it; the launcher's environment decides
+    if local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    _set_up_logging()
+    try:
+        if savedir_base is None:
+            raise _bad("-sb/--savedir_base is required: the folder that holds all runs. For example -sb results")
+        if job_scheduler not in (None, "None", "0"):
+            raise _bad(
+                f"-j {job_scheduler}: this version runs experiments only here; submission comes with jobs/.\n"
+                "Leave -j out, and start this line in your own job script."
+            )
+        experiments = _experiments(exp_group, exp_id, exp_configs, savedir_base, steps)
+        options = {
+            "savedir_base": savedir_base,
+            "data_path": data_path,
+            "cache_dir": cache_dir,
+            "reset": bool(reset),
+            "log_every": log_every,
+            "deepspeed": None if deepspeed in (None, "None", "none") else deepspeed,
+            "wandb_entity": None if wandb_entity_name == "None" else wandb_entity_name,
+            "wandb_project": None if wandb_project_name == "None" else wandb_project_name,
+            "wandb_run_name": None if wandb_run_name == "None" else wandb_run_name,
+            "log_gradients": _SWITCHES[wandb_log_gradients],
+            "extra_evals": generation_eval_max_sample_size if _SWITCHES[do_extra_evals] else 0,
+            "push_to_hub": _SWITCHES[push_to_hub],
+        }
+        code = _dry_run(experiments, options) if dry_run else _train(experiments, options)
+    except LatheError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        code = error.exit_code
+    _leave(code)
+
+
+def _experiments(
+    group: str | None, exp_id: str | None, file: Path | None, savedir_base: Path, steps: int | None
+) -> list[dict[str, Any]]:
+    """The dictionaries to run, with --steps written in: of a whole group, or of one folder."""
+    from exp_configs import read_groups
+    from trainer.config import exp_id as id_of
+    from trainer.config import nearest
+
+    if exp_id is not None:
+        values = _stored(savedir_base, exp_id)
+        if steps is not None and steps != values.get("train", {}).get("steps"):
+            raise _bad(f"--steps {steps} with --exp_id: the folder's dictionary fixes its steps. Leave --steps out.")
+        return [values]
+    if group is None:
+        raise _bad("-e/--exp_group is required: the name of a group in exp_configs.py. For example -e crossattn_tiny")
+    groups = read_groups(file)
+    if group not in groups:
+        raise _bad(f"-e {group}: no such group. {nearest(group, sorted(groups))}")
+    experiments = [_with_steps(values, steps) for values in groups[group]]
+    ids = [id_of(values) for values in experiments]
+    if len(set(ids)) < len(ids):
+        raise _bad(f"-e {group}: two of its experiments are the same ({', '.join(sorted(ids))}). Remove one.")
+    return experiments
+
+
+def _with_steps(values: dict[str, Any], steps: int | None) -> dict[str, Any]:
+    if steps is None or not isinstance(values.get("train"), dict):
+        return values
+    return {**values, "train": {**values["train"], "steps": steps}}
+
+
+def _stored(savedir_base: Path, exp_id: str) -> dict[str, Any]:
+    path = savedir_base / exp_id / "exp_dict.json"
+    if Path(exp_id).name != exp_id:
+        raise _bad(f"--exp_id {exp_id!r} is not the name of a folder.")
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise _bad(f"--exp_id {exp_id}: {path} does not exist. Give the id of a run in {savedir_base}.") from None
+    except ValueError as error:
+        raise _bad(f"--exp_id {exp_id}: {path} is not JSON ({error}).") from None
+
+
+def _bad(text: str) -> Exception:
+    from trainer.errors import ConfigError
+
+    return ConfigError(text)
+
+
+def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
+    from trainer import distributed
+    from trainer.run import Options, is_finished, plan, run
+
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    chosen = Options(**options)
+    plans = [plan(values, chosen, world=world, rank=rank) for values in experiments]
+    distributed.init()
+    for planned in plans:
+        if not chosen.reset and is_finished(planned):
+            logging.info("%s is finished; -r 1 starts it over", planned.folder)
+            continue
+        code = run(planned, chosen)
+        if code != EXIT_OK:
+            return code
+    return EXIT_OK
+
+
+def _dry_run(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
+    from trainer.preview import show
+    from trainer.run import Options, plan
+
+    chosen = Options(**options)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    for values in experiments:
+        typer.echo(show(plan(values, chosen, world=world, rank=0), chosen))
+    return EXIT_OK
+
+
+def _set_up_logging() -> None:
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
+    for name in ("httpx", "filelock", "DeepSpeed", "torch", "wandb", "urllib3"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def _leave(code: int) -> None:
+    """Exit with `code`. Once torch.distributed is up the interpreter's own way out can abort (see distributed)."""
+    if "torch" in sys.modules:
+        from trainer import distributed
+
+        distributed.shutdown(code)
+    raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    app()
