@@ -58,14 +58,15 @@ def load(base: Base, places: Places, *, precision: str) -> PreTrainedModel:
 
     A random base is built in fp32 under its own seed, so that every rank and every run has the same weights.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     source = resolve(base, places)
     config = config_of(base, places)
     if isinstance(source, RandomBase):
         with torch.random.fork_rng():
             torch.manual_seed(source.seed)
-            return AutoModelForCausalLM.from_config(config)
+            # not from_config: under ZeRO-3 that partitions while it initialises, and draws other numbers
+            return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     return AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[precision])
 
 

@@ -23,7 +23,7 @@ class Lines:
         eta = _eta(step, self._total, scalars)
         self._console.out("  ".join([*words, *([f"eta {eta}"] if eta else [])]), highlight=False)
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Nothing is open."""
 
 
@@ -47,7 +47,7 @@ class Bar:
         words += [f"eta {eta}"] if (eta := _eta(step, self._total, scalars)) else []
         self._progress.update(self._bar, completed=step, words="  ".join(words), refresh=True)
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         """Leave the terminal as it was."""
         self._progress.stop()
 

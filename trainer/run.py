@@ -92,7 +92,7 @@ def run(plan: Plan, options: Options) -> int:
             finished = _train(plan, options, telemetry, preemption)
         except BaseException as error:
             telemetry.status("failed", error=f"{type(error).__name__}: {error}")
-            telemetry.close(exit_code=1)
+            telemetry.close()
             raise
         finally:
             preemption.close()

@@ -33,11 +33,13 @@ from torch import Tensor
 
 from trainer import distributed
 from trainer.console import Bar, Lines, Number
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 from trainer.shards import refusals
 
 State = Literal["queued", "running", "succeeded", "failed", "preempted", "cancelled"]
 METRICS, SCORES, HAVEN_SCORES, STATUS = "metrics.jsonl", "score_list.json", "score_list.pkl", "status.json"
 HISTOGRAM_BINS = 64  # what wandb.watch draws
+FINISH_S = 120
 
 # Dense bf16 peaks in FLOP/s, without sparsity, from NVIDIA's data sheets; the first name found in the device's counts.
 PEAK_FLOPS = {
@@ -76,7 +78,7 @@ class Sink(Protocol):
 
     def log(self, step: int, scalars: Mapping[str, Number]) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self, exit_code: int) -> None: ...
 
 
 class Run:
@@ -167,13 +169,12 @@ class Run:
         if (self.folder / SCORES).exists():
             self._write_scores([entry for entry in _read_scores(self.folder / SCORES) if entry["step"] <= step])
 
-    def close(self) -> None:
-        """End the progress bar, close the files and let wandb finish in the last `status`. Twice is harmless."""
-        if self._wandb is not None:
-            self._wandb.finish(self._state)
+    def close(self, exit_code: int = EXIT_OK) -> None:
+        """End the progress bar, close the files, let wandb finish (as preempted after that status). Twice is fine."""
+        exit_code = EXIT_PREEMPTED if self._state == "preempted" else exit_code
         for sink in self._sinks:
-            sink.close()
-        self._sinks, self._wandb = [], None
+            sink.close(exit_code)
+        self._sinks = []
 
     def _finite(self, scalars: Mapping[str, Number]) -> dict[str, Number]:
         unfit = {name for name, value in scalars.items() if not math.isfinite(value)}
@@ -236,7 +237,7 @@ class _Metrics:
             _replace(self._path, kept)
         self._file = self._open()
 
-    def close(self) -> None:
+    def close(self, exit_code: int) -> None:
         self._file.close()
 
 
@@ -272,17 +273,14 @@ class _Wandb:
             with self._tolerated():
                 self._pending[name] = wandb.Histogram(np_histogram=(counts.numpy(), edges.numpy()))
 
-    def finish(self, state: State) -> None:
-        """End the run there as finished, preempted or failed, waiting for a slow upload at most two minutes."""
+    def close(self, exit_code: int) -> None:
+        """End the run there, waiting for a slow upload at most FINISH_S."""
         if self._run is not None:
             with self._tolerated():
-                if state == "preempted":
+                if exit_code == EXIT_PREEMPTED:
                     self._run.mark_preempting()
-                self._run.finish(exit_code=int(state in ("failed", "preempted", "cancelled")))
+                self._run.finish(exit_code=exit_code)
         self._run = None
-
-    def close(self) -> None:
-        self.finish("running")
 
     @contextmanager
     def _tolerated(self) -> Iterator[None]:
@@ -300,9 +298,9 @@ def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
         try:
             return _init_wandb(settings, folder, mode)
         except Exception as error:  # any: see _Wandb._tolerated
-            last = mode == "offline"
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            log.warning("wandb: %s. Training goes on %s.", text, "without it" if last else "with wandb offline")
+            rest = "without it" if mode == "offline" else "with wandb offline"
+            log.warning("wandb: %s. Training goes on %s.", text.rstrip("."), rest)
     return None
 
 
@@ -320,6 +318,7 @@ def _has_key() -> bool:
 def _init_wandb(settings: WandbSettings, folder: Path, mode: str) -> Any:
     import wandb  # 2 s that runs without it do not pay
 
+    wandb.teardown()  # after a failed start its service holds on to the id (0.31: "run ID ... is in use")
     run = wandb.init(
         entity=settings.entity,
         project=settings.project,
@@ -337,7 +336,7 @@ def _init_wandb(settings: WandbSettings, folder: Path, mode: str) -> Any:
             disable_code=True,
             x_save_requirements=False,
             init_timeout=settings.init_timeout_s,
-            finish_timeout=120,  # without a network; the rows are on the disk for `wandb sync`
+            finish_timeout=FINISH_S,  # without a network; the rows are on the disk for `wandb sync`
             x_transaction_log_flush_interval=2,  # its default of 15 s loses a preempted run's last rows (0.31)
         ),
     )

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,7 +115,7 @@ def _scores(name: str, folder: Path, batch: int) -> dict[str, float]:
     rows = encoded(task, "valid")
 
     class Rows(list):  # what evaluate reads of a TokenStore
-        lengths = [task.length(row) for row in rows]
+        lengths = np.array([task.length(row) for row in rows])
 
     class Engine:
         model = task.model().eval()
@@ -148,6 +149,18 @@ def test_stages_ranks_and_accumulation_agree(name: str, folder: Path, tmp_path: 
         found = run_on_ranks(world, _stages, values, folder, tmp_path / f"world{world}")[0]
         for stage, each in found.items():
             assert each == pytest.approx(wanted, abs=1e-5), f"ZeRO {stage} on {world} rank(s)"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_base_from_a_folder_gives_the_same_losses_partitioned_while_it_is_read(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    saved = tmp_path / "base"
+    load("causal_lm", folder).model().base.save_pretrained(saved)
+    values = experiment(name, folder, base=str(saved), train={"steps": 2})
+    found = run_on_ranks(2, _stages, values, folder, tmp_path)[0]
+    assert found[3] == pytest.approx(found[0], abs=1e-5)
+    assert found[0] == pytest.approx(run_on_ranks(1, _one_run, values, folder, tmp_path / "one")[0], abs=1e-5)
 
 
 def _one_run(values: dict[str, Any], folder: Path, savedir: Path) -> list[float]:

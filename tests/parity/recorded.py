@@ -190,7 +190,7 @@ def arguments(batch: Batch, dtype: torch.dtype) -> Batch:
     numbered, plain = _by_number(batch)
     lists = {field: [by[number] for number in sorted(by)] for field, by in numbered.items()}
     rows = len(plain["input_ids"])
-    found = {name: plain[name] for name in ("input_ids", "attention_mask", "labels") if name in plain}
+    found: Batch = {name: plain[name] for name in ("input_ids", "attention_mask", "labels") if name in plain}
     mask = plain.get("context_attention_mask", plain.get("encoder_attention_mask"))
     masks = lists.get("context_attention_mask", lists.get("encoder_attention_mask"))
     if "encoder_hidden_states" in lists or "encoder_hidden_states" in plain:

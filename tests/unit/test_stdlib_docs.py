@@ -64,7 +64,7 @@ def test_every_answer_is_a_short_literal_part_of_its_context() -> None:
         assert answer in row["context"]
         assert 3 <= len(answer.split()) <= 16
         assert len(answer.split()) < len(row["context"].split()) <= 100
-        assert row["question"] and row["title"]
+        assert all(row[key].strip() for key in ("question", "title"))
 
 
 def test_a_question_reads_its_docstring() -> None:

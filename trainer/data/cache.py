@@ -16,7 +16,9 @@ from trainer.errors import StorageError
 
 log = logging.getLogger(__name__)
 
-_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+# What a disk answers when it refuses; any other OSError while building may come from the data that is read.
+_REFUSALS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+_NO_FOLDER = {errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 def build_once(folder: Path, build: Callable[[Path], None], *, is_whole: Callable[[Path], bool]) -> Path:
@@ -27,21 +29,24 @@ def build_once(folder: Path, build: Callable[[Path], None], *, is_whole: Callabl
     """
     if is_whole(folder):
         return folder  # without the lock, so a cache on a read-only disk still serves
-    with refusals_as_storage_errors(folder):
+    with _storage_errors(folder, _REFUSALS | _NO_FOLDER):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f"{folder.name}.lock"), waiting_for=folder):
-            if not is_whole(folder):
-                _build(folder, build)
+    with (
+        _storage_errors(folder, _REFUSALS),
+        _locked(folder.with_name(f"{folder.name}.lock"), waiting_for=folder),
+    ):
+        if not is_whole(folder):
+            _build(folder, build)
     return folder
 
 
 @contextmanager
-def refusals_as_storage_errors(folder: Path) -> Iterator[None]:
-    """Inside, an OSError by which the disk refuses a write becomes a StorageError that names `folder`."""
+def _storage_errors(folder: Path, numbers: set[int]) -> Iterator[None]:
+    """Inside, an OSError with one of these numbers becomes a StorageError that names `folder`."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _REFUSALS:
+        if error.errno not in numbers:
             raise
         raise StorageError(
             f"{folder} cannot be written: {error.strerror}. Free space there, or choose another cache folder."

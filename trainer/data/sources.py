@@ -118,7 +118,8 @@ def texts(folder: Path | None, split: str, source: Literal["nq", "jsonl"]) -> It
     """Rows {"text": ...} for language modelling.
 
     "jsonl": the files of `qa_rows`, every line with a non-blank "text". "nq": title, newline, text of every passage of
-    corpus.tsv; 2 % are "valid", chosen by the hash of their id, and the others "train".
+    corpus.tsv; 2 % are "valid", the others "train". The hash of the text decides: the same text under two ids (real
+    corpora have them) is never in both.
     """
     if source == "jsonl":
         path = _split_file(folder, split)
@@ -128,8 +129,9 @@ def texts(folder: Path | None, split: str, source: Literal["nq", "jsonl"]) -> It
     if split not in ("train", "valid"):
         raise DataError(f"split={split!r} does not exist for the passages of corpus.tsv. Use train or valid.")
     for passage in passages(folder):
-        if is_held_out(passage["id"], per_mille=_NQ_VALID_OF_1000) == (split == "valid"):
-            yield {"text": f"{passage['title']}\n{passage['text']}"}
+        text = f"{passage['title']}\n{passage['text']}"
+        if is_held_out(text, per_mille=_NQ_VALID_OF_1000) == (split == "valid"):
+            yield {"text": text}
 
 
 def _question_row(raw: Row, path: Path, line: int) -> Row:

@@ -1,0 +1,95 @@
+"""A tiny cross-attention model with random weights, a batch for it, and what the tests ask of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+
+from trainer.tasks.cross_attention.config import Layers
+from trainer.tasks.cross_attention.model import CrossAttentionModel
+
+NUM_BLOCKS, WIDTH, VOCABULARY = 5, 24, 40
+LAYOUTS = {
+    "after": Layers(count=2, stride=2, width=16, heads=2),
+    "before": Layers(count=2, stride=2, width=16, heads=2, after=False),
+    "shared": Layers(count=3, stride=1, shared_weights=True, shared_projections=True, after=False),
+    "skip": Layers(count=2, stride=1, skip=True),
+}
+every_layout = pytest.mark.parametrize("layers", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+
+def build(layers: Layers, *, dropout: float = 0.0, published: bool = True, **base: Any) -> CrossAttentionModel:
+    """A tiny model in evaluation mode; every weight is random unless `published` is False."""
+    sizes: dict[str, Any] = {"n_embd": WIDTH, "n_layer": NUM_BLOCKS, "n_head": 4, "n_positions": 48}
+    dropouts: dict[str, Any] = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = GPTBigCodeConfig(vocab_size=VOCABULARY, **(sizes | dropouts | base))
+        model = CrossAttentionModel(GPTBigCodeForCausalLM(config), layers).eval()
+        if published:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_(float(parameter.ndim == 1) * 0.5, 0.3)
+    return model
+
+
+def inputs(*, rows: int = 3, seed: int = 2) -> dict[str, Tensor]:
+    """Rows of unequal length, padded on the right, every token but the first labelled, with a context each."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCABULARY, (rows, 8), generator=generator)
+    context = torch.randint(1, VOCABULARY, (rows, 11), generator=generator)
+    mask = (torch.arange(8) < torch.tensor([8, 5, 6])[:rows, None]).long()
+    context_mask = (torch.arange(11) < torch.tensor([7, 11, 9])[:rows, None]).long()
+    return {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "labels": (ids * mask).masked_fill(mask == 0, -100),
+        "context_input_ids": context * context_mask,
+        "context_attention_mask": context_mask,
+    }
+
+
+def without(batch: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in batch.items() if name not in names}
+
+
+def gradients(model: CrossAttentionModel, **batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@contextmanager
+def counted_calls(model: CrossAttentionModel) -> Iterator[Counter[str]]:
+    """How often each submodule's forward runs inside, recomputation included."""
+    calls: Counter[str] = Counter()
+    handles = [m.register_forward_pre_hook(lambda *_, n=name: calls.update([n])) for name, m in model.named_modules()]
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+def padded_left(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same rows with their pads in front."""
+    moved: dict[str, Tensor] = {}
+    for name, tensor in batch.items():
+        mask = batch["context_attention_mask" if name.startswith("context") else "attention_mask"]
+        order = mask.argsort(dim=1, stable=True)
+        moved[name] = tensor.gather(1, order)
+    moved["labels"] = moved["labels"].clone()
+    moved["labels"][torch.arange(len(moved["labels"])), moved["attention_mask"].argmax(dim=1)] = -100  # after a pad: no question
+    return moved

@@ -1,0 +1,148 @@
+"""Tokenizers are found where they are, identified by content, and never pad with the end of a text."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from trainer.config import EmbeddedTokenizer
+from trainer.data import vocabulary
+from trainer.errors import ConfigError, StorageError
+
+_ROOT = Path(__file__).resolve().parents[2]
+_DATA = _ROOT / os.environ.get("LATHE_DATA", "../shared/data")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def embedded(cache: Path) -> PreTrainedTokenizerFast:
+    return vocabulary.embedded_tokenizer(320, cache)
+
+
+def _real(name: str, cache: Path) -> PreTrainedTokenizerFast:
+    if not (_DATA / "tokenizers" / name).is_dir():
+        pytest.skip(f"no tokenizer {name} at {_DATA / 'tokenizers'}; set LATHE_DATA")
+    return vocabulary.load_tokenizer(f"tokenizers/{name}", data_path=_DATA, cache_dir=cache)
+
+
+def _embedded_id(cache: Path) -> str:
+    return vocabulary.tokenizer_id(vocabulary.embedded_tokenizer(300, cache))
+
+
+@pytest.mark.parametrize("text", ["plain", "  two  spaces, it 's \n\ttab", "Grüße 中文 \U0001f600", "\x00\x7f"])
+def test_the_embedded_tokenizer_gives_back_any_text(embedded: PreTrainedTokenizerFast, text: str) -> None:
+    assert embedded.decode(embedded(text)["input_ids"]) == text
+
+
+def test_the_embedded_tokenizer_ends_with_id_0_and_pads_with_id_1(embedded: PreTrainedTokenizerFast) -> None:
+    assert len(embedded) == 320
+    assert embedded.bos_token_id == embedded.eos_token_id == vocabulary.eos_id(embedded) == 0
+    assert embedded.pad_token_id == vocabulary.pad_id(embedded) == 1
+    assert embedded.convert_ids_to_tokens([0, 1]) == ["<|endoftext|>", "<|pad|>"]
+
+
+def test_training_the_embedded_tokenizer_again_gives_the_same_ids(
+    embedded: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    again = vocabulary.embedded_tokenizer(320, tmp_path)
+    assert vocabulary.tokenizer_id(again) == vocabulary.tokenizer_id(embedded)
+
+
+def test_a_kept_embedded_tokenizer_is_not_trained_again(
+    embedded: PreTrainedTokenizerFast, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> None:
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(vocabulary, "_train", fail)
+    spec = EmbeddedTokenizer(vocab_size=320)
+    again = vocabulary.load_tokenizer(spec, data_path=None, cache_dir=cache)
+    assert vocabulary.tokenizer_id(again) == vocabulary.tokenizer_id(embedded)
+
+
+def test_processes_that_start_at_once_share_one_embedded_tokenizer(tmp_path: Path) -> None:
+    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
+        ids = set(pool.map(_embedded_id, [tmp_path] * 2))
+    assert len(ids) == 1
+    assert [path.name for path in (tmp_path / "tokenizers").iterdir() if path.suffix == ".tmp"] == []
+
+
+def test_a_cache_folder_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("not a folder")
+    with pytest.raises(StorageError, match="cannot be written: Not a directory.*choose another cache folder"):
+        vocabulary.embedded_tokenizer(300, tmp_path / "cache")
+
+
+def test_a_tokenizer_folder_is_found_below_the_data_path(embedded: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    embedded.save_pretrained(tmp_path / "mine")
+    found = vocabulary.load_tokenizer("mine", data_path=tmp_path, cache_dir=tmp_path)
+    assert vocabulary.tokenizer_id(found) == vocabulary.tokenizer_id(embedded)
+
+
+def test_a_tokenizer_folder_here_wins_over_one_below_the_data_path(
+    embedded: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedded.save_pretrained(tmp_path / "here" / "mine")
+    (tmp_path / "data" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    found = vocabulary.load_tokenizer("mine", data_path=tmp_path / "data", cache_dir=tmp_path)
+    assert vocabulary.tokenizer_id(found) == vocabulary.tokenizer_id(embedded)
+
+
+def test_a_missing_tokenizer_folder_names_every_place_that_was_tried(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)'\./gone/tokenizer'.*gone/tokenizer, folder .*Give a folder"):
+        vocabulary.load_tokenizer("./gone/tokenizer", data_path=tmp_path, cache_dir=tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="'empty' cannot be loaded"):
+        vocabulary.load_tokenizer("empty", data_path=tmp_path, cache_dir=tmp_path)
+
+
+def test_the_id_of_a_tokenizer_does_not_change_by_using_it(embedded: PreTrainedTokenizerFast) -> None:
+    before = vocabulary.tokenizer_id(embedded)
+    embedded(["a", "b c d e f"], padding=True, truncation=True, max_length=3)
+    assert vocabulary.tokenizer_id(embedded) == before
+
+
+def test_tokenizers_of_different_size_have_different_ids(embedded: PreTrainedTokenizerFast, cache: Path) -> None:
+    assert vocabulary.tokenizer_id(vocabulary.embedded_tokenizer(300, cache)) != vocabulary.tokenizer_id(embedded)
+
+
+@pytest.mark.parametrize("name", ["starcoder", "t5", "bert-uncased"])
+def test_the_pad_of_a_real_tokenizer_is_in_its_vocabulary_and_is_not_its_end(name: str, cache: Path) -> None:
+    tokenizer = _real(name, cache)
+    assert vocabulary.pad_id(tokenizer) != tokenizer.eos_token_id
+    assert tokenizer.convert_ids_to_tokens(vocabulary.pad_id(tokenizer)) is not None
+
+
+def test_a_tokenizer_whose_only_special_token_is_its_end_pads_with_an_ordinary_id(
+    embedded: PreTrainedTokenizerFast,
+) -> None:
+    backend = embedded.backend_tokenizer.from_str(
+        embedded.backend_tokenizer.to_str().replace('"special":true', '"special":false')
+    )
+    plain = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    assert plain.pad_token_id == plain.eos_token_id == 0
+    assert vocabulary.pad_id(plain) == 1
+
+
+def test_a_tokenizer_without_an_end_is_refused_where_one_is_needed(cache: Path) -> None:
+    with pytest.raises(ConfigError, match="no end-of-text token"):
+        vocabulary.eos_id(_real("bert-uncased", cache))
+
+
+def test_ids_beyond_the_embedding_are_refused(embedded: PreTrainedTokenizerFast) -> None:
+    vocabulary.check_fits(embedded, 320)
+    with pytest.raises(ConfigError, match=r"ids up to 319, the base only 319 embeddings\..*at least 320"):
+        vocabulary.check_fits(embedded, 319)
