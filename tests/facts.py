@@ -1,4 +1,4 @@
-"""Small made-up facts to learn and look up: the same on every machine and Python version, unlike the embedded corpus."""
+"""Small made-up facts to learn and look up: the same on every machine and Python, unlike the embedded corpus."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
         folder = places.savedir_base / exp_id(base.experiment) / "final"
         if not (folder / "config.json").is_file():
             raise ConfigError(
-                f"base: the experiment it names (task {base.experiment.get('task')!r}, id {folder.parent.name}) has not "
-                f"finished: {folder} holds no model. Run it first, into the same --savedir_base."
+                f"base: the experiment it names ({base.experiment.get('task')}, id {folder.parent.name}) has not finished: "
+                f"{folder} holds no model. Run it first, into the same --savedir_base."
             )
         return str(folder)
     return base
@@ -66,7 +66,8 @@ def load(base: Base, places: Places, *, precision: str) -> PreTrainedModel:
         with torch.random.fork_rng():
             torch.manual_seed(source.seed)
             # not from_config: under ZeRO-3 that partitions while it initialises, and draws other numbers
-            return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+            build: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            return build(config)
     return AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[precision])
 
 

@@ -83,7 +83,7 @@ class ExperimentBase(Strict):
 def _kind_of_base(value: Any) -> str:
     if isinstance(value, dict):
         return "<experiment>" if "experiment" in value else "<random>"
-    return {RandomBase: "<random>", ExperimentBase: "<experiment>"}.get(type(value), "<name>")
+    return {"RandomBase": "<random>", "ExperimentBase": "<experiment>"}.get(type(value).__name__, "<name>")
 
 
 # A name is a Hub id or a folder. The tags pick one kind, so that a mistake is reported for that kind alone.

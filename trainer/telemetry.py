@@ -169,9 +169,9 @@ class Run:
         if (self.folder / SCORES).exists():
             self._write_scores([entry for entry in _read_scores(self.folder / SCORES) if entry["step"] <= step])
 
-    def close(self, exit_code: int = EXIT_OK) -> None:
-        """End the progress bar, close the files, let wandb finish (as preempted after that status). Twice is fine."""
-        exit_code = EXIT_PREEMPTED if self._state == "preempted" else exit_code
+    def close(self) -> None:
+        """End the progress bar, close the files and let wandb finish in the last state. Twice is fine."""
+        exit_code = {"preempted": EXIT_PREEMPTED, "failed": 1, "cancelled": 1}.get(self._state, EXIT_OK)
         for sink in self._sinks:
             sink.close(exit_code)
         self._sinks = []

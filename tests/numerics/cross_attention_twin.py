@@ -86,10 +86,10 @@ def _base_block(weights: Weights, config: Any, i: int, hidden: Tensor, mask: Ten
     heads_out = []
     for h in range(heads):
         if config.multi_query:  # all queries, then the one key and the one value
-            parts = [fused[..., h * size : (h + 1) * size], *fused[..., heads * size :].split(size, dim=-1)]
+            query, (key, value) = fused[..., h * size : (h + 1) * size], fused[..., heads * size :].split(size, dim=-1)
         else:  # per head: its query, its key, its value
-            parts = list(fused[..., 3 * h * size : 3 * (h + 1) * size].split(size, dim=-1))
-        heads_out.append(_attend(*parts, visible, divisor=i + 1))
+            query, key, value = fused[..., 3 * h * size : 3 * (h + 1) * size].split(size, dim=-1)
+        heads_out.append(_attend(query, key, value, visible, divisor=i + 1))
     hidden = hidden + _linear(weights, f"{name}.attn.c_proj", torch.cat(heads_out, dim=-1))
     return hidden + _mlp(weights, config, name, hidden)
 

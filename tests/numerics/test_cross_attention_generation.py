@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.numerics.tiny_cross_attention import (
     LAYOUTS,
+    Batch,
     build,
     counted_calls,
     every_layout,
@@ -21,11 +22,11 @@ from trainer.tasks.cross_attention.generation import greedy
 from trainer.tasks.cross_attention.model import CrossAttentionModel
 
 
-def prompts() -> dict[str, Tensor]:
+def prompts() -> Batch:
     return without(padded_left(inputs()), "labels")
 
 
-def recomputed(model: CrossAttentionModel, batch: dict[str, Tensor], max_new_tokens: int) -> Tensor:
+def recomputed(model: CrossAttentionModel, batch: Batch, max_new_tokens: int) -> Tensor:
     """Greedy decoding that runs everything again for every token, and never stops."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
     for _ in range(max_new_tokens):
@@ -38,7 +39,9 @@ def recomputed(model: CrossAttentionModel, batch: dict[str, Tensor], max_new_tok
 @every_layout
 def test_cached_greedy_decoding_equals_recomputing_everything(layers: Layers) -> None:
     model, batch = build(layers), prompts()
-    assert torch.equal(greedy(model, **batch, max_new_tokens=9, pad_token_id=0).tokens_BG, recomputed(model, batch, 9))
+    made = greedy(model, **batch, max_new_tokens=9, pad_token_id=0).tokens_BG
+    assert torch.equal(made, recomputed(model, batch, 9))
+    assert len(made.unique()) > 3
 
 
 @every_layout

@@ -53,7 +53,7 @@ def test_loss_and_gradients_equal_those_of_the_twin(layers: Layers, base: dict[s
         layers,
         ids=batch["input_ids"],
         mask=batch["attention_mask"],
-        states=states,
+        states=list(states),
         kept=[kept] * layers.count,
     )
     num_scored = int((batch["labels"][:, 1:] != -100).sum())
@@ -142,7 +142,7 @@ def test_next_token_loss_is_summed_in_fp32_for_a_bf16_model() -> None:
 
 @pytest.mark.parametrize("layers", [LAYOUTS["after"], LAYOUTS["before"], LAYOUTS["shared"]])
 def test_zero_initialisation_keeps_the_logits_of_the_base_bit_for_bit(layers: Layers) -> None:
-    model, batch = build(layers, published=False), without(inputs(), "labels")
+    model, batch = build(layers, randomise=False), without(inputs(), "labels")
     mask = batch["attention_mask"]
     want = model.base(batch["input_ids"], attention_mask=mask, position_ids=positions(mask)).logits
     assert torch.equal(model(**batch).logits, want)
@@ -150,7 +150,7 @@ def test_zero_initialisation_keeps_the_logits_of_the_base_bit_for_bit(layers: La
 
 def test_published_initialisation_draws_every_matrix_and_zeroes_every_bias() -> None:
     layers = Layers(count=1, stride=1, width=64, initialisation="published")
-    layer = build(layers, published=False).added_layer(NUM_BLOCKS - 1)
+    layer = build(layers, randomise=False).added_layer(NUM_BLOCKS - 1)
     matrices = torch.cat([p.flatten() for p in layer.parameters() if p.ndim == 2])
     assert matrices.std().item() == pytest.approx(0.02, rel=0.03)
     assert all(not p.any() for name, p in layer.named_parameters() if name.endswith("bias"))
@@ -247,7 +247,7 @@ def test_dropout_draws_are_replayed_from_the_ordinary_random_state() -> None:
 
 def test_fp32_layers_work_on_a_bf16_base() -> None:
     model = build(LAYOUTS["after"])
-    model.base.to(torch.bfloat16)
+    model.base.bfloat16()
     loss, found = gradients(model, **inputs())
     assert torch.isfinite(loss)
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}

@@ -15,6 +15,7 @@ from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.model import CrossAttentionModel
 
+Batch = dict[str, Any]
 NUM_BLOCKS, WIDTH, VOCABULARY = 5, 24, 40
 LAYOUTS = {
     "after": Layers(count=2, stride=2, width=16, heads=2),
@@ -25,22 +26,23 @@ LAYOUTS = {
 every_layout = pytest.mark.parametrize("layers", LAYOUTS.values(), ids=LAYOUTS.keys())
 
 
-def build(layers: Layers, *, dropout: float = 0.0, published: bool = True, **base: Any) -> CrossAttentionModel:
-    """A tiny model in evaluation mode; every weight is random unless `published` is False."""
+def build(layers: Layers, *, dropout: float = 0.0, randomise: bool = True, **base: Any) -> CrossAttentionModel:
+    """A tiny model in evaluation mode; every weight, biases and norms too, is random unless `randomise` is False."""
     sizes: dict[str, Any] = {"n_embd": WIDTH, "n_layer": NUM_BLOCKS, "n_head": 4, "n_positions": 48}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
     dropouts: dict[str, Any] = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         config = GPTBigCodeConfig(vocab_size=VOCABULARY, **(sizes | dropouts | base))
         model = CrossAttentionModel(GPTBigCodeForCausalLM(config), layers).eval()
-        if published:
+        if randomise:
             with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.normal_(float(parameter.ndim == 1) * 0.5, 0.3)
+                for name, parameter in model.named_parameters():
+                    parameter.normal_(mean=float("ln_" in name and name.endswith("weight")), std=0.3)
     return model
 
 
-def inputs(*, rows: int = 3, seed: int = 2) -> dict[str, Tensor]:
+def inputs(*, rows: int = 3, seed: int = 2) -> Batch:
     """Rows of unequal length, padded on the right, every token but the first labelled, with a context each."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCABULARY, (rows, 8), generator=generator)
@@ -56,7 +58,7 @@ def inputs(*, rows: int = 3, seed: int = 2) -> dict[str, Tensor]:
     }
 
 
-def without(batch: dict[str, Tensor], *names: str) -> dict[str, Tensor]:
+def without(batch: Batch, *names: str) -> Batch:
     return {name: tensor for name, tensor in batch.items() if name not in names}
 
 
@@ -83,7 +85,7 @@ def counted_calls(model: CrossAttentionModel) -> Iterator[Counter[str]]:
         handle.remove()
 
 
-def padded_left(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def padded_left(batch: Batch) -> Batch:
     """The same rows with their pads in front."""
     moved: dict[str, Tensor] = {}
     for name, tensor in batch.items():
@@ -91,5 +93,7 @@ def padded_left(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         order = mask.argsort(dim=1, stable=True)
         moved[name] = tensor.gather(1, order)
     moved["labels"] = moved["labels"].clone()
-    moved["labels"][torch.arange(len(moved["labels"])), moved["attention_mask"].argmax(dim=1)] = -100  # after a pad: no question
+    moved["labels"][
+        torch.arange(len(moved["labels"])), moved["attention_mask"].argmax(dim=1)
+    ] = -100  # after a pad: no question
     return moved

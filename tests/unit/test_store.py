@@ -126,7 +126,7 @@ def test_rows_that_change_while_they_are_read_are_refused(tmp_path: Path) -> Non
     "encoded", [{"ids": [[1]]}, {"ids": [1.5]}, {"ids": ["a"]}, {"ids": 3}, {"ids": [2**31]}, {"ids": [[1], [2, 3]]}]
 )
 def test_an_encoding_that_is_not_flat_ids_is_refused(tmp_path: Path, encoded: Any) -> None:
-    with pytest.raises(DataError, match="row 0: field 'ids' is encoded as .*, want a flat list of 32-bit integers"):
+    with pytest.raises(DataError, match=r"row 0: field 'ids' is encoded as .*, want a flat list of 32-bit integers"):
         _open(tmp_path, encode=lambda _: encoded, length=lambda _: 0)
     assert _folders(tmp_path) == []
 

@@ -78,7 +78,7 @@ def test_processes_that_start_at_once_share_one_embedded_tokenizer(tmp_path: Pat
 
 def test_a_cache_folder_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("not a folder")
-    with pytest.raises(StorageError, match="cannot be written: Not a directory.*choose another cache folder"):
+    with pytest.raises(StorageError, match=r"cannot be written: Not a directory.*choose another cache folder"):
         vocabulary.embedded_tokenizer(300, tmp_path / "cache")
 
 

@@ -190,8 +190,8 @@ def _ahead(collation: _Collation, start_step: int, stop_step: int) -> Generator[
         closed.set()
         thread.join()
 
-    # A script that dies of an error keeps this generator alive in its traceback until the interpreter has stopped its
-    # daemon threads; joining one then would wait for ever.
+    # A script that dies of an error keeps this generator alive in its traceback, and the interpreter then stops the
+    # daemon thread wherever it is, in the middle of C++ code too. Handlers of atexit run before that.
     atexit.register(stop)
     thread.start()
     try:

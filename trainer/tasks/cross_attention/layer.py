@@ -113,7 +113,7 @@ class AddedMLP(nn.Module):
 
 
 class AddedLayer(nn.Module):
-    """Cross-attention and MLP around one residual stream: 12*D*W + 7*W + 6*D numbers, D*W + W fewer if q and k share."""
+    """Cross-attention and MLP around one residual stream: 12*D*W + 7*W + 6*D numbers, D*W + W fewer if q, k share."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()

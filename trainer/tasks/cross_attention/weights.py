@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -62,6 +63,10 @@ def read_added(folder: Path) -> dict[str, Tensor]:
     for file in files:
         try:
             found |= _read_safetensors(file) if file.suffix == ".safetensors" else _read_pickle(file)
+        except UnpicklingError as error:
+            raise ConfigError(
+                f"{file}: got a pickle of more than tensors, which could run code; want tensors."
+            ) from error
         except (OSError, SafetensorError, RuntimeError, ValueError) as error:
             raise ConfigError(f"{file}: cannot be read ({error}). Copy the checkpoint again.") from error
     if not found:

@@ -1,0 +1,289 @@
+"""Which rows a step trains on depends on seed and step alone: not on the world size, not on where the run began."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.store import TokenStore, open_store
+from trainer.data.windows import Sharding, epoch_order, evaluation_batches, step_rows, window_rows, windows
+from trainer.errors import ConfigError, DataError
+from trainer.task import Batch, Task
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class _Lines:
+    """The two methods of a task that windows need: rows are padded, units are their tokens."""
+
+    def __init__(self, fails_on: int | None = None) -> None:
+        self.fails_on = fails_on
+        self.collated = 0
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        if self.fails_on is not None and any(self.fails_on in row["ids"] for row in rows):
+            raise DataError(f"row {self.fails_on} cannot be collated")
+        self.collated += 1
+        lengths = torch.tensor([len(row["ids"]) for row in rows])
+        first = torch.tensor([int(row["ids"][0]) for row in rows])
+        return {"first": first, "lengths": lengths}
+
+    def units(self, batch: Batch) -> torch.Tensor:
+        return batch["lengths"].sum()
+
+    def as_task(self) -> Task:
+        return cast(Task, self)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> TokenStore:
+    """40 rows; row n holds n, then up to 8 more ids."""
+    rows = [{"ids": [n] * (1 + (n * 7) % 9)} for n in range(40)]
+    return open_store(
+        lambda: rows,
+        lambda row: row,
+        encoding_id="e",
+        split="train",
+        cache_dir=tmp_path,
+        length=lambda row: len(row["ids"]),
+    )
+
+
+_SHARDINGS = st.builds(
+    lambda micro, world, accumulation: Sharding(micro * world * accumulation, micro, world, 0),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+_SEEDS = st.integers(0, 2**32)
+
+
+def _ranks(sharding: Sharding) -> list[Sharding]:
+    return [
+        Sharding(sharding.global_batch, sharding.micro_batch, sharding.world, rank) for rank in range(sharding.world)
+    ]
+
+
+def _lengths(num_rows: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, 20, num_rows)
+
+
+# The order of the rows
+
+
+@given(num_rows=st.integers(1, 300), seed=_SEEDS, epoch=st.integers(0, 1000))
+def test_an_epoch_visits_every_row_once(num_rows: int, seed: int, epoch: int) -> None:
+    assert sorted(epoch_order(num_rows, seed=seed, epoch=epoch)) == list(range(num_rows))
+
+
+def test_the_order_is_the_one_that_was_published_with_the_first_version() -> None:
+    assert epoch_order(10, seed=42, epoch=0).tolist() == [4, 8, 1, 9, 3, 6, 0, 7, 2, 5]
+    assert epoch_order(10, seed=42, epoch=1).tolist() == [1, 2, 8, 5, 3, 9, 6, 0, 4, 7]
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = {tuple(epoch_order(50, seed=seed, epoch=epoch)) for seed in (0, 1) for epoch in (0, 1)}
+    assert len(orders) == 4
+
+
+def test_a_shared_order_cannot_be_written_to() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        epoch_order(5, seed=0, epoch=0)[0] = 1
+
+
+@given(num_rows=st.integers(1, 100), global_batch=st.integers(1, 100), seed=_SEEDS, epoch=st.integers(0, 3))
+def test_no_row_is_repeated_inside_an_epoch(num_rows: int, global_batch: int, seed: int, epoch: int) -> None:
+    steps = num_rows // global_batch
+    if steps == 0:
+        with pytest.raises(DataError, match=f"fewer than train.global_batch={global_batch}"):
+            step_rows(0, num_rows, global_batch=global_batch, seed=seed)
+        return
+    taken = [step_rows(epoch * steps + i, num_rows, global_batch=global_batch, seed=seed) for i in range(steps)]
+    assert all(len(rows) == global_batch for rows in taken)
+    assert len(set(np.concatenate(taken).tolist())) == steps * global_batch
+
+
+# Ranks and micro-batches
+
+
+@given(sharding=_SHARDINGS, seed=_SEEDS, step=st.integers(0, 20))
+def test_the_ranks_together_hold_exactly_the_global_batch(sharding: Sharding, seed: int, step: int) -> None:
+    lengths = _lengths(sharding.global_batch + 7, seed)
+    windows_of = [window_rows(step, lengths=lengths, sharding=rank, seed=seed) for rank in _ranks(sharding)]
+    assert all(
+        [len(rows) for rows in window] == [sharding.micro_batch] * sharding.accumulation for window in windows_of
+    )
+    together = sorted(int(row) for window in windows_of for rows in window for row in rows)
+    wanted = step_rows(step, len(lengths), global_batch=sharding.global_batch, seed=seed)
+    assert together == sorted(wanted.tolist())
+
+
+@given(seed=_SEEDS, step=st.integers(0, 20))
+def test_the_global_batch_is_the_same_for_any_world_size(seed: int, step: int) -> None:
+    lengths = _lengths(50, seed)
+    seen = set()
+    for world, micro in [(1, 12), (1, 1), (2, 3), (3, 2), (4, 3), (12, 1)]:
+        ranks = _ranks(Sharding(12, micro, world, 0))
+        found = [rows for rank in ranks for rows in window_rows(step, lengths=lengths, sharding=rank, seed=seed)]
+        seen.add(tuple(sorted(np.concatenate(found).tolist())))
+    assert len(seen) == 1
+
+
+@given(sharding=_SHARDINGS, seed=_SEEDS)
+def test_ranks_get_rows_of_like_length_at_the_same_time_and_the_longest_first(sharding: Sharding, seed: int) -> None:
+    lengths = _lengths(sharding.global_batch, seed)
+    per_rank = [window_rows(0, lengths=lengths, sharding=rank, seed=seed) for rank in _ranks(sharding)]
+    dealt = [lengths[rows] for micro in zip(*per_rank, strict=True) for rows in micro]
+    assert np.all(np.diff(np.concatenate(dealt)) <= 0)
+
+
+def test_the_accumulation_follows_from_the_other_numbers() -> None:
+    assert Sharding(64, 4, 8, 0).accumulation == 2
+
+
+@pytest.mark.parametrize(("global_batch", "fix"), [(30, "32 or 64"), (70, "64 or 96"), (33, "32 or 64")])
+def test_a_global_batch_that_cannot_be_dealt_names_the_nearest_that_can(global_batch: int, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Sharding(global_batch, 4, 8, 0)
+    assert str(caught.value) == (
+        f"train.global_batch={global_batch} is not a multiple of micro_batch=4 x world=8 = 32.\n"
+        f"Use {fix}, or another micro_batch."
+    )
+
+
+@pytest.mark.parametrize("numbers", [(8, 1, 2, 2), (8, 1, 2, -1), (8, 0, 1, 0), (8, 1, 0, 0)])
+def test_a_rank_outside_the_world_is_refused(numbers: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="0 <= rank < world"):
+        Sharding(*numbers)
+
+
+# Windows
+
+
+@settings(max_examples=20)
+@given(start=st.integers(0, 12))
+def test_starting_at_a_step_equals_iterating_to_it(start: int) -> None:
+    lengths = _lengths(40, 3)
+    sharding = Sharding(8, 2, 2, 1)
+    whole = [window_rows(step, lengths=lengths, sharding=sharding, seed=1) for step in range(13)]
+    later = [window_rows(step, lengths=lengths, sharding=sharding, seed=1) for step in range(start, 13)]
+    np.testing.assert_array_equal(whole[start:], later)
+
+
+def test_windows_from_a_later_step_equal_the_rest_of_the_whole_run(store: TokenStore) -> None:
+    task, sharding = _Lines().as_task(), Sharding(8, 2, 2, 1)
+    whole = list(windows(store, task, sharding, seed=1, start_step=0, stop_step=13))
+    later = list(windows(store, task, sharding, seed=1, start_step=7, stop_step=13))
+    assert [window.step for window in whole] == list(range(13))
+    for ours, theirs in zip(whole[7:], later, strict=True):
+        assert ours.step == theirs.step
+        assert [batch["first"].tolist() for batch in ours.batches] == [
+            batch["first"].tolist() for batch in theirs.batches
+        ]
+
+
+def test_a_window_holds_its_rows_in_batches_and_counts_their_units(store: TokenStore) -> None:
+    (window,) = windows(store, _Lines().as_task(), Sharding(8, 2, 1, 0), seed=1, start_step=4, stop_step=5)
+    assert [batch["first"].tolist() for batch in window.batches] == [rows.tolist() for rows in window.rows]
+    assert len(window.batches) == 4
+    assert window.units.dtype == torch.int64
+    assert window.units.shape == ()
+    assert int(window.units) == int(store.lengths[np.concatenate(window.rows)].sum())
+
+
+def test_no_window_is_given_when_nothing_is_left(store: TokenStore) -> None:
+    assert list(windows(store, _Lines().as_task(), Sharding(8, 2, 1, 0), seed=1, start_step=5, stop_step=5)) == []
+
+
+def test_too_few_rows_are_refused_before_the_first_window(store: TokenStore) -> None:
+    with pytest.raises(DataError, match=r"40 rows, fewer than train\.global_batch=64.*at most 40"):
+        windows(store, _Lines().as_task(), Sharding(64, 2, 1, 0), seed=1, start_step=0, stop_step=5)
+
+
+def test_an_error_while_collating_is_raised_where_the_window_is_asked_for(store: TokenStore) -> None:
+    wanted = int(step_rows(2, 40, global_batch=8, seed=1)[0])
+    source = windows(store, _Lines(fails_on=wanted).as_task(), Sharding(8, 2, 1, 0), seed=1, start_step=0, stop_step=5)
+    assert [next(source).step, next(source).step] == [0, 1]
+    with pytest.raises(DataError, match=f"row {wanted} cannot be collated"):
+        next(source)
+    assert _no_thread_is_left()
+
+
+def test_closing_early_ends_the_thread_which_was_never_far_ahead(store: TokenStore) -> None:
+    lines = _Lines()
+    source = windows(store, lines.as_task(), Sharding(8, 8, 1, 0), seed=1, start_step=0, stop_step=10**9)
+    next(source)
+    time.sleep(0.2)
+    source.close()
+    assert _no_thread_is_left()
+    assert lines.collated <= 4  # one taken, two ready, one in hand
+
+
+def test_no_global_random_number_is_drawn(store: TokenStore) -> None:
+    before = _global_random_state()
+    list(windows(store, _Lines().as_task(), Sharding(8, 2, 1, 0), seed=1, start_step=0, stop_step=9))
+    assert _global_random_state() == before
+
+
+def _global_random_state() -> tuple[Any, ...]:
+    return random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state().tolist()
+
+
+def test_a_script_that_dies_in_mid_epoch_still_ends(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from tests.unit.test_windows import _Lines, Sharding, open_store, windows
+rows = [{{"ids": [n]}} for n in range(8)]
+store = open_store(lambda: rows, dict, encoding_id="e", split="train", cache_dir=Path({str(tmp_path)!r}), length=len)
+source = windows(store, _Lines(), Sharding(4, 2, 1, 0), seed=1, start_step=0, stop_step=10**9)
+for window in source:
+    raise SystemError("on purpose")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=_ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "SystemError: on purpose" in done.stderr
+
+
+def _no_thread_is_left() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name == "collate"]
+
+
+# Evaluation
+
+
+@given(num_rows=st.integers(1, 60), batch=st.integers(1, 9), world=st.integers(1, 9), seed=_SEEDS)
+def test_evaluation_counts_every_row_once_in_equally_many_batches(
+    num_rows: int, batch: int, world: int, seed: int
+) -> None:
+    lengths = _lengths(num_rows, seed)
+    ranks = [evaluation_batches(num_rows, lengths, batch=batch, world=world, rank=rank) for rank in range(world)]
+    assert len({len(batches) for batches in ranks}) == 1
+    assert all(1 <= len(rows) <= batch for batches in ranks for rows, _ in batches)
+    counted = [int(row) for batches in ranks for rows, is_counted in batches if is_counted for row in rows]
+    assert sorted(counted) == list(range(num_rows))
+
+
+def test_evaluation_batches_are_the_same_for_any_world_size_and_begin_with_the_longest() -> None:
+    lengths = np.array([3, 9, 1, 7, 5])
+    found = set()
+    for world in (1, 2, 3):
+        ranks = [evaluation_batches(5, lengths, batch=2, world=world, rank=rank) for rank in range(world)]
+        found.add(frozenset(tuple(rows.tolist()) for batches in ranks for rows, counted in batches if counted))
+    assert found == {frozenset({(1, 3), (4, 0), (2,)})}
+
+
+def test_evaluation_of_nothing_is_refused() -> None:
+    with pytest.raises(DataError, match="the valid split has no rows"):
+        evaluation_batches(0, np.zeros(0), batch=2, world=1, rank=0)
