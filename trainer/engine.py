@@ -38,6 +38,7 @@ from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
+Watch = Callable[[Iterator[tuple[str, Tensor]]], None]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -127,15 +128,22 @@ class Engine:
         """Accumulate the gradient of `loss` x world: DeepSpeed averages over ranks, and a summed loss wants the sum."""
         self.model.backward(loss * self._world, scale_wrt_gas=False)
 
-    def step(self, lr: float) -> None:
-        """Reduce, clip, and update every trainable weight once with learning rate `lr`."""
+    def step(self, lr: float, watch: Watch | None = None) -> None:
+        """Reduce, clip, and update every trainable weight once with learning rate `lr`.
+
+        watch: given (name, full fp32 gradient) of every trainable parameter, reduced over ranks and not clipped yet;
+        it must consume them all on every rank, since each one is gathered.
+        """
         for group in self.model.optimizer.param_groups:
             group["lr"] = lr
         if self.stage == 0 and self._world > 1:
             self.model.buffered_allreduce_fallback()
+        if watch is not None and self.stage == 0:
+            watch(self._gradients())
         if self._own_clip:
             self._norm = self._clip()
-        self.model.step()
+        with self._watched(watch if self.stage > 0 else None):
+            self.model.step()
 
     def grad_norm(self) -> float:
         """Global L2 norm of the last step's gradient, before clipping."""
@@ -146,12 +154,33 @@ class Engine:
         """True when fp16 overflowed and DeepSpeed lowered the loss scale instead of updating."""
         return not self.model.was_step_applied()
 
-    def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, full fp32 gradient) of each trainable parameter, after backward() and before step(). A collective."""
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        scale = self.model.optimizer.loss_scaler.cur_scale if self.model.fp16_enabled() else 1.0
         for name, parameter in self._parameters.items():
             gradient = safe_get_full_grad(parameter)
             if gradient is not None:
-                yield name, gradient.detach()
+                yield name, gradient.detach().float() / scale
+
+    @contextmanager
+    def _watched(self, watch: Watch | None) -> Iterator[None]:
+        """Inside, DeepSpeed shows its gradients to `watch` between reducing them and stepping.
+
+        deepspeed 0.19.8 keeps them nowhere before step() and nowhere after it (managed_gradient_accumulation=false).
+        """
+        if watch is None:
+            yield
+            return
+        take_step = self.model._take_model_step
+
+        def show_then_step(*args: Any) -> None:
+            watch(self._gradients())
+            take_step(*args)
+
+        self.model._take_model_step = show_then_step
+        try:
+            yield
+        finally:
+            self.model._take_model_step = take_step
 
     def destroy(self) -> None:
         """Release hooks, buffers and the process groups that the engine made."""

@@ -130,9 +130,7 @@ def train_step(session: Session, window: Window, *, lr: float, bad: Tensor, watc
         mean = summed / counts[0]
         engine.backward(mean)
         loss += mean.detach()
-    if watch:
-        session.run.gradients(window.step + 1, engine.gradients())
-    engine.step(lr)
+    engine.step(lr, (lambda named: session.run.gradients(window.step + 1, named)) if watch else None)
     units, stop, diverged = host.read()
     return Step(loss=loss, units=units, stop=stop > 0, diverged=diverged > 0)
 

@@ -183,3 +183,33 @@ def test_building_an_engine_moves_no_weight_at_any_stage() -> None:
             if parameter.requires_grad:
                 assert torch.equal(found[name], parameter.bfloat16())
                 assert not found[f"{name}|exp_avg"].any()
+
+
+def _watched_gradients() -> dict[str, dict[str, torch.Tensor]]:
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for precision in ("fp32", "bf16"):
+        for stage in STAGES:
+            live, seen = make(stage, precision), {}
+            inputs, targets = data()
+            from trainer import distributed
+
+            mine = slice(distributed.rank(), ROWS, distributed.world())
+            output = live.model(inputs[0, mine].to(next(live.model.parameters()).dtype)).float()
+            live.backward(((output.squeeze(-1) - targets[0, mine]) ** 2).sum() / ROWS)
+            live.step(0.01, lambda named, seen=seen: seen.update({name: g.clone() for name, g in named}))
+            found[f"{precision} stage {stage}"] = seen
+            live.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_watched_gradients_are_full_reduced_and_unclipped_at_every_stage(world: int) -> None:
+    net, (inputs, targets) = network(), data()
+    ((net(inputs[0]).squeeze(-1) - targets[0]) ** 2).mean().backward()
+    wanted = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    for of_rank in run_on_ranks(world, _watched_gradients):
+        for case, seen in of_rank.items():
+            assert seen.keys() == wanted.keys(), case
+            tolerance = 1e-6 if case.startswith("fp32") else 0.03
+            for name, gradient in wanted.items():
+                torch.testing.assert_close(seen[name], gradient, atol=tolerance, rtol=tolerance, msg=f"{case} {name}")

@@ -68,7 +68,8 @@ def test_a_published_group_has_its_published_values(row: list[str]) -> None:
     }
     published = {"betas": [0.9, 0.95], "eps": 1e-6, "clip": 1.0}
     assert values["optim"] == {"lr": float(lr), "weight_decay": float(decay), **published}
-    assert values["schedule"] == {"shape": shape, "warmup_ratio": 0.05}
+    warmup = None if shape == "reduce_on_plateau" else 0.05  # transformers gives that schedule none
+        assert values["schedule"] == {"shape": shape, "warmup_ratio": warmup}
     assert values["data"] == {
         "source": "jsonl",
         "template": "mistral" if name == "mistral-7b" else "chat",
