@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,11 +18,13 @@ from trainer.config import Experiment
 from trainer.data.store import TokenStore
 from trainer.data.windows import Sharding, Window, evaluation_batches, windows
 from trainer.engine import Engine
-from trainer.errors import DivergedError
+from trainer.errors import ConfigError, DivergedError
 from trainer.metrics import Pool, Ratio
 from trainer.schedule import Plateau
-from trainer.task import Batch, Task
+from trainer.task import Answers, Batch, Row, Task
 from trainer.telemetry import Meter, Preemption, Run
+
+SHOWN_ANSWERS = 20  # rows of the table of answers, as published
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class Session:
     save: Callable[[Progress], None]  # a checkpoint of the present state; a collective
     export_best: Callable[[], None]  # the present weights as best/; a collective
     log_gradients: bool = False
+    questions: Sequence[Row] = ()  # the first validation rows, answered by generation at each evaluation
 
 
 @dataclass(frozen=True)
@@ -146,19 +152,75 @@ def evaluate(engine: Engine, task: Task, store: TokenStore, *, batch: int) -> di
 
     Random state is put back afterwards, so evaluating never changes what is trained next.
     """
+
+    def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
+        return task.scores(engine.model, to_device(task.collate([store[row] for row in rows])))
+
+    with _evaluation(engine):
+        return _merged(scores, store.lengths, batch=batch)
+
+
+def first_questions(task: Task, count: int) -> list[Row]:
+    """The first `count` validation rows, `question` and `answers` only, to be answered at each evaluation.
+
+    ConfigError when the task cannot answer by generation and count > 0.
+    """
+    if count == 0:
+        return []
+    if not isinstance(task, Answers):
+        name = type(task).__module__.split(".")[-2]
+        raise ConfigError(
+            f"--do_extra_evals: task {name!r} cannot answer questions by generation, so the flag does nothing. "
+            "Leave it out, or give the task a method `answers` (trainer/task.py)."
+        )
+    return [{key: row[key] for key in ("question", "answers")} for row in islice(task.rows("valid"), count)]
+
+
+@torch.no_grad()
+def answer(
+    engine: Engine, task: Answers, store: TokenStore, questions: Sequence[Row], *, batch: int
+) -> tuple[dict[str, float], list[Row]]:
+    """Every metric of `task.answers` over `questions`, and the first of them with their predictions, on all ranks.
+
+    questions: raw rows of the first rows of `store`; each is answered exactly once, on any number of ranks.
+    """
+    shown: dict[int, str] = {}
+
+    def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
+        answered = task.answers(engine.model, [store[row] for row in rows], [questions[row] for row in rows])
+        predictions = zip(rows, answered.predictions, strict=True)
+        shown.update({row: text for row, text in predictions if row < SHOWN_ANSWERS})
+        return answered.scores
+
+    with _evaluation(engine):
+        found = _merged(scores, store.lengths[: len(questions)], batch=batch)
+    pairs = sorted({row: text for part in distributed.gather(list(shown.items())) for row, text in part}.items())
+    return found, [
+        {"question": questions[row]["question"], "prediction": text, "references": questions[row]["answers"]}
+        for row, text in pairs
+    ]
+
+
+@contextmanager
+def _evaluation(engine: Engine) -> Iterator[None]:
+    """Evaluation mode; afterwards training mode, and random state as it was."""
     before = rng.capture()
     engine.eval()
-    found: dict[str, Ratio | Pool] = {}
-    shares = evaluation_batches(
-        len(store), store.lengths, batch=batch, world=distributed.world(), rank=distributed.rank()
-    )
-    for rows, counted in shares:
-        scores = task.scores(engine.model, to_device(task.collate([store[int(i)] for i in rows])))
-        for name, score in scores.items():
-            score = score if counted else _nothing(score)
-            found[name] = found[name] + score if name in found else score  # pyright: ignore[reportOperatorIssue]
+    yield
     engine.train()
     rng.restore(before)
+
+
+def _merged(
+    scores: Callable[[list[int]], Mapping[str, Ratio | Pool]], lengths: np.ndarray, *, batch: int
+) -> dict[str, float]:
+    """`scores(rows)` merged over all rows and ranks, each row counted once; all ranks call it equally often."""
+    found: dict[str, Ratio | Pool] = {}
+    shares = evaluation_batches(len(lengths), lengths, batch=batch, world=distributed.world(), rank=distributed.rank())
+    for rows, counted in shares:
+        for name, score in scores(rows.tolist()).items():
+            score = score if counted else _nothing(score)
+            found[name] = found[name] + score if name in found else score  # pyright: ignore[reportOperatorIssue]
     return {name: _over_ranks(score).value() for name, score in found.items()}
 
 
@@ -182,7 +244,7 @@ def _evaluate(session: Session, progress: Progress) -> bool:
     """Score the validation split, log it, keep the best. True when this is the best so far."""
     train = session.cfg.train
     with session.meter.paused():
-        scores = evaluate(session.engine, session.task, session.valid, batch=train.eval_batch or train.micro_batch)
+        scores = _scores(session, progress.step)
         named = {f"valid/{name}": value for name, value in scores.items()}
         session.run.log(progress.step, **named)
         session.run.score(progress.step, **named)
@@ -196,6 +258,19 @@ def _evaluate(session: Session, progress: Progress) -> bool:
         progress.best, progress.best_step = value, progress.step
         session.export_best()
         return True
+
+
+def _scores(session: Session, step: int) -> dict[str, float]:
+    """All metrics of the validation split; answers, if asked for, are also written down."""
+    engine, task, valid, train = session.engine, session.task, session.valid, session.cfg.train
+    batch = train.eval_batch or train.micro_batch
+    scores = evaluate(engine, task, valid, batch=batch)
+    if session.questions:
+        assert isinstance(task, Answers), "first_questions() refuses a task that cannot answer"
+        of_answers, shown = answer(engine, task, valid, session.questions, batch=batch)
+        session.run.answers(step, shown)
+        scores |= of_answers
+    return scores
 
 
 def _log(session: Session, progress: Progress, step: Step, window: Window, lr: float) -> None:

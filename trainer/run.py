@@ -21,7 +21,7 @@ from trainer.data.store import TokenStore, open_store
 from trainer.data.windows import Sharding
 from trainer.engine import Engine
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError, StorageError
-from trainer.loop import Cadence, Progress, Session, fit
+from trainer.loop import Cadence, Progress, Session, first_questions, fit
 from trainer.surgery import trainable_report
 from trainer.task import Places, Task
 from trainer.telemetry import Meter, Preemption, Run, WandbSettings
@@ -114,6 +114,7 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
     rng.seed_everything(cfg.train.seed, distributed.rank())
     task = tasks.load(cfg, options.places)
     stores = {split: _store(task, split, options) for split in ("train", "valid")}
+    questions = first_questions(task, options.extra_evals)
     found = _newest_checkpoint(plan)
     _check_identity(plan, task, stores)
     ds = deepspeed_config.for_engine(plan.ds)
@@ -145,6 +146,7 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
         save=lambda progress: _save(plan, live, progress),
         export_best=lambda: _export(plan, task, live, "best"),
         log_gradients=options.log_gradients,
+        questions=questions,
     )
     try:
         finished = fit(session, progress)

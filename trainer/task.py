@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -78,4 +78,28 @@ class Task(Protocol):
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the trained weights (by name, CPU tensors) as a folder that others can load."""
+        ...
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Some rows, answered by generation."""
+
+    predictions: list[str]  # by row
+    scores: dict[str, Ratio]  # over these rows
+
+
+@runtime_checkable
+class Answers(Protocol):
+    """What a task may offer besides Task: it answers rows by generation, for --do_extra_evals.
+
+    Its raw rows hold `question` (text) and `answers` (the references, a list of texts).
+    """
+
+    def answers(self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row]) -> Answered:
+        """Predictions and scores of encoded `rows`; `raw` are the same rows as text, `question` and `answers` only.
+
+        model: in evaluation mode, perhaps an engine. A forward may be a collective of all ranks, which answer
+        different rows: how many are made must not depend on what is generated when there are several ranks.
+        """
         ...

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -32,30 +32,16 @@ from rich.console import Console
 from torch import Tensor
 
 from trainer import distributed
+from trainer.accelerators import peak_flops
 from trainer.console import Bar, Lines, Number
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 from trainer.shards import refusals
 
 State = Literal["queued", "running", "succeeded", "failed", "preempted", "cancelled"]
 METRICS, SCORES, HAVEN_SCORES, STATUS = "metrics.jsonl", "score_list.json", "score_list.pkl", "status.json"
+ANSWERS = "answers"
 HISTOGRAM_BINS = 64  # what wandb.watch draws
 FINISH_S = 120
-
-# Dense bf16 peaks in FLOP/s, without sparsity, from NVIDIA's data sheets; the first name found in the device's counts.
-PEAK_FLOPS = {
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "H200 NVL": 835.5e12,
-    "H200": 989.4e12,
-    "H100 NVL": 835.5e12,
-    "H100 PCIe": 756.5e12,
-    "H100": 989.4e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L4": 121e12,
-}
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +128,17 @@ class Run:
         earlier = [entry for entry in _read_scores(self.folder / SCORES) if entry["step"] != step]
         self._write_scores([*earlier, {"step": step, **self._finite(scores)}])
 
+    def answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write generated answers, all with the same keys, to answers/step-<n>.jsonl; with the next `log` to wandb."""
+        if not self._is_writer:
+            return
+        path = self.folder / ANSWERS / f"step-{step}.jsonl"
+        with refusals(path):
+            path.parent.mkdir(exist_ok=True)
+        _replace(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        if self._wandb is not None:
+            self._wandb.table(ANSWERS, [{"step": step, **row} for row in rows])
+
     def status(self, state: State, *, step: int | None = None, error: str | None = None) -> None:
         """Replace status.json: state, step (the last one logged, unless given), total, host, updated_at, error."""
         self.step, self._state = self.step if step is None else step, state
@@ -159,7 +156,7 @@ class Run:
         _replace(self.folder / STATUS, (json.dumps(values, indent=2) + "\n").encode())
 
     def resume(self, step: int) -> None:
-        """Cut metrics.jsonl and score_list back to `step`, so that both go on as an undisturbed run's."""
+        """Cut metrics.jsonl, score_list and answers/ back to `step`, so that they go on as an undisturbed run's."""
         self.step = step
         if not self._is_writer:
             return
@@ -168,6 +165,9 @@ class Run:
         lines.cut(step)
         if (self.folder / SCORES).exists():
             self._write_scores([entry for entry in _read_scores(self.folder / SCORES) if entry["step"] <= step])
+        for path in (self.folder / ANSWERS).glob("step-*.jsonl"):
+            if int(path.stem.removeprefix("step-")) > step:
+                path.unlink()
 
     def close(self) -> None:
         """End the progress bar, close the files and let wandb finish in the last state. Twice is fine."""
@@ -272,6 +272,15 @@ class _Wandb:
             counts, edges = torch.histogram(finite, bins=HISTOGRAM_BINS)
             with self._tolerated():
                 self._pending[name] = wandb.Histogram(np_histogram=(counts.numpy(), edges.numpy()))
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep a table of `rows`, all with the same keys, for the next `log`."""
+        if self._run is not None and rows:
+            import wandb
+
+            with self._tolerated():
+                cells = [list(row.values()) for row in rows]
+                self._pending[name] = wandb.Table(columns=list(rows[0]), data=cells)
 
     def close(self, exit_code: int) -> None:
         """End the run there, waiting for a slow upload at most FINISH_S."""
@@ -383,15 +392,6 @@ class Meter:
             found["mfu"] = rate * self._flops_per_unit / (self._peak_flops * distributed.world())
         self._start, self._units, self._steps = time.monotonic(), 0, 0
         return found
-
-
-def peak_flops(name: str | None = None) -> float | None:
-    """Dense bf16 FLOP/s of the GPU `name` (default: this rank's); None for a CPU, a MIG slice or an unknown GPU."""
-    if name is None:
-        name = torch.cuda.get_device_name(distributed.device()) if torch.cuda.is_available() else ""
-    if "MIG" in name:
-        return None
-    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
 
 
 @dataclass

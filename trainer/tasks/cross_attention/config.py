@@ -35,6 +35,7 @@ class Data(Strict):
     chunked: bool = False  # every context is encoded by itself, positions restart at 0
     loss_on: Literal["all", "answer"] = "all"
     shuffled_context: bool = False  # evaluation also reports the loss under another row's context
+    answer_tokens: Positive = 30  # generated at most for an answer (--do_extra_evals)
 
 
 class Config(Experiment):

@@ -73,8 +73,23 @@ def greedy(
     return Generated(torch.stack(tokens, dim=1), torch.stack(logits, dim=1) if return_logits else None)
 
 
+def most_prompt_tokens(model: nn.Module, max_new_tokens: int) -> int:
+    """How long a prompt may be so that max_new_tokens fit behind it. ConfigError when no prompt fits."""
+    positions = _inner(model).backbone.max_positions
+    if positions <= max_new_tokens:
+        raise ConfigError(
+            f"{max_new_tokens} generated tokens: the base has {positions} positions, which leaves none for a prompt. "
+            f"Use at most {positions - 1} (data.answer_tokens)."
+        )
+    return positions - max_new_tokens
+
+
+def _inner(model: nn.Module) -> Any:
+    return getattr(model, "module", model)  # an engine keeps the model as .module
+
+
 def _check(model: nn.Module, attention_mask: Tensor, max_new_tokens: int) -> None:
-    inner: Any = getattr(model, "module", model)  # an engine keeps the model as .module
+    inner = _inner(model)
     if inner.training:
         raise ConfigError("greedy: got a model in training mode, want evaluation mode. Call eval() first.")
     if max_new_tokens < 1:

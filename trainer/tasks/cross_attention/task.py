@@ -8,16 +8,17 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from trainer import base_model
+from trainer import base_model, distributed
 from trainer.config import canonical_json
 from trainer.data import sources, stdlib_docs, vocabulary
 from trainer.data.padding import pad_right
 from trainer.errors import DataError
 from trainer.losses import IGNORED
-from trainer.metrics import Ratio
-from trainer.task import Batch, Encoded, Places, Row
+from trainer.metrics import Ratio, answer_scores
+from trainer.task import Answered, Batch, Encoded, Places, Row
 from trainer.tasks.cross_attention import export, templates
 from trainer.tasks.cross_attention.config import Config
+from trainer.tasks.cross_attention.generation import greedy, most_prompt_tokens
 from trainer.tasks.cross_attention.model import CrossAttentionModel
 from trainer.tasks.cross_attention.weights import load_added, read_added
 
@@ -96,7 +97,7 @@ class Task:
             {
                 "task": "cross_attention",
                 "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
-                "data": self.cfg.data.model_dump(mode="json"),
+                "data": self.cfg.data.model_dump(mode="json", exclude={"answer_tokens"}),
             }
         )
 
@@ -146,6 +147,37 @@ class Task:
             }
             scores["shuffled_loss"] = Ratio(model(**wrong).loss, units)
         return scores
+
+    # Answers ----------------------------------------------------------------------------------------------------
+
+    def answers(self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row]) -> Answered:
+        """Greedy answers of at most data.answer_tokens tokens, and em, f1, precision, recall and recall_em of them."""
+        device, most = distributed.device(), most_prompt_tokens(model, self.cfg.data.answer_tokens)
+        ids, mask = self._prompts(rows, most)
+        context_ids, context_mask = self._contexts(rows, "context")
+        made = greedy(
+            model,
+            ids.to(device),
+            mask.to(device),
+            context_input_ids=context_ids.to(device),
+            context_attention_mask=context_mask.to(device),
+            max_new_tokens=self.cfg.data.answer_tokens,
+            pad_token_id=self.pad,
+            eos_token_id=self.eos,
+            always_steps=distributed.world() > 1,
+        )
+        predictions = [self._text(tokens) for tokens in made.tokens_BG.tolist()]
+        return Answered(predictions, answer_scores(predictions, [row["answers"] for row in raw]))
+
+    def _prompts(self, rows: Sequence[Mapping[str, Any]], most: int) -> tuple[Tensor, Tensor]:
+        """(B, T) ids and mask of what stands before the answers, padded on the left; at most the last `most` tokens."""
+        prompts = [row["decoder"][: int(row["answer_start"][0])][-most:] for row in rows]
+        ids, mask = pad_right([list(prompt)[::-1] for prompt in prompts], self.pad)
+        return ids.flip(1), mask.flip(1)
+
+    def _text(self, tokens: list[int]) -> str:
+        end = tokens.index(self.eos) if self.eos in tokens else len(tokens)
+        return self.tokenizer.decode(tokens[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def _questions(source: str, split: str, data_path: Path | None) -> Iterable[Row]:
