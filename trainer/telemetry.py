@@ -279,7 +279,7 @@ class _Wandb:
             import wandb
 
             with self._tolerated():
-                cells = [list(row.values()) for row in rows]
+                cells: list[Any] = [list(row.values()) for row in rows]
                 self._pending[name] = wandb.Table(columns=list(rows[0]), data=cells)
 
     def close(self, exit_code: int) -> None:

@@ -69,10 +69,10 @@ def test_a_published_group_has_its_published_values(row: list[str]) -> None:
     published = {"betas": [0.9, 0.95], "eps": 1e-6, "clip": 1.0}
     assert values["optim"] == {"lr": float(lr), "weight_decay": float(decay), **published}
     warmup = None if shape == "reduce_on_plateau" else 0.05  # transformers gives that schedule none
-        assert values["schedule"] == {"shape": shape, "warmup_ratio": warmup}
+    assert values["schedule"] == {"shape": shape, "warmup_ratio": warmup}
     assert values["data"] == {
         "source": "jsonl",
-        "template": "mistral" if name == "mistral-7b" else "chat",
+        "template": {"mistral-7b": "mistral", "starcoderbase-1b-early": "plain"}.get(name, "chat"),
         "decoder_tokens": int(context),
         "context_tokens": int(context),
         "loss_on": "all",

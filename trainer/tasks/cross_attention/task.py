@@ -177,7 +177,8 @@ class Task:
 
     def _text(self, tokens: list[int]) -> str:
         end = tokens.index(self.eos) if self.eos in tokens else len(tokens)
-        return self.tokenizer.decode(tokens[:end], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        kept = tokens[:end]
+        return str(self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def _questions(source: str, split: str, data_path: Path | None) -> Iterable[Row]:
