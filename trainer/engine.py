@@ -7,11 +7,12 @@ gathered by name, so a checkpoint loads at any ZeRO stage and any world size.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
@@ -102,13 +103,14 @@ class Engine:
         self._parameters = trainable(model)
         if not self._parameters:
             raise ConfigError("the model has no trainable parameter: nothing to do. Unfreeze or insert layers.")
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=_optimizer(self._parameters.values(), ds, optim),
-            model_parameters=list(self._parameters.values()),  # pyright: ignore[reportArgumentType]
-            config=dict(ds),
-            dist_init_required=False,
-        )
+        with redirect_stdout(io.StringIO()):  # bf16 at stage 1 prints 15 lines of memory, whatever the log level
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=_optimizer(self._parameters.values(), ds, optim),
+                model_parameters=list(self._parameters.values()),  # pyright: ignore[reportArgumentType]
+                config=dict(ds),
+                dist_init_required=False,
+            )
         self.model: Any = engine
         self._own_clip = self.stage == 0 and _dtype(self._parameters) == torch.float32
         self._norm: Tensor | float | None = None
