@@ -21,13 +21,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainer import deepspeed_config, distributed, engine, rng, tasks
+from trainer import deepspeed_config, distributed, rng, tasks
 from trainer.data.store import TokenStore, open_store
 from trainer.data.windows import Sharding, step_rows
 from trainer.engine import Engine
 from trainer.loop import Cadence, Progress, Session, fit
+from trainer.meter import Meter
 from trainer.task import Places
-from trainer.telemetry import METRICS, Meter, Preemption, Run
+from trainer.telemetry import METRICS, Preemption, Run
 
 Between = Callable[[], None]
 
@@ -58,6 +59,13 @@ class Work:
     folder: Path
     batch: int
     steps: int
+    clock: str = "wall"  # or "cpu": what the process used, whatever else the machine does meanwhile
+
+    def now(self) -> float:
+        """Seconds on the clock, when everything asked of the device is done."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() if self.clock == "wall" else time.process_time()
 
     @property
     def total(self) -> int:
@@ -123,13 +131,6 @@ def write_data(work: Work) -> None:
     for split, count in (("train", work.batch * work.total), ("valid", work.batch)):
         texts = [" ".join(draw.choices(words, k=TOKENS - 1)) for _ in range(count)]
         (work.folder / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-
-
-def now() -> float:
-    """Seconds, when everything asked of the device is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 # Ours -------------------------------------------------------------------------------------------------------------
@@ -214,12 +215,11 @@ class BareTorch:
 def hugging_face(work: Work, stage: int, between: Between) -> list[float]:
     """Train by transformers.Trainer with our DeepSpeed file of `stage`. Returns the CHECKED first losses.
 
-    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set. Importing trainer.engine has kept deepspeed
-    from compiling an operator at every start (31 s); nothing else of ours is in its way.
+    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set. This file's import of
+    trainer.engine has kept deepspeed from compiling an operator at every start (31 s).
     """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    assert engine.MOMENTS, "the import is what counts"
     losses: list[Tensor] = []
 
     class Watched(Trainer):

@@ -1,6 +1,6 @@
 """How long a step of our loop takes, against a bare torch loop and against the Hugging Face Trainer with DeepSpeed.
 
-    python benchmarks/engine_overhead.py [--rounds N] [--steps N] [--batch 8 2] [--json]
+    python benchmarks/engine_overhead.py [--rounds N] [--steps N] [--batch 8 2] [--clock cpu] [--json]
 
 Prints a table of median step times and ratios, and exits 0; exits 1 when the contestants' losses differ, for then they
 do not do the same work. Contestants take turns step by step, so that the noise of the machine hits all alike; each
@@ -27,10 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
 
-import torch  # noqa: E402
-from contestants import CHECKED, TOKENS, BareTorch, Work, hugging_face, lathe, now, write_data  # noqa: E402
+import torch
+from contestants import CHECKED, TOKENS, BareTorch, Work, hugging_face, lathe, write_data
 
-from trainer import distributed  # noqa: E402
+from trainer import distributed
 
 OURS, DEFAULT, FUSED = "lathe", "bare torch, AdamW", "bare torch, AdamW fused"
 TRAINER = "Trainer + DeepSpeed"
@@ -107,12 +107,12 @@ def against_bare_torch(work: Work, connection: Any) -> None:
 
     def between() -> None:
         if began:
-            seconds[OURS].append(now() - began.pop())
+            seconds[OURS].append(work.now() - began.pop())
             for name, other in others.items():
-                start = now()
+                start = work.now()
                 other.step()
-                seconds[name].append(now() - start)
-        began.append(now())
+                seconds[name].append(work.now() - start)
+        began.append(work.now())
 
     losses[OURS] = lathe(work, 0, between)
     connection.send((seconds, losses))
@@ -130,9 +130,9 @@ def in_turns(contestant: Callable[..., list[float]], work: Work, stage: int, con
     began: list[float] = []
 
     def between() -> None:
-        connection.send(now() - began.pop() if began else None)
+        connection.send(work.now() - began.pop() if began else None)
         connection.recv()
-        began.append(now())
+        began.append(work.now())
 
     connection.send(contestant(work, stage, between))
 
@@ -199,11 +199,11 @@ def _receive(end: Any) -> Any:
 # The command ------------------------------------------------------------------------------------------------------
 
 
-def measure(batch: int, *, rounds: int, steps: int) -> list[Match]:
+def measure(batch: int, *, rounds: int, steps: int, clock: str) -> list[Match]:
     """All matches at one batch size: bare torch at stage 0, the Trainer at stages 0 and 2."""
     bare, trainers = Match(batch, 0), {stage: Match(batch, stage) for stage in (0, 2)}
     with tempfile.TemporaryDirectory() as folder:
-        work = Work(Path(folder), batch, steps + SETTLING + 1)  # the step before the first turn is not timed
+        work = Work(Path(folder), batch, steps + SETTLING + 1, clock)  # the step before the first turn is not timed
         write_data(work)
         for _ in range(rounds):
             bare.add(*_receive(_start(against_bare_torch, work)))
@@ -224,16 +224,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="new processes each")
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each round")
     parser.add_argument("--batch", type=int, nargs="+", default=[8, 2], help=f"rows of {TOKENS} tokens a step")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a busy machine, one thread")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parser.parse_args()
-    matches = [match for batch in options.batch for match in measure(batch, rounds=options.rounds, steps=options.steps)]
+    shape = {"rounds": options.rounds, "steps": options.steps, "clock": options.clock}
+    matches = [match for batch in options.batch for match in measure(batch, **shape)]
     lines = [line for match in matches for line in match.lines()]
     worst = max(match.disagreement() for match in matches)
     if options.json:
         found = {"environment": environment(), "loss_difference": worst, "lines": [asdict(line) for line in lines]}
         print(json.dumps(found, indent=1))
     else:
-        print(f"{environment()}; {options.rounds} round(s) of {options.steps} steps, fp32, clip 1.0")
+        print(environment())
+        print(f"{options.rounds} round(s) of {options.steps} steps, {options.clock} clock, fp32, clip 1.0")
         print("batch stage   against                      ours ms  theirs ms   ratio   quartiles     target")
         print("\n".join(str(line) for line in lines))
         print(f"losses of the first {CHECKED} steps differ by at most {worst:.1e}")

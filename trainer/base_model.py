@@ -29,8 +29,8 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
         folder = places.savedir_base / exp_id(base.experiment) / "final"
         if not (folder / "config.json").is_file():
             raise ConfigError(
-                f"base: the experiment it names ({base.experiment.get('task')}, id {folder.parent.name}) has not finished: "
-                f"{folder} holds no model. Run it first, into the same --savedir_base."
+                f"base: experiment {folder.parent.name} (task {base.experiment.get('task')}), which it names, has not "
+                f"finished: {folder} holds no model. Run it first, into the same --savedir_base."
             )
         return str(folder)
     return base

@@ -19,10 +19,11 @@ from trainer.data.store import TokenStore
 from trainer.data.windows import Sharding, Window, evaluation_batches, windows
 from trainer.engine import Engine
 from trainer.errors import ConfigError, DivergedError
+from trainer.meter import Meter
 from trainer.metrics import Pool, Ratio
 from trainer.schedule import Plateau
 from trainer.task import Answers, Batch, Row, Task
-from trainer.telemetry import Meter, Preemption, Run
+from trainer.telemetry import Preemption, Run
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
 
@@ -98,9 +99,10 @@ def fit(session: Session, progress: Progress) -> bool:
     for window in source:
         rate = session.cfg.optim.lr * schedule.factor(session.cfg.schedule, window.step, steps)
         log_now = _due(window.step + 1, session.cadence.log, steps)
-        step = train_step(
-            session, window, lr=rate * progress.plateau.factor, bad=bad, watch=session.log_gradients and log_now
-        )
+        with session.meter.counting_flops():
+            step = train_step(
+                session, window, lr=rate * progress.plateau.factor, bad=bad, watch=session.log_gradients and log_now
+            )
         progress.step, progress.units = window.step + 1, progress.units + step.units
         session.meter.add(step.units)
         bad = (~torch.isfinite(step.loss)).long()

@@ -22,9 +22,10 @@ from trainer.data.windows import Sharding
 from trainer.engine import Engine
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError, StorageError
 from trainer.loop import Cadence, Progress, Session, first_questions, fit
+from trainer.meter import Meter
 from trainer.surgery import trainable_report
 from trainer.task import Places, Task
-from trainer.telemetry import Meter, Preemption, Run, WandbSettings
+from trainer.telemetry import Preemption, Run, WandbSettings
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -113,8 +114,8 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
     cfg = plan.cfg
     rng.seed_everything(cfg.train.seed, distributed.rank())
     task = tasks.load(cfg, options.places)
-    stores = {split: _store(task, split, options) for split in ("train", "valid")}
     questions = first_questions(task, options.extra_evals)
+    stores = {split: _store(task, split, options) for split in ("train", "valid")}
     found = _newest_checkpoint(plan)
     _check_identity(plan, task, stores)
     ds = deepspeed_config.for_engine(plan.ds)

@@ -1,4 +1,4 @@
-"""What every task's run can do besides learning: another world size, recomputation, small checkpoints, pruning."""
+"""What every task's run can do besides learning: go on with another number of ranks, recompute, log its gradients."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from exp_configs import vary
-from tests.facts import TINY_BASE, experiment, with_dropout, write_facts
+from tests.facts import experiment, with_dropout, write_facts
 from tests.ranks import run_on_ranks
 from trainer import tasks
 
@@ -87,7 +85,7 @@ def _with_and_without_recomputation(
 
 @pytest.mark.parametrize("name", TASKS)
 def test_gradient_checkpointing_changes_no_loss_even_with_dropout(name: str, folder: Path, tmp_path: Path) -> None:
-    values = with_dropout(experiment(name, folder, train={"steps": 4, "eval_every": 10, "save_every": 10}))
+    values = with_dropout(experiment(name, folder, train={"steps": 3, "eval_every": 10, "save_every": 10}))
     for found in run_on_ranks(2, _with_and_without_recomputation, values, folder, tmp_path):
         for stage, (plain, recomputed) in found.items():
             assert recomputed == pytest.approx(plain, abs=1e-6), f"ZeRO {stage}"
@@ -97,12 +95,11 @@ def test_gradient_checkpointing_changes_no_loss_even_with_dropout(name: str, fol
 
 
 def _logged_gradients(values: dict[str, Any], folder: Path, savedir: Path) -> dict[int, list[dict[str, Any]]]:
-    stages = (0, 1, 2, 3)
-    return {stage: train(values, folder, savedir / f"{stage}", stage, log_gradients=True)[1] for stage in stages}
+    return {stage: train(values, folder, savedir / f"{stage}", stage, log_gradients=True)[1] for stage in (0, 2, 3)}
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_logged_gradient_norms_make_up_the_global_norm_at_every_stage(name: str, folder: Path, tmp_path: Path) -> None:
+def test_logged_gradient_norms_make_up_the_global_norm(name: str, folder: Path, tmp_path: Path) -> None:
     values = experiment(name, folder, train={"steps": 2, "eval_every": 10, "save_every": 10})
     trainable = json.loads((Path(__file__).parent.parent / "golden" / f"{name}.json").read_text())["trainable"]
     for stage, lines in run_on_ranks(2, _logged_gradients, values, folder, tmp_path)[0].items():
@@ -113,55 +110,3 @@ def test_logged_gradient_norms_make_up_the_global_norm_at_every_stage(name: str,
             norms = {key.removeprefix("grad_norm/"): value for key, value in line.items() if "grad_norm/" in key}
             assert list(norms) == trainable, f"ZeRO {stage}"
             assert math.hypot(*norms.values()) == pytest.approx(line["grad_norm"], rel=1e-4), f"ZeRO {stage}"
-
-
-# Checkpoints --------------------------------------------------------------------------------------------------------
-
-LARGER_BASE = {"config": {**TINY_BASE["config"], "n_embd": 128, "n_inner": 512}, "seed": 1}  # type: ignore[dict-item]
-
-
-def _checkpoint_sizes(values: dict[str, Any], folder: Path, savedir: Path) -> dict[str, tuple[int, int]]:
-    """(bytes of the whole checkpoint, trainable numbers) by precision and stage."""
-    found = {}
-    for precision in ("fp32", "bf16"):
-        for stage in (0, 2):
-            chosen = vary(values, train={"precision": precision})
-            run_folder, _ = train(chosen, folder, savedir / f"{stage}", stage)
-            size = sum(path.stat().st_size for path in (run_folder / "checkpoints" / "step-1").iterdir())
-            weights = load_file(run_folder / "final" / "model.safetensors")
-            found[f"{precision} zero{stage}"] = size, sum(tensor.numel() for tensor in weights.values())
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("name", TASKS)
-def test_a_checkpoint_holds_12_bytes_a_trained_number_in_fp32_and_14_in_bf16(
-    name: str, world: int, folder: Path, tmp_path: Path
-) -> None:
-    values = experiment(name, folder, base=LARGER_BASE, train={"steps": 1})
-    if name == "cross_attention":
-        values["layers"] = {**values["layers"], "width": 64}  # type: ignore[dict-item]
-    for case, (size, trainable) in run_on_ranks(world, _checkpoint_sizes, values, folder, tmp_path)[0].items():
-        assert trainable > 200_000
-        ideal = trainable * (12 if case.startswith("fp32") else 14)
-        assert ideal <= size < 1.05 * ideal, f"{case}: {size / trainable:.2f} bytes a number"
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_old_checkpoints_go_and_the_best_one_stays(name: str, folder: Path, tmp_path: Path) -> None:
-    """The loss falls, so with best_is=max the first evaluation is the best one for good."""
-    values = experiment(name, folder, train={"eval_every": 1, "save_every": 1, "keep_last": 2, "best_is": "max"})
-    values = vary(values, schedule={"warmup_steps": 0})
-    run_folder, lines = run_on_ranks(1, train, values, folder, tmp_path)[0]
-    valid = [line["valid/loss"] for line in lines if "valid/loss" in line]
-    assert valid[0] == max(valid)
-    assert sorted(path.name for path in (run_folder / "checkpoints").iterdir()) == ["step-1", "step-5", "step-6"]
-    best = load_file(run_folder / "best" / "model.safetensors")
-    (shard,) = (run_folder / "checkpoints" / "step-1").glob("weights-*.safetensors")
-    saved = load_file(shard)
-    assert len(best) == len(saved)
-    for name_in_export, tensor in best.items():
-        (same,) = [saved[key] for key in saved if key.endswith(name_in_export)]
-        assert torch.equal(tensor, same)
-    final = load_file(run_folder / "final" / "model.safetensors")
-    assert any(not torch.equal(final[key], best[key]) for key in final)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.facts import experiment, facts, with_dropout, write_facts
 from tests.ranks import run_on_ranks
@@ -15,6 +17,7 @@ from trainer.errors import ConfigError
 from trainer.loop import first_questions
 from trainer.metrics import answer_scores
 from trainer.task import Places
+from trainer.telemetry import Run, WandbSettings
 
 MEASURES = ("em", "f1", "precision", "recall", "recall_em")
 ANSWERED = 17  # of 22 rows, in batches of 8: three, so that of two ranks one repeats a batch that must not count
@@ -26,11 +29,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learning(folder: Path) -> dict[str, Any]:
-    """An experiment that soon begins its answers right; how they go on differs from row to row."""
+    """An experiment after which some answers begin right and others do not."""
     return experiment(
         "cross_attention",
         folder,
-        train={"steps": 8, "eval_every": 8, "save_every": 8, "micro_batch": 4, "eval_batch": 8},
+        train={"steps": 4, "eval_every": 4, "save_every": 4, "micro_batch": 4, "eval_batch": 8},
         data={"loss_on": "answer", "answer_tokens": 4, "shuffled_context": False},
         optim={"lr": 0.03},
         schedule={"shape": "constant", "warmup_steps": 0},
@@ -87,14 +90,14 @@ def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
 def test_answers_and_their_scores_are_the_same_on_any_ranks_and_stages(runs: dict[str, Path]) -> None:
     alone, *others = runs
     wanted = evaluations(runs[alone])
-    assert list(wanted) == [8]
-    assert 0 < wanted[8]["f1"] < 1
-    assert len({row["prediction"] for row in table(runs[alone], 8)}) > 1, "equal answers would hide a wrong count"
+    assert list(wanted) == [4]
+    assert 0 < wanted[4]["f1"] < 1
+    assert len({row["prediction"] for row in table(runs[alone], 4)}) > 1, "equal answers would hide a wrong count"
     for other in others:
         assert evaluations(runs[other]) == {step: pytest.approx(each, abs=1e-12) for step, each in wanted.items()}, (
             other
         )
-        assert table(runs[other], 8) == table(runs[alone], 8), other
+        assert table(runs[other], 4) == table(runs[alone], 4), other
 
 
 def test_the_scores_are_those_of_the_written_answers_each_counted_once(runs: dict[str, Path]) -> None:
@@ -108,14 +111,14 @@ def test_the_scores_are_those_of_the_written_answers_each_counted_once(runs: dic
 def test_the_written_answers_are_of_the_first_validation_rows_in_their_order(runs: dict[str, Path]) -> None:
     first = facts(64, 64 + ANSWERED)  # tests.facts: the validation rows follow the 64 of training
     for run_folder in runs.values():
-        rows = table(run_folder, 8)
+        rows = table(run_folder, 4)
         assert [row["question"] for row in rows] == [row["question"] for row in first]
         assert [row["references"] for row in rows] == [[row["answer"]] for row in first]
 
 
 def test_scores_of_answers_stand_on_the_line_of_the_evaluation(runs: dict[str, Path]) -> None:
     for run_folder in runs.values():
-        assert [line["step"] for line in lines(run_folder) if "valid/loss" in line and "valid/f1" in line] == [8]
+        assert [line["step"] for line in lines(run_folder) if "valid/loss" in line and "valid/f1" in line] == [4]
         scores = json.loads((run_folder / "score_list.json").read_text())
         assert all("valid/recall_em" in entry for entry in scores)
 
@@ -184,3 +187,36 @@ def test_no_more_questions_than_rows_are_asked(folder: Path) -> None:
         "question": facts(64, 65)[0]["question"],
         "answers": [facts(64, 65)[0]["answer"]],
     }
+
+
+# What is written of them ------------------------------------------------------------------------------------------
+
+ROWS = [{"question": "Où?", "prediction": "là", "references": ["là", "ici"]}]
+
+
+def test_a_resumed_run_drops_the_answers_past_its_checkpoint(tmp_path: Path) -> None:
+    live = Run(tmp_path, total=20, console=Console(file=io.StringIO()))
+    for step in (5, 10, 15):
+        live.answers(step, ROWS)
+    live.resume(10)
+    assert sorted(path.name for path in (tmp_path / "answers").iterdir()) == ["step-10.jsonl", "step-5.jsonl"]
+    assert table(tmp_path, 10) == ROWS
+
+
+def test_wandb_gets_the_answers_as_a_table_with_the_next_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    settings = WandbSettings(entity="e", project="p", name="n", id="i", config={})
+    live = Run(tmp_path, total=20, wandb=settings, console=Console(file=io.StringIO()))
+    live.answers(5, ROWS)
+    live.log(5, loss=1.0)
+    live.close()
+    (written,) = tmp_path.glob("wandb/offline-run-*/files/media/table/answers_*.table.json")
+    assert json.loads(written.read_text()) == {
+        "columns": ["step", "question", "prediction", "references"],
+        "data": [[5, "Où?", "là", ["là", "ici"]]],
+    }
+    wandb.teardown()

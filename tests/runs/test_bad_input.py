@@ -136,7 +136,7 @@ def test_models_and_data_that_do_not_fit_are_refused_before_training(folder: Pat
             "ConfigError",
             ["n_head"],
         ),
-        "base run": (vary(plain, base={"experiment": plain}), folder, "ConfigError", ["has not finished"]),
+        "base run": (vary(plain, base={"experiment": plain}), folder, "ConfigError", ["holds no model"]),
     }
     inputs = [(values, data, tmp_path / f"out {name}") for name, (values, data, _, _) in cases.items()]
     found = run_on_ranks(1, _refusals, inputs, tmp_path / "cache")[0]

@@ -21,10 +21,13 @@ import torch
 from rich.console import Console
 
 from tests.ranks import run_on_ranks
+from trainer import meter as meter_module
 from trainer import telemetry
+from trainer.accelerators import peak_flops
 from trainer.console import shown
 from trainer.errors import StorageError
-from trainer.telemetry import Meter, Preemption, Run, WandbSettings, peak_flops
+from trainer.meter import Meter
+from trainer.telemetry import Preemption, Run, WandbSettings
 
 KEY = "markermarkermarkermarkermarkermarkermarker"  # stands for an API key
 
@@ -352,17 +355,23 @@ def test_peak_memory_is_that_of_this_run_not_of_an_earlier_one_in_the_process() 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_cpu_has_no_mfu() -> None:
-    meter = Meter(flops_per_unit=6e9)
+    meter = Meter()
+    with meter.counting_flops():
+        torch.ones(2, 3) @ torch.ones(3, 4)
     meter.add(10)
     assert sorted(meter.read("tokens")) == ["peak_gib", "step_s", "tokens_per_s"]
 
 
 def test_mfu_is_the_achieved_share_of_the_devices_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telemetry, "peak_flops", lambda: 1e12)
-    meter = Meter(flops_per_unit=6e9)
-    meter.add(10)
+    monkeypatch.setattr(meter_module, "peak_flops", lambda: 1e12)
+    meter, weight = Meter(), torch.ones(3, 4, requires_grad=True)
+    for _ in range(2):  # only the first step is counted
+        with meter.counting_flops():
+            (torch.ones(5, 3) @ weight).sum().backward()
+        meter.add(10)
     found = meter.read("tokens")
-    assert found["mfu"] == pytest.approx(found["tokens_per_s"] * 6e9 / 1e12)
+    flops_per_token = 2 * (2 * 5 * 3 * 4) / 10  # forward, and the weight's gradient
+    assert found["mfu"] == pytest.approx(found["tokens_per_s"] * flops_per_token / 1e12)
 
 
 @pytest.mark.parametrize(
