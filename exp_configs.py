@@ -242,12 +242,12 @@ CROSSATTN_NQ_CPU = vary(
     CROSSATTN_TINY,
     base={"experiment": LM_NQ_CPU},
     tokenizer=None,
-    train={"steps": 400, "eval_every": 100, "save_every": 100},
+    train={"steps": 300, "global_batch": 16, "precision": "bf16", "eval_every": 100, "save_every": 100},
     optim={"lr": 2e-3},
-    schedule={"warmup_steps": 40},
+    schedule={"warmup_steps": 30},
     layers={"count": 4, "width": 320, "heads": 5},
     data={"source": "nq", "context_tokens": 256},
-    deepspeed="zero0",
+    deepspeed="zero1",
 )
 
 EXP_GROUPS: dict[str, list[Values]] = {
