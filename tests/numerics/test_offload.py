@@ -1,6 +1,6 @@
 """Offload with DeepSpeed's own CPU AdamW: the same numbers as without it, and the same bits after a resume.
 
-The kernel is compiled once (one to two minutes) into the virtual environment, so that only the first run of the tests pays.
+The kernel is compiled once (one to two minutes) into the virtual environment: only the first run of the tests pays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.ranks import run_on_ranks
 
 EXTENSIONS = Path(sys.prefix) / "torch_extensions"
 BINARIES = Path(sys.executable).parent  # ninja is installed beside python, also where no environment is activated
-STAGES = (2, 3)
+HALF = STEPS // 2
 
 no_compiler = [tool for tool in ("g++", "ninja") if not shutil.which(tool, path=f"{BINARIES}:{os.environ['PATH']}")]
 pytestmark = pytest.mark.skipif(
@@ -35,7 +35,7 @@ def _use_kernel_cache() -> None:
 
 def _compile() -> None:
     _use_kernel_cache()
-    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from deepspeed.ops.op_builder import CPUAdamBuilder  # pyright: ignore[reportAttributeAccessIssue]
 
     CPUAdamBuilder().load(verbose=False)
 
@@ -49,59 +49,69 @@ def kernel() -> None:
         run_on_ranks(1, _compile, timeout_s=900)
 
 
-def _losses(precision: str) -> dict[tuple[int, bool], tuple[list[float], list[float]]]:
+Found = dict[tuple[str, int], Any]  # by precision and stage
+
+
+def _everything(cases: list[tuple[str, int]]) -> dict[str, Found]:
+    """All that the tests look at, from few engines: making one with DeepSpeed's AdamW takes it over a second."""
     _use_kernel_cache()
-    found = {}
-    for stage in STAGES:
-        for offload in (False, True):
-            live = make(stage, precision, offload=offload)
-            found[stage, offload] = train(live, range(STEPS))
-            live.destroy()
-    return found
+    plain = {case: _straight(*case, offload=False) for case in cases}
+    offload = {case: _straight(*case, offload=True) for case in cases}
+    resumed = {case: _resumed(*case, offload[case]["saved"]) for case in cases}
+    moved = {case: _resumed(*case, plain[case]["saved"]) for case in cases if case[0] == "fp32"}
+    return {"plain": plain, "offload": offload, "resumed": resumed, "moved": moved}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_losses_and_gradient_norms_with_offload_equal_those_without(kernel: None, world: int, precision: str) -> None:
-    found = run_on_ranks(world, _losses, precision)[0]
-    for stage in STAGES:
-        for with_offload, without in zip(found[stage, True], found[stage, False], strict=True):
-            assert with_offload == pytest.approx(without, abs=1e-5 if precision == "fp32" else 2e-3), f"stage {stage}"
+def _straight(precision: str, stage: int, *, offload: bool) -> dict[str, Any]:
+    """Losses, norms and last tensors of a whole run, and what a checkpoint half-way would hold."""
+    live = make(stage, precision, offload=offload)
+    losses, norms = train(live, range(HALF))
+    saved = live.weights(lambda k: True), live.optimizer_state(lambda k: True), live.scalars()
+    found = _to_the_end(live)
+    return found | {"losses": losses + found["losses"], "norms": norms + found["norms"], "saved": saved}
 
 
-def _resume(precision: str, saved_with_offload: bool) -> dict[int, tuple[Any, Any]]:
-    """By stage: losses, weights and optimizer state of a run with offload, and of one that was resumed half-way."""
-    _use_kernel_cache()
-    found = {}
-    for stage in STAGES:
-        live = make(stage, precision, offload=saved_with_offload)
-        train(live, range(3))
-        weights, state, scalars = live.weights(lambda k: True), live.optimizer_state(lambda k: True), live.scalars()
-        straight = _go_on(live)
-        again = make(stage, precision, weights, offload=True)
-        again.restore(state, scalars)
-        found[stage] = straight, _go_on(again)
-    return found
+def _resumed(precision: str, stage: int, saved: tuple[Any, Any, Any]) -> dict[str, Any]:
+    weights, state, scalars = saved
+    live = make(stage, precision, weights, offload=True)
+    live.restore(state, scalars)
+    return _to_the_end(live)
 
 
-def _go_on(live: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    losses, _ = train(live, range(3, STEPS))
+def _to_the_end(live: Any) -> dict[str, Any]:
+    losses, norms = train(live, range(HALF, STEPS))
     tensors = {**live.weights(lambda k: True), **live.optimizer_state(lambda k: True)}
     live.destroy()
-    return losses, tensors
+    return {"losses": losses, "norms": norms, "tensors": tensors}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_resume_with_offload_is_bit_exact(kernel: None, world: int, precision: str) -> None:
-    for of_rank in run_on_ranks(world, _resume, precision, True):
-        for stage, ((losses, tensors), (again, tensors_again)) in of_rank.items():
-            assert again == losses, f"stage {stage}"
-            assert tensors_again.keys() == tensors.keys()
-            different = [name for name in tensors if not torch.equal(tensors[name], tensors_again[name])]
-            assert not different, f"stage {stage}"
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def of_ranks(kernel: None, request: pytest.FixtureRequest) -> list[dict[str, Found]]:
+    precisions = ("fp32",) if request.param == 1 else ("fp32", "bf16")
+    return run_on_ranks(
+        request.param, _everything, [(precision, stage) for precision in precisions for stage in (2, 3)]
+    )
 
 
-def test_a_run_saved_without_offload_goes_on_with_it(kernel: None) -> None:
-    for stage, ((losses, _), (again, _)) in run_on_ranks(2, _resume, "fp32", False)[0].items():
-        assert again == pytest.approx(losses, abs=1e-5), f"stage {stage}"
+def test_losses_and_gradient_norms_with_offload_equal_those_without(of_ranks: list[dict[str, Found]]) -> None:
+    found = of_ranks[0]
+    for case, plain in found["plain"].items():
+        tolerance = 1e-5 if case[0] == "fp32" else 2e-3
+        for name in ("losses", "norms"):
+            assert found["offload"][case][name] == pytest.approx(plain[name], abs=tolerance), (name, case)
+
+
+def test_resume_with_offload_is_bit_exact(of_ranks: list[dict[str, Found]]) -> None:
+    for found in of_ranks:
+        for case, resumed in found["resumed"].items():
+            straight = found["offload"][case]
+            assert resumed["losses"] == straight["losses"][HALF:], case
+            assert resumed["tensors"].keys() == straight["tensors"].keys()
+            same = [torch.equal(tensor, straight["tensors"][name]) for name, tensor in resumed["tensors"].items()]
+            assert all(same), case
+
+
+def test_a_run_saved_without_offload_goes_on_with_it(of_ranks: list[dict[str, Found]]) -> None:
+    found = of_ranks[0]
+    for case, moved in found["moved"].items():
+        assert moved["losses"] == pytest.approx(found["plain"][case]["losses"][HALF:], abs=1e-5), case

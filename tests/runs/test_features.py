@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from exp_configs import EXP_GROUPS, vary
 from tests.contract.test_task_contract import untimed
+from tests.contract.test_task_features import train
 from tests.facts import TINY_BASE, experiment, write_facts
 from tests.ranks import PRELOAD, run_on_ranks
 from trainer import tasks
@@ -35,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_facts(tmp_path_factory.mktemp("facts"))
 
 
-# The command, in a process of its own that forks from one that has imported everything ---------------------------------
+# The command, in a process of its own that forks from one that has imported everything -----------------------------
 
 
 @dataclass
@@ -168,20 +169,9 @@ def test_a_second_process_on_a_run_folder_is_refused_and_the_first_goes_on(folde
 # What a run leaves ----------------------------------------------------------------------------------------------------
 
 
-def _train(values: dict[str, Any], folder: Path, savedir: Path, **flags: Any) -> Path:
-    """The folder of a run on the ranks of this process group, trained to its end."""
-    from trainer import distributed
-    from trainer.run import Options, plan, run
-
-    options = Options(savedir, data_path=folder, cache_dir=folder / "cache", **flags)
-    planned = plan(values, options, world=distributed.world(), rank=distributed.rank())
-    assert run(planned, options) == 0
-    return planned.folder
-
-
 def _trained(task: str, folder: Path, savedir: Path, **changes: Any) -> tuple[dict[str, Any], Path]:
     values = experiment(task, folder, **changes)
-    return values, run_on_ranks(1, _train, values, folder, savedir)[0]
+    return values, run_on_ranks(1, train, values, folder, savedir)[0][0]
 
 
 def _loaded_task(values: dict[str, Any], folder: Path, savedir: Path) -> Any:
@@ -245,7 +235,7 @@ def test_training_starts_from_the_layers_that_init_from_names(
     """The first step of a warm-up has learning rate 0, so its evaluation is that of the weights it began with."""
     values, run_folder = cross_attention
     again = {**vary(values, train={**SMALL, "steps": 1}), "init_from": str(run_folder / "final")}
-    second = run_on_ranks(1, _train, again, folder, tmp_path)[0]
+    second, _ = run_on_ranks(1, train, again, folder, tmp_path)[0]
     assert _last_valid(second)["valid/loss"] == pytest.approx(_last_valid(run_folder)["valid/loss"], rel=1e-6)
 
 
@@ -313,7 +303,7 @@ def _checkpoint_sizes(values: dict[str, Any], folder: Path, savedir: Path) -> di
     for precision in ("fp32", "bf16"):
         for stage in (0, 2):
             chosen = vary(values, train={"precision": precision})
-            run_folder = _train(chosen, folder, savedir / f"{stage}", deepspeed=f"zero{stage}")
+            run_folder, _ = train(chosen, folder, savedir / f"{stage}", stage)
             size = sum(path.stat().st_size for path in (run_folder / "checkpoints" / "step-1").iterdir())
             weights = load_file(run_folder / "final" / "model.safetensors")
             found[f"{precision} zero{stage}"] = size, sum(tensor.numel() for tensor in weights.values())
@@ -336,7 +326,7 @@ WANDB_KEY = "0123456789abcdef" * 2 + "5ecre7ed"  # as long as a real one
 
 def _train_with_wandb(values: dict[str, Any], folder: Path, savedir: Path) -> Path:
     os.environ |= {"WANDB_MODE": "offline", "WANDB_API_KEY": WANDB_KEY}
-    return _train(values, folder, savedir, wandb_entity="someone", wandb_project="something")
+    return train(values, folder, savedir, wandb_entity="someone", wandb_project="something")[0]
 
 
 def test_a_run_with_wandb_leaves_its_rows_and_no_key(folder: Path, tmp_path: Path) -> None:

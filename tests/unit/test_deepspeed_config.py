@@ -199,6 +199,9 @@ def test_the_published_file_of_the_cross_attention_runs_is_accepted() -> None:
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_auto_is_left_in_a_shipped_file(name: str, precision: str, tmp_path: Path) -> None:
+    if (name, precision) == ("zero0", "fp16"):
+        assert "needs ZeRO stage 1, 2 or 3, got stage=0" in refusal(preset(name, tmp_path), precision=precision)
+        return
     config = build(preset(name, tmp_path), precision=precision)
     assert autos(config) == []
     assert dc.precision(config) == precision
