@@ -226,6 +226,7 @@ def _set_up_logging() -> None:
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
     for name in ("httpx", "filelock", "DeepSpeed", "torch", "wandb", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # an unreachable Hub ends in one ConfigError of ours
 
 
 def _leave(code: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import socket
@@ -50,21 +51,23 @@ class Match:
     batch: int
     stage: int
     seconds: Seconds = field(default_factory=dict)
-    losses: Losses = field(default_factory=dict)
+    losses: list[Losses] = field(default_factory=list)  # of every round
 
     def add(self, seconds: Seconds, losses: Losses) -> None:
         for name, values in seconds.items():
             self.seconds.setdefault(name, []).extend(values[SETTLING:])
-        self.losses |= losses
+        self.losses.append(losses)
 
     def lines(self) -> list[Line]:
         ours = self.seconds[OURS]
         return [Line.of(self, name, ours, theirs) for name, theirs in self.seconds.items() if name != OURS]
 
-    def disagreement(self) -> float:
-        """The largest difference from our loss, over the CHECKED first steps."""
-        columns = zip(*self.losses.values(), strict=True)
-        return max(max(column) - min(column) for column in columns)
+
+def disagreement(losses: Losses) -> float:
+    """The largest difference between contestants over the CHECKED first steps; infinite when a loss is not finite."""
+    if not all(len(values) == CHECKED and all(map(math.isfinite, values)) for values in losses.values()):
+        return math.inf
+    return max(max(column) - min(column) for column in zip(*losses.values(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ def main() -> None:
     shape = {"rounds": options.rounds, "steps": options.steps, "clock": options.clock}
     matches = [match for batch in options.batch for match in measure(batch, **shape)]
     lines = [line for match in matches for line in match.lines()]
-    worst = max(match.disagreement() for match in matches)
+    worst = max(disagreement(losses) for match in matches for losses in match.losses)
     if options.json:
         found = {"environment": environment(), "loss_difference": worst, "lines": [asdict(line) for line in lines]}
         print(json.dumps(found, indent=1))

@@ -179,8 +179,10 @@ class Run:
         return {name: _plain(value) for name, value in scalars.items() if name not in unfit}
 
     def _write_scores(self, scores: list[dict[str, Number]]) -> None:
-        _replace(self.folder / SCORES, (json.dumps(scores, indent=1) + "\n").encode())
-        _replace(self.folder / HAVEN_SCORES, pickle.dumps(scores, protocol=4))  # written for haven, never read here
+        text = json.dumps(scores, indent=1) + "\n"
+        _replace(self.folder / SCORES, text.encode())
+        # for haven, never read here; of the text, because pickle's bytes tell which keys are one object
+        _replace(self.folder / HAVEN_SCORES, pickle.dumps(json.loads(text), protocol=4))
 
 
 def _plain(value: Number) -> Number:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from exp_configs import EXP_GROUPS, vary
 from tests.contract.test_task_contract import untimed
 from tests.contract.test_task_features import train
-from tests.facts import TINY_BASE, experiment, write_facts
+from tests.facts import TINY_BASE, experiment, with_dropout, write_facts
 from tests.ranks import PRELOAD, run_on_ranks
 from trainer import tasks
 from trainer.config import exp_id
@@ -53,8 +53,10 @@ class Command:
         return self.process.exitcode, self.output.read_text()
 
 
-def _trainval(argv: list[str], output: Path) -> None:
+def _trainval(argv: list[str], output: Path, kill_at: tuple[str, int] | None = None) -> None:
     torch.set_num_threads(1)
+    if kill_at is not None:
+        _die_before_renaming(*kill_at)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -62,6 +64,19 @@ def _trainval(argv: list[str], output: Path) -> None:
     import trainval
 
     trainval.app()
+
+
+def _die_before_renaming(name: str, occurrence: int) -> None:
+    """From now on this process kills itself just before it renames something to `name` for the n-th time."""
+    rename, seen = os.replace, []
+
+    def dying(source: Any, target: Any, **options: Any) -> None:
+        seen.append(Path(target).name)
+        if seen.count(name) == occurrence:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target, **options)
+
+    os.replace = dying
 
 
 class Launcher:
@@ -73,13 +88,13 @@ class Launcher:
         path.write_text(f"EXP_GROUPS = {groups!r}\n")
         self._flags = ["--exp_configs", str(path), "--data_path", str(folder), "--cache_dir", str(folder / "cache")]
 
-    def start(self, *flags: str) -> Command:
+    def start(self, *flags: str, kill_at: tuple[str, int] | None = None) -> Command:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._count += 1
         output = self._tmp_path / f"output-{self._count}.txt"
         argv = [*self._flags, "-sb", str(self.savedir), *flags]
-        process = context.Process(target=_trainval, args=(argv, output))
+        process = context.Process(target=_trainval, args=(argv, output, kill_at))
         process.start()
         return Command(process, output)
 
@@ -164,6 +179,40 @@ def test_a_second_process_on_a_run_folder_is_refused_and_the_first_goes_on(folde
     os.kill(first.process.pid, signal.SIGTERM)
     assert first.finish()[0] == 75
     assert not list(launcher.savedir.glob("*.bak-*"))
+
+
+def _content(run_folder: Path) -> dict[str, Any]:
+    """Every file of a run by name, timings and times apart."""
+    found: dict[str, Any] = {}
+    for path in run_folder.rglob("*"):
+        name = str(path.relative_to(run_folder))
+        if path.name == "metrics.jsonl":
+            found[name] = untimed(path)
+        elif path.name == "status.json":
+            found[name] = {**json.loads(path.read_text()), "updated_at": None}
+        elif path.is_file():
+            found[name] = path.read_bytes()
+    return found
+
+
+def test_a_run_killed_between_any_two_of_its_files_ends_with_the_files_of_an_undisturbed_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    """An evaluation writes score_list.json, score_list.pkl, best/ (the old one aside first), then a checkpoint."""
+    values = with_dropout(experiment("cross_attention", folder, train={"steps": 4, "eval_every": 1, "save_every": 2}))
+    launcher = Launcher(folder, tmp_path, mine=[values])
+    own = launcher.savedir / exp_id(values)
+    launcher.run("-e", "mine")
+    straight = _content(own)
+    assert "best/model.safetensors" in straight
+    for kill_at in (("score_list.pkl", 2), ("best", 3), ("step-3", 1), ("final", 1)):
+        shutil.rmtree(own)
+        assert launcher.start("-e", "mine", kill_at=kill_at).finish()[0] == -signal.SIGKILL, kill_at
+        launcher.run("-e", "mine")
+        resumed = _content(own)
+        assert resumed.keys() == straight.keys(), kill_at
+        different = [name for name in straight if resumed[name] != straight[name]]
+        assert not different, kill_at
 
 
 # What a run leaves ----------------------------------------------------------------------------------------------------
