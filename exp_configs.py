@@ -242,7 +242,7 @@ CROSSATTN_NQ_CPU = vary(
     CROSSATTN_TINY,
     base={"experiment": LM_NQ_CPU},
     tokenizer=None,
-    train={"steps": 300, "global_batch": 16, "precision": "bf16", "eval_every": 100, "save_every": 100},
+    train={"steps": 1000, "global_batch": 16, "precision": "bf16", "eval_every": 200, "save_every": 200},
     optim={"lr": 2e-3},
     schedule={"warmup_steps": 30},
     layers={"count": 4, "width": 320, "heads": 5},

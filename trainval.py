@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+EXIT_OK, EXIT_FAILED = 0, 1
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -126,7 +126,7 @@ def main(
             "savedir_base": savedir_base,
             "data_path": data_path,
             "cache_dir": cache_dir,
-            "reset": bool(reset),
+            "reset": bool(reset) and not _is_restart(),
             "log_every": log_every,
             "deepspeed": None if deepspeed in (None, "None", "none") else deepspeed,
             "wandb_entity": None if wandb_entity_name == "None" else wandb_entity_name,
@@ -140,7 +140,15 @@ def main(
     except LatheError as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         code = error.exit_code
+    except Exception:  # any: the traceback is shown, and then gloo's threads must not turn the exit code into an abort
+        logging.exception("failed")
+        code = EXIT_FAILED
     _leave(code)
+
+
+def _is_restart() -> bool:
+    """Whether a launcher or a scheduler runs this same command again: -r 1 was obeyed the first time."""
+    return any(int(os.environ.get(name, "0")) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def _experiments(
@@ -153,6 +161,10 @@ def _experiments(
 
     if exp_id is not None:
         values = _stored(savedir_base, exp_id)
+        if id_of(values) != exp_id:
+            raise _bad(
+                f"--exp_id {exp_id}: the dictionary in that folder has id {id_of(values)}. Give the folder that name."
+            )
         if steps is not None and steps != values.get("train", {}).get("steps"):
             raise _bad(f"--steps {steps} with --exp_id: the folder's dictionary fixes its steps. Leave --steps out.")
         return [values]
@@ -194,20 +206,13 @@ def _bad(text: str) -> Exception:
 
 def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     from trainer import distributed
-    from trainer.run import Options, is_finished, plan, run
+    from trainer.run import Options, plan, run_group
 
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     chosen = Options(**options)
     plans = [plan(values, chosen, world=world, rank=rank) for values in experiments]
     distributed.init()
-    for planned in plans:
-        if not chosen.reset and is_finished(planned):
-            logging.info("%s is finished; -r 1 starts it over", planned.folder)
-            continue
-        code = run(planned, chosen)
-        if code != EXIT_OK:
-            return code
-    return EXIT_OK
+    return run_group(plans, chosen)
 
 
 def _dry_run(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:

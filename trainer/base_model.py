@@ -63,7 +63,7 @@ def load(base: Base, places: Places, *, precision: str) -> PreTrainedModel:
     source = resolve(base, places)
     config = config_of(base, places)
     if isinstance(source, RandomBase):
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(source.seed)
             # not from_config: under ZeRO-3 that partitions while it initialises, and draws other numbers
             build: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]

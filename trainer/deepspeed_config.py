@@ -269,8 +269,8 @@ def _stage(config: Config) -> list[str]:
     if config["fp16"].get("enabled") is True and zero["stage"] == 0:
         # deepspeed 0.19.8, engine.backward: only a ZeROOptimizer scales the loss, and stage 0 in fp16 has none
         problems.append(
-            "train.precision='fp16' needs ZeRO stage 1, 2 or 3, got stage=0: there DeepSpeed divides gradients by a loss "
-            "scale that it never applied. Use --deepspeed zero1, or train.precision='bf16'."
+            "train.precision='fp16' needs ZeRO stage 1, 2 or 3, got stage=0: there DeepSpeed divides gradients by a "
+            "loss scale that it never applied. Use --deepspeed zero1, or train.precision='bf16'."
         )
     return problems
 

@@ -81,13 +81,13 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         missing, extra = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
         raise CheckpointError(f"checkpoint does not fit the model: missing {missing[:5]}, unexpected {extra[:5]}")
     for name, parameter in parameters.items():
+        got, want = tuple(weights[name].shape), tuple(_shape(parameter))
+        if got != want:
+            raise CheckpointError(f"checkpoint does not fit the model: {name} has shape {got}, wanted {want}")
+    for name, parameter in parameters.items():
         with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if hasattr(parameter, "ds_id") and distributed.rank() != 0:
-                continue  # only the modifier rank's values are kept
-            if parameter.shape != weights[name].shape:
-                got, want = tuple(weights[name].shape), tuple(parameter.shape)
-                raise CheckpointError(f"checkpoint does not fit the model: {name} has shape {got}, wanted {want}")
-            parameter.copy_(weights[name])
+            if not hasattr(parameter, "ds_id") or distributed.is_main():  # only the modifier rank's values are kept
+                parameter.copy_(weights[name])
 
 
 class Engine:
@@ -395,5 +395,11 @@ def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.op
     if offload.get("device", "none") != "none":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        return DeepSpeedCPUAdam(groups, lr=0.0, betas=optim.betas, eps=optim.eps, adamw_mode=True)
+        try:
+            return DeepSpeedCPUAdam(groups, lr=0.0, betas=optim.betas, eps=optim.eps, adamw_mode=True)
+        except RuntimeError as error:  # its kernel is compiled on first use
+            raise ConfigError(
+                f"offload_optimizer: DeepSpeed cannot build its CPU Adam ({str(error).splitlines()[0]}). "
+                "Install g++ and ninja, or use zero2 or zero3 without offload."
+            ) from error
     return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)

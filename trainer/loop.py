@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer import distributed, rng, schedule
-from trainer.config import Experiment
+from trainer.config import Experiment, nearest
 from trainer.data.store import TokenStore
 from trainer.data.windows import Sharding, Window, evaluation_batches, windows
 from trainer.engine import Engine
@@ -252,8 +252,12 @@ def _evaluate(session: Session, progress: Progress) -> bool:
         session.run.score(progress.step, **named)
         if "valid/loss" in named:
             progress.plateau.update(named["valid/loss"], session.cfg.schedule)
-        value = named.get(train.best) if train.best else None
-        if value is None or math.isnan(value):
+        if train.best is None:
+            return False
+        if train.best not in named:
+            raise ConfigError(f"train.best={train.best!r}: no such metric. {nearest(train.best, sorted(named))}")
+        value = named[train.best]
+        if math.isnan(value):
             return False
         if progress.best is not None and (value >= progress.best if train.best_is == "min" else value <= progress.best):
             return False

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from filelock import FileLock, Timeout
 
 from trainer import checkpoint, deepspeed_config, distributed, engine, errors, rng, tasks
@@ -23,6 +25,7 @@ from trainer.engine import Engine
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError, StorageError
 from trainer.loop import Cadence, Progress, Session, first_questions, fit
 from trainer.meter import Meter
+from trainer.shards import refusals, replace_file
 from trainer.surgery import trainable_report
 from trainer.task import Places, Task
 from trainer.telemetry import Preemption, Run, WandbSettings
@@ -76,30 +79,49 @@ def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> 
         train=train,
         optim=cfg.optim,
         world=world,
-        source=options.deepspeed or cfg.deepspeed,
+        source=f"DeepSpeed file {options.deepspeed or cfg.deepspeed!r} with experiment {name}",
     )
     return Plan(values, cfg, name, options.savedir_base / name, ds, sharding)
 
 
-def run(plan: Plan, options: Options) -> int:
+def run(plan: Plan, options: Options, preemption: Preemption) -> int:
     """Train one experiment to its end, from its newest good checkpoint. Returns the exit code: 0, or 75 if preempted.
 
     Every rank calls it. Raises LatheError (and records it in status.json) when the run cannot go on.
     """
     with _claimed(plan, options):
         telemetry = Run(plan.folder, total=plan.cfg.train.steps, wandb=_wandb(plan, options))
-        preemption = Preemption()
         try:
             finished = _train(plan, options, telemetry, preemption)
+            telemetry.status("succeeded" if finished else "preempted")
         except BaseException as error:
-            telemetry.status("failed", error=f"{type(error).__name__}: {error}")
-            telemetry.close()
+            with contextlib.suppress(StorageError):  # a full disk must not hide what went wrong
+                telemetry.status("failed", error=f"{type(error).__name__}: {error}")
             raise
         finally:
-            preemption.close()
-        telemetry.status("succeeded" if finished else "preempted")
-        telemetry.close()
+            telemetry.close()
         return EXIT_OK if finished else EXIT_PREEMPTED
+
+
+def run_group(plans: Sequence[Plan], options: Options) -> int:
+    """Train every experiment in order, leaving out finished ones; stops at the first that does not finish.
+
+    A signal between two experiments counts as well. Returns the exit code of the last one that ran.
+    """
+    preemption = Preemption()
+    try:
+        for planned in plans:
+            if not options.reset and on_main(functools.partial(is_finished, planned)):
+                logger.info("%s is finished; -r 1 starts it over", planned.folder)
+                continue
+            if int(distributed.total(torch.tensor(int(preemption.requested)))):
+                return EXIT_PREEMPTED
+            code = run(planned, options, preemption)
+            if code != EXIT_OK:
+                return code
+        return EXIT_OK
+    finally:
+        preemption.close()
 
 
 def is_finished(plan: Plan) -> bool:
@@ -127,12 +149,18 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
         engine.load_weights(model, dict(checkpoint.read_tensors(found, "weights")))
     live = Engine(model, ds, cfg.optim)
     if found is not None:
-        progress = _restore(live, found)
+        progress = _restore(live, found, seed=cfg.train.seed)
     telemetry.resume(progress.step)
     telemetry.status("running", step=progress.step)
     cadence = Cadence(
         *(every or options.log_every for every in (cfg.train.log_every, cfg.train.eval_every, cfg.train.save_every))
     )
+    meter = Meter()
+
+    def save(progress: Progress) -> None:
+        with meter.paused():
+            _save(plan, live, progress)
+
     session = Session(
         cfg=cfg,
         task=task,
@@ -142,9 +170,9 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
         sharding=plan.sharding,
         cadence=cadence,
         run=telemetry,
-        meter=Meter(),
+        meter=meter,
         preemption=preemption,
-        save=lambda progress: _save(plan, live, progress),
+        save=save,
         export_best=lambda: _export(plan, task, live, "best"),
         log_gradients=options.log_gradients,
         questions=questions,
@@ -164,17 +192,24 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
 
 
 def on_main(action: Callable[[], T]) -> T:
-    """`action()` on rank 0 only; every rank gets its (JSON-able) result, or raises its error. A collective."""
+    """`action()` on rank 0 only; every rank gets its (JSON-able) result, or raises its error. A collective.
+
+    Whatever goes wrong becomes a LatheError on all ranks: one that left alone would leave the others waiting.
+    """
     outcome: dict[str, Any] = {}
     cause: LatheError | None = None
     if distributed.is_main():
         try:
-            outcome = {"result": action()}
+            with refusals(Path(".")):
+                outcome = {"result": action()}
         except LatheError as error:
-            cause, outcome = error, {"error": type(error).__name__, "text": str(error)}
-        except OSError as error:
-            cause = StorageError(f"{error.filename}: {error.strerror}. Check --savedir_base and the space on its disk.")
-            outcome = {"error": "StorageError", "text": str(cause)}
+            cause = error
+        except Exception as error:  # any: see above. safetensors and tokenizers have no error of their own for the disk
+            is_disk = "os error" in str(error).lower() or "i/o error" in str(error).lower()
+            cause = (StorageError if is_disk else LatheError)(f"{type(error).__name__}: {error}")
+            cause.__cause__ = error
+        if cause is not None:
+            outcome = {"error": type(cause).__name__, "text": str(cause)}
     outcome = distributed.broadcast(outcome)
     if cause is not None:
         raise cause
@@ -187,8 +222,8 @@ def on_main(action: Callable[[], T]) -> T:
 def _claimed(plan: Plan, options: Options) -> Iterator[None]:
     """The run folder, made if need be and held by this run alone while the block lasts."""
     lock = FileLock(options.savedir_base / f".{plan.id}.lock", timeout=0)
-    on_main(lambda: _claim(plan, options, lock))
     try:
+        on_main(lambda: _claim(plan, options, lock))
         yield
     finally:
         lock.release()
@@ -200,10 +235,11 @@ def _claim(plan: Plan, options: Options, lock: FileLock) -> None:
         lock.acquire()
     except Timeout:
         raise ResumeError(
-            f"{plan.folder}: another process is training this experiment. Wait for it, or stop it."
+            f"{plan.folder}: another process is training this experiment (it holds {lock.lock_file}). "
+            "Wait for it, or stop it."
         ) from None
     if options.reset and plan.folder.exists():
-        aside = plan.folder.with_name(f"{plan.id}.bak-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        aside = plan.folder.with_name(f"{plan.id}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
         os.replace(plan.folder, aside)
         logger.info("reset: the old folder is now %s", aside)
     plan.folder.mkdir(exist_ok=True)
@@ -230,10 +266,10 @@ def _check_dictionary(plan: Plan) -> None:
 
 def _check_identity(plan: Plan, task: Task, stores: dict[str, TokenStore]) -> None:
     """Data and base model must be those that the run began with."""
-    now = {"base": task.fingerprint(), **{split: store.digest for split, store in stores.items()}}
     facts = {split: store.summary() for split, store in stores.items()}
 
     def check() -> None:
+        now = {"base": task.fingerprint(), **{split: store.digest for split, store in stores.items()}}
         path = plan.folder / "data.json"
         if path.exists():
             began = json.loads(path.read_text())["identity"]
@@ -281,7 +317,7 @@ def _save(plan: Plan, live: Engine, progress: Progress) -> None:
     )
 
 
-def _restore(live: Engine, folder: Path) -> Progress:
+def _restore(live: Engine, folder: Path, *, seed: int) -> Progress:
     state = checkpoint.read_json(folder)
     live.restore(dict(checkpoint.read_tensors(folder, "optimizer")), state["engine"])
     if checkpoint.saved_world(folder) == distributed.world():
@@ -293,7 +329,7 @@ def _restore(live: Engine, folder: Path) -> Progress:
             checkpoint.saved_world(folder),
             distributed.world(),
         )
-        rng.seed_everything(state["progress"]["step"], distributed.rank())
+        rng.seed_everything(seed + state["progress"]["step"], distributed.rank())
     progress = Progress.of(state["progress"])
     logger.info("resumed from %s", folder)
     return progress
@@ -332,13 +368,13 @@ def _push(plan: Plan) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    temporary.replace(path)
+    replace_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def _wandb(plan: Plan, options: Options) -> WandbSettings | None:
     if options.wandb_entity is None or options.wandb_project is None:
+        if options.wandb_entity != options.wandb_project:
+            raise ConfigError("--wandb_entity_name and --wandb_project_name: got one, want both (wandb on) or neither.")
         return None
     return WandbSettings(
         entity=options.wandb_entity,

@@ -146,3 +146,14 @@ def _write(path: Path, *parts: Iterable[bytes | memoryview]) -> Record:
         file.flush()
         os.fsync(file.fileno())
     return Record(path.name, size, digest.hexdigest())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Make `content` the whole of `path`: written aside, fsynced, renamed. StorageError when the disk refuses."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with refusals(path):
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)

@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,12 +31,13 @@ from torch import Tensor
 from trainer import distributed
 from trainer.console import Bar, Lines, Number
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
-from trainer.shards import refusals
+from trainer.shards import refusals, replace_file
 
 State = Literal["queued", "running", "succeeded", "failed", "preempted", "cancelled"]
 METRICS, SCORES, HAVEN_SCORES, STATUS = "metrics.jsonl", "score_list.json", "score_list.pkl", "status.json"
 ANSWERS = "answers"
 HISTOGRAM_BINS = 64  # what wandb.watch draws
+HEARTBEAT_S = 15.0  # at most this long between a log line and the status.json that knows of it
 FINISH_S = 120
 
 log = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class Run:
     ) -> None:
         self.folder, self.total, self.step = folder, total, 0
         self._state: State = "running"
+        self._status_at = 0.0
         self._is_writer = distributed.is_main()
         self._sinks: list[Sink] = []
         self._unfit: set[str] = set()
@@ -95,6 +98,8 @@ class Run:
         finite = self._finite(scalars)
         for sink in self._sinks:
             sink.log(step, finite)
+        if time.monotonic() - self._status_at > HEARTBEAT_S:
+            self.status("running")
 
     def gradients(self, step: int, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Norms of the gradients by parameter in metrics.jsonl, and their histograms in wandb; not on the console.
@@ -130,13 +135,14 @@ class Run:
         path = self.folder / ANSWERS / f"step-{step}.jsonl"
         with refusals(path):
             path.parent.mkdir(exist_ok=True)
-        _replace(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        replace_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
         if self._wandb is not None:
             self._wandb.table(ANSWERS, [{"step": step, **row} for row in rows])
 
     def status(self, state: State, *, step: int | None = None, error: str | None = None) -> None:
         """Replace status.json: state, step (the last one logged, unless given), total, host, updated_at, error."""
         self.step, self._state = self.step if step is None else step, state
+        self._status_at = time.monotonic()
         if not self._is_writer:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -148,7 +154,7 @@ class Run:
             "updated_at": now,
             "error": error,
         }
-        _replace(self.folder / STATUS, (json.dumps(values, indent=2) + "\n").encode())
+        replace_file(self.folder / STATUS, (json.dumps(values, indent=2) + "\n").encode())
 
     def resume(self, step: int) -> None:
         """Cut metrics.jsonl, score_list and answers/ back to `step`, so that they go on as an undisturbed run's."""
@@ -180,9 +186,9 @@ class Run:
 
     def _write_scores(self, scores: list[dict[str, Number]]) -> None:
         text = json.dumps(scores, indent=1) + "\n"
-        _replace(self.folder / SCORES, text.encode())
+        replace_file(self.folder / SCORES, text.encode())
         # for haven, never read here; of the text, because pickle's bytes tell which keys are one object
-        _replace(self.folder / HAVEN_SCORES, pickle.dumps(json.loads(text), protocol=4))
+        replace_file(self.folder / HAVEN_SCORES, pickle.dumps(json.loads(text), protocol=4))
 
 
 def _plain(value: Number) -> Number:
@@ -195,16 +201,6 @@ def _read_scores(path: Path) -> list[dict[str, Number]]:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return []
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with refusals(path):
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
 
 
 class _Metrics:
@@ -231,7 +227,7 @@ class _Metrics:
         content = self._path.read_bytes()
         kept = b"".join(line for line in content.splitlines(keepends=True) if _belongs(line, step))
         if kept != content:
-            _replace(self._path, kept)
+            replace_file(self._path, kept)
         self._file = self._open()
 
     def close(self, exit_code: int) -> None:

@@ -40,12 +40,13 @@ def train(values: dict[str, Any], folder: Path, savedir: Path, stage: int | None
     """Run an experiment to its end on the ranks of this process group; the lines of its metrics.jsonl."""
     from trainer import distributed
     from trainer.run import Options, plan, run
+    from trainer.telemetry import Preemption
 
     options = Options(
         savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}" if stage else None
     )
     planned = plan(values, options, world=distributed.world(), rank=distributed.rank())
-    assert run(planned, options) == 0
+    assert run(planned, options, Preemption()) == 0
     return [json.loads(line) for line in (planned.folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -29,10 +29,11 @@ def train(
     """Run an experiment to its end on the ranks of this process group; its folder and the lines of metrics.jsonl."""
     from trainer import distributed
     from trainer.run import Options, plan, run
+    from trainer.telemetry import Preemption
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}", **flags)
     planned = plan(values, options, world=distributed.world(), rank=distributed.rank())
-    assert run(planned, options) == 0
+    assert run(planned, options, Preemption()) == 0
     return planned.folder, [json.loads(line) for line in (planned.folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -21,11 +21,12 @@ pytestmark = [
 def train(values: dict[str, Any], folder: Path, savedir: Path, stage: int) -> list[dict[str, Any]]:
     from trainer import distributed
     from trainer.run import Options, plan, run
+    from trainer.telemetry import Preemption
 
     distributed.init()
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}")
     planned = plan(values, options, world=1, rank=0)
-    assert run(planned, options) == 0
+    assert run(planned, options, Preemption()) == 0
     return untimed(planned.folder / "metrics.jsonl")
 
 

@@ -49,12 +49,13 @@ def trained(values: dict[str, Any], folder: Path, savedir: Path, stage: int, ext
     """Run an experiment to its end on the ranks of this process group; its folder."""
     from trainer import distributed
     from trainer.run import Options, plan, run
+    from trainer.telemetry import Preemption
 
     options = Options(
         savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}", extra_evals=extra_evals
     )
     planned = plan(values, options, world=distributed.world(), rank=distributed.rank())
-    assert run(planned, options) == 0
+    assert run(planned, options, Preemption()) == 0
     return planned.folder
 
 

@@ -86,10 +86,11 @@ def test_a_deepspeed_key_that_does_not_exist_is_refused(folder: Path, tmp_path: 
 def refuse(values: dict[str, Any], data: Path | None, savedir: Path, cache: Path) -> tuple[str, int, str]:
     """(class, exit code, text) of the error that this experiment raises on one rank."""
     from trainer.run import Options, plan, run
+    from trainer.telemetry import Preemption
 
     options = Options(savedir, data_path=data, cache_dir=cache)
     try:
-        run(plan(values, options, world=1, rank=0), options)
+        run(plan(values, options, world=1, rank=0), options, Preemption())
     except LatheError as error:
         return type(error).__name__, error.exit_code, str(error)
     return "none", 0, ""

@@ -60,6 +60,7 @@ class Task:
                 f"data.max_tokens={self.cfg.data.max_tokens} is longer than the model's {positions} positions. "
                 f"Use at most {positions}."
             )
+        _refuse_scaled_logits(base.config)
         if self.cfg.train.gradient_checkpointing:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return CausalLM(base)
@@ -122,3 +123,14 @@ class Task:
         named = {name.removeprefix("base."): tensor for name, tensor in weights.items()}
         config.dtype = next(iter(named.values())).dtype
         base_model.export_folder(folder, config, self.tokenizer, named)
+
+
+def _refuse_scaled_logits(config: Any) -> None:
+    """Families that scale or cap their logits behind the head (Granite, Cohere, Gemma 2) would get a wrong loss."""
+    keys = ("logits_scaling", "logit_scale", "final_logit_softcapping")
+    odd = [f"{key}={getattr(config, key)}" for key in keys if getattr(config, key, None) not in (None, 1.0)]
+    if odd:
+        raise ConfigError(
+            f"base: {config.model_type} sets {', '.join(odd)}, which this task's loss does not apply. "
+            "Use a base whose head gives its logits directly, such as GPTBigCode or Llama."
+        )

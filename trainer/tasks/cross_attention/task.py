@@ -76,17 +76,21 @@ class Task:
                 f"data.decoder_tokens={data.decoder_tokens} cuts off the whole answer of {row['question']!r}: "
                 f"its prompt alone has {len(prompt)} tokens. Raise data.decoder_tokens."
             )
-        encoded = {"decoder": decoder, "answer_start": [len(prompt)]}
-        encoded |= self._encode_context(row["question"], _contexts_of(row), "context")
+        context = self._context_ids(row["question"], _contexts_of(row))
+        is_cut = len(prompt) + len(answer) > data.decoder_tokens or max(map(len, context)) > data.context_tokens
+        encoded = {"decoder": decoder, "answer_start": [len(prompt)], "truncated": [int(is_cut)]}
+        encoded |= self._within_limit(context, "context")
         if "other" in row:
-            encoded |= self._encode_context(row["question"], row["other"], "other")
+            encoded |= self._within_limit(self._context_ids(row["question"], row["other"]), "other")
         return encoded
 
-    def _encode_context(self, question: str, contexts: list[str], field: str) -> Encoded:
+    def _context_ids(self, question: str, contexts: list[str]) -> list[list[int]]:
         data = self.cfg.data
-        make = templates.chunk_texts if data.chunked else _one_text
-        texts = make(question, contexts, data.template, question_on_context=data.question_on_context)
-        chunks = [self._ids(text)[: data.context_tokens] for text in texts]
+        how = {"question_on_context": data.question_on_context, "chunked": data.chunked}
+        return [self._ids(text) for text in templates.context_texts(question, contexts, data.template, **how)]
+
+    def _within_limit(self, texts: list[list[int]], field: str) -> Encoded:
+        chunks = [ids[: self.cfg.data.context_tokens] for ids in texts]
         return {field: [token for chunk in chunks for token in chunk], f"{field}_lengths": [len(c) for c in chunks]}
 
     def _ids(self, text: str) -> list[int]:
@@ -201,10 +205,6 @@ def _chunks(flat: Sequence[int], lengths: Sequence[int]) -> list[Sequence[int]]:
         chunks.append(flat[start : start + int(length)])
         start += int(length)
     return chunks
-
-
-def _one_text(question: str, contexts: list[str], template: Any, *, question_on_context: bool) -> list[str]:
-    return [templates.context_text(question, contexts, template, question_on_context=question_on_context)]
 
 
 def _with_another_context(rows: list[Row]) -> Iterator[Row]:
