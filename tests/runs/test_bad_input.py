@@ -19,6 +19,10 @@ from trainer.errors import LatheError
 ROOT = Path(__file__).parent.parent.parent
 
 
+GRANITE = {"model_type": "granite", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+GRANITE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 384, "max_position_embeddings": 128}
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_facts(tmp_path_factory.mktemp("facts"))
@@ -57,6 +61,19 @@ def test_an_unknown_flag_suggests_the_nearest_one() -> None:
 
 def test_a_switch_that_is_neither_on_nor_off_is_refused() -> None:
     expect_refusal(trainval("-e", "x", "-sb", "out", "--push_to_hub", "maybe"), "maybe", "true, false, on, off")
+
+
+def test_an_entity_without_a_project_is_refused(folder: Path, tmp_path: Path) -> None:
+    flags = [*with_groups(tmp_path, experiment("cross_attention", folder)), "--wandb_entity_name", "me"]
+    flags += ["--data_path", str(folder), "--cache_dir", str(folder / "cache")]
+    expect_refusal(trainval(*flags), "--wandb_entity_name and --wandb_project_name")
+
+
+def test_an_id_that_is_not_that_of_the_folders_dictionary_is_refused(folder: Path, tmp_path: Path) -> None:
+    renamed = tmp_path / "renamed"
+    renamed.mkdir()
+    (renamed / "exp_dict.json").write_text(json.dumps(experiment("cross_attention", folder)))
+    expect_refusal(trainval("--exp_id", "renamed", "-sb", str(tmp_path)), "renamed", "Give the folder that name")
 
 
 def test_submission_says_that_it_is_not_here_yet() -> None:
@@ -136,6 +153,13 @@ def test_models_and_data_that_do_not_fit_are_refused_before_training(folder: Pat
             folder,
             "ConfigError",
             ["n_head"],
+        ),
+        "best metric": (vary(plain, train={"best": "valid/f2"}), folder, "ConfigError", ["valid/f2", "valid/loss"]),
+        "scaled logits": (
+            vary(experiment("causal_lm", folder), base={"config": {**GRANITE, "logits_scaling": 8.0}}),
+            folder,
+            "ConfigError",
+            ["logits_scaling=8.0"],
         ),
         "base run": (vary(plain, base={"experiment": plain}), folder, "ConfigError", ["holds no model"]),
     }

@@ -1,0 +1,90 @@
+"""A group as a whole: stop requests between experiments, errors of one rank, restarts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.facts import experiment, write_facts
+from tests.ranks import run_on_ranks
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_facts(tmp_path_factory.mktemp("facts"))
+
+
+def _group(experiments: list[dict[str, Any]], folder: Path, savedir: Path) -> int:
+    from trainer import distributed
+    from trainer.run import Options, plan, run_group
+
+    options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
+    world, rank = distributed.world(), distributed.rank()
+    return run_group([plan(values, options, world=world, rank=rank) for values in experiments], options)
+
+
+def _signalled_in_the_last_step(experiments: list[dict[str, Any]], folder: Path, savedir: Path) -> list[int]:
+    """Only rank 1 gets the signal, inside the last step of the first experiment; then the same group again."""
+    from trainer import distributed, loop
+
+    original, steps = loop.train_step, []
+
+    def last_step_is_signalled(*args: Any, **kwargs: Any) -> Any:
+        steps.append(1)
+        if len(steps) == 2 and distributed.rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, **kwargs)
+
+    loop.train_step = last_step_is_signalled
+    try:
+        first = _group(experiments, folder, savedir)
+    finally:
+        loop.train_step = original
+    return [first, _group(experiments, folder, savedir), len(list(savedir.glob("[0-9a-f]*/final")))]
+
+
+def test_a_stop_request_in_the_last_step_of_one_experiment_stops_the_group_on_all_ranks(
+    folder: Path, tmp_path: Path
+) -> None:
+    one = experiment("cross_attention", folder, train={"steps": 2})
+    two = experiment("cross_attention", folder, train={"steps": 2, "seed": 6})
+    assert run_on_ranks(2, _signalled_in_the_last_step, [one, two], folder, tmp_path) == [[75, 0, 2]] * 2
+
+
+def _export_fails(values: dict[str, Any], folder: Path, savedir: Path) -> tuple[str, str]:
+    """The disk refuses rank 0's best/ with an error that is safetensors' own; rank 1 must not wait for ever."""
+    from safetensors import SafetensorError
+
+    from trainer.errors import LatheError
+    from trainer.tasks.cross_attention import export
+
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    export.save_file = refused
+    try:
+        _group([values], folder, savedir)
+    except LatheError as error:
+        return type(error).__name__, str(error)
+    return "none", ""
+
+
+def test_an_error_of_rank_0_alone_reaches_every_rank(folder: Path, tmp_path: Path) -> None:
+    values = experiment("cross_attention", folder)
+    for kind, text in run_on_ranks(2, _export_fails, values, folder, tmp_path):
+        assert kind == "StorageError"
+        assert "No space left" in text
+
+
+def test_a_restarted_command_does_not_start_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import trainval
+
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not trainval._is_restart()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert trainval._is_restart()
