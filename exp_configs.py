@@ -204,17 +204,10 @@ CAUSAL_LM_TINY: Values = {
     "data": {"source": "stdlib_docs", "max_tokens": 128},
     "deepspeed": "zero2",
 }
-CROSSATTN_TINY = vary(
-    CAUSAL_LM_TINY,
-    task="cross_attention",
-    # A frozen random base limits its logits to about |state| x |embedding|: at the usual 0.02 no loss can fall below 5.
-    base={"config": TINY_BASE["config"] | {"initializer_range": 0.1}},
-    train={"steps": 300, "eval_every": 100, "save_every": 100},
-    optim={"lr": 6e-3},
-    schedule={"warmup_steps": 20},
-    layers={"count": 2, "stride": 2, "width": 128, "heads": 4},
+CROSSATTN_SMALL = vary(
+    CAUSAL_LM_TINY, task="cross_attention", layers={"count": 2, "stride": 2, "width": 128, "heads": 4}
 )
-CROSSATTN_TINY["data"] = {
+CROSSATTN_SMALL["data"] = {
     "source": "stdlib_docs",
     "template": "chat",
     "decoder_tokens": 64,
@@ -222,6 +215,15 @@ CROSSATTN_TINY["data"] = {
     "loss_on": "answer",
     "shuffled_context": True,
 }
+CROSSATTN_TINY = vary(
+    CROSSATTN_SMALL,
+    # A frozen random base limits its logits to about |state| x |embedding|: at the usual 0.02 no loss can fall below 5.
+    base={"config": TINY_BASE["config"] | {"initializer_range": 0.1}},
+    train={"steps": 200, "eval_every": 100, "save_every": 100},
+    # Calm enough that ZeRO stages and ranks agree to 1e-5 at the end; at 6e-3 rounding grows to 1e-2 in 230 steps.
+    optim={"lr": 4e-3, "eps": 1e-6},
+    schedule={"warmup_steps": 20},
+)
 
 # Natural Questions on a CPU: a small language model of the passages first, then cross-attention layers in it, frozen.
 
@@ -239,7 +241,7 @@ LM_NQ_CPU = vary(
     deepspeed="zero1",  # accumulates gradients in fp32; stage 0 would in bf16
 )
 CROSSATTN_NQ_CPU = vary(
-    CROSSATTN_TINY,
+    CROSSATTN_SMALL,
     base={"experiment": LM_NQ_CPU},
     tokenizer=None,
     train={"steps": 1000, "global_batch": 16, "precision": "bf16", "eval_every": 200, "save_every": 200},
