@@ -94,6 +94,7 @@ def run(plan: Plan, options: Options, preemption: Preemption) -> int:
         try:
             finished = _train(plan, options, telemetry, preemption)
             telemetry.status("succeeded" if finished else "preempted")
+            logger.info("%s: %s", "finished" if finished else "stopped, to be run again", plan.folder)
         except BaseException as error:
             with contextlib.suppress(StorageError):  # a full disk must not hide what went wrong
                 telemetry.status("failed", error=f"{type(error).__name__}: {error}")
@@ -143,6 +144,7 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
         model = task.model()
+    logger.info("run folder %s", plan.folder)
     logger.info("%s", trainable_report(model))
     progress = Progress()
     if found is not None:
