@@ -135,6 +135,8 @@ def is_finished(plan: Plan) -> bool:
 
 def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption) -> bool:
     cfg = plan.cfg
+    if options.push_to_hub:
+        on_main(_check_hub)
     rng.seed_everything(cfg.train.seed, distributed.rank())
     task = tasks.load(cfg, options.places)
     questions = first_questions(task, options.extra_evals)
@@ -355,18 +357,31 @@ def _export(plan: Plan, task: Task, live: Engine, name: str) -> None:
     on_main(write)
 
 
-def _push(plan: Plan) -> None:
-    from huggingface_hub import HfApi
+@contextlib.contextmanager
+def _hub_errors(advice: str) -> Iterator[None]:
+    import httpx
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
+        yield
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:  # OSError: no token, or offline mode
+        raise ConfigError(f"--push_to_hub: {str(error).strip().splitlines()[0]}\n{advice}") from error
+
+
+def _check_hub() -> None:
+    """ConfigError before anything is trained when nothing could be uploaded afterwards."""
+    from huggingface_hub import HfApi
+
+    with _hub_errors("Log in with `hf auth login` on a machine that reaches the Hub, or leave --push_to_hub out."):
+        HfApi().whoami()
+
+
+def _push(plan: Plan) -> None:
+    from huggingface_hub import HfApi
+
+    with _hub_errors(f"The model is safe in {plan.folder / 'final'}: push that folder by hand, or run this again."):
         repository = HfApi().create_repo(plan.id, private=True, exist_ok=True).repo_id
         HfApi().upload_folder(repo_id=repository, folder_path=plan.folder / "final")
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"--push_to_hub: {str(error).splitlines()[0]}\nThe model is safe in {plan.folder / 'final'}. "
-            "Log in with `hf auth login`, or push that folder by hand."
-        ) from error
 
 
 def _write_json(path: Path, value: Any) -> None:

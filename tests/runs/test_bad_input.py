@@ -272,3 +272,23 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
     assert outcome[:2] == ("DivergedError", 1)
     assert "optim.lr" in outcome[2]
     assert left, "the checkpoint before the first update with a learning rate above 0 is kept"
+
+
+def _push(values: dict[str, Any], folder: Path, savedir: Path) -> tuple[str, str, bool]:
+    from trainer.run import Options, plan, run
+    from trainer.telemetry import Preemption
+
+    planned = plan(values, Options(savedir), world=1, rank=0)
+    try:
+        run(planned, Options(savedir, data_path=folder, push_to_hub=True), Preemption())
+    except LatheError as error:
+        return type(error).__name__, str(error), (planned.folder / "metrics.jsonl").stat().st_size > 0
+    return "none", "", True
+
+
+def test_a_hub_that_cannot_be_pushed_to_is_noticed_before_training(folder: Path, tmp_path: Path) -> None:
+    kind, text, has_trained = run_on_ranks(1, _push, experiment("cross_attention", folder), folder, tmp_path)[0]
+    assert kind == "ConfigError", text
+    assert "--push_to_hub" in text
+    assert "hf auth login" in text
+    assert not has_trained
