@@ -88,11 +88,11 @@ def test_removed_keys_are_those_that_deepspeed_names() -> None:
     assert removed <= REFUSED.keys()
 
 
-LEGAL = [(name, precision) for name in PRESETS for precision in ("fp32", "bf16", "fp16")]
-LEGAL.remove(("zero0", "fp16"))  # refused: see test_deepspeed_config.py
+TRAINABLE = [(name, precision) for name in PRESETS for precision in ("fp32", "bf16", "fp16")]
+TRAINABLE.remove(("zero0", "fp16"))  # refused: see test_deepspeed_config.py
 
 
-@pytest.mark.parametrize(("name", "precision"), LEGAL)
+@pytest.mark.parametrize(("name", "precision"), TRAINABLE)
 def test_deepspeed_reads_back_what_was_asked_for(name: str, precision: str, tmp_path: Path) -> None:
     config = pytest.importorskip("deepspeed.runtime.config")
     built = build(preset(name, tmp_path), precision=precision, world=1, global_batch=32)
