@@ -6,7 +6,7 @@ Layers (a file that is not named here and lies in trainer/ is layer 2):
 3  trainer/tasks/<name>/*
 2  trainer/*, trainer/data/*
 1  trainer/{distributed, rng}.py
-0  trainer/{config, errors, deepspeed_config, deepspeed_keys}.py, every config.py, exp_configs.py, job_configs.py
+0  trainer/{config, disk, errors, deepspeed_config, deepspeed_keys}.py, every config.py, exp_configs.py, job_configs.py
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ LAYERS = {
     "job_configs": 0,
     "trainer": 0,
     "trainer.config": 0,
+    "trainer.disk": 0,
     "trainer.errors": 0,
     "trainer.deepspeed_config": 0,
     "trainer.deepspeed_keys": 0,

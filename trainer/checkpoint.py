@@ -27,13 +27,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from trainer import distributed
+from trainer.disk import FULL, refusals
 from trainer.errors import CheckpointError, LatheError, StorageError
 from trainer.shards import (
-    FULL,
     Record,
     bytes_needed,
     checksum_problem,
-    refusals,
     tensors_of,
     write_json,
     write_tensors,

@@ -21,11 +21,11 @@ from trainer import checkpoint, deepspeed_config, distributed, engine, errors, r
 from trainer.config import Experiment, digest, exp_id
 from trainer.data.store import TokenStore, open_store
 from trainer.data.windows import Sharding
+from trainer.disk import refusals, replace_file
 from trainer.engine import Engine
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError, StorageError
 from trainer.loop import Cadence, Progress, Session, first_questions, fit
 from trainer.meter import Meter
-from trainer.shards import refusals, replace_file
 from trainer.surgery import trainable_report
 from trainer.task import Places, Task
 from trainer.telemetry import Preemption, Run, WandbSettings

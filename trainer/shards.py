@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trainer.errors import CheckpointError, StorageError
+from trainer.disk import refusals
+from trainer.errors import CheckpointError
 
 BLOCK = 4 * 2**20  # bytes written and hashed at a time: small enough for the cache that hashing and writing share
 DTYPES = {  # how a safetensors header spells them (its README, "Format")
@@ -33,14 +32,6 @@ DTYPES = {  # how a safetensors header spells them (its README, "Format")
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
-}
-FULL = "Free some space, or save elsewhere with --savedir_base."
-ADVICE = {
-    errno.ENOSPC: FULL,
-    errno.EDQUOT: "Raise the quota, or save elsewhere with --savedir_base.",
-    errno.EROFS: "The file system is read-only: save elsewhere with --savedir_base.",
-    errno.EACCES: "Grant this user write access, or save elsewhere with --savedir_base.",
-    errno.EEXIST: "Another process is saving here: run an experiment once at a time.",
 }
 
 
@@ -96,17 +87,6 @@ def checksum_problem(folder: Path, record: Record) -> str | None:
     return None if got == record.sha256 else f"{record.name}: checksum {got[:12]}, want {record.sha256[:12]}"
 
 
-@contextmanager
-def refusals(path: Path) -> Iterator[None]:
-    """Turn every OSError of a block into a StorageError that names the file (or `path`) and what to do."""
-    try:
-        yield
-    except OSError as error:
-        advice = ADVICE.get(error.errno or 0, "Check that the folder exists and can be written.")
-        where = error.filename or path
-        raise StorageError(f"{where}: {error.strerror or error}. {advice}") from error
-
-
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
     end = 0
@@ -146,14 +126,3 @@ def _write(path: Path, *parts: Iterable[bytes | memoryview]) -> Record:
         file.flush()
         os.fsync(file.fileno())
     return Record(path.name, size, digest.hexdigest())
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Make `content` the whole of `path`: written aside, fsynced, renamed. StorageError when the disk refuses."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with refusals(path):
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from trainer import distributed
 from trainer.console import Bar, Lines, Number
+from trainer.disk import refusals, replace_file
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
-from trainer.shards import refusals, replace_file
 
 State = Literal["queued", "running", "succeeded", "failed", "preempted", "cancelled"]
 METRICS, SCORES, HAVEN_SCORES, STATUS = "metrics.jsonl", "score_list.json", "score_list.pkl", "status.json"

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from trainer import shards
+from trainer import disk, shards
 from trainer.errors import CheckpointError, StorageError
 
 
@@ -71,5 +71,5 @@ def test_a_flipped_byte_changes_the_checksum(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_says_which_file_and_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"No space left on device\. Free some space"), shards.refusals(tmp_path):
+    with pytest.raises(StorageError, match=r"No space left on device\. Free some space"), disk.refusals(tmp_path):
         Path("/dev/full").write_bytes(b"x")

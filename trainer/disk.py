@@ -1,0 +1,42 @@
+"""Small files that are never half written, and what to tell when a disk refuses. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trainer.errors import StorageError
+
+FULL = "Free some space, or save elsewhere with --savedir_base."
+ADVICE = {
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: "Raise the quota, or save elsewhere with --savedir_base.",
+    errno.EROFS: "The file system is read-only: save elsewhere with --savedir_base.",
+    errno.EACCES: "Grant this user write access, or save elsewhere with --savedir_base.",
+    errno.EEXIST: "Another process is saving here: run an experiment once at a time.",
+}
+
+
+@contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """Turn every OSError of a block into a StorageError that names the file (or `path`) and what to do."""
+    try:
+        yield
+    except OSError as error:
+        advice = ADVICE.get(error.errno or 0, "Check that the folder exists and can be written.")
+        where = error.filename or path
+        raise StorageError(f"{where}: {error.strerror or error}. {advice}") from error
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Make `content` the whole of `path`: written aside, fsynced, renamed. StorageError when the disk refuses."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with refusals(path):
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
