@@ -1,0 +1,110 @@
+"""The job dictionary: where an experiment runs, never what it is. Keys as haven and Slurm users know them."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Field, field_validator, model_validator
+
+from trainer.config import Positive, Strict
+
+# What may stand in a name, a path, a mount or an #SBATCH value. No space, no quote, nothing a shell or an option
+# parser could read as more than text; no leading dash.
+Word = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.:/@+=,%\[\]{}!~][A-Za-z0-9_.:/@+=,%\[\]{}!~-]{0,254}\Z")]
+Name = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.][A-Za-z0-9_.-]{0,63}\Z")]
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+SECRET = re.compile(r"(_|\b)(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|\b)", re.IGNORECASE)
+
+
+class Resources(Strict):
+    """What one node of a job needs. Units: cores, GiB, GPUs."""
+
+    cpu: Positive = 1
+    mem: Positive = 8  # GiB
+    gpu: Annotated[int, Field(ge=0)] = 0
+    gpu_mem: Positive | None = None  # GiB a GPU
+    gpu_model: Word | None = None  # "A100", or "!A100" for any other; toolkit only
+
+
+class JobConfig(Strict):
+    """One job dictionary. A key that the chosen backend does not know is an error, never ignored."""
+
+    resources: Resources = Resources()
+    nodes: Positive = 1
+    python_binary: str = ""  # launch line, as --python_binary; "": torchrun when there are several GPUs, else python
+    python: Word | None = None  # interpreter that runs the wrapper on the node; None: the submitter's own
+    environment_vars: dict[str, str] = Field(default_factory=dict)  # or haven's list of "NAME=value"
+    max_run_time: Positive | None = None  # seconds
+    grace_s: Positive = 120  # between asking a job to stop and killing it
+    max_retries: Annotated[int, Field(ge=0)] = 0  # after failures that were not bad input
+    max_preemptions: Annotated[int, Field(ge=0)] = 20
+    wandb_key_file: Word | None = None  # a file of mode 0600, read by the job itself
+    wandb_key_secret: Word | None = (
+        None  # k8s: NAME/KEY of a Secret; toolkit: a mount of `data` that holds the key file
+    )
+    # toolkit (haven's keys)
+    account_id: Word | None = None
+    image: Word | None = None
+    data: list[Word] = Field(default_factory=list)
+    preemptable: bool = False
+    restartable: bool = False
+    interactive: Literal[False] = False
+    bid: Annotated[int, Field(ge=0)] | None = None
+    # Slurm
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    gres: Word | None = None  # instead of resources.gpu, for example "gpu:a100:4"
+    constraint: Word | None = None
+    reservation: Word | None = None
+    exclude: Word | None = None
+    nodelist: Word | None = None
+    time: Annotated[str, Field(pattern=r"\A(\d+-)?\d+(:\d{2}){0,2}\Z")] | None = None  # as sbatch --time
+    requeue: bool = True
+    signal_s: Positive | None = None  # SIGUSR1 so many seconds before the time limit
+    # ray and k8s
+    address: Word | None = None  # of a Ray cluster's dashboard
+    namespace: Name = "default"
+    queue: Name | None = None  # Kueue's LocalQueue
+    service_account: Name | None = None
+    volumes: list[Word] = Field(default_factory=list)  # k8s: "<claim>:/mount[:ro]"
+
+    @field_validator("environment_vars", mode="before")
+    @classmethod
+    def _from_list(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        items = [str(item) for item in cast("list[Any]", value)]
+        if not all("=" in item for item in items):
+            raise ValueError('each entry of the list must be "NAME=value"')
+        return dict(item.split("=", 1) for item in items)
+
+    @field_validator("environment_vars")
+    @classmethod
+    def _harmless(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, text in value.items():
+            if not VARIABLE.match(name):
+                raise ValueError(f"{name!r} is not the name of an environment variable")
+            if "\0" in text or "\n" in text:
+                raise ValueError(f"the value of {name} holds a NUL or a line break")
+            if SECRET.search(name):
+                raise ValueError(
+                    f"{name} looks like a secret, and job dictionaries are stored and shown. Use wandb_key_file, or "
+                    "the platform's own secret"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _one_gpu_count(self) -> JobConfig:
+        if self.gres is not None and self.resources.gpu:
+            raise ValueError(f"gres={self.gres!r} and resources.gpu={self.resources.gpu} are both set; keep one")
+        return self
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one node, whether stated in `resources` or as Slurm's `gres` ("gpu:4", "gpu:a100:4")."""
+        if self.gres is None:
+            return self.resources.gpu
+        parts = self.gres.split(":")
+        return int(parts[-1]) if parts[-1].isdigit() else 1
