@@ -11,8 +11,8 @@ from trainer.config import Positive, Strict
 
 # What may stand in a name, a path, a mount or an #SBATCH value. No space, no quote, nothing a shell or an option
 # parser could read as more than text; no leading dash.
-Word = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.:/@+=,%\[\]{}!~][A-Za-z0-9_.:/@+=,%\[\]{}!~-]{0,254}\Z")]
-Name = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.][A-Za-z0-9_.-]{0,63}\Z")]
+Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/@+=,%\[\]{}!~][A-Za-z0-9_.:/@+=,%\[\]{}!~-]{0,254}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.][A-Za-z0-9_.-]{0,63}$")]
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 SECRET = re.compile(r"(_|\b)(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|\b)", re.IGNORECASE)
 
@@ -60,7 +60,7 @@ class JobConfig(Strict):
     reservation: Word | None = None
     exclude: Word | None = None
     nodelist: Word | None = None
-    time: Annotated[str, Field(pattern=r"\A(\d+-)?\d+(:\d{2}){0,2}\Z")] | None = None  # as sbatch --time
+    time: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{2}){0,2}$")] | None = None  # as sbatch --time
     requeue: bool = True
     signal_s: Positive | None = None  # SIGUSR1 so many seconds before the time limit
     # ray and k8s
