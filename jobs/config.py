@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
 from trainer.config import Positive, Strict
+from trainer.errors import ConfigError
 
 # What may stand in a name, a path, a mount or an #SBATCH value. No space, no quote, nothing a shell or an option
 # parser could read as more than text; no leading dash.
@@ -108,3 +110,32 @@ class JobConfig(Strict):
             return self.resources.gpu
         parts = self.gres.split(":")
         return int(parts[-1]) if parts[-1].isdigit() else 1
+
+    def refuse_foreign(self, backend: str, own: Collection[str]) -> None:
+        """ConfigError for every key that is set and that `backend` neither shares with all others nor calls its own."""
+        changed = [key for key, value in self if value != getattr(_UNTOUCHED, key)]
+        foreign = [key for key in changed if key not in SHARED and key not in own]
+        if foreign:
+            known = ", ".join(sorted({*SHARED, *own}))
+            raise ConfigError(
+                f"job dictionary: {backend} knows no {', '.join(foreign)}. Remove them. It knows: {known}"
+            )
+
+
+# Every backend knows these.
+SHARED = frozenset(
+    (
+        "resources",
+        "nodes",
+        "python_binary",
+        "python",
+        "environment_vars",
+        "max_run_time",
+        "grace_s",
+        "max_retries",
+        "max_preemptions",
+        "wandb_key_file",
+        "interactive",
+    )
+)
+_UNTOUCHED = JobConfig()

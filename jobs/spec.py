@@ -49,6 +49,7 @@ class JobSpec(Strict):
     environment: dict[str, str] = Field(default_factory=dict)  # of the training; holds no secret
     job: JobConfig = JobConfig()
     after: list[str] = Field(default_factory=list)  # scheduler ids that must have succeeded
+    max_parallel: int | None = None  # of this group at once, where the backend keeps a queue of its own
 
 
 @dataclass(frozen=True)

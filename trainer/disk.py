@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import StorageError
 
@@ -40,3 +42,8 @@ def replace_file(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Make `value` the whole of `path`, as indented JSON. StorageError when the disk refuses."""
+    replace_file(path, (json.dumps(value, indent=2) + "\n").encode())

@@ -21,7 +21,7 @@ from trainer import checkpoint, deepspeed_config, distributed, engine, errors, r
 from trainer.config import Experiment, digest, exp_id
 from trainer.data.store import TokenStore, open_store
 from trainer.data.windows import Sharding
-from trainer.disk import refusals, replace_file
+from trainer.disk import refusals, write_json
 from trainer.engine import Engine
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError, StorageError
 from trainer.loop import Cadence, Progress, Session, first_questions, fit
@@ -248,9 +248,9 @@ def _claim(plan: Plan, options: Options, lock: FileLock) -> None:
         logger.info("reset: the old folder is now %s", aside)
     plan.folder.mkdir(exist_ok=True)
     _check_dictionary(plan)
-    _write_json(plan.folder / "exp_dict.json", plan.values)
-    _write_json(plan.folder / "resolved.json", plan.cfg.model_dump(mode="json"))
-    _write_json(plan.folder / "ds_config.json", plan.ds)
+    write_json(plan.folder / "exp_dict.json", plan.values)
+    write_json(plan.folder / "resolved.json", plan.cfg.model_dump(mode="json"))
+    write_json(plan.folder / "ds_config.json", plan.ds)
 
 
 def _check_dictionary(plan: Plan) -> None:
@@ -283,7 +283,7 @@ def _check_identity(plan: Plan, task: Task, stores: dict[str, TokenStore]) -> No
                     f"{plan.folder}: cannot resume, these changed since the run began: {'; '.join(changed)}.\n"
                     "Put them back, or start over with -r 1 (the old folder is moved aside)."
                 )
-        _write_json(path, {"identity": now, "splits": facts})
+        write_json(path, {"identity": now, "splits": facts})
 
     on_main(check)
 
@@ -382,10 +382,6 @@ def _push(plan: Plan) -> None:
     with _hub_errors(f"The model is safe in {plan.folder / 'final'}: push that folder by hand, or run this again."):
         repository = HfApi().create_repo(plan.id, private=True, exist_ok=True).repo_id
         HfApi().upload_folder(repo_id=repository, folder_path=plan.folder / "final")
-
-
-def _write_json(path: Path, value: Any) -> None:
-    replace_file(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def _wandb(plan: Plan, options: Options) -> WandbSettings | None:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from trainer import distributed
 from trainer.console import Bar, Lines, Number
-from trainer.disk import refusals, replace_file
+from trainer.disk import refusals, replace_file, write_json
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 
 State = Literal["queued", "running", "succeeded", "failed", "preempted", "cancelled"]
@@ -154,7 +154,7 @@ class Run:
             "updated_at": now,
             "error": error,
         }
-        replace_file(self.folder / STATUS, (json.dumps(values, indent=2) + "\n").encode())
+        write_json(self.folder / STATUS, values)
 
     def resume(self, step: int) -> None:
         """Cut metrics.jsonl, score_list and answers/ back to `step`, so that they go on as an undisturbed run's."""

@@ -1,0 +1,59 @@
+"""This process, one experiment after the other, with this terminal: to debug. The submission ends when they have."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from jobs import run
+from jobs.spec import Finding, JobSpec, Observed, Rendered
+from trainer.errors import ConfigError
+
+
+class Inline:
+    """The wrapper called as a function: breakpoints of the training have the terminal."""
+
+    name: ClassVar[str] = "inline"
+    validation: ClassVar[str] = "run for real by the tests"
+
+    def check(self) -> list[Finding]:
+        """Nothing is needed."""
+        return [Finding("inline", True, "runs here, one after the other; a debugger has the terminal")]
+
+    def render(self, spec: JobSpec) -> Rendered:
+        """Which attempt to run."""
+        if spec.job.nodes > 1 or spec.after:
+            raise ConfigError("inline: one machine, one experiment after the other. Leave nodes and --after out.")
+        return Rendered(
+            spec.token, "rendered.inline.json", json.dumps({"folder": spec.folder, "attempt": spec.attempt}) + "\n"
+        )
+
+    def rehearse(self, rendered: Rendered) -> str | None:
+        """Nothing to ask."""
+        return None
+
+    def submit(self, rendered: Rendered) -> str:
+        """Run it now, to its end; what became of it is in its exit file."""
+        job = json.loads(rendered.text)
+        job_id = f"{socket.gethostname()}:{os.getpid()}"
+        run.run(Path(job["folder"]), job["attempt"], has_terminal=True)
+        return job_id
+
+    def find(self, token: str) -> list[str]:
+        """Nothing is kept: the exit file and the heartbeat say all."""
+        return []
+
+    def query(self, ids: Sequence[str]) -> dict[str, Observed]:
+        """Nothing is kept."""
+        return {}
+
+    def cancel(self, job_id: str) -> None:
+        """Nothing to do here: whoever runs it has its terminal, and Ctrl-C."""
+
+    def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
+        """Nothing is kept: it was on the terminal."""
+        return iter(())
