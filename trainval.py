@@ -6,11 +6,13 @@ Works under python, torchrun and deepspeed. Imports no torch until an experiment
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,7 +77,16 @@ PushToHub = Annotated[
 JobScheduler = Annotated[
     str | None, typer.Option("-j", "--j", "--job_scheduler", help="Submit the group instead of running it here.")
 ]
-PythonBinary = Annotated[str, typer.Option("--python_binary", help="Launch line of submitted jobs.")]
+PythonBinary = Annotated[
+    str, typer.Option("--python_binary", help="With -j: launch line; NGPUS stands for the GPUs of the job.")
+]
+JobConfigs = Annotated[
+    Path | None,
+    typer.Option("--job_configs", help="With -j: Python file with JOB_CONFIGS, instead of the built-in one."),
+]
+AllowDirty = Annotated[
+    bool, typer.Option("--allow_dirty", "--allow-dirty", help="With -j: send uncommitted code, with its patch.")
+]
 DryRun = Annotated[bool, typer.Option("--dry_run", help="Check everything, show what would run, train nothing.")]
 LocalRank = Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)]
 DistUrl = Annotated[str, typer.Option("--dist_url", hidden=True)]
@@ -101,7 +112,9 @@ def main(
     generation_eval_max_sample_size: SampleSize = 100,
     push_to_hub: PushToHub = "false",
     job_scheduler: JobScheduler = None,
-    python_binary: PythonBinary = "python",
+    python_binary: PythonBinary = "",
+    job_configs: JobConfigs = None,
+    allow_dirty: AllowDirty = False,
     dry_run: DryRun = False,
     local_rank: LocalRank = None,
     dist_url: DistUrl = "env://",
@@ -113,14 +126,10 @@ def main(
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     _set_up_logging()
+    text: str | None = None
     try:
         if savedir_base is None:
             raise _bad("-sb/--savedir_base is required: the folder that holds all runs. For example -sb results")
-        if job_scheduler not in (None, "None", "0"):
-            raise _bad(
-                f"-j {job_scheduler}: this version runs experiments only here; submission comes with jobs/.\n"
-                "Leave -j out, and start this line in your own job script."
-            )
         experiments = _experiments(exp_group, exp_id, exp_configs, savedir_base, steps)
         options = {
             "savedir_base": savedir_base,
@@ -136,14 +145,33 @@ def main(
             "extra_evals": generation_eval_max_sample_size if _SWITCHES[do_extra_evals] else 0,
             "push_to_hub": _SWITCHES[push_to_hub],
         }
-        code = _dry_run(experiments, options) if dry_run else _train(experiments, options)
+        if job_scheduler not in (None, "None", "0"):
+            job = {"backend": job_scheduler, "file": job_configs, "python_binary": python_binary}
+            code = _submit(exp_group, experiments, options, is_dry=dry_run, allow_dirty=allow_dirty, **job)
+        else:
+            code = _dry_run(experiments, options) if dry_run else _train(experiments, options)
     except LatheError as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        text = f"{type(error).__name__}: {error}"
+        typer.echo(text, err=True)
         code = error.exit_code
-    except Exception:  # any: the traceback is shown, and then gloo's threads must not turn the exit code into an abort
+    except Exception as error:  # any: shown whole, and then gloo's threads must not turn the exit code into an abort
+        text = f"{type(error).__name__}: {error}"
         logging.exception("failed")
         code = EXIT_FAILED
+    _tell_wrapper(code, text)
     _leave(code)
+
+
+def _tell_wrapper(code: int, text: str | None) -> None:
+    """Leave the exit code where the wrapper of a job looks for it: torchrun turns every one but 0 into 1.
+
+    A rank that fails is believed at once, and the first one is; success is for rank 0 to tell.
+    """
+    path = os.environ.get("LATHE_OUTCOME")
+    if path is None or (code == EXIT_OK and os.environ.get("RANK", "0") != "0"):
+        return
+    with contextlib.suppress(OSError), open(path, "x") as file:  # FileExistsError: another rank was first
+        json.dump({"code": code, "error": text}, file)
 
 
 def _is_restart() -> bool:
@@ -155,9 +183,8 @@ def _experiments(
     group: str | None, exp_id: str | None, file: Path | None, savedir_base: Path, steps: int | None
 ) -> list[dict[str, Any]]:
     """The dictionaries to run, with --steps written in: of a whole group, or of one folder."""
-    from exp_configs import read_groups
+    from exp_configs import experiments_of
     from trainer.config import exp_id as id_of
-    from trainer.config import nearest
 
     if exp_id is not None:
         values = _stored(savedir_base, exp_id)
@@ -170,20 +197,7 @@ def _experiments(
         return [values]
     if group is None:
         raise _bad("-e/--exp_group is required: the name of a group in exp_configs.py. For example -e crossattn_tiny")
-    groups = read_groups(file)
-    if group not in groups:
-        raise _bad(f"-e {group}: no such group. {nearest(group, sorted(groups))}")
-    experiments = [_with_steps(values, steps) for values in groups[group]]
-    ids = [id_of(values) for values in experiments]
-    if len(set(ids)) < len(ids):
-        raise _bad(f"-e {group}: two of its experiments are the same ({', '.join(sorted(ids))}). Remove one.")
-    return experiments
-
-
-def _with_steps(values: dict[str, Any], steps: int | None) -> dict[str, Any]:
-    if steps is None or not isinstance(values.get("train"), dict):
-        return values
-    return {**values, "train": {**values["train"], "steps": steps}}
+    return experiments_of(group, file, steps)
 
 
 def _stored(savedir_base: Path, exp_id: str) -> dict[str, Any]:
@@ -224,6 +238,64 @@ def _dry_run(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     for values in experiments:
         typer.echo(show(plan(values, chosen, world=world, rank=0), chosen))
     return EXIT_OK
+
+
+def _submit(
+    group: str | None,
+    experiments: list[dict[str, Any]],
+    options: dict[str, Any],
+    *,
+    backend: str,
+    file: Path | None,
+    python_binary: str,
+    is_dry: bool,
+    allow_dirty: bool,
+) -> int:
+    """Send the group as `lathe-jobs submit` does, with this command's own flags. Imports no torch."""
+    from jobs import choice, control, launch, request
+    from jobs.layout import BaseFolder
+
+    if group is None:
+        raise _bad("-j needs -e GROUP: an experiment that was sent before runs again by `lathe-jobs retry ID`.")
+    base = options["savedir_base"]
+    asked = request.make(
+        group=group,
+        experiments=experiments,
+        base=base,
+        backend={"1": "toolkit"}.get(backend, backend),  # as published
+        job=request.job_config(group, file, "" if python_binary == "python" else python_binary),
+        flags=_passed_on(options),
+        allow_dirty=allow_dirty or is_dry,
+        take_snapshot=not is_dry,
+    )
+    if is_dry:
+        results = launch.plan(asked)
+    else:
+        for row in choice.rows(base, None, asked.by_id) if options["reset"] else []:
+            aside = base / f"{row.exp_id}.bak-{time.strftime('%Y%m%d-%H%M%S')}"
+            control.reset(BaseFolder(base.absolute()), row, aside=aside.absolute())
+        results = launch.submit(asked)
+    choice.show(results, as_json=False)
+    choice.fail_if_any(results)
+    return EXIT_OK
+
+
+def _passed_on(options: dict[str, Any]) -> dict[str, str]:
+    """The flags of this command that the job's own command gets."""
+    flags = {
+        "data_path": options["data_path"],
+        "cache_dir": options["cache_dir"],
+        "log_every": options["log_every"],
+        "deepspeed": options["deepspeed"],
+        "wandb_entity_name": options["wandb_entity"],
+        "wandb_project_name": options["wandb_project"],
+        "wandb_run_name": options["wandb_run_name"],
+        "wandb_log_gradients": str(options["log_gradients"]).lower(),
+        "push_to_hub": str(options["push_to_hub"]).lower(),
+        "do_extra_evals": str(options["extra_evals"] > 0).lower(),
+        "generation_eval_max_sample_size": options["extra_evals"] or None,
+    }
+    return {name: str(value) for name, value in flags.items() if value is not None}
 
 
 def _set_up_logging() -> None:

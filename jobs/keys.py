@@ -27,8 +27,12 @@ MIN_SECRET = 20  # characters; a shorter value of a variable called ..._TOKEN is
 MIN_REDACTED = 8  # characters; to blot out every "1" would blot out the text
 BLOT = "[redacted]"
 
-_NEVER = (".env*", ".netrc", "_netrc", ".git-credentials", ".pgpass", ".pypirc", ".ssh", ".aws", ".gnupg", ".kube")
-_NEVER += ("*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*")
+# fmt: off
+_NEVER = (
+    ".env*", ".netrc", "_netrc", ".git-credentials", ".pgpass", ".pypirc", ".ssh", ".aws", ".gnupg", ".kube",
+    "*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*",
+)
+# fmt: on
 _UNLESS_SOURCE = ("*credentials*", "*wandb*key*")  # credentials.py is a module, and its text is searched all the same
 _SOURCE = (".py", ".pyi", ".md", ".rst")
 _SECRET_NAME = re.compile("|".join(translate(pattern) for pattern in _NEVER))
@@ -43,14 +47,19 @@ _TOKEN = re.compile(rb"\b(?:wandb_v1_[A-Za-z0-9_-]{40,}|hf_[A-Za-z0-9]{34,})\b")
 _SHOWN_TOKEN = re.compile(_TOKEN.pattern.decode())
 _SHOWN_KEY = re.compile(r"((?:api_?key|login|password)\W{1,8})[0-9a-f]{40}(?![0-9a-z])", re.IGNORECASE)
 
-_INHERITED = frozenset(
-    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ VIRTUAL_ENV LD_LIBRARY_PATH LIBRARY_PATH CPATH CC CXX MAX_JOBS "
-    "PYTHONPATH PYTHONUNBUFFERED PYTHONHASHSEED PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX CUDA_HOME CUDA_PATH "
-    "HF_HOME HF_ENDPOINT XDG_CACHE_HOME NETRC SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE "
-    "http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY".split()
+# fmt: off
+_INHERITED = frozenset({
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
+    "LIBRARY_PATH", "CPATH", "CC", "CXX", "MAX_JOBS", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONHASHSEED",
+    "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "CUDA_HOME", "CUDA_PATH", "HF_HOME", "HF_ENDPOINT",
+    "XDG_CACHE_HOME", "NETRC", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+    "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
+})
+_FAMILIES = (
+    "LC_", "CONDA_", "HF_HUB_", "HF_DATASETS_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "OMP_", "MKL_",
+    "NCCL_", "GLOO_", "UCX_", "DS_", "TRITON_", "WANDB_", "LATHE_",
 )
-_FAMILIES = ("LC_", "CONDA_", "HF_HUB_", "HF_DATASETS_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "OMP_")
-_FAMILIES += ("MKL_", "NCCL_", "GLOO_", "UCX_", "DS_", "TRITON_", "WANDB_", "LATHE_")
+# fmt: on
 _OF_ANOTHER_RUN = frozenset({"WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_SWEEP_ID"})
 _OF_THIS_MACHINE = frozenset({"TMPDIR", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"})
 
@@ -110,11 +119,13 @@ def check_key_file(path: Path) -> None:
         raise ConfigError(
             f"wandb_key_file {path}: {error.strerror}. Write the key to it, and: chmod 600 {shlex.quote(str(path))}"
         ) from None
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError(f"wandb_key_file {path}: not a regular file. Name the file that holds the key.")
-        problems = [*_wrong_access(path, status), *_wrong_content(file.read(2048))]
+        problems = [*_wrong_access(path, status), *_wrong_content(os.read(descriptor, 2048))]
+    finally:
+        os.close(descriptor)
     if problems:
         raise ConfigError(f"wandb_key_file {path}: " + "; ".join(problems))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ PYTHON = re.compile(r"python(\d+(\.\d+)*)?\Z")
 LAUNCHERS = ("torchrun", "deepspeed")
 FIRST_PORT, PORTS = 29400, 2000  # of rendezvous: two jobs that share a first node must not meet
 SHELL = re.compile(r"[$`|&<>(){}*?!\\\n\r\0]")
+COUNTS = ("--nproc-per-node", "--nproc_per_node", "--num_gpus", "--num_accelerators")
 FORM = (
     "Want: [source|conda activate ENV ;] python | torchrun FLAGS | deepspeed FLAGS, for example "
     "'source activate /envs/lathe ; torchrun --nproc-per-node NGPUS'."
@@ -84,3 +86,16 @@ def _across_nodes(words: list[str], job: JobConfig, exp_id: str) -> list[str]:
     port = FIRST_PORT + int(exp_id[:6], 16) % PORTS
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HEAD}:{port}", "--rdzv-id", exp_id]
     return [*words[:at], "--nnodes", str(job.nodes), *rendezvous, *words[at:]]
+
+
+def processes(argv: tuple[str, ...], job: JobConfig) -> int | None:
+    """World size that a launcher will start; None when only the node knows (nproc-per-node "auto" or "gpu")."""
+    counts = dict(itertools.pairwise(argv)) | dict(word.split("=", 1) for word in argv if "=" in word)
+    named = [counts[flag] for flag in COUNTS if flag in counts]
+    is_launcher = PurePath(argv[0]).name in LAUNCHERS or argv[1:3] == ("-m", "torch.distributed.run")
+    if not is_launcher:
+        return 1
+    if not named and PurePath(argv[0]).name == "deepspeed":
+        return job.gpus * job.nodes or None  # every device that it sees
+    per_node = named[0] if named else "1"
+    return int(per_node) * job.nodes if per_node.isdigit() else None

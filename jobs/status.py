@@ -29,6 +29,7 @@ TAILS = (8 << 10, 256 << 10)  # bytes of metrics.jsonl; the second when one line
 STATES: tuple[JobState, ...] = get_args(JobState)
 ENDED: tuple[JobState, ...] = ("succeeded", "failed", "timeout", "oom", "preempted", "cancelled", "lost")
 DECIDED: tuple[JobState, ...] = ("failed", "timeout", "oom", "cancelled")  # bad ends that no witness alters any more
+LIMIT = 1e100  # no metric: beyond it sums and squares overflow
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Start:
     @property
     def hours(self) -> float:
         """How long it ran."""
-        return max(_seconds_between(self.began_at, self.ended_at), 0.0) / 3600
+        return max(seconds_between(self.began_at, self.ended_at), 0.0) / 3600
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
         attempt=sent.number,
         attempts=len(history),
         preemptions=_preemptions(history, starts),
-        gpu_hours=sum(start.hours * start.gpus for start in starts),
+        gpu_hours=math.fsum(start.hours * start.gpus for start in starts),
         submitted_at=sent.submitted_at,
         started_at=own[0].began_at if own else None,
         ended_at=own[-1].ended_at if own and has_ended else None,
@@ -270,10 +271,10 @@ def _preemptions(history: tuple[Sent, ...], starts: tuple[Start, ...]) -> int:
 def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Row:
     """`row` with what the training itself tells: its step, metrics and, while it runs, the time that is left."""
     last = last_metrics(folder)
-    logged = int(last.pop("step", 0))
-    step, total = max(_whole_number(status.get("step")) or 0, logged), _whole_number(status.get("total"))
+    steps = [step for step in (_whole_number(status.get("step")), last.pop("step", None)) if step is not None]
+    step, total = int(max(steps)) if steps else None, _whole_number(status.get("total"))
     eta_s = None
-    if row.state == "running" and total is not None and "step_s" in last:
+    if row.state == "running" and step is not None and total is not None and "step_s" in last:
         eta_s = max(total - step, 0) * last["step_s"]
     reason = row.reason
     if reason is None and row.state in DECIDED and isinstance(status.get("error"), str):
@@ -338,10 +339,11 @@ def starts_of(attempt: Attempt) -> list[Start]:
 
 
 def _gpus(spec: Mapping[str, Any]) -> int:
-    job = spec.get("job") or {}
+    job = cast("dict[str, Any]", spec.get("job") or {})
+    nodes: int = job.get("nodes", 1)
     if job.get("gres"):
-        return JobConfig(gres=job["gres"]).gpus * job.get("nodes", 1)
-    return (job.get("resources") or {}).get("gpu", 0) * job.get("nodes", 1)
+        return JobConfig(gres=job["gres"]).gpus * nodes
+    return int(cast("dict[str, Any]", job.get("resources") or {}).get("gpu", 0)) * nodes
 
 
 def last_metrics(folder: RunFolder) -> dict[str, float]:
@@ -401,11 +403,11 @@ def numbers_in(line: bytes) -> dict[str, float]:
 
 
 def numbers(values: Any) -> dict[str, float]:
-    """The finite numbers among the values of a dictionary; empty for anything else."""
+    """The numbers among the values of a dictionary, but for those that are not finite; empty for anything else."""
     if not isinstance(values, dict):
         return {}
     items = cast("dict[str, Any]", values).items()
-    return {name: value for name, value in items if type(value) in (int, float) and math.isfinite(value)}
+    return {name: value for name, value in items if type(value) in (int, float) and -LIMIT < value < LIMIT}
 
 
 def _sync_hint(folder: Path) -> str | None:
@@ -422,7 +424,8 @@ def _sync_hint(folder: Path) -> str | None:
     return shlex.join(["wandb", "sync", *map(str, waiting)]) if waiting else None
 
 
-def _seconds_between(begin: str, end: str) -> float:
+def seconds_between(begin: str, end: str) -> float:
+    """Seconds from one ISO time to another; 0 when either is no time."""
     try:
         return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds()
     except (ValueError, TypeError):

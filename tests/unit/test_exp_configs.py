@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import exp_configs
-from exp_configs import EXP_GROUPS, read_groups, vary
+from exp_configs import EXP_GROUPS, cartesian_exp_group, read_groups, vary
 from trainer import deepspeed_config, tasks
 from trainer.config import exp_id
 from trainer.errors import ConfigError
@@ -162,6 +162,44 @@ def test_vary_replaces_a_base_as_a_whole() -> None:
     assert vary({"base": {"config": {}}}, base={"experiment": {"task": "t"}}) == {"base": {"experiment": {"task": "t"}}}
 
 
+# cartesian_exp_group; tests/jobs/test_haven.py compares it with haven's own
+
+
+def test_a_product_runs_over_the_lists_and_its_last_key_varies_fastest() -> None:
+    assert cartesian_exp_group({"a": [1, 2], "b": "x", "c": [3, 4]}) == [
+        {"a": 1, "b": "x", "c": 3},
+        {"a": 1, "b": "x", "c": 4},
+        {"a": 2, "b": "x", "c": 3},
+        {"a": 2, "b": "x", "c": 4},
+    ]
+
+
+def test_a_hyper_parameter_that_is_a_list_is_written_in_two_brackets() -> None:
+    assert cartesian_exp_group({"betas": [[0.9, 0.95]], "empty": [[]]}) == [{"betas": [0.9, 0.95], "empty": []}]
+
+
+def test_lists_inside_a_block_are_no_axes() -> None:
+    assert cartesian_exp_group({"optim": {"betas": [0.9, 0.95]}}) == [{"optim": {"betas": [0.9, 0.95]}}]
+
+
+def test_none_is_a_value_unless_it_is_to_be_left_out() -> None:
+    form = {"a": [None, 1], "b": None}
+    assert cartesian_exp_group(form) == [{"a": None, "b": None}, {"a": 1, "b": None}]
+    assert cartesian_exp_group(form, remove_none=True) == [{}, {"a": 1}]
+
+
+def test_an_axis_without_values_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"'b', 'c': an empty list is an axis without values.*\[\[\]\]"):
+        cartesian_exp_group({"a": 1, "b": [], "c": []})
+
+
+def test_the_experiments_of_a_product_share_nothing() -> None:
+    form = {"seed": [1, 2], "optim": {"betas": [0.9]}}
+    first, second = cartesian_exp_group(form)
+    first["optim"]["betas"].append(1)
+    assert second["optim"] == form["optim"] == {"betas": [0.9]}
+
+
 # Files of the user
 
 
@@ -186,6 +224,19 @@ def test_a_file_may_vary_our_groups(tmp_path: Path) -> None:
     assert [values["optim"]["lr"] for values in read_groups(path)["sweep"]] == [1e-3, 2e-3]
 
 
+def test_a_group_given_as_a_dictionary_is_a_product(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """
+        from exp_configs import CROSSATTN_TINY
+        EXP_GROUPS = {"sweep": {**CROSSATTN_TINY, "optim": [{"lr": 1e-3}, {"lr": 2e-3}]}}
+        """,
+    )
+    first, second = read_groups(path)["sweep"]
+    assert (first["optim"], second["optim"]) == ({"lr": 1e-3}, {"lr": 2e-3})
+    assert first["train"] == second["train"] == exp_configs.CROSSATTN_TINY["train"]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -197,7 +248,9 @@ def test_a_file_may_vary_our_groups(tmp_path: Path) -> None:
         ("EXP_GROUPS = {}\n", r"EXP_GROUPS is an empty dict"),
         ("EXP_GROUPS = [{}]\n", r"EXP_GROUPS is a list"),
         ("EXP_GROUPS = {'a': []}\n", r"EXP_GROUPS\['a'\] is an empty list\. Want at least one"),
-        ("EXP_GROUPS = {'a': {'task': 'x'}}\n", r"EXP_GROUPS\['a'\] is a dict\. Want a list"),
+        ("EXP_GROUPS = {'a': 'x'}\n", r"EXP_GROUPS\['a'\] is a str\. Want a list of experiments, or a dictionary"),
+        ("EXP_GROUPS = {'a': {'task': 'x', 'seed': []}}\n", r"EXP_GROUPS\['a'\] 'seed': an empty list is an axis"),
+        ("EXP_GROUPS = {'a': {'x': []}, 'b': 3}\n", r"2 mistake\(s\)"),
         ("EXP_GROUPS = {'a': [{}, 3]}\n", r"EXP_GROUPS\['a'\] \[1\] is a int\. Want a dictionary"),
         ("EXP_GROUPS = {1: [{}]}\n", r"EXP_GROUPS\[1\] is named by a int\. Want a string"),
         ("EXP_GROUPS = {'a': [], 'b': 3}\n", r"2 mistake\(s\)"),

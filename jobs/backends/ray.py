@@ -1,0 +1,282 @@
+"""Ray: one job of a Ray cluster for each attempt, through Ray's own JobSubmissionClient.
+
+The submission id is the attempt's token, and Ray refuses a second job of that id: that one is adopted. Ray's client has
+no time limit of its own, so each call runs in a thread that is waited for only so long. An id is the token, with
+"<address>/" before it when the job dictionary names the cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+import os
+import queue
+import re
+import shlex
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, TypeVar, cast
+
+from jobs.errors import Refused, Unreachable
+from jobs.manifest import FOREIGN, GRACE_MARGIN_S, K8S_ONLY, refuse_foreign, text_faults
+from jobs.spec import Finding, JobSpec, JobState, Observed, Rendered
+from trainer.errors import ConfigError
+
+TIMEOUT_S = 60.0  # for one request; Ray 2.60 answers a submission in 3 s
+OVERRIDES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # these win over an address that is given to Ray's client
+STATUS = re.compile(r"status code (\d{3})\b")
+STATES: dict[str, JobState] = {
+    "PENDING": "queued",
+    "RUNNING": "running",
+    "SUCCEEDED": "succeeded",
+    "FAILED": "failed",
+    "STOPPED": "cancelled",
+}
+# The job is as good as before and may go on elsewhere: Ray never starts one again by itself.
+RUN_AGAIN = {
+    "JOB_SUPERVISOR_ACTOR_DIED": "its node or Ray's process on it died",
+    "JOB_SUPERVISOR_ACTOR_START_TIMEOUT": "Ray found no room for it in time (RAY_JOB_START_TIMEOUT_SECONDS)",
+}
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Ray:
+    """A Ray cluster: job.address, else $RAY_ADDRESS, else the one of this machine."""
+
+    name: ClassVar[str] = "ray"
+    validation: ClassVar[str] = "one real Ray 2.60 head on one machine without GPU; never a cluster"
+
+    def __init__(self, address: str | None = None) -> None:
+        """address: of the dashboard, for `find` and `check`; ids and submissions carry their own."""
+        self.address = address
+
+    def check(self) -> list[Finding]:
+        """Whether Ray is installed and the cluster answers."""
+        try:
+            version = importlib.import_module("ray").__version__
+        except ModuleNotFoundError:
+            return [Finding("ray", False, "not installed: pip install 'lathe[ray]'")]
+        found = [Finding("ray", True, str(version))]
+        try:
+            remote = _asked(self.address, lambda client: client.get_version())
+        except (Unreachable, Answer) as error:
+            return [*found, Finding("cluster", False, str(error))]
+        return [*found, Finding("cluster", True, f"{self.address or 'the default one'} answers (version {remote})")]
+
+    def render(self, spec: JobSpec) -> Rendered:
+        """The submission as JSON. ConfigError names what Ray cannot do."""
+        refuse_foreign(spec, (*FOREIGN, *K8S_ONLY), backend="ray")
+        faults = [*text_faults(spec), *_address_faults(spec.job.address)]
+        if spec.job.nodes > 1:
+            faults.append(f"nodes: {spec.job.nodes}, but a Ray job's entry point has one node. Use slurm or k8s.")
+        if faults:
+            raise ConfigError(f"job for ray: {len(faults)} mistake(s)\n" + "\n".join(f"  {fault}" for fault in faults))
+        return Rendered(spec.token, "rendered.ray.json", json.dumps(_submission(spec), indent=2) + "\n")
+
+    def rehearse(self, rendered: Rendered) -> str | None:
+        """Ray has no dry run."""
+        return None
+
+    def submit(self, rendered: Rendered) -> str:
+        """The id. A job of this id that exists already is adopted: it is the same submission."""
+        sent = json.loads(rendered.text)
+        address, submission = sent["address"], sent["submission"]
+        job_id = _id(address, rendered.token)
+        try:
+            _asked(address, lambda client: client.submit_job(**submission))
+        except Answer as answer:
+            if "already exists" in str(answer):
+                log.info("%s was there already: adopted", job_id)
+                return job_id
+            if answer.status in (400, 403, 404, 405, 422):
+                raise Refused(f"Ray refused {job_id}: {answer}") from None
+            raise Unreachable(f"{job_id}: {answer}") from None
+        return job_id
+
+    def find(self, token: str) -> list[str]:
+        """The id, when the cluster knows the token.
+
+        When no address is known and none answers at the default one, there is nobody to ask. Then nothing is found,
+        which is safe: a submission under the same token is adopted.
+        """
+        is_guess = self.address is None and not any(os.environ.get(name) for name in OVERRIDES)
+        try:
+            _asked(self.address, lambda client: client.get_job_info(token))
+        except Answer as answer:
+            if answer.status == 404:
+                return []
+            raise Unreachable(f"{token}: {answer}") from None
+        except Unreachable:
+            if is_guess:
+                return []
+            raise
+        return [_id(self.address, token)]
+
+    def query(self, ids: Sequence[str]) -> dict[str, Observed]:
+        """What the cluster says of these ids, in one request for each cluster."""
+        wanted: dict[str | None, list[str]] = defaultdict(list)
+        for job_id in ids:
+            wanted[_parts(job_id)[0]].append(job_id)
+        found: dict[str, Observed] = {}
+        for address, members in wanted.items():
+            try:
+                listed: list[Any] = _asked(address, lambda client: client.list_jobs())
+            except Answer as answer:
+                raise Unreachable(f"cannot list the jobs: {answer}") from None
+            by_token = {job.submission_id: job for job in listed if job.submission_id}
+            known = [(job_id, by_token.get(_parts(job_id)[1])) for job_id in members]
+            found.update({job_id: observe(details) for job_id, details in known if details is not None})
+        return {job_id: found[job_id] for job_id in ids if job_id in found}
+
+    def cancel(self, job_id: str) -> None:
+        """Ask Ray to stop it: SIGTERM to all its processes, and SIGKILL after the job's own grace."""
+        address, token = _parts(job_id)
+        try:
+            _asked(address, lambda client: client.stop_job(token))
+        except Answer as answer:
+            if answer.status != 404:  # 404: Ray has forgotten it
+                raise Unreachable(f"cannot stop {job_id}: {answer}") from None
+
+    def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
+        """Lines of the job's output as Ray keeps it; nothing when Ray does not know it."""
+        address, token = _parts(job_id)
+        if follow:
+            yield from _lines(_tail(address, token))
+            return
+        try:
+            text = _asked(address, lambda client: client.get_job_logs(token))
+        except Answer as answer:
+            if answer.status == 404:
+                return
+            raise Unreachable(f"no log of {job_id}: {answer}") from None
+        yield from str(text).splitlines()
+
+
+class Answer(Exception):
+    """A status of Ray's server that is no success."""
+
+    def __init__(self, status: int, text: str) -> None:
+        self.status = status
+        super().__init__(" ".join(text.split())[-400:])
+
+
+def observe(details: Any) -> Observed:
+    """What Ray's JobDetails say."""
+    status = str(getattr(details.status, "value", details.status))
+    again = RUN_AGAIN.get(str(details.error_type or ""))
+    if status == "FAILED" and again is not None:
+        return Observed("preempted", f"{again}: {details.message}")
+    code = getattr(details, "driver_exit_code", None)
+    return Observed(STATES.get(status, "submitted"), details.message, exit_code=code)
+
+
+def _submission(spec: JobSpec) -> dict[str, Any]:
+    """Arguments of submit_job, and where to.
+
+    Ray hands the entry point to a shell, so it is joined of words that are each quoted. It runs in a folder of Ray's;
+    env -C enters the snapshot, with neither a shell's `cd` nor an upload of it (the file system is shared).
+    """
+    job = spec.job
+    job_id = _id(job.address, spec.token)
+    # Read by Ray's supervisor, which runs in the job's environment: its own default is 3 s.
+    wait_s = str(job.grace_s + GRACE_MARGIN_S)
+    submission = {
+        "submission_id": spec.token,
+        "entrypoint": shlex.join(["env", "-C", spec.workdir, *spec.wrapper]),
+        "entrypoint_num_cpus": job.resources.cpu,
+        "entrypoint_num_gpus": job.resources.gpu,
+        "entrypoint_memory": job.resources.mem * 2**30,
+        "runtime_env": {"env_vars": {"LATHE_JOB_ID": job_id, "RAY_JOB_STOP_WAIT_TIME_S": wait_s}},
+        "metadata": {"exp_id": spec.exp_id, "group": spec.group, "attempt": str(spec.attempt)},
+    }
+    return {"address": job.address, "submission": submission}
+
+
+def _address_faults(address: str | None) -> list[str]:
+    """Ray's client imports a module for some other schemes, and starts nothing for these two."""
+    if address is None or re.fullmatch(r"https?://[A-Za-z0-9.\[\]:-]+(/[A-Za-z0-9._/-]*)?", address):
+        return []
+    return [f'address: {address!r}, want the dashboard\'s, for example "http://head:8265".']
+
+
+def _id(address: str | None, token: str) -> str:
+    return token if address is None else f"{address.rstrip('/')}/{token}"
+
+
+def _parts(job_id: str) -> tuple[str | None, str]:
+    address, _, token = job_id.rpartition("/")
+    return address or None, token
+
+
+def _connected(address: str | None) -> Any:
+    """Ray's client. Unreachable when the environment would send it to another cluster than the job dictionary."""
+    try:
+        package = importlib.import_module("ray.job_submission")
+    except ModuleNotFoundError:
+        raise ConfigError("the ray backend needs Ray. pip install 'lathe[ray]'") from None
+    winner = next((name for name in OVERRIDES if os.environ.get(name)), None)
+    if address is not None and winner is not None and os.environ[winner].rstrip("/") != address.rstrip("/"):
+        raise Unreachable(f"{winner}={os.environ[winner]} overrides the job's address {address} in Ray. Unset it.")
+    return package.JobSubmissionClient(address)
+
+
+def _asked(address: str | None, call: Callable[[Any], T]) -> T:
+    """The reply to one request. Answer for a status that is no success, Unreachable for everything else."""
+    return _within(TIMEOUT_S, lambda: call(_connected(address)))
+
+
+def _within(limit_s: float, call: Callable[[], T]) -> T:
+    replies: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            replies.put((call(), None))
+        except BaseException as error:  # handed to the caller's thread
+            replies.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        value, error = replies.get(timeout=limit_s)
+    except queue.Empty:
+        raise Unreachable(f"the Ray cluster did not answer within {limit_s:.0f} s") from None
+    if error is not None:
+        raise _translated(error) from error
+    return cast("T", value)
+
+
+def _translated(error: BaseException) -> BaseException:
+    if found := STATUS.search(str(error)):
+        return Answer(int(found[1]), str(error))
+    is_of_ray = type(error).__module__.partition(".")[0] in ("ray", "aiohttp")
+    if is_of_ray or isinstance(error, (OSError, RuntimeError, ValueError)):
+        return Unreachable(f"the Ray cluster cannot be seen: {error}")
+    return error
+
+
+def _tail(address: str | None, token: str) -> Iterator[str]:
+    """Pieces of the log as they come, until the job has ended. Waits between two pieces without limit."""
+    client = _within(TIMEOUT_S, lambda: _connected(address))
+    loop = asyncio.new_event_loop()
+    try:
+        pieces = client.tail_job_logs(token)
+        while True:
+            yield loop.run_until_complete(pieces.__anext__())
+    except StopAsyncIteration:
+        return
+    except (OSError, RuntimeError) as error:
+        raise Unreachable(f"the log of {token} broke off: {error}") from None
+    finally:
+        loop.close()
+
+
+def _lines(pieces: Iterator[str]) -> Iterator[str]:
+    rest = ""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split("\n")
+        yield from whole
+    if rest:
+        yield rest

@@ -1,0 +1,131 @@
+"""What a command's words mean: which experiments, which states; and how its outcome is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import typer
+
+from exp_configs import experiments_of
+from jobs.errors import NothingMatched, SomeFailed, Unreachable
+from jobs.launch import Result
+from jobs.layout import BaseFolder
+from jobs.request import BackendCache
+from jobs.spec import JobState
+from jobs.status import STATES, Row, survey
+from trainer.config import exp_id
+from trainer.errors import ConfigError
+
+
+def experiments(group: str, file: Path | None, steps: int | None, only: Sequence[str] | None) -> list[dict[str, Any]]:
+    """The dictionaries of a group, or those whose ids begin as asked for."""
+    found = experiments_of(group, file, steps)
+    if not only:
+        return found
+    kept = [values for values in found if any(exp_id(values).startswith(text) for text in only)]
+    if not kept:
+        raise NothingMatched(f"--only {', '.join(only)}: no experiment of {group} has such an id.")
+    return kept
+
+
+def rows(base: Path, group: str | None, ids: Iterable[str] | None, *, by_hand: bool = False) -> list[Row]:
+    """How the experiments of a folder stand, of one group or all."""
+    only = None if ids is None else list(ids)
+    folder = BaseFolder(base.absolute())
+    rows = survey(folder, only=only, backend_of=BackendCache(), include_unsubmitted=by_hand)
+    return [row for row in rows if group is None or row.group == group]
+
+
+def chosen(base: Path, ids: Sequence[str] | None, group: str | None, *, is_all: bool = False) -> list[Row]:
+    """The rows that ids or a group name. ConfigError when neither is given, NothingMatched when there are none."""
+    if not ids and group is None and not is_all:
+        raise ConfigError("name experiments: their ids, or -e GROUP.")
+    found = rows(base, group, None)
+    if ids:
+        found = [match(found, text) for text in ids]
+    if not found:
+        raise NothingMatched(f"{base} holds no submitted experiment of {group or 'any group'}.")
+    return found
+
+
+def one(base: Path, text: str) -> Row:
+    """The one row whose id begins so."""
+    return match(rows(base, None, None, by_hand=True), text)
+
+
+def match(rows: Sequence[Row], text: str) -> Row:
+    """The one row whose id begins so. NothingMatched, or ConfigError when several do."""
+    found = [row for row in rows if text and row.exp_id.startswith(text)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise NothingMatched(f"{text!r}: no experiment has an id that begins so. `status` lists them.")
+    raise ConfigError(
+        f"{text!r}: {len(found)} ids begin so ({', '.join(row.exp_id[:12] for row in found)}). Give more."
+    )
+
+
+def states(text: str) -> list[JobState]:
+    """The states that a comma-separated text names."""
+    names = [word for word in text.split(",") if word]
+    wrong = [name for name in names if name not in STATES]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)}: no such state. States: {', '.join(STATES)}")
+    return cast("list[JobState]", names)
+
+
+def seconds(text: str) -> float:
+    """Seconds of a text such as 30s, 5m or 2h."""
+    units = {"s": 1, "m": 60, "h": 3600}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "s")
+    try:
+        return float(number) * units[unit]
+    except ValueError:
+        raise ConfigError(f"--every {text!r}: want seconds, or a number with s, m or h: 30s.") from None
+
+
+def show(results: Sequence[Result], as_json: bool) -> None:
+    """Print what was done with each experiment."""
+    if as_json:
+        typer.echo(json.dumps([vars(result) for result in results], indent=1))
+        return
+    for result in results:
+        typer.echo(f"{result.exp_id}  {result.action:<7} {result.text}")
+
+
+def fail_if_any(results: Sequence[Result]) -> None:
+    """Raise what gives the command its exit code when some experiment was not dealt with."""
+    bad = [result for result in results if result.is_bad]
+    if not bad:
+        return
+    if all(result.action == "settle" or result.is_unanswered for result in bad):
+        raise Unreachable(
+            f"{len(bad)} of {len(results)} got no answer: run the same command again, nothing is sent twice."
+        )
+    raise SomeFailed(f"{len(bad)} of {len(results)} were not dealt with: see above.")
+
+
+def details(row: Row) -> str:
+    """All that is known of one experiment, as lines of text."""
+    lines = [f"{row.exp_id}  {row.state}" + (f": {row.reason}" if row.reason else ""), f"folder    {row.folder}"]
+    lines.append(f"group     {row.group}")
+    if row.total:
+        lines.append(f"step      {row.step or 0} of {row.total}")
+    lines += [f"          {name} {value:.6g}" for name, value in row.metrics.items()]
+    for sent in row.history:
+        where = f"{sent.backend} {sent.id or '(no id yet)'}" + (
+            f", part {sent.index} of {sent.name}" if sent.index else ""
+        )
+        why = f": {sent.reason}" if sent.reason else ""
+        lines.append(f"attempt {sent.number}  {sent.state}{why}  ({where}, sent {sent.at[:19]})")
+        for start in (start for start in row.starts if start.attempt == sent.number):
+            when = f"{start.began_at[:19]} to {start.ended_at[:19]}"
+            lines.append(f"  start {start.number}  {when} on {start.host}, code {start.code}")
+    if row.unseen_since:
+        lines.append(f"unseen    since {row.unseen_since[:19]}: {row.unseen_reason}")
+    if row.sync_hint:
+        lines.append(f"wandb     {row.sync_hint}")
+    return "\n".join(lines)

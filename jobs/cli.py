@@ -1,0 +1,392 @@
+"""The command: `python -m jobs`, or `lathe-jobs`.
+
+Exit codes: 0 all is as asked, 2 bad input, 3 some experiments failed to be dealt with, 4 a scheduler cannot be reached,
+5 nothing matched. Nothing is ever asked: what is dangerous needs --yes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec, cast
+
+import typer
+
+from jobs import backends, choice
+from jobs.control import again, cancel, reconcile, reset
+from jobs.errors import NothingMatched, Unreachable
+from jobs.launch import RESEND_S, plan, submit
+from jobs.layout import BaseFolder
+from jobs.policy import Limits
+from jobs.request import BackendCache, job_config, make, training_flags
+from jobs.spec import ACTIVE, ENDED_BADLY
+from jobs.status import Row
+from trainer.errors import ConfigError, LatheError
+
+P = ParamSpec("P")
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Submit groups of experiments, and see what becomes of them. Backends: "
+    + ", ".join(backends.names())
+    + ". `doctor -j NAME` says how far each was validated.",
+)
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+Base = Annotated[Path, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")]
+Group = Annotated[str | None, typer.Option("-e", "--exp_group", help="Group of experiments.")]
+NeededGroup = Annotated[str, typer.Option("-e", "--exp_group", help="Group of experiments.")]
+BackendName = Annotated[str, typer.Option("-j", "--job_scheduler", help="Where they run.")]
+ExpConfigs = Annotated[Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS.")]
+JobConfigs = Annotated[Path | None, typer.Option("--job_configs", "--profile", help="Python file with JOB_CONFIGS.")]
+Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Written into the dictionaries: changes their ids.")]
+PythonBinary = Annotated[str, typer.Option("--python_binary", help="Launch line, parsed and never given to a shell.")]
+Only = Annotated[list[str] | None, typer.Option("--only", help="Only this id (or its beginning); may be repeated.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do it.")]
+Ids = Annotated[list[str] | None, typer.Argument(help="Ids of experiments, or their beginnings.")]
+Flags = Annotated[list[str] | None, typer.Argument(help="After --: flags of trainval.py, such as --data_path D.")]
+
+
+def _guarded(function: Callable[P, None]) -> Callable[P, None]:
+    """Turn our errors into one message and their exit code."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+        try:
+            function(*args, **kwargs)
+        except LatheError as error:
+            typer.echo(f"{type(error).__name__}: {error}", err=True)
+            raise typer.Exit(error.exit_code) from None
+        except BrokenPipeError:  # the reader of a pipe has left: `logs -f ID | head`
+            raise typer.Exit(0) from None
+
+    return run
+
+
+@app.command("plan", context_settings=SETTINGS)
+@_guarded
+def plan_command(
+    exp_group: NeededGroup,
+    savedir_base: Base,
+    job_scheduler: BackendName = "local",
+    exp_configs: ExpConfigs = None,
+    job_configs: JobConfigs = None,
+    steps: Steps = None,
+    python_binary: PythonBinary = "",
+    only: Only = None,
+    show_rendered: Annotated[bool, typer.Option("--show-rendered", help="The text each scheduler would get.")] = False,
+    as_json: Json = False,
+    flags: Flags = None,
+) -> None:
+    """What would be sent, adopted, run again or left alone, and why. Asks the scheduler; writes nothing."""
+    request = make(
+        group=exp_group,
+        experiments=choice.experiments(exp_group, exp_configs, steps, only),
+        base=savedir_base,
+        backend=job_scheduler,
+        job=job_config(exp_group, job_configs, python_binary),
+        flags=training_flags(flags or []),
+        allow_dirty=True,
+        take_snapshot=False,
+    )
+    results = plan(request)
+    choice.show(results, as_json)
+    if show_rendered:
+        from jobs.launch import rendered
+
+        typer.echo("\n".join(text for text in rendered(request)))
+    choice.fail_if_any(results)
+
+
+@app.command("submit", context_settings=SETTINGS)
+@_guarded
+def submit_command(
+    exp_group: NeededGroup,
+    savedir_base: Base,
+    job_scheduler: BackendName,
+    exp_configs: ExpConfigs = None,
+    job_configs: JobConfigs = None,
+    steps: Steps = None,
+    python_binary: PythonBinary = "",
+    only: Only = None,
+    retry: Annotated[str, typer.Option("--retry", help="States to run again: failed,preempted,lost,...")] = "",
+    max_parallel: Annotated[int | None, typer.Option("--max-parallel", min=1, help="At most so many at once.")] = None,
+    array: Annotated[bool, typer.Option("--array", help="One submission for all (Slurm).")] = False,
+    after: Annotated[list[str] | None, typer.Option("--after", help="Scheduler id that must succeed first.")] = None,
+    allow_dirty: Annotated[bool, typer.Option("--allow-dirty", help="Send uncommitted code, with its patch.")] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Cancel what is alive in this group but no longer in it.")
+    ] = False,
+    resend_after: Annotated[float, typer.Option(hidden=True)] = RESEND_S,
+    as_json: Json = False,
+    flags: Flags = None,
+) -> None:
+    """Send every experiment of the group that is neither done nor alive. Safe to repeat, and to run many at once."""
+    experiments = choice.experiments(exp_group, exp_configs, steps, only)
+    request = make(
+        group=exp_group,
+        experiments=experiments,
+        base=savedir_base,
+        backend=job_scheduler,
+        job=job_config(exp_group, job_configs, python_binary),
+        flags=training_flags(flags or []),
+        allow_dirty=allow_dirty,
+        retry=choice.states(retry),
+        max_parallel=max_parallel,
+        use_array=array,
+        after=after or [],
+        resend_s=resend_after,
+    )
+    results = submit(request)
+    if prune:
+        rows = [row for row in choice.rows(savedir_base, exp_group, None) if row.exp_id not in request.by_id]
+        results += cancel(request.base, [row for row in rows if row.state in ACTIVE], request.backend_of)
+    choice.show(results, as_json)
+    choice.fail_if_any(results)
+
+
+@app.command("status", context_settings=SETTINGS)
+@_guarded
+def status_command(
+    savedir_base: Base,
+    exp_group: Group = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option("--every", help="Seconds between two looks.")] = 5.0,
+    by_hand: Annotated[bool, typer.Option("--all", help="Also what was run without being submitted.")] = False,
+    as_json: Json = False,
+) -> None:
+    """State, step, last metrics, time left, host, attempts and GPU-hours of every experiment."""
+    from rich.console import Console
+
+    from jobs import table
+
+    def look() -> list[Row]:
+        return choice.rows(savedir_base, exp_group, None, by_hand=by_hand)
+
+    if watch and not as_json:
+        table.watch(look, every)
+        return
+    rows = look()
+    if as_json:
+        typer.echo(json.dumps(table.as_json(rows), indent=1))
+    else:
+        screen = Console()
+        screen.print(table.table(rows, width=screen.width), table.summary(rows))
+    if not rows:
+        raise NothingMatched(f"no experiment of {exp_group or 'any group'} was ever submitted from {savedir_base}.")
+
+
+@app.command("show", context_settings=SETTINGS)
+@_guarded
+def show_command(exp_id: str, savedir_base: Base, as_json: Json = False) -> None:
+    """All that is known of one experiment: its record, its attempts, its files."""
+    from jobs import table
+
+    row = choice.one(savedir_base, exp_id)
+    typer.echo(json.dumps(table.as_json([row])[0], indent=1) if as_json else choice.details(row))
+
+
+@app.command("logs", context_settings=SETTINGS)
+@_guarded
+def logs_command(
+    exp_id: str,
+    savedir_base: Base,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the attempt ends.")] = False,
+    err: Annotated[bool, typer.Option("--err", help="stderr instead of stdout.")] = False,
+    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Which attempt; the last.")] = None,
+    tail: Annotated[int | None, typer.Option("--tail", min=1, help="Only the last lines.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What the training printed."""
+    from jobs import logs
+
+    row = choice.one(savedir_base, exp_id)
+    folder = BaseFolder(savedir_base.absolute()).run(row.exp_id)
+    backend = BackendCache()(row.backend or "inline")
+    lines = logs.show(folder, backend, attempt=attempt, err=err, tail=tail, follow=follow)
+    for line in lines:
+        typer.echo(json.dumps({"line": line}) if as_json else line)
+
+
+@app.command("cancel", context_settings=SETTINGS)
+@_guarded
+def cancel_command(
+    savedir_base: Base, ids: Ids = None, exp_group: Group = None, yes: Yes = False, as_json: Json = False
+) -> None:
+    """Ask for the end of live jobs; the training saves first. A group, or several ids, need --yes."""
+    rows = choice.chosen(savedir_base, ids, exp_group)
+    if not yes and (exp_group or len(rows) > 1):
+        raise ConfigError(f"cancel: this ends up to {len(rows)} experiments. Say --yes.")
+    results = cancel(BaseFolder(savedir_base.absolute()), rows, BackendCache())
+    choice.show(results, as_json)
+    choice.fail_if_any(results)
+
+
+@app.command("retry", context_settings=SETTINGS)
+@_guarded
+def retry_command(
+    savedir_base: Base,
+    ids: Ids = None,
+    exp_group: Group = None,
+    state: Annotated[str, typer.Option("--state", help="Every experiment in one of these states.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Run ended experiments again, from their last checkpoint, as they were sent before."""
+    states = choice.states(state)
+    rows = [
+        row
+        for row in choice.chosen(savedir_base, ids, exp_group, is_all=bool(state))
+        if not states or row.state in states
+    ]
+    if not rows:
+        raise NothingMatched(f"retry: no experiment is {state}.")
+    limits = Limits(
+        retry=states or (*ENDED_BADLY, "preempted"), with_bad_input=bool(ids)
+    )  # by its id: somebody has mended it
+    results = again(BaseFolder(savedir_base.absolute()), rows, BackendCache(), limits=limits)
+    choice.show(results, as_json)
+    choice.fail_if_any(results)
+
+
+@app.command("reset", context_settings=SETTINGS)
+@_guarded
+def reset_command(ids: Ids, savedir_base: Base, yes: Yes = False, as_json: Json = False) -> None:
+    """Move the folders of experiments to deleted/, so that they can start over. Nothing is overwritten."""
+    rows = choice.chosen(savedir_base, ids, None)
+    if not yes:
+        raise ConfigError(f"reset: this moves {len(rows)} run folder(s) away, checkpoints and all. Say --yes.")
+    results = [reset(BaseFolder(savedir_base.absolute()), row) for row in rows]
+    choice.show(results, as_json)
+
+
+@app.command("reconcile", context_settings=SETTINGS)
+@_guarded
+def reconcile_command(
+    savedir_base: Base,
+    every: Annotated[str | None, typer.Option("--every", help="Go on for ever: 30s, 5m.")] = None,
+    resend_after: Annotated[float, typer.Option(hidden=True)] = RESEND_S,
+    as_json: Json = False,
+) -> None:
+    """Adopt what was never answered, run preempted experiments again, send what waited for its turn."""
+    pause_s = choice.seconds(every) if every else None
+    cache = BackendCache()
+    while True:
+        results = reconcile(BaseFolder(savedir_base.absolute()), cache, resend_s=resend_after)
+        choice.show(results, as_json)
+        if pause_s is None:
+            break
+        time.sleep(pause_s)
+    choice.fail_if_any(results)
+
+
+@app.command("doctor", context_settings=SETTINGS)
+@_guarded
+def doctor_command(job_scheduler: BackendName = "local", as_json: Json = False) -> None:
+    """Whether a backend can be used from here, and what to do if not."""
+    backend = backends.load(job_scheduler)
+    findings = backend.check()
+    if as_json:
+        typer.echo(json.dumps([vars(finding) for finding in findings], indent=1))
+    else:
+        typer.echo(f"{backend.name}: {backend.validation}")
+        for finding in findings:
+            typer.echo(f"  {'ok ' if finding.is_good else 'BAD'}  {finding.name}: {finding.text}")
+    if not all(finding.is_good for finding in findings):
+        raise Unreachable(f"{job_scheduler} cannot be used from here: see BAD above.")
+
+
+@app.command("results", context_settings=SETTINGS)
+@_guarded
+def results_command(
+    savedir_base: Base,
+    exp_group: Group = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a report with loss curves to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What differs between the experiments, and what they reached."""
+    from rich.console import Console
+
+    from jobs import results as tables
+
+    base = BaseFolder(savedir_base.absolute())
+    rows = choice.rows(savedir_base, exp_group, None, by_hand=True)
+    if not rows:
+        raise NothingMatched(f"{savedir_base} holds no experiment of {exp_group or 'any group'}.")
+    gathered = tables.gather(base, [row.exp_id for row in rows])
+    if html is not None:
+        from jobs.report import report
+        from trainer.disk import replace_file
+
+        replace_file(html, report(base, rows, gathered).encode())
+        typer.echo(str(html))
+    elif csv:
+        typer.echo(tables.as_csv(gathered), nl=False)
+    elif as_json:
+        typer.echo(json.dumps(tables.as_json(gathered), indent=1))
+    else:
+        Console().print(tables.as_table(gathered))
+
+
+@app.command("gc", context_settings=SETTINGS)
+@_guarded
+def gc_command(
+    savedir_base: Base,
+    older_than_days: Annotated[int, typer.Option("--older-than", min=0, help="Days, for deleted runs.")] = 30,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Code snapshots that no run refers to, and old deleted runs: listed, and with --yes removed."""
+    from jobs import gc
+
+    garbage = gc.plan_gc(BaseFolder(savedir_base.absolute()), older_than_days=older_than_days)
+    lines = [{"path": str(item.path), "bytes": item.bytes, "why": item.why} for item in garbage]
+    if as_json:
+        typer.echo(json.dumps(lines, indent=1))
+    for item in [] if as_json else garbage:
+        typer.echo(f"{item.bytes / 2**20:10.1f} MiB  {item.path}  ({item.why})")
+    if yes:
+        typer.echo(f"removed {gc.collect(garbage)} of {len(garbage)}", err=True)
+
+
+@app.command("export", context_settings=SETTINGS)
+@_guarded
+def export_command(
+    exp_group: NeededGroup,
+    savedir_base: Base,
+    to: Annotated[str, typer.Option("--to", help="sbatch, eai, trainjob or sky.")],
+    exp_configs: ExpConfigs = None,
+    job_configs: JobConfigs = None,
+    steps: Steps = None,
+    python_binary: PythonBinary = "",
+    only: Only = None,
+    flags: Flags = None,
+) -> None:
+    """The text that another tool could submit. Nothing is written or sent; such jobs are not in the record."""
+    from jobs.export import KINDS, export
+    from jobs.launch import specs
+    from trainer.config import nearest
+
+    if to not in KINDS:
+        raise ConfigError(f"--to {to}: {nearest(to, list(KINDS))}")
+    request = make(
+        group=exp_group,
+        experiments=choice.experiments(exp_group, exp_configs, steps, only),
+        base=savedir_base,
+        backend="local",
+        job=job_config(exp_group, job_configs, python_binary),
+        flags=training_flags(flags or []),
+        allow_dirty=True,
+        take_snapshot=False,
+    )
+    for spec in specs(request):
+        typer.echo(export(spec, cast("Any", to)))

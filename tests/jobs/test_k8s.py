@@ -1,0 +1,470 @@
+"""Manifests against the schemas of Kubernetes, JobSet; requests by the real client against a loopback server."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+pytest.importorskip("kubernetes", reason="the extra `k8s` is not installed")
+
+from jobs import manifest
+from jobs.backends.k8s import K8s, observe
+from jobs.config import JobConfig
+from jobs.errors import Refused, Unreachable
+from jobs.spec import JobSpec
+from tests.jobs import hostile, kubernetes_standin
+from tests.jobs.hostile import CORPUS, TOKEN, make
+from trainer.errors import ConfigError
+
+JOB: dict[str, Any] = {
+    "image": "registry.example/lathe:1",
+    "volumes": ["results:/shared/results", "code:/shared/code:ro"],
+    "resources": {"cpu": 8, "mem": 64, "gpu": 4},
+    "namespace": "team",
+    "grace_s": 90,
+    "max_run_time": 3600,
+    "queue": "gold",
+    "service_account": "runner",
+    "wandb_key_secret": "wandb/api-key",
+}
+NAME = TOKEN.replace("_", "-")
+ID = f"team/job/{NAME}"
+GANG_ID = f"team/jobset/{NAME}"
+
+
+def spec(**job: Any) -> JobSpec:
+    return make({**JOB, **job})
+
+
+def rendered(of: JobSpec) -> dict[str, Any]:
+    return yaml.safe_load(K8s().render(of).text)
+
+
+def pod_of(body: dict[str, Any]) -> dict[str, Any]:
+    job = body if body["kind"] == "Job" else body["spec"]["replicatedJobs"][0]["template"]
+    return job["spec"]["template"]["spec"]
+
+
+def expanded(text: str, known: dict[str, str]) -> str:
+    """What a kubelet makes of argv: $(NAME) is replaced, $$ is one $. Kubernetes' expansion rules, written anew."""
+    rule = re.compile(r"\$(?:(\$)|\(([^)]*)\))")
+    return rule.sub(lambda m: "$" if m[1] else known.get(m[2], m[0]), text)
+
+
+def test_a_job_passes_the_strict_schema_of_kubernetes() -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="the extra `dev` is not installed")
+    for of in (spec(), make({"image": "i", "volumes": ["c:/shared"]})):
+        validator.validate(rendered(of), validator.latest_version(), strict=True)
+
+
+def test_the_schema_would_have_caught_a_misspelt_field() -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="the extra `dev` is not installed")
+    body = rendered(spec())
+    body["spec"]["backofLimit"] = body["spec"].pop("backoffLimit")
+    with pytest.raises(validator.ValidationError):
+        validator.validate(body, validator.latest_version(), strict=True)
+
+
+def test_a_jobset_survives_a_round_trip_through_kubeflows_models() -> None:
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="the extra `dev` is not installed")
+    body = rendered(spec(nodes=2))
+    assert models.JobsetV1alpha2JobSet.from_dict(body).to_dict() == body  # a field that it does not know is dropped
+
+
+def test_the_child_job_of_a_jobset_passes_the_strict_schema_of_kubernetes() -> None:
+    validator = pytest.importorskip("kubernetes_validate", reason="the extra `dev` is not installed")
+    body = rendered(spec(nodes=2))
+    child = body["spec"]["replicatedJobs"][0]["template"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "child"}, **child}
+    validator.validate(job, validator.latest_version(), strict=True)
+
+
+def test_the_name_is_the_token_and_back() -> None:
+    assert rendered(spec())["metadata"]["name"] == NAME == manifest.name_of(TOKEN)
+    assert manifest.token_in(NAME) == TOKEN
+
+
+@pytest.mark.parametrize("token", ["ft-a", "ft_", "1ft", "FT_a", "a" * 53, "", "ft_a\n", "../x"])
+def test_a_token_that_is_no_object_name_is_refused(token: str) -> None:
+    with pytest.raises(ConfigError, match="token"):
+        manifest.name_of(token)
+
+
+def test_one_node_runs_one_wrapper_that_is_never_restarted_after_a_failure() -> None:
+    body = rendered(spec())
+    job, pod = body["spec"], pod_of(body)
+    assert (body["kind"], job["completionMode"], job["completions"], job["backoffLimit"]) == ("Job", "Indexed", 1, 0)
+    assert pod["restartPolicy"] == "Never"
+    assert pod["containers"][0]["command"] == spec().wrapper
+    assert pod["containers"][0]["workingDir"] == "/shared/code/tree"
+    bad_input, disrupted = job["podFailurePolicy"]["rules"]
+    assert (bad_input["action"], bad_input["onExitCodes"]["values"]) == ("FailJob", [2])
+    assert (disrupted["action"], disrupted["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+
+
+def test_the_pod_outlives_the_wrappers_own_limits() -> None:
+    pod = pod_of(rendered(spec()))
+    assert pod["terminationGracePeriodSeconds"] == 90 + 15
+    assert pod["activeDeadlineSeconds"] > 3600 + 90  # the wrapper ends it as a timeout before this does
+
+
+def test_a_job_without_a_limit_has_no_deadline() -> None:
+    assert "activeDeadlineSeconds" not in pod_of(rendered(spec(max_run_time=None)))
+
+
+def test_resources_are_requests_and_gpus_and_memory_are_limits() -> None:
+    resources = pod_of(rendered(spec()))["containers"][0]["resources"]
+    assert resources == {
+        "requests": {"cpu": "8", "memory": "64Gi"},
+        "limits": {"memory": "64Gi", "nvidia.com/gpu": "4"},
+    }
+
+
+def test_volumes_are_mounted_and_gpu_jobs_get_shared_memory() -> None:
+    pod = pod_of(rendered(spec()))
+    assert pod["volumes"] == [
+        {"name": "claim-0", "persistentVolumeClaim": {"claimName": "results"}},
+        {"name": "claim-1", "persistentVolumeClaim": {"claimName": "code"}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts == {"/shared/results": False, "/shared/code": True, "/dev/shm": False}
+
+
+def test_kueue_gets_a_suspended_job_with_its_label() -> None:
+    for nodes in (1, 2):
+        body = rendered(spec(nodes=nodes))
+        assert body["spec"]["suspend"] is True
+        assert body["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gold"
+    assert "suspend" not in rendered(spec(queue=None))["spec"]
+
+
+def test_the_wandb_key_is_a_reference_and_no_variable_of_the_training_is_in_the_pod() -> None:
+    text = K8s().render(make(JOB, environment={"HF_HOME": "/shared/hf", "MY_VALUE": "hidden-value"})).text
+    env = {item["name"]: item for item in pod_of(yaml.safe_load(text))["containers"][0]["env"]}
+    reference = {"secretKeyRef": {"name": "wandb", "key": "api-key"}}
+    assert env["WANDB_API_KEY"] == {"name": "WANDB_API_KEY", "valueFrom": reference}
+    assert "hidden-value" not in text
+
+
+def test_every_pod_of_several_nodes_knows_its_rank_and_the_first_ones_name() -> None:
+    body = rendered(spec(nodes=3))
+    [replicated] = body["spec"]["replicatedJobs"]
+    assert replicated["template"]["spec"]["parallelism"] == 3
+    env = {item["name"]: item for item in pod_of(body)["containers"][0]["env"]}
+    assert env["LATHE_HEAD_NODE"]["value"] == f"{NAME}-node-0-0.{NAME}"
+    rank = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert env["LATHE_NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"] == rank
+    assert env["LATHE_JOB_ID"]["value"] == GANG_ID
+
+
+def test_losing_a_node_restarts_all_of_them_and_a_failure_ends_them() -> None:
+    body = rendered(spec(nodes=2, max_preemptions=7))
+    policy = body["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 7
+    assert [rule["action"] for rule in policy["rules"]] == ["RestartJobSet", "FailJobSet"]
+    assert policy["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+    rules = body["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["action"] for rule in rules] == ["FailJob", "FailJob"]
+    assert rules[1]["onExitCodes"]["values"] == [75]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("partition", "gpu"), ("bid", 1), ("account_id", "a"), ("qos", "high"), ("gres", "gpu:1"), ("time", "1:00")],
+        *[("constraint", "a100"), ("data", ["a:/b"]), ("preemptable", True), ("requeue", False), ("signal_s", 60)],
+        *[("account", "a"), ("reservation", "r"), ("exclude", "n1"), ("nodelist", "n1"), ("restartable", True)],
+        ("address", "http://head:8265"),
+    ],
+)
+def test_a_key_of_another_backend_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"does not know {key}"):
+        K8s().render(make({**JOB, "resources": {}, key: value}))
+
+
+def test_every_key_of_the_job_dictionary_is_either_rendered_or_refused() -> None:
+    known = {*("resources", "nodes", "python_binary", "python", "environment_vars", "max_run_time", "grace_s", "image")}
+    known |= {*("max_retries", "max_preemptions", "wandb_key_file", "wandb_key_secret", "namespace", "queue")}
+    known |= {*("service_account", "volumes", "interactive")}
+    assert {*JobConfig.model_fields} == known | {"address", *manifest.FOREIGN}
+
+
+@pytest.mark.parametrize(
+    ("job", "named"),
+    [
+        ({"image": None}, "image"),
+        ({"image": "a=b"}, "image"),
+        ({"namespace": "Team"}, "namespace"),
+        ({"namespace": "a.b"}, "namespace"),
+        ({"queue": "_q"}, "queue"),
+        ({"service_account": "S"}, "service_account"),
+        ({"wandb_key_secret": "wandb"}, "wandb_key_secret"),
+        ({"wandb_key_secret": "Wandb/key"}, "wandb_key_secret"),
+        ({"volumes": ["results"]}, "volumes"),
+        ({"volumes": ["results:relative"]}, "volumes"),
+        ({"volumes": ["results:/shared/../etc"]}, "volumes"),
+        ({"volumes": ["results:/shared:rw"]}, "volumes"),
+        ({"volumes": ["a:/shared", "b:/shared"]}, "twice"),
+        ({"volumes": ["results:/elsewhere"]}, "folder"),
+        ({"volumes": ["results:/shared/res", "code:/shared/code"]}, "folder"),
+        ({"resources": {"gpu": 1, "gpu_model": "A100"}}, "gpu_model"),
+    ],
+)
+def test_what_the_cluster_would_refuse_later_is_refused_now(job: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        K8s().render(spec(**job))
+
+
+def test_a_job_cannot_wait_for_another() -> None:
+    with pytest.raises(ConfigError, match="after"):
+        K8s().render(make(JOB, after=["team/job/x"]))
+
+
+@pytest.mark.parametrize("field", hostile.FIELDS)
+def test_a_hostile_text_is_refused_by_name_or_is_only_data(field: str) -> None:
+    for text in CORPUS:
+        try:
+            of = hostile.with_text(field, text, JOB)
+            body = rendered(of)
+        except (ConfigError, ValidationError) as error:
+            assert field in str(error), f"{text!r} in {field}: {error}"
+            continue
+        command = pod_of(body)["containers"][0]["command"]
+        assert [expanded(part, {"HOME": "/root"}) for part in command] == of.wrapper
+        plain = rendered(spec())
+        assert shape(body, skip="command") == shape(plain, skip="command"), f"{text!r} in {field}"
+        for key, value in body["metadata"]["labels"].items():
+            assert re.fullmatch(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?", value), (key, value)
+
+
+@pytest.mark.parametrize("key", ["image", "namespace", "queue", "service_account", "volumes", "wandb_key_secret"])
+def test_a_hostile_text_in_the_job_dictionary_is_refused_by_name_or_is_a_name(key: str) -> None:
+    for text in CORPUS:
+        try:
+            of = spec(**{key: [*JOB["volumes"], text] if key == "volumes" else text})
+            assert shape(rendered(of)) == shape(rendered(spec()))
+        except (ConfigError, ValidationError) as error:
+            assert key in str(error)
+        else:
+            assert re.fullmatch(r"[a-z0-9/.-]+", text), f"{text!r} in {key}"
+
+
+def shape(value: Any, skip: str = "") -> Any:
+    """Keys, lengths and types of a nested value, but not its texts."""
+    if isinstance(value, dict):
+        return {key: "..." if key == skip else shape(item, skip) for key, item in value.items()}
+    return [shape(item, skip) for item in value] if isinstance(value, list) else type(value).__name__
+
+
+@pytest.fixture()
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[kubernetes_standin.Cluster]:
+    with kubernetes_standin.running() as found:
+        config = tmp_path / "kubeconfig"
+        config.write_text(found.kubeconfig())
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield found
+
+
+def submit(of: JobSpec | None = None) -> str:
+    return K8s().submit(K8s().render(of or spec()))
+
+
+def test_a_submission_is_found_by_its_token(cluster: kubernetes_standin.Cluster) -> None:
+    assert submit() == ID
+    assert K8s().find(TOKEN) == [ID]
+    assert K8s().find("ft_other_1") == []
+    assert any("fieldValidation=Strict" in line for line in cluster.requests)
+
+
+def test_a_submission_of_several_nodes_is_a_jobset(cluster: kubernetes_standin.Cluster) -> None:
+    assert submit(spec(nodes=2)) == GANG_ID
+    assert K8s().find(TOKEN) == [GANG_ID]
+
+
+def test_submitting_twice_makes_one_object(cluster: kubernetes_standin.Cluster) -> None:
+    assert submit() == submit() == ID
+    assert len(cluster.objects) == 1
+
+
+def test_an_object_of_somebody_else_is_not_adopted(cluster: kubernetes_standin.Cluster) -> None:
+    cluster.objects["jobs", "team", NAME] = {"metadata": {"name": NAME, "namespace": "team"}}
+    with pytest.raises(Refused, match="not ours"):
+        submit()
+
+
+def test_a_lost_reply_is_unreachable_and_the_object_is_found_after_it(cluster: kubernetes_standin.Cluster) -> None:
+    cluster.loses_reply = True
+    with pytest.raises(Unreachable):
+        submit()
+    assert K8s().find(TOKEN) == [ID]
+    cluster.loses_reply = False
+    assert submit() == ID
+    assert len(cluster.objects) == 1
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 422])
+def test_what_the_server_refuses_is_refused_in_its_words(cluster: kubernetes_standin.Cluster, status: int) -> None:
+    cluster.fail = (status, "")
+    with pytest.raises(Refused, match="the server says no"):
+        submit()
+    assert not cluster.objects
+
+
+@pytest.mark.parametrize(("status", "reason"), [(401, ""), (409, "Conflict"), (429, ""), (500, ""), (503, "")])
+def test_any_other_answer_says_nothing_of_the_job(
+    cluster: kubernetes_standin.Cluster, status: int, reason: str
+) -> None:
+    cluster.fail = (status, reason)  # 409 Conflict: the quota changed meanwhile, not that the object exists
+    with pytest.raises(Unreachable):
+        submit()
+
+
+def test_a_cluster_without_jobset_says_what_is_missing(cluster: kubernetes_standin.Cluster) -> None:
+    cluster.has_jobset = False
+    with pytest.raises(Refused, match="JobSet"):
+        submit(spec(nodes=2))
+    assert submit() == ID
+    assert K8s().find(TOKEN) == [ID]
+
+
+def test_a_server_that_is_down_is_unreachable(cluster: kubernetes_standin.Cluster, tmp_path: Path) -> None:
+    (tmp_path / "kubeconfig").write_text(cluster.kubeconfig().replace(cluster.url, "http://127.0.0.1:9"))
+    for ask in (submit, lambda: K8s().find(TOKEN), lambda: K8s().query([ID]), lambda: K8s().cancel(ID)):
+        with pytest.raises(Unreachable):
+            ask()
+    assert [finding.is_good for finding in K8s().check()] == [True, False]
+
+
+def test_no_configuration_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(Unreachable, match="KUBECONFIG"):
+        submit()
+
+
+def test_a_rehearsal_makes_nothing(cluster: kubernetes_standin.Cluster) -> None:
+    assert ID in (K8s().rehearse(K8s().render(spec())) or "")
+    assert not cluster.objects
+    cluster.fail = (422, "")
+    with pytest.raises(Refused):
+        K8s().rehearse(K8s().render(spec()))
+
+
+def test_who_may_not_see_all_namespaces_looks_in_their_own(cluster: kubernetes_standin.Cluster) -> None:
+    cluster.sees_all_namespaces = False
+    submit()
+    assert K8s("team").find(TOKEN) == [ID]
+
+
+def test_cancelling_deletes_and_a_second_time_is_fine(cluster: kubernetes_standin.Cluster) -> None:
+    submit()
+    K8s().cancel(ID)
+    K8s().cancel(ID)
+    assert K8s().query([ID]) == {}
+
+
+def test_a_query_leaves_out_what_the_cluster_does_not_know(cluster: kubernetes_standin.Cluster) -> None:
+    submit(spec(queue=None))
+    cluster.pods = [pod(phase="Running")]
+    other = ID.replace("a1b2c3", "ffffff")
+    assert {job_id: seen.state for job_id, seen in K8s().query([other, ID]).items()} == {ID: "running"}
+    assert K8s().query([ID])[ID].host == "node-a"
+
+
+def test_many_ids_are_asked_for_together(cluster: kubernetes_standin.Cluster) -> None:
+    specs = [make({**JOB, "queue": None}, token=f"ft_{index}_1") for index in range(50)]
+    ids = [K8s().submit(K8s().render(one)) for one in specs]
+    cluster.requests.clear()
+    assert len(K8s().query(ids)) == 50
+    assert len(cluster.requests) == 4  # objects and pods, 40 at a time
+
+
+def test_the_log_is_the_newest_pods_of_the_first_node(cluster: kubernetes_standin.Cluster) -> None:
+    submit()
+    cluster.pods = [pod("old", born="1"), pod("new", born="2"), pod("second-node", born="3", rank="1")]
+    assert list(K8s().logs(ID, follow=False)) == []
+    cluster.logs = {"old": "no\n", "new": "step 1\nstep 2", "second-node": "no\n"}
+    assert list(K8s().logs(ID, follow=False)) == ["step 1", "step 2"]
+    assert list(K8s().logs(ID, follow=True)) == ["step 1", "step 2"]
+
+
+def test_check_says_what_the_cluster_has(cluster: kubernetes_standin.Cluster) -> None:
+    cluster.has_jobset = False
+    assert [(finding.name, finding.is_good) for finding in K8s().check()][1:] == [("jobs", True), ("jobsets", True)]
+
+
+@pytest.mark.parametrize("job_id", ["", "x", "a/b/c", "a/job/"])
+def test_an_id_that_is_not_ours_is_refused(job_id: str) -> None:
+    with pytest.raises(ConfigError, match="no id of the k8s backend"):
+        K8s().cancel(job_id)
+
+
+def pod(name: str = "p", *, phase: str = "Pending", born: str = "1", rank: str = "0", **status: Any) -> dict[str, Any]:
+    meta = {"name": name, "labels": {manifest.TOKEN: TOKEN}, "annotations": {manifest.RANK: rank}}
+    meta["creationTimestamp"] = born
+    return {"metadata": meta, "spec": {"nodeName": "node-a"}, "status": {"phase": phase, **status}}
+
+
+def ended(code: int, reason: str = "Error") -> dict[str, Any]:
+    state = {"terminated": {"exitCode": code, "reason": reason}}
+    return pod(phase="Failed", containerStatuses=[{"name": "wrapper", "state": state}])
+
+
+def job(*conditions: tuple[str, str], suspend: bool = False, **meta: Any) -> dict[str, Any]:
+    listed = [{"type": kind, "status": "True", "reason": reason, "message": "m"} for kind, reason in conditions]
+    return {"metadata": {"name": NAME, **meta}, "spec": {"suspend": suspend}, "status": {"conditions": listed}}
+
+
+FAILED = ("Failed", "BackoffLimitExceeded")
+WAITING = {"name": "wrapper", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}
+UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+
+
+@pytest.mark.parametrize(
+    ("item", "pods", "state", "code"),
+    [
+        (job(("Complete", "")), [], "succeeded", None),
+        (job(("Completed", "AllJobsCompleted")), [], "succeeded", None),
+        (job(FAILED), [ended(1)], "failed", 1),
+        (job(FAILED), [ended(75)], "failed", 75),
+        (job(("Failed", "PodFailurePolicy")), [ended(2)], "failed", 2),
+        (job(FAILED), [ended(137, "OOMKilled")], "oom", 137),
+        (job(FAILED), [pod(phase="Failed", reason="DeadlineExceeded")], "timeout", None),
+        (job(FAILED), [], "failed", None),
+        (job(suspend=True), [], "held", None),
+        (job(suspend=True, labels={"kueue.x-k8s.io/queue-name": "q"}), [], "queued", None),
+        (job(), [], "queued", None),
+        (job(), [pod(conditions=[UNSCHEDULABLE])], "queued", None),
+        (job(), [pod(containerStatuses=[WAITING])], "held", None),
+        (job(), [pod(phase="Running")], "running", None),
+        (job(), [ended(75)], "queued", None),
+        (job(deletionTimestamp="t"), [pod(phase="Running")], "running", None),
+    ],
+)
+def test_a_job_and_its_pods_add_up_to_a_state(
+    item: dict[str, Any], pods: list[dict[str, Any]], state: str, code: int | None
+) -> None:
+    seen = observe(item, pods)
+    assert (seen.state, seen.exit_code) == (state, code)
+
+
+def test_a_pod_that_was_taken_away_is_started_again_and_counted() -> None:
+    gone = observe(job(), [ended(75)])
+    assert (gone.state, gone.will_rerun) == ("queued", True)
+    again = observe(job(), [ended(75), pod("q", phase="Running", born="2")])
+    assert (again.state, again.restarts) == ("running", 1)
+
+
+def test_what_waits_for_a_person_says_what_to_do() -> None:
+    seen = observe(job(), [pod(containerStatuses=[WAITING])])
+    assert "no such image" in (seen.reason or "")
+    assert "job.image" in (seen.reason or "")
+    assert observe(job(), [pod(conditions=[UNSCHEDULABLE])]).reason == "0/3 nodes"

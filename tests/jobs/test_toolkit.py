@@ -1,0 +1,486 @@
+"""jobs/backends/toolkit.py against the stand-in: real processes, lost replies, outages, rotated tokens, preemption."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import backends
+from jobs.backends.toolkit import Toolkit
+from jobs.config import JobConfig
+from jobs.eai import EaiJob, parsed
+from jobs.errors import Refused, Unreachable
+from jobs.spec import JobSpec, Observed, Rendered
+from tests.jobs.toolkit_standin import Standin, standin
+from trainer.errors import ConfigError
+
+UNKNOWN_ID = "00000000-0000-4000-8000-000000000000"
+TOKEN = "ft_0123456789ab_c0ffee_1"
+
+
+@pytest.fixture
+def service() -> Iterator[Standin]:
+    with standin(kill_after_s=0.3) as running:
+        yield running
+
+
+@pytest.fixture
+def backend(service: Standin) -> Toolkit:
+    return Toolkit(retry_s=2)
+
+
+def job(tmp_path: Path, **keys: Any) -> JobConfig:
+    return JobConfig(**{"image": "registry/image:1", "data": [f"org.acct.home:{tmp_path}:rw"], **keys})
+
+
+def spec(tmp_path: Path, *command: str, token: str = TOKEN, group: str = "tiny", **keys: Any) -> JobSpec:
+    environment = keys.pop("environment", {})
+    return JobSpec(
+        token=token,
+        exp_id="0123456789abcdef0123456789abcdef",
+        digest="0" * 64,
+        group=group,
+        attempt=1,
+        backend="toolkit",
+        folder=str(tmp_path / "run"),
+        workdir=str(tmp_path),
+        wrapper=list(command),
+        launcher=[sys.executable],
+        program=["trainval.py"],
+        environment=environment,
+        after=keys.pop("after", []),
+        job=job(tmp_path, **keys),
+    )
+
+
+def sent(backend: Toolkit, tmp_path: Path, *command: str, **keys: Any) -> str:
+    return backend.submit(backend.render(spec(tmp_path, *command, **keys)))
+
+
+def until(backend: Toolkit, job_id: str, wanted: Callable[[Observed], bool]) -> Observed:
+    end = time.monotonic() + 8
+    while not wanted(seen := backend.query([job_id])[job_id]):
+        assert time.monotonic() < end, seen
+        time.sleep(0.02)
+    return seen
+
+
+def in_state(state: str) -> Callable[[Observed], bool]:
+    return lambda seen: seen.state == state
+
+
+# render
+
+
+def test_a_job_is_rendered_as_one_argument_list(tmp_path: Path) -> None:
+    wanted = spec(
+        tmp_path,
+        *("python", "-m", "jobs.run", "folder", "1"),
+        resources={"cpu": 4, "mem": 64, "gpu": 2, "gpu_mem": 32, "gpu_model": "!A100"},
+        account_id="org.acct",
+        restartable=True,
+        bid=5,
+        max_run_time=3600,
+        environment_vars={"A": "1", "B": "x"},
+        environment={"B": "two words"},
+    )
+    rendered = Toolkit().render(wanted)
+    assert rendered.argv == (
+        *("eai", "job", "new", "--account", "org.acct", "--name", TOKEN, "--image", "registry/image:1"),
+        *("--cpu", "4", "--mem", "64", "--gpu", "2", "--gpu-mem", "32", "--gpu-model-filter", "!A100"),
+        *("--data", f"org.acct.home:{tmp_path}:rw", "--env", "A=1", "--env", "B=two words"),
+        *("--tag", f"exp_id={wanted.exp_id}", "--tag", "group=tiny", "--tag", "restartable=yes"),
+        *("--workdir", str(tmp_path), "--max-run-time", "3600", "--bid", "5", "--restartable"),
+        *("--field", "id", "--no-header", "--", "python", "-m", "jobs.run", "folder", "1"),
+    )
+    assert (rendered.token, rendered.file) == (TOKEN, "rendered.eai.json")
+    text = json.loads(rendered.text)
+    assert (text["name"], text["gpu"], text["command"]) == (TOKEN, 2, wanted.wrapper)
+
+
+def test_rendering_is_pure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    first, second = (Toolkit().render(spec(tmp_path, "true")) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [({}, "--non-preemptable"), ({"preemptable": True}, "--preemptable"), ({"restartable": True}, "--restartable")],
+)
+def test_a_job_is_of_one_kind(tmp_path: Path, kind: dict[str, bool], option: str) -> None:
+    argv = Toolkit().render(spec(tmp_path, "true", **kind)).argv
+    assert [word for word in argv if word.endswith("able") and word.startswith("--")] == [option]
+
+
+def test_every_launch_needs_the_literal_name(tmp_path: Path) -> None:
+    """--enforce-name gives a name that is taken a suffix: two jobs for one attempt."""
+    assert "--enforce-name" not in Toolkit().render(spec(tmp_path, "true")).argv
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"partition": "gpu", "qos": "high"}, r"toolkit knows no partition, qos"),
+        ({"gres": "gpu:4"}, r"knows no gres"),
+        ({"requeue": False}, r"knows no requeue"),
+        ({"namespace": "mine"}, r"knows no namespace"),
+        ({"nodes": 2}, r"nodes=2: jobs of several nodes"),
+        ({"image": None}, r"image: a job is a container"),
+        ({"max_run_time": 48 * 3600 + 1}, r"neither preemptable nor restartable has at most 172800 s"),
+        ({"data": ["nowhere"]}, r"data 'nowhere': want NAME:/mount"),
+        ({"data": []}, r"run is in no mount of `data` that can be written"),
+        ({"after": [UNKNOWN_ID]}, r"Toolkit has no dependencies"),
+        ({"environment": {"HF_TOKEN": "x"}}, r"HF_TOKEN looks like a secret"),
+        ({"wandb_key_file": "/home/me/key"}, r"/home/me/key is in no mount of `data`"),
+        ({"wandb_key_secret": "org.me.key:/keys:ro"}, r"wandb_key_file must name the file in it. Got None"),
+    ],
+)
+def test_what_toolkit_cannot_do_is_refused(tmp_path: Path, keys: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Toolkit().render(spec(tmp_path, "true", **keys))
+
+
+def test_a_run_folder_in_a_read_only_mount_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can be written"):
+        Toolkit().render(spec(tmp_path, "true", data=[f"org.acct.home:{tmp_path}:ro"]))
+
+
+def test_a_key_file_may_come_by_a_mount_of_its_own(tmp_path: Path) -> None:
+    keys = {"wandb_key_secret": "org.me.key:/keys:ro", "wandb_key_file": "/keys/wandb"}
+    argv = Toolkit().render(spec(tmp_path, "true", **keys)).argv
+    assert argv[argv.index("org.me.key:/keys:ro") - 1] == "--data"
+    assert "/keys/wandb" not in argv
+
+
+# submit, find
+
+
+def test_a_job_runs_where_and_how_it_was_sent(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    code = "import os, sys; open('seen', 'w').write(repr((sys.argv[1:], os.environ['A'], 'EAI_STANDIN' in os.environ)))"
+    words = ["a b", "; touch injected", "$(touch injected)", "`touch injected`", "-x", "--", "'", '"', "\n", "é"]
+    job_id = sent(backend, tmp_path, sys.executable, "-c", code, *words, environment={"A": "$HOME; touch injected"})
+    assert until(backend, job_id, in_state("succeeded")).exit_code == 0
+    assert (tmp_path / "seen").read_text() == repr((words, "$HOME; touch injected", False))
+    assert not (tmp_path / "injected").exists()
+
+
+def test_a_group_with_strange_letters_is_still_a_tag(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    assert sent(backend, tmp_path, "true", group="--evil name\n=;$(x)")
+    assert backend.listed("--tag", "group=--evil_name_____x_")
+
+
+def test_a_lost_reply_is_no_refusal_and_the_job_is_found_by_its_name(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
+    service.lose_next_create()
+    with pytest.raises(Unreachable, match=r"EOF.*not known: look for its name"):
+        sent(backend, tmp_path, "true")
+    (found,) = backend.find(TOKEN)
+    assert backend.query([found])
+
+
+def test_a_submission_is_tried_once(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    service.fail_next(1)
+    with pytest.raises(Unreachable, match="502"):
+        sent(backend, tmp_path, "true")
+    assert service.stats()["created"] == 0
+    assert backend.find(TOKEN) == []
+    assert sent(backend, tmp_path, "true")
+
+
+def test_the_same_job_sent_twice_is_one_job(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    rendered = backend.render(spec(tmp_path, "true"))
+    first = backend.submit(rendered)
+    until(backend, first, in_state("succeeded"))
+    assert backend.submit(rendered) == first  # the name of a dead job is still taken
+    assert service.stats() | {"clashes": 0} == service.stats() | {"created": 1, "starts": {TOKEN: 1}, "clashes": 0}
+
+
+def test_submitters_at_once_make_one_job(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    rendered = backend.render(spec(tmp_path, "sleep", "60"))
+    with ThreadPoolExecutor(4) as pool:
+        ids = list(pool.map(lambda _: backend.submit(rendered), range(4)))
+    assert len(set(ids)) == 1
+    assert service.stats()["created"] == 1
+
+
+def test_nothing_is_lost_or_doubled_when_half_of_the_replies_are(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
+    service.lose_fraction(0.5, seed=1)
+    renderings = [backend.render(spec(tmp_path, "true", token=f"ft_{n}")) for n in range(8)]
+
+    def settled(rendered: Rendered) -> str:
+        while True:
+            if found := backend.find(rendered.token):
+                return found[0]
+            try:
+                return backend.submit(rendered)
+            except Unreachable:
+                continue
+
+    ids = [settled(rendered) for rendered in renderings]
+    for job_id in ids:
+        until(backend, job_id, in_state("succeeded"))
+    stats = service.stats()
+    assert (stats["created"], set(stats["starts"].values())) == (8, {1})
+    assert stats["lost"] > 0
+
+
+def test_a_job_is_found_by_its_whole_name_only(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    """-N lists every name that holds the text."""
+    first = sent(backend, tmp_path, "true", token="ft_a_1")
+    sent(backend, tmp_path, "true", token="ft_a_11")
+    assert backend.find("ft_a_1") == [first]
+    assert backend.find("ft_a") == []
+
+
+def test_what_the_service_refuses_is_refused_in_its_words(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="at most 8 GPUs"):
+        sent(backend, tmp_path, "true", resources={"gpu": 9})
+
+
+def test_an_option_that_eai_does_not_know_is_refused_or_unknown_but_never_sent(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
+    rendered = backend.render(spec(tmp_path, "true"))
+    bad = Rendered(rendered.token, rendered.file, rendered.text, (*rendered.argv[:3], "--no-such", *rendered.argv[3:]))
+    with pytest.raises((Refused, Unreachable), match="no-such"):
+        backend.submit(bad)
+    assert service.stats()["created"] == 0
+
+
+def test_without_eai_nothing_was_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    backend = Toolkit(retry_s=0)
+    with pytest.raises(Refused, match="eai cannot be run"):
+        sent(backend, tmp_path, "true")
+    with pytest.raises(Unreachable, match="eai cannot be run"):
+        backend.find(TOKEN)
+    (finding,) = backend.check()
+    assert not finding.is_good
+
+
+# query
+
+
+def test_a_failure_tells_its_exit_code(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    seen = until(backend, sent(backend, tmp_path, "sh", "-c", "exit 3"), in_state("failed"))
+    assert (seen.exit_code, seen.reason) == (3, "FAILED")
+
+
+def test_a_job_waits_then_runs(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    service.queue_delay(0.4)
+    job_id = sent(backend, tmp_path, "sleep", "60")
+    assert backend.query([job_id])[job_id].state == "queued"
+    until(backend, job_id, in_state("running"))
+
+
+def test_many_jobs_are_asked_for_at_once(
+    service: Standin, backend: Toolkit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [sent(backend, tmp_path, "true", token=f"ft_{n}") for n in range(5)]
+    monkeypatch.setattr(backend, "_one", lambda job_id: pytest.fail(job_id))
+    assert set(backend.query(ids)) == set(ids)
+
+
+@pytest.mark.parametrize("others", [0, 5])
+def test_an_id_that_the_service_does_not_know_is_left_out(
+    service: Standin, backend: Toolkit, tmp_path: Path, others: int
+) -> None:
+    ids = [sent(backend, tmp_path, "true", token=f"ft_{n}") for n in range(others)]
+    assert set(backend.query([*ids, UNKNOWN_ID])) == set(ids)
+
+
+def test_a_restartable_job_that_is_preempted_runs_again_under_the_same_id(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
+    script = "echo $EAI_RUN_INDEX; test -e again && exit 0; touch again; exec sleep 60"
+    job_id = sent(backend, tmp_path, "sh", "-c", script, restartable=True)
+    until(backend, job_id, in_state("running"))
+    while not (tmp_path / "again").exists():
+        time.sleep(0.01)
+    service.preempt(job_id)
+    seen = until(backend, job_id, in_state("succeeded"))
+    assert seen.restarts == 1
+    assert list(backend.logs(job_id, follow=False)) == ["0", "1"]
+
+
+def test_a_job_that_is_preempted_for_good_asks_to_be_sent_again(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
+    job_id = sent(backend, tmp_path, "sleep", "60", preemptable=True)
+    until(backend, job_id, in_state("running"))
+    service.preempt(job_id)
+    seen = until(backend, job_id, in_state("preempted"))
+    assert (seen.will_rerun, seen.reason) == (False, "INTERRUPTED")
+
+
+@pytest.mark.parametrize(
+    ("shown", "state", "will_rerun"),
+    [
+        ({"state": "INTERRUPTED", "restartable": True}, "preempted", True),
+        ({"state": "INTERRUPTED", "tags": ["a=b", "restartable=yes"]}, "preempted", True),
+        ({"state": "INTERRUPTED", "tags": {"restartable": "yes"}}, "preempted", True),
+        ({"state": "INTERRUPTED"}, "preempted", False),
+        ({"state": "CANCELLING"}, "running", False),
+        ({"state": "UNKNOWN"}, "queued", False),
+        ({"state": "UNKNOWN", "runs": [{}]}, "running", False),
+        ({"state": "A_NEW_ONE", "runs": [{"exitCode": 1}]}, "running", False),
+        ({}, "queued", False),
+    ],
+)
+def test_a_state_that_says_nothing_is_never_a_failure(shown: dict[str, Any], state: str, will_rerun: bool) -> None:
+    seen = EaiJob.of({"id": UNKNOWN_ID, **shown}).observed()
+    assert (seen.state, seen.will_rerun, seen.exit_code) == (state, will_rerun, None)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", "id state", '{"id": "x"}\nrubbish'])
+def test_an_answer_that_is_not_understood_says_nothing(text: str) -> None:
+    with pytest.raises(Unreachable, match="want one JSON object"):
+        parsed(text, "eai job ls")
+
+
+def test_an_answer_may_be_lines_or_one_array_of_objects() -> None:
+    for text in ('{"id": "a"}\n{"id": "b"}\n', '[\n {"id": "a"},\n {"id": "b"}\n]', '[{"id": "a"}, {"id": "b"}]'):
+        assert [item.id for item in parsed(text, "")] == ["a", "b"]
+
+
+# The control plane
+
+
+def test_reading_outlives_an_outage(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    job_id = sent(backend, tmp_path, "true")
+    service.fail_next(2)
+    assert backend.query([job_id])
+    assert service.stats()["failed"] == 2
+
+
+def test_reading_outlives_a_rotated_token(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    job_id = sent(backend, tmp_path, "true")
+    service.rotate_token(window_s=0.3)
+    assert backend.query([job_id])
+    assert service.stats()["unauthorised"] > 0
+
+
+def test_sending_with_a_rotated_token_leaves_it_open(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    service.rotate_token(window_s=0.2)
+    with pytest.raises(Unreachable, match="token is invalid"):
+        sent(backend, tmp_path, "true")
+
+
+def test_an_outage_that_lasts_makes_no_statement_about_a_job(service: Standin, tmp_path: Path) -> None:
+    backend = Toolkit(retry_s=0.2)
+    service.fail_next(1000)
+    for look in (lambda: backend.query([UNKNOWN_ID]), lambda: backend.find(TOKEN), lambda: backend.cancel(UNKNOWN_ID)):
+        with pytest.raises(Unreachable, match=r"502.*Tried for"):
+            look()
+
+
+def test_a_server_that_is_gone_is_unreachable(tmp_path: Path) -> None:
+    with standin() as service, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EAI_STANDIN", "http://127.0.0.1:9")
+        with pytest.raises(Unreachable, match="dial tcp"):
+            Toolkit(retry_s=0.1).find(TOKEN)
+        assert service.stats()["created"] == 0
+
+
+def test_how_long_to_retry_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LATHE_EAI_RETRY_S", "7")
+    assert (Toolkit().retry_s, Toolkit(retry_s=1).retry_s) == (7, 1)
+
+
+# cancel, logs, check
+
+
+def test_a_running_job_is_cancelled_with_all_its_processes(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    script = "trap '' TERM; (trap '' TERM; sleep 1; touch survived) & touch up; wait; sleep 60"
+    job_id = sent(backend, tmp_path, "sh", "-c", script)
+    while not (tmp_path / "up").exists():
+        time.sleep(0.01)
+    backend.cancel(job_id)
+    assert backend.query([job_id])[job_id] == Observed("running", "CANCELLING")
+    until(backend, job_id, in_state("cancelled"))
+    time.sleep(1)
+    assert not (tmp_path / "survived").exists()
+
+
+def test_to_cancel_a_job_that_has_ended_or_never_was_is_fine(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
+    job_id = sent(backend, tmp_path, "true")
+    until(backend, job_id, in_state("succeeded"))
+    backend.cancel(job_id)
+    backend.cancel(UNKNOWN_ID)
+    assert backend.query([job_id])[job_id].state == "succeeded"
+
+
+def test_logs_can_be_followed_to_the_end(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    job_id = sent(backend, tmp_path, "sh", "-c", "echo one; sleep 0.2; echo two >&2")
+    assert list(backend.logs(job_id, follow=True)) == ["one", "two"]
+    assert list(backend.logs(job_id, follow=False)) == ["one", "two"]
+
+
+def test_following_may_be_broken_off(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+    lines = backend.logs(sent(backend, tmp_path, "sh", "-c", "echo one; sleep 60"), follow=True)
+    assert next(lines) == "one"
+    lines.close()  # type: ignore[attr-defined]
+
+
+def test_an_unknown_job_has_no_logs(service: Standin, backend: Toolkit) -> None:
+    assert [list(backend.logs(UNKNOWN_ID, follow=follow)) for follow in (False, True)] == [[], []]
+
+
+def test_the_doctor_looks_at_command_login_and_account_and_shows_no_token(service: Standin, backend: Toolkit) -> None:
+    findings = backend.check()
+    assert [(found.name, found.is_good) for found in findings] == [("eai", True), ("login", True), ("account", True)]
+    assert "lathe.tests" in findings[2].text
+    assert "Bearer" not in "".join(found.text for found in findings)
+
+
+def test_the_doctor_says_what_an_outage_said(service: Standin, backend: Toolkit) -> None:
+    service.fail_next(1)
+    assert backend.check()[2].text.startswith("error: http: 502")
+
+
+def test_a_dry_run_does_not_exist(tmp_path: Path) -> None:
+    assert Toolkit().rehearse(Toolkit().render(spec(tmp_path, "true"))) is None
+
+
+def test_the_backend_is_registered_and_says_how_far_it_was_tried() -> None:
+    assert isinstance(backends.load("toolkit"), Toolkit)
+    assert "never reached the real service" in Toolkit.validation
+
+
+# The stand-in itself
+
+
+def test_the_stand_in_as_a_process_of_its_own_ends_with_its_jobs(tmp_path: Path) -> None:
+    with standin(own_process=True, gpus=1) as service:
+        backend = Toolkit(retry_s=1)
+        job_id = sent(backend, tmp_path, "sh", "-c", "sleep 1; touch survived", resources={"gpu": 1})
+        until(backend, job_id, in_state("running"))
+        assert service.stats()["created"] == 1
+    time.sleep(1.1)
+    assert not (tmp_path / "survived").exists()
+
+
+def test_a_higher_bid_starts_first_on_the_only_gpu(tmp_path: Path) -> None:
+    with standin(gpus=1):
+        backend = Toolkit(retry_s=1)
+        for token, bid in (("first", 0), ("low", 1), ("high", 2)):
+            script = f"echo {token} >> order; sleep 0.5"
+            sent(backend, tmp_path, "sh", "-c", script, token=token, bid=bid, resources={"gpu": 1})
+        end = time.monotonic() + 8
+        while not (tmp_path / "order").exists() or len((tmp_path / "order").read_text().split()) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    assert (tmp_path / "order").read_text().split() == ["first", "high", "low"]
