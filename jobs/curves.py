@@ -10,7 +10,6 @@ from itertools import chain
 
 from jobs.layout import RunFolder
 from jobs.logs import visible
-from jobs.results import shown
 from jobs.status import numbers_in
 
 MOST_POINTS = 400
@@ -153,7 +152,7 @@ def _axes(scale: Scale) -> Iterable[str]:
     for value in ticks(scale.low, scale.high, is_log=scale.is_log):
         y = scale.y(value)
         yield f'<path class="grid" d="M{LEFT:g} {y:.1f}H{right:g}"/>'
-        yield f'<text x="{LEFT - 6:g}" y="{y + 3.5:.1f}" text-anchor="end">{shown(value)}</text>'
+        yield f'<text x="{LEFT - 6:g}" y="{y + 3.5:.1f}" text-anchor="end">{value:g}</text>'
     steps = [tick for tick in ticks(scale.first, scale.last, wanted=5) if tick == int(tick)]
     for step in steps:
         anchor = "end" if scale.x(step) > right - 14 else "middle"
@@ -168,7 +167,7 @@ def ticks(low: float, high: float, *, wanted: int = 4, is_log: bool = False) -> 
         return decades[:: 1 + len(decades) // 6] if len(decades) >= 2 else ticks(low, high, wanted=wanted)
     rough = (high - low) / wanted
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.75)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{count * step:.12g}") for count in range(first, last + 1)]
 

@@ -12,11 +12,12 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from jobs.layout import CODE, BaseFolder, RunFolder, is_exp_id, read_json
 from jobs.record import read
 from jobs.snapshot import DIGEST, STAGING
-from jobs.spec import ACTIVE
+from jobs.spec import ACTIVE, ENDED_BADLY, JobState
 from trainer.disk import refusals
 from trainer.errors import ConfigError
 
@@ -153,7 +154,7 @@ def _arrays(base: BaseFolder) -> Iterator[tuple[Path, str]]:
             folders = [Path(folder) for folder, _ in table.values()]
         except (TypeError, ValueError):
             continue  # not an index of ours
-        if not any(_may_run(RunFolder(base.path / folder.name)) for folder in folders):
+        if all(_has_ended(RunFolder(base.path / folder.name)) for folder in folders):
             yield path, "all jobs of this array have ended"
 
 
@@ -173,9 +174,22 @@ def _set_aside(base: BaseFolder, older_than_days: float) -> Iterator[tuple[Path,
 
 def _may_run(folder: RunFolder) -> bool:
     """Whether the job of a run folder is active, or its record does not tell."""
+    state = _state(folder)
+    return state is not None and (state == "unknown" or state in ACTIVE)
+
+
+def _has_ended(folder: RunFolder) -> bool:
+    """Whether no scheduler will start the job of a run folder again by itself."""
+    return _state(folder) in (None, "succeeded", *ENDED_BADLY)
+
+
+def _state(folder: RunFolder) -> JobState | Literal["unknown"] | None:
+    """The recorded state; None where nothing was ever recorded."""
     try:
         job = read(folder)
     except (KeyError, TypeError, ValueError, OSError) as error:
         log.warning("%s cannot be read (%s: %s): kept", folder.record, type(error).__name__, error)
-        return True
-    return folder.record.exists() if job is None else job.state in ACTIVE
+        return "unknown"
+    if job is None:
+        return "unknown" if folder.record.exists() else None
+    return job.state

@@ -18,9 +18,10 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -199,6 +200,7 @@ def _logged(argv: list[str], folder: str | None) -> list[str]:
 # Loading
 
 
+@cache
 def _loaded(name: str) -> Any:
     """haven.<name>, cured. ConfigError when haven is not installed."""
     if importlib.util.find_spec("haven") is None:
@@ -216,7 +218,7 @@ def _loaded(name: str) -> Any:
 
 
 @contextmanager
-def _pkg_resources() -> Iterator[None]:
+def _pkg_resources() -> Generator[None]:
     """Answer haven's one question to pkg_resources, where setuptools has none; others must not find the answer."""
     if "haven" in sys.modules or importlib.util.find_spec("pkg_resources") is not None:
         yield

@@ -38,7 +38,7 @@ margin-right:6px}
 .s-failed,.s-timeout,.s-oom,.s-lost{color:var(--red)}.s-cancelled{color:var(--magenta)}.s-pending{color:var(--grey)}
 .scroll{overflow:auto;max-height:70vh;background:var(--card);border:1px solid var(--line);border-radius:10px}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{padding:6px 12px;text-align:left;white-space:nowrap;border-bottom:1px solid var(--line)}
+th,td{padding:5px 10px;font-size:13px;text-align:left;white-space:nowrap;border-bottom:1px solid var(--line)}
 tr:last-child td{border-bottom:0}
 tbody tr:hover{background:var(--chip)}
 th{position:sticky;top:0;background:var(--card);font-size:12px;color:var(--soft);font-weight:600;
@@ -48,7 +48,7 @@ th button:focus-visible{outline:2px solid var(--blue)}
 th[aria-sort=ascending] button::after{content:" ↑"}
 th[aria-sort=descending] button::after{content:" ↓"}
 td.num,th.num{text-align:right}
-td.text{max-width:260px;overflow:hidden;text-overflow:ellipsis}
+td.text{max-width:180px;overflow:hidden;text-overflow:ellipsis}
 td.best{font-weight:700;color:var(--green)}
 .cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(400px,100%),1fr));gap:16px}
 .card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px 12px;min-width:0}

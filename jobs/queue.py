@@ -241,15 +241,20 @@ class Runner:
     def _end_what_cannot_start(self) -> None:
         self.looked_at = time.monotonic()
         for token, facts in list(self.waiting.items()):
-            entry = self.queue.entry(token)
-            ended = [self.queue.entry(other).ended() for other in facts["after"]]
-            if entry.is_cancelled():
-                entry.end(CANCELLED, "cancelled before it started")
-            elif any(found is not None and found["code"] != EXIT_OK for found in ended):
-                entry.end(CANCELLED, f"it was to run after {', '.join(facts['after'])}, which did not succeed")
-            else:
-                continue
-            del self.waiting[token]
+            self._end_if_unwanted(token, facts)
+
+    def _end_if_unwanted(self, token: str, facts: dict[str, Any]) -> bool:
+        """End a waiting job that was cancelled, or whose predecessor did not succeed; returns whether it was ended."""
+        entry = self.queue.entry(token)
+        before = [ended for other in facts["after"] if (ended := self.queue.entry(other).ended()) is not None]
+        if entry.is_cancelled():
+            entry.end(CANCELLED, "cancelled before it started")
+        elif any(ended["code"] != EXIT_OK for ended in before):
+            entry.end(CANCELLED, f"it was to run after {', '.join(facts['after'])}, which did not succeed")
+        else:
+            return False
+        del self.waiting[token]
+        return True
 
     def _start_what_fits(self) -> None:
         """First come, first served: a job that waits for devices is not overtaken, so that it cannot starve."""
@@ -262,12 +267,9 @@ class Runner:
             is_many = facts["max_parallel"] is not None and peers >= facts["max_parallel"]
             if is_many or any(self.queue.entry(other).ended() is None for other in facts["after"]):
                 continue
-            entry = self.queue.entry(token)
-            del self.waiting[token]
-            if entry.is_cancelled():
-                entry.end(CANCELLED, "cancelled before it started")
-            else:
-                self.live[token] = _start(entry, facts, gpus[: facts["gpus"]])
+            if not self._end_if_unwanted(token, facts):
+                del self.waiting[token]
+                self.live[token] = _start(self.queue.entry(token), facts, gpus[: facts["gpus"]])
 
     def _free_gpus(self) -> tuple[str, ...]:
         taken = {name for live in self.live.values() for name in live.gpus}

@@ -35,9 +35,10 @@ def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
     found = {result.exp_id: result for result in results.results}
     now = datetime.now(timezone.utc)
     title = base.path.resolve().name
+    facts = [str(base.path), f"{now:%Y-%m-%d %H:%M} UTC", *summary(rows).split("; ")[1:]]
     body = [
         f"<header><h1>{_text(title)}</h1>",
-        f'<p class="soft small">{_text(str(base.path))} · {now:%Y-%m-%d %H:%M} UTC · {_text(summary(rows))}</p>',
+        f'<p class="soft small">{" · ".join(map(_text, facts))}</p>',
         _states(rows),
         "</header><main>",
         f"<h2>Results</h2>{_table(rows, found, results)}",
@@ -85,13 +86,17 @@ def _table(rows: Sequence[Row], found: dict[str, Result], results: Results) -> s
         name = row.exp_id[:8]
         name = f'<a href="#x{_text(row.exp_id)}">{_text(name)}</a>' if place < MOST_CARDS else _text(name)
         cells = [f'<td class="mono">{name}</td>']
-        cells += [f"<td>{_text(row.group)}</td>"] if has_groups else []
-        cells.append(f'<td class="pill s-{row.state}">{row.state}</td>')
+        cells += [f'<td class="text" title="{_text(row.group)}">{_text(row.group)}</td>'] if has_groups else []
+        cells.append(f'<td class="pill s-{row.state}">{_state(row)}</td>')
         cells += _result_cells(found.get(row.exp_id), results, bests)
         cells += [_number(row.step, ""), _number(_hours(row), ".2f"), _number(row.gpu_hours or None, ".1f")]
         lines.append(f"<tr>{''.join(cells)}</tr>")
     head = f"<thead><tr>{''.join(heads)}</tr></thead>"
     return f'<div class="scroll"><table>{head}<tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _state(row: Row) -> str:
+    return f"{row.state}?" if row.unseen_since else row.state
 
 
 def _result_cells(result: Result | None, results: Results, bests: dict[str, float | None]) -> Iterator[str]:
@@ -139,7 +144,7 @@ def _card(row: Row, result: Result | None, results: Results, now: str) -> str:
         f'<article class="card" id="x{_text(row.exp_id)}">',
         f'<header><h3 class="mono" title="{_text(row.exp_id)}">{_text(row.exp_id[:8])}</h3>'
         f'<span class="group soft small" title="{_text(row.group)}">{_text(row.group)}</span>'
-        f'<span class="pill dot s-{row.state}">{row.state}</span></header>',
+        f'<span class="pill dot s-{row.state}">{_state(row)}</span></header>',
         _progress(row),
         _chips(result, results),
         _why(row),
@@ -158,7 +163,7 @@ def _progress(row: Row) -> str:
     facts = [f"step {row.step}{f' of {row.total}' if row.total else ''}"]
     facts += [f"{duration(row.eta_s)} left"] if row.eta_s is not None else []
     facts += [f"{row.metrics['step_s']:.3g} s a step"] if "step_s" in row.metrics else []
-    facts += [f"{row.metrics['peak_gib']:.3g} GiB at most"] if "peak_gib" in row.metrics else []
+    facts += [f"peak {row.metrics['peak_gib']:.3g} GiB"] if "peak_gib" in row.metrics else []
     facts += [f"{row.gpu_hours:.1f} GPU-hours"] if row.gpu_hours else []
     words = "".join(f"<span>{_text(fact)}</span>" for fact in facts)
     bar = f'<div class="progress s-{row.state}"><i style="width:{share:.1%}"></i></div>'

@@ -226,6 +226,8 @@ def _status_of(path: Path) -> os.stat_result | None:
         return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None  # deleted
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}. Make the project readable for this user.") from None
 
 
 def _why_not(top: Path, path: str, status: os.stat_result | None) -> str | None:
@@ -287,6 +289,10 @@ def why_dirty(source: Source, dirty: Mapping[str, str]) -> str:
     named = [f"{letters.strip()} {shown(path)}" for path, letters in dirty.items()]
     more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
     return (
-        f"{source.top}: {len(named)} file(s) differ from commit {str(source.commit)[:12]}: "
+        f"{source.top}: {len(named)} file(s) differ from {_last_commit(source)}: "
         f"{', '.join(named[:SHOWN])}{more}. Commit them, or exclude them by .gitignore, or submit with --allow-dirty."
     )
+
+
+def _last_commit(source: Source) -> str:
+    return f"commit {source.commit[:12]}" if source.commit else "the last commit (there is none yet)"

@@ -223,11 +223,11 @@ def written(value: Any) -> str:
 
 
 def shown(value: float) -> str:
-    """A number in about four digits: 5.123, 0.0312, 3.0e-05, 12000."""
+    """A number in four digits: 5.123, 0.03120, 3.0e-05, 12000; whole ones in full."""
     if value == int(value) and abs(value) < 1e15:
         return str(int(value))
     if 1e-3 <= abs(value) < 1e5:
-        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+        return f"{value:#.4g}".rstrip(".") if abs(value) < 1e4 else f"{value:.0f}"
     return f"{value:.1e}"
 
 
@@ -235,7 +235,7 @@ def _score_cell(result: Result, metric: str, *, is_best: bool) -> Text:
     score = result.scores.get(metric)
     if score is None:
         return Text("–", style="dim")
-    text = Text(shown(score.best), style="bold green" if is_best else "")
+    text = Text().append(shown(score.best), style="bold green" if is_best else "")
     return text if score.last == score.best else text.append(f" ({shown(score.last)})", style="dim")
 
 

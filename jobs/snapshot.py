@@ -221,12 +221,10 @@ def _tree_files(tree: Path) -> Iterator[str]:
 
 def _reuse(folder: Path) -> bool:
     """Whether a whole snapshot lies there; marks it as used now, so that `jobs.gc` leaves it for this submission."""
-    with suppress(PermissionError):  # of another user of a shared savedir_base
-        try:
-            os.utime(folder)
-        except FileNotFoundError:
-            return False
-    return _is_whole(folder)
+    with suppress(OSError):  # of another user of a shared savedir_base, or not there
+        os.utime(folder)
+    with refusals(folder):
+        return _is_whole(folder)
 
 
 def _is_whole(folder: Path) -> bool:

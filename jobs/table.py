@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -36,38 +36,75 @@ COLOURS: dict[JobState, str] = {
 # What a person wants to see first where not all fits on the screen.
 URGENT: tuple[JobState, ...] = ("held", "lost", "failed", "oom", "timeout", "running", "preempted")
 WRONG: tuple[JobState, ...] = ("held", *ENDED_BADLY)
-WIDE = 100  # columns; below, group and GPU-hours are left out
 BAR = 8
 GAP = 2  # between columns
 LONGEST_NAME = 16  # of a group or a metric
-NARROWEST = 10  # the last column
+ENOUGH, NARROWEST = 20, 10  # of the last column: what a layout must leave for it, and what it always has
 LONGEST_REASON, MOST_REASONS = 500, 8
 AROUND = 7  # lines of the screen that the head, the summary and the prompt take
 
 
-def table(rows: Sequence[Row], *, width: int = WIDE) -> Table:
+@dataclass(frozen=True)
+class _Layout:
+    """Which columns there are besides those that always are."""
+
+    has_groups: bool = False
+    has_bars: bool = False
+    has_steps: bool = False
+    has_hours: bool = False
+
+
+LAYOUTS = (
+    _Layout(has_groups=True, has_bars=True, has_steps=True, has_hours=True),
+    _Layout(has_groups=True, has_steps=True, has_hours=True),
+    _Layout(has_bars=True, has_steps=True, has_hours=True),
+    _Layout(has_steps=True, has_hours=True),
+    _Layout(),
+)
+
+
+def table(rows: Sequence[Row], *, width: int = 100) -> Table:
     """One line for each experiment, for a terminal of `width` columns; `reasons` says in full what it cuts."""
-    is_wide = width >= WIDE
     metric = _main_metric(rows)
-    has_groups = is_wide and len({row.group for row in rows}) > 1
-    left = ["id", *(["group"] if has_groups else []), "state", "step"]
-    right = ["loss", visible(metric or "valid")[:LONGEST_NAME], "left", "try", *(["GPU-h"] if is_wide else [])]
-    lines: list[list[Text]] = []
-    for row in rows:
-        line = [Text(row.exp_id[:8]), *([_cut(row.group)] if has_groups else []), _state(row)]
-        line += [_progress(row, is_wide=is_wide), _metric(row, "loss"), _metric(row, metric), _left(row), _tries(row)]
-        line += [Text(f"{row.gpu_hours:.1f}" if row.gpu_hours else "")] if is_wide else []
-        lines.append([*line, _where(row)])
+    fits = [columns for layout in LAYOUTS if _room(columns := _columns(rows, layout, metric), width) >= ENOUGH]
+    columns = fits[0] if fits else _columns(rows, LAYOUTS[-1], metric)
     found = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
-    room = width
-    for place, name in enumerate([*left, *right]):
-        widest = max([len(name), *(line[place].cell_len for line in lines)])
-        room -= widest + GAP
-        found.add_column(Text(name), no_wrap=True, justify="right" if name in right else "left", width=widest)
-    found.add_column("where, why", no_wrap=True, overflow="ellipsis", max_width=max(room, NARROWEST))
-    for line in lines:
-        found.add_row(*line)
+    for cells in columns:
+        side: Literal["left", "right"] = "left" if cells[0].plain in ("id", "group", "state", "step") else "right"
+        found.add_column(cells[0], no_wrap=True, justify=side, width=_widest(cells))
+    room = max(_room(columns, width), NARROWEST)
+    found.add_column("where, why", no_wrap=True, overflow="ellipsis", max_width=room)
+    for place, row in enumerate(rows, 1):
+        found.add_row(*(cells[place] for cells in columns), _where(row))
     return found
+
+
+def _widest(cells: Sequence[Text]) -> int:
+    return max(cell.cell_len for cell in cells)
+
+
+def _room(columns: Sequence[Sequence[Text]], width: int) -> int:
+    """What these columns leave of `width` for the last one."""
+    return width - sum(_widest(cells) + GAP for cells in columns)
+
+
+def _columns(rows: Sequence[Row], layout: _Layout, metric: str | None) -> list[list[Text]]:
+    """The cells of every column but the last, each with its head first."""
+    cut = _cut(metric or "valid")
+    columns = [[Text("id"), *(Text(row.exp_id[:8]) for row in rows)]]
+    if layout.has_groups and len({row.group for row in rows}) > 1:
+        columns.append([Text("group"), *(_cut(row.group) for row in rows)])
+    columns += [
+        [Text("state"), *map(_state, rows)],
+        [Text("step"), *(_progress(row, layout) for row in rows)],
+        [Text("loss"), *(_metric(row, "loss") for row in rows)],
+        [cut, *(_metric(row, metric) for row in rows)],
+        [Text("left"), *map(_left, rows)],
+        [Text("try"), *map(_tries, rows)],
+    ]
+    if layout.has_hours:
+        columns.append([Text("GPU-h"), *(Text(f"{row.gpu_hours:.1f}" if row.gpu_hours else "") for row in rows)])
+    return columns
 
 
 def _cut(text: str) -> Text:
@@ -168,18 +205,18 @@ def _state(row: Row) -> Text:
     return text.append("?", style="bold yellow") if row.unseen_since else text
 
 
-def _progress(row: Row, *, is_wide: bool) -> Text:
+def _progress(row: Row, layout: _Layout) -> Text:
     if row.step is None:
         return Text("")
     if not row.total:
         return Text(str(row.step))
     share = min(row.step / row.total, 1.0)
-    text = Text(f"{row.step}/{row.total} ", end="")
-    if is_wide:
-        full = round(share * BAR)
-        text.append("━" * full, style=COLOURS[row.state]).append("━" * (BAR - full), style="grey37")
-        text.append(" ")
-    return text.append(f"{share:4.0%}")
+    text = Text()
+    if layout.has_bars:
+        full = int(share * BAR)
+        text.append("━" * full, style=COLOURS[row.state]).append("╌" * (BAR - full), style="dim").append(" ")
+    text.append(f"{share:4.0%}")
+    return text.append(f" {row.step}/{row.total}", style="dim") if layout.has_steps else text
 
 
 def _metric(row: Row, name: str | None) -> Text:
@@ -192,7 +229,7 @@ def _left(row: Row) -> Text:
 
 def _tries(row: Row) -> Text:
     text = Text(str(row.attempts) if row.attempts else "")
-    return text.append(f"+{row.preemptions}p", style="yellow") if row.preemptions else text
+    return text.append(f" ↻{row.preemptions}", style="yellow") if row.preemptions else text
 
 
 def _where(row: Row) -> Text:

@@ -63,10 +63,13 @@ class Slurm:
         if missing:
             text = f"not on PATH: {', '.join(missing)}. Log in to a node of the cluster, or load Slurm's module."
             return [Finding("programs", False, text)]
+        findings = [Finding("programs", True, str(shutil.which("sbatch")))]
         try:
-            return [Finding("programs", True, str(shutil.which("sbatch"))), *_examine()]
+            findings.extend(_examine())
         except Unreachable as error:
-            return [Finding("controller", False, f"{error}. Check SLURM_CONF, slurmctld (`scontrol ping`) and munge.")]
+            text = f"{error}. Look at SLURM_CONF, `scontrol ping`, and whether munged runs."
+            findings.append(Finding("controller", False, text))
+        return findings
 
     def render(self, spec: JobSpec) -> Rendered:
         """The sbatch call of one attempt. ConfigError for keys of other schedulers and for values it cannot carry."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,32 +228,43 @@ def test_a_job_cannot_wait_for_another() -> None:
         K8s().render(make(JOB, after=["team/job/x"]))
 
 
-@pytest.mark.parametrize("field", hostile.FIELDS)
+def refused_or_rendered(make_it: Callable[[], JobSpec], named: str) -> tuple[JobSpec, dict[str, Any]] | None:
+    """The spec and its manifest, or None when it was refused, which must have been by name."""
+    try:
+        of = make_it()
+        return of, rendered(of)
+    except (ConfigError, ValidationError) as error:
+        message = str(error)
+    assert named in message, f"{named}: {message}"
+    return None
+
+
+@pytest.mark.parametrize("field", ["token", "exp_id", "group", "folder", "workdir", "wrapper"])
 def test_a_hostile_text_is_refused_by_name_or_is_only_data(field: str) -> None:
+    plain = shape(rendered(spec()), skip="command")
     for text in CORPUS:
-        try:
-            of = hostile.with_text(field, text, JOB)
-            body = rendered(of)
-        except (ConfigError, ValidationError) as error:
-            assert field in str(error), f"{text!r} in {field}: {error}"
+        found = refused_or_rendered(partial(hostile.with_text, field, text, JOB), field)
+        if found is None:
             continue
+        of, body = found
         command = pod_of(body)["containers"][0]["command"]
         assert [expanded(part, {"HOME": "/root"}) for part in command] == of.wrapper
-        plain = rendered(spec())
-        assert shape(body, skip="command") == shape(plain, skip="command"), f"{text!r} in {field}"
+        assert shape(body, skip="command") == plain, f"{text!r} in {field}"
         for key, value in body["metadata"]["labels"].items():
             assert re.fullmatch(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?", value), (key, value)
+
+
+def test_what_only_the_wrapper_reads_is_not_in_the_manifest() -> None:
+    plain = K8s().render(spec()).text
+    for field in ("digest", "launcher", "program", "activate", "environment"):
+        assert K8s().render(hostile.with_text(field, "$(touch pwned)", JOB)).text == plain
 
 
 @pytest.mark.parametrize("key", ["image", "namespace", "queue", "service_account", "volumes", "wandb_key_secret"])
 def test_a_hostile_text_in_the_job_dictionary_is_refused_by_name_or_is_a_name(key: str) -> None:
     for text in CORPUS:
-        try:
-            of = spec(**{key: [*JOB["volumes"], text] if key == "volumes" else text})
-            assert shape(rendered(of)) == shape(rendered(spec()))
-        except (ConfigError, ValidationError) as error:
-            assert key in str(error)
-        else:
+        job = {key: [*JOB["volumes"], text] if key == "volumes" else text}
+        if refused_or_rendered(lambda job=job: spec(**job), key) is not None:
             assert re.fullmatch(r"[a-z0-9/.-]+", text), f"{text!r} in {key}"
 
 
@@ -263,7 +275,7 @@ def shape(value: Any, skip: str = "") -> Any:
     return [shape(item, skip) for item in value] if isinstance(value, list) else type(value).__name__
 
 
-@pytest.fixture()
+@pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[kubernetes_standin.Cluster]:
     with kubernetes_standin.running() as found:
         config = tmp_path / "kubeconfig"
@@ -380,9 +392,11 @@ def test_a_query_leaves_out_what_the_cluster_does_not_know(cluster: kubernetes_s
 
 
 def test_many_ids_are_asked_for_together(cluster: kubernetes_standin.Cluster) -> None:
-    specs = [make({**JOB, "queue": None}, token=f"ft_{index}_1") for index in range(50)]
-    ids = [K8s().submit(K8s().render(one)) for one in specs]
-    cluster.requests.clear()
+    tokens = [f"ft_{index}_1" for index in range(50)]
+    ids = [f"team/job/{manifest.name_of(token)}" for token in tokens]
+    for token in tokens:
+        item = job(name=manifest.name_of(token), labels={manifest.TOKEN: token})
+        cluster.objects["jobs", "team", item["metadata"]["name"]] = item
     assert len(K8s().query(ids)) == 50
     assert len(cluster.requests) == 4  # objects and pods, 40 at a time
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,9 @@ CORPUS = (
     "\udcff",
     " leading and trailing ",
 )
+
+
+UNCHECKED = [(key, "../up") for key in ("account", "qos")]  # without accounting Slurm takes any
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +158,7 @@ def test_the_job_gets_a_small_environment_without_a_login_shell(
     spec = make("import json, os; json.dump(dict(os.environ), open('env', 'w'))")
     job_id = sent(slurm, spec)
     reached(slurm, job_id, "succeeded")
-    environment = __import__("json").loads(text_of(spec, "env"))
+    environment = json.loads(text_of(spec, "env"))
     assert environment["PATH"] == os.environ["PATH"]
     assert environment["HOME"] == os.environ["HOME"]
     assert environment["SLURM_JOB_ID"] == job_id
@@ -313,7 +319,9 @@ def test_preempted_jobs_are_rerun_or_end_as_preempted(slurm: Slurm, make: Specs)
 
 
 def test_a_requeued_job_keeps_its_id_and_counts_its_restarts(slurm: Slurm, cluster: RealSlurm, make: Specs) -> None:
-    spec = make("import os, time; n = os.environ.get('SLURM_RESTART_COUNT', '0'); print(n); time.sleep(0 if n > '0' else 60)")
+    spec = make(
+        "import os, time; n = os.environ.get('SLURM_RESTART_COUNT', '0'); print(n); time.sleep(0 if n > '0' else 60)"
+    )
     job_id = sent(slurm, spec)
     reached(slurm, job_id, "running")
     cluster.command("scontrol", "requeue", job_id)
@@ -383,7 +391,7 @@ def test_what_slurm_cannot_run_is_refused_in_its_own_words(slurm: Slurm, make: S
     except ConfigError:
         return
     for send in (slurm.rehearse, slurm.submit):
-        with pytest.raises(Refused, match="sbatch: error"):
+        with pytest.raises(Refused, match="nvalid|specification|not available|denied|Requested"):
             send(rendered)
     assert slurm.find(rendered.token) == []
 
@@ -420,8 +428,9 @@ def test_no_value_of_the_job_dictionary_is_more_than_a_value(
 ) -> None:
     monkeypatch.chdir(make.base)
     for text in CORPUS:
-        with pytest.raises((ConfigError, Refused)):  # most of them before Slurm sees them
+        with contextlib.suppress(ConfigError, Refused):  # most of them before Slurm sees them
             slurm.rehearse(slurm.render(make(**{key: text})))
+            assert (key, text) in UNCHECKED
     assert not list(make.base.rglob("CANARY"))
 
 
@@ -487,11 +496,15 @@ def test_a_killed_controller_is_unreachable_and_knows_the_jobs_when_it_is_back(
     rendered = slurm.render(make())
     cluster.kill_controller()
     try:
-        asks = [lambda: slurm.query([job_id]), lambda: slurm.find(spec.token), lambda: slurm.cancel(job_id)]
+        asks: list[Callable[[], object]] = [
+            lambda: slurm.query([job_id]),
+            lambda: slurm.find(spec.token),
+            lambda: slurm.cancel(job_id),
+        ]
         asks += [lambda: slurm.submit(rendered), lambda: slurm.rehearse(rendered), slurm.max_array]
-        for ask in asks:
-            with pytest.raises(Unreachable):
-                ask()
+        with ThreadPoolExecutor(len(asks)) as pool:  # each client tries for a while
+            failures = [job.exception() for job in [pool.submit(ask) for ask in asks]]
+        assert [type(failure) for failure in failures] == [Unreachable] * len(asks), failures
         assert [finding.is_good for finding in slurm.check()] == [True, False]
     finally:
         cluster.start_controller()
