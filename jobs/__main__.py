@@ -2,4 +2,5 @@
 
 from jobs.cli import app
 
-app(prog_name="lathe-jobs")
+if __name__ == "__main__":
+    app(prog_name="lathe-jobs")

@@ -91,7 +91,7 @@ def seconds_since(at: str | None) -> float:
         return float("inf")
 
 
-def append(folder: RunFolder, *events: dict[str, Any]) -> None:
+def append(folder: RunFolder, *events: dict[str, Any], is_durable: bool = True) -> None:
     """Add events to the record, durably and each on a line of its own. The caller holds the lock of the folder."""
     lines = b"".join(json.dumps({"at": now(), **event}).encode() + b"\n" for event in events)
     path = folder.record
@@ -100,14 +100,15 @@ def append(folder: RunFolder, *events: dict[str, Any]) -> None:
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             lines = b"\n" + lines  # the last writer was killed in the middle of its line
         file.write(lines)
-        os.fsync(file.fileno())
+        if is_durable:
+            os.fsync(file.fileno())
 
 
 def create(folder: RunFolder, *, exp_id: str, digest: str, group: str) -> None:
-    """Begin the record of an experiment."""
-    append(
-        folder, {"event": "created", "exp_id": exp_id, "digest": digest, "group": group, "nonce": secrets.token_hex(3)}
-    )
+    """Begin the record of an experiment. The intent that follows makes it durable: before that, nothing was sent."""
+    nonce = secrets.token_hex(3)
+    event = {"event": "created", "exp_id": exp_id, "digest": digest, "group": group, "nonce": nonce}
+    append(folder, event, is_durable=False)
 
 
 def intent(number: int, token: str, *, name: str, index: int | None, backend: str) -> dict[str, Any]:

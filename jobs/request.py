@@ -83,12 +83,16 @@ def make(
     load = backend_of or BackendCache()
     folder = BaseFolder(base.absolute())
     source = keys.find_key_source(job, os.environ)
+    if source.key_file is not None:  # the job reads it; its path may come from WANDB_API_KEY_FILE of this shell
+        job = job.model_copy(update={"wandb_key_file": str(source.key_file)})
     if flags.get("wandb_project_name") and flags.get("wandb_entity_name"):
         log.info("wandb: %s", source.text)
     taken = None
     if take_snapshot and backend != "inline":
         taken = snapshot.take(PROJECT, folder, allow_dirty=allow_dirty)
-        log.info("code: snapshot %s of commit %s%s", taken.digest[:12], taken.commit, " + patch" if taken.is_dirty else "")
+        log.info(
+            "code: snapshot %s of commit %s%s", taken.digest[:12], taken.commit, " + patch" if taken.is_dirty else ""
+        )
     return Request(
         base=folder,
         group=group,

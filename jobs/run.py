@@ -29,6 +29,7 @@ from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
 
 HEARTBEAT_S = 30.0
 POLL_S = 0.1
+KEY_BYTES = 2048
 ALIVE_S = 90.0  # an earlier attempt whose heart beat so recently still runs
 EXIT_FAILED = 1
 EXIT_DUPLICATE = 76  # another copy of this attempt has started: this one does nothing
@@ -216,13 +217,15 @@ def environment_of(spec: Mapping[str, Any], attempt: Attempt, inherited: Mapping
 def read_key(path: Path) -> str:
     """The key in a file that only its owner can read. Unfit when it is absent, open to others, or no single word."""
     try:
-        facts = path.stat()
-        text = path.read_text().strip()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name must not hang the job
     except OSError as error:
         raise Unfit(f"wandb_key_file {path}: {error.strerror}. Write the key there, mode 0600.") from None
-    if not stat.S_ISREG(facts.st_mode) or facts.st_mode & 0o077 or facts.st_uid != os.getuid():
-        mode = oct(stat.S_IMODE(facts.st_mode))
-        raise Unfit(f"wandb_key_file {path}: mode {mode}, want 0o600 and owned by this user. chmod 600 {path}")
+    with open(descriptor, "rb") as file:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_mode & 0o077 or facts.st_uid != os.geteuid():
+            mode = oct(stat.S_IMODE(facts.st_mode))
+            raise Unfit(f"wandb_key_file {path}: mode {mode}, want 0o600 and owned by this user. chmod 600 {path}")
+        text = file.read(KEY_BYTES).decode(errors="replace").strip()
     if not text or any(letter.isspace() for letter in text):
         raise Unfit(f"wandb_key_file {path}: want one word, the key, and nothing else.")
     return text

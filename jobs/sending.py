@@ -137,9 +137,11 @@ def _write(folder: RunFolder, spec: JobSpec, rendered: Rendered) -> None:
     with refusals(attempt.folder):
         attempt.folder.mkdir(parents=True, exist_ok=True)
     write_json(attempt.spec, spec.model_dump(mode="json"))
-    replace_file(attempt.folder / rendered.file, rendered.text.encode())
+    replace_file(attempt.folder / rendered.file, rendered.text.encode(), is_durable=False)
 
 
 def _tell_haven(folder: RunFolder, job_id: str, spec: JobSpec) -> None:
     """job_dict.json, which haven's notebooks read."""
-    write_json(folder.job_dict, {"job_id": job_id, "command": " ".join([*spec.launcher, *spec.program])})
+    write_json(
+        folder.job_dict, {"job_id": job_id, "command": " ".join([*spec.launcher, *spec.program])}, is_durable=False
+    )

@@ -33,17 +33,21 @@ def refusals(path: Path) -> Iterator[None]:
         raise StorageError(f"{where}: {error.strerror or error}. {advice}") from error
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Make `content` the whole of `path`: written aside, fsynced, renamed. StorageError when the disk refuses."""
+def replace_file(path: Path, content: bytes, *, is_durable: bool = True) -> None:
+    """Make `content` the whole of `path`: written aside, fsynced, renamed. StorageError when the disk refuses.
+
+    is_durable: False leaves the fsync out, for what can be made again after a power cut.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     with refusals(path):
         with temporary.open("wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, *, is_durable: bool = True) -> None:
     """Make `value` the whole of `path`, as indented JSON. StorageError when the disk refuses."""
-    replace_file(path, (json.dumps(value, indent=2) + "\n").encode())
+    replace_file(path, (json.dumps(value, indent=2) + "\n").encode(), is_durable=is_durable)

@@ -8,6 +8,7 @@ no time limit of its own, so each call runs in a thread that is waited for only 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import json
 import logging
@@ -19,6 +20,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, cast
+from urllib.parse import urlsplit
 
 from jobs.errors import Refused, Unreachable
 from jobs.manifest import FOREIGN, GRACE_MARGIN_S, K8S_ONLY, refuse_foreign, text_faults
@@ -92,7 +94,7 @@ class Ray:
             if "already exists" in str(answer):
                 log.info("%s was there already: adopted", job_id)
                 return job_id
-            if answer.status in (400, 403, 404, 405, 422):
+            if answer.status in (400, 404, 405, 422):
                 raise Refused(f"Ray refused {job_id}: {answer}") from None
             raise Unreachable(f"{job_id}: {answer}") from None
         return job_id
@@ -133,7 +135,10 @@ class Ray:
         return {job_id: found[job_id] for job_id in ids if job_id in found}
 
     def cancel(self, job_id: str) -> None:
-        """Ask Ray to stop it: SIGTERM to all its processes, and SIGKILL after the job's own grace."""
+        """Ask Ray to stop it: SIGTERM to all its processes, and SIGKILL after the job's own grace.
+
+        Ray 2.60 shows STOPPED only when that grace is over, and stops a job that still waits once it starts.
+        """
         address, token = _parts(job_id)
         try:
             _asked(address, lambda client: client.stop_job(token))
@@ -144,16 +149,15 @@ class Ray:
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
         """Lines of the job's output as Ray keeps it; nothing when Ray does not know it."""
         address, token = _parts(job_id)
-        if follow:
-            yield from _lines(_tail(address, token))
-            return
         try:
-            text = _asked(address, lambda client: client.get_job_logs(token))
+            if follow:
+                _asked(address, lambda client: client.get_job_info(token))
+                yield from _lines(_tail(address, token))
+            else:
+                yield from str(_asked(address, lambda client: client.get_job_logs(token))).splitlines()
         except Answer as answer:
-            if answer.status == 404:
-                return
-            raise Unreachable(f"no log of {job_id}: {answer}") from None
-        yield from str(text).splitlines()
+            if answer.status != 404:
+                raise Unreachable(f"no log of {job_id}: {answer}") from None
 
 
 class Answer(Exception):
@@ -167,11 +171,14 @@ class Answer(Exception):
 def observe(details: Any) -> Observed:
     """What Ray's JobDetails say."""
     status = str(getattr(details.status, "value", details.status))
+    state = STATES.get(status, "submitted")
+    message = str(details.message or "").partition(", last available logs")[0]  # it ends with 20 kB of log
     again = RUN_AGAIN.get(str(details.error_type or ""))
     if status == "FAILED" and again is not None:
-        return Observed("preempted", f"{again}: {details.message}")
-    code = getattr(details, "driver_exit_code", None)
-    return Observed(STATES.get(status, "submitted"), details.message, exit_code=code)
+        state, message = "preempted", f"{again}: {message}"
+    reason = None if state in ("running", "succeeded") else message[:500] or None
+    host = urlsplit(details.driver_agent_http_address or "").hostname
+    return Observed(state, reason, host=host, exit_code=getattr(details, "driver_exit_code", None))
 
 
 def _submission(spec: JobSpec) -> dict[str, Any]:
@@ -261,15 +268,15 @@ def _tail(address: str | None, token: str) -> Iterator[str]:
     """Pieces of the log as they come, until the job has ended. Waits between two pieces without limit."""
     client = _within(TIMEOUT_S, lambda: _connected(address))
     loop = asyncio.new_event_loop()
+    pieces = client.tail_job_logs(token)
     try:
-        pieces = client.tail_job_logs(token)
-        while True:
-            yield loop.run_until_complete(pieces.__anext__())
-    except StopAsyncIteration:
-        return
-    except (OSError, RuntimeError) as error:
-        raise Unreachable(f"the log of {token} broke off: {error}") from None
+        while (piece := loop.run_until_complete(anext(pieces, None))) is not None:
+            yield piece
+    except Exception as error:
+        raise _translated(error) from None
     finally:
+        with contextlib.suppress(RuntimeError):  # interrupted while it waited: it cannot be closed in order
+            loop.run_until_complete(pieces.aclose())
         loop.close()
 
 

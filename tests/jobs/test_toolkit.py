@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,17 +11,14 @@ from typing import Any
 
 import pytest
 
-from jobs import backends
 from jobs.backends.toolkit import Toolkit
-from jobs.config import JobConfig
 from jobs.eai import EaiJob, parsed
 from jobs.errors import Refused, Unreachable
-from jobs.spec import JobSpec, Observed, Rendered
+from jobs.spec import Observed, Rendered
 from tests.jobs.toolkit_standin import Standin, standin
-from trainer.errors import ConfigError
+from tests.jobs.toolkit_standin.specs import TOKEN, spec
 
 UNKNOWN_ID = "00000000-0000-4000-8000-000000000000"
-TOKEN = "ft_0123456789ab_c0ffee_1"
 
 
 @pytest.fixture
@@ -34,30 +30,6 @@ def service() -> Iterator[Standin]:
 @pytest.fixture
 def backend(service: Standin) -> Toolkit:
     return Toolkit(retry_s=2)
-
-
-def job(tmp_path: Path, **keys: Any) -> JobConfig:
-    return JobConfig(**{"image": "registry/image:1", "data": [f"org.acct.home:{tmp_path}:rw"], **keys})
-
-
-def spec(tmp_path: Path, *command: str, token: str = TOKEN, group: str = "tiny", **keys: Any) -> JobSpec:
-    environment = keys.pop("environment", {})
-    return JobSpec(
-        token=token,
-        exp_id="0123456789abcdef0123456789abcdef",
-        digest="0" * 64,
-        group=group,
-        attempt=1,
-        backend="toolkit",
-        folder=str(tmp_path / "run"),
-        workdir=str(tmp_path),
-        wrapper=list(command),
-        launcher=[sys.executable],
-        program=["trainval.py"],
-        environment=environment,
-        after=keys.pop("after", []),
-        job=job(tmp_path, **keys),
-    )
 
 
 def sent(backend: Toolkit, tmp_path: Path, *command: str, **keys: Any) -> str:
@@ -74,90 +46,6 @@ def until(backend: Toolkit, job_id: str, wanted: Callable[[Observed], bool]) -> 
 
 def in_state(state: str) -> Callable[[Observed], bool]:
     return lambda seen: seen.state == state
-
-
-# render
-
-
-def test_a_job_is_rendered_as_one_argument_list(tmp_path: Path) -> None:
-    wanted = spec(
-        tmp_path,
-        *("python", "-m", "jobs.run", "folder", "1"),
-        resources={"cpu": 4, "mem": 64, "gpu": 2, "gpu_mem": 32, "gpu_model": "!A100"},
-        account_id="org.acct",
-        restartable=True,
-        bid=5,
-        max_run_time=3600,
-        environment_vars={"A": "1", "B": "x"},
-        environment={"B": "two words"},
-    )
-    rendered = Toolkit().render(wanted)
-    assert rendered.argv == (
-        *("eai", "job", "new", "--account", "org.acct", "--name", TOKEN, "--image", "registry/image:1"),
-        *("--cpu", "4", "--mem", "64", "--gpu", "2", "--gpu-mem", "32", "--gpu-model-filter", "!A100"),
-        *("--data", f"org.acct.home:{tmp_path}:rw", "--env", "A=1", "--env", "B=two words"),
-        *("--tag", f"exp_id={wanted.exp_id}", "--tag", "group=tiny", "--tag", "restartable=yes"),
-        *("--workdir", str(tmp_path), "--max-run-time", "3600", "--bid", "5", "--restartable"),
-        *("--field", "id", "--no-header", "--", "python", "-m", "jobs.run", "folder", "1"),
-    )
-    assert (rendered.token, rendered.file) == (TOKEN, "rendered.eai.json")
-    text = json.loads(rendered.text)
-    assert (text["name"], text["gpu"], text["command"]) == (TOKEN, 2, wanted.wrapper)
-
-
-def test_rendering_is_pure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    first, second = (Toolkit().render(spec(tmp_path, "true")) for _ in range(2))
-    assert first == second
-
-
-@pytest.mark.parametrize(
-    ("kind", "option"),
-    [({}, "--non-preemptable"), ({"preemptable": True}, "--preemptable"), ({"restartable": True}, "--restartable")],
-)
-def test_a_job_is_of_one_kind(tmp_path: Path, kind: dict[str, bool], option: str) -> None:
-    argv = Toolkit().render(spec(tmp_path, "true", **kind)).argv
-    assert [word for word in argv if word.endswith("able") and word.startswith("--")] == [option]
-
-
-def test_every_launch_needs_the_literal_name(tmp_path: Path) -> None:
-    """--enforce-name gives a name that is taken a suffix: two jobs for one attempt."""
-    assert "--enforce-name" not in Toolkit().render(spec(tmp_path, "true")).argv
-
-
-@pytest.mark.parametrize(
-    ("keys", "complaint"),
-    [
-        ({"partition": "gpu", "qos": "high"}, r"toolkit knows no partition, qos"),
-        ({"gres": "gpu:4"}, r"knows no gres"),
-        ({"requeue": False}, r"knows no requeue"),
-        ({"namespace": "mine"}, r"knows no namespace"),
-        ({"nodes": 2}, r"nodes=2: jobs of several nodes"),
-        ({"image": None}, r"image: a job is a container"),
-        ({"max_run_time": 48 * 3600 + 1}, r"neither preemptable nor restartable has at most 172800 s"),
-        ({"data": ["nowhere"]}, r"data 'nowhere': want NAME:/mount"),
-        ({"data": []}, r"run is in no mount of `data` that can be written"),
-        ({"after": [UNKNOWN_ID]}, r"Toolkit has no dependencies"),
-        ({"environment": {"HF_TOKEN": "x"}}, r"HF_TOKEN looks like a secret"),
-        ({"wandb_key_file": "/home/me/key"}, r"/home/me/key is in no mount of `data`"),
-        ({"wandb_key_secret": "org.me.key:/keys:ro"}, r"wandb_key_file must name the file in it. Got None"),
-    ],
-)
-def test_what_toolkit_cannot_do_is_refused(tmp_path: Path, keys: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        Toolkit().render(spec(tmp_path, "true", **keys))
-
-
-def test_a_run_folder_in_a_read_only_mount_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="can be written"):
-        Toolkit().render(spec(tmp_path, "true", data=[f"org.acct.home:{tmp_path}:ro"]))
-
-
-def test_a_key_file_may_come_by_a_mount_of_its_own(tmp_path: Path) -> None:
-    keys = {"wandb_key_secret": "org.me.key:/keys:ro", "wandb_key_file": "/keys/wandb"}
-    argv = Toolkit().render(spec(tmp_path, "true", **keys)).argv
-    assert argv[argv.index("org.me.key:/keys:ro") - 1] == "--data"
-    assert "/keys/wandb" not in argv
 
 
 # submit, find
@@ -472,15 +360,6 @@ def test_the_doctor_looks_at_command_login_and_account_and_shows_no_token(servic
 def test_the_doctor_says_what_an_outage_said(service: Standin, backend: Toolkit) -> None:
     service.fail_next(1)
     assert backend.check()[2].text.startswith("error: http: 502")
-
-
-def test_a_dry_run_does_not_exist(tmp_path: Path) -> None:
-    assert Toolkit().rehearse(Toolkit().render(spec(tmp_path, "true"))) is None
-
-
-def test_the_backend_is_registered_and_says_how_far_it_was_tried() -> None:
-    assert isinstance(backends.load("toolkit"), Toolkit)
-    assert "never reached the real service" in Toolkit.validation
 
 
 # The stand-in itself
