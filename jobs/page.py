@@ -50,7 +50,8 @@ th[aria-sort=descending] button::after{content:" ↓"}
 td.num,th.num{text-align:right}
 td.text{max-width:180px;overflow:hidden;text-overflow:ellipsis}
 td.best{font-weight:700;color:var(--green)}
-.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(400px,100%),1fr));gap:16px}
+.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(400px,100%),1fr));gap:16px;
+align-items:start}
 .card{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px 12px;min-width:0}
 .card:target{outline:2px solid var(--blue)}
 .card>header{display:flex;align-items:baseline;gap:10px;padding:0;max-width:none;margin:0}
@@ -90,7 +91,7 @@ border-radius:0 6px 6px 0;overflow-wrap:anywhere;white-space:pre-wrap}
 details{margin-top:8px}
 summary{cursor:pointer;font-size:12px;color:var(--soft)}
 pre{margin:6px 0 0;padding:8px 10px;background:var(--code);border:1px solid var(--line);border-radius:6px;
-max-height:260px;overflow:auto;font-size:11px;line-height:1.45}
+max-height:260px;overflow:auto;font-size:11px;line-height:1.45;display:flex;flex-direction:column-reverse}
 footer{padding:28px 0 40px}
 @media print{.scroll{max-height:none}.card{break-inside:avoid}body{background:#fff}}
 """

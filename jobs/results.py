@@ -20,7 +20,7 @@ from jobs.status import last_metrics, numbers, numbers_in, starts_of
 
 # Names whose best value is the least. `train.best_is` of an experiment decides for its own `train.best`.
 LEAST_IS_BEST = ("loss", "perplexity", "ppl", "nll", "error", "wer", "cer", "rank", "mae", "mse", "rmse")
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # how a spreadsheet knows one
+FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # how a spreadsheet knows one
 WIDEST_CELL = 24  # letters of a hyper-parameter in the table
 
 
@@ -262,10 +262,10 @@ def _cell(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _defused(cell: Any) -> Any:
-    """Text that a spreadsheet would take for a formula, behind a quote; numbers stay."""
+    """Text that a spreadsheet would take for a formula, behind a quote; control characters visible; numbers stay."""
     if not isinstance(cell, str):
         return cell
-    text = cell.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be written
+    text = visible(cell)
     return f"'{text}" if text.lstrip(" ").startswith(FORMULA) else text
 
 

@@ -39,7 +39,7 @@ WRONG: tuple[JobState, ...] = ("held", *ENDED_BADLY)
 BAR = 8
 GAP = 2  # between columns
 LONGEST_NAME = 16  # of a group or a metric
-ENOUGH, NARROWEST = 20, 10  # of the last column: what a layout must leave for it, and what it always has
+ENOUGH, NARROWEST = 18, 10  # of the last column: what a layout must leave for it, and what it always has
 LONGEST_REASON, MOST_REASONS = 500, 8
 AROUND = 7  # lines of the screen that the head, the summary and the prompt take
 
@@ -52,6 +52,7 @@ class _Layout:
     has_bars: bool = False
     has_steps: bool = False
     has_hours: bool = False
+    has_scores: bool = True
 
 
 LAYOUTS = (
@@ -60,6 +61,7 @@ LAYOUTS = (
     _Layout(has_bars=True, has_steps=True, has_hours=True),
     _Layout(has_steps=True, has_hours=True),
     _Layout(),
+    _Layout(has_scores=False),
 )
 
 
@@ -90,7 +92,6 @@ def _room(columns: Sequence[Sequence[Text]], width: int) -> int:
 
 def _columns(rows: Sequence[Row], layout: _Layout, metric: str | None) -> list[list[Text]]:
     """The cells of every column but the last, each with its head first."""
-    cut = _cut(metric or "valid")
     columns = [[Text("id"), *(Text(row.exp_id[:8]) for row in rows)]]
     if layout.has_groups and len({row.group for row in rows}) > 1:
         columns.append([Text("group"), *(_cut(row.group) for row in rows)])
@@ -98,10 +99,13 @@ def _columns(rows: Sequence[Row], layout: _Layout, metric: str | None) -> list[l
         [Text("state"), *map(_state, rows)],
         [Text("step"), *(_progress(row, layout) for row in rows)],
         [Text("loss"), *(_metric(row, "loss") for row in rows)],
-        [cut, *(_metric(row, metric) for row in rows)],
-        [Text("left"), *map(_left, rows)],
-        [Text("try"), *map(_tries, rows)],
     ]
+    if layout.has_scores:
+        columns += [
+            [_cut(metric or "valid"), *(_metric(row, metric) for row in rows)],
+            [Text("left"), *map(_left, rows)],
+            [Text("try"), *map(_tries, rows)],
+        ]
     if layout.has_hours:
         columns.append([Text("GPU-h"), *(Text(f"{row.gpu_hours:.1f}" if row.gpu_hours else "") for row in rows)])
     return columns
@@ -266,7 +270,7 @@ def reasons(rows: Sequence[Row]) -> Text:
 def duration(seconds: float) -> str:
     """Seconds as one reads them: 45 s, 12 min, 3 h 05, 2 d 4 h."""
     minutes = round(seconds / 60)
-    if seconds < 60:
+    if round(seconds) < 60:
         return f"{seconds:.0f} s"
     if minutes < 60:
         return f"{minutes} min"

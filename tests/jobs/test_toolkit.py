@@ -16,9 +16,7 @@ from jobs.eai import EaiJob, parsed
 from jobs.errors import Refused, Unreachable
 from jobs.spec import Observed, Rendered
 from tests.jobs.toolkit_standin import Standin, standin
-from tests.jobs.toolkit_standin.specs import TOKEN, spec
-
-UNKNOWN_ID = "00000000-0000-4000-8000-000000000000"
+from tests.jobs.toolkit_standin.specs import TOKEN, UNKNOWN_ID, spec
 
 
 @pytest.fixture

@@ -10,10 +10,8 @@ import pytest
 
 from jobs import backends
 from jobs.backends.toolkit import Toolkit
-from tests.jobs.toolkit_standin.specs import TOKEN, spec
+from tests.jobs.toolkit_standin.specs import TOKEN, UNKNOWN_ID, spec
 from trainer.errors import ConfigError
-
-UNKNOWN_ID = "00000000-0000-4000-8000-000000000000"
 
 
 def test_a_job_is_rendered_as_one_argument_list(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from jobs.config import JobConfig
 from jobs.spec import JobSpec
 
 TOKEN = "ft_0123456789ab_c0ffee_1"
+UNKNOWN_ID = "00000000-0000-4000-8000-000000000000"
 
 
 def job(tmp_path: Path, **keys: Any) -> JobConfig:

@@ -1,0 +1,311 @@
+"""The results of a group, and the report made of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from jobs import curves, record, results
+from jobs.layout import BaseFolder, RunFolder
+from jobs.page import SCRIPT
+from jobs.record import Sent
+from jobs.report import MOST_CARDS, report
+from jobs.results import Results, gather
+from jobs.spec import JobState
+from jobs.status import Row, Start
+
+IDS = [f"{number:032x}" for number in range(1, 6)]
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "\"><img src=x onerror='alert(1)'>",
+    "</pre></style><svg onload=alert(1)>",
+    "javascript:alert(1)",
+    "&amp;&#60;",
+    "\x1b]0;title\x07\u202etxt.exe",
+    "line\nbreak\0",
+    "\ud800",
+    "日本語 émoji 🎉",
+]
+
+
+def experiment(base: BaseFolder, exp_id: str, values: dict[str, Any]) -> RunFolder:
+    folder = base.run(exp_id)
+    folder.path.mkdir(parents=True)
+    folder.exp_dict.write_text(json.dumps(values))
+    return folder
+
+
+def scored(folder: RunFolder, scores: Sequence[dict[str, float]]) -> None:
+    (folder.path / "score_list.json").write_text(json.dumps(scores))
+
+
+def logged(folder: RunFolder, lines: Sequence[dict[str, float]]) -> None:
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> BaseFolder:
+    return BaseFolder(tmp_path / "results")
+
+
+def cells(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+# ---------------------------------------------------------------- hyper-parameters
+
+
+def test_only_the_hyper_parameters_that_differ_become_columns(base: BaseFolder) -> None:
+    experiment(base, IDS[0], {"task": "t", "optim": {"lr": 1e-4, "eps": 1e-8}, "data": {"files": [1, 2]}})
+    experiment(base, IDS[1], {"task": "t", "optim": {"lr": 3e-4, "eps": 1e-8}, "data": {"files": [1, 2]}})
+    assert gather(base).parameters == ("optim.lr",)
+
+
+def test_a_key_that_only_some_have_is_a_difference(base: BaseFolder) -> None:
+    experiment(base, IDS[0], {"base": "t5", "schedule": {}})
+    experiment(base, IDS[1], {"base": {"config": {"d": 8}}, "schedule": {"shape": "linear"}})
+    found = gather(base)
+    assert found.parameters == ("base", "schedule", "base.config.d", "schedule.shape")
+    assert cells(results.as_csv(found))[1]["base"] == ""
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, "1"), (1, 1.0), (None, "null"), ([], {}), (0, False)])
+def test_values_of_other_types_are_other_values(one: Any, other: Any) -> None:
+    assert results.differing([{"key": one}, {"key": other}]) == ("key",)
+
+
+def test_short_names_are_as_long_as_they_must_be() -> None:
+    keys = ("optim.lr", "train.steps", "head.optim.wd", "body.optim.wd", "seed")
+    assert results.short_names(keys) == ["lr", "steps", "head.optim.wd", "body.optim.wd", "seed"]
+    assert results.short_names(("lr", "optim.lr", "a.optim.lr")) == ["lr", "optim.lr", "a.optim.lr"]
+
+
+# ---------------------------------------------------------------- scores
+
+
+def test_best_and_last_of_every_validation_metric(base: BaseFolder) -> None:
+    folder = experiment(base, IDS[0], {"task": "t"})
+    scored(
+        folder,
+        [
+            {"step": 1, "valid/loss": 3.0, "valid/f1": 0.1},
+            {"step": 2, "valid/loss": 1.0, "valid/f1": 0.3},
+            {"step": 3, "valid/loss": 2.0, "valid/f1": 0.2, "train/x": 1.0},
+        ],
+    )
+    (result,) = gather(base).results
+    assert result.scores["valid/loss"] == results.Score(1.0, 2, 2.0, 3, True)
+    assert result.scores["valid/f1"] == results.Score(0.3, 2, 0.2, 3, False)
+    assert set(result.scores) == {"valid/loss", "valid/f1"}
+
+
+def test_the_experiment_itself_says_which_way_its_metric_is_best(base: BaseFolder) -> None:
+    folder = experiment(base, IDS[0], {"train": {"best": "valid/entropy", "best_is": "min"}})
+    scored(folder, [{"step": 1, "valid/entropy": 1.0}, {"step": 2, "valid/entropy": 5.0}])
+    assert gather(base).results[0].scores["valid/entropy"].best == 1.0
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[", "[]"])
+def test_without_a_score_list_the_evaluations_are_those_of_the_metrics(base: BaseFolder, content: str | None) -> None:
+    folder = experiment(base, IDS[0], {"task": "t"})
+    logged(folder, [{"step": 1, "loss": 9.0}, {"step": 1, "valid/loss": 4.0}, {"step": 2, "loss": 8.0}])
+    if content is not None:
+        (folder.path / "score_list.json").write_text(content)
+    found = gather(base)
+    assert found.results[0].scores["valid/loss"].best == 4.0
+    assert found.results[0].steps == 2
+
+
+def test_experiments_without_or_with_other_metrics_stand_in_one_table(base: BaseFolder) -> None:
+    scored(experiment(base, IDS[0], {"seed": 1}), [{"step": 1, "valid/loss": 1.0}])
+    scored(experiment(base, IDS[1], {"seed": 2}), [{"step": 1, "valid/em": 0.5}])
+    experiment(base, IDS[2], {"seed": 3})
+    found = gather(base)
+    assert found.metrics == ("valid/loss", "valid/em")
+    console = Console(file=io.StringIO(), width=100)
+    console.print(results.as_table(found))
+    rows = cells(results.as_csv(found))
+    assert [row["valid/loss best"] for row in rows] == ["1.0", "", ""]
+    assert [sorted(each["metrics"]) for each in results.as_json(found)] == [["valid/loss"], ["valid/em"], []]
+
+
+def test_the_order_asked_for_is_kept_and_unknown_ids_are_left_out(base: BaseFolder) -> None:
+    for exp_id in IDS[:3]:
+        experiment(base, exp_id, {"task": "t"})
+    found = gather(base, [IDS[2], "f" * 32, IDS[0], IDS[2]])
+    assert [result.exp_id for result in found.results] == [IDS[2], IDS[0]]
+
+
+def test_wall_time_is_that_of_all_starts(base: BaseFolder) -> None:
+    folder = experiment(base, IDS[0], {"task": "t"})
+    record.create(folder, exp_id=IDS[0], digest="d", group="g")
+    record.append(folder, record.intent(1, "token", name="token", index=None, backend="local"))
+    attempt = folder.attempt(1)
+    attempt.folder.mkdir(parents=True)
+    attempt.started(1).write_text('{"at": "2026-01-01T00:00:00+00:00"}')
+    attempt.started(2).write_text('{"at": "2026-01-01T02:00:00+00:00"}')
+    (attempt.folder / "exit-1.json").write_text('{"at": "2026-01-01T01:00:00+00:00", "code": 75}')
+    attempt.exit.write_text('{"at": "2026-01-01T02:30:00+00:00", "code": 0, "start": 2}')
+    (result,) = gather(base).results
+    assert (result.group, result.wall_s) == ("g", 5400.0)
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", " =1", "＝1"])
+def test_no_cell_of_the_csv_is_a_formula(base: BaseFolder, text: str) -> None:
+    experiment(base, IDS[0], {text.strip() or "k": "x", "value": text})
+    experiment(base, IDS[1], {"value": -0.5})
+    lines = list(csv.reader(io.StringIO(results.as_csv(gather(base)))))
+    assert "'" + text in lines[1]
+    assert not any(cell.strip(" ").startswith(("=", "@", "+", "\t", "\r", "＝")) for line in lines for cell in line)
+    assert "-0.5" in lines[2]  # a number stays one
+
+
+def test_an_experiment_is_one_line_of_the_csv_whatever_its_texts(base: BaseFolder) -> None:
+    experiment(base, IDS[0], {"name": 'a\r=1\n=2\u2028\ud800,"'})
+    experiment(base, IDS[1], {"name": "b"})
+    text = results.as_csv(gather(base))
+    assert len(text.splitlines()) == 3
+    assert cells(text)[0]["name"] == 'a␍=1␊=2\\u2028\\ud800,"'
+    text.encode()
+
+
+@given(value=st.floats(min_value=-1e99, max_value=1e99))
+def test_a_number_in_four_digits_is_near_the_number(value: float) -> None:
+    assert float(results.shown(value)) == pytest.approx(value, rel=0.051)
+
+
+# ---------------------------------------------------------------- curves
+
+
+def test_thinning_loses_no_spike() -> None:
+    points = [(step, 100.0 if step == 7777 else 1.0) for step in range(10_000)]
+    buckets = curves.thinned(points, 400)
+    assert len(buckets) == 400
+    assert max(bucket.high for bucket in buckets) == 100.0
+    assert min(bucket.low for bucket in buckets) == 1.0
+
+
+@given(
+    values=st.lists(st.floats(min_value=-1e99, max_value=1e99), min_size=1, max_size=30),
+    step=st.integers(min_value=0, max_value=10**9),
+)
+def test_any_curve_is_drawn_within_its_picture(values: list[float], step: int) -> None:
+    points = [(step + place, value) for place, value in enumerate(values)]
+    svg = curves.chart(curves.Curves(points, {"valid/loss": points[:3]}))
+    assert "nan" not in svg
+    assert "inf" not in svg
+    places = [pair.split(",") for line in re.findall(r'points="([^"]+)"', svg) for pair in line.split()]
+    assert all(0 <= float(x) <= curves.WIDTH and 0 <= float(y) <= curves.HEIGHT for x, y in places)
+    assert len(re.findall("<text", svg)) < 30
+
+
+def test_ticks_are_round_and_few() -> None:
+    assert curves.ticks(0.8, 9.3) == [2, 4, 6, 8]
+    assert curves.ticks(0, 2000, wanted=5) == [0, 500, 1000, 1500, 2000]
+    assert curves.ticks(0.003, 400, is_log=True) == [0.01, 0.1, 1, 10, 100]
+
+
+# ---------------------------------------------------------------- the report
+
+
+class Page(HTMLParser):
+    """What a browser would see: tags, attributes that load or run something, and the text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def row(base: BaseFolder, exp_id: str, state: JobState = "succeeded", **facts: Any) -> Row:
+    return Row(exp_id, facts.pop("group", "g"), state, str(base.run(exp_id).path), **facts)
+
+
+def test_the_report_asks_for_nothing_from_outside(base: BaseFolder) -> None:
+    logged(experiment(base, IDS[0], {"seed": 1}), [{"step": step, "loss": 1 / (step + 1)} for step in range(20)])
+    html = report(base, [row(base, IDS[0])], gather(base))
+    page = Page(html)
+    assert not {name for name, _ in page.attributes} & {"src", "srcset", "action", "data", "xlink:href"}
+    assert all((value or "").startswith("#") for name, value in page.attributes if name == "href")
+    assert not {"link", "iframe", "img", "object", "embed", "base"} & set(page.tags)
+    assert "url(" not in html
+    assert "@import" not in html
+    assert "default-src 'none'" in html
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_text_becomes_markup(base: BaseFolder, text: str) -> None:
+    folder = experiment(base, IDS[0], {"name": text, text.replace(".", ""): 1})
+    experiment(base, IDS[1], {"name": "x"})
+    logged(folder, [{"step": 1, "loss": 1.0, f"valid/{text}": 2.0}])
+    attempt = folder.attempt(1)
+    attempt.folder.mkdir(parents=True)
+    attempt.err.write_text(text, errors="replace")
+    sent = Sent(1, "t", "n", None, text, "2026-01-01T00:00:00+00:00", id=text, state="failed", host=text)
+    start = Start(1, 1, "2026-01-01T00:00:00+00:00", "2026-01-01T01:00:00+00:00", text, 1, 1)
+    facts = {"group": text, "reason": text, "host": text, "attempt": 1, "history": (sent,), "starts": (start,)}
+    html = report(base, [row(base, IDS[0], "failed", unseen_since=text, unseen_reason=text, **facts)], gather(base))
+    plain = report(base, [row(base, IDS[0], "failed", **{**facts, "group": "g"})], Results((), (), ()))
+    assert Page(html).tags.count("script") == Page(plain).tags.count("script") == 1
+    assert not {"img"} & set(Page(html).tags)
+    assert not [name for name, _ in Page(html).attributes if name.startswith("on")]
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", html)
+    html.encode()
+
+
+def test_a_failed_experiment_shows_why_and_the_end_of_its_log(base: BaseFolder) -> None:
+    folder = experiment(base, IDS[0], {"seed": 1})
+    attempt = folder.attempt(2)
+    attempt.folder.mkdir(parents=True)
+    attempt.err.write_text("".join(f"line {number}\n" for number in range(1000)) + "\x1b[31mValueError: bad\x1b[0m\n")
+    page = Page(report(base, [row(base, IDS[0], "failed", reason="exit code 1", attempt=2)], gather(base)))
+    assert "exit code 1" in page.text
+    assert "line 999\nValueError: bad" in page.text
+    assert "line 900\n" not in page.text
+
+
+def test_experiments_past_the_limit_are_in_the_table_and_said_to_be_left_out(base: BaseFolder) -> None:
+    rows = [row(base, f"{number:032x}") for number in range(MOST_CARDS + 50)]
+    html = report(base, rows, Results((), (), ()))
+    page = Page(html)
+    assert page.tags.count("article") == MOST_CARDS
+    assert page.tags.count("tr") == MOST_CARDS + 51
+    assert "the other 50 are in the table" in page.text
+
+
+def test_the_report_of_long_runs_stays_small(base: BaseFolder) -> None:
+    logged(
+        experiment(base, IDS[0], {"seed": 1}),
+        [{"step": step, "loss": 5 - step / 5000, "valid/loss": 5 - step / 6000} for step in range(20_000)],
+    )
+    assert len(report(base, [row(base, IDS[0])], gather(base))) < 60_000
+
+
+def test_what_has_not_begun_says_so(base: BaseFolder) -> None:
+    experiment(base, IDS[0], {"seed": 1})
+    assert "has not begun" in report(base, [row(base, IDS[0], "queued")], gather(base))
+
+
+def test_the_script_builds_no_markup_from_text() -> None:
+    assert SCRIPT.count("innerHTML") == 2  # kept before, put back after
+    assert not {"eval(", "document.write", "insertAdjacentHTML"} & set(re.findall(r"[\w.]+\(?", SCRIPT))
