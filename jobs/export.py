@@ -47,8 +47,9 @@ def _sbatch(spec: JobSpec) -> str:
 def _eai(spec: JobSpec) -> str:
     backend = importlib.import_module("jobs.backends.toolkit").Toolkit()
     rendered = backend.render(spec)
-    command = f"# Send it with: {shlex.join(rendered.argv)}\n" if rendered.argv else ""
-    return f"# Validated: {backend.validation}.\n{command}{rendered.text}"
+    comments = [f"Validated: {backend.validation}.", f"Send it with: {shlex.join(rendered.argv)}"]
+    lines = [line for comment in comments for line in comment.splitlines()]  # a word may hold a line break
+    return "".join(f"# {line}\n" for line in lines) + rendered.text
 
 
 def _trainjob(spec: JobSpec) -> str:
@@ -119,7 +120,18 @@ def _sky(spec: JobSpec) -> str:
         "run": SKY_NODES + shlex.join(["env", "-C", spec.workdir, *spec.wrapper]) + "\n",
     }
     note = (
-        "# Validated: read back as YAML, and `run` by bash; never by SkyPilot. The run folder and the code must lie on\n"
-        "# the cluster at the same paths as here: on a shared disk, or by file_mounts.\n"
+        "# Validated: read back as YAML, and `run` by bash; never by SkyPilot. The run folder and the code must lie\n"
+        "# on the cluster at the same paths as here: on a shared disk, or by file_mounts.\n"
     )
-    return note + yaml.safe_dump(body, sort_keys=False, width=4096, allow_unicode=True)
+    return note + yaml.dump(body, Dumper=_Blocks, sort_keys=False, width=4096, allow_unicode=True)
+
+
+class _Blocks(yaml.SafeDumper):
+    """Texts of several lines as blocks, for people to read; yaml quotes what a block cannot hold."""
+
+
+def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Blocks.add_representer(str, _block)

@@ -197,7 +197,7 @@ def history(*options: str) -> list[str]:
 def observed(row: Row, around: Sequence[Node]) -> Observed:
     """What a row says of its job. `around`: the cluster's nodes, needed when the row says that there are too few.
 
-    exit_code is 128 + the signal, as in a shell, for a job that a signal ended.
+    exit_code is 128 + the signal, as in a shell, for a job that a signal ended; None for one that never ran.
     """
     word = row.state.partition(" ")[0]
     state = STATES.get(word)
@@ -209,8 +209,8 @@ def observed(row: Row, around: Sequence[Node]) -> Observed:
     if state in ACTIVE:
         state, reason = _waiting(row, state, reason, around) if word == "PENDING" else (state, reason)
         return Observed(state, reason, host, restarts=restarts, will_rerun=state == "queued" and restarts > 0)
-    number = row.status & 0x7F
-    code = 128 + number if number else row.status >> 8
+    number = row.status & 0x7F if host else 0  # what never ran on a node has no exit code, whatever it shows
+    code = (128 + number if number else row.status >> 8) if host else None
     if state != "succeeded":
         killed = f"signal {number}" if number and state != "cancelled" else None
         reason = ", ".join(part for part in (row.state, reason, killed) if part)

@@ -50,7 +50,7 @@ class Ray:
     """A Ray cluster: job.address, else $RAY_ADDRESS, else the one of this machine."""
 
     name: ClassVar[str] = "ray"
-    validation: ClassVar[str] = "one real Ray 2.60 head on one machine without GPU; never a cluster"
+    validation: ClassVar[str] = "by hand on one real Ray 2.60 head without GPU; a loopback HTTP server in the tests"
 
     def __init__(self, address: str | None = None) -> None:
         """address: of the dashboard, for `find` and `check`; ids and submissions carry their own."""

@@ -37,6 +37,7 @@ CPUS, MEMORY_MIB, GPUS = 2, 4096, 2
 UP_S, DOWN_S = 20.0, 10.0
 
 # cred_expire: a requeued job otherwise waits 120 s for its old credential to expire; 5 is the least that works.
+# MessageTimeout: clients of a dead controller give up after 3 s instead of 9 (some try twice).
 # NoCtldInAddrAny, NoInAddrAny: listen on 127.0.0.1 alone. config_overrides: believe the nodes' pretended sizes.
 CONF = """
 ClusterName=tests
@@ -67,6 +68,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0,{scheduler}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+MessageTimeout=4
 KillWait={kill_wait_s}
 MinJobAge={min_job_age_s}
 MaxArraySize=101

@@ -1,0 +1,265 @@
+"""The wrapper inside a job: one outcome for each way a training can end, and never two copies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import node, run
+from jobs.layout import RunFolder
+from jobs.queue import birth
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / ("a" * 32)
+    path.mkdir()
+    return path
+
+
+def spec(folder: Path, code: str, number: int = 1, **changes: Any) -> None:
+    """Write an attempt whose training is a line of Python."""
+    attempt = RunFolder(folder).attempt(number)
+    attempt.folder.mkdir(parents=True)
+    job = {"grace_s": 5, "nodes": 1, **changes.pop("job", {})}
+    facts = {"launcher": [sys.executable, "-S", "-c", code], "program": ["--flag"], "workdir": str(folder)}
+    attempt.spec.write_text(json.dumps({**facts, "environment": {}, "activate": None, "job": job, **changes}))
+
+
+def outcome(folder: Path, number: int = 1) -> dict[str, Any]:
+    return json.loads(RunFolder(folder).attempt(number).exit.read_text())
+
+
+def start(folder: Path, number: int = 1, **environment: str) -> subprocess.Popen[bytes]:
+    """The wrapper as the scheduler runs it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "jobs.run", str(folder), str(number)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def until(is_so: Any, within_s: float = 10) -> None:
+    deadline = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+TELL = "import os, json; json.dump({}, open(os.environ['LATHE_OUTCOME'], 'x')); "
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("pass", (0, "succeeded")),
+        ("raise SystemExit(2)", (2, "failed")),
+        ("raise SystemExit(75)", (75, "preempted")),
+        ("raise SystemExit(7)", (1, "failed")),
+        ("import os; os.kill(os.getpid(), 9)", (1, "failed")),
+        # what the training says of itself counts more than its launcher's exit code
+        (TELL.format({"code": 75, "error": "x"}) + "raise SystemExit(1)", (75, "preempted")),
+        (TELL.format({"code": 2, "error": "ConfigError: x"}) + "raise SystemExit(1)", (2, "failed")),
+        (TELL.format({"code": 0, "error": "x"}) + "raise SystemExit(1)", (0, "succeeded")),
+        (TELL.format({"code": 1, "error": "OutOfMemoryError: CUDA"}) + "raise SystemExit(1)", (1, "oom")),
+    ],
+)
+def test_each_way_to_end_has_its_code(folder: Path, code: str, expected: tuple[int, str]) -> None:
+    spec(folder, code)
+    assert run.run(folder, 1) == expected[0]
+    assert (outcome(folder)["code"], outcome(folder)["kind"]) == expected
+
+
+def test_the_reason_is_the_error_that_the_training_told(folder: Path) -> None:
+    spec(folder, TELL.format({"code": 2, "error": "DataError: line 3"}) + "raise SystemExit(1)")
+    run.run(folder, 1)
+    assert outcome(folder)["reason"] == "DataError: line 3"
+
+
+def test_a_program_that_does_not_exist_is_a_failure_and_not_a_crash(folder: Path) -> None:
+    spec(folder, "", launcher=["/no/such/python"])
+    assert run.run(folder, 1) == 1
+    assert "No such file" in outcome(folder)["reason"]
+
+
+def test_a_finished_attempt_is_never_run_again(folder: Path) -> None:
+    spec(folder, "open('ran', 'a').write('x')")
+    assert [run.run(folder, 1), run.run(folder, 1)] == [0, 0]
+    assert (folder / "ran").read_text() == "x"
+
+
+def test_a_second_copy_of_an_attempt_does_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec(folder, "open('ran', 'a').write('x'); raise SystemExit(75)")
+    monkeypatch.setenv("LATHE_JOB_ID", "8")
+    assert run.run(folder, 1) == 75
+    monkeypatch.setenv("LATHE_JOB_ID", "9")
+    assert run.run(folder, 1) == run.EXIT_DUPLICATE
+    monkeypatch.setenv("LATHE_JOB_ID", "8")  # the scheduler starts the same job again: that is no copy
+    assert run.run(folder, 1) == 75
+    assert (folder / "ran").read_text() == "xx"
+    assert {path.name for path in (folder / "attempts/1").glob("*-*.json")} == {
+        *("started-1.json", "started-2.json", "exit-1.json"),
+    }
+
+
+def test_an_attempt_steps_back_while_an_earlier_one_is_alive(folder: Path) -> None:
+    spec(folder, "import time; time.sleep(30)")
+    spec(folder, "open('ran', 'a').write('x')", number=2)
+    first = start(folder)
+    until(RunFolder(folder).attempt(1).heartbeat.exists)
+    assert run.run(folder, 2) == 75
+    assert "attempt 1 is alive" in outcome(folder, 2)["reason"]
+    first.terminate()
+    assert first.wait(timeout=10) == 75
+    assert not (folder / "ran").exists()
+
+
+SAVES = """
+import signal, sys, time
+def stop(*_):
+    open("saved", "w").close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+open("ready", "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_lets_the_training_save(folder: Path, number: signal.Signals) -> None:
+    spec(folder, SAVES)
+    wrapper = start(folder)
+    until((folder / "ready").exists)
+    wrapper.send_signal(number)
+    assert wrapper.wait(timeout=10) == 75
+    assert (folder / "saved").exists()
+    assert number.name in outcome(folder)["reason"]
+
+
+def test_a_training_stopped_before_it_could_listen_asks_to_be_run_again(folder: Path) -> None:
+    spec(folder, "open('ready', 'w').close(); import time; time.sleep(60)")
+    wrapper = start(folder)
+    until((folder / "ready").exists)
+    wrapper.terminate()
+    assert wrapper.wait(timeout=10) == 75
+
+
+def test_ranks_in_sessions_of_their_own_are_stopped_and_none_is_left(folder: Path) -> None:
+    rank = "import os, time; open('rank', 'w').write(str(os.getpid())); time.sleep(60)"
+    spec(
+        folder,
+        "import subprocess, sys, time;"
+        f"subprocess.Popen([sys.executable, '-S', '-c', {rank!r}], start_new_session=True); time.sleep(60)",
+    )
+    wrapper = start(folder)
+    until(lambda: (folder / "rank").exists() and (folder / "rank").read_text())
+    pid = int((folder / "rank").read_text())
+    wrapper.terminate()
+    wrapper.wait(timeout=10)
+    until(lambda: birth(pid) is None)
+
+
+def test_orphans_of_a_launcher_that_ended_are_killed(folder: Path) -> None:
+    rank = "import os, time; open('rank', 'w').write(str(os.getpid())); time.sleep(60)"
+    spec(
+        folder,
+        "import subprocess, sys, time, os;"
+        f"subprocess.Popen([sys.executable, '-S', '-c', {rank!r}], start_new_session=True, stdout=subprocess.DEVNULL,"
+        "stderr=subprocess.DEVNULL)\nwhile not (os.path.exists('rank') and open('rank').read()): time.sleep(0.01)",
+    )
+    assert start(folder).wait(timeout=10) == 0
+    pid = int((folder / "rank").read_text())
+    until(lambda: birth(pid) is None)
+
+
+def test_output_is_kept_of_all_starts(folder: Path) -> None:
+    spec(folder, "import sys; print('out'); print('err', file=sys.stderr); raise SystemExit(75)")
+    run.run(folder, 1)
+    run.run(folder, 1)
+    assert (folder / "attempts/1/logs.txt").read_text() == "out\nout\n"
+    assert (folder / "attempts/1/err.txt").read_text() == "err\nerr\n"
+
+
+def test_the_key_reaches_the_training_and_no_file(folder: Path, tmp_path: Path) -> None:
+    key, path = "k" * 40, tmp_path / "key"
+    path.write_text(key + "\n")
+    path.chmod(0o600)
+    spec(folder, "import os; assert os.environ['WANDB_API_KEY'] == 'k' * 40", job={"wandb_key_file": str(path)})
+    assert run.run(folder, 1) == 0
+    assert not [file for file in folder.rglob("*") if file.is_file() and key in file.read_text()]
+    assert "WANDB_API_KEY" not in os.environ
+
+
+def test_a_key_file_that_others_can_read_is_bad_input(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("k" * 40)
+    path.chmod(0o644)
+    spec(folder, "pass", job={"wandb_key_file": str(path)})
+    assert run.run(folder, 1) == 2
+    assert f"chmod 600 {path}" in outcome(folder)["reason"]
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    spec(folder, "pass", number=2, job={"wandb_key_file": str(tmp_path / "pipe")})
+    assert run.run(folder, 2) == 2
+
+
+@pytest.mark.parametrize("form", ["", "/bin/activate"])
+def test_an_environment_is_activated_without_a_shell(folder: Path, tmp_path: Path, form: str) -> None:
+    program = tmp_path / "env" / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.symlink_to(sys.executable)
+    spec(folder, "", activate=f"{tmp_path / 'env'}{form}")
+    attempt = RunFolder(folder).attempt(1)
+    values = json.loads(attempt.spec.read_text())
+    code = "import os, shutil; print(shutil.which('python'), os.environ['VIRTUAL_ENV'])"
+    attempt.spec.write_text(json.dumps({**values, "launcher": ["python", "-S", "-c", code]}))
+    assert run.run(folder, 1) == 0
+    assert attempt.logs.read_text() == f"{program} {tmp_path / 'env'}\n"
+
+
+def test_an_environment_that_is_not_there_says_where_it_was_looked_for(folder: Path, tmp_path: Path) -> None:
+    spec(
+        folder, "pass", activate="nowhere", environment={"HOME": str(tmp_path), "PATH": "/bin", "CONDA_ENVS_PATH": "/a"}
+    )
+    assert run.run(folder, 1) == 1
+    assert "/a/nowhere" in outcome(folder)["reason"]
+
+
+def test_an_element_of_an_array_finds_its_experiment(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    spec(folder, "open('ran', 'w').close()")
+    (tmp_path / "index.json").write_text(json.dumps({"0": ["/elsewhere", 1], "3": [str(folder), 1]}))
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "8")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert run.main(["--array", str(tmp_path / "index.json")]) == 0
+    assert (folder / "ran").exists()
+    assert outcome(folder)["id"] == "8_3"
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "9")
+    assert run.main(["--array", str(tmp_path / "index.json")]) == 2
+
+
+def test_several_nodes_start_one_launcher_each_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    monkeypatch.setenv("LATHE_HEAD_NODE", "n1")
+    argv = node.launcher({"launcher": ["torchrun", "--rdzv-endpoint", "HEAD_NODE:29400"], "job": {"nodes": 2}})
+    assert argv[0] == "srun"
+    assert "--ntasks=2" in argv
+    assert argv[-1] == "n1:29400"
+
+
+def test_the_wrapper_needs_nothing_but_the_standard_library() -> None:
+    code = (
+        "import sys, jobs.run; print(sorted(m for m in ('pydantic', 'torch', 'typer', 'filelock') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
