@@ -126,7 +126,7 @@ def submit_command(
     prune: Annotated[
         bool, typer.Option("--prune", help="Cancel what is alive in this group but no longer in it.")
     ] = False,
-    resend_after: Annotated[float, typer.Option(hidden=True)] = RESEND_S,
+    resend_after: Annotated[float, typer.Option("--resend_after", hidden=True)] = RESEND_S,
     as_json: Json = False,
     flags: Flags = None,
 ) -> None:
@@ -179,8 +179,7 @@ def status_command(
     if as_json:
         typer.echo(json.dumps(table.as_json(rows), indent=1))
     else:
-        screen = Console()
-        screen.print(table.table(rows, width=screen.width), table.summary(rows))
+        table.show(rows, Console())
     if not rows:
         raise NothingMatched(f"no experiment of {exp_group or 'any group'} was ever submitted from {savedir_base}.")
 
@@ -273,7 +272,7 @@ def reset_command(ids: Ids, savedir_base: Base, yes: Yes = False, as_json: Json 
 def reconcile_command(
     savedir_base: Base,
     every: Annotated[str | None, typer.Option("--every", help="Go on for ever: 30s, 5m.")] = None,
-    resend_after: Annotated[float, typer.Option(hidden=True)] = RESEND_S,
+    resend_after: Annotated[float, typer.Option("--resend_after", hidden=True)] = RESEND_S,
     as_json: Json = False,
 ) -> None:
     """Adopt what was never answered, run preempted experiments again, send what waited for its turn."""

@@ -131,7 +131,7 @@ class _Blocks(yaml.SafeDumper):
 
 
 def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    return yaml.ScalarNode("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
 _Blocks.add_representer(str, _block)

@@ -126,12 +126,17 @@ def intent(number: int, token: str, *, name: str, index: int | None, backend: st
 
 
 def read(folder: RunFolder) -> Job | None:
-    """What the record adds up to; None when nothing was ever recorded."""
+    """What the record adds up to; None when nothing was ever recorded. LatheError when somebody has altered it."""
     try:
         content = folder.record.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return fold(_whole(content))
+    try:
+        return fold(_whole(content))
+    except (KeyError, TypeError) as error:
+        raise LatheError(
+            f"{folder.record}: an event lacks {error}. `reset` the experiment, or mend that line."
+        ) from error
 
 
 def _whole(content: bytes) -> Iterator[dict[str, Any]]:
@@ -190,9 +195,19 @@ def locked(folder: RunFolder, *, wait_s: float) -> Generator[None]:
         folder.lock.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(FileLock(folder.lock, timeout=wait_s, poll_interval=0.02))
-        except NotImplementedError:  # a file system without flock: a lock file that names its owner
-            held.enter_context(SoftFileLock(folder.lock, timeout=wait_s))
-        except Timeout:
+            _take(folder, held, wait_s)
+        except Timeout:  # an OSError too
             raise Busy(f"{folder.lock}: another process has held this for {wait_s:.0f} s. Let it finish.") from None
         yield
+
+
+def _take(folder: RunFolder, held: contextlib.ExitStack, wait_s: float) -> None:
+    try:
+        held.enter_context(FileLock(folder.lock, timeout=wait_s, poll_interval=0.02))
+    except NotImplementedError:  # a file system without flock: a lock file that names its owner
+        held.enter_context(SoftFileLock(folder.lock, timeout=wait_s))
+    except Timeout:
+        raise
+    except OSError as error:
+        with refusals(folder.lock):
+            raise error

@@ -80,7 +80,7 @@ CURES = {
     "InvalidQOS": HOPELESS,
 }
 NO_NODES = ("ReqNodeNotAvail", "Nodes required for job are DOWN")
-OUT_OF_USE = re.compile(r"down|drain|fail|inval|unknown|.*\*")  # as sinfo has them; "*" does not answer
+OUT_OF_USE = re.compile(r"down|drain|fail|inval|.*\*")  # as sinfo has them; "*" does not answer
 
 
 class Row(NamedTuple):

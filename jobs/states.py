@@ -56,6 +56,8 @@ def settle(job: Job, found: Witnesses, observed: Observed | None, *, is_seen: bo
         return Verdict("pending")
     host = (observed and observed.host) or (found.started or {}).get("host") or sent.host
     if found.exit is not None:
+        if found.exit.get("code") == EXIT_PREEMPTED and not is_seen and sent.state in ACTIVE:
+            return Verdict(sent.state, sent.reason, host)  # only the scheduler knows whether it runs it again
         return _by_exit_file(sent, found.exit, observed, host)
     if sent.state == "pending":  # refused: nothing runs
         return Verdict("pending", sent.reason)
@@ -79,8 +81,9 @@ def _by_exit_file(sent: Sent, exit: dict[str, Any], observed: Observed | None, h
     code, reason = exit.get("code"), exit.get("reason")
     if code == EXIT_OK:
         return Verdict("succeeded", None, host)
-    if code == EXIT_PREEMPTED and observed is not None and observed.state in ACTIVE:
-        return Verdict(observed.state, observed.reason, host)  # the scheduler runs it again by itself
+    if code == EXIT_PREEMPTED and observed is not None and (observed.state in ACTIVE or observed.will_rerun):
+        state = observed.state if observed.state in ACTIVE else "queued"  # the scheduler runs it again by itself
+        return Verdict(state, observed.reason, host)
     if sent.is_cancelled:
         return Verdict("cancelled", reason, host)
     if code == EXIT_PREEMPTED:

@@ -8,6 +8,8 @@ cluster.nodes                 ("n1", "n2"): two virtual nodes of 2 CPUs, 4 GiB a
 partitions                    `low` (the default; requeued when `high` needs the node), `high`, and `off` (down)
 cluster.kill_controller()     SIGKILL to slurmctld; cluster.start_controller() starts it again with its saved state
 cluster.restart_controller()  both
+cluster.has_saved(name)       whether a job of this name would survive that: the controller saves up to 5 s late
+cluster.start_now(job_id)     let a requeued job start at once instead of some 6 s later
 cluster.command(*argv)        what a client prints; it fails the test when the client fails
 cluster.logs()                the last lines of every daemon, for the message of a failing test
 
@@ -109,9 +111,11 @@ class RealSlurm:
 
     @property
     def env(self) -> dict[str, str]:
+        """What a process needs to talk to this cluster."""
         return {"SLURM_CONF": str(self.conf)}
 
     def command(self, *argv: str) -> str:
+        """What a client prints; AssertionError with the daemons' logs when it fails."""
         done = subprocess.run(
             argv, env={**os.environ, **self.env}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30
         )
@@ -119,21 +123,36 @@ class RealSlurm:
         return done.stdout
 
     def logs(self) -> str:
+        """The last lines of every daemon."""
         tails = [f"\n== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("*.log"))]
         return "".join(tails)
 
     def start_controller(self, *, is_first: bool = False) -> None:
+        """Start slurmctld; returns when it answers, some seconds before the nodes have reported to it again."""
         self._start("slurmctld", "-D", *(["-i"] if is_first else []), "-f", str(self.conf))
         self.wait_for(self._is_answering, within_s=UP_S, what="slurmctld answers")
 
     def kill_controller(self) -> None:
+        """SIGKILL; jobs go on, and what was not saved is forgotten."""
         daemon = self.daemons.pop("slurmctld")
         daemon.kill()
         daemon.wait()
 
     def restart_controller(self) -> None:
+        """Kill it and start it again with what it had saved."""
         self.kill_controller()
         self.start_controller()
+
+    def has_saved(self, name: str) -> bool:
+        """Whether the controller's saved state holds a job of this name; one that it lacks is lost with a kill -9."""
+        saved = self.folder / "state" / "job_state"
+        return saved.exists() and name.encode() in saved.read_bytes()
+
+    def start_now(self, job_id: str) -> None:
+        """Let a requeued job start within a second or two, instead of after cred_expire."""
+        # A node refuses what was signed in the second in which it killed the job: the job would end with code 1.
+        time.sleep(1.1)
+        self.command("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
     def start(self) -> None:
         """Start all; returns when both nodes are idle."""
@@ -148,6 +167,7 @@ class RealSlurm:
         self.wait_for(self._is_idle, within_s=UP_S, what="both nodes are idle")
 
     def wait_for(self, claim: Callable[[], object], *, within_s: float, what: str) -> None:
+        """As the function of this name, with the daemons' logs in the failure."""
         try:
             wait_for(claim, within_s=within_s, what=what)
         except AssertionError as error:

@@ -109,6 +109,17 @@ def test_a_hostile_text_is_refused_by_name_or_is_only_data(kind: Kind, field: st
         assert field in message
 
 
+@pytest.mark.parametrize("field", ["exp_id", "group", "folder", "workdir", "wrapper"])
+def test_a_line_break_in_a_word_does_not_end_a_comment(field: str) -> None:
+    for text in ("a\nrm: 1", "a\rb", "a\x0bb", "a\u2028b"):
+        try:
+            found = export(hostile.with_text(field, text, JOBS["eai"]), "eai")
+        except (ConfigError, ValidationError):
+            continue
+        body = json.loads("\n".join(line for line in found.split("\n") if not line.startswith("#")))
+        assert body["name"] == TOKEN
+
+
 def argv_in(body: dict[str, Any], kind: Kind) -> list[str]:
     """What the container, or bash, would start."""
     if kind == "trainjob":

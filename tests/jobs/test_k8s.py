@@ -245,7 +245,7 @@ def test_a_hostile_text_is_refused_by_name_or_is_only_data(field: str) -> None:
             continue
         of, body = found
         command = pod_of(body)["containers"][0]["command"]
-        assert [expanded(part, {"HOME": "/root"}) for part in command] == of.wrapper
+        assert [expanded(part, {"HOME": "/home/user"}) for part in command] == of.wrapper
         assert shape(body, skip="command") == plain, f"{text!r} in {field}"
         for key, value in body["metadata"]["labels"].items():
             assert re.fullmatch(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?", value), (key, value)

@@ -328,7 +328,7 @@ def test_a_requeued_job_keeps_its_id_and_counts_its_restarts(slurm: Slurm, clust
     reached(slurm, job_id, "running")
     cluster.command("scontrol", "requeue", job_id)
     reached(slurm, job_id, "queued")
-    cluster.command("scontrol", "update", f"JobId={job_id}", "StartTime=now")  # or it waits for cred_expire
+    cluster.start_now(job_id)
     done = reached(slurm, job_id, "succeeded", "failed")
     assert (done.state, done.restarts) == ("succeeded", 1), list(slurm.logs(job_id, follow=False))
     assert list(slurm.logs(job_id, follow=False))[-1] == "1"
@@ -497,6 +497,7 @@ def test_a_killed_controller_is_unreachable_and_knows_the_jobs_when_it_is_back(
     job_id = sent(slurm, spec)
     reached(slurm, job_id, "running")
     rendered = slurm.render(make())
+    cluster.wait_for(lambda: cluster.has_saved(spec.token), within_s=SOON_S, what="the job is saved")
     cluster.kill_controller()
     try:
         asks: list[Callable[[], object]] = [

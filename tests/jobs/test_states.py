@@ -50,6 +50,7 @@ SILENT = Witnesses(starts=1, started={"host": "n1"}, heartbeat_age_s=10_000)
         (exit_file(75), Observed("queued"), "queued"),
         (exit_file(75), Observed("running"), "running"),
         (exit_file(75), Observed("preempted"), "preempted"),
+        (exit_file(75), Observed("preempted", will_rerun=True), "queued"),
         (exit_file(75), None, "preempted"),
         # no exit file: the scheduler
         (Witnesses(), Observed("queued"), "queued"),
@@ -82,6 +83,10 @@ def test_a_scheduler_that_cannot_be_seen_changes_nothing(state: JobState) -> Non
 
 def test_an_exit_file_counts_even_when_the_scheduler_cannot_be_seen() -> None:
     assert settle(job(), exit_file(0), None, is_seen=False).state == "succeeded"
+
+
+def test_a_preempted_start_says_nothing_while_only_the_scheduler_knows_whether_it_runs_again() -> None:
+    assert settle(job(), exit_file(75), None, is_seen=False).state == "running"
 
 
 def test_a_job_accepted_a_moment_ago_is_not_lost_when_the_scheduler_lags() -> None:
