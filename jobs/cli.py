@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, cast
+from typing import Annotated, Any, ParamSpec, cast, get_args
 
 import typer
 
@@ -371,12 +371,13 @@ def export_command(
     flags: Flags = None,
 ) -> None:
     """The text that another tool could submit. Nothing is written or sent; such jobs are not in the record."""
-    from jobs.export import KINDS, export
+    from jobs.export import Kind, export
     from jobs.launch import specs
     from trainer.config import nearest
 
-    if to not in KINDS:
-        raise ConfigError(f"--to {to}: {nearest(to, list(KINDS))}")
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    if to not in kinds:
+        raise ConfigError(f"--to {to}: {nearest(to, list(kinds))}")
     request = make(
         group=exp_group,
         experiments=choice.experiments(exp_group, exp_configs, steps, only),

@@ -126,7 +126,7 @@ def reconcile(base: BaseFolder, backend_of: BackendOf, *, resend_s: float = RESE
     """Look at everything once; adopt or resend what was never answered, run again what was preempted or may be retried,
     and send what waited for its turn. Only what was done is returned."""
     rows = survey(base, backend_of=backend_of)
-    candidates = [row for row in rows if row.state != "succeeded"]
+    candidates = [row for row in rows if row.state != "succeeded" or row.job_id is None]
     results: list[Result] = []
     for row in candidates:
         result = _again(base.run(row.exp_id), row, rows, backend_of, None, resend_s)

@@ -39,7 +39,8 @@ def decide(row: Row | None, limits: Limits, *, is_finished: bool) -> Decision:
     row: None when it was never recorded. is_finished: the training itself says that it reached its end.
     """
     if is_finished or (row is not None and row.state == "succeeded"):
-        return Decision("skip", "it is done")
+        is_nameless = row is not None and bool(row.history) and row.job_id is None
+        return Decision("settle" if is_nameless else "skip", "it is done")  # settle: so that its id is recorded
     if row is None or not row.history:
         return Decision("send", "never sent")
     state, reason = row.state, row.reason or ""

@@ -69,7 +69,7 @@ def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: 
         _tell_haven(folder, job_id, stored(folder, sent.number))
         return Outcome(True, f"adopted {job_id}: an earlier submission had sent it")
     if folder.attempt(sent.number).starts():
-        return Outcome(True, "it has started, though nobody recorded under which id")
+        return Outcome(True, "it has started, and its scheduler has forgotten under which id")
     age_s = record.seconds_since(sent.at)
     if age_s < resend_s:
         return Outcome(False, f"sent {age_s:.0f} s ago without an answer, and {backend.name} does not know it yet")
