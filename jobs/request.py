@@ -80,6 +80,8 @@ def make(
     backend_of: Callable[[str], Backend] | None = None,
 ) -> Request:
     """The Request for a group. The code is snapshotted (not for a plan), the key's whereabouts are checked."""
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in str(base)):
+        raise ConfigError(f"--savedir_base {str(base)!r} holds a control character. Use another folder.")
     load = backend_of or BackendCache()
     folder = BaseFolder(base.absolute())
     source = keys.find_key_source(job, os.environ)

@@ -5,6 +5,7 @@ Source of the states and reasons: squeue(1), and Slurm 22.05.8 as it was seen to
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -16,7 +17,9 @@ from jobs.errors import Refused, Unreachable
 from jobs.spec import ACTIVE, JobState, Observed
 
 ASK_S = 60.0
+log = logging.getLogger(__name__)
 ID = re.compile(r"\d+(_\d+)?\Z")
+LAST_SIGNAL = 64
 
 # What a client says when it did not reach the controller, or did not get its answer: then nothing is known. From the
 # errors 1000-1999 and 5000-5099 of slurm_errno.h, libc's words, and munge's.
@@ -111,7 +114,7 @@ COLUMNS = (
     "JobArrayID:48|,State:24|,exit_code:16|,RestartCnt:12|,BatchHost:128|,NumNodes:24|,Partition:256|"
     ",ReqNodes:2048|,Reason:1024"
 )
-HISTORY = "JobID,State,ExitCode,NodeList,Reason"
+HISTORY = "JobID,State,ExitCode,NodeList"  # its Reason is why the job once waited, not why it ended
 
 
 @dataclass(frozen=True)
@@ -177,20 +180,22 @@ def queued(ids: Sequence[str]) -> Iterator[Row]:
 def past(ids: Sequence[str]) -> Iterator[Row]:
     """Rows of the ended jobs that accounting knows. One that it calls alive is none: the controller would know it."""
     for line in history(f"--jobs={','.join(ids)}", f"--format={HISTORY}"):
-        fields = line.split("|", 4)
-        if len(fields) == 5 and STATES.get(fields[1].partition(" ")[0], "running") not in ACTIVE:
+        fields = line.split("|")
+        if len(fields) == 4 and STATES.get(fields[1].partition(" ")[0], "running") not in ACTIVE:
             code, _, number = fields[2].partition(":")
             status = (int(code) << 8 | int(number)) if code.isdigit() and number.isdigit() else 0
             host = "" if fields[3].startswith("None") else fields[3]
-            yield Row(fields[0], fields[1], status, host=host, reason=fields[4])
+            yield Row(fields[0], fields[1], status, host=host)
 
 
 def history(*options: str) -> list[str]:
     """Lines of sacct; none without accounting, and none while its database is away: it only adds to squeue."""
     try:
         done = call(["sacct", "--noheader", "--parsable2", "--allocations", *options], timeout_s=ASK_S)
-    except Unreachable:
-        return []
+    except Unreachable as error:
+        done = Done(1, "", str(error))
+    if done.code != 0 and "accounting storage is disabled" not in done.words:
+        log.warning("jobs that ended long ago cannot be seen now: %s", done.words)
     return done.out.splitlines() if done.code == 0 else []
 
 
@@ -209,8 +214,11 @@ def observed(row: Row, around: Sequence[Node]) -> Observed:
     if state in ACTIVE:
         state, reason = _waiting(row, state, reason, around) if word == "PENDING" else (state, reason)
         return Observed(state, reason, host, restarts=restarts, will_rerun=state == "queued" and restarts > 0)
-    number = row.status & 0x7F if host else 0  # what never ran on a node has no exit code, whatever it shows
-    code = (128 + number if number else row.status >> 8) if host else None
+    number = row.status & 0x7F
+    if host is None or number > LAST_SIGNAL:  # it never ran on a node, or Slurm's own mark (53, 125) is no signal
+        number, code = 0, None
+    else:
+        code = 128 + number if number else row.status >> 8
     if state != "succeeded":
         killed = f"signal {number}" if number and state != "cancelled" else None
         reason = ", ".join(part for part in (row.state, reason, killed) if part)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from typer.testing import CliRunner
@@ -54,6 +54,18 @@ with open(os.path.join(folder, "metrics.jsonl"), "w") as file:
 with open(os.path.join(folder, "status.json"), "w") as file:
     json.dump({{"state": "succeeded", "step": 1, "total": 1}}, file)
 """
+
+
+T = TypeVar("T")
+
+
+def wait_until(look: Callable[[], T], is_so: Callable[[T], bool], *, within_s: float = 30) -> T:
+    """What `look()` returns as soon as `is_so` holds of it; fails after `within_s`."""
+    deadline = time.monotonic() + within_s
+    while not is_so(found := look()):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+    return found
 
 
 @dataclass
@@ -104,11 +116,7 @@ class Place:
 
     def until(self, is_so: Callable[[list[dict[str, Any]]], bool], *, within_s: float = 30) -> list[dict[str, Any]]:
         """Rows as soon as `is_so(rows)`; fails after `within_s`."""
-        deadline = time.monotonic() + within_s
-        while not is_so(rows := self.status()):
-            assert time.monotonic() < deadline, [(row["state"], row["reason"]) for row in rows]
-            time.sleep(0.1)
-        return rows
+        return wait_until(self.status, is_so, within_s=within_s)
 
     def until_all(self, *states: str, within_s: float = 30) -> list[dict[str, Any]]:
         """Rows as soon as every one is in one of `states`."""

@@ -471,6 +471,28 @@ def test_jobs_of_a_bad_name_or_id_are_never_asked_for(slurm: Slurm, make: Specs)
                 slurm.render(make().model_copy(update=change))
 
 
+def test_accounting_tells_of_jobs_that_the_controller_has_forgotten(
+    slurm: Slurm, make: Specs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sacct = make.base / "sacct"  # prints what sacct 22.05.8 with a slurmdbd printed
+    sacct.write_text(
+        "#!/bin/sh\nexec cat <<'END'\n9000001|COMPLETED|0:0|n1\n9000002|FAILED|75:0|n1\n9000003|FAILED|0:9|n2\n"
+        "9000004|CANCELLED by 0|0:0|None assigned\n9000005|NODE_FAIL|0:0|n[1-2]\n9000006_1|OUT_OF_MEMORY|0:125|n1\n"
+        "9000007|RUNNING|0:0|n1\nEND\n"
+    )
+    sacct.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{make.base}:{os.environ['PATH']}")
+    ids = [*(f"900000{number}" for number in range(1, 6)), "9000006_1", "9000007", "9000008"]
+    assert slurm.query(ids) == {
+        "9000001": Observed("succeeded", host="n1", exit_code=0),
+        "9000002": Observed("failed", "FAILED", "n1", exit_code=75),
+        "9000003": Observed("failed", "FAILED, signal 9", "n2", exit_code=137),
+        "9000004": Observed("cancelled", "CANCELLED by 0"),
+        "9000005": Observed("preempted", "NODE_FAIL", "n[1-2]", exit_code=0),
+        "9000006_1": Observed("oom", "OUT_OF_MEMORY", "n1"),
+    }  # and one that is said to run while the controller does not know it is not there
+
+
 def test_doctor_tells_of_programs_controller_accounting_and_partitions(slurm: Slurm) -> None:
     findings = {finding.name: finding for finding in slurm.check()}
     assert "22." in findings["controller"].text or "Slurm" in findings["controller"].text
