@@ -299,7 +299,7 @@ def doctor_command(job_scheduler: BackendName = "local", as_json: Json = False) 
         typer.echo(f"{backend.name}: {backend.validation}")
         for finding in findings:
             typer.echo(f"  {'ok ' if finding.is_good else 'BAD'}  {finding.name}: {finding.text}")
-    if not all(finding.is_good for finding in findings):
+    if any(finding.is_blocking and not finding.is_good for finding in findings):
         raise Unreachable(f"{job_scheduler} cannot be used from here: see BAD above.")
 
 

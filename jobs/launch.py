@@ -254,6 +254,8 @@ def _submit_arrays(request: Request, templates: Mapping[str, JobSpec], rows: Map
         raise ConfigError(f"--array: {request.backend.name} has no arrays. Leave it out.")
     wanted = [name for name in sorted(templates) if _decide(request, name, rows.get(name)).action == "send"]
     size = min(request.backend.max_array(), ARRAY_LOCKS)
+    if size < 1:
+        raise ConfigError(f"--array: {request.backend.name} allows none here. Leave it out.")
     done: dict[str, Result] = {}
     for start in range(0, len(wanted), size):
         chunk = {name: templates[name] for name in wanted[start : start + size]}
@@ -296,7 +298,8 @@ def _templates(request: Request) -> dict[str, JobSpec]:
             mistakes.append(str(error))
     if mistakes:
         raise ConfigError("\n".join(mistakes))
-    problems = [f"{finding.name}: {finding.text}" for finding in request.backend.check() if not finding.is_good]
+    bad = [finding for finding in request.backend.check() if not finding.is_good and finding.is_blocking]
+    problems = [f"{finding.name}: {finding.text}" for finding in bad]
     if problems:
         raise Unreachable(f"-j {request.backend.name} cannot be used from here:\n  " + "\n  ".join(problems))
     for template in templates.values():  # a bad value stops the group before anything is sent

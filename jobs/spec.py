@@ -81,6 +81,7 @@ class Finding:
     name: str
     is_good: bool
     text: str
+    is_blocking: bool = True  # a bad one: whether it stops every job, or only concerns some (a partition that is down)
 
 
 class Backend(Protocol):

@@ -86,6 +86,8 @@ def _by_exit_file(sent: Sent, exit: dict[str, Any], observed: Observed | None, h
         return Verdict(state, observed.reason, host)
     if sent.is_cancelled:
         return Verdict("cancelled", reason, host)
+    if code == EXIT_PREEMPTED and observed is not None and observed.state in ("cancelled", "timeout"):
+        return Verdict(observed.state, observed.reason, host)  # it could save; why it was stopped, the scheduler knows
     if code == EXIT_PREEMPTED:
         return Verdict("preempted", reason, host)
     if code == EXIT_BAD_INPUT:

@@ -290,11 +290,12 @@ def _examine() -> Iterator[Finding]:
     is_read = is_kept and call(["sacct", "-n", "-X", "-Snow"], timeout_s=ASK_S).code == 0
     age = f"ended jobs are remembered for MinJobAge={found.get('MinJobAge')}"
     text = "sacct answers" if is_read else f"sacct does not answer; {age}" if is_kept else f"none is kept; {age}"
-    yield Finding("accounting", is_read or not is_kept, text)
+    yield Finding("accounting", is_read or not is_kept, text, is_blocking=False)
     yield Finding("stopping", True, f"KillWait={found.get('KillWait')} from TERM to KILL; grace_s must fit into it")
     limits = ("JobRequeue", "PreemptMode", "MaxArraySize")
     yield Finding("limits", True, ", ".join(f"{name}={found.get(name)}" for name in limits))
     for line in ask("sinfo", "--noheader", "--format=%P|%a|%l|%D|%G|%T"):
         name, state, limit, count, gres, node_state = (line.split("|") + [""] * 5)[:6]
         is_good = state == "up" and not OUT_OF_USE.match(node_state)
-        yield Finding(f"partition {name}", is_good, f"{state}, {count} node(s) {node_state}, at most {limit}, {gres}")
+        text = f"{state}, {count} node(s) {node_state}, at most {limit}, {gres}"
+        yield Finding(f"partition {name}", is_good, text, is_blocking=False)

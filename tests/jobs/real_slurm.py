@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from jobs.node import die_with_parent
 
 BINARIES = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun")
@@ -89,6 +91,13 @@ PartitionName=off Nodes=n[1-2] State=DOWN
 def missing() -> list[str]:
     """Programs of Slurm and munge that this machine lacks."""
     return [name for name in BINARIES if shutil.which(name, path=DAEMON_PATH) is None]
+
+
+def need_slurm() -> None:
+    """Skip the test where Slurm is not installed; fail it where LATHE_REQUIRE_SLURM=1 says that it must be."""
+    if lacking := missing():
+        text = f"this machine has no {', '.join(lacking)}: apt-get install slurm-wlm munge"
+        (pytest.fail if os.environ.get("LATHE_REQUIRE_SLURM") == "1" else pytest.skip)(text)
 
 
 def wait_for(claim: Callable[[], object], *, within_s: float, what: str) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import real_slurm
 from tests.jobs.conftest import Place
+from tests.jobs.real_slurm import need_slurm, real_slurm
 from tests.jobs.toolkit_standin import standin
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,10 +103,11 @@ def test_on_the_toolkit_that_loses_replies(place: Make, tmp_path: Path, monkeypa
 @pytest.mark.parametrize("words", [(), ("--array",)], ids=["one-by-one", "arrays"])
 def test_on_slurm(place: Make, tmp_path: Path, words: tuple[str, ...]) -> None:
     real_slurm.need()
+    need_slurm()
     here, count = place(40), 40
     configs = tmp_path / "jobs.py"
     configs.write_text('JOB_CONFIGS = {"default": {"resources": {"cpu": 1, "mem": 1}}}')
-    with real_slurm.real_slurm(tmp_path / "slurm"):
+    with real_slurm():
         happened = storm(here, "slurm", "--job_configs", str(configs), *words, within_s=150, seed=2)
         rows = here.until_all("succeeded", within_s=100)
         check(here, rows, count)

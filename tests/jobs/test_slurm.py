@@ -18,7 +18,7 @@ from jobs.backends.slurm import Slurm
 from jobs.config import JobConfig
 from jobs.errors import Refused, Unreachable
 from jobs.spec import ArrayBackend, Backend, JobSpec, Observed
-from tests.jobs.real_slurm import RealSlurm, missing, real_slurm, wait_for
+from tests.jobs.real_slurm import RealSlurm, need_slurm, real_slurm, wait_for
 from trainer.config import validate
 from trainer.errors import ConfigError
 
@@ -57,11 +57,7 @@ UNCHECKED = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RealSlurm]:
-    if lacking := missing():
-        text = f"this machine has no {', '.join(lacking)}: apt-get install slurm-wlm munge"
-        if os.environ.get("LATHE_REQUIRE_SLURM") == "1":
-            pytest.fail(text)
-        pytest.skip(text)
+    need_slurm()
     with real_slurm() as running:
         yield running
 

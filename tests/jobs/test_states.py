@@ -52,6 +52,8 @@ SILENT = Witnesses(starts=1, started={"host": "n1"}, heartbeat_age_s=10_000)
         (exit_file(75), Observed("preempted"), "preempted"),
         (exit_file(75), Observed("preempted", will_rerun=True), "queued"),
         (exit_file(75), None, "preempted"),
+        (exit_file(75), Observed("cancelled"), "cancelled"),  # by somebody who went to the scheduler itself
+        (exit_file(75), Observed("timeout"), "timeout"),
         # no exit file: the scheduler
         (Witnesses(), Observed("queued"), "queued"),
         (Witnesses(), Observed("held", "drained"), "held"),
