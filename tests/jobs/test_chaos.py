@@ -102,7 +102,6 @@ def test_on_the_toolkit_that_loses_replies(place: Make, tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("words", [(), ("--array",)], ids=["one-by-one", "arrays"])
 def test_on_slurm(place: Make, tmp_path: Path, words: tuple[str, ...]) -> None:
-    real_slurm.need()
     need_slurm()
     here, count = place(40), 40
     configs = tmp_path / "jobs.py"
