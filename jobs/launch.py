@@ -10,6 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from trainer.errors import ConfigError, LatheError, ResumeError
 
 LOCK_WAIT_S = 60.0
 RESEND_S = 10.0  # how old an intent must be before a name that the scheduler does not know is sent again
+SENDERS = 4  # threads: most of the time is spent waiting for the disk, or for a scheduler's reply
 ARRAY_LOCKS = 256  # experiments of one array: each holds a lock, and a process may hold 1,024 files
 SHARED_DISK = ("inline", "local", "slurm")  # backends whose nodes see the submitter's file system
 
@@ -111,9 +113,16 @@ def submit(request: Request) -> list[Result]:
     done: dict[str, Result] = {}
     if request.use_array:
         done = _submit_arrays(request, templates, rows)
-    for name, template in templates.items():
-        if name not in done:
-            done[name] = _submit_one(request, name, template, rows.get(name), budget)
+    left = [name for name in templates if name not in done]
+
+    def send_it(name: str) -> Result:
+        return _submit_one(request, name, templates[name], rows.get(name), budget)
+
+    if request.backend.name == "inline" or budget.left is not None:  # one has to end, or be counted, before the next
+        done.update({name: send_it(name) for name in left})
+    else:
+        with ThreadPoolExecutor(SENDERS) as pool:
+            done.update(zip(left, pool.map(send_it, left), strict=True))
     deadline = time.monotonic() + 3 * request.resend_s
     while (open_ones := [name for name in done if done[name].is_unanswered]) and time.monotonic() < deadline:
         time.sleep(min(0.5, request.resend_s / 4))

@@ -100,9 +100,9 @@ class Queue:
         target = self.entry(token).folder
         if target.exists():
             return
-        aside = self.folder / "incoming" / f"{token}.{os.getpid()}"
-        aside.mkdir(parents=True, exist_ok=True)
-        target.parent.mkdir(exist_ok=True)
+        aside = self.folder / f".{token}.{os.getpid()}"
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside.mkdir(exist_ok=True)
         with (aside / "entry.json").open("w") as file:
             file.write(content)
             file.flush()
@@ -337,7 +337,8 @@ def _write_once(path: Path, value: Mapping[str, Any]) -> None:
 @contextlib.contextmanager
 def _lock(folder: Path) -> Generator[bool]:
     """Whether the runner's lock could be taken; it is held while the block lasts."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not folder.is_dir():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (folder / "runner.lock").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -136,7 +136,7 @@ def _write(folder: RunFolder, spec: JobSpec, rendered: Rendered) -> None:
     attempt = folder.attempt(spec.attempt)
     with refusals(attempt.folder):
         attempt.folder.mkdir(parents=True, exist_ok=True)
-    write_json(attempt.spec, spec.model_dump(mode="json"))
+    replace_file(attempt.spec, spec.model_dump_json().encode())
     replace_file(attempt.folder / rendered.file, rendered.text.encode(), is_durable=False)
 
 

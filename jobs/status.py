@@ -137,7 +137,7 @@ def survey(
             job = record.read(folder)
             if job is not None:
                 cases.append(_Case(folder, job, Witnesses.of(folder, job.last) if job.last else Witnesses()))
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, LatheError) as error:
             rows.append(_unreadable(folder, error))
     sights = _ask(cases, backend_of)
     rows += [_row_of(case, sights, record_changes=record_changes) for case in cases]
@@ -212,7 +212,7 @@ def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
     try:
         with record.locked(case.folder, wait_s=0):
             if record.read(case.folder) == case.job:
-                record.append(case.folder, *events)
+                record.append(case.folder, *events, is_durable=False)  # whoever looks next sees the same again
     except record.Busy as error:
         log.debug("%s", error)
     except (StorageError, OSError) as error:  # somebody else's folder, or a full disk: status still shows
@@ -226,7 +226,11 @@ def _news(job: Job, verdict: Verdict, sight: _Sight | None) -> list[dict[str, An
     if sight is not None and sight.problem is None and job.unseen_since is not None:
         events.append({"event": "seen"})
     sent = job.last
-    if sent is not None and (verdict.state, verdict.reason) != (sent.state, sent.reason):
+    is_still_waiting = sent is not None and (sent.state, verdict.state) == (
+        "submitted",
+        "queued",
+    )  # seen anew each time
+    if sent is not None and not is_still_waiting and (verdict.state, verdict.reason) != (sent.state, sent.reason):
         changed = {"state": verdict.state, "reason": verdict.reason, "host": verdict.host}
         events.append({"event": "observed", "attempt": sent.number, **changed})
     return events

@@ -34,6 +34,7 @@ COLOURS: dict[JobState, str] = {
     "lost": "red",
 }
 # What a person wants to see first where not all fits on the screen.
+MOST = 200  # lines that anybody reads
 URGENT: tuple[JobState, ...] = ("held", "lost", "failed", "oom", "timeout", "running", "preempted")
 WRONG: tuple[JobState, ...] = ("held", *ENDED_BADLY)
 BAR = 8
@@ -118,11 +119,14 @@ def _cut(text: str) -> Text:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print the table, what is wrong in full, and the summary."""
-    if rows:
-        console.print(table(rows, width=console.width))
+    """Print the table (of MOST experiments, urgent ones first), what is wrong in full, and the summary of all."""
+    shown = _most_urgent(rows, MOST)
+    if shown:
+        console.print(table(shown, width=console.width))
         console.print()
-        console.print(reasons(rows), end="")
+        console.print(reasons(shown), end="")
+    if len(shown) < len(rows):
+        console.print(f"{len(rows) - len(shown)} more are not shown: --json tells of all.", style="dim")
     console.print(Text(summary(rows)))
 
 
@@ -190,13 +194,16 @@ def _goes_on(rows: Sequence[Row]) -> bool:
 def _screen(rows: Sequence[Row], screen: Console, *, every_s: float) -> RenderableType:
     """As much as fits: the urgent ones when not all do."""
     room = max(screen.height - AROUND, 3)
-    chosen = rows
-    if len(rows) > room:
-        order = list(dict.fromkeys((*URGENT, *STATES)))
-        chosen = sorted(rows, key=lambda row: order.index(row.state))[:room]
+    chosen = _most_urgent(rows, room)
     left_out = f"{len(rows) - len(chosen)} more are not shown. " if len(chosen) < len(rows) else ""
     foot = Text(f"{left_out}Every {every_s:.0f} s; ctrl-c leaves.", style="dim")
     return Group(table(chosen, width=screen.width), Text(""), Text(summary(rows)), foot)
+
+
+def _most_urgent(rows: Sequence[Row], count: int) -> Sequence[Row]:
+    """All rows as they stand when there are no more than `count`; else those that a person wants to see first."""
+    order = list(dict.fromkeys((*URGENT, *STATES)))
+    return rows if len(rows) <= count else sorted(rows, key=lambda row: order.index(row.state))[:count]
 
 
 def _main_metric(rows: Sequence[Row]) -> str | None:

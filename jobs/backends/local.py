@@ -26,10 +26,11 @@ class Local:
     def __init__(self) -> None:
         self._queue = Queue(default_folder())
         self._host = socket.gethostname()
+        self._capacity = Capacity.here()
 
     def check(self) -> list[Finding]:
         """The queue's folder, its runner, and the devices that jobs share."""
-        capacity = Capacity.here()
+        capacity = self._capacity
         runner = "runs" if self._queue.has_runner() else "not running: the next job starts it"
         return [
             Finding("queue", True, f"{self._queue.folder} (LATHE_QUEUE names another)"),
@@ -57,7 +58,7 @@ class Local:
     def rehearse(self, rendered: Rendered) -> str | None:
         """Whether this machine could ever run it. Refused when it could not."""
         entry = json.loads(rendered.text)
-        refusal = Capacity.here().refusal(cpus=entry["cpus"], gpus=entry["gpus"])
+        refusal = self._capacity.refusal(cpus=entry["cpus"], gpus=entry["gpus"])
         if refusal is not None:
             raise Refused(f"local: {refusal}. Ask for less in job_configs.py, or submit elsewhere.")
         return "fits this machine"

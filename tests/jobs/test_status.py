@@ -174,16 +174,23 @@ def test_a_record_that_has_moved_on_meanwhile_is_not_written(base: BaseFolder) -
 
 def test_a_scheduler_that_cannot_be_seen_changes_no_state(base: BaseFolder) -> None:
     folder = submitted(base, IDS[0], "7")
-    assert only_row(base, Scheduler({"7": Observed("queued")})).state == "queued"
+    assert only_row(base, Scheduler({"7": Observed("held")})).state == "held"
     rows = [only_row(base, Scheduler(is_reachable=False)) for _ in range(2)]
-    assert [row.state for row in rows] == ["queued", "queued"]
+    assert [row.state for row in rows] == ["held", "held"]
     assert rows[1].unseen_reason == "the controller does not answer"
     job = record.read(folder)
     assert job is not None
     assert rows[1].unseen_since == job.unseen_since is not None
-    assert only_row(base, Scheduler({"7": Observed("queued")})).unseen_since is None
+    assert only_row(base, Scheduler({"7": Observed("held")})).unseen_since is None
     kinds = [json.loads(line)["event"] for line in folder.record.read_text().splitlines()]
     assert kinds == ["created", "intent", "submitted", "observed", "unseen", "seen"]
+
+
+def test_a_job_that_still_waits_is_seen_anew_each_time_and_not_written_down(base: BaseFolder) -> None:
+    folder = submitted(base, IDS[0], "7")
+    before = folder.record.read_bytes()
+    assert only_row(base, Scheduler({"7": Observed("queued")})).state == "queued"
+    assert folder.record.read_bytes() == before
 
 
 def test_a_preempted_start_is_not_called_ended_while_its_scheduler_cannot_be_seen(base: BaseFolder) -> None:
