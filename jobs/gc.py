@@ -19,6 +19,7 @@ from jobs.record import read
 from jobs.snapshot import DIGEST, STAGING
 from jobs.spec import ACTIVE, ENDED_BADLY, JobState
 from trainer.disk import refusals
+from trainer.errors import LatheError
 from trainer.errors import ConfigError
 
 FRESH_S = 3600.0  # a submission takes seconds from its snapshot to its link; a copy of 200 MiB takes minutes
@@ -187,7 +188,7 @@ def _state(folder: RunFolder) -> JobState | Literal["unknown"] | None:
     """The recorded state; None where nothing was ever recorded."""
     try:
         job = read(folder)
-    except (KeyError, TypeError, ValueError, OSError) as error:
+    except (LatheError, ValueError, OSError) as error:
         log.warning("%s cannot be read (%s: %s): kept", folder.record, type(error).__name__, error)
         return "unknown"
     if job is None:
