@@ -19,8 +19,7 @@ from jobs.record import read
 from jobs.snapshot import DIGEST, STAGING
 from jobs.spec import ACTIVE, ENDED_BADLY, JobState
 from trainer.disk import refusals
-from trainer.errors import LatheError
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, LatheError
 
 FRESH_S = 3600.0  # a submission takes seconds from its snapshot to its link; a copy of 200 MiB takes minutes
 DAY_S = 86400.0
