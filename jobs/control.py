@@ -5,19 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jobs import record
 from jobs.errors import Unreachable
 from jobs.launch import LOCK_WAIT_S, RESEND_S, Result
-from jobs.layout import BaseFolder, RunFolder
+from jobs.layout import BaseFolder, RunFolder, read_json
 from jobs.policy import Limits, decide
 from jobs.record import Job
-from jobs.sending import Outcome, fresh, send, settle_intent, stored
+from jobs.sending import Outcome, fresh, give_up, ids_of, send, settle_intent, stored
 from jobs.spec import ACTIVE, Backend, JobSpec, JobState
 from jobs.status import Row, survey
+from trainer.disk import refusals
 from trainer.errors import ConfigError, LatheError
 
 log = logging.getLogger(__name__)
@@ -39,53 +40,67 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> Result:
             if sent is None:
                 return Result(row.exp_id, "skip", "never sent", "pending")
             backend = backend_of(sent.backend)
-            ids = [sent.id] if sent.id else backend.find(sent.name)
             record.append(folder, {"event": "cancel", "attempt": sent.number})
+            ids = [sent.id] if sent.id else ids_of(sent, backend)
+            if not ids:
+                give_up(folder, sent.number)  # it may still be on its way: then it must not start
             for job_id in ids:
                 backend.cancel(job_id)
-            if not ids and not folder.attempt(sent.number).starts():
-                news = {"state": "cancelled", "reason": "cancelled before it was sent", "host": None}
-                record.append(folder, {"event": "observed", "attempt": sent.number, **news})
         return Result(row.exp_id, "cancel", f"asked {sent.backend} to end {', '.join(ids) or 'nothing'}", row.state)
-    except LatheError as error:
+    except (LatheError, OSError) as error:
         return Result(row.exp_id, "failed", str(error), row.state, is_bad=True)
 
 
-def again(
-    base: BaseFolder, rows: Collection[Row], backend_of: BackendOf, *, limits: Limits | None, resend_s: float = RESEND_S
-) -> list[Result]:
-    """Send once more, as it was sent before, whatever `limits` allow; None: the limits of each job's own dictionary.
+@dataclass(frozen=True)
+class Again:
+    """How ended experiments are sent once more. limits None: those of each job's own dictionary."""
+
+    base: BaseFolder
+    backend_of: BackendOf
+    limits: Limits | None = None
+    resend_s: float = RESEND_S
+
+
+def again(asked: Again, rows: Sequence[Row]) -> list[Result]:
+    """Send each of `rows` once more, exactly as it was sent before, where the limits allow it.
 
     The code is that of the last attempt: to run other code, submit the group again.
     """
-    return [_again(base.run(row.exp_id), row, rows, backend_of, limits, resend_s) for row in rows]
+    return [_again(asked, row, rows) for row in rows]
 
 
-def _again(
-    folder: RunFolder, row: Row, rows: Collection[Row], backend_of: BackendOf, limits: Limits | None, resend_s: float
-) -> Result:
+def _again(asked: Again, row: Row, rows: Sequence[Row]) -> Result:
+    folder = asked.base.run(row.exp_id)
     try:
         with record.locked(folder, wait_s=LOCK_WAIT_S):
-            job = record.read(folder)
-            if job is None or len(job.attempts) != row.attempts:
-                return Result(row.exp_id, "skip", "somebody else deals with it", row.state)
-            template = _template(folder, job)
-            if template is None:
-                return Result(row.exp_id, "skip", "never sent: submit its group", row.state)
-            own = Limits(template.job.max_retries, template.job.max_preemptions)
-            decision = decide(row, limits or own, is_finished=False)
-            if decision.action == "skip" or (job.last is not None and row.state == "pending" and limits is None):
-                return Result(row.exp_id, "skip", decision.reason, row.state)
-            if decision.action == "settle" and job.last is not None:
-                backend = backend_of(job.last.backend)
-                return _result(row, "settle", settle_intent(folder, job.last, backend, resend_s=resend_s))
-            if _is_full(row, rows, template):
-                return Result(row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state)
-            return _result(row, "send", send(folder, fresh(job, template, folder), backend_of(template.backend)))
+            found = survey(asked.base, only=[row.exp_id], backend_of=asked.backend_of)
+            return _again_under_lock(asked, folder, found[0], rows)
     except Unreachable as error:
         return Result(row.exp_id, "settle", str(error), row.state, is_bad=True)
-    except LatheError as error:
+    except (LatheError, OSError) as error:
         return Result(row.exp_id, "failed", str(error), row.state, is_bad=True)
+
+
+def _again_under_lock(asked: Again, folder: RunFolder, row: Row, rows: Sequence[Row]) -> Result:
+    job = record.read(folder)
+    template = _template(folder, job) if job is not None else None
+    if job is None or template is None:
+        return Result(row.exp_id, "skip", "never sent: submit its group", row.state)
+    limits = asked.limits or Limits(template.job.max_retries, template.job.max_preemptions)
+    status = read_json(folder.status) or {}
+    decision = decide(row, limits, is_finished=status.get("state") == "succeeded")
+    is_refused = job.last is not None and row.state == "pending"
+    if decision.action == "skip" or (is_refused and asked.limits is None):  # refused: a person must change something
+        return Result(row.exp_id, "skip", decision.reason, row.state)
+    if decision.action == "settle" and job.last is not None:
+        backend = asked.backend_of(job.last.backend)
+        return _result(row, "settle", settle_intent(folder, job.last, backend, resend_s=asked.resend_s))
+    if _is_full(row, rows, template):
+        return Result(row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state)
+    news = {"state": row.state, "reason": row.reason, "host": row.host}
+    if job.last is not None and (row.state, row.reason) != (job.last.state, job.last.reason):
+        record.append(folder, {"event": "observed", "attempt": job.last.number, **news})
+    return _result(row, "send", send(folder, fresh(job, template, folder), asked.backend_of(template.backend)))
 
 
 def _template(folder: RunFolder, job: Job) -> JobSpec | None:
@@ -108,28 +123,34 @@ def _result(row: Row, action: str, outcome: Outcome) -> Result:
     return Result(row.exp_id, action, outcome.text, state, is_bad=not outcome.is_sent)
 
 
-def reset(base: BaseFolder, row: Row, *, aside: Path | None = None) -> Result:
-    """Move the whole folder of an experiment to deleted/<id>-<time> (or `aside`). ConfigError while it is alive."""
-    folder = base.run(row.exp_id)
+def reset(base: BaseFolder, exp_id: str, backend_of: BackendOf, *, aside: Path | None = None) -> Result:
+    """Move the whole folder of an experiment to deleted/<id>-<time> (or `aside`). ConfigError while it is alive.
+
+    A record that cannot be read, and a folder that was never submitted, can be moved too.
+    """
+    folder = base.run(exp_id)
     with record.locked(folder, wait_s=LOCK_WAIT_S):
-        if row.state in ACTIVE:
-            raise ConfigError(f"{row.exp_id} is {row.state} as {row.job_id}. `cancel` it first.")
-        target = aside or base.deleted / f"{row.exp_id}-{time.strftime('%Y%m%d-%H%M%S')}"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.exists():
-            raise ConfigError(f"{target} exists. Wait a second, and try again.")
-        os.rename(folder.path, target)
-    return Result(row.exp_id, "reset", f"moved to {target}", "pending")
+        found = survey(base, only=[exp_id], backend_of=backend_of, record_changes=False)
+        if found and found[0].state in ACTIVE and found[0].history:
+            raise ConfigError(f"{exp_id} is {found[0].state} as {found[0].job_id}. `cancel` it first.")
+        target = aside or base.deleted / f"{exp_id}-{time.strftime('%Y%m%d-%H%M%S')}"
+        with refusals(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
+                raise ConfigError(f"{target} exists. Wait a second, and try again.")
+            os.rename(folder.path, target)
+    return Result(exp_id, "reset", f"moved to {target}", "pending")
 
 
-def reconcile(base: BaseFolder, backend_of: BackendOf, *, resend_s: float = RESEND_S) -> list[Result]:
-    """Look at everything once; adopt or resend what was never answered, run again what was preempted or may be retried,
-    and send what waited for its turn. Only what was done is returned."""
-    rows = survey(base, backend_of=backend_of)
-    candidates = [row for row in rows if row.state != "succeeded" or row.job_id is None]
+def reconcile(asked: Again) -> list[Result]:
+    """What was done in one look at everything: adopted or sent again what was never answered, run again what was
+    preempted or may be retried, sent what waited for its turn."""
+    rows = survey(asked.base, backend_of=asked.backend_of)
     results: list[Result] = []
-    for row in candidates:
-        result = _again(base.run(row.exp_id), row, rows, backend_of, None, resend_s)
+    for row in [row for row in rows if row.state != "succeeded" or row.job_id is None]:
+        if row.state in ACTIVE and row.job_id is not None:
+            continue
+        result = _again(asked, row, rows)
         if result.action != "skip":
             results.append(result)
         if result.action == "send" and not result.is_bad:

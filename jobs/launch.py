@@ -28,7 +28,7 @@ from jobs.status import Row, survey
 from trainer import deepspeed_config, tasks
 from trainer.config import digest, exp_id
 from trainer.disk import write_json
-from trainer.errors import ConfigError, LatheError, ResumeError
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError
 
 LOCK_WAIT_S = 60.0
 RESEND_S = 10.0  # how old an intent must be before a name that the scheduler does not know is sent again
@@ -61,9 +61,10 @@ class Request:
     after: Sequence[str] = ()
     resend_s: float = RESEND_S
 
-    @property
-    def limits(self) -> Limits:
-        return Limits(self.job.max_retries, self.job.max_preemptions, self.retry)
+    @functools.cached_property
+    def templates(self) -> dict[str, JobSpec]:
+        """A spec for each experiment, without attempt and token; ConfigError names every mistake."""
+        return _templates(self)
 
     @functools.cached_property
     def by_id(self) -> dict[str, dict[str, Any]]:
@@ -85,7 +86,7 @@ class Result:
 
 def plan(request: Request) -> list[Result]:
     """What `submit` would do with each experiment, and why; the scheduler is asked, nothing is written or sent."""
-    templates = _templates(request)
+    templates = request.templates
     rows = _rows(request, record_changes=False)
     results: list[Result] = []
     for name in request.by_id:
@@ -107,9 +108,9 @@ def submit(request: Request) -> list[Result]:
 
     Whoever died before the answer came is waited for and then taken over.
     """
-    templates = _templates(request)
+    templates = request.templates
     rows = _rows(request, record_changes=True)
-    budget = _Budget(request, rows)
+    budget = _Budget(request)
     done: dict[str, Result] = {}
     if request.use_array:
         done = _submit_arrays(request, templates, rows)
@@ -118,12 +119,14 @@ def submit(request: Request) -> list[Result]:
     def send_it(name: str) -> Result:
         return _submit_one(request, name, templates[name], rows.get(name), budget)
 
-    if request.backend.name == "inline" or budget.left is not None:  # one has to end, or be counted, before the next
+    if request.backend.name == "inline":
+        done.update(_one_after_the_other(left, send_it))
+    elif budget.left is not None:  # each has to be counted before the next
         done.update({name: send_it(name) for name in left})
     else:
         with ThreadPoolExecutor(SENDERS) as pool:
             done.update(zip(left, pool.map(send_it, left), strict=True))
-    deadline = time.monotonic() + 3 * request.resend_s
+    deadline = time.monotonic() + 3 * request.resend_s + 1
     while (open_ones := [name for name in done if done[name].is_unanswered]) and time.monotonic() < deadline:
         time.sleep(min(0.5, request.resend_s / 4))
         for name in open_ones:
@@ -133,7 +136,7 @@ def submit(request: Request) -> list[Result]:
 
 def specs(request: Request) -> list[JobSpec]:
     """What would be sent first for each experiment, checked; attempt 0 and no record stand behind it."""
-    return [_named(template) for template in _templates(request).values()]
+    return [_named(template) for template in request.templates.values()]
 
 
 def rendered(request: Request) -> list[str]:
@@ -141,13 +144,26 @@ def rendered(request: Request) -> list[str]:
     return [request.backend.render(spec).text for spec in specs(request)]
 
 
+def _one_after_the_other(names: Sequence[str], send_it: Callable[[str], Result]) -> dict[str, Result]:
+    """Results of an inline submission, which runs each to its end; after one that was stopped no other begins."""
+    done: dict[str, Result] = {}
+    for name in names:
+        if any(result.action == "send" and result.state == "preempted" for result in done.values()):
+            done[name] = Result(name, "wait", "the one before it was stopped", "pending")
+        else:
+            done[name] = send_it(name)
+    return done
+
+
 class _Budget:
     """How many more of the group may be alive at once, where the backend keeps no queue of its own."""
 
-    def __init__(self, request: Request, rows: Mapping[str, Row]) -> None:
-        alive = sum(row.state in ACTIVE for row in rows.values())
-        is_own = request.max_parallel is not None and request.backend.name not in ("local", "inline")
-        self.left = (request.max_parallel or 0) - alive if is_own and not request.use_array else None
+    def __init__(self, request: Request) -> None:
+        self.left: int | None = None
+        if request.max_parallel is None or request.use_array or request.backend.name in ("local", "inline"):
+            return
+        rows = survey(request.base, backend_of=request.backend_of, record_changes=False)
+        self.left = request.max_parallel - sum(row.group == request.group and row.state in ACTIVE for row in rows)
 
     def is_spent(self) -> bool:
         return self.left is not None and self.left <= 0
@@ -171,33 +187,48 @@ def _submit_one(request: Request, name: str, template: JobSpec, row: Row | None,
             return _under_lock(request, folder, template, row, budget)
     except Unreachable as error:
         return Result(name, "settle", str(error), "submitting", is_bad=True)
-    except LatheError as error:
+    except (LatheError, OSError) as error:
         return Result(name, "failed", str(error), _state(row), is_bad=True)
 
 
 def _under_lock(request: Request, folder: RunFolder, template: JobSpec, row: Row | None, budget: _Budget) -> Result:
     name = folder.path.name
     job = _begin(request, folder, template)
-    last = job.last
-    if row is None or (row.attempts, row.job_id) != (len(job.attempts), last.id if last else None):
-        found = survey(request.base, only=[name], backend_of=request.backend_of, record_changes=False)
-        row = found[0] if found else None
-    if last is not None and row is not None and (row.state, row.reason) != (last.state, last.reason):
-        news = {"state": row.state, "reason": row.reason, "host": row.host}
-        record.append(folder, {"event": "observed", "attempt": last.number, **news})
-        job = record.read(folder) or job
+    if job.attempts:  # looked at again: it may have moved on, or ended, since the survey
+        row = survey(request.base, only=[name], backend_of=request.backend_of, record_changes=False)[0]
+        job = _recorded(folder, job, row)
     decision = _decide(request, name, row)
-    state = _state(row)
     if decision.action == "skip":
-        return Result(name, "skip", decision.reason, state)
-    if decision.action == "settle" and last is not None:
-        outcome = settle_intent(folder, last, request.backend_of(last.backend), resend_s=request.resend_s)
+        return Result(name, "skip", decision.reason, _state(row))
+    if decision.action == "settle" and job.last is not None:
+        outcome = settle_intent(folder, job.last, request.backend_of(job.last.backend), resend_s=request.resend_s)
         return _result(name, "settle", outcome)
     if budget.is_spent():
         write_json(_planned(folder, job), template.model_dump(mode="json"))
         return Result(name, "wait", f"max_parallel={request.max_parallel} are alive: `reconcile` sends it", "pending")
     budget.spend()
-    return _result(name, "send", send(folder, fresh(job, template, folder), request.backend))
+    spec = fresh(job, template, folder)
+    outcome = send(folder, spec, request.backend)
+    return _ended(folder, spec) if request.backend.name == "inline" else _result(name, "send", outcome)
+
+
+def _recorded(folder: RunFolder, job: Job, row: Row) -> Job:
+    """The record with the state that its last attempt was found in."""
+    last = job.last
+    if last is None or (row.state, row.reason) == (last.state, last.reason):
+        return job
+    news = {"state": row.state, "reason": row.reason, "host": row.host}
+    record.append(folder, {"event": "observed", "attempt": last.number, **news})
+    return record.read(folder) or job
+
+
+def _ended(folder: RunFolder, spec: JobSpec) -> Result:
+    """What became of an experiment that ran here, now."""
+    found = read_json(folder.attempt(spec.attempt).exit) or {}
+    code, kind = found.get("code"), str(found.get("kind", "lost"))
+    text = f"{kind}: {found['reason']}" if found.get("reason") else kind
+    state: JobState = "succeeded" if code == EXIT_OK else "preempted" if code == EXIT_PREEMPTED else "failed"
+    return Result(spec.exp_id, "send", text, state, is_bad=code != EXIT_OK)
 
 
 def _begin(request: Request, folder: RunFolder, template: JobSpec) -> Job:
@@ -235,8 +266,24 @@ def _result(name: str, action: str, outcome: Outcome) -> Result:
 
 
 def _decide(request: Request, name: str, row: Row | None) -> Decision:
-    status = read_json(request.base.run(name).status) or {}
-    return decide(row, request.limits, is_finished=status.get("state") == "succeeded")
+    folder = request.base.run(name)
+    status = read_json(folder.status) or {}
+    limits = Limits(
+        request.job.max_retries,
+        request.job.max_preemptions,
+        request.retry,
+        with_bad_input=bool(request.retry and row is not None and _differs(request, folder, row)),
+    )
+    return decide(row, limits, is_finished=status.get("state") == "succeeded")
+
+
+def _differs(request: Request, folder: RunFolder, row: Row) -> bool:
+    """Whether what would be sent now differs from what was sent last: other flags, code or job dictionary."""
+    last = read_json(folder.attempt(row.attempt).spec) or {}
+    now = request.templates[row.exp_id].model_dump(mode="json")
+    return any(
+        last.get(key) != now[key] for key in ("launcher", "program", "workdir", "environment", "activate", "job")
+    )
 
 
 def _state(row: Row | None) -> JobState:

@@ -67,6 +67,11 @@ class Attempt:
         return self.folder / "outcome.json"
 
     @property
+    def given_up(self) -> Path:
+        """There when nobody waits for this attempt any more: it must not start."""
+        return self.folder / "given-up"
+
+    @property
     def logs(self) -> Path:
         return self.folder / "logs.txt"
 

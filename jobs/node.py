@@ -103,11 +103,11 @@ def signal_all(leader: int, number: signal.Signals) -> None:
     torchrun starts its ranks in sessions of their own, and the deepspeed launcher leaves its ranks alone on SIGTERM.
     """
     own = os.getpgrp()
-    for pid in descendants(leader):
+    for pid in (leader, *descendants(leader)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if leader != own:
+        if os.getpgid(leader) == leader != own:  # a training with our terminal leads no group
             os.killpg(leader, number)
 
 

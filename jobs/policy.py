@@ -22,7 +22,7 @@ class Limits:
     max_retries: int = 0
     max_preemptions: int = 20
     retry: Collection[JobState] = ()  # states that were asked to be run again, this once
-    with_bad_input: bool = False  # even where the input was bad: somebody has mended it
+    with_bad_input: bool = False  # even where the input was bad: somebody has changed something
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ def decide(row: Row | None, limits: Limits, *, is_finished: bool) -> Decision:
         return _after_preemption(row, limits)
     assert state in ENDED_BADLY, "every state is dealt with"
     if is_bad_input:
-        return Decision("skip", f"{reason}. Mend it, then `retry` this one by its id")
+        return Decision(
+            "skip", f"{reason}. Mend it; then --retry failed if what is sent has changed, else `retry` by id"
+        )
     failures = sum(sent.state in ENDED_BADLY for sent in row.history)
     if state != "cancelled" and failures <= limits.max_retries:
         return _in_time(row, failures, f"{state} ({reason}); retry {failures} of {limits.max_retries}")

@@ -5,6 +5,7 @@ writer was killed) is ignored, and the next writer starts on a line of its own. 
 
     created    exp_id, digest, group, nonce                        once, the first line
     intent     attempt, token, name, index, backend, by            before anything is sent
+    resent     attempt                                             sent again under the same name
     submitted  attempt, id, adopted                                the scheduler has it
     refused    attempt, reason                                     the scheduler said no: nothing was sent
     observed   attempt, state, reason, host                        the state changed
@@ -42,7 +43,7 @@ class Sent:
     name: str  # what the scheduler calls it: the token, or the name of the array that holds it
     index: int | None  # its place in that array
     backend: str
-    at: str  # when the intent was written
+    at: str  # when it was sent last: the intent, or `resent`
     id: str | None = None
     submitted_at: str | None = None
     was_adopted: bool = False
@@ -72,10 +73,6 @@ class Job:
     @property
     def state(self) -> JobState:
         return self.last.state if self.last else "pending"
-
-    def count(self, *states: JobState) -> int:
-        """How many earlier and present attempts stand in one of these states."""
-        return sum(sent.state in states for sent in self.attempts)
 
 
 def now() -> str:
@@ -174,6 +171,8 @@ def _changed(job: Job, event: dict[str, Any]) -> Job:
     if event["event"] == "submitted":
         changes = {"id": event["id"], "submitted_at": event["at"], "was_adopted": event["adopted"]}
         changes["state"] = "submitted"
+    elif event["event"] == "resent":
+        changes = {"at": event["at"]}
     elif event["event"] == "refused":
         changes = {"state": "pending", "reason": event["reason"]}
     elif event["event"] == "observed":

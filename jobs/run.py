@@ -25,14 +25,17 @@ from typing import IO, Any
 
 from jobs import node
 from jobs.layout import Attempt, RunFolder, read_json
-from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
+from trainer.disk import replace_file
+from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError
 
 HEARTBEAT_S = 30.0
 POLL_S = 0.1
 KEY_BYTES = 2048
+PATIENCE_S = 120.0  # how long to wait for an earlier start's last sign of life to grow old
+SILENT = "it ended with code 0, but no training told its outcome: does the launch line run trainval.py?"
 ALIVE_S = 90.0  # an earlier attempt whose heart beat so recently still runs
 EXIT_FAILED = 1
-EXIT_DUPLICATE = 76  # another copy of this attempt has started: this one does nothing
+EXIT_DUPLICATE = 76  # another copy of this attempt runs, or nobody waits for it any more: this one does nothing
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 log = logging.getLogger(__name__)
@@ -73,65 +76,98 @@ def run(folder: Path, number: int, *, has_terminal: bool = False) -> int:
     if spec is None:
         log.error("%s: absent or not whole. Submit the experiment again.", attempt.spec)
         return EXIT_BAD_INPUT
-    if not node.is_leader():  # the files are the first node's to write
-        return _train(attempt, spec, Stop(), has_terminal=has_terminal).code
-    ended = read_json(attempt.exit)
-    if ended is not None and ended["code"] != EXIT_PREEMPTED:
-        log.error("attempt %d of %s has ended with code %d: it does not run again", number, folder, ended["code"])
-        return int(ended["code"])
-    start = _claim(attempt)
-    if start is None:
-        return EXIT_DUPLICATE
-    if ended is not None:
-        os.replace(attempt.exit, attempt.folder / f"exit-{start - 1}.json")
     stop = Stop()
     before = {number: signal.signal(number, stop.ask) for number in STOP_SIGNALS}
     try:
-        ending = _still_running(folder, number) or _train(attempt, spec, stop, has_terminal=has_terminal)
-    except Unfit as error:
-        ending = Ending(EXIT_BAD_INPUT, "failed", str(error))
-    except OSError as error:  # the disk, or a program that does not exist
-        ending = Ending(EXIT_FAILED, "failed", f"{type(error).__name__}: {error}")
+        if not node.is_leader():  # the files are the first node's to write
+            return _train(attempt, spec, stop, has_terminal=has_terminal).code
+        return _lead(attempt, spec, stop, has_terminal=has_terminal)
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
+
+
+def _lead(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: bool) -> int:
+    """Claim the attempt, run it, and write down how it ended; nothing of it when the claim is another's."""
+    ended = read_json(attempt.exit)
+    if ended is not None and ended["code"] != EXIT_PREEMPTED:
+        log.error("%s has ended with code %d: it does not run again", attempt.folder, ended["code"])
+        return int(ended["code"])
+    try:
+        if _waits_in_vain(attempt, ended, stop):
+            return EXIT_DUPLICATE
+        start = _claim(attempt)
+        if start is None:
+            return EXIT_DUPLICATE
+        if ended is not None:
+            os.replace(attempt.exit, attempt.folder / f"exit-{start - 1}.json")
+        _replace(attempt.env, node.facts())
+        ending = _other_attempts(attempt) or _train(attempt, spec, stop, has_terminal=has_terminal)
+    except Unfit as error:
+        start, ending = len(attempt.starts()), Ending(EXIT_BAD_INPUT, "failed", str(error))
+    except (OSError, LatheError) as error:  # the disk, or a program that does not exist
+        start, ending = len(attempt.starts()), Ending(EXIT_FAILED, "failed", f"{type(error).__name__}: {error}")
     _conclude(attempt, ending, start)
     return ending.code
 
 
+def _waits_in_vain(attempt: Attempt, ended: dict[str, Any] | None, stop: Stop) -> bool:
+    """Wait until the start before this one is dead for certain; True when it goes on living.
+
+    A scheduler that loses sight of a node starts the job on another one, while the first may still be writing.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while ended is None and _is_alive(attempt):
+        if time.monotonic() > deadline or stop.name is not None:
+            log.error("%s: an earlier start of it is alive; this one does nothing", attempt.folder)
+            return True
+        time.sleep(1)
+    return False
+
+
+def _is_alive(attempt: Attempt) -> bool:
+    """Whether its last start has left no outcome and has given a sign of life within ALIVE_S."""
+    starts = attempt.starts()
+    if not starts or attempt.exit.exists():
+        return False
+    started = read_json(starts[-1]) or {}
+    if started.get("host") == socket.gethostname() and not Path(f"/proc/{started.get('pid')}").exists():
+        return False
+    beat = read_json(attempt.heartbeat) or {}
+    return min(_age_s(started.get("at")), _age_s(beat.get("at"))) < ALIVE_S
+
+
 def _claim(attempt: Attempt) -> int | None:
-    """Write the next started-<k>.json and return k; None when this attempt has started under another job id.
+    """Write the next started-<k>.json and return k; None when this attempt is another's, or was given up.
 
     A scheduler that starts a job again uses the same id; another id is a second copy of the same submission.
     """
-    own = node.job_id()
-    starts = attempt.starts()
+    own, starts = node.job_id(), attempt.starts()
     first = read_json(starts[0]) if starts else None
     if first is not None and own is not None and first.get("id") not in (None, own):
         log.error("%s has started as job %s; this is a second copy, %s", attempt.folder, first["id"], own)
         return None
     start = len(starts) + 1
     facts = {"at": _now(), "host": socket.gethostname(), "pid": os.getpid(), "id": own, "restarts": node.restarts()}
-    try:
-        with attempt.started(start).open("x") as file:
-            json.dump(facts, file)
-            file.flush()
-            os.fsync(file.fileno())
-    except FileExistsError:
+    if not _write_once(attempt.started(start), facts):
         log.error("%s: start %d was taken by another process at this moment", attempt.folder, start)
         return None
-    _replace(attempt.env, node.facts())
+    if attempt.given_up.exists():  # looked at after the start is on the disk: whoever gives up looks for that
+        log.error("%s was given up: another attempt runs in its place", attempt.folder)
+        return None
     return start
 
 
-def _still_running(folder: Path, number: int) -> Ending | None:
-    """An earlier attempt that was given up for lost but is alive: this one steps back and asks to be run again."""
-    for earlier in range(1, number):
-        attempt = RunFolder(folder).attempt(earlier)
-        beat = read_json(attempt.heartbeat)
-        if attempt.exit.exists() or beat is None or _age_s(beat.get("at")) > ALIVE_S:
+def _other_attempts(attempt: Attempt) -> Ending | None:
+    """What another attempt of this experiment says: it has succeeded, or is alive. Then this one does not train."""
+    for folder in sorted(attempt.folder.parent.iterdir()):
+        other = Attempt(folder)
+        if not folder.name.isdigit() or other.number == attempt.number:
             continue
-        return Ending(EXIT_PREEMPTED, "preempted", f"attempt {earlier} is alive: it beat {beat['at']}")
+        if (read_json(other.exit) or {}).get("code") == EXIT_OK:
+            return Ending(EXIT_OK, "succeeded", f"attempt {other.number} had reached the end")
+        if _is_alive(other):
+            return Ending(EXIT_PREEMPTED, "preempted", f"attempt {other.number} is alive")
     return None
 
 
@@ -159,7 +195,7 @@ def _train(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: 
         node.kill_descendants()  # ranks that a launcher left behind
     for tee in tees:
         tee.join(timeout=5)  # a grandchild that outlives the training may hold the pipe for ever
-    return _ending(child.returncode, read_json(attempt.outcome), stop, timed_out, node.oom_kills() > oom_before)
+    return _ending(attempt, child.returncode, stop, timed_out, node.oom_kills() > oom_before)
 
 
 def _watch(child: subprocess.Popen[bytes], attempt: Attempt, spec: dict[str, Any], stop: Stop) -> bool:
@@ -184,11 +220,14 @@ def _watch(child: subprocess.Popen[bytes], attempt: Attempt, spec: dict[str, Any
     return timed_out
 
 
-def _ending(code: int, outcome: dict[str, Any] | None, stop: Stop, timed_out: bool, was_oom: bool) -> Ending:
+def _ending(attempt: Attempt, code: int, stop: Stop, timed_out: bool, was_oom: bool) -> Ending:
     """What the training says of itself counts more than its launcher's exit code, which is 1 for nearly everything."""
-    said = outcome["code"] if outcome is not None else None
-    error = outcome.get("error") if outcome is not None else None
-    if said == EXIT_OK or (said is None and code == 0):
+    outcome = read_json(attempt.outcome) or {}
+    said, error = outcome.get("code"), outcome.get("error")
+    if said is None and code == 0:
+        has_succeeded = (read_json(_run_folder(attempt).status) or {}).get("state") == "succeeded"
+        said, error = (EXIT_OK, None) if has_succeeded else (EXIT_FAILED, SILENT)
+    if said == EXIT_OK:
         return Ending(EXIT_OK, "succeeded")
     if timed_out:
         return Ending(EXIT_FAILED, "timeout", "max_run_time is over; `retry` goes on from the last checkpoint")
@@ -255,28 +294,40 @@ def _write_all(descriptor: int, block: bytes) -> None:
         log.debug("cannot write %d bytes: %s", len(block), error)
 
 
+def _run_folder(attempt: Attempt) -> RunFolder:
+    return RunFolder(attempt.folder.parent.parent)
+
+
 def _beat(attempt: Attempt) -> None:
-    step = (read_json(RunFolder(attempt.folder.parent.parent).status) or {}).get("step")
+    step = (read_json(_run_folder(attempt).status) or {}).get("step")
     try:
         _replace(attempt.heartbeat, {"at": _now(), "step": step})
-    except OSError as error:  # a full disk: the training itself will say more
+    except LatheError as error:  # a full disk: the training itself will say more
         log.warning("no heartbeat: %s", error)
 
 
 def _conclude(attempt: Attempt, ending: Ending, start: int) -> None:
-    step = (read_json(RunFolder(attempt.folder.parent.parent).status) or {}).get("step")
+    step = (read_json(_run_folder(attempt).status) or {}).get("step")
     facts = {"code": ending.code, "kind": ending.kind, "reason": ending.reason, "step": step, "start": start}
     _replace(attempt.exit, {"at": _now(), **facts, "host": socket.gethostname(), "id": node.job_id()})
     log.info("%s: %s", ending.kind, ending.reason or "done")
 
 
 def _replace(path: Path, value: dict[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    replace_file(path, json.dumps(value).encode())
+
+
+def _write_once(path: Path, value: dict[str, Any]) -> bool:
+    """Make `path` with this content, whole or not at all; False when it is there."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    _replace(temporary, value)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
 
 
 def _now() -> str:

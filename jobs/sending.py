@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from jobs import record
 from jobs.errors import Refused, Unreachable
 from jobs.layout import RunFolder, read_json
@@ -47,12 +49,25 @@ def stored(folder: RunFolder, number: int) -> JobSpec:
     values = read_json(folder.attempt(number).spec)
     if values is None:
         raise ConfigError(f"{folder.attempt(number).spec}: absent or not whole. Submit the group again, or `reset` it.")
-    return JobSpec.model_validate(values)
+    try:
+        return JobSpec.model_validate(values)
+    except ValidationError as error:  # written by another version
+        raise ConfigError(f"{folder.attempt(number).spec}: {error}. Submit the group again.") from None
+
+
+def ids_of(sent: Sent, backend: Backend) -> list[str]:
+    """The scheduler's ids of one attempt, looked up by its name; of an array's element, its own. Unreachable."""
+    found = sorted(backend.find(sent.name), key=lambda text: (len(text), text))
+    if sent.index is not None and isinstance(backend, ArrayBackend):
+        return [backend.element(array_id, sent.index) for array_id in found]
+    return found
 
 
 def send(folder: RunFolder, spec: JobSpec, backend: Backend) -> Outcome:
     """Send a new attempt. The caller holds the lock and knows that nothing of this experiment runs."""
     rendered = backend.render(spec)
+    for earlier in range(1, spec.attempt):  # one that was thought lost may still stand in a queue somewhere
+        give_up(folder, earlier)
     _write(folder, spec, rendered)
     record.append(folder, record.intent(spec.attempt, spec.token, name=spec.token, index=None, backend=backend.name))
     return _submit(folder, spec, backend, rendered)
@@ -60,20 +75,23 @@ def send(folder: RunFolder, spec: JobSpec, backend: Backend) -> Outcome:
 
 def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: float) -> Outcome:
     """Find out what became of an intent without an id: adopt it, or send it again once it is `resend_s` old."""
-    found = backend.find(sent.name)
+    found = ids_of(sent, backend)
     if found:
-        job_id = sorted(found, key=lambda text: (len(text), text))[0]
-        if sent.index is not None and isinstance(backend, ArrayBackend):
-            job_id = backend.element(job_id, sent.index)
-        record.append(folder, {"event": "submitted", "attempt": sent.number, "id": job_id, "adopted": True})
-        _tell_haven(folder, job_id, stored(folder, sent.number))
-        return Outcome(True, f"adopted {job_id}: an earlier submission had sent it")
+        record.append(folder, {"event": "submitted", "attempt": sent.number, "id": found[0], "adopted": True})
+        _tell_haven(folder, found[0], stored(folder, sent.number))
+        if sent.is_cancelled:
+            backend.cancel(found[0])
+        return Outcome(True, f"adopted {found[0]}: an earlier submission had sent it")
     if folder.attempt(sent.number).starts():
         return Outcome(True, "it has started, and its scheduler has forgotten under which id")
+    if sent.is_cancelled:
+        return Outcome(True, "cancelled, and its scheduler does not know it")
     age_s = record.seconds_since(sent.at)
     if age_s < resend_s:
         return Outcome(False, f"sent {age_s:.0f} s ago without an answer, and {backend.name} does not know it yet")
     if sent.index is not None:  # its array never was: it goes alone now, under its own name
+        if not give_up(folder, sent.number):
+            return Outcome(True, "it has started just now")
         record.append(
             folder, {"event": "refused", "attempt": sent.number, "reason": f"array {sent.name} never arrived"}
         )
@@ -81,7 +99,23 @@ def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: 
         assert job is not None, "the record was read a moment ago"
         return send(folder, fresh(job, stored(folder, sent.number), folder), backend)
     spec = stored(folder, sent.number)
+    record.append(folder, {"event": "resent", "attempt": sent.number})
     return _submit(folder, spec, backend, backend.render(spec))
+
+
+def give_up(folder: RunFolder, number: int) -> bool:
+    """Forbid an attempt to start from now on; False when it has started already (and goes on).
+
+    The wrapper writes its start, then looks for the mark; here the mark comes first: one of the two sees the other.
+    """
+    attempt = folder.attempt(number)
+    with refusals(attempt.folder):
+        attempt.folder.mkdir(parents=True, exist_ok=True)
+        attempt.given_up.touch()
+    if not attempt.starts():
+        return True
+    attempt.given_up.unlink(missing_ok=True)
+    return False
 
 
 def send_array(

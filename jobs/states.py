@@ -10,6 +10,7 @@ from typing import Any
 
 from jobs.layout import RunFolder, read_json
 from jobs.record import Job, Sent, seconds_since
+from jobs.run import EXIT_DUPLICATE
 from jobs.spec import ACTIVE, JobState, Observed
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
 
@@ -65,6 +66,8 @@ def settle(job: Job, found: Witnesses, observed: Observed | None, *, is_seen: bo
         return _unanswered(sent, found, host)
     if not is_seen:
         return _by_heartbeat(sent, found, host, otherwise=Verdict(sent.state, sent.reason, host))
+    if observed is not None and observed.exit_code == EXIT_DUPLICATE:  # the copy that came second did nothing
+        return _by_heartbeat(sent, found, host, otherwise=Verdict("lost", "another copy of it ran, and is gone", host))
     if observed is not None:
         return _by_scheduler(sent, observed, host)
     if sent.state not in ACTIVE:
@@ -118,6 +121,11 @@ def _by_heartbeat(sent: Sent, found: Witnesses, host: str | None, *, otherwise: 
 
 def _unanswered(sent: Sent, found: Witnesses, host: str | None) -> Verdict:
     """The intent is on the disk, and no id: the job itself may tell that it was accepted."""
-    if sent.state != "submitting":
+    if sent.state not in ACTIVE:
         return Verdict(sent.state, sent.reason, host)
-    return _by_heartbeat(sent, found, host, otherwise=Verdict("submitting", sent.reason, host))
+    if found.starts:
+        lost = Verdict("lost", "it started, nobody knows under which id, and it left no outcome", host)
+        return _by_heartbeat(sent, found, host, otherwise=lost)
+    if sent.is_cancelled and seconds_since(sent.at) > FRESH_S:
+        return Verdict("cancelled", "cancelled before its scheduler answered")
+    return Verdict("submitting", sent.reason, host)

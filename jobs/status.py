@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -19,6 +18,7 @@ from typing import Any, cast, get_args
 
 from jobs import record
 from jobs.config import JobConfig
+from jobs.keys import sync_hint
 from jobs.layout import Attempt, BaseFolder, RunFolder, is_exp_id, read_json
 from jobs.record import Job, Sent, seconds_since
 from jobs.spec import ACTIVE, Backend, JobState, Observed
@@ -199,9 +199,10 @@ def _verdict(case: _Case, sight: _Sight | None) -> Verdict:
         return Verdict(sent.state, sent.reason, sent.host)
     if sight is None:
         return settle(case.job, found, None, is_seen=True)
-    if sight.problem is not None and (found.exit or {}).get("code") == EXIT_PREEMPTED and sent.state in ACTIVE:
-        return Verdict(sent.state, sent.reason, sent.host)  # only the scheduler knows whether it runs it again
-    return settle(case.job, found, sight.observed.get(sent.id or ""), is_seen=sight.problem is None)
+    observed = sight.observed.get(sent.id or "")
+    if found.exit is None and (observed is None or observed.state not in ACTIVE):
+        found = Witnesses.of(case.folder, sent)  # it may have ended between our look and the scheduler's answer
+    return settle(case.job, found, observed, is_seen=sight.problem is None)
 
 
 def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
@@ -260,7 +261,7 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
         unseen_since=(job.unseen_since or record.now()) if is_unseen else None,
         unseen_reason=sight.problem if sight is not None else None,
         heartbeat_age_s=case.found.heartbeat_age_s if own and not has_ended else None,
-        sync_hint=_sync_hint(folder.path) if has_ended else None,
+        sync_hint=sync_hint(folder) if has_ended else None,
         history=history,
         starts=starts,
     )
@@ -306,7 +307,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
             created_at=status.get("updated_at"),
             ended_at=status.get("updated_at") if state in ENDED else None,
             heartbeat_age_s=age_s if state == "running" and math.isfinite(age_s) else None,
-            sync_hint=_sync_hint(folder.path) if state in ENDED else None,
+            sync_hint=sync_hint(folder) if state in ENDED else None,
         )
         return _with_progress(row, folder, status)
     except (OSError, TypeError, ValueError) as error:
@@ -412,20 +413,6 @@ def numbers(values: Any) -> dict[str, float]:
         return {}
     items = cast("dict[str, Any]", values).items()
     return {name: value for name, value in items if type(value) in (int, float) and -LIMIT < value < LIMIT}
-
-
-def _sync_hint(folder: Path) -> str | None:
-    """The command that uploads the offline wandb runs of a folder; None when there is none to upload."""
-    try:
-        names = os.listdir(folder / "wandb")
-    except OSError:
-        return None
-    waiting = [
-        folder / "wandb" / name
-        for name in sorted(names)
-        if name.startswith("offline-run-") and not list((folder / "wandb" / name).glob("*.synced"))
-    ]
-    return shlex.join(["wandb", "sync", *map(str, waiting)]) if waiting else None
 
 
 def seconds_between(begin: str, end: str) -> float:

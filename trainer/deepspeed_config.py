@@ -322,7 +322,8 @@ def for_engine(config: Config) -> Config:
     Accumulation is unmanaged: the loop calls backward once per micro-batch and step once per window, so that a window
     may hold any number of micro-batches and GradCache needs no loop of its own. With managed accumulation of 1, several
     backwards before a step are silently wrong at stages 1 and 2. DeepSpeed is thus told 1 accumulation step and
-    micro x world rows, and divides nothing; overlap_comm exists from stage 2 on in this mode.
+    micro x world rows, and divides nothing; overlap_comm exists from stage 2 on in this mode. One rank sends nothing:
+    there gradients are not copied into buckets (two of reduce_bucket_size elements, at stages 1 and 2) to be sent.
 
     The optimizer and the schedule are ours. Gradients of a bf16 model accumulate in fp32, except at stage 0, where
     DeepSpeed raises NotImplementedError. In fp32 at stage 0 DeepSpeed keeps the norm to itself, so the engine clips and
@@ -334,8 +335,13 @@ def for_engine(config: Config) -> Config:
     engine["train_batch_size"] = config["train_batch_size"] // config["gradient_accumulation_steps"]
     engine["gradient_accumulation_steps"] = 1
     engine["zero_allow_untested_optimizer"] = True
-    if zero["stage"] < 2:
+    world = config["train_batch_size"] // (
+        config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    )
+    if zero["stage"] < 2 or world == 1:
         zero["overlap_comm"] = False
+    if zero["stage"] in (1, 2) and world == 1 and offload_device(config, "offload_optimizer") == "none":
+        zero["contiguous_gradients"] = False
     if zero["stage"] == 0 and precision(config) == "fp32":
         engine["gradient_clipping"] = 0.0
     is_all_bf16 = engine["bf16"].get("bf16_master_weights_and_grads", False)

@@ -27,12 +27,20 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
+# What trainval.py does at its end.
+GOOD_END = """
+import json, os
+path = os.environ["LATHE_OUTCOME"]
+os.path.exists(path) or json.dump({"code": 0}, open(path, "x"))
+"""
+
+
 def spec(folder: Path, code: str, number: int = 1, **changes: Any) -> None:
-    """Write an attempt whose training is a line of Python."""
+    """Write an attempt whose training is a line of Python; when it comes to its end it tells that all is well."""
     attempt = RunFolder(folder).attempt(number)
     attempt.folder.mkdir(parents=True)
     job = {"grace_s": 5, "nodes": 1, **changes.pop("job", {})}
-    facts = {"launcher": [sys.executable, "-S", "-c", code], "program": ["--flag"], "workdir": str(folder)}
+    facts = {"launcher": [sys.executable, "-S", "-c", code + GOOD_END], "program": ["--flag"], "workdir": str(folder)}
     attempt.spec.write_text(json.dumps({**facts, "environment": {}, "activate": None, "job": job, **changes}))
 
 
@@ -82,6 +90,12 @@ def test_each_way_to_end_has_its_code(folder: Path, code: str, expected: tuple[i
     assert (outcome(folder)["code"], outcome(folder)["kind"]) == expected
 
 
+def test_a_launch_line_that_runs_no_training_has_not_succeeded(folder: Path) -> None:
+    spec(folder, "", launcher=["true"])
+    assert run.run(folder, 1) == 1
+    assert "does the launch line run trainval.py" in outcome(folder)["reason"]
+
+
 def test_the_reason_is_the_error_that_the_training_told(folder: Path) -> None:
     spec(folder, TELL.format({"code": 2, "error": "DataError: line 3"}) + "raise SystemExit(1)")
     run.run(folder, 1)
@@ -112,6 +126,48 @@ def test_a_second_copy_of_an_attempt_does_nothing(folder: Path, monkeypatch: pyt
     assert {path.name for path in (folder / "attempts/1").glob("*-*.json")} == {
         *("started-1.json", "started-2.json", "exit-1.json"),
     }
+
+
+def test_an_attempt_that_was_given_up_never_starts(folder: Path) -> None:
+    spec(folder, "open('ran', 'a').write('x')")
+    RunFolder(folder).attempt(1).given_up.touch()
+    assert run.run(folder, 1) == run.EXIT_DUPLICATE
+    assert not (folder / "ran").exists()
+
+
+def test_a_late_first_attempt_steps_back_from_the_second(folder: Path) -> None:
+    spec(folder, "open('ran', 'a').write('x')")
+    spec(folder, "import time; time.sleep(30)", number=2)
+    second = start(folder, 2)
+    until(RunFolder(folder).attempt(2).heartbeat.exists)
+    assert run.run(folder, 1) == 75
+    second.kill()
+    second.wait()
+
+
+def test_an_attempt_after_one_that_reached_the_end_trains_nothing(folder: Path) -> None:
+    spec(folder, "open('ran', 'a').write('x')")
+    spec(folder, "open('ran', 'a').write('x')", number=2)
+    assert [run.run(folder, 1), run.run(folder, 2)] == [0, 0]
+    assert (folder / "ran").read_text() == "x"
+
+
+def test_a_job_started_again_while_it_is_alive_does_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "PATIENCE_S", 0.5)
+    spec(folder, "open('ran', 'a').write('x'); import time; time.sleep(30)")
+    first = start(folder, LATHE_JOB_ID="8")
+    until((folder / "ran").exists)
+    monkeypatch.setenv("LATHE_JOB_ID", "8")
+    assert run.run(folder, 1) == run.EXIT_DUPLICATE
+    first.kill()  # now it is dead for certain: its process is gone
+    first.wait()
+    until(lambda: (folder / "ran").read_text() == "x")
+    spec_path = RunFolder(folder).attempt(1).spec
+    values = json.loads(spec_path.read_text())
+    values["launcher"][-1] = "open('ran', 'a').write('y')" + GOOD_END
+    spec_path.write_text(json.dumps(values))
+    assert run.run(folder, 1) == 0
+    assert (folder / "ran").read_text() == "xy"
 
 
 def test_an_attempt_steps_back_while_an_earlier_one_is_alive(folder: Path) -> None:
@@ -223,7 +279,7 @@ def test_an_environment_is_activated_without_a_shell(folder: Path, tmp_path: Pat
     attempt = RunFolder(folder).attempt(1)
     values = json.loads(attempt.spec.read_text())
     code = "import os, shutil; print(shutil.which('python'), os.environ['VIRTUAL_ENV'])"
-    attempt.spec.write_text(json.dumps({**values, "launcher": ["python", "-S", "-c", code]}))
+    attempt.spec.write_text(json.dumps({**values, "launcher": ["python", "-S", "-c", code + GOOD_END]}))
     assert run.run(folder, 1) == 0
     assert attempt.logs.read_text() == f"{program} {tmp_path / 'env'}\n"
 

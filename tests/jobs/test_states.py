@@ -113,6 +113,27 @@ def test_an_intent_without_an_answer_stays_open_until_the_job_itself_speaks() ->
     assert settle(unanswered, exit_file(0), None, is_seen=True).state == "succeeded"
 
 
+def test_an_intent_that_started_and_fell_silent_is_lost_and_so_can_be_retried() -> None:
+    assert settle(job(id=None, state="submitting"), SILENT, None, is_seen=True).state == "lost"
+
+
+def test_a_cancelled_intent_that_no_scheduler_knows_is_cancelled_after_a_while() -> None:
+    asked = job(id=None, state="submitting", is_cancelled=True)
+    assert settle(asked, Witnesses(), None, is_seen=True).state == "cancelled"
+    assert settle(replace_at(asked, ago(5)), Witnesses(), None, is_seen=True).state == "submitting"
+
+
+def replace_at(found: Job, at: str) -> Job:
+    return replace(found, attempts=tuple(replace(sent, at=at) for sent in found.attempts))
+
+
+def test_the_copy_that_came_second_says_nothing_about_the_first() -> None:
+    second = Observed("failed", exit_code=76)
+    assert settle(job(), ALIVE, second, is_seen=True).state == "running"
+    assert settle(job(), SILENT, second, is_seen=True).state == "lost"
+    assert settle(job(), exit_file(0), second, is_seen=True).state == "succeeded"
+
+
 def test_what_has_ended_stays_ended_when_the_scheduler_forgets_it() -> None:
     for state in ENDED_BADLY:
         assert settle(job(state=state), Witnesses(), None, is_seen=True).state == state

@@ -269,6 +269,7 @@ def test_offline_runs_of_wandb_come_with_the_command_that_uploads_them(base: Bas
     ended(folder, 0.5, 0)
     run = folder.path / "wandb" / "offline-run-1-x"
     run.mkdir(parents=True)
+    (run / "run-x.wandb").touch()
     assert only_row(base, Scheduler()).sync_hint == f"wandb sync {run}"
     (run / "run-x.wandb.synced").touch()
     assert only_row(base, Scheduler()).sync_hint is None

@@ -363,6 +363,16 @@ def test_overlap_is_off_below_stage_2_and_untouched_from_there() -> None:
     assert dc.for_engine(build(zero(2, overlap_comm=True)))["zero_optimization"]["overlap_comm"] is True
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_rank_copies_no_gradients_into_buckets_that_it_would_send_to_nobody(stage: int) -> None:
+    stated = zero(stage, contiguous_gradients=True, **({"overlap_comm": True} if stage == 2 else {}))
+    alone = dc.for_engine(build(stated, world=1))["zero_optimization"]
+    assert (alone["overlap_comm"], alone["contiguous_gradients"]) == (False, False)
+    assert dc.for_engine(build(stated))["zero_optimization"]["contiguous_gradients"] is True
+    offloaded = build(zero(stage, contiguous_gradients=True, offload_optimizer={"device": "cpu"}), world=1)
+    assert dc.for_engine(offloaded)["zero_optimization"]["contiguous_gradients"] is True
+
+
 @pytest.mark.parametrize(("stage", "dtype"), [(0, None), (1, "fp32"), (2, "fp32"), (3, "fp32")])
 def test_bf16_gradients_accumulate_in_fp32_where_deepspeed_can(stage: int, dtype: str | None) -> None:
     assert dc.for_engine(build(zero(stage))).get("data_types", {}).get("grad_accum_dtype") == dtype

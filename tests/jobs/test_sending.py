@@ -1,0 +1,279 @@
+"""Sending, adopting, giving up: against a scheduler that lives in memory and loses what it is told to lose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from jobs import record
+from jobs.config import JobConfig
+from jobs.control import Again, again, cancel, reconcile, reset
+from jobs.errors import Refused, Unreachable
+from jobs.launch import Request, submit
+from jobs.layout import BaseFolder
+from jobs.policy import Limits
+from jobs.spec import ENDED_BADLY, Finding, JobSpec, Observed, Rendered
+from jobs.status import Row, survey
+from trainer.errors import ConfigError
+
+TINY = {
+    "task": "causal_lm",
+    "base": "x",
+    "train": {"steps": 1, "global_batch": 1, "micro_batch": 1, "precision": "fp32"},
+    "optim": {"lr": 1.0},
+    "data": {"source": "stdlib_docs", "max_tokens": 8},
+}
+
+
+@dataclass
+class Memory:
+    """A scheduler: names it has accepted, what became of them, and what goes wrong next."""
+
+    name: ClassVar[str] = "local"
+    validation: ClassVar[str] = "in memory"
+    ids: dict[str, str] = field(default_factory=dict)  # token -> id
+    states: dict[str, Observed] = field(default_factory=dict)  # id -> what it says
+    sent: list[str] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    lose_replies: int = 0
+    lose_requests: int = 0
+    refuse: str | None = None
+
+    def check(self) -> list[Finding]:
+        return []
+
+    def render(self, spec: JobSpec) -> Rendered:
+        return Rendered(spec.token, "rendered.txt", spec.token)
+
+    def render_array(self, specs: Sequence[JobSpec], *, token: str, index_file: str, max_parallel: Any) -> Rendered:
+        return Rendered(token, "rendered.txt", token)
+
+    def max_array(self) -> int:
+        return 100
+
+    def element(self, array_id: str, index: int) -> str:
+        return f"{array_id}_{index}"
+
+    def rehearse(self, rendered: Rendered) -> str | None:
+        return None
+
+    def submit(self, rendered: Rendered) -> str:
+        if self.refuse is not None:
+            raise Refused(self.refuse)
+        self.sent.append(rendered.token)
+        if self.lose_requests:
+            self.lose_requests -= 1
+            raise Unreachable("no answer")
+        job_id = self.ids.setdefault(rendered.token, str(len(self.ids)))
+        self.states.setdefault(job_id, Observed("queued"))
+        if self.lose_replies:
+            self.lose_replies -= 1
+            raise Unreachable("no answer")
+        return job_id
+
+    def find(self, token: str) -> list[str]:
+        return [self.ids[token]] if token in self.ids else []
+
+    def query(self, ids: Sequence[str]) -> dict[str, Observed]:
+        return {job_id: self.states[job_id] for job_id in ids if job_id in self.states}
+
+    def cancel(self, job_id: str) -> None:
+        self.cancelled.append(job_id)
+
+    def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
+        return iter(())
+
+
+@pytest.fixture
+def scheduler() -> Memory:
+    return Memory()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> BaseFolder:
+    return BaseFolder(tmp_path / "base")
+
+
+def request(base: BaseFolder, scheduler: Memory, count: int = 1, **changes: Any) -> Request:
+    experiments = [{**TINY, "train": {**TINY["train"], "seed": seed}} for seed in range(count)]  # type: ignore[dict-item]
+    asked = Request(
+        base=base,
+        group="g",
+        experiments=experiments,
+        job=JobConfig(),
+        backend=scheduler,
+        backend_of=lambda name: scheduler,
+        workdir=base.path,
+        snapshot=None,
+        python="python",
+        resend_s=0.0,
+    )
+    return replace(asked, **changes)
+
+
+def rows(base: BaseFolder, scheduler: Memory) -> list[Row]:
+    return survey(base, backend_of=lambda name: scheduler)
+
+
+def test_a_lost_reply_is_adopted_and_nothing_is_sent_twice(base: BaseFolder, scheduler: Memory) -> None:
+    scheduler.lose_replies = 1
+    (result,) = submit(request(base, scheduler))
+    assert (result.action, result.is_bad) == ("settle", False)
+    assert len(scheduler.sent) == 1
+    (row,) = rows(base, scheduler)
+    assert (row.job_id, row.history[0].was_adopted) == ("0", True)
+
+
+def test_a_lost_request_is_sent_again_under_the_same_name(base: BaseFolder, scheduler: Memory) -> None:
+    scheduler.lose_requests = 2
+    submit(request(base, scheduler, resend_s=0.05))
+    assert len(scheduler.sent) == 3
+    assert len(set(scheduler.sent)) == 1
+    events = [json.loads(line)["event"] for line in rows_record(base)]
+    assert events.count("resent") == 2
+
+
+def rows_record(base: BaseFolder) -> list[str]:
+    return base.recorded()[0].record.read_text().splitlines()
+
+
+def test_nothing_is_sent_again_before_its_time(base: BaseFolder, scheduler: Memory) -> None:
+    scheduler.lose_requests = 99
+    submit(request(base, scheduler, resend_s=0.5))  # gives up after three times as long and a second
+    assert 2 <= len(scheduler.sent) <= 6
+
+
+def test_a_refused_job_is_sent_anew_when_the_cause_is_mended(base: BaseFolder, scheduler: Memory) -> None:
+    scheduler.refuse = "no such partition"
+    (result,) = submit(request(base, scheduler))
+    assert (result.is_bad, result.text) == (True, "refused: no such partition")
+    scheduler.refuse = None
+    (result,) = submit(request(base, scheduler))
+    assert not result.is_bad
+    assert [sent.number for sent in rows(base, scheduler)[0].history] == [1, 2]
+    assert reconcile(Again(base, lambda name: scheduler)) == []
+
+
+def test_an_array_whose_reply_was_lost_is_adopted_element_by_element(base: BaseFolder, scheduler: Memory) -> None:
+    scheduler.lose_replies = 1
+    submit(request(base, scheduler, 3, use_array=True))
+    assert sorted(str(row.job_id) for row in rows(base, scheduler)) == ["0_0", "0_1", "0_2"]
+    assert len(scheduler.sent) == 1
+
+
+def test_an_array_that_never_arrived_is_given_up_before_its_experiments_go_alone(
+    base: BaseFolder, scheduler: Memory
+) -> None:
+    scheduler.lose_requests = 1
+    submit(request(base, scheduler, 2, use_array=True))
+    assert len(scheduler.sent) == 3
+    for folder in base.recorded():
+        assert folder.attempt(1).given_up.exists()
+        assert not folder.attempt(2).given_up.exists()
+
+
+def test_to_cancel_one_element_of_an_unanswered_array_leaves_the_others_alone(
+    base: BaseFolder, scheduler: Memory
+) -> None:
+    scheduler.lose_replies = 1
+    submit(
+        request(base, scheduler, 3, use_array=True, resend_s=0.0),
+    )
+    for folder in base.recorded():  # as if the adoption had not been written
+        lines = [line for line in folder.record.read_text().splitlines(True) if '"submitted"' not in line]
+        folder.record.write_text("".join(lines))
+    one = rows(base, scheduler)[1]
+    cancel(base, [one], lambda name: scheduler)
+    index = one.history[0].index
+    assert scheduler.cancelled == [f"0_{index}"]
+
+
+def test_a_cancelled_submission_that_nobody_has_seen_must_not_start_later(base: BaseFolder, scheduler: Memory) -> None:
+    scheduler.lose_requests = 99
+    submit(request(base, scheduler, resend_s=0.01))
+    (row,) = rows(base, scheduler)
+    sends = len(scheduler.sent)
+    cancel(base, [row], lambda name: scheduler)
+    folder = base.recorded()[0]
+    assert folder.attempt(1).given_up.exists()
+    submit(request(base, scheduler))
+    reconcile(Again(base, lambda name: scheduler, resend_s=0.0))
+    assert len(scheduler.sent) == sends
+
+
+def test_a_job_that_ends_while_the_scheduler_is_asked_has_not_failed(base: BaseFolder, scheduler: Memory) -> None:
+    submit(request(base, scheduler))
+    folder = base.recorded()[0]
+    query = scheduler.query
+
+    def ends_meanwhile(ids: Sequence[str]) -> dict[str, Observed]:
+        folder.attempt(1).exit.write_text(json.dumps({"code": 0, "kind": "succeeded"}))
+        scheduler.states["0"] = Observed("succeeded")
+        return query(ids)
+
+    scheduler.query = ends_meanwhile  # type: ignore[method-assign]
+    assert rows(base, scheduler)[0].state == "succeeded"
+
+
+def test_a_retry_sees_that_the_experiment_has_succeeded_since(base: BaseFolder, scheduler: Memory) -> None:
+    submit(request(base, scheduler))
+    scheduler.states["0"] = Observed("failed")
+    (stale,) = rows(base, scheduler)
+    base.recorded()[0].attempt(1).exit.write_text(json.dumps({"code": 0, "kind": "succeeded"}))
+    again(Again(base, lambda name: scheduler, Limits(retry=ENDED_BADLY)), [stale])
+    assert len(scheduler.sent) == 1
+
+
+def test_what_has_started_since_cannot_be_reset(base: BaseFolder, scheduler: Memory) -> None:
+    submit(request(base, scheduler))
+    with pytest.raises(ConfigError, match="`cancel` it first"):
+        reset(base, base.recorded()[0].path.name, lambda name: scheduler)
+
+
+def test_a_record_that_nobody_can_read_can_be_moved_away(base: BaseFolder, scheduler: Memory) -> None:
+    submit(request(base, scheduler))
+    folder = base.recorded()[0]
+    folder.record.write_text('{"event": "created"}\n')
+    result = reset(base, folder.path.name, lambda name: scheduler)
+    assert result.action == "reset"
+    assert not folder.path.exists()
+    assert len(list(base.deleted.iterdir())) == 1
+
+
+def test_a_spec_of_another_version_is_one_clear_error(base: BaseFolder, scheduler: Memory) -> None:
+    submit(request(base, scheduler))
+    scheduler.states["0"] = Observed("failed")
+    spec = base.recorded()[0].attempt(1).spec
+    spec.write_text(json.dumps({**json.loads(spec.read_text()), "colour": "blue"}))
+    (result,) = again(Again(base, lambda name: scheduler, Limits(retry=ENDED_BADLY)), rows(base, scheduler))
+    assert "Submit the group again" in result.text
+    assert result.is_bad
+
+
+def test_bad_input_is_sent_again_by_retry_when_what_is_sent_has_changed(base: BaseFolder, scheduler: Memory) -> None:
+    submit(request(base, scheduler))
+    base.recorded()[0].attempt(1).exit.write_text(json.dumps({"code": 2, "kind": "failed", "reason": "no such folder"}))
+    submit(request(base, scheduler, retry=["failed"]))
+    assert len(scheduler.sent) == 1
+    submit(request(base, scheduler, retry=["failed"], flags=["--data_path=/"]))
+    assert len(scheduler.sent) == 2
+
+
+def test_the_limit_of_a_group_holds_over_all_its_submissions(base: BaseFolder, scheduler: Memory) -> None:
+    scheduler_elsewhere = scheduler
+    type(scheduler_elsewhere).name = "elsewhere"  # not the local queue, which counts by itself
+    try:
+        results = submit(request(base, scheduler, 3, max_parallel=2))
+        assert sorted(result.action for result in results) == ["send", "send", "wait"]
+        assert [result.action for result in reconcile(Again(base, lambda name: scheduler))] == ["wait"]
+        done = next(row for row in rows(base, scheduler) if row.job_id == "0")
+        base.run(done.exp_id).attempt(1).exit.write_text(json.dumps({"code": 0, "kind": "succeeded"}))
+        assert [result.action for result in reconcile(Again(base, lambda name: scheduler))] == ["send"]
+    finally:
+        type(scheduler_elsewhere).name = "local"
+    assert record.read(base.recorded()[0]) is not None
