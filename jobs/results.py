@@ -21,6 +21,7 @@ from jobs.status import last_metrics, numbers, numbers_in, starts_of
 # Names whose best value is the least. `train.best_is` of an experiment decides for its own `train.best`.
 LEAST_IS_BEST = ("loss", "perplexity", "ppl", "nll", "error", "wer", "cer", "rank", "mae", "mse", "rmse")
 FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # how a spreadsheet knows one
+ID_WIDTH, GAP = 8, 2
 WIDEST_CELL = 24  # letters of a hyper-parameter in the table
 
 
@@ -170,25 +171,46 @@ def evaluations(folder: RunFolder, prefixes: tuple[str, ...]) -> Iterable[dict[s
         return []
 
 
-def as_table(results: Results) -> Table:
-    """The results for a terminal: of each metric the best value, and the last in brackets where it is another."""
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1), collapse_padding=True)
-    table.add_column("id", no_wrap=True, min_width=8)
-    for name in short_names(results.parameters):
-        table.add_column(Text(visible(name)), overflow="fold")
-    for name in results.metrics:
-        table.add_column(Text(visible(name).replace("/", "/\n", 1)), justify="right", overflow="fold")
-    table.add_column("steps", justify="right")
-    table.add_column("hours", justify="right")
+def as_table(results: Results, *, width: int = 120) -> Table:
+    """The results for a terminal: of each metric the best value, and the last in brackets where it is another.
+
+    Parameters that do not fit into `width` columns are left out, and the caption says how many.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
     bests = {name: _winner(results, name) for name in results.metrics}
-    for result in results.results:
-        cells = [Text(result.exp_id[:8])]
-        cells += [Text(_short(result.parameters, key)) for key in results.parameters]
-        cells += [_score_cell(result, name, is_best=bests[name] == result.exp_id) for name in results.metrics]
-        cells.append(Text("" if result.steps is None else str(result.steps)))
-        cells.append(Text("" if result.wall_s is None else f"{result.wall_s / 3600:.2f}"))
-        table.add_row(*cells)
+    scores = [
+        (_head(name), [_score_cell(each, name, is_best=bests[name] == each.exp_id) for each in results.results])
+        for name in results.metrics
+    ]
+    scores.append((Text("steps"), [Text("" if each.steps is None else str(each.steps)) for each in results.results]))
+    hours = [Text("" if each.wall_s is None else f"{each.wall_s / 3600:.2f}") for each in results.results]
+    scores.append((Text("hours"), hours))
+    room = width - ID_WIDTH - GAP - sum(_width(head, cells) + GAP for head, cells in scores)
+    table.add_column("id", no_wrap=True)
+    columns: list[list[Text]] = [[Text(each.exp_id[:ID_WIDTH]) for each in results.results]]
+    for key, name in zip(results.parameters, short_names(results.parameters), strict=True):
+        cells = [Text(_short(each.parameters, key)) for each in results.results]
+        room -= _width(Text(visible(name)), cells) + GAP
+        if room >= 0:
+            table.add_column(Text(visible(name)), no_wrap=True)
+            columns.append(cells)
+    left_out = len(results.parameters) - len(columns) + 1
+    for head, cells in scores:
+        table.add_column(head, justify="right", no_wrap=True)
+        columns.append(cells)
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
+    if left_out:
+        table.caption = f"{left_out} more parameters differ: --csv, --json or --html shows all"
     return table
+
+
+def _head(metric: str) -> Text:
+    return Text(visible(metric).replace("/", "/\n", 1))
+
+
+def _width(head: Text, cells: Sequence[Text]) -> int:
+    return max(cell.cell_len for cell in (*head.split("\n"), *cells))
 
 
 def short_names(keys: Sequence[str]) -> list[str]:

@@ -140,6 +140,21 @@ def test_experiments_without_or_with_other_metrics_stand_in_one_table(base: Base
     assert [sorted(each["metrics"]) for each in results.as_json(found)] == [["valid/loss"], ["valid/em"], []]
 
 
+def test_a_narrow_terminal_gets_fewer_parameters_and_is_told_so(base: BaseFolder) -> None:
+    for number, exp_id in enumerate(IDS[:2]):
+        values = {f"parameter_{letter}": f"{letter}{number}" * 5 for letter in "abcdefgh"}
+        scored(experiment(base, exp_id, values), [{"step": 1, "valid/loss": 1.0 + number}])
+    found = gather(base)
+    for width, shown in ((60, 2), (80, 3), (200, 8)):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(results.as_table(found, width=width))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert text.count("parameter_") == shown
+        assert (f"{8 - shown} more parameters differ" in text) == (shown < 8)
+        assert "1.000" in text or "1 " in text
+        assert max(map(len, text.splitlines())) <= width
+
+
 def test_the_order_asked_for_is_kept_and_unknown_ids_are_left_out(base: BaseFolder) -> None:
     for exp_id in IDS[:3]:
         experiment(base, exp_id, {"task": "t"})
