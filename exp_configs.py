@@ -7,12 +7,11 @@ key means. Dictionaries hold JSON values only, for their hash names the run fold
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
-import traceback
 from pathlib import Path
 from typing import Any, cast
 
+from trainer import userfile
 from trainer.config import exp_id, nearest
 from trainer.errors import ConfigError
 
@@ -326,9 +325,11 @@ def read_groups(path: Path | None) -> dict[str, list[Values]]:
     """
     if path is None:
         return EXP_GROUPS
-    groups = _execute(path).get("EXP_GROUPS")
+    groups = userfile.execute(path, flag="--exp_configs", defines="EXP_GROUPS").get("EXP_GROUPS")
     if not isinstance(groups, dict) or not groups:
-        raise ConfigError(f"{path}: EXP_GROUPS is {_kind(groups)}. Want a dictionary: group -> list of experiments.")
+        raise ConfigError(
+            f"{path}: EXP_GROUPS is {userfile.kind(groups)}. Want a dictionary: group -> list of experiments."
+        )
     read: dict[Any, Any] = {}
     mistakes: list[str] = []
     for group, given in cast(dict[Any, Any], groups).items():
@@ -345,37 +346,10 @@ def read_groups(path: Path | None) -> dict[str, list[Values]]:
 
 def _group_mistakes(group: Any, experiments: Any) -> list[str]:
     if not isinstance(group, str):
-        return [f"is named by {_kind(group)}. Want a string."]
+        return [f"is named by {userfile.kind(group)}. Want a string."]
     if not isinstance(experiments, list):
-        return [f"is {_kind(experiments)}. Want a list of experiments, or a dictionary whose lists are axes."]
+        return [f"is {userfile.kind(experiments)}. Want a list of experiments, or a dictionary whose lists are axes."]
     if not experiments:  # haven's cartesian_exp_group returns one for a hyper-parameter without values
         return ["is an empty list. Want at least one experiment: does a hyper-parameter of the product have no values?"]
     wrong = [index for index, item in enumerate(cast(list[Any], experiments)) if not isinstance(item, dict)]
-    return [f"[{index}] is {_kind(experiments[index])}. Want a dictionary." for index in wrong]
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "missing or None"
-    return f"an empty {type(value).__name__}" if value in ({}, [], ()) else f"a {type(value).__name__}"
-
-
-def _execute(path: Path) -> Values:
-    """The names that the Python file defines."""
-    spec = importlib.util.spec_from_file_location("user_exp_configs", path) if path.suffix == ".py" else None
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError(f"--exp_configs {path}: want the path of a Python file (.py) that defines EXP_GROUPS.")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{path}:{_line(error, path)}: {type(error).__name__}: {error}") from error
-    return vars(module)
-
-
-def _line(error: Exception, path: Path) -> int:
-    """The line of `path` that the error came from: the last of its frames that lies in the file."""
-    if isinstance(error, SyntaxError) and error.lineno:
-        return error.lineno
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.lineno or 0 for frame in reversed(frames) if Path(frame.filename) == path), 0)
+    return [f"[{index}] is {userfile.kind(experiments[index])}. Want a dictionary." for index in wrong]

@@ -7,13 +7,12 @@ Keys as haven and Slurm users know them; jobs/config.py says what each one means
 from __future__ import annotations
 
 import copy
-import importlib.util
 import os
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from trainer import userfile
 from trainer.errors import ConfigError
 
 Values = dict[str, Any]
@@ -40,10 +39,11 @@ def job_values(group: str, file: Path | None = None, environ: Mapping[str, str] 
     """The job dictionary of a group: "default" with the group's own keys over it (`resources` key by key).
 
     file: a Python file with JOB_CONFIGS (or JOB_CONFIG, and "base" for "default", as published) instead of this one.
-    ConfigError when it cannot be read, or when a mount needs a user that EAI_ACCOUNT_ID_TO_USER does not name.
+    ConfigError when it cannot be read or holds anything but dictionaries, and when a mount needs a user that
+    EAI_ACCOUNT_ID_TO_USER does not name.
     """
     configs, users = (JOB_CONFIGS, EAI_ACCOUNT_ID_TO_USER) if file is None else _read(file)
-    values = copy.deepcopy(configs.get("default") or configs.get("base") or {})
+    values = copy.deepcopy(configs.get("default", configs.get("base", {})))
     for key, value in copy.deepcopy(configs.get(group, {})).items():
         is_block = isinstance(value, dict) and isinstance(values.get(key), dict)
         values[key] = {**values[key], **value} if is_block else value
@@ -67,19 +67,25 @@ def _with_user(mount: Any, users: Mapping[str, str], environ: Mapping[str, str])
 
 
 def _read(file: Path) -> tuple[dict[str, Values], dict[str, str]]:
-    if not file.is_file():
-        raise ConfigError(f"--job_configs {file}: there is no such file. Give a Python file that defines JOB_CONFIGS.")
-    spec = importlib.util.spec_from_file_location("_user_job_configs", file)
-    assert spec is not None, "a .py file has a spec"
-    assert spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # any: it is the user's code
-        line = traceback.extract_tb(error.__traceback__)[-1].lineno
-        raise ConfigError(f"--job_configs {file}, line {line}: {type(error).__name__}: {error}") from error
-    configs = getattr(module, "JOB_CONFIGS", getattr(module, "JOB_CONFIG", None))
+    names = userfile.execute(file, flag="--job_configs", defines="JOB_CONFIGS")
+    name = "JOB_CONFIG" if "JOB_CONFIG" in names and "JOB_CONFIGS" not in names else "JOB_CONFIGS"
+    configs, users = names.get(name), names.get("EAI_ACCOUNT_ID_TO_USER", {})
     if not isinstance(configs, dict):
-        raise ConfigError(f"--job_configs {file}: it defines no dictionary JOB_CONFIGS (group -> job dictionary).")
-    users = getattr(module, "EAI_ACCOUNT_ID_TO_USER", {})
+        raise ConfigError(f"{file}: {name} is {userfile.kind(configs)}. Want a dictionary: group -> job dictionary.")
+    mistakes = [mistake for item in cast("dict[Any, Any]", configs).items() for mistake in _mistakes(name, *item)]
+    if not isinstance(users, dict) or not all(isinstance(text, str) for pair in users.items() for text in pair):
+        mistakes.append("EAI_ACCOUNT_ID_TO_USER: want a dictionary: account id -> user, both strings.")
+    if mistakes:
+        raise ConfigError("\n".join(f"{file}: {mistake}" for mistake in mistakes))
     return cast("dict[str, Values]", configs), cast("dict[str, str]", users)
+
+
+def _mistakes(name: str, group: Any, values: Any) -> list[str]:
+    """What is wrong with one entry, as far as its keys can be told from their values: jobs/config.py checks those."""
+    if not isinstance(group, str):
+        return [f"{name}[{group!r}]: want the name of a group, a string."]
+    if not isinstance(values, dict):
+        got = "None" if values is None else userfile.kind(values)
+        return [f"{name}[{group!r}] is {got}. Want a dictionary."]
+    wrong = [key for key in cast("dict[Any, Any]", values) if not isinstance(key, str)]
+    return [f"{name}[{group!r}]: {key!r} is no key, want a string." for key in wrong]

@@ -14,9 +14,12 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from jobs.launch import Request
 
 EXIT_OK, EXIT_FAILED = 0, 1
 
@@ -252,8 +255,7 @@ def _submit(
     allow_dirty: bool,
 ) -> int:
     """Send the group as `lathe-jobs submit` does, with this command's own flags. Imports no torch."""
-    from jobs import choice, control, launch, request
-    from jobs.layout import BaseFolder
+    from jobs import choice, launch, request
 
     if group is None:
         raise _bad("-j needs -e GROUP: an experiment that was sent before runs again by `lathe-jobs retry ID`.")
@@ -271,13 +273,24 @@ def _submit(
     if is_dry:
         results = launch.plan(asked)
     else:
-        for row in choice.rows(base, None, asked.by_id) if options["reset"] else []:
-            aside = base / f"{row.exp_id}.bak-{time.strftime('%Y%m%d-%H%M%S')}"
-            control.reset(BaseFolder(base.absolute()), row, aside=aside.absolute())
+        if options["reset"]:
+            _move_aside(asked)
         results = launch.submit(asked)
     choice.show(results, as_json=False)
     choice.fail_if_any(results)
     return EXIT_OK
+
+
+def _move_aside(asked: Request) -> None:
+    """Begin a group anew: every folder that it has, sent or run by hand, gets another name. None when one is alive."""
+    from jobs import choice, control, launch
+
+    launch.specs(asked)  # checks every dictionary and flag: nothing is moved for what cannot be sent
+    folders = [folder for name in asked.by_id if (folder := asked.base.run(name)).path.exists()]
+    choice.refuse_live(choice.rows(asked.base.path, None, [folder.path.name for folder in folders], by_hand=True))
+    for folder in folders:
+        aside = folder.path.with_name(f"{folder.path.name}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
+        choice.show([control.reset(asked.base, folder.path.name, asked.backend_of, aside=aside)], as_json=False)
 
 
 def _passed_on(options: dict[str, Any]) -> dict[str, str]:

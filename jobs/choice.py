@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,22 +13,29 @@ from exp_configs import experiments_of
 from jobs.errors import NothingMatched, SomeFailed, Unreachable
 from jobs.launch import Result
 from jobs.layout import BaseFolder
+from jobs.logs import visible
 from jobs.request import BackendCache
-from jobs.spec import JobState
+from jobs.spec import ACTIVE, JobState
 from jobs.status import STATES, Row, survey
 from trainer.config import exp_id
 from trainer.errors import ConfigError
 
 
 def experiments(group: str, file: Path | None, steps: int | None, only: Sequence[str] | None) -> list[dict[str, Any]]:
-    """The dictionaries of a group, or those whose ids begin as asked for."""
+    """The dictionaries of a group, or those whose ids begin as asked for.
+
+    NothingMatched names every text of `only` that fits none, ConfigError refuses one that would fit all.
+    """
     found = experiments_of(group, file, steps)
     if not only:
         return found
-    kept = [values for values in found if any(exp_id(values).startswith(text) for text in only)]
-    if not kept:
-        raise NothingMatched(f"--only {', '.join(only)}: no experiment of {group} has such an id.")
-    return kept
+    if not all(only):
+        raise ConfigError('--only "": want an id, or its beginning. Leave --only out to take the whole group.')
+    ids = [exp_id(values) for values in found]
+    strays = [text for text in only if not any(name.startswith(text) for name in ids)]
+    if strays:
+        raise NothingMatched(f"--only {', '.join(map(repr, strays))}: no experiment of {group} has an id like that.")
+    return [values for name, values in zip(ids, found, strict=True) if name.startswith(tuple(only))]
 
 
 def rows(base: Path, group: str | None, ids: Iterable[str] | None, *, by_hand: bool = False) -> list[Row]:
@@ -45,7 +52,7 @@ def chosen(base: Path, ids: Sequence[str] | None, group: str | None, *, is_all: 
         raise ConfigError("name experiments: their ids, or -e GROUP.")
     found = rows(base, group, None)
     if ids:
-        found = [match(found, text) for text in ids]
+        found = list({row.exp_id: row for row in (match(found, text) for text in ids)}.values())
     if not found:
         raise NothingMatched(f"{base} holds no submitted experiment of {group or 'any group'}.")
     return found
@@ -68,6 +75,19 @@ def match(rows: Sequence[Row], text: str) -> Row:
     )
 
 
+def refuse_live(found: Iterable[Row]) -> None:
+    """Return when none of these is alive: then their folders may be moved. ConfigError names those that are."""
+    live = [
+        f"{row.exp_id} is {row.state} as {row.job_id}. `cancel` it first."
+        if row.history
+        else f"{row.exp_id} is running on {row.host}, started by hand. Stop it there first."
+        for row in found
+        if (row.state in ACTIVE if row.history else row.state == "running")
+    ]
+    if live:
+        raise ConfigError("\n".join(live))
+
+
 def states(text: str) -> list[JobState]:
     """The states that a comma-separated text names."""
     names = [word for word in text.split(",") if word]
@@ -78,22 +98,40 @@ def states(text: str) -> list[JobState]:
 
 
 def seconds(text: str) -> float:
-    """Seconds of a text such as 30s, 5m or 2h."""
+    """Seconds of a text such as 30s, 5m or 2h: more than none, and at most a year."""
     units = {"s": 1, "m": 60, "h": 3600}
     number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "s")
     try:
-        return float(number) * units[unit]
+        found = float(number) * units[unit]
     except ValueError:
-        raise ConfigError(f"--every {text!r}: want seconds, or a number with s, m or h: 30s.") from None
+        found = 0.0
+    if not 0 < found <= 366 * 24 * 3600:
+        raise ConfigError(f"--every {text!r}: want a number of seconds above 0, or one with s, m or h: 30s.")
+    return found
 
 
-def show(results: Sequence[Result], as_json: bool) -> None:
-    """Print what was done with each experiment."""
+def show(
+    results: Sequence[Result], as_json: bool, *, rendered: Mapping[str, str] | None = None, is_line: bool = False
+) -> None:
+    """Print what was done with each experiment; with the text for the scheduler where `rendered` has one.
+
+    is_line: the JSON in one line, because another one follows.
+    """
     if as_json:
-        typer.echo(json.dumps([vars(result) for result in results], indent=1))
+        found = [vars(result) for result in results]
+        if rendered is not None:
+            found = [{**values, "rendered": rendered[values["exp_id"]]} for values in found]
+        typer.echo(json.dumps(found, indent=None if is_line else 1))
         return
     for result in results:
-        typer.echo(f"{result.exp_id}  {result.action:<7} {result.text}")
+        typer.echo(shown(f"{result.exp_id}  {result.action:<7} {result.text}"))
+    for text in (rendered or {}).values():
+        typer.echo(text)
+
+
+def shown(text: str) -> str:
+    """`text`, which may quote a log or a file name, with nothing in it that could drive the terminal."""
+    return "\n".join(visible(line) for line in text.split("\n"))
 
 
 def fail_if_any(results: Sequence[Result]) -> None:
@@ -117,7 +155,7 @@ def details(row: Row) -> str:
     lines += [f"          {name} {value:.6g}" for name, value in row.metrics.items()]
     for sent in row.history:
         where = f"{sent.backend} {sent.id or '(no id yet)'}" + (
-            f", part {sent.index} of {sent.name}" if sent.index else ""
+            f", part {sent.index} of {sent.name}" if sent.index is not None else ""
         )
         why = f": {sent.reason}" if sent.reason else ""
         lines.append(f"attempt {sent.number}  {sent.state}{why}  ({where}, sent {sent.at[:19]})")
@@ -128,4 +166,4 @@ def details(row: Row) -> str:
         lines.append(f"unseen    since {row.unseen_since[:19]}: {row.unseen_reason}")
     if row.sync_hint:
         lines.append(f"wandb     {row.sync_hint}")
-    return "\n".join(lines)
+    return shown("\n".join(lines))

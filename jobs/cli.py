@@ -1,35 +1,39 @@
 """The command: `python -m jobs`, or `lathe-jobs`.
 
 Exit codes: 0 all is as asked, 2 bad input, 3 some experiments failed to be dealt with, 4 a scheduler cannot be reached,
-5 nothing matched. Nothing is ever asked: what is dangerous needs --yes.
+5 nothing matched. Nothing is ever asked: what is dangerous needs --yes. With --json stdout holds JSON and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, cast, get_args
 
 import typer
 
 from jobs import backends, choice
-from jobs.control import again, cancel, reconcile, reset
+from jobs.control import Again, again, cancel, reconcile, reset
 from jobs.errors import NothingMatched, Unreachable
-from jobs.launch import RESEND_S, plan, submit
+from jobs.launch import RESEND_S, Request, Result, plan, rendered, submit
 from jobs.layout import BaseFolder
 from jobs.policy import Limits
-from jobs.request import BackendCache, job_config, make, training_flags
+from jobs.request import BackendCache, check_base, job_config, make, training_flags
 from jobs.spec import ACTIVE, ENDED_BADLY
 from jobs.status import Row
-from trainer.errors import ConfigError, LatheError
+from trainer.config import exp_id, nearest
+from trainer.errors import ConfigError, LatheError, StorageError
 
 P = ParamSpec("P")
 app = typer.Typer(
+    context_settings={"help_option_names": ["-h", "--help"]},  # every command inherits them
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -38,7 +42,10 @@ app = typer.Typer(
     + ", ".join(backends.names())
     + ". `doctor -j NAME` says how far each was validated.",
 )
-SETTINGS = {"help_option_names": ["-h", "--help"]}
+RETRIES = (
+    "`retry ID` sends exactly what was sent before: flags, job dictionary and code. "
+    "`submit --retry failed` sends those of now."
+)
 
 Base = Annotated[Path, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")]
 Group = Annotated[str | None, typer.Option("-e", "--exp_group", help="Group of experiments.")]
@@ -49,6 +56,7 @@ JobConfigs = Annotated[Path | None, typer.Option("--job_configs", "--profile", h
 Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Written into the dictionaries: changes their ids.")]
 PythonBinary = Annotated[str, typer.Option("--python_binary", help="Launch line, parsed and never given to a shell.")]
 Only = Annotated[list[str] | None, typer.Option("--only", help="Only this id (or its beginning); may be repeated.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="One JSON document per line on stdout, for scripts.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it.")]
 Ids = Annotated[list[str] | None, typer.Argument(help="Ids of experiments, or their beginnings.")]
@@ -62,17 +70,43 @@ def _guarded(function: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
         try:
+            if isinstance(base := kwargs.get("savedir_base"), Path):
+                check_base(base)
             function(*args, **kwargs)
         except LatheError as error:
-            typer.echo(f"{type(error).__name__}: {error}", err=True)
-            raise typer.Exit(error.exit_code) from None
+            raise _told(error) from None
         except BrokenPipeError:  # the reader of a pipe has left: `logs -f ID | head`
             raise typer.Exit(0) from None
+        except OSError as error:  # a folder that is a file, or not ours to read
+            raise _told(
+                StorageError(f"{error.filename or 'disk'}: {error.strerror or error}. Check --savedir_base.")
+            ) from None
 
     return run
 
 
-@app.command("plan", context_settings=SETTINGS)
+def _told(error: LatheError) -> typer.Exit:
+    typer.echo(choice.shown(f"{type(error).__name__}: {error}"), err=True)
+    return typer.Exit(error.exit_code)
+
+
+@contextlib.contextmanager
+def _json_alone(as_json: bool) -> Generator[None]:
+    """While the block lasts, what a process that it starts prints (`-j inline`) goes to stderr: stdout is for JSON."""
+    if not as_json:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@app.command("plan")
 @_guarded
 def plan_command(
     exp_group: NeededGroup,
@@ -87,7 +121,10 @@ def plan_command(
     as_json: Json = False,
     flags: Flags = None,
 ) -> None:
-    """What would be sent, adopted, run again or left alone, and why. Asks the scheduler; writes nothing."""
+    """What would be sent, adopted, run again or left alone, and why. Asks the scheduler.
+
+    Writes nothing below --savedir_base.
+    """
     request = make(
         group=exp_group,
         experiments=choice.experiments(exp_group, exp_configs, steps, only),
@@ -99,15 +136,12 @@ def plan_command(
         take_snapshot=False,
     )
     results = plan(request)
-    choice.show(results, as_json)
-    if show_rendered:
-        from jobs.launch import rendered
-
-        typer.echo("\n".join(text for text in rendered(request)))
+    texts = dict(zip(request.by_id, rendered(request), strict=True)) if show_rendered else None
+    choice.show(results, as_json, rendered=texts)
     choice.fail_if_any(results)
 
 
-@app.command("submit", context_settings=SETTINGS)
+@app.command("submit", epilog=RETRIES)
 @_guarded
 def submit_command(
     exp_group: NeededGroup,
@@ -124,13 +158,16 @@ def submit_command(
     after: Annotated[list[str] | None, typer.Option("--after", help="Scheduler id that must succeed first.")] = None,
     allow_dirty: Annotated[bool, typer.Option("--allow-dirty", help="Send uncommitted code, with its patch.")] = False,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Cancel what is alive in this group but no longer in it.")
+        bool, typer.Option("--prune", help="Cancel what is alive in this group but no longer in it. Needs --yes.")
     ] = False,
+    yes: Yes = False,
     resend_after: Annotated[float, typer.Option("--resend_after", hidden=True)] = RESEND_S,
     as_json: Json = False,
     flags: Flags = None,
 ) -> None:
     """Send every experiment of the group that is neither done nor alive. Safe to repeat, and to run many at once."""
+    if prune and not yes:
+        raise ConfigError("--prune: this cancels whatever is alive and no longer in the group. Say --yes.")
     experiments = choice.experiments(exp_group, exp_configs, steps, only)
     request = make(
         group=exp_group,
@@ -146,21 +183,29 @@ def submit_command(
         after=after or [],
         resend_s=resend_after,
     )
-    results = submit(request)
-    if prune:
-        rows = [row for row in choice.rows(savedir_base, exp_group, None) if row.exp_id not in request.by_id]
-        results += cancel(request.base, [row for row in rows if row.state in ACTIVE], request.backend_of)
+    with _json_alone(as_json):
+        results = submit(request)
+        if prune:  # of the whole group: what --only left out is still in it
+            results += _prune(request, choice.experiments(exp_group, exp_configs, steps, None))
     choice.show(results, as_json)
     choice.fail_if_any(results)
 
 
-@app.command("status", context_settings=SETTINGS)
+def _prune(request: Request, whole: Collection[dict[str, Any]]) -> list[Result]:
+    """Cancel what is alive under the group's name and is none of its experiments."""
+    kept = {exp_id(values) for values in whole}
+    rows = choice.rows(request.base.path, request.group, None)
+    strays = [row for row in rows if row.state in ACTIVE and row.exp_id not in kept]
+    return cancel(request.base, strays, request.backend_of)
+
+
+@app.command("status")
 @_guarded
 def status_command(
     savedir_base: Base,
     exp_group: Group = None,
     watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")] = False,
-    every: Annotated[float, typer.Option("--every", help="Seconds between two looks.")] = 5.0,
+    every: Annotated[str, typer.Option("--every", help="Between two looks: 5s, 1m.")] = "5s",
     by_hand: Annotated[bool, typer.Option("--all", help="Also what was run without being submitted.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -172,8 +217,10 @@ def status_command(
     def look() -> list[Row]:
         return choice.rows(savedir_base, exp_group, None, by_hand=by_hand)
 
-    if watch and not as_json:
-        table.watch(look, every)
+    if watch and as_json:
+        raise ConfigError("status: --watch is for a terminal and --json for a script; keep one.")
+    if watch:
+        table.watch(look, choice.seconds(every))
         return
     rows = look()
     if as_json:
@@ -184,7 +231,7 @@ def status_command(
         raise NothingMatched(f"no experiment of {exp_group or 'any group'} was ever submitted from {savedir_base}.")
 
 
-@app.command("show", context_settings=SETTINGS)
+@app.command("show")
 @_guarded
 def show_command(exp_id: str, savedir_base: Base, as_json: Json = False) -> None:
     """All that is known of one experiment: its record, its attempts, its files."""
@@ -194,7 +241,7 @@ def show_command(exp_id: str, savedir_base: Base, as_json: Json = False) -> None
     typer.echo(json.dumps(table.as_json([row])[0], indent=1) if as_json else choice.details(row))
 
 
-@app.command("logs", context_settings=SETTINGS)
+@app.command("logs")
 @_guarded
 def logs_command(
     exp_id: str,
@@ -203,7 +250,7 @@ def logs_command(
     err: Annotated[bool, typer.Option("--err", help="stderr instead of stdout.")] = False,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Which attempt; the last.")] = None,
     tail: Annotated[int | None, typer.Option("--tail", min=1, help="Only the last lines.")] = None,
-    as_json: Json = False,
+    as_json: JsonLines = False,
 ) -> None:
     """What the training printed."""
     from jobs import logs
@@ -216,7 +263,7 @@ def logs_command(
         typer.echo(json.dumps({"line": line}) if as_json else line)
 
 
-@app.command("cancel", context_settings=SETTINGS)
+@app.command("cancel")
 @_guarded
 def cancel_command(
     savedir_base: Base, ids: Ids = None, exp_group: Group = None, yes: Yes = False, as_json: Json = False
@@ -230,7 +277,7 @@ def cancel_command(
     choice.fail_if_any(results)
 
 
-@app.command("retry", context_settings=SETTINGS)
+@app.command("retry", epilog=RETRIES)
 @_guarded
 def retry_command(
     savedir_base: Base,
@@ -251,23 +298,25 @@ def retry_command(
     limits = Limits(
         retry=states or (*ENDED_BADLY, "preempted"), with_bad_input=bool(ids)
     )  # by its id: somebody has mended it
-    results = again(BaseFolder(savedir_base.absolute()), rows, BackendCache(), limits=limits)
+    with _json_alone(as_json):
+        results = again(Again(BaseFolder(savedir_base.absolute()), BackendCache(), limits), rows)
     choice.show(results, as_json)
     choice.fail_if_any(results)
 
 
-@app.command("reset", context_settings=SETTINGS)
+@app.command("reset")
 @_guarded
 def reset_command(ids: Ids, savedir_base: Base, yes: Yes = False, as_json: Json = False) -> None:
     """Move the folders of experiments to deleted/, so that they can start over. Nothing is overwritten."""
     rows = choice.chosen(savedir_base, ids, None)
     if not yes:
         raise ConfigError(f"reset: this moves {len(rows)} run folder(s) away, checkpoints and all. Say --yes.")
-    results = [reset(BaseFolder(savedir_base.absolute()), row) for row in rows]
+    choice.refuse_live(rows)
+    results = [reset(BaseFolder(savedir_base.absolute()), row.exp_id, BackendCache()) for row in rows]
     choice.show(results, as_json)
 
 
-@app.command("reconcile", context_settings=SETTINGS)
+@app.command("reconcile")
 @_guarded
 def reconcile_command(
     savedir_base: Base,
@@ -275,19 +324,23 @@ def reconcile_command(
     resend_after: Annotated[float, typer.Option("--resend_after", hidden=True)] = RESEND_S,
     as_json: Json = False,
 ) -> None:
-    """Adopt what was never answered, run preempted experiments again, send what waited for its turn."""
-    pause_s = choice.seconds(every) if every else None
+    """Adopt what was never answered, run preempted experiments again, send what waited for its turn.
+
+    --every with --json: one JSON document a round, each in one line.
+    """
+    pause_s = choice.seconds(every) if every is not None else None
     cache = BackendCache()
     while True:
-        results = reconcile(BaseFolder(savedir_base.absolute()), cache, resend_s=resend_after)
-        choice.show(results, as_json)
+        with _json_alone(as_json):
+            results = reconcile(Again(BaseFolder(savedir_base.absolute()), cache, resend_s=resend_after))
+        choice.show(results, as_json, is_line=pause_s is not None)
         if pause_s is None:
             break
         time.sleep(pause_s)
     choice.fail_if_any(results)
 
 
-@app.command("doctor", context_settings=SETTINGS)
+@app.command("doctor")
 @_guarded
 def doctor_command(job_scheduler: BackendName = "local", as_json: Json = False) -> None:
     """Whether a backend can be used from here, and what to do if not."""
@@ -303,7 +356,7 @@ def doctor_command(job_scheduler: BackendName = "local", as_json: Json = False) 
         raise Unreachable(f"{job_scheduler} cannot be used from here: see BAD above.")
 
 
-@app.command("results", context_settings=SETTINGS)
+@app.command("results")
 @_guarded
 def results_command(
     savedir_base: Base,
@@ -317,6 +370,8 @@ def results_command(
 
     from jobs import results as tables
 
+    if sum((csv, html is not None, as_json)) > 1:
+        raise ConfigError("results: of --csv, --html and --json keep one.")
     base = BaseFolder(savedir_base.absolute())
     rows = choice.rows(savedir_base, exp_group, None, by_hand=True)
     if not rows:
@@ -333,10 +388,11 @@ def results_command(
     elif as_json:
         typer.echo(json.dumps(tables.as_json(gathered), indent=1))
     else:
-        Console().print(tables.as_table(gathered))
+        screen = Console()
+        screen.print(tables.as_table(gathered, width=screen.width))
 
 
-@app.command("gc", context_settings=SETTINGS)
+@app.command("gc")
 @_guarded
 def gc_command(
     savedir_base: Base,
@@ -357,7 +413,7 @@ def gc_command(
         typer.echo(f"removed {gc.collect(garbage)} of {len(garbage)}", err=True)
 
 
-@app.command("export", context_settings=SETTINGS)
+@app.command("export")
 @_guarded
 def export_command(
     exp_group: NeededGroup,
@@ -373,7 +429,6 @@ def export_command(
     """The text that another tool could submit. Nothing is written or sent; such jobs are not in the record."""
     from jobs.export import Kind, export
     from jobs.launch import specs
-    from trainer.config import nearest
 
     kinds: tuple[Kind, ...] = get_args(Kind)
     if to not in kinds:

@@ -61,7 +61,8 @@ _FAMILIES = (
 )
 # fmt: on
 _OF_ANOTHER_RUN = frozenset({"WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_SWEEP_ID"})
-_OF_THIS_MACHINE = frozenset({"TMPDIR", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"})
+# Never CUDA_VISIBLE_DEVICES: the submitter's would go over the devices that the queue gives to each job.
+_OF_THIS_MACHINE = frozenset({"TMPDIR", "CUDA_DEVICE_ORDER"})
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,8 @@ def minimal_environment(environ: Mapping[str, str], *, is_same_machine: bool = F
     """The variables that a submitted job inherits, by an allow-list; never a secret.
 
     Left out are all others, every name that looks like a secret, every value that holds one of those secrets or a
-    password in a URL, and values of several lines. is_same_machine: also what is true of this machine only (TMPDIR,
-    CUDA_VISIBLE_DEVICES).
+    password in a URL, values of several lines, and CUDA_VISIBLE_DEVICES, which is the scheduler's to say.
+    is_same_machine: also what is true of this machine only (TMPDIR, CUDA_DEVICE_ORDER).
     """
     hidden = tuple(secrets_in(environ).values())
     inherited = _INHERITED | _OF_THIS_MACHINE if is_same_machine else _INHERITED
@@ -220,11 +221,15 @@ def redact(text: str, secrets: Iterable[str]) -> str:
 def sync_hint(folder: RunFolder) -> str | None:
     """The command that sends the offline wandb runs of an experiment, oldest first; None when all were sent.
 
+    A run of several files, of which some were sent, still waits. Cheap where there are none: status asks for each row.
     Source: wandb 0.31 leaves run-<id>.wandb.synced beside a file that it has sent.
     """
+    try:
+        names = sorted(os.listdir(folder.path / "wandb"))
+    except OSError:  # none, or not ours to read
+        return None
+    runs = [folder.path / "wandb" / name for name in names if name.startswith("offline-run-")]
     waiting = [
-        str(run)
-        for run in sorted(folder.path.glob("wandb/offline-run-*"))
-        if any(not file.with_suffix(".wandb.synced").exists() for file in run.glob("*.wandb"))
+        str(run) for run in runs if any(not file.with_suffix(".wandb.synced").exists() for file in run.glob("*.wandb"))
     ]
     return shlex.join(["wandb", "sync", *waiting]) if waiting else None

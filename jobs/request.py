@@ -41,7 +41,14 @@ def job_config(group: str, file: Path | None, python_binary: str | None) -> JobC
     values = job_values(group, file)
     if python_binary:
         values["python_binary"] = python_binary
-    return validate(JobConfig, values, source=f"job dictionary of {group!r}")
+    return validate(JobConfig, values, source=f"{file or 'job_configs.py'}: job dictionary of {group!r}")
+
+
+def check_base(base: Path) -> None:
+    """Return when a path can be written into scripts, records and messages. ConfigError otherwise."""
+    text = str(base)
+    if any(ord(letter) < 32 or ord(letter) == 127 or "\ud800" <= letter <= "\udfff" for letter in text):
+        raise ConfigError(f"--savedir_base {text!a}: want UTF-8 text without control characters. Use another folder.")
 
 
 def training_flags(words: Sequence[str]) -> dict[str, str]:
@@ -80,8 +87,12 @@ def make(
     backend_of: Callable[[str], Backend] | None = None,
 ) -> Request:
     """The Request for a group. The code is snapshotted (not for a plan), the key's whereabouts are checked."""
-    if any(ord(letter) < 32 or ord(letter) == 127 for letter in str(base)):
-        raise ConfigError(f"--savedir_base {str(base)!r} holds a control character. Use another folder.")
+    check_base(base)
+    if backend == "local" and job.gpus and "CUDA_VISIBLE_DEVICES" in job.environment_vars:
+        raise ConfigError(
+            f"job dictionary of {group!r}: environment_vars sets CUDA_VISIBLE_DEVICES, which the local queue gives to "
+            f"each job ({job.gpus} GPUs). Remove it; to keep GPUs from the queue set it in the submitting shell."
+        )
     load = backend_of or BackendCache()
     folder = BaseFolder(base.absolute())
     source = keys.find_key_source(job, os.environ)

@@ -6,7 +6,8 @@ Layers (a file that is not named here and lies in trainer/ is layer 2):
 3  trainer/tasks/<name>/*
 2  trainer/*, trainer/data/*
 1  trainer/{distributed, rng}.py
-0  trainer/{config, disk, errors, deepspeed_config, deepspeed_keys}.py, every config.py, exp_configs.py, job_configs.py
+0  trainer/{config, disk, errors, userfile, deepspeed_config, deepspeed_keys}.py, every config.py, exp_configs.py,
+   job_configs.py
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ LAYERS = {
     "trainer.config": 0,
     "trainer.disk": 0,
     "trainer.errors": 0,
+    "trainer.userfile": 0,
     "trainer.deepspeed_config": 0,
     "trainer.deepspeed_keys": 0,
     "trainer.tasks": 0,

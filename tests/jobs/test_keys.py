@@ -159,9 +159,15 @@ def test_the_path_of_a_key_file_does_not_cost_the_home_folder(tmp_path: Path) ->
 
 
 def test_facts_of_this_machine_are_inherited_on_this_machine_only() -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": "1", "TMPDIR": "/scratch"}
+    environ = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TMPDIR": "/scratch"}
     assert minimal_environment(environ) == {}
     assert minimal_environment(environ, is_same_machine=True) == environ
+
+
+@pytest.mark.parametrize("is_same_machine", [True, False])
+def test_the_devices_of_the_submitter_are_never_inherited(is_same_machine: bool) -> None:
+    """They would go over those that the queue gives to each job: all would run on the first GPU."""
+    assert minimal_environment({"CUDA_VISIBLE_DEVICES": "0,1"}, is_same_machine=is_same_machine) == {}
 
 
 def test_secrets_are_blotted_out_also_when_one_begins_another() -> None:
@@ -257,6 +263,18 @@ def test_offline_runs_not_sent_yet_are_named_oldest_first(tmp_path: Path) -> Non
 def test_there_is_no_hint_once_all_are_sent(tmp_path: Path) -> None:
     run = offline_run(tmp_path, "20260101_1-x")
     (run / "run-20260101_1-x.wandb.synced").write_text("")
+    assert sync_hint(RunFolder(tmp_path)) is None
+
+
+def test_a_run_that_was_sent_in_part_still_waits(tmp_path: Path) -> None:
+    run = offline_run(tmp_path, "20260101_1-x")
+    (run / "run-20260101_1-x.wandb.synced").write_text("")
+    (run / "run-y.wandb").write_bytes(b"")
+    assert sync_hint(RunFolder(tmp_path)) == f"wandb sync {run}"
+
+
+def test_a_folder_that_cannot_be_listed_costs_only_the_hint(tmp_path: Path) -> None:
+    (tmp_path / "wandb").write_text("no folder")
     assert sync_hint(RunFolder(tmp_path)) is None
 
 

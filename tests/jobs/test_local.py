@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from jobs.backends.local import Local
 from jobs.queue import Queue, birth
 from tests.jobs.conftest import Place
 
@@ -29,7 +30,7 @@ def runner_pid(queue: Path) -> int:
             words = entry.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"jobs.queue" in words and str(queue).encode() in words:
+        if b"jobs.runner" in words and str(queue).encode() in words:
             return int(entry.parent.name)
     raise AssertionError("no runner lives")
 
@@ -264,7 +265,7 @@ def test_what_left_the_group_is_cancelled_by_prune(place: Make) -> None:
     here.submit()
     here.until_all("running")
     here.groups.write_text(here.groups.read_text().replace("range(3)", "range(2)"))
-    here.submit("--prune")
+    here.submit("--prune", "--yes")
     here.until(lambda rows: Counter(row["state"] for row in rows) == {"running": 2, "cancelled": 1})
     here.lathe("cancel", "-e", "sweep", "-sb", str(here.base), "--yes")
     here.until_all("cancelled")
@@ -281,19 +282,142 @@ def test_a_queue_on_another_machine_is_unseen_and_never_lost(place: Make, monkey
     here.says("sleep")
     here.submit()
     here.until_all("running")
-    original = Local.__init__
-
-    def elsewhere(self: Local) -> None:
-        original(self)
-        self._host = "elsewhere"
-
     with monkeypatch.context() as patch:
-        patch.setattr(Local, "__init__", elsewhere)
+        patch.setattr(socket, "gethostname", lambda: "elsewhere")
         (row,) = here.status()
         assert row["state"] == "running"
         assert "can only be seen there" in row["unseen_reason"]
     here.lathe("cancel", "-e", "sweep", "-sb", str(here.base), "--yes")
     here.until_all("cancelled")
+
+
+def long_ago(folder: Path, *kinds: str) -> None:
+    """Leave only such events in the record, and make them old. Without `submitted`, its submitter had died."""
+    events = [json.loads(line) for line in (folder / "job.jsonl").read_text().splitlines()]
+    kept = [{**event, "at": "2020-01-01T00:00:00+00:00"} for event in events if event["event"] in kinds]
+    (folder / "job.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
+
+
+def test_what_was_sent_to_another_queue_is_adopted_there(
+    place: Make, queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = place(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "wake", lambda self: None)  # it waits
+        here.submit()
+        (row,) = here.status()
+        long_ago(Path(row["folder"]), "created", "intent")
+        patch.setenv("LATHE_QUEUE", str(queue) + "2")
+        assert row["job_id"] in here.submit("--resend_after", "0.1", "--json").json[0]["text"]
+        assert not list(Path(str(queue) + "2").glob("jobs/*"))
+    here.until_all("succeeded")
+    assert len(here.starts()) == 1
+
+
+def test_what_may_be_in_a_queue_of_another_host_is_not_sent_again(
+    place: Make, queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = place(1)
+    identity = queue / "identity.json"
+    queue.mkdir()
+    identity.write_text(json.dumps({"id": "0123abcd", "host": socket.gethostname()}))
+    monkeypatch.setattr(Queue, "wake", lambda self: None)
+    here.submit()
+    (row,) = here.status()
+    long_ago(Path(row["folder"]), "created", "intent")
+    identity.write_text(json.dumps({"id": "0123abcd", "host": "elsewhere"}))
+    rendered = Path(row["folder"], "attempts", "1", "rendered.local.json")
+    rendered.write_text(rendered.read_text().replace(f'"{socket.gethostname()}:', '"elsewhere:'))
+    monkeypatch.setenv("LATHE_QUEUE", str(queue) + "2")
+    assert here.submit("--resend_after", "0.1").code == 4
+    assert "look there first" in Path(row["folder"], "job.jsonl").read_text()
+    assert not list(Path(str(queue) + "2").glob("jobs/*"))
+
+
+def test_what_never_reached_its_queue_may_go_to_another(
+    place: Make, queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = place(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "wake", lambda self: None)
+        here.submit()
+    (row,) = here.status()
+    long_ago(Path(row["folder"]), "created", "intent")
+    for path in queue.glob("jobs/*"):
+        shutil.rmtree(path)
+    monkeypatch.setenv("LATHE_QUEUE", str(queue) + "2")
+    assert here.submit("--resend_after", "0.1").code == 0
+    here.until_all("succeeded")
+    assert len(here.starts()) == 1
+
+
+def test_a_job_seen_with_another_queue_is_unseen_and_never_lost(
+    place: Make, queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = place(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "wake", lambda self: None)  # it waits
+        here.submit()
+        (row,) = here.status()
+        long_ago(Path(row["folder"]), "created", "intent", "submitted")
+        patch.setenv("LATHE_QUEUE", str(queue) + "2")
+        (row,) = here.status()
+        assert row["state"] in ("submitted", "queued")
+        assert "can only be seen there" in row["unseen_reason"]
+        said = here.lathe("cancel", row["exp_id"], "-sb", str(here.base), "--json")
+        assert (said.code != 0, "can only be seen there" in said.json[0]["text"]) == (True, True)
+
+
+def test_a_job_in_another_container_is_unseen_and_never_failed(place: Make, queue: Path) -> None:
+    here = place(1)
+    here.says("sleep")
+    here.submit()
+    here.until_all("running")
+    os.kill(runner_pid(queue), signal.SIGKILL)
+    (path,) = queue.glob("jobs/*/started.json")
+    facts = path.read_text()
+    path.write_text(json.dumps({**json.loads(facts), "namespace": "pid:[1]", "pid": 999_999_999}))
+    (row,) = here.status()
+    assert (row["state"], "another container" in row["unseen_reason"]) == ("running", True)
+    path.write_text(facts)
+    here.lathe("cancel", "-e", "sweep", "-sb", str(here.base), "--yes")
+    here.until_all("cancelled")
+
+
+@pytest.mark.parametrize("before", ["nonsense", "HOST:0123abcd:ft_b_b_1", "HOST:QUEUE:ft_b_b_1"])
+def test_waiting_for_what_is_not_in_this_queue_is_refused(place: Make, queue: Path, before: str) -> None:
+    here = place(1)
+    before = before.replace("HOST", socket.gethostname()).replace("QUEUE", Queue(queue).identity["id"])
+    said = here.submit("--after", before)
+    assert (said.code, "no job of this queue" in " ".join(said.out.split())) == (3, True)
+    assert [row["state"] for row in here.status()] == ["pending"]
+
+
+def test_no_secret_of_the_shell_reaches_the_runner_or_a_job(
+    place: Make, queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setenv("LATHE_NODE_RANK", "3")  # of a job that submits another
+    here = place(1)
+    here.says("sleep")
+    here.submit()
+    here.until_all("running")
+    (path,) = queue.glob("jobs/*/started.json")
+    for pid in (runner_pid(queue), json.loads(path.read_text())["pid"]):
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"LATHE_QUEUE_CPUS=4" in environment
+        assert b"CUDA_VISIBLE_DEVICES=" in environment
+        assert b"kkkk" not in environment
+        assert b"LATHE_NODE_RANK" not in environment
+    here.lathe("cancel", "-e", "sweep", "-sb", str(here.base), "--yes")
+    here.until_all("cancelled")
+
+
+def test_a_number_of_cores_that_is_none_is_bad_input(place: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = place(1)
+    monkeypatch.setenv("LATHE_QUEUE_CPUS", "abc")
+    said = here.submit()
+    assert (said.code in (2, 4), "LATHE_QUEUE_CPUS=abc" in said.out) == (True, True)
 
 
 def test_hundreds_of_experiments_are_submitted_and_shown_without_torch(place: Make) -> None:

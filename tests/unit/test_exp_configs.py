@@ -244,6 +244,8 @@ def test_a_group_given_as_a_dictionary_is_a_product(tmp_path: Path) -> None:
         ("x = 1\n\ndef broken(:\n", r"mine.py:3: SyntaxError"),
         ("import no_such_module\n", r"mine.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
         ("import json\n\njson.loads('{')\n", r"mine.py:3: JSONDecodeError"),
+        ("x = 1\n\ncompile('(', 'other.py', 'exec')\n", r"mine.py:3: SyntaxError"),
+        ("\nraise SystemExit\n", r"mine.py:2: SystemExit"),
         ("x = 1\n", r"EXP_GROUPS is missing or None\. Want a dictionary"),
         ("EXP_GROUPS = {}\n", r"EXP_GROUPS is an empty dict"),
         ("EXP_GROUPS = [{}]\n", r"EXP_GROUPS is a list"),
@@ -251,14 +253,23 @@ def test_a_group_given_as_a_dictionary_is_a_product(tmp_path: Path) -> None:
         ("EXP_GROUPS = {'a': 'x'}\n", r"EXP_GROUPS\['a'\] is a str\. Want a list of experiments, or a dictionary"),
         ("EXP_GROUPS = {'a': {'task': 'x', 'seed': []}}\n", r"EXP_GROUPS\['a'\] 'seed': an empty list is an axis"),
         ("EXP_GROUPS = {'a': {'x': []}, 'b': 3}\n", r"2 mistake\(s\)"),
-        ("EXP_GROUPS = {'a': [{}, 3]}\n", r"EXP_GROUPS\['a'\] \[1\] is a int\. Want a dictionary"),
-        ("EXP_GROUPS = {1: [{}]}\n", r"EXP_GROUPS\[1\] is named by a int\. Want a string"),
+        ("EXP_GROUPS = {'a': [{}, 3]}\n", r"EXP_GROUPS\['a'\] \[1\] is an int\. Want a dictionary"),
+        ("EXP_GROUPS = {1: [{}]}\n", r"EXP_GROUPS\[1\] is named by an int\. Want a string"),
         ("EXP_GROUPS = {'a': [], 'b': 3}\n", r"2 mistake\(s\)"),
     ],
 )
 def test_a_fault_of_the_file_is_named_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         read_groups(written(tmp_path, text))
+
+
+def test_a_file_named_from_the_working_folder_has_its_lines_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, "x = 1\ny = x.z\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"mine\.py:2: AttributeError"):
+        read_groups(Path("mine.py"))
 
 
 @pytest.mark.parametrize("name", ["missing.py", "groups.json"])
