@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jobs.layout import read_json
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, StorageError
 
 IDLE_S = 1.0  # the runner leaves when there has been nothing to do for so long
 ATTEMPT = re.compile(r"(ft_[0-9a-z]+_[0-9a-z]+)_([0-9]+)\Z")
@@ -103,15 +103,18 @@ class Queue:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """{"id", "host"} of this queue, given at its first use and kept for ever. OSError."""
+        """{"id", "host"} of this queue, given at its first use and kept for ever. StorageError, ConfigError."""
         path = self.folder / "identity.json"
-        found = read_json(path)
-        if found is None:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
-                write_once(path, {"id": secrets.token_hex(4), "host": socket.gethostname()})
+        try:
             found = read_json(path)
-        if found is None:
+            if found is None:
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    write_once(path, {"id": secrets.token_hex(4), "host": socket.gethostname()})
+                found = read_json(path)
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror}. Name a folder of this machine as LATHE_QUEUE.") from error
+        if found is None or not {"id", "host"} <= found.keys():
             raise ConfigError(f"{path}: somebody has altered it, want an id and a host. Name another LATHE_QUEUE.")
         return found
 

@@ -287,10 +287,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     queue = Queue(Path(sys.argv[1]))
-    if not queue.is_here:
-        log.error("%s belongs to %s: its jobs run there", queue.folder, queue.identity["host"])
-        return EXIT_BAD_INPUT
     try:
+        if not queue.is_here:
+            raise ConfigError(f"{queue.folder} belongs to {queue.identity['host']}: its jobs run there. Wake it there.")
         serve(queue)
     except LatheError as error:
         log.error("%s", error)

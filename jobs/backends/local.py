@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -52,22 +52,20 @@ class Local:
     def check(self) -> list[Finding]:
         """The queue's folder, its runner, and the devices that jobs share."""
         try:
-            return [self._check_folder(), *self._check_runner()]
-        except OSError as error:
-            text = f"{error.filename or self._queue.folder}: {error.strerror}. Name another folder as LATHE_QUEUE"
-            return [Finding("queue", False, text)]
+            with refusals(self._queue.folder):
+                text = self._of_another_host()
+                runner = "runs" if self._queue.has_runner() else "not running: the next job starts it"
         except LatheError as error:
             return [Finding("queue", False, str(error))]
+        folder = Finding("queue", text is None, text or f"{self._queue.folder} (LATHE_QUEUE names another)")
+        return [folder, Finding("runner", True, runner), self._check_devices()]
 
-    def _check_folder(self) -> Finding:
-        text = self._of_another_host()
-        return Finding("queue", text is None, text or f"{self._queue.folder} (LATHE_QUEUE names another)")
-
-    def _check_runner(self) -> list[Finding]:
-        capacity = self._capacity
-        runner = "runs" if self._queue.has_runner() else "not running: the next job starts it"
-        devices = f"{capacity.cpus} cores, {len(capacity.gpus)} GPUs"
-        return [Finding("runner", True, runner), Finding("devices", True, devices)]
+    def _check_devices(self) -> Finding:
+        try:
+            capacity = self._capacity
+        except ConfigError as error:  # `render` says it too, as bad input
+            return Finding("devices", False, str(error), is_blocking=False)
+        return Finding("devices", True, f"{capacity.cpus} cores, {len(capacity.gpus)} GPUs")
 
     def _of_another_host(self) -> str | None:
         if self._queue.is_here:
@@ -82,10 +80,9 @@ class Local:
         """The queue's entry. Keys of clusters mean nothing here and are left out: any group can be tried locally."""
         if spec.job.nodes > 1:
             raise ConfigError(f"nodes={spec.job.nodes}: the local queue is one machine. Use nodes=1, or -j slurm.")
-        with refusals(self._queue.folder):
-            job_id = self._queue.id_of(spec.token)
+        _ = self._capacity  # ConfigError before anything is sent
         entry = {
-            "id": job_id,
+            "id": self._queue.id_of(spec.token),
             "queue": str(self._queue.folder),
             "wrapper": spec.wrapper,
             "workdir": spec.workdir,
@@ -119,9 +116,9 @@ class Local:
         """Put it into the queue and see that a runner lives. Unreachable when it may be in another queue already."""
         self.rehearse(rendered)
         entry = json.loads(rendered.text)
-        if (elsewhere := _sent_elsewhere(entry)) is not None:
-            return elsewhere
         with refusals(self._queue.folder):
+            if (elsewhere := _sent_elsewhere(entry, self._queue)) is not None:
+                return elsewhere
             self._queue.add(rendered.token, json.dumps({**entry, "at": time.time()}))
             self._queue.wake()
         return entry["id"]
@@ -131,7 +128,7 @@ class Local:
         entry = self._queue.entry(token)
         if entry.folder.exists():
             if entry.ended() is None:
-                self._queue.wake()  # its submitter may have died before it did so
+                self._wake()  # its submitter may have died before it did so
             return [str(entry.read()["id"])]
         if (text := self._of_another_host()) is not None:
             raise Unreachable(f"local: {text}")
@@ -155,8 +152,12 @@ class Local:
         if unseen and len(unseen) == len(ids):
             raise Unreachable("; ".join(sorted(set(unseen.values()))))
         if any(observed.state == "queued" for observed in found.values()):
-            self._queue.wake()
+            self._wake()
         return found | {job_id: Observed("submitted", text) for job_id, text in unseen.items()}
+
+    def _wake(self) -> None:
+        with refusals(self._queue.folder):
+            self._queue.wake()
 
     def _own(self, job_id: str) -> str | None:
         """The token of an id of this queue; None for any other id."""
@@ -170,8 +171,9 @@ class Local:
             raise Unreachable(_where(job_id))
         entry = self._queue.entry(token)
         started = entry.started()
-        self._queue.cancel(token)
-        self._queue.wake()
+        with refusals(self._queue.folder):
+            self._queue.cancel(token)
+            self._queue.wake()
         if started is not None and entry.ended() is None and life(started) == "unseen":
             raise Unreachable(f"asked for the end of {job_id}, but: {_out_of_sight(entry)}")
 
@@ -239,8 +241,8 @@ class _Outlook:
         if limit is not None and peers >= limit:
             return f"waits for its group: {peers} of at most {limit} run"
         short = [
-            f"needs {facts[kind]} {unit}, {free[kind]} free"
-            for kind, unit in (("cpus", "cores"), ("gpus", "GPUs"))
+            f"needs {facts[kind]} {unit}{'s' * (facts[kind] != 1)}, {free[kind]} free"
+            for kind, unit in (("cpus", "core"), ("gpus", "GPU"))
             if free.get(kind, facts[kind]) < facts[kind]
         ]
         return f"waits for devices: {'; '.join(short)}" if short else "waits for its turn"
@@ -259,7 +261,7 @@ def _out_of_sight(entry: Entry) -> str:
     return f"{entry.folder}: started on {host} in another container, and can only be seen there"
 
 
-def _sent_elsewhere(entry: Mapping[str, Any]) -> str | None:
+def _sent_elsewhere(entry: Mapping[str, Any], queue: Queue) -> str | None:
     """The id under which another queue has a job; None when none has. Unreachable when that cannot be known here.
 
     The attempt's folder names the queue that it was first handed to. The caller holds the experiment's lock: what is
@@ -270,7 +272,7 @@ def _sent_elsewhere(entry: Mapping[str, Any]) -> str | None:
     token = entry["id"].rpartition(":")[2]
     if before["id"] == entry["id"] or before["id"].rpartition(":")[2] != token:
         return None
-    other = Queue(Path(before["queue"]))
+    other = replace(queue, folder=Path(before["queue"]))
     if not (other.folder / "identity.json").exists() or other.id_of(token) != before["id"] or not other.is_here:
         raise Unreachable(
             f"{token} was first sent to the queue {before['queue']} as {before['id']}, and may run: look there first"

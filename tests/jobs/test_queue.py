@@ -25,7 +25,7 @@ from jobs.errors import Unreachable
 from jobs.queue import Queue, birth, default_folder, namespace, runner_lock
 from jobs.runner import CANCELLED, Capacity, Runner, main, serve
 from tests.jobs.conftest import wait_until
-from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, ConfigError
+from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError
 
 Spawned = list[subprocess.Popen[bytes]]
 
@@ -325,6 +325,15 @@ def test_a_number_of_cores_that_is_none_says_what_to_do(text: str) -> None:
         Capacity.here({"LATHE_QUEUE_CPUS": text, "CUDA_VISIBLE_DEVICES": ""})
 
 
+def test_a_folder_that_cannot_be_made_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LATHE_QUEUE", str(tmp_path / "file" / "queue"))
+    (finding,) = Local().check()
+    assert (finding.name, finding.is_good, "LATHE_QUEUE" in finding.text) == ("queue", False, True)
+    with pytest.raises(LatheError, match="Name a folder of this machine"):
+        Local().query(["a:b:c"])
+
+
 def test_visible_devices_bound_the_queue() -> None:
     assert Capacity.here({"LATHE_QUEUE_CPUS": "3", "CUDA_VISIBLE_DEVICES": "0, 2,-1"}) == Capacity(3, ("0", "2"))
 
@@ -384,7 +393,7 @@ def test_adoption_wakes_the_queue(own: Queue, monkeypatch: pytest.MonkeyPatch) -
     ("changes", "free", "reason"),
     [
         ({"cpus": 2}, {"cpus": 1, "gpus": 0, "groups": {}}, "waits for devices: needs 2 cores, 1 free"),
-        ({"gpus": 1}, {"cpus": 4, "gpus": 0, "groups": {}}, "waits for devices: needs 1 GPUs, 0 free"),
+        ({"gpus": 1}, {"cpus": 4, "gpus": 0, "groups": {}}, "waits for devices: needs 1 GPU, 0 free"),
         (
             {"max_parallel": 2},
             {"cpus": 4, "gpus": 0, "groups": {"group": 2}},
