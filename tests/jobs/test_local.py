@@ -417,7 +417,7 @@ def test_a_number_of_cores_that_is_none_is_bad_input(place: Make, monkeypatch: p
     here = place(1)
     monkeypatch.setenv("LATHE_QUEUE_CPUS", "abc")
     said = here.submit()
-    assert (said.code, "ConfigError: LATHE_QUEUE_CPUS=abc" in said.out, here.base.exists()) == (2, True, False)
+    assert (said.code, "ConfigError: LATHE_QUEUE_CPUS=abc" in said.out, here.status()) == (2, True, [])
 
 
 def test_hundreds_of_experiments_are_submitted_and_shown_without_torch(place: Make) -> None:
