@@ -68,6 +68,9 @@ def settle(job: Job, found: Witnesses, observed: Observed | None, *, is_seen: bo
         return _by_heartbeat(sent, found, host, otherwise=Verdict(sent.state, sent.reason, host))
     if observed is not None and observed.exit_code == EXIT_DUPLICATE:  # the copy that came second did nothing
         return _by_heartbeat(sent, found, host, otherwise=Verdict("lost", "another copy of it ran, and is gone", host))
+    if observed is not None and observed.state == "submitted":  # it cannot be seen from here: no news
+        known = sent.state if sent.state in ACTIVE else "submitted"
+        return _by_heartbeat(sent, found, host, otherwise=Verdict(known, observed.reason, host))
     if observed is not None:
         return _by_scheduler(sent, observed, host)
     if sent.state not in ACTIVE:

@@ -83,6 +83,13 @@ def test_a_scheduler_that_cannot_be_seen_changes_nothing(state: JobState) -> Non
     assert (verdict.state, verdict.reason) == (state, "as it was")
 
 
+def test_what_can_only_be_seen_elsewhere_is_no_news() -> None:
+    elsewhere = Observed("submitted", "a job of another machine")
+    assert settle(job(), Witnesses(), elsewhere, is_seen=True).state == "running"
+    assert settle(job(state="submitted"), ALIVE, elsewhere, is_seen=True).state == "running"
+    assert settle(job(), exit_file(0), elsewhere, is_seen=True).state == "succeeded"
+
+
 def test_an_exit_file_counts_even_when_the_scheduler_cannot_be_seen() -> None:
     assert settle(job(), exit_file(0), None, is_seen=False).state == "succeeded"
 
