@@ -181,8 +181,8 @@ def _submit_one(request: Request, name: str, template: JobSpec, row: Row | None,
     try:
         _check_dictionary(folder, request.by_id[name])
         decision = _decide(request, name, row)
-        if decision.action == "skip" and row is not None:
-            return Result(name, "skip", decision.reason, row.state)
+        if decision.action == "skip":  # without a row: it was run by hand, to its end
+            return Result(name, "skip", decision.reason, "succeeded" if row is None else row.state)
         with record.locked(folder, wait_s=LOCK_WAIT_S):
             return _under_lock(request, folder, template, row, budget)
     except Unreachable as error:

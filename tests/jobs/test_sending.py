@@ -129,6 +129,17 @@ def test_a_lost_reply_is_adopted_and_nothing_is_sent_twice(base: BaseFolder, sch
     assert (row.job_id, row.history[0].was_adopted) == ("0", True)
 
 
+def test_what_was_run_to_its_end_by_hand_is_left_alone_and_gets_no_record(base: BaseFolder, scheduler: Memory) -> None:
+    asked = request(base, scheduler)
+    folder = base.run(next(iter(asked.by_id)))
+    folder.path.mkdir(parents=True)
+    folder.exp_dict.write_text(json.dumps(asked.experiments[0]))
+    folder.status.write_text(json.dumps({"state": "succeeded", "step": 1, "total": 1}))
+    (result,) = submit(asked)
+    assert (result.action, result.state, scheduler.sent) == ("skip", "succeeded", [])
+    assert not folder.record.exists()
+
+
 def test_a_lost_request_is_sent_again_under_the_same_name(base: BaseFolder, scheduler: Memory) -> None:
     scheduler.lose_requests = 2
     submit(request(base, scheduler, resend_s=0.05))
