@@ -76,10 +76,6 @@ def test_an_id_that_is_not_that_of_the_folders_dictionary_is_refused(folder: Pat
     expect_refusal(trainval("--exp_id", "renamed", "-sb", str(tmp_path)), "renamed", "Give the folder that name")
 
 
-def test_submission_says_that_it_is_not_here_yet() -> None:
-    expect_refusal(trainval("-e", "crossattn_tiny", "-sb", "out", "-j", "toolkit"), "-j toolkit")
-
-
 def test_every_misspelt_and_mistyped_key_is_named_at_once(folder: Path, tmp_path: Path) -> None:
     values = experiment("cross_attention", folder, train={"percision": "fp32"}, optim={"lr": "fast"})
     values["layers"] = {**values["layers"], "strid": 2}  # type: ignore[dict-item]
