@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from jobs.queue import Queue, birth
-from tests.jobs.conftest import Place
+from tests.jobs.conftest import Place, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[[int], Place]
@@ -161,7 +161,9 @@ def test_a_training_that_ignores_sigterm_is_killed_after_its_grace(place: Make, 
     here.submit("--job_configs", str(configs))
     here.until(lambda rows: bool(here.starts()))
     here.lathe("cancel", "-e", "sweep", "-sb", str(here.base), "--yes")
-    here.until_all("cancelled")
+    (row,) = here.until_all("cancelled")
+    ended = json.loads(wait_until((Path(row["folder"]) / "attempts/1/exit.json").read_text, bool))
+    assert (ended["code"], ended["kind"]) == (75, "preempted")  # its wrapper lived on, and told
 
 
 def test_a_job_that_runs_too_long_ends_as_timeout(place: Make, tmp_path: Path) -> None:
@@ -181,6 +183,7 @@ def test_max_parallel_bounds_the_group(place: Make) -> None:
     here.until(lambda rows: Counter(row["state"] for row in rows) == {"running": 2, "queued": 2})
     here.lathe("cancel", "-e", "sweep", "-sb", str(here.base), "--yes")
     here.until_all("cancelled")
+    assert len(here.starts()) <= 2  # the others never began
 
 
 def test_a_job_runs_after_the_one_it_needs(place: Make) -> None:
@@ -263,10 +266,12 @@ def test_what_left_the_group_is_cancelled_by_prune(place: Make) -> None:
     here = place(3)
     here.says("sleep")
     here.submit()
-    here.until_all("running")
+    before = {row["exp_id"] for row in here.until_all("running")}
     here.groups.write_text(here.groups.read_text().replace("range(3)", "range(2)"))
     here.submit("--prune", "--yes")
-    here.until(lambda rows: Counter(row["state"] for row in rows) == {"running": 2, "cancelled": 1})
+    kept = {result["exp_id"] for result in here.lathe(*_plan(here), "--json").json}
+    rows = here.until(lambda rows: Counter(row["state"] for row in rows) == {"running": 2, "cancelled": 1})
+    assert {row["exp_id"] for row in rows if row["state"] == "cancelled"} == before - kept
     here.lathe("cancel", "-e", "sweep", "-sb", str(here.base), "--yes")
     here.until_all("cancelled")
 
