@@ -71,7 +71,8 @@ class Scale:
 
     def _share(self, value: float) -> float:
         if self.is_log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            low = math.log(self.low)  # a quotient of the values would overflow
+            return (math.log(value) - low) / (math.log(self.high) - low)
         return (value - self.low) / (self.high - self.low)
 
 

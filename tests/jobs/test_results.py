@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -215,6 +215,9 @@ def test_thinning_loses_no_spike() -> None:
     values=st.lists(st.floats(min_value=-1e99, max_value=1e99), min_size=1, max_size=30),
     step=st.integers(min_value=0, max_value=10**9),
 )
+@example(values=[1.0, 2.225073858507203e-309], step=0)  # the larger over the smaller overflows
+@example(values=[5e-324, 1e-323], step=0)
+@example(values=[-1e99, 1e99], step=0)
 def test_any_curve_is_drawn_within_its_picture(values: list[float], step: int) -> None:
     points = [(step + place, value) for place, value in enumerate(values)]
     svg = curves.chart(curves.Curves(points, {"valid/loss": points[:3]}))
