@@ -6,49 +6,17 @@ key means. Dictionaries hold JSON values only, for their hash names the run fold
 
 from __future__ import annotations
 
-import copy
-import itertools
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from trainer import userfile
+from trainer import groups
 from trainer.config import exp_id, nearest
 from trainer.errors import ConfigError
+from trainer.groups import cartesian_exp_group, vary
 
 Values = dict[str, Any]
 
-
-def vary(parent: Values, **changes: Any) -> Values:
-    """A copy of `parent` with `changes`: where both hold a dictionary the keys are merged, one level deep.
-
-    `base` is replaced as a whole, because its kinds (a name, random weights, another experiment) do not mix.
-    """
-    child = copy.deepcopy(parent)
-    for key, value in changes.items():
-        is_block = key != "base" and isinstance(value, dict) and isinstance(child.get(key), dict)
-        child[key] = {**child[key], **copy.deepcopy(value)} if is_block else copy.deepcopy(value)
-    return child
-
-
-def cartesian_exp_group(form: Values, remove_none: bool = False) -> list[Values]:
-    """One experiment for each combination of the values in `form`; the last key varies fastest.
-
-    A list at the top level is an axis, anything else stands for itself: a hyper-parameter that is itself a list is
-    written [[...]]. remove_none: leave out the keys whose value is None. ConfigError for an axis without values.
-    Source: haven-ai 0.7.3, cartesian_exp_group; there an empty axis silently yields no experiment at all.
-    """
-    axes = {key: cast(list[Any], value) if isinstance(value, list) else [value] for key, value in form.items()}
-    empty = [key for key, axis in axes.items() if not axis]
-    if empty:
-        raise ConfigError(
-            f"{', '.join(map(repr, empty))}: an empty list is an axis without values, and a product over it is empty. "
-            "Give at least one value, or write [[]] for a hyper-parameter that is an empty list."
-        )
-    points = (zip(axes, values, strict=True) for values in itertools.product(*axes.values()))
-    return [
-        {key: copy.deepcopy(value) for key, value in point if not (remove_none and value is None)} for point in points
-    ]
-
+__all__ = ["EXP_GROUPS", "cartesian_exp_group", "experiments_of", "read_groups", "vary"]
 
 # Cross-attention layers in a frozen decoder, as published: ServiceNow/xc-cache, Apache-2.0, scripts/cross_attn at its
 # last commit, and its first public ancestor (2023-11) for the group named "early". The published keys are micro-batch
@@ -273,6 +241,102 @@ CROSSATTN_NQ_CPU = vary(
     deepspeed="zero1",
 )
 
+# Fusion-in-Decoder. The published recipe counts optimizer updates (facebookresearch/FiD's total_steps counts
+# micro-batches: its 15000 with accumulation 4 are 3750 updates), decays norms and biases too, and keeps the reader with
+# the best exact match. It ran in fp32; bf16 keeps fp32 master weights, and fp16 overflows in T5.
+
+FILES_OF = {  # as FiD's get-data.sh lays them out, below --data_path open_domain_data
+    name: {"train": f"{name}/train.json", "valid": f"{name}/dev.json", "test": f"{name}/test.json"}
+    for name in ("NQ", "TQA")
+}
+FID_NQ_BASE: Values = {
+    "task": "fid",
+    "base": "google-t5/t5-base",
+    "train": {
+        "steps": 15_000,
+        "global_batch": 64,
+        "micro_batch": 1,
+        "eval_batch": 4,
+        "precision": "bf16",
+        "eval_every": 500,
+        "save_every": 500,
+        "answers": "all",
+        "best": "valid/em",
+        "best_is": "max",
+    },
+    "optim": {"lr": 1e-4, "weight_decay": 0.01, "decay": "all", "clip": 1.0},
+    "schedule": {"shape": "linear", "warmup_steps": 1000},
+    "data": {"source": "fid", "files": FILES_OF["NQ"], "contexts": 100, "passage_tokens": 250},
+    "deepspeed": "zero2",
+}
+FID_NQ_LARGE = vary(FID_NQ_BASE, base="google-t5/t5-large", train={"gradient_checkpointing": True}, optim={"lr": 5e-5})
+FID_TQA_BASE = vary(FID_NQ_BASE, data={"files": FILES_OF["TQA"]})
+FID_TQA_LARGE = vary(FID_NQ_LARGE, data={"files": FILES_OF["TQA"]})
+# The paper's cheaper recipe (section 4, table 4): 46.0 instead of 46.5 EM for a third of the GPU hours.
+FID_NQ_BASE_25 = vary(
+    FID_NQ_BASE,
+    train={"steps": 10_000, "micro_batch": 4},
+    schedule={"shape": "constant"},
+    data={"contexts": 25},
+)
+FID_NQ_BASE_TO_100 = vary(
+    FID_NQ_BASE_25,
+    base={"experiment": FID_NQ_BASE_25},
+    train={"steps": 1000, "micro_batch": 1},
+    schedule={"warmup_steps": None},
+    data={"contexts": 100},
+)
+
+TINY_T5: Values = {
+    "config": {
+        "model_type": "t5",
+        "vocab_size": 2048,
+        "d_model": 128,
+        "d_kv": 32,
+        "d_ff": 512,
+        "num_layers": 3,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "pad_token_id": 1,
+        "decoder_start_token_id": 1,
+        "eos_token_id": 0,
+    }
+}
+FID_TINY = vary(
+    CAUSAL_LM_TINY,
+    task="fid",
+    base=TINY_T5,
+    train={"steps": 120, "eval_every": 60, "save_every": 60, "answers": 40, "best": "valid/em", "best_is": "max"},
+    optim={"lr": 3e-3, "decay": "all"},
+    schedule={"shape": "linear", "warmup_steps": 20},
+)
+FID_TINY["data"] = {"source": "stdlib_docs", "contexts": 3, "passage_tokens": 160, "answer_tokens": 32}
+# minFiD's toy run: three questions with three passages each, and an exact match of 3 of 3 at the end.
+FID_TOY = vary(
+    FID_TINY,
+    base={"config": {**TINY_T5["config"], "vocab_size": 32128, "d_model": 64, "d_kv": 16, "d_ff": 128}},
+    tokenizer="../tokenizers/t5",
+    train={"steps": 60, "global_batch": 2, "micro_batch": 1, "eval_every": 20, "save_every": 60, "answers": "all"},
+    optim={"lr": 1e-3, "betas": [0.9, 0.999]},
+    schedule={"warmup_steps": 2},
+)
+FID_TOY["base"]["config"] |= {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1}
+FID_TOY["data"] = {
+    "source": "fid",
+    "files": {"train": "train3.json", "valid": "train3.json"},
+    "contexts": 3,
+    "passage_tokens": 30,
+}
+# NaturalQuestions on a CPU: real questions with the passages that BM25 ranks first, and a small T5 from nothing.
+FID_NQ_CPU = vary(
+    FID_TOY,
+    base={"config": {**FID_TOY["base"]["config"], "d_model": 256, "d_kv": 64, "d_ff": 1024, "dropout_rate": 0.1}},
+    train={"steps": 1500, "global_batch": 16, "micro_batch": 8, "eval_every": 250, "save_every": 250},
+    optim={"lr": 1e-3},
+    schedule={"warmup_steps": 100},
+)
+FID_NQ_CPU["data"] = {"source": "nq", "corpus": "corpus.tsv", "contexts": 5, "passage_tokens": 250}
+
 EXP_GROUPS: dict[str, list[Values]] = {
     "crossattn_santacoder": [SANTACODER],
     "crossattn_starcoder": [STARCODER],
@@ -293,16 +357,24 @@ EXP_GROUPS: dict[str, list[Values]] = {
     "crossattn_tiny": [CROSSATTN_TINY],
     "lm_nq_cpu": [LM_NQ_CPU],
     "crossattn_nq_cpu": [CROSSATTN_NQ_CPU],
+    "fid_nq_base": [FID_NQ_BASE],
+    "fid_nq_large": [FID_NQ_LARGE],
+    "fid_tqa_base": [FID_TQA_BASE],
+    "fid_tqa_large": [FID_TQA_LARGE],
+    "fid_nq_base_25to100": [FID_NQ_BASE_25, FID_NQ_BASE_TO_100],
+    "fid_tiny": [FID_TINY],
+    "fid_toy": [FID_TOY],
+    "fid_nq_cpu": [FID_NQ_CPU],
 }
 
 
 def experiments_of(group: str, path: Path | None, steps: int | None) -> list[Values]:
     """The dictionaries of one group, with `steps` written in where it is given. ConfigError for an unknown group, and
     for two experiments that are the same."""
-    groups = read_groups(path)
-    if group not in groups:
-        raise ConfigError(f"-e {group}: no such group. {nearest(group, sorted(groups))}")
-    experiments = [_with_steps(values, steps) for values in groups[group]]
+    known = read_groups(path)
+    if group not in known:
+        raise ConfigError(f"-e {group}: no such group. {nearest(group, sorted(known))}")
+    experiments = [_with_steps(values, steps) for values in known[group]]
     ids = [exp_id(values) for values in experiments]
     if len(set(ids)) < len(ids):
         twice = sorted({name for name in ids if ids.count(name) > 1})
@@ -317,39 +389,5 @@ def _with_steps(values: Values, steps: int | None) -> Values:
 
 
 def read_groups(path: Path | None) -> dict[str, list[Values]]:
-    """EXP_GROUPS of the Python file at `path`, or of this file when it is None. The file is executed.
-
-    A group given as a dictionary is a form: cartesian_exp_group makes its experiments. Raises ConfigError, with file
-    and line, for whatever goes wrong in that file, and with every mistake at once when its EXP_GROUPS is not a
-    dictionary of forms and non-empty lists of dictionaries.
-    """
-    if path is None:
-        return EXP_GROUPS
-    groups = userfile.execute(path, flag="--exp_configs", defines="EXP_GROUPS").get("EXP_GROUPS")
-    if not isinstance(groups, dict) or not groups:
-        raise ConfigError(
-            f"{path}: EXP_GROUPS is {userfile.kind(groups)}. Want a dictionary: group -> list of experiments."
-        )
-    read: dict[Any, Any] = {}
-    mistakes: list[str] = []
-    for group, given in cast(dict[Any, Any], groups).items():
-        try:
-            read[group] = cartesian_exp_group(cast(Values, given)) if isinstance(given, dict) else given
-        except ConfigError as error:
-            mistakes.append(f"  EXP_GROUPS[{group!r}] {error}")
-        else:
-            mistakes += [f"  EXP_GROUPS[{group!r}] {problem}" for problem in _group_mistakes(group, read[group])]
-    if mistakes:
-        raise ConfigError(f"{path}: {len(mistakes)} mistake(s)\n" + "\n".join(mistakes))
-    return cast(dict[str, list[Values]], read)
-
-
-def _group_mistakes(group: Any, experiments: Any) -> list[str]:
-    if not isinstance(group, str):
-        return [f"is named by {userfile.kind(group)}. Want a string."]
-    if not isinstance(experiments, list):
-        return [f"is {userfile.kind(experiments)}. Want a list of experiments, or a dictionary whose lists are axes."]
-    if not experiments:  # haven's cartesian_exp_group returns one for a hyper-parameter without values
-        return ["is an empty list. Want at least one experiment: does a hyper-parameter of the product have no values?"]
-    wrong = [index for index, item in enumerate(cast(list[Any], experiments)) if not isinstance(item, dict)]
-    return [f"[{index}] is {userfile.kind(experiments[index])}. Want a dictionary." for index in wrong]
+    """EXP_GROUPS of the Python file at `path`, or of this file when it is None."""
+    return EXP_GROUPS if path is None else groups.read(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from exp_configs import vary
 
@@ -13,7 +14,7 @@ COLOURS = ["red", "blue", "green", "white", "black"]
 PLACES = ["cellar", "attic", "garden", "tower", "harbour", "kitchen", "library"]
 
 
-def facts(start: int, stop: int) -> list[dict[str, str]]:
+def facts(start: int, stop: int) -> list[dict[str, Any]]:
     """Rows `start` to `stop` of a fixed sequence, with every field that any task reads."""
     rows = []
     for n in range(start, stop):
@@ -22,7 +23,9 @@ def facts(start: int, stop: int) -> list[dict[str, str]]:
         context = f"{who} keeps the {what} in the {place}. " + "It has been there for years. " * (n % 4)
         context += f"The {other} is empty."
         question, answer = f"Where does {who} keep the {what}?", f"in the {place}"
-        rows.append({"question": question, "answer": answer, "context": context, "text": f"{context} {question}"})
+        passages = [{"title": who, "text": context}, {"title": place, "text": f"The {other} is far from the {place}."}]
+        row = {"question": question, "answer": answer, "context": context, "text": f"{context} {question}"}
+        rows.append(row | {"ctxs": passages[: n % 3] if n % 2 else passages[::-1]})
     return rows
 
 
@@ -67,6 +70,23 @@ TINY_BASE = {
     },
     "seed": 1,
 }
+TINY_T5 = {
+    "config": {
+        "model_type": "t5",
+        "vocab_size": 384,
+        "d_model": 32,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 3,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "pad_token_id": 1,
+        "decoder_start_token_id": 1,
+        "eos_token_id": 0,
+    },
+    "seed": 1,
+}
+_DROPOUTS = ("attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout_rate")
 _TRAIN = {"steps": 6, "global_batch": 8, "micro_batch": 2, "precision": "fp32", "log_every": 1}
 _TRAIN |= {"eval_every": 3, "save_every": 3, "eval_batch": 4, "seed": 5}
 OF_TASK = {
@@ -75,6 +95,11 @@ OF_TASK = {
         "data": {"source": "jsonl", "decoder_tokens": 48, "context_tokens": 64, "shuffled_context": True},
     },
     "causal_lm": {"data": {"source": "jsonl", "max_tokens": 64}},
+    "fid": {
+        "base": TINY_T5,
+        "data": {"source": "fid", "contexts": 2, "passage_tokens": 64, "answer_tokens": 12},
+        "reader": {"checkpoint_every": 2},
+    },
 }
 
 
@@ -95,8 +120,8 @@ def experiment(task: str, folder: Path, **changes: object) -> dict[str, object]:
 
 def with_dropout(values: dict[str, object]) -> dict[str, object]:
     """The same experiment with every dropout of its base (and so of its added layers) switched on."""
-    base = dict(TINY_BASE["config"]) | {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1}  # pyright: ignore
-    changed = {**values, "base": {"config": base, "seed": 1}}
+    config: dict[str, Any] = values["base"]["config"]  # type: ignore[index]
+    changed = {**values, "base": {"config": config | {key: 0.1 for key in _DROPOUTS if key in config}, "seed": 1}}
     if values["task"] == "cross_attention":
         changed["layers"] = {**values["layers"], "key_dropout": 0.3}  # type: ignore[dict-item]
     return changed

@@ -1,13 +1,13 @@
 """The shape of the house: imports point down, submission is torch-free, one importer each, and the size budgets.
 
 Layers (a file that is not named here and lies in trainer/ is layer 2):
-5  trainval.py
-4  jobs/*, trainer/{loop, engine, run, preview}.py
+5  trainval.py, trainer/__main__.py
+4  jobs/*, trainer/{loop, engine, run, evaluation, preview}.py
 3  trainer/tasks/<name>/*
 2  trainer/*, trainer/data/*
 1  trainer/{distributed, rng}.py
-0  trainer/{config, disk, errors, userfile, deepspeed_config, deepspeed_keys}.py, every config.py, exp_configs.py,
-   job_configs.py
+0  trainer/{config, disk, errors, groups, userfile, deepspeed_config, deepspeed_keys}.py, every config.py,
+   exp_configs.py, job_configs.py
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ LAYERS = {
     "trainer.config": 0,
     "trainer.disk": 0,
     "trainer.errors": 0,
+    "trainer.groups": 0,
     "trainer.userfile": 0,
     "trainer.deepspeed_config": 0,
     "trainer.deepspeed_keys": 0,
@@ -42,6 +43,8 @@ LAYERS = {
     "trainer.engine": 4,
     "trainer.run": 4,
     "trainer.preview": 4,
+    "trainer.evaluation": 4,
+    "trainer.__main__": 5,
     "trainval": 5,
 }
 NOT_FOR_TASKS = {
@@ -49,6 +52,7 @@ NOT_FOR_TASKS = {
     "trainer.engine",
     "trainer.run",
     "trainer.preview",
+    "trainer.evaluation",
     "trainer.checkpoint",
     "trainer.telemetry",
 }

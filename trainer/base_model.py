@@ -6,10 +6,11 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import torch
 
+from trainer import shards
 from trainer.config import Base, Experiment, ExperimentBase, RandomBase, canonical_json, exp_id, nearest
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Kind = Literal["causal_lm", "seq2seq_lm"]
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
 
 
@@ -53,31 +55,37 @@ def config_of(base: Base, places: Places) -> PretrainedConfig:
         ) from None
 
 
-def load(base: Base, places: Places, *, precision: str) -> PreTrainedModel:
-    """The causal language model of a base, in the dtype of `precision`.
+def load(base: Base, places: Places, *, precision: str, kind: Kind = "causal_lm") -> PreTrainedModel:
+    """The model of a base, in the dtype of `precision`.
 
     A random base is built in fp32 under its own seed, so that every rank and every run has the same weights.
+    ConfigError when transformers has no model of this kind for the base.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-
     source = resolve(base, places)
-    config = config_of(base, places)
+    build = _model_class(config := config_of(base, places), kind)
     if isinstance(source, RandomBase):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(source.seed)
             # not from_config: under ZeRO-3 that partitions while it initialises, and draws other numbers
-            build: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
             return build(config)
-    return AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[precision])
+    return build.from_pretrained(source, dtype=DTYPES[precision])
 
 
-def skeleton(base: Base, places: Places) -> PreTrainedModel:
+def skeleton(base: Base, places: Places, *, kind: Kind = "causal_lm") -> PreTrainedModel:
     """The model of a base without storage (meta device): names and shapes only."""
-    from transformers import AutoModelForCausalLM
-
     config = config_of(base, places)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return _model_class(config, kind)(config)
+
+
+def _model_class(config: PretrainedConfig, kind: Kind) -> Any:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING if kind == "causal_lm" else MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if type(config) not in classes:
+        wanted = {"causal_lm": "a causal language model, such as gpt_bigcode", "seq2seq_lm": "a seq2seq model: t5"}
+        raise ConfigError(f"base: a {config.model_type} is not what this task trains. Use {wanted[kind]}.")
+    return classes[type(config)]
 
 
 def tokenizer_of(cfg: Experiment, places: Places) -> Tokenizer:
@@ -119,7 +127,7 @@ def _random_config(base: RandomBase) -> PretrainedConfig:
         close = nearest(str(family), legal)
         raise ConfigError(f"base.config.model_type={family!r} does not exist in transformers. {close}")
     default = CONFIG_MAPPING[family]()
-    legal = sorted({*default.to_dict(), *default.attribute_map})
+    legal = sorted({*default.to_dict(), *default.attribute_map, "decoder_start_token_id"})  # the last has no default
     unknown = [key for key in values if key not in legal]
     if unknown:
         raise ConfigError("\n".join(f"base.config.{key}: no such key. {nearest(key, legal)}" for key in unknown))
@@ -154,9 +162,7 @@ def _sha256(file: BinaryIO) -> str:
 
 def export_folder(folder: Path, config: PretrainedConfig, tokenizer: Any, weights: dict[str, torch.Tensor]) -> None:
     """Write a model folder that from_pretrained loads: config.json, model.safetensors, tokenizer files."""
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    shards.write_tensors(folder, "model.safetensors", weights)  # safetensors' own writer makes it unreadable to others
     tokenizer.save_pretrained(folder)

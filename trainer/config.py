@@ -22,12 +22,13 @@ class Strict(BaseModel):
 
 
 class Optim(Strict):
-    """AdamW. Weight decay acts on matrices only: never on biases, norms or other 1-D parameters."""
+    """AdamW."""
 
     lr: Annotated[float, Field(gt=0)]
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    decay: Literal["matrices", "all"] = "matrices"  # matrices: never biases, norms or other 1-D parameters
     clip: Annotated[float, Field(ge=0)] = 1.0  # global gradient norm; 0.0 switches clipping off
 
 
@@ -62,6 +63,7 @@ class Train(Strict):
     log_every: Positive | None = None  # steps; None: the flag --log_every
     eval_every: Positive | None = None
     save_every: Positive | None = None
+    answers: Positive | Literal["all"] | None = None  # validation rows answered by generation; None: --do_extra_evals
     keep_last: Positive = 2  # checkpoints; the best one is kept besides
     best: str | None = "valid/loss"  # the metric that chooses best/
     best_is: Literal["min", "max"] = "min"

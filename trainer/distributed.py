@@ -19,18 +19,19 @@ from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _has_group() -> bool:
+def has_group() -> bool:
+    """Whether init() was called: such a process leaves by shutdown()."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
     """This process among all processes, 0 .. world()-1."""
-    return dist.get_rank() if _has_group() else 0
+    return dist.get_rank() if has_group() else 0
 
 
 def world() -> int:
     """How many processes train together."""
-    return dist.get_world_size() if _has_group() else 1
+    return dist.get_world_size() if has_group() else 1
 
 
 def local_rank() -> int:
@@ -54,7 +55,7 @@ def init(timeout_s: float = 1800.0) -> None:
     timeout_s: after this long a collective that not every rank has reached fails instead of waiting.
     Raises ConfigError when the launcher's variables are incomplete or name a device that does not exist.
     """
-    if _has_group():
+    if has_group():
         return
     is_launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
@@ -154,7 +155,7 @@ def shutdown(exit_code: int = EXIT_OK) -> NoReturn:
     The interpreter's own way out is not taken: gloo's threads then abort finished ranks in up to half of the runs
     (torch 2.13: "terminate called without an active exception", exit code -6).
     """
-    if exit_code in (EXIT_OK, EXIT_PREEMPTED) and _has_group():
+    if exit_code in (EXIT_OK, EXIT_PREEMPTED) and has_group():
         try:
             barrier()
             dist.destroy_process_group()

@@ -384,11 +384,12 @@ def _shape(parameter: nn.Parameter) -> torch.Size:
 
 
 def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.optim.Optimizer:
-    """AdamW with decay on matrices only; lr 0 until the loop sets it, so that building it moves nothing."""
+    """AdamW with decay where `optim` says so; lr 0 until the loop sets it, so that building it moves nothing."""
     parameters = list(parameters)
+    fewest_axes = 2 if optim.decay == "matrices" else 0
     groups = [
-        {"params": [p for p in parameters if len(_shape(p)) >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if len(_shape(p)) < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(_shape(p)) >= fewest_axes], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if len(_shape(p)) < fewest_axes], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     offload = ds["zero_optimization"].get("offload_optimizer") or {}

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer import distributed, rng, schedule
 from trainer.config import Experiment, nearest
@@ -22,7 +22,7 @@ from trainer.errors import ConfigError, DivergedError
 from trainer.meter import Meter
 from trainer.metrics import Pool, Ratio
 from trainer.schedule import Plateau
-from trainer.task import Answers, Batch, Row, Task
+from trainer.task import GREEDY, Answers, Batch, Row, Search, Task
 from trainer.telemetry import Preemption, Run
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
@@ -73,6 +73,19 @@ class Session:
     export_best: Callable[[], None]  # the present weights as best/; a collective
     log_gradients: bool = False
     questions: Sequence[Row] = ()  # the first validation rows, answered by generation at each evaluation
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A model that is only evaluated, in place of an engine."""
+
+    model: nn.Module
+
+    def train(self) -> None:
+        """Nothing: it stays in evaluation mode."""
+
+    def eval(self) -> None:
+        self.model.eval()
 
 
 @dataclass(frozen=True)
@@ -149,7 +162,7 @@ def to_device(batch: Batch) -> Batch:
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, task: Task, store: TokenStore, *, batch: int) -> dict[str, float]:
+def evaluate(engine: Engine | Frozen, task: Task, store: TokenStore, *, batch: int) -> dict[str, float]:
     """Every metric of `task.scores` over every row of `store` exactly once, on any number of ranks.
 
     Random state is put back afterwards, so evaluating never changes what is trained next.
@@ -162,49 +175,53 @@ def evaluate(engine: Engine, task: Task, store: TokenStore, *, batch: int) -> di
         return _merged(scores, store.lengths, batch=batch)
 
 
-def first_questions(task: Task, count: int) -> list[Row]:
+def first_questions(task: Task, count: int | Literal["all"]) -> list[Row]:
     """The first `count` validation rows, `question` and `answers` only, to be answered at each evaluation.
 
-    ConfigError when the task cannot answer by generation and count > 0.
+    ConfigError when the task cannot answer by generation and some are wanted.
     """
     if count == 0:
         return []
     if not isinstance(task, Answers):
         name = type(task).__module__.split(".")[-2]
         raise ConfigError(
-            f"--do_extra_evals: task {name!r} cannot answer questions by generation, so the flag does nothing. "
+            f"--do_extra_evals or train.answers: task {name!r} cannot answer questions by generation. "
             "Leave it out, or give the task a method `answers` (trainer/task.py)."
         )
-    return [{key: row[key] for key in ("question", "answers")} for row in islice(task.rows("valid"), count)]
+    rows = islice(task.rows("valid"), None if count == "all" else count)
+    return [{key: row[key] for key in ("question", "answers")} for row in rows]
 
 
 @torch.no_grad()
 def answer(
-    engine: Engine, task: Answers, store: TokenStore, questions: Sequence[Row], *, batch: int
-) -> tuple[dict[str, float], list[Row]]:
-    """Every metric of `task.answers` over `questions`, and the first of them with their predictions, on all ranks.
+    engine: Engine | Frozen,
+    task: Answers,
+    store: TokenStore,
+    questions: Sequence[Row],
+    *,
+    batch: int,
+    search: Search = GREEDY,
+) -> tuple[dict[str, float], list[list[str]]]:
+    """Every metric of `task.answers` over `questions`, and the answers to each, the best first, on all ranks.
 
     questions: raw rows of the first rows of `store`; each is answered exactly once, on any number of ranks.
     """
-    shown: dict[int, str] = {}
+    own: dict[int, list[str]] = {}
 
     def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
-        answered = task.answers(engine.model, [store[row] for row in rows], [questions[row] for row in rows])
-        predictions = zip(rows, answered.predictions, strict=True)
-        shown.update({row: text for row, text in predictions if row < SHOWN_ANSWERS})
+        raw = [questions[row] for row in rows]
+        answered = task.answers(engine.model, [store[row] for row in rows], raw, search=search)
+        own.update(zip(rows, answered.n_best or [[text] for text in answered.predictions], strict=True))
         return answered.scores
 
     with _evaluation(engine):
         found = _merged(scores, store.lengths[: len(questions)], batch=batch)
-    pairs = sorted({row: text for part in distributed.gather(list(shown.items())) for row, text in part}.items())
-    return found, [
-        {"question": questions[row]["question"], "prediction": text, "references": questions[row]["answers"]}
-        for row, text in pairs
-    ]
+    by_row = {row: texts for part in distributed.gather(list(own.items())) for row, texts in part}
+    return found, [by_row[row] for row in range(len(questions))]
 
 
 @contextmanager
-def _evaluation(engine: Engine) -> Iterator[None]:
+def _evaluation(engine: Engine | Frozen) -> Iterator[None]:
     """Evaluation mode; afterwards training mode, and random state as it was."""
     before = rng.capture()
     engine.eval()
@@ -273,8 +290,15 @@ def _scores(session: Session, step: int) -> dict[str, float]:
     scores = evaluate(engine, task, valid, batch=batch)
     if session.questions:
         assert isinstance(task, Answers), "first_questions() refuses a task that cannot answer"
-        of_answers, shown = answer(engine, task, valid, session.questions, batch=batch)
-        session.run.answers(step, shown)
+        of_answers, answers = answer(engine, task, valid, session.questions, batch=batch)
+        shown = zip(session.questions, answers[:SHOWN_ANSWERS], strict=False)
+        session.run.answers(
+            step,
+            [
+                {"question": row["question"], "prediction": texts[0], "references": row["answers"]}
+                for row, texts in shown
+            ],
+        )
         scores |= of_answers
     return scores
 

@@ -139,8 +139,8 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
         on_main(_check_hub)
     rng.seed_everything(cfg.train.seed, distributed.rank())
     task = tasks.load(cfg, options.places)
-    questions = first_questions(task, options.extra_evals)
-    stores = {split: _store(task, split, options) for split in ("train", "valid")}
+    questions = first_questions(task, cfg.train.answers or options.extra_evals)
+    stores = {split: store_of(task, split, options) for split in ("train", "valid")}
     found = _newest_checkpoint(plan)
     _check_identity(plan, task, stores)
     ds = deepspeed_config.for_engine(plan.ds)
@@ -288,7 +288,8 @@ def _check_identity(plan: Plan, task: Task, stores: dict[str, TokenStore]) -> No
     on_main(check)
 
 
-def _store(task: Task, split: str, options: Options) -> TokenStore:
+def store_of(task: Task, split: str, options: Options) -> TokenStore:
+    """The encoded rows of a split, from the cache or built."""
     return open_store(
         lambda: task.rows(split),
         task.encode,

@@ -15,6 +15,10 @@ Row = dict[str, Any]  # raw text: {"question": "...", "answers": [...], "context
 Encoded = dict[str, list[int]]  # token ids by field
 Batch = dict[str, Tensor]
 
+# In training, `collate` finds under this key of a row a random number, (1,) int64 and not negative, that seed, step and
+# row fix: for tasks that sample, say one of several answers. Evaluation rows have none.
+DRAW = "draw"
+
 
 @dataclass(frozen=True)
 class Places:
@@ -80,13 +84,29 @@ class Task(Protocol):
         """Write the trained weights (by name, CPU tensors) as a folder that others can load."""
         ...
 
+    def exported(self, folder: Path) -> nn.Module:
+        """The model that `export` wrote into `folder`. ConfigError when it holds none of this task's."""
+        ...
+
+
+@dataclass(frozen=True)
+class Search:
+    """How answers are looked for."""
+
+    num_beams: int = 1  # 1: greedy
+    num_answers: int = 1  # the n best of each row; at most num_beams
+
+
+GREEDY = Search()
+
 
 @dataclass(frozen=True)
 class Answered:
     """Some rows, answered by generation."""
 
-    predictions: list[str]  # by row
+    predictions: list[str]  # by row, the best one
     scores: dict[str, Ratio]  # over these rows
+    n_best: list[list[str]] | None = None  # by row, the best first; None when one each was asked for
 
 
 @runtime_checkable
@@ -96,10 +116,25 @@ class Answers(Protocol):
     Its raw rows hold `question` (text) and `answers` (the references, a list of texts).
     """
 
-    def answers(self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row]) -> Answered:
+    def answers(
+        self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row], *, search: Search = GREEDY
+    ) -> Answered:
         """Predictions and scores of encoded `rows`; `raw` are the same rows as text, `question` and `answers` only.
 
         model: in evaluation mode, perhaps an engine. A forward may be a collective of all ranks, which answer
         different rows: how many are made must not depend on what is generated when there are several ranks.
+        A row without references has a prediction and no score. ConfigError for a search that the task cannot do.
         """
+        ...
+
+
+@runtime_checkable
+class ScoresPassages(Protocol):
+    """What a task may offer besides Task: it says how much each passage of a row was read.
+
+    Its raw rows hold `ctxs`, the passages.
+    """
+
+    def passage_scores(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+        """One score per passage of each encoded row, higher for what was read more. model: as for answers()."""
         ...

@@ -111,3 +111,32 @@ def test_logged_gradient_norms_make_up_the_global_norm(name: str, folder: Path, 
             norms = {key.removeprefix("grad_norm/"): value for key, value in line.items() if "grad_norm/" in key}
             assert list(norms) == trainable, f"ZeRO {stage}"
             assert math.hypot(*norms.values()) == pytest.approx(line["grad_norm"], rel=1e-4), f"ZeRO {stage}"
+
+
+# Exports ------------------------------------------------------------------------------------------------------------
+
+
+def _exported_again(values: dict[str, Any], folder: Path, savedir: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """The validation metrics of a run's last line, and those of its final/ read again."""
+    from trainer.evaluation import Question
+    from trainer.evaluation import run as evaluate
+    from trainer.loop import Frozen
+    from trainer.loop import evaluate as metrics
+    from trainer.run import Options, store_of
+    from trainer.task import Places
+
+    run_folder, lines = train(values, folder, savedir)
+    options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
+    task = tasks.load(tasks.parse(values), Places(folder, folder / "cache", savedir))
+    assert evaluate(Question(values, model="final"), options).keys()
+    again = metrics(Frozen(task.exported(run_folder / "final").eval()), task, store_of(task, "valid", options), batch=3)
+    said = {key.removeprefix("valid/"): value for key, value in lines[-1].items() if key.startswith("valid/")}
+    return said, again
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_exported_model_reads_back_with_the_metrics_of_its_run(name: str, folder: Path, tmp_path: Path) -> None:
+    said, again = run_on_ranks(1, _exported_again, experiment(name, folder, train={"steps": 3}), folder, tmp_path)[0]
+    assert again == pytest.approx(said, rel=1e-5)
+    for weights in tmp_path.glob("*/final/*.safetensors"):
+        assert weights.stat().st_mode & 0o044, "others of the group can read what a run leaves"

@@ -94,6 +94,34 @@ def train(live: Any, steps: range) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+def _shrinks(decay: str) -> dict[int, dict[str, float]]:
+    """By how much one step with a gradient of zero shrinks the weights that began at one."""
+    from trainer import distributed, engine
+
+    found: dict[int, dict[str, float]] = {}
+    for stage in (0, 3):
+        optim = OPTIM.model_copy(update={"decay": decay})
+        live = engine.Engine(network(), ds_for(stage, "fp32", distributed.world()), optim)
+        live.backward(live.model(data()[0][0]).sum() * 0.0)
+        before = live.weights(lambda k: True)
+        live.step(1.0)  # AdamW multiplies by 1 - lr x decay, and its own step is 0
+        after = live.weights(lambda k: True)
+        found[stage] = {name: float(1 - (after[name] / before[name]).flatten()[0]) for name in after}
+        live.destroy()
+    return found
+
+
+@pytest.mark.parametrize("decay", ["matrices", "all"])
+def test_weight_decay_acts_on_matrices_or_on_everything(decay: str) -> None:
+    matrices = {"3.weight", "5.weight"}
+    for found in run_on_ranks(1, _shrinks, decay)[0].values():
+        for name, shrunk in found.items():
+            if name == "2.bias":
+                continue  # a norm's bias begins at zero
+            wanted = OPTIM.weight_decay if decay == "all" or name in matrices else 0.0
+            assert shrunk == pytest.approx(wanted, abs=1e-6), name
+
+
 STAGES = (0, 1, 2, 3)
 
 

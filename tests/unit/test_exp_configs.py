@@ -80,6 +80,33 @@ def test_a_published_group_has_its_published_values(row: list[str]) -> None:
     assert values["deepspeed"] == "zero2"
 
 
+@pytest.mark.parametrize(
+    ("group", "base", "lr", "files"),
+    [
+        ("fid_nq_base", "google-t5/t5-base", 1e-4, "NQ"),
+        ("fid_nq_large", "google-t5/t5-large", 5e-5, "NQ"),
+        ("fid_tqa_base", "google-t5/t5-base", 1e-4, "TQA"),
+        ("fid_tqa_large", "google-t5/t5-large", 5e-5, "TQA"),
+    ],
+)
+def test_a_reader_is_trained_by_the_published_recipe(group: str, base: str, lr: float, files: str) -> None:
+    (values,) = EXP_GROUPS[group]
+    train, data = values["train"], values["data"]
+    assert (values["base"], values["optim"]) == (base, {"lr": lr, "weight_decay": 0.01, "decay": "all", "clip": 1.0})
+    assert values["schedule"] == {"shape": "linear", "warmup_steps": 1000}
+    assert (train["steps"], train["global_batch"], train["eval_every"]) == (15_000, 64, 500)
+    assert (train["answers"], train["best"], train["best_is"]) == ("all", "valid/em", "max")
+    assert (data["contexts"], data["passage_tokens"]) == (100, 250)
+    assert set(data["files"].values()) == {f"{files}/{name}.json" for name in ("train", "dev", "test")}
+
+
+def test_the_cheaper_reader_reads_25_passages_and_then_100_for_1000_updates() -> None:
+    first, second = EXP_GROUPS["fid_nq_base_25to100"]
+    assert (first["data"]["contexts"], second["data"]["contexts"]) == (25, 100)
+    assert second["base"] == {"experiment": first}
+    assert second["train"]["steps"] == 1000
+
+
 def test_every_published_group_is_in_the_table() -> None:
     published = {group for group, values in ALL if values["data"]["source"] == "jsonl"}
     assert published == {f"crossattn_{row[0]}" for row in ROWS}
@@ -129,8 +156,10 @@ def test_an_embedded_tokenizer_fits_its_random_base() -> None:
 def test_the_tokens_fit_the_positions_of_a_random_base() -> None:
     for group, values in ALL:
         base = values["base"]
-        config = base.get("experiment", {"base": base})["base"]["config"] if isinstance(base, dict) else None
-        if config is not None:
+        while isinstance(base, dict) and "experiment" in base:
+            base = base["experiment"]["base"]
+        config = base["config"] if isinstance(base, dict) else {}
+        if "n_positions" in config:
             data = values["data"]
             longest = max(data[key] for key in ("max_tokens", "decoder_tokens", "context_tokens") if key in data)
             assert longest <= config["n_positions"], group

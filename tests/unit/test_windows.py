@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from trainer.data.store import TokenStore, open_store
 from trainer.data.windows import Sharding, epoch_order, evaluation_batches, step_rows, window_rows, windows
 from trainer.errors import ConfigError, DataError
-from trainer.task import Batch, Task
+from trainer.task import DRAW, Batch, Task
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -219,6 +219,41 @@ def test_an_error_while_collating_is_raised_where_the_window_is_asked_for(store:
     with pytest.raises(DataError, match=f"row {wanted} cannot be collated"):
         next(source)
     assert _no_thread_is_left()
+
+
+class _Draws(_Lines):
+    """Keeps what each collated row was given to draw with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, list[int]] = {}
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        for row in rows:
+            assert row[DRAW].shape == (1,)
+            self.seen.setdefault(int(row["ids"][0]), []).append(int(row[DRAW][0]))
+        return super().collate(rows)
+
+
+def _draws(store: TokenStore, world: int, epoch: int, *, seed: int = 1) -> dict[int, list[int]]:
+    """What each row drew in one of the epochs of five steps."""
+    together: dict[int, list[int]] = {}
+    for rank in range(world):
+        task = _Draws()
+        sharding = Sharding(global_batch=8, micro_batch=2, world=world, rank=rank)
+        list(windows(store, task.as_task(), sharding, seed=seed, start_step=epoch * 5, stop_step=epoch * 5 + 5))
+        together |= task.seen
+    return together
+
+
+def test_a_row_draws_the_same_on_any_ranks_and_after_a_resume_but_anew_in_every_epoch(store: TokenStore) -> None:
+    first, second = _draws(store, 1, 0), _draws(store, 1, 1)
+    assert len(first) == 40
+    assert all(len(draws) == 1 and draws[0] >= 0 for draws in first.values())
+    assert _draws(store, 2, 0) == first
+    assert _draws(store, 2, 1) == second
+    assert len({draw for draws in [*first.values(), *second.values()] for draw in draws}) == 80
+    assert _draws(store, 1, 0, seed=2) != first
 
 
 def test_closing_early_ends_the_thread_which_was_never_far_ahead(store: TokenStore) -> None:

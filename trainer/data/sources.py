@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ _JSONL_NAMES = {
 }
 _NQ_SPLITS = {"train": ("train",), "valid": ("valid", "val", "dev"), "test": ("test",)}
 _NQ_VALID_OF_1000 = 20  # passages held out from language modelling
-_PASSAGES, _QUERIES = "corpus.tsv", "queries.jsonl"
+_PASSAGES, QUERIES = "corpus.tsv", "queries.jsonl"
 _PASSAGE_FIELDS = ["id", "text", "title"]
 
 
@@ -34,17 +35,17 @@ def read_jsonl(path: Path) -> Iterator[Row]:
 def numbered_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
     """(line, object) of a JSON-lines file, for readers that check the objects; blank lines are counted and skipped."""
     is_empty = True
-    for line, text in _lines(path):
+    for line, text in lines(path):
         if not text.strip():
             continue
         try:
             row = json.loads(text)
         except json.JSONDecodeError as error:
-            raise _bad(
+            raise bad_line(
                 path, line, f"malformed JSON ({error.msg}, column {error.colno}); write one object a line"
             ) from None
         if not isinstance(row, dict):
-            raise _bad(path, line, f"a JSON {type(row).__name__}, want an object like {{...}}")
+            raise bad_line(path, line, f"a JSON {type(row).__name__}, want an object like {{...}}")
         is_empty = False
         yield line, row
     if is_empty:
@@ -70,9 +71,9 @@ def nq_rows(folder: Path | None, split: str) -> Iterator[Row]:
     val or dev, test), "question", "answers" and "gold", the id of a passage. Only the split's questions and gold
     passages are kept in memory.
     """
-    folder = _nq_folder(folder)
-    path = folder / _QUERIES
-    names = _nq_names(split)
+    folder = nq_folder(folder)
+    path = folder / QUERIES
+    names = split_names(split)
     queries = [(line, raw) for line, raw in numbered_jsonl(path) if raw.get("split") in names]
     if not queries:
         raise DataError(f"{path} has no line whose split is {' or '.join(names)}, which {split!r} wants.")
@@ -81,7 +82,7 @@ def nq_rows(folder: Path | None, split: str) -> Iterator[Row]:
     for line, raw in queries:
         passage = gold.get(str(raw.get("gold")))
         if passage is None:
-            raise _bad(path, line, f"gold={raw.get('gold')!r} is no id in {folder / _PASSAGES}")
+            raise bad_line(path, line, f"gold={raw.get('gold')!r} is no id in {folder / _PASSAGES}")
         yield {
             "question": _text(raw, "question", path, line),
             "answers": _answers(raw, path, line),
@@ -92,22 +93,30 @@ def nq_rows(folder: Path | None, split: str) -> Iterator[Row]:
 
 
 def passages(folder: Path | None) -> Iterator[Row]:
-    """{"id", "text", "title"} of every line of corpus.tsv behind the header "id, text, title"; a quote is a quote."""
-    path = _nq_folder(folder) / _PASSAGES
+    """{"id", "text", "title"} of every line of corpus.tsv; see `tsv_passages`."""
+    return tsv_passages(nq_folder(folder) / _PASSAGES)
+
+
+def tsv_passages(path: Path) -> Iterator[Row]:
+    """{"id", "text", "title"} of every line of tab-separated id, text, title behind a header that says so.
+
+    There a quote is a quote, unless the file is quoted as CSV is, like DPR's psgs_w100.tsv. The first field with a
+    quote in it decides: CSV puts quotes around the whole field and doubles those within ("" is not in prose); a field
+    in quotes that has none within says nothing, and the next one decides.
+    """
+    is_csv = _is_csv(path)
     is_empty = True
-    for line, text in _lines(path):
-        fields = text.split("\t")
+    for line, text in lines(path):
+        fields = _csv_fields(text, path, line) if is_csv else text.split("\t")
         if len(fields) != 3:
-            raise _bad(path, line, f"{len(fields)} tab-separated field(s), want id, text and title")
+            raise bad_line(path, line, f"{len(fields)} tab-separated field(s), want id, text and title")
         if line == 1:
             if fields != _PASSAGE_FIELDS:
-                raise _bad(
-                    path, line, f"the header is {_shown(fields)}, want id, text and title with tabs between them"
-                )
+                raise bad_line(path, line, f"the header is {shown(fields)}, want id, text and title with tabs between")
             continue
         number, body, title = fields
         if not number.strip() or not body.strip():
-            raise _bad(path, line, "the id or the text is blank; give both")
+            raise bad_line(path, line, "the id or the text is blank; give both")
         is_empty = False
         yield {"id": number, "text": body, "title": title}
     if is_empty:
@@ -134,6 +143,29 @@ def texts(folder: Path | None, split: str, source: Literal["nq", "jsonl"]) -> It
             yield {"text": text}
 
 
+def _is_csv(path: Path) -> bool:
+    """Whether the first field that can tell is quoted as CSV does; see `tsv_passages`. A header in quotes can tell."""
+    for line, text in lines(path):
+        for content in text.split("\t") if '"' in text else ():
+            if '"' not in content:
+                continue
+            inner = content[1:-1]
+            if content != f'"{inner}"' or '"' in inner.replace('""', ""):
+                return False
+            if line == 1 or '""' in inner:
+                return True
+    return False
+
+
+def _csv_fields(text: str, path: Path, line: int) -> list[str]:
+    try:
+        return next(csv.reader([text], delimiter="\t", strict=True))
+    except csv.Error as error:
+        raise bad_line(
+            path, line, f"{error}, in a file whose fields are quoted as CSV; close the quotes, and double those within"
+        ) from None
+
+
 def _question_row(raw: Row, path: Path, line: int) -> Row:
     row: Row = {"question": _text(raw, "question", path, line), "answers": _answers(raw, path, line)}
     many = _one_of(raw, ("context", "contexts"), path, line) == "contexts"
@@ -146,7 +178,9 @@ def _question_row(raw: Row, path: Path, line: int) -> Row:
     if "titles" in raw:
         row["titles"] = _text_list(raw, "titles", path, line)
         if len(row["titles"]) != len(row["contexts"]):
-            raise _bad(path, line, f"{len(row['titles'])} titles for {len(row['contexts'])} contexts; give one each")
+            raise bad_line(
+                path, line, f"{len(row['titles'])} titles for {len(row['contexts'])} contexts; give one each"
+            )
     return row
 
 
@@ -160,7 +194,7 @@ def _one_of(raw: Row, names: tuple[str, str], path: Path, line: int) -> str:
     given = [name for name in names if name in raw]
     if len(given) != 1:
         found = "both are" if given else "neither is"
-        raise _bad(
+        raise bad_line(
             path, line, f"{names[0]!r} or {names[1]!r} is wanted, {found} there (keys: {', '.join(raw) or 'none'})"
         )
     return given[0]
@@ -168,33 +202,33 @@ def _one_of(raw: Row, names: tuple[str, str], path: Path, line: int) -> str:
 
 def _text(raw: Row, name: str, path: Path, line: int) -> str:
     if name not in raw:
-        raise _bad(path, line, f"{name!r} is missing (keys: {', '.join(raw) or 'none'})")
+        raise bad_line(path, line, f"{name!r} is missing (keys: {', '.join(raw) or 'none'})")
     return _checked_text(raw[name], name, path, line)
 
 
 def _text_list(raw: Row, name: str, path: Path, line: int) -> list[str]:
     values = raw[name]
     if not isinstance(values, list) or not values:
-        raise _bad(path, line, f"{name!r} is {_shown(values)}, want a list of texts that is not empty")
+        raise bad_line(path, line, f"{name!r} is {shown(values)}, want a list of texts that is not empty")
     return [_checked_text(value, f"{name}[{index}]", path, line) for index, value in enumerate(values)]
 
 
 def _checked_text(value: Any, name: str, path: Path, line: int) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise _bad(path, line, f"{name!r} is {_shown(value)}, want text that is not blank")
+        raise bad_line(path, line, f"{name!r} is {shown(value)}, want text that is not blank")
     return value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _bad(path: Path, line: int, problem: str) -> DataError:
+def bad_line(path: Path, line: int, problem: str) -> DataError:
     return DataError(f"{path}, line {line}: {problem}.")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number, line without its end) of a UTF-8 file; only LF and CRLF end a line, for texts may hold U+2028."""
     try:
         with path.open("rb") as file:
@@ -210,11 +244,11 @@ def _decoded(content: bytes, path: Path, line: int) -> str:
     try:
         return content.rstrip(b"\r\n").decode(encoding)
     except UnicodeDecodeError as error:
-        raise _bad(path, line, f"byte {error.start} is not UTF-8; save the file as UTF-8") from None
+        raise bad_line(path, line, f"byte {error.start} is not UTF-8; save the file as UTF-8") from None
 
 
 def _split_file(folder: Path | None, split: str) -> Path:
-    folder = _given(folder, "train.jsonl and valid.jsonl")
+    folder = given_folder(folder, "train.jsonl and valid.jsonl")
     names = _JSONL_NAMES.get(split)
     if names is None:
         raise DataError(f"split={split!r} does not exist. Use {', '.join(_JSONL_NAMES)}.")
@@ -227,18 +261,18 @@ def _split_file(folder: Path | None, split: str) -> Path:
     )
 
 
-def _nq_names(split: str) -> Sequence[str]:
+def split_names(split: str) -> Sequence[str]:
     if split not in _NQ_SPLITS:
         raise DataError(f"split={split!r} does not exist. Use {', '.join(_NQ_SPLITS)}.")
     return _NQ_SPLITS[split]
 
 
-def _nq_folder(folder: Path | None) -> Path:
-    folder = _given(folder, f"{_PASSAGES} (id, text, title) and {_QUERIES} (split, question, answers, gold)")
+def nq_folder(folder: Path | None) -> Path:
+    folder = given_folder(folder, f"{_PASSAGES} (id, text, title) and {QUERIES} (split, question, answers, gold)")
     return next((place for place in (folder, folder / "nq") if (place / _PASSAGES).is_file()), folder)
 
 
-def _given(folder: Path | None, wanted: str) -> Path:
+def given_folder(folder: Path | None, wanted: str) -> Path:
     if folder is None:
         raise DataError(
             f"the data is read from --data_path, and none was given. Point it at a folder that holds {wanted}, "

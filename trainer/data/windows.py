@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.data.store import TokenStore
 from trainer.errors import ConfigError, DataError
-from trainer.task import Batch, Task
+from trainer.task import DRAW, Batch, Task
 
 _WINDOWS_AHEAD = 2  # one being copied to the device, one ready
 _POLL_S = 0.1  # how soon a waiting collation thread notices that nobody reads any more
@@ -151,11 +151,15 @@ class _Collation:
 
     def window(self, step: int) -> Window:
         rows = window_rows(step, lengths=self.store.lengths, sharding=self.sharding, seed=self.seed)
-        batches = [self.task.collate([self.store[int(index)] for index in indices]) for indices in rows]
+        batches = [self.task.collate([self._row(step, int(index)) for index in indices]) for indices in rows]
         units = torch.stack([self.task.units(batch).to("cpu", torch.int64) for batch in batches]).sum()
         if torch.cuda.is_available():
             batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches]
         return Window(step=step, batches=batches, rows=rows, units=units)
+
+    def _row(self, step: int, index: int) -> dict[str, np.ndarray]:
+        words = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
+        return {**self.store[index], DRAW: (words >> np.uint64(1)).astype(np.int64)}
 
 
 def _ahead(collation: _Collation, start_step: int, stop_step: int) -> Generator[Window, None, None]:

@@ -118,6 +118,9 @@ class Task:
     def fingerprint(self) -> str:
         return ""
 
+    def exported(self, folder: Path) -> nn.Module:
+        return self._operate(base_model.load(str(folder), self.places, precision=self.cfg.train.precision))
+
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         config = base_model.config_of(self.cfg.base, self.places)
         named = {name.removeprefix("base."): tensor for name, tensor in weights.items()}

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer import base_model
+from trainer import base_model, shards
 from trainer.config import Base, Strict, validate
 from trainer.errors import ConfigError, ResumeError
 from trainer.task import Places
@@ -30,7 +29,7 @@ class Reference(Strict):
 def write(folder: Path, weights: Mapping[str, Tensor], cfg: Config, *, fingerprint: str, tokenizer: Any) -> None:
     """Write model.safetensors (published names), cross_attention.json and the tokenizer's files."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    shards.write_tensors(folder, "model.safetensors", weights)
     described = cfg.model_dump(mode="json")
     content = {"base": described["base"], "base_fingerprint": fingerprint, "layers": described["layers"]}
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")

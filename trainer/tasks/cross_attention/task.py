@@ -12,10 +12,10 @@ from trainer import base_model, distributed
 from trainer.config import canonical_json
 from trainer.data import sources, stdlib_docs, vocabulary
 from trainer.data.padding import pad_right
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
 from trainer.losses import IGNORED
 from trainer.metrics import Ratio, answer_scores
-from trainer.task import Answered, Batch, Encoded, Places, Row
+from trainer.task import GREEDY, Answered, Batch, Encoded, Places, Row, Search
 from trainer.tasks.cross_attention import export, templates
 from trainer.tasks.cross_attention.config import Config
 from trainer.tasks.cross_attention.generation import greedy, most_prompt_tokens
@@ -56,6 +56,9 @@ class Task:
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         export.write(folder, weights, self.cfg, fingerprint=self.fingerprint(), tokenizer=self.tokenizer)
+
+    def exported(self, folder: Path) -> nn.Module:
+        return export.load(folder, self.places, precision=self.cfg.train.precision)
 
     # Data -------------------------------------------------------------------------------------------------------
 
@@ -154,8 +157,12 @@ class Task:
 
     # Answers ----------------------------------------------------------------------------------------------------
 
-    def answers(self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row]) -> Answered:
+    def answers(
+        self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row], *, search: Search = GREEDY
+    ) -> Answered:
         """Greedy answers of at most data.answer_tokens tokens, and em, f1, precision, recall and recall_em of them."""
+        if search != GREEDY:
+            raise ConfigError(f"{search}: task 'cross_attention' answers greedily only. Ask for one beam, one answer.")
         device, most = distributed.device(), most_prompt_tokens(model, self.cfg.data.answer_tokens)
         ids, mask = self._prompts(rows, most)
         context_ids, context_mask = self._contexts(rows, "context")

@@ -1,0 +1,400 @@
+"""Readers of facebookresearch/FiD and minFiD as plain T5 folders, and plain T5 folders for facebookresearch/FiD.
+
+A reader is a T5 whose encoder was wrapped, so its files differ from those of a stock T5 in names alone:
+`encoder.encoder.block.0.module.layer...` for `encoder.block.0.layer...`, with another word for "module", and with a
+prefix, in minFiD.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
+
+from trainer import shards
+from trainer.config import nearest
+from trainer.data import vocabulary
+from trainer.errors import ConfigError, StorageError
+from trainer.surgery import load_into
+
+log = logging.getLogger(__name__)
+
+# The table that transformers before 4.0 gave cross-attention and that no later one has (huggingface #8518).
+CROSS_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+LAYOUTS = ["t5", "fid"]
+_EMBEDDING, _HEAD = "shared.weight", "lm_head.weight"
+_TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _HEAD)
+_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+_TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # one of them makes a tokenizer
+_COPIED = (*_TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_WRAPPED_BLOCK = re.compile(r"encoder\.block\.(\d+)\.(?!layer\.)\w+\.layer\.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A reader as a stock T5 has it, whatever file it came from."""
+
+    path: Path
+    config: dict[str, Any]  # as config.json states it
+    tensors: dict[str, Tensor]  # by plain T5 name; tied ones once, as shared.weight
+    copied: tuple[Path, ...] = ()  # the tokenizer and the generation settings
+    tokenizer_hint: str = "google-t5/t5-base"
+
+
+def import_model(source: Path, *, out: Path, tokenizer: str | None = None, compat_cross_bias: bool = False) -> None:
+    """Write the reader in `source` to the new folder `out`, which T5ForConditionalGeneration.from_pretrained loads.
+
+    source: a folder of facebookresearch/FiD or of a plain T5, or a file that minFiD saved. tokenizer: a folder or Hub
+    id whose files are written too, instead of those beside the reader. compat_cross_bias: keep the position bias of
+    cross-attention, for an experiment with reader.compat_cross_bias. Raises ConfigError and StorageError; then `out`
+    is not there.
+    """
+    _refuse_existing(out)
+    found = _checked(_read_pickle(source) if source.is_file() else _read_folder(source))
+    has_bias = CROSS_BIAS in found.tensors
+    if compat_cross_bias and not has_bias:
+        raise ConfigError(f"{source} holds no {CROSS_BIAS}: there is nothing to keep. Leave --compat_cross_bias out.")
+    if has_bias and not compat_cross_bias:
+        found = replace(found, tensors={name: t for name, t in found.tensors.items() if name != CROSS_BIAS})
+        log.info("left out: the position bias of cross-attention (--compat_cross_bias keeps it)")
+    _write_t5(found, out, tokenizer)
+
+
+def export_model(folder: Path, *, out: Path, layout: str = "t5") -> None:
+    """Write the T5 in `folder` to the new folder `out`: as a plain T5, or as facebookresearch/FiD reads it.
+
+    layout: "t5", or "fid" for FiDT5.from_pretrained of transformers 3.0.2. Raises ConfigError when that cannot hold
+    the model, and StorageError; then `out` is not there.
+    """
+    if layout not in LAYOUTS:
+        raise ConfigError(f"--layout {layout}: no such layout of a reader. {nearest(layout, LAYOUTS)}")
+    _refuse_existing(out)
+    found = _checked(_read_folder(folder))
+    if layout == "fid":
+        _write_fid(found, out)
+    else:
+        _write_t5(found, out, None)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def _read_folder(folder: Path) -> Source:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder}: got no folder with config.json. Give a folder that save_pretrained wrote, or a file of minFiD."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}). Copy the folder again.") from None
+    family = config.get("model_type") if isinstance(config, dict) else None
+    if family != "t5":
+        raise ConfigError(f"{path}: got model_type={family!r}, want 't5'. Give the folder of a T5 or of a reader.")
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        tensors |= _tensors_of(file)
+    copied = [folder / "generation_config.json", *(folder / name for name in _COPIED)]
+    return Source(folder, config, _renamed(tensors, folder), tuple(file for file in copied if file.is_file()))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    for single in _WEIGHT_FILES:
+        if (folder / single).is_file():
+            return [folder / single]
+        index = folder / f"{single}.index.json"
+        if index.is_file():
+            return [folder / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    legal = ", ".join(f"{single} or {single}.index.json" for single in _WEIGHT_FILES)
+    raise ConfigError(f"{folder}: holds no weights, want {legal}. Copy the folder again.")
+
+
+def _tensors_of(file: Path) -> dict[str, Tensor]:
+    if file.suffix != ".safetensors":
+        return _named_tensors(_unpickled(file), file)
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error}). Copy the checkpoint again.") from None
+
+
+def _read_pickle(file: Path) -> Source:
+    content = _unpickled(file)
+    if not isinstance(content, dict) or not {"sd", "args"} <= content.keys():
+        raise ConfigError(
+            f"{file}: got no checkpoint of minFiD, want a pickle of {{'sd', 'args'}}. "
+            "Give such a file, or the folder that holds config.json and the weights."
+        )
+    tensors = _renamed(_named_tensors(content["sd"], file), file)
+    args = content["args"] if isinstance(content["args"], dict) else vars(content["args"])
+    hint = str(args.get("t5_name", args.get("base_seq2seq", Source.tokenizer_hint)))
+    return Source(file, _config_of(tensors, file), tensors, tokenizer_hint=hint)
+
+
+def _unpickled(file: Path) -> Any:
+    """The content of a file of torch.save: tensors, plain containers and argparse.Namespace, never anything else."""
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except UnpicklingError as error:
+        asked = re.search(r"GLOBAL (\S+)", str(error))
+        more = f" (it asks for {asked[1]})" if asked else ""
+        raise ConfigError(
+            f"{file}: refused. Got a file of more than tensors and argparse.Namespace{more}, which could run code, "
+            "or no file of torch.save at all. Save it again from the program that made it, with tensors alone."
+        ) from None
+    except Exception as error:  # any: bytes that are no pickle can make the unpickler fail in every way
+        raise ConfigError(f"{file}: cannot be read ({error}). Copy the checkpoint again.") from error
+
+
+def _named_tensors(value: Any, file: Path) -> dict[str, Tensor]:
+    if not isinstance(value, dict) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
+        raise ConfigError(f"{file}: got something else than tensors by name. Give a file with the weights alone.")
+    return dict(value)
+
+
+def _renamed(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
+    plain = {_plain_name(name): tensor for name, tensor in tensors.items()}
+    if len(plain) < len(tensors):
+        raise ConfigError(f"{source}: holds the same tensors under plain and under wrapped names. Keep one of both.")
+    return plain
+
+
+def _plain_name(name: str) -> str:
+    name = re.sub(r"^(t5|seq2seq)\.", "", name)  # minFiD, and minFiD's translate_model.py
+    name = re.sub(r"^encoder\.encoder\.", "encoder.", name)
+    return _WRAPPED_BLOCK.sub(r"encoder.block.\1.layer.", name)
+
+
+def _wrapped_name(name: str) -> str:
+    name = re.sub(r"^encoder\.", "encoder.encoder.", name)
+    return re.sub(r"^(encoder\.encoder\.block\.\d+\.)layer\.", r"\1module.layer.", name)
+
+
+def _config_of(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Any]:
+    """What config.json would say, from the shapes; the rest as every published T5 has it. minFiD stores no config."""
+    block = "encoder.block.0.layer."
+    gated = f"{block}1.DenseReluDense.wi_0.weight" in tensors
+    names = [_EMBEDDING, *(f"{block}0.SelfAttention.{part}.weight" for part in ("relative_attention_bias", "q"))]
+    names.append(f"{block}1.DenseReluDense.wo.weight")
+    missing = [name for name in names if name not in tensors or tensors[name].ndim != 2]
+    if missing:
+        raise ConfigError(f"{source}: its sizes cannot be told, it misses {missing}. Give a file with a whole reader.")
+    (vocab_size, d_model), (num_buckets, num_heads), (d_inner, _), (_, d_ff) = (tensors[name].shape for name in names)
+    is_untied = _HEAD in tensors and not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
+    return {
+        "model_type": "t5",
+        "vocab_size": vocab_size,
+        "d_model": d_model,
+        "d_kv": d_inner // num_heads,
+        "d_ff": d_ff,
+        "num_layers": _num_blocks("encoder", tensors),
+        "num_decoder_layers": _num_blocks("decoder", tensors),
+        "num_heads": num_heads,
+        "relative_attention_num_buckets": num_buckets,
+        "relative_attention_max_distance": 128,
+        "feed_forward_proj": "gated-gelu" if gated else "relu",
+        "dropout_rate": 0.1,
+        "layer_norm_epsilon": 1e-6,
+        "initializer_factor": 1.0,
+        "is_encoder_decoder": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": not is_untied,
+    }
+
+
+def _num_blocks(stack: str, tensors: Mapping[str, Tensor]) -> int:
+    found = [re.match(rf"{stack}\.block\.(\d+)\.", name) for name in tensors]
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
+# Checking -------------------------------------------------------------------------------------------------------------
+
+
+def _checked(found: Source) -> Source:
+    """`found` with tied tensors stored once, and a config that says the same to every version of transformers.
+
+    ConfigError names every missing, unexpected and misshaped tensor at once.
+    """
+    config = _t5_config(found)
+    tensors = dict(found.tensors)
+    stored = next((name for name in (_EMBEDDING, *_TIED) if name in tensors), _EMBEDDING)
+    if stored in tensors:
+        tensors.setdefault(_EMBEDDING, tensors[stored])
+    is_untied = _is_untied(config, tensors)
+    model = _skeleton(config, is_untied=is_untied, has_cross_bias=CROSS_BIAS in tensors)
+    load_into(model, tensors, source=str(found.path))  # into no storage: only names and shapes are looked at
+    once = {name: t.contiguous() for name, t in tensors.items() if name not in _TIED or (is_untied and name == _HEAD)}
+    return replace(found, config=_said_to_all(found.config, config), tensors=once)
+
+
+def _t5_config(found: Source) -> Any:
+    try:
+        return T5Config.from_dict(dict(found.config))
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{found.path}: its config.json describes no T5 ({error}). Correct it.") from None
+
+
+def _is_untied(config: Any, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether there is an output layer of its own: T5 v1.1, whose decoder output is not scaled either."""
+    if config.scale_decoder_outputs or _HEAD not in tensors or _EMBEDDING not in tensors:
+        return False
+    return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
+
+
+def _said_to_all(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """config.json of a plain T5.
+
+    tie_word_embeddings=false means an unscaled decoder output to every version of transformers. save_pretrained of
+    5.x writes true beside scale_decoder_outputs=false instead, which 4.x takes for a T5 v1.0.
+    """
+    left_out = ("scale_decoder_outputs", "compat_cross_bias", "_name_or_path")
+    said = {name: value for name, value in values.items() if name not in left_out}
+    said |= {"architectures": ["T5ForConditionalGeneration"], "tie_word_embeddings": config.scale_decoder_outputs}
+    return {"decoder_start_token_id": 0, **said}  # the pad, with which every T5 begins
+
+
+def _skeleton(config: Any, *, is_untied: bool, has_cross_bias: bool) -> Any:
+    """A T5 without storage whose parameters are those that a file should hold."""
+    with torch.device("meta"):
+        model: Any = T5ForConditionalGeneration(config)
+        if is_untied:  # transformers 5 ties whatever the config says, until from_pretrained meets two tensors
+            model.lm_head.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        if has_cross_bias:
+            table = nn.Embedding(config.relative_attention_num_buckets, config.num_heads)
+            model.decoder.block[0].layer[1].EncDecAttention.relative_attention_bias = table
+    return model
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def _write_t5(found: Source, out: Path, tokenizer: str | None) -> None:
+    config = found.config | ({"compat_cross_bias": True} if CROSS_BIAS in found.tensors else {})
+    own = [file for file in found.copied if file.name in _TOKENIZER_FILES]
+    loaded = None if tokenizer is None else _tokenizer(tokenizer, out.parent)
+    if loaded is not None:
+        vocabulary.check_fits(loaded, config["vocab_size"])
+    with _new_folder(out) as folder:
+        _write_config(folder, config)
+        shards.write_tensors(folder, "model.safetensors", found.tensors)
+        for file in found.copied:
+            if loaded is None or file.name not in _COPIED:
+                shutil.copyfile(file, folder / file.name)
+        if loaded is not None:
+            loaded.save_pretrained(folder)
+    log.info("%s: %s", out, _described(found))
+    if loaded is None and not own:
+        log.info('%s has no tokenizer: name one in the experiment, "tokenizer": "%s"', out, found.tokenizer_hint)
+
+
+def _tokenizer(spec: str, cache_dir: Path) -> Any:
+    """The tokenizer of a folder or Hub id; a folder may hold a bare spiece.model, as T5 was published at first."""
+    folder = Path(spec)
+    is_bare = (folder / "spiece.model").is_file() and not (folder / "tokenizer_config.json").is_file()
+    if not is_bare or (folder / "tokenizer.json").is_file():
+        return vocabulary.load_tokenizer(spec, data_path=None, cache_dir=cache_dir)
+    try:
+        return T5Tokenizer.from_pretrained(folder)
+    except (ImportError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"--tokenizer {spec}: its spiece.model cannot be read ({reason}). "
+            "Install the packages sentencepiece and protobuf, or name a folder with a tokenizer.json."
+        ) from error
+
+
+def _write_fid(found: Source, out: Path) -> None:
+    config = _t5_config(found)
+    _refuse_newer_than_302(config, found)
+    tensors = dict(found.tensors)
+    if CROSS_BIAS not in tensors:  # left out, transformers 3.0.2 would fill it with random numbers
+        shape = config.relative_attention_num_buckets, config.num_heads
+        tensors[CROSS_BIAS] = torch.zeros(shape, dtype=tensors[_EMBEDDING].dtype)
+        log.info("added: a position bias of zeros for cross-attention, which changes nothing")
+    tensors |= dict.fromkeys(_TIED, tensors[_EMBEDDING])
+    order = _skeleton(config, is_untied=False, has_cross_bias=True).state_dict()
+    with _new_folder(out) as folder:
+        _write_config(folder, _config_302(config) | {"architectures": ["FiDT5"]})
+        _save({_wrapped_name(name): tensors[name] for name in order}, folder / "pytorch_model.bin")
+    log.info("%s: %s", out, _described(found))
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        torch.save(tensors, path)
+    except RuntimeError as error:  # how torch 2.13 reports every refusal of the disk
+        raise OSError(f"{path.name}: {error}") from error
+
+
+def _refuse_newer_than_302(config: Any, found: Source) -> None:
+    """ConfigError names everything about a T5 that transformers 3.0.2, on which FiD runs, cannot express."""
+    problems: list[str] = []
+    if config.feed_forward_proj != "relu":
+        problems.append(f"feed_forward_proj={config.feed_forward_proj!r}, want 'relu'")
+    if not config.scale_decoder_outputs:
+        problems.append("tie_word_embeddings=false, want true")
+    if config.num_decoder_layers != config.num_layers:
+        problems.append(f"num_decoder_layers={config.num_decoder_layers}, want num_layers={config.num_layers}")
+    if config.relative_attention_max_distance != 128:
+        problems.append(f"relative_attention_max_distance={config.relative_attention_max_distance}, want 128")
+    if problems:
+        raise ConfigError(
+            f"{found.path}: facebookresearch/FiD runs on transformers 3.0.2, which has no such T5: "
+            f"got {'; '.join(problems)}. Use --layout t5."
+        )
+
+
+def _config_302(config: Any) -> dict[str, Any]:
+    kept = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "relative_attention_num_buckets")
+    kept += ("dropout_rate", "layer_norm_epsilon", "initializer_factor", "pad_token_id", "eos_token_id", "model_type")
+    fixed = {"is_encoder_decoder": True, "n_positions": getattr(config, "n_positions", 512)}
+    return {name: getattr(config, name) for name in kept} | fixed | {"decoder_start_token_id": 0}
+
+
+def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _described(found: Source) -> str:
+    count = sum(tensor.numel() for tensor in found.tensors.values())
+    return f"{count:,} parameters of {found.path}, in {len(found.tensors)} tensors"
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"--out {out}: exists already, and nothing is overwritten. Give the name of a new folder.")
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` when the block ends well, and disappears when it does not."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        os.rename(temporary, out)
+    except (OSError, StorageError) as error:
+        reason = error.__cause__ or error  # the disk's own words: the advice of StorageError is for runs
+        raise StorageError(f"{out}: cannot be written ({reason}). Free space there, or write elsewhere.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,221 @@
+"""Fusion-in-Decoder on a stock T5: passages are encoded one by one, without padding, and decoded over all together.
+
+Source: Izacard & Grave 2021 (arXiv 2007.01282). The T5's modules and parameter names stay as transformers made them;
+only the order in which they are called is ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.losses import IGNORED, token_cross_entropy
+from trainer.task import Batch
+from trainer.tasks.fid import attention
+from trainer.tasks.fid.config import Reader
+from trainer.tasks.fid.packing import grids_of
+
+# B questions, P passages of all of them, M tokens of all of those, S tokens of the question that has most, T target
+# tokens, G generated tokens, D width, I width of all heads together
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How answers are written."""
+
+    max_length: int  # the start token counts
+    num_beams: int = 1  # 1: greedy
+    num_answers: int = 1  # the n best of them; at most num_beams
+    is_synced: bool = False  # ranks make equally many forwards, as ZeRO-3 wants
+
+
+class FiD(nn.Module):
+    """A T5 whose forward reads a packed batch (packing.pack)."""
+
+    def __init__(self, t5: Any, reader: Reader, *, recompute: bool = False) -> None:
+        """t5: a T5ForConditionalGeneration. recompute: every reader.checkpoint_every-th encoder block in backward."""
+        super().__init__()
+        self.t5, self.reader, self.recompute = t5, reader, recompute
+        if reader.dropout is not None:
+            _set_dropout(t5, reader.dropout)
+        if reader.compat_cross_bias:
+            _add_cross_bias(t5)
+
+    def forward(
+        self, generation: Generation | None = None, *, score_passages: bool = False, **batch: Tensor
+    ) -> dict[str, Tensor]:
+        """What is asked for, of a packed batch with labels (B, T).
+
+        Nothing asked for: {"loss": () fp32, the sum over labelled tokens}. generation: {"tokens": (B * num_answers, G)
+        with the start token, "scores": (B * num_answers,) of beams}. score_passages: {"passage_scores": (P,) fp32}.
+        """
+        fused_BSD = self.fuse(self.encode(batch), batch)
+        if score_passages:
+            return {"passage_scores": self._passage_scores(fused_BSD, batch)}
+        if generation is not None:
+            return self._generate(fused_BSD, batch["fused_mask"], generation)
+        hidden_BTD = self.decode(fused_BSD, batch["fused_mask"], batch["labels"])
+        scored_BT = batch["labels"] != IGNORED
+        return {"loss": token_cross_entropy(self.head(hidden_BTD[scored_BT]), batch["labels"][scored_BT])}
+
+    def encode(self, batch: Batch) -> Tensor:
+        """(M, D) encoder states of the real tokens, after the final norm and dropout."""
+        encoder = self.t5.encoder
+        hidden_MD = encoder.dropout(encoder.embed_tokens(batch["tokens"]))
+        attend = self._attention(batch)
+        for number, block in enumerate(encoder.block):
+            if self.recompute and self.training and number % self.reader.checkpoint_every == 0:
+                hidden_MD = checkpoint(_encoder_block, block, hidden_MD, attend, use_reentrant=False)
+            else:
+                hidden_MD = _encoder_block(block, hidden_MD, attend)
+        return encoder.dropout(encoder.final_layer_norm(hidden_MD))
+
+    def _attention(self, batch: Batch) -> attention.Attend:
+        first = self.t5.encoder.block[0].layer[0].SelfAttention
+        dropout = first.dropout if self.training else 0.0
+        if self.reader.attention == "flex":
+            return attention.flex(first, batch["passage"], batch["position"])
+        return attention.in_grids(first, grids_of(batch), batch["cells"], dropout=dropout)
+
+    def fuse(self, states_MD: Tensor, batch: Batch) -> Tensor:
+        """(M, D) states of all tokens -> (B, S, D), so that the decoder sees all passages of a question at once."""
+        mask_BS = batch["fused_mask"]
+        flat = states_MD.new_zeros(mask_BS.numel(), states_MD.shape[-1]).index_copy(0, batch["fused"], states_MD)
+        return flat.view(*mask_BS.shape, -1)
+
+    def decode(self, fused_BSD: Tensor, mask_BS: Tensor, labels_BT: Tensor) -> Tensor:
+        """(B, T, D) decoder states under teacher forcing."""
+        return self.t5.decoder(
+            input_ids=self.t5.prepare_decoder_input_ids_from_labels(labels_BT),
+            encoder_hidden_states=fused_BSD,
+            encoder_attention_mask=mask_BS,
+            use_cache=False,  # transformers 5.23 would fill a cache of all cross keys and values, in training too
+        ).last_hidden_state
+
+    def head(self, hidden_ND: Tensor) -> Tensor:
+        """(N, D) decoder states -> (N, vocabulary) logits."""
+        config = self.t5.config
+        scale = config.d_model**-0.5 if config.scale_decoder_outputs else 1.0
+        return self.t5.lm_head(hidden_ND * scale)
+
+    def _generate(self, fused_BSD: Tensor, mask_BS: Tensor, how: Generation) -> dict[str, Tensor]:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        made = self.t5.generate(
+            encoder_outputs=BaseModelOutput(last_hidden_state=fused_BSD),
+            attention_mask=mask_BS,
+            max_length=how.max_length,
+            num_beams=how.num_beams,
+            num_return_sequences=how.num_answers,
+            do_sample=False,
+            synced_gpus=how.is_synced,
+            return_dict_in_generate=True,
+            output_scores=how.num_beams > 1,
+        )
+        found = {"tokens": made.sequences}
+        return found | ({"scores": made.sequences_scores} if how.num_beams > 1 else {})
+
+    def _passage_scores(self, fused_BSD: Tensor, batch: Batch) -> Tensor:
+        """(P,) fp32: mean over tokens, decoder layers and heads of the first decoder step's scores before the softmax.
+
+        Source: Izacard & Grave 2021b (arXiv 2012.04584); it teaches a retriever. Answers are not touched by it.
+        """
+        config = self.t5.config
+        start_B1 = torch.full_like(batch["fused_mask"][:, :1], config.decoder_start_token_id, dtype=torch.int64)
+        with _cross_projections(self.t5) as projected:
+            self.t5.decoder(
+                input_ids=start_B1,
+                encoder_hidden_states=fused_BSD,
+                encoder_attention_mask=batch["fused_mask"],
+                use_cache=False,
+            )
+        # the sum over heads of q.k is one product over the width of all heads
+        scores_BS = sum((k_BSI.float() @ q_B1I.float().transpose(1, 2)).squeeze(-1) for q_B1I, k_BSI in projected())
+        scores_M = torch.as_tensor(scores_BS).flatten()[batch["fused"]] + self._cross_bias_at_start()
+        total_P = scores_M.new_zeros(len(batch["question"])).index_add(0, batch["passage"], scores_M)
+        tokens_P = torch.bincount(batch["passage"], minlength=len(total_P))
+        return total_P / (tokens_P * config.num_decoder_layers * config.num_heads)
+
+    def _cross_bias_at_start(self) -> Tensor | float:
+        """What the position bias of transformers 3.0.2 adds to every token at the first step, over heads and layers."""
+        if not self.reader.compat_cross_bias:
+            return 0.0
+        first = self.t5.decoder.block[0].layer[1].EncDecAttention
+        return first.compute_bias(1, 1, first.q.weight.device).float().sum() * self.t5.config.num_decoder_layers
+
+
+def _encoder_block(block: Any, hidden_MD: Tensor, attend: attention.Attend) -> Tensor:
+    """One encoder block of T5 on tokens without an order or a batch; only attention knows which belong together."""
+    first, feed_forward = block.layer[0], block.layer[-1]
+    normed_MD, heads = first.layer_norm(hidden_MD), first.SelfAttention
+    mixed_MI = attend(heads.q(normed_MD), heads.k(normed_MD), heads.v(normed_MD))
+    hidden_MD = _within_fp16(hidden_MD + first.dropout(heads.o(mixed_MI)))
+    return _within_fp16(feed_forward(hidden_MD))
+
+
+def _within_fp16(hidden: Tensor) -> Tensor:
+    """T5 overflows fp16; transformers clamps behind every sub-layer, and so it is done here."""
+    if hidden.dtype != torch.float16:
+        return hidden
+    largest = torch.finfo(hidden.dtype).max
+    limit = torch.where(torch.isinf(hidden).any(), largest - 1000, largest)
+    return torch.clamp(hidden, min=-limit, max=limit)
+
+
+def _set_dropout(t5: nn.Module, dropout: float) -> None:
+    for module in t5.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+        elif hasattr(module, "relative_attention_num_buckets"):
+            module.dropout = dropout  # pyright: ignore[reportArgumentType] (T5Attention keeps the number)
+
+
+def _add_cross_bias(t5: Any) -> None:
+    """Give cross-attention the table of position biases that it had in transformers 3.0.2, filled with zeros.
+
+    All keys get the bias of distance 0 but the first t of the first passage, at decoder step t. transformers removed it
+    in 4.0 (PR 8518). In 5.23 cross-attention counts the present tokens twice, because self-attention has already put
+    them into the cache: hence the subtraction.
+    """
+    first = t5.decoder.block[0].layer[1].EncDecAttention
+    table = torch.zeros(first.relative_attention_num_buckets, first.n_heads, dtype=t5.dtype, device=t5.device)
+    first.relative_attention_bias = nn.Embedding.from_pretrained(table, freeze=False)
+    first.has_relative_attention_bias = True
+    of_class = first.compute_bias
+
+    def compute_bias(query_length: int, key_length: int, device: Any = None, past_seen_tokens: int = 0) -> Tensor:
+        return of_class(query_length, key_length, device, max(past_seen_tokens - query_length, 0))
+
+    first.compute_bias = compute_bias
+
+
+@contextmanager
+def _cross_projections(t5: Any) -> Iterator[Callable[[], list[tuple[Tensor, Tensor]]]]:
+    """Inside, every cross-attention's projected queries and keys are kept; the yielded call gives the pairs."""
+    kept: dict[tuple[int, str], Tensor] = {}
+
+    def keep(name: tuple[int, str], module: nn.Module, inputs: Any, output: Tensor) -> None:
+        kept[name] = output
+
+    with ExitStack() as hooks:
+        for number, block in enumerate(t5.decoder.block):
+            for part in ("q", "k"):
+                module = getattr(block.layer[1].EncDecAttention, part)
+                hooks.enter_context(_hooked(module, functools.partial(keep, (number, part))))
+        yield lambda: [(kept[number, "q"], kept[number, "k"]) for number in range(len(t5.decoder.block))]
+
+
+@contextmanager
+def _hooked(module: nn.Module, hook: Any) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

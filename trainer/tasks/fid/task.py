@@ -1,0 +1,237 @@
+"""Questions answered by a T5 that reads many retrieved passages: the reader of NaturalQuestions and TriviaQA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from trainer import base_model, distributed
+from trainer.config import Base, canonical_json
+from trainer.data import retrieved, vocabulary
+from trainer.data.padding import pad_right
+from trainer.data.store import TokenStore, open_store
+from trainer.errors import ConfigError, DataError
+from trainer.losses import IGNORED
+from trainer.metrics import Ratio, answer_scores
+from trainer.task import DRAW, GREEDY, Answered, Batch, Encoded, Places, Row, Search
+from trainer.tasks.fid.config import Config
+from trainer.tasks.fid.model import FiD, Generation
+from trainer.tasks.fid.packing import pack
+from trainer.tasks.fid.tokens import Prompts, drawn_target, flat, unflat
+from trainer.tasks.fid.weights import add_cross_bias, without_prefix
+
+
+class Task:
+    """A question with its passages in the encoder, its answer in the decoder."""
+
+    unit: ClassVar[str] = "tokens"
+
+    def __init__(self, cfg: Config, places: Places) -> None:
+        self.cfg, self.places = cfg, places
+        self.tokenizer = base_model.tokenizer_of(cfg, places)
+        self.prompts = Prompts(self.tokenizer, cfg.data)
+
+    # Model ------------------------------------------------------------------------------------------------------
+
+    def model(self) -> nn.Module:
+        return self._loaded(self.cfg.base)
+
+    def exported(self, folder: Path) -> nn.Module:
+        return self._loaded(str(folder))
+
+    def _loaded(self, base: Base) -> FiD:
+        t5 = base_model.load(base, self.places, precision=self.cfg.train.precision, kind="seq2seq_lm")
+        model = self._operate(t5)
+        if self.cfg.reader.compat_cross_bias:
+            add_cross_bias(t5, base_model.resolve(base, self.places))
+        return model
+
+    def skeleton(self) -> nn.Module:
+        return self._operate(base_model.skeleton(self.cfg.base, self.places, kind="seq2seq_lm"))
+
+    def _operate(self, t5: Any) -> FiD:
+        config = t5.config
+        if config.model_type != "t5":
+            raise ConfigError(f"base: a {config.model_type}, want a T5, T5 v1.1 or flan-T5 (model_type t5).")
+        if config.eos_token_id != self.prompts.end:
+            raise ConfigError(
+                f"base.config.eos_token_id={config.eos_token_id}, but the tokenizer ends texts with "
+                f"{self.prompts.end}: answers would never end. Make them equal, or use the base's own tokenizer."
+            )
+        if config.decoder_start_token_id is None:
+            raise ConfigError("base.config.decoder_start_token_id: missing. A T5 starts answers with its pad, id 0.")
+        return FiD(t5, self.cfg.reader, recompute=self.cfg.train.gradient_checkpointing)
+
+    def fingerprint(self) -> str:
+        return ""
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        named = without_prefix(weights)
+        config = base_model.config_of(self.cfg.base, self.places)
+        config.dtype = next(iter(named.values())).dtype
+        base_model.export_folder(folder, config, self.tokenizer, named)
+
+    # Data -------------------------------------------------------------------------------------------------------
+
+    def rows(self, split: str) -> Iterable[Row]:
+        data = self.cfg.data
+        return retrieved.rows(
+            self.places.data_path,
+            split,
+            source=data.source,
+            file=getattr(data.files, split, None),
+            ranking=getattr(data.rankings, split, None),
+            contexts=data.contexts,
+            sort_by_score=data.sort_by_score,
+        )
+
+    @cached_property
+    def _corpus(self) -> TokenStore | None:
+        """The passages of data.corpus, tokenised once for all questions; None when passages stand in the rows."""
+        file = self.cfg.data.corpus
+        if file is None:
+            return None
+        return open_store(
+            lambda: retrieved.corpus(self.places.data_path, file),
+            lambda row: {"ids": self.prompts.passages([row])[0]},
+            encoding_id=canonical_json({"task": "fid", "corpus": self._tokens_id()}),
+            split="corpus",
+            cache_dir=self.places.cache_dir,
+            length=lambda encoded: len(encoded["ids"]),
+        )
+
+    @cached_property
+    def _corpus_rows(self) -> dict[str, int]:
+        """Where each passage stands in the corpus, by its id."""
+        assert self.cfg.data.corpus is not None
+        passages = retrieved.corpus(self.places.data_path, self.cfg.data.corpus)
+        return {passage["id"]: number for number, passage in enumerate(passages)}
+
+    def encode(self, row: Row) -> Encoded:
+        """Token ids: the question, its passages (or their rows in the corpus) and its targets."""
+        question = self.prompts.question(row["question"])
+        encoded: Encoded = {"question": question, **flat(self.prompts.targets(row), "targets")}
+        if self._corpus is None:
+            passages = self.prompts.passages([_with_text(passage, row) for passage in row["ctxs"]])
+            encoded |= flat(passages, "passages")
+            lengths = [len(passage) for passage in passages]
+        else:
+            encoded["corpus_rows"] = [self._corpus_row(passage, row) for passage in row["ctxs"]]
+            lengths = [int(self._corpus.lengths[number]) for number in encoded["corpus_rows"]]
+        longest = len(question) + max(lengths, default=0)
+        return {**encoded, "truncated": [int(longest > self.cfg.data.passage_tokens)]}
+
+    def _corpus_row(self, passage: Row, row: Row) -> int:
+        found = self._corpus_rows.get(str(passage.get("id")))
+        if found is None:
+            raise DataError(
+                f"question {row['id']} ({row['question']!r}): its passage {passage.get('id')!r} is no id in "
+                f"{self.cfg.data.corpus}. Give the corpus that the passages were retrieved from."
+            )
+        return found
+
+    def encoding_id(self) -> str:
+        corpus = self._corpus
+        return canonical_json(
+            {
+                "task": "fid",
+                **self._tokens_id(),
+                "target_tokens": self.cfg.data.target_tokens,
+                "corpus": corpus.digest if corpus is not None else None,
+            }
+        )
+
+    def _tokens_id(self) -> dict[str, Any]:
+        return {
+            "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
+            "passage_tokens": self.cfg.data.passage_tokens,
+        }
+
+    def length(self, encoded: Mapping[str, Any]) -> int:
+        return sum(len(prompt) for prompt in self._prompts_of(encoded))
+
+    def _prompts_of(self, encoded: Mapping[str, Any]) -> list[list[int]]:
+        """Question and passage together, cut to data.passage_tokens, for every passage; the question alone of none."""
+        if "corpus_rows" in encoded:
+            assert self._corpus is not None
+            passages = [self._corpus[int(number)]["ids"] for number in encoded["corpus_rows"]]
+        else:
+            passages = unflat(encoded, "passages")
+        question = list(encoded["question"])
+        return [[*question, *passage][: self.cfg.data.passage_tokens] for passage in passages or [[]]]
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        """A packed batch of the rows' passages (packing.pack), and labels (B, T)."""
+        data, reader = self.cfg.data, self.cfg.reader
+        batch = pack(
+            [self._prompts_of(row) for row in rows],
+            bucketed=reader.attention == "bucketed",
+            cross_width=data.passage_tokens if reader.compat_cross_bias else None,
+        )
+        ids, mask = pad_right([drawn_target(row if data.sample_targets else _undrawn(row)) for row in rows], 0)
+        return {**batch, "labels": ids.masked_fill(mask == 0, IGNORED)}
+
+    # Loss and scores --------------------------------------------------------------------------------------------
+
+    def units(self, batch: Batch) -> Tensor:
+        return (batch["labels"] != IGNORED).sum()
+
+    def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
+        for batch in window:
+            yield model(**batch)["loss"]
+
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio]:
+        """loss: per token of the first target."""
+        return {"loss": Ratio(model(**batch)["loss"], self.units(batch))}
+
+    # Answers ----------------------------------------------------------------------------------------------------
+
+    def answers(
+        self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row], *, search: Search = GREEDY
+    ) -> Answered:
+        """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of the best ones."""
+        how = Generation(
+            self.cfg.data.answer_tokens,
+            num_beams=search.num_beams,
+            num_answers=search.num_answers,
+            is_synced=distributed.world() > 1,
+        )
+        tokens = model(generation=how, **self._on_device(rows))["tokens"][:, 1:].tolist()
+        texts = [self.prompts.answer(ids) for ids in tokens]
+        n_best = [texts[start : start + search.num_answers] for start in range(0, len(texts), search.num_answers)]
+        predictions = [best for best, *_ in n_best]
+        known = [(text, row["answers"]) for text, row in zip(predictions, raw, strict=True) if row["answers"]]
+        scores = answer_scores([text for text, _ in known], [answers for _, answers in known])
+        return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
+
+    def passage_scores(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+        """How much the first decoder step attends to each passage (FiD-KD); nothing for a question without any."""
+        batch = self._on_device(rows)
+        scores = model(score_passages=True, **batch)["passage_scores"].tolist()
+        question = batch["question"].tolist()
+        of_row = [[s for s, number in zip(scores, question, strict=True) if number == row] for row in range(len(rows))]
+        return [found if len(row[self._passage_field]) else [] for found, row in zip(of_row, rows, strict=True)]
+
+    @property
+    def _passage_field(self) -> str:
+        return "passages_lengths" if self.cfg.data.corpus is None else "corpus_rows"
+
+    def _on_device(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        return {name: tensor.to(distributed.device()) for name, tensor in self.collate(rows).items()}
+
+
+def _with_text(passage: Row, row: Row) -> Row:
+    if "text" not in passage:
+        raise DataError(
+            f"question {row['id']} ({row['question']!r}): its passage {passage.get('id')!r} has no text. "
+            "Write the text there, or name the file that holds it in data.corpus."
+        )
+    return passage
+
+
+def _undrawn(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: values for name, values in row.items() if name != DRAW}

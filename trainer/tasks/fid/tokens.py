@@ -1,0 +1,73 @@
+"""Questions, passages and answers as token ids.
+
+The reader sees "question: Q title: T context: C" for every passage. The question is tokenised once and the passage
+once: a space is where SentencePiece and byte-level tokenizers always cut, so the two halves make the whole.
+Source of the prompt: facebookresearch/FiD and karlstratos/minFiD, which agree on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.data.vocabulary import eos_id
+from trainer.task import DRAW, Encoded, Row
+from trainer.tasks.fid.config import Data
+
+
+class Prompts:
+    """How one experiment turns text into ids."""
+
+    def __init__(self, tokenizer: Any, data: Data) -> None:
+        self.tokenizer, self.data = tokenizer, data
+        self.end = eos_id(tokenizer)
+
+    def question(self, text: str) -> list[int]:
+        """What stands in front of every passage of a question; alone it is the prompt of one without any."""
+        return self._ids([f"question: {text}"])[0]
+
+    def passages(self, passages: Sequence[Mapping[str, str]]) -> list[list[int]]:
+        """What stands behind the question; a missing title is an empty one. Cut to data.passage_tokens."""
+        texts = [f" title: {passage.get('title', '')} context: {passage['text']}" for passage in passages]
+        return [ids[: self.data.passage_tokens] for ids in self._ids(texts)]
+
+    def targets(self, row: Row) -> list[list[int]]:
+        """The texts that the decoder may learn to write for `row`, each with its end: `target`, or else every answer.
+
+        Cut to data.target_tokens, which may cut the end off, as published.
+        """
+        texts = [row["target"]] if "target" in row else row["answers"]
+        return [[*ids, self.end][: self.data.target_tokens] for ids in self._ids(list(texts))]
+
+    def answer(self, tokens: Sequence[int]) -> str:
+        """The text of generated tokens: up to the end, without special tokens."""
+        kept = list(tokens)
+        kept = kept[: kept.index(self.end)] if self.end in kept else kept
+        return str(
+            self.tokenizer.decode(
+                kept, skip_special_tokens=True, clean_up_tokenization_spaces=self.data.clean_up_spaces
+            )
+        )
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+
+def flat(lists: Sequence[Sequence[int]], name: str) -> Encoded:
+    """Lists of ids as the two fields that unflat() reads: all of them one after the other, and their lengths."""
+    return {name: [token for ids in lists for token in ids], f"{name}_lengths": [len(ids) for ids in lists]}
+
+
+def unflat(row: Mapping[str, Any], name: str) -> list[Sequence[int]]:
+    """The lists that flat() took."""
+    lists, start = [], 0
+    for length in row[f"{name}_lengths"]:
+        lists.append(row[name][start : start + int(length)])
+        start += int(length)
+    return lists
+
+
+def drawn_target(row: Mapping[str, Any]) -> Sequence[int]:
+    """One target of an encoded row: in training the one that the row's draw falls on, else the first; [] of none."""
+    targets = unflat(row, "targets")
+    return targets[int(row[DRAW][0]) % len(targets) if DRAW in row else 0] if targets else []

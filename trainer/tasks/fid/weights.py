@@ -1,0 +1,40 @@
+"""Names of a reader's weights, and the one table that plain T5 lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import RandomBase
+from trainer.errors import ConfigError
+
+CROSS_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+_PREFIX = "t5."  # of our model's names; behind it stand those of a plain T5
+
+
+def without_prefix(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a FiD model under the names of a plain T5."""
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}
+
+
+@torch.no_grad()
+def add_cross_bias(t5: Any, source: str | RandomBase) -> None:
+    """Fill the table of cross-attention's position biases from the folder `source`; ConfigError when it has none."""
+    from safetensors import safe_open
+
+    file = Path(source) / "model.safetensors" if isinstance(source, str) else None
+    if file is not None and file.is_file():
+        with safe_open(file, framework="pt") as tensors:
+            if CROSS_BIAS in tensors.keys():  # noqa: SIM118 (a safetensors file is no dictionary)
+                table = t5.decoder.block[0].layer[1].EncDecAttention.relative_attention_bias.weight
+                table.copy_(tensors.get_tensor(CROSS_BIAS))
+                return
+    raise ConfigError(
+        f"reader.compat_cross_bias: {source if isinstance(source, str) else 'a random base'} holds no table of "
+        "cross-attention position biases. Use a folder that `python -m trainer import fid ... --compat_cross_bias` "
+        "wrote, or leave compat_cross_bias out."
+    )
