@@ -331,11 +331,20 @@ FID_TOY["data"] = {
 FID_NQ_CPU = vary(
     FID_TOY,
     base={"config": {**FID_TOY["base"]["config"], "d_model": 256, "d_kv": 64, "d_ff": 1024, "dropout_rate": 0.1}},
-    train={"steps": 1500, "global_batch": 16, "micro_batch": 8, "eval_every": 250, "save_every": 250},
+    train={
+        "steps": 500,
+        "global_batch": 16,
+        "micro_batch": 8,
+        "eval_batch": 8,
+        "precision": "bf16",
+        "eval_every": 100,
+        "save_every": 100,
+    },
     optim={"lr": 1e-3},
-    schedule={"warmup_steps": 100},
+    schedule={"warmup_steps": 50},
+    deepspeed="zero1",
 )
-FID_NQ_CPU["data"] = {"source": "nq", "corpus": "corpus.tsv", "contexts": 5, "passage_tokens": 250}
+FID_NQ_CPU["data"] = {"source": "nq", "corpus": "corpus.tsv", "contexts": 3, "passage_tokens": 250}
 
 EXP_GROUPS: dict[str, list[Values]] = {
     "crossattn_santacoder": [SANTACODER],

@@ -121,6 +121,21 @@ def gather(value: Any) -> list[Any]:
     return [_from_wire(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
 
+def gather_rows(rows: Tensor) -> list[Tensor]:
+    """(N, ...) of every rank, by rank, on all ranks; N may differ from rank to rank. No gradient passes."""
+    if world() == 1:
+        return [rows.detach()]
+    wire = rows.detach().to(_wire_device()).contiguous()
+    sizes = [torch.zeros(1, dtype=torch.int64, device=wire.device) for _ in range(world())]
+    dist.all_gather(sizes, torch.tensor([len(wire)], device=wire.device))
+    counts = [int(size) for size in sizes]
+    padded = wire.new_zeros(max(counts), *wire.shape[1:])
+    padded[: len(wire)] = wire
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return [part[:count].to(rows.device) for part, count in zip(parts, counts, strict=True)]
+
+
 def broadcast(value: Any) -> Any:
     """Rank 0's `value` on all ranks; what the others pass is ignored. For small things that JSON can hold."""
     text = json.dumps(value if is_main() else None)

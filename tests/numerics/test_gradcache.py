@@ -1,0 +1,151 @@
+"""Pooled losses against one plain batch of everything: any cut, ranks and ZeRO stage, with and without dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.numerics.test_engine import ds_for
+from tests.ranks import run_on_ranks
+from trainer import rng
+from trainer.config import Optim
+from trainer.gradcache import pooled_losses
+
+QUERIES, WIDTH, PER_QUERY = 8, 6, 2
+OPTIM = Optim(lr=0.1, clip=0.0)
+
+
+class Towers(nn.Module):
+    """Queries and passages through one network, as a retriever does."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(2)
+            self.layers = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 5))
+
+    def forward(self, queries: Tensor, passages: Tensor) -> dict[str, Tensor]:
+        return {
+            "queries": self.layers(queries),
+            "passages": self.layers(passages),
+            "numbers": torch.arange(len(queries)),
+        }
+
+
+def everything() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return {
+        "queries": torch.randn(QUERIES, WIDTH, generator=generator),
+        "passages": torch.randn(QUERIES * PER_QUERY, WIDTH, generator=generator),
+    }
+
+
+def cut(sizes: list[int]) -> list[dict[str, Tensor]]:
+    batch = everything()
+    queries = batch["queries"].split(sizes)
+    passages = batch["passages"].split([size * PER_QUERY for size in sizes])
+    return [{"queries": q, "passages": p} for q, p in zip(queries, passages, strict=True)]
+
+
+def in_batch(pool: Mapping[str, Tensor]) -> Tensor:
+    scores = pool["queries"] @ pool["passages"].T
+    return F.cross_entropy(scores, torch.arange(len(scores)) * PER_QUERY, reduction="sum")
+
+
+def plain() -> tuple[float, dict[str, Tensor]]:
+    model = Towers()
+    loss = in_batch(model(**everything())) / QUERIES
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+CUTS = {1: [[8], [4, 4], [2, 2, 2, 2], [3, 1, 4]], 2: [[4, 4], [2, 2, 2, 2], [1, 3, 2, 2]]}
+
+
+def stepped(stage: int, sizes: list[int]) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and the weights after one update, of this rank's share of the cuts."""
+    from trainer import distributed, engine
+
+    live = engine.Engine(Towers(), ds_for(stage, "fp32", distributed.world()), OPTIM)
+    share = len(sizes) // distributed.world()
+    mine = cut(sizes)[distributed.rank() * share : (distributed.rank() + 1) * share]
+    total = torch.zeros((), dtype=torch.float64)
+    for summed in pooled_losses(lambda batch: live.model(**batch), mine, in_batch):
+        live.backward(summed / QUERIES)
+        total += (summed / QUERIES).detach()
+    found: dict[str, Tensor] = {}
+    live.step(0.1, watch=lambda named: found.update({name: gradient.clone() for name, gradient in named}))
+    live.destroy()
+    return float(distributed.total(total)), found
+
+
+def at_every_stage(cuts: list[list[int]]) -> dict[tuple[int, tuple[int, ...]], Any]:
+    return {(stage, tuple(sizes)): stepped(stage, sizes) for sizes in cuts for stage in (0, 1, 2, 3)}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_any_cut_on_any_ranks_has_the_loss_and_the_gradients_of_one_batch_at_every_stage(world: int) -> None:
+    loss, gradients = plain()
+    for found in run_on_ranks(world, at_every_stage, CUTS[world]):
+        for where, (got_loss, got) in found.items():
+            assert got_loss == pytest.approx(loss, abs=1e-6), where
+            assert got.keys() == gradients.keys()
+            for name, gradient in gradients.items():
+                assert (got[name] - gradient).abs().max() < 1e-6, (where, name)
+
+
+def test_dropout_is_drawn_once_and_both_passes_agree_on_it() -> None:
+    cached, direct = Towers(0.5), Towers(0.5)
+    batches = cut([2, 6])
+    rng.seed_everything(5, 0)
+    for summed in pooled_losses(lambda batch: cached(**batch), batches, in_batch):
+        summed.backward()
+    after = torch.rand(3)
+    rng.seed_everything(5, 0)
+    parts = [direct(**batch) for batch in batches]
+    in_batch({name: torch.cat([part[name] for part in parts]) for name in ("queries", "passages")}).backward()
+    assert torch.equal(torch.rand(3), after), "random numbers go on as if every batch had been run once"
+    for one, two in zip(cached.parameters(), direct.parameters(), strict=True):
+        assert one.grad is not None
+        assert two.grad is not None
+        assert one.grad.abs().max() > 0
+        assert (one.grad - two.grad).abs().max() < 1e-5
+
+
+def test_a_single_batch_is_encoded_once_and_several_twice() -> None:
+    calls: list[bool] = []
+    model = Towers()
+
+    def encode(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        calls.append(torch.is_grad_enabled())
+        return model(**batch)
+
+    list(pooled_losses(encode, cut([8]), in_batch))
+    assert calls == [True]
+    calls.clear()
+    list(pooled_losses(encode, cut([4, 4]), in_batch))
+    assert calls == [False, False, True, True]
+
+
+def test_each_part_of_the_loss_is_counted_once_whatever_the_cut() -> None:
+    model = Towers()
+    values = [sum(float(x) for x in pooled_losses(lambda b: model(**b), cut(sizes), in_batch)) for sizes in CUTS[1]]
+    assert values == pytest.approx([values[0]] * len(values), rel=1e-6)
+
+
+def test_what_is_no_representation_is_passed_along_unchanged() -> None:
+    seen: list[Tensor] = []
+
+    def keep(pool: Mapping[str, Tensor]) -> Tensor:
+        seen.append(pool["numbers"])
+        return in_batch(pool)
+
+    model = Towers()
+    list(pooled_losses(lambda batch: model(**batch), cut([3, 5]), keep))
+    assert seen[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert seen[0].dtype == torch.int64
