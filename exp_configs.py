@@ -274,10 +274,7 @@ FID_TQA_BASE = vary(FID_NQ_BASE, data={"files": FILES_OF["TQA"]})
 FID_TQA_LARGE = vary(FID_NQ_LARGE, data={"files": FILES_OF["TQA"]})
 # The paper's cheaper recipe (section 4, table 4): 46.0 instead of 46.5 EM for a third of the GPU hours.
 FID_NQ_BASE_25 = vary(
-    FID_NQ_BASE,
-    train={"steps": 10_000, "micro_batch": 4},
-    schedule={"shape": "constant"},
-    data={"contexts": 25},
+    FID_NQ_BASE, train={"steps": 10_000, "micro_batch": 4}, schedule={"shape": "constant"}, data={"contexts": 25}
 )
 FID_NQ_BASE_TO_100 = vary(
     FID_NQ_BASE_25,
@@ -346,6 +343,95 @@ FID_NQ_CPU = vary(
 )
 FID_NQ_CPU["data"] = {"source": "nq", "corpus": "corpus.tsv", "contexts": 3, "passage_tokens": 250}
 
+# The plausibility verifier, as published (Liu et al. 2023): 64 groups of up to 4 statements a step, 50,000 steps.
+# Data are converted first: python -m trainer convert TASK --in RAW --out DIR; then --data_path DIR.
+
+STAGE_B_TASKS = [
+    *("openbookqa", "arc_easy", "arc_hard", "ai2_science_elementary", "ai2_science_middle", "commonsenseqa", "qasc"),
+    *("physical_iqa", "social_iqa", "winogrande_xl", "com2sense_paired", "sciq", "quarel", "quartz", "cycic_mc"),
+    *("comve_a", "csqa2", "symkd_anno", "gengen_anno"),
+]
+UNSEEN1_TASKS = ["wsc273", "copa", "numersense", "prost", "spatial_cs", "rainier_anno"]
+UNSEEN2_TASKS = ["swag", "hellaswag", "codah", "story_cloze_test", "alphanli", "strategyqa", "creak"]
+VERA_STAGE_A_XXL: Values = {
+    "task": "vera",
+    "base": "google/t5-v1_1-xxl",
+    "train": {
+        "steps": 50_000,
+        "global_batch": 64,
+        "micro_batch": 8,
+        "eval_batch": 8,
+        "precision": "bf16",
+        "gradient_checkpointing": True,
+        "seed": 19260817,
+        "eval_every": 1000,
+        "save_every": 1000,
+        "best": "valid/accuracy/seen",
+        "best_is": "max",
+    },
+    "optim": {"lr": 1e-5, "weight_decay": 0.0, "clip": 0.0},
+    "schedule": {"shape": "constant"},
+    "data": {
+        "source": "groups",
+        "train_tasks": ["atomic2020_3d", "genericskb_3d"],
+        "valid_tasks": STAGE_B_TASKS,
+        "test_tasks": [*STAGE_B_TASKS, *UNSEEN1_TASKS, *UNSEEN2_TASKS],
+        "unseen1": UNSEEN1_TASKS,
+        "unseen2": UNSEEN2_TASKS,
+        "max_tokens": 128,
+        "statements": 4,
+    },
+    "deepspeed": "zero2",
+}
+VERA_TINY = vary(
+    FID_TINY,
+    task="vera",
+    train={"answers": None, "eval_batch": 16, "best": "valid/accuracy/mean"},
+    optim={"lr": 1e-3, "decay": "matrices", "weight_decay": 0.0},
+)
+VERA_TINY["data"] = {
+    "source": "stdlib_docs",
+    "train_tasks": ["docs_choice", "docs_boolean"],
+    "valid_tasks": ["docs_choice", "docs_boolean"],
+    "max_tokens": 48,
+    "valid_limit": 100,
+}
+# Both stages on a CPU: which of two statements makes sense (ComVE), then whether one statement is true (CREAK).
+VERA_CPU_A = vary(
+    VERA_TINY,
+    base={
+        "config": {
+            **FID_TOY["base"]["config"],
+            "d_model": 256,
+            "d_kv": 64,
+            "d_ff": 512,
+            "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": False,
+            "dropout_rate": 0.1,
+        }
+    },
+    tokenizer="../tokenizers/t5",
+    train={"steps": 600, "global_batch": 64, "micro_batch": 32, "eval_batch": 64, "eval_every": 200, "save_every": 200},
+    optim={"lr": 3e-4},
+    schedule={"shape": "constant", "warmup_steps": 50},
+)
+VERA_CPU_A["data"] = {
+    "source": "groups",
+    "train_tasks": ["comve_a"],
+    "valid_tasks": ["comve_a"],
+    "test_tasks": ["comve_a", "creak", "codah", "numersense", "wsc273", "copa", "strategyqa"],
+    "unseen1": ["numersense", "wsc273", "copa"],
+    "unseen2": ["codah", "strategyqa"],
+    "max_tokens": 64,
+}
+VERA_CPU_B = vary(
+    VERA_CPU_A,
+    base={"experiment": VERA_CPU_A},
+    train={"best": "valid/weighted_accuracy/creak"},
+    optim={"lr": 1e-4},
+    data={"train_tasks": ["creak"], "valid_tasks": ["creak", "comve_a"]},
+)
+
 EXP_GROUPS: dict[str, list[Values]] = {
     "crossattn_santacoder": [SANTACODER],
     "crossattn_starcoder": [STARCODER],
@@ -374,6 +460,22 @@ EXP_GROUPS: dict[str, list[Values]] = {
     "fid_tiny": [FID_TINY],
     "fid_toy": [FID_TOY],
     "fid_nq_cpu": [FID_NQ_CPU],
+    **{
+        f"vera_stage_a_{size}": [vary(VERA_STAGE_A_XXL, base=f"google/t5-v1_1-{size}")]
+        for size in ("small", "base", "large", "xl", "xxl")
+    },
+    **{
+        f"vera_stage_b_{size}": [
+            vary(
+                VERA_STAGE_A_XXL,
+                base={"experiment": vary(VERA_STAGE_A_XXL, base=f"google/t5-v1_1-{size}")},
+                data={"train_tasks": STAGE_B_TASKS},
+            )
+        ]
+        for size in ("small", "base", "large", "xl", "xxl")
+    },
+    "vera_tiny": [VERA_TINY],
+    "vera_cpu": [VERA_CPU_A, VERA_CPU_B],
 }
 
 

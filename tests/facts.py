@@ -37,6 +37,8 @@ def write_facts(folder: Path, *, train: int = 64, valid: int = 22) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", facts(0, train)), ("valid", facts(train, train + valid))):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, start, stop in (("train", 0, train), ("dev", train, train + valid)):
+        _write_groups(folder, name, facts(start, stop))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,6 +53,26 @@ def write_facts(folder: Path, *, train: int = 64, valid: int = 22) -> Path:
         tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>", pad_token="<|pad|>"
     ).save_pretrained(folder / "tokenizer")
     return folder
+
+
+def _write_groups(folder: Path, split: str, rows: list[dict[str, Any]]) -> None:
+    """Half of the facts as statement groups: choices/ of one true place and others, judged/ of one true or false."""
+    statements = [f"{row['question'].removeprefix('Where does ').rstrip('?')} {row['answer']}." for row in rows]
+    other = [
+        f"{row['question'].removeprefix('Where does ').rstrip('?')} in the {PLACES[n % 7]}."
+        for n, row in enumerate(rows)
+    ]
+    choices = [
+        {"golds": [s], "distractors": [o, s.upper(), o.upper(), o[::-1]][: 1 + n % 4]}
+        for n, (s, o) in enumerate(zip(statements, other, strict=True))
+    ]
+    judged = [
+        {"golds": [s], "distractors": []} if n % 3 else {"golds": [], "distractors": [o]}
+        for n, (s, o) in enumerate(zip(statements, other, strict=True))
+    ]
+    for task, groups in (("choices", choices[::2]), ("judged", judged[1::2])):
+        (folder / task).mkdir(exist_ok=True)
+        (folder / task / f"{split}.json").write_text(json.dumps(groups))
 
 
 TINY_BASE = {
@@ -99,6 +121,16 @@ OF_TASK = {
         "base": TINY_T5,
         "data": {"source": "fid", "contexts": 2, "passage_tokens": 64, "answer_tokens": 12},
         "reader": {"checkpoint_every": 2},
+    },
+    "vera": {
+        "base": TINY_T5,
+        "data": {
+            "source": "groups",
+            "train_tasks": ["choices", "judged"],
+            "valid_tasks": ["choices", "judged"],
+            "boolean": ["judged"],
+            "max_tokens": 48,
+        },
     },
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 PRELOAD = ["torch", "torch.distributed", "transformers", "transformers.models.gpt_bigcode.modeling_gpt_bigcode"]
-PRELOAD += ["torch._dynamo", "deepspeed", "trainer.engine"]
+PRELOAD += ["torch._dynamo", "deepspeed", "trainer.engine", "transformers.models.t5.modeling_t5", "sklearn.metrics"]
 
 
 def run_on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import torch
+from torch import nn
 
 from trainer import shards
 from trainer.config import Base, Experiment, ExperimentBase, RandomBase, canonical_json, exp_id, nearest
 from trainer.data import vocabulary
+from trainer.encoder_only import encoder_source
 from trainer.errors import ConfigError
 from trainer.task import Places
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as Tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Kind = Literal["causal_lm", "seq2seq_lm"]
+Kind = Literal["causal_lm", "seq2seq_lm", "encoder"]  # encoder: the body without a head; of a T5, its encoder
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
 
 
@@ -68,6 +70,8 @@ def load(base: Base, places: Places, *, precision: str, kind: Kind = "causal_lm"
             torch.manual_seed(source.seed)
             # not from_config: under ZeRO-3 that partitions while it initialises, and draws other numbers
             return build(config)
+    if kind == "encoder" and config.model_type == "t5":
+        source = encoder_source(source, places.cache_dir)
     return build.from_pretrained(source, dtype=DTYPES[precision])
 
 
@@ -79,13 +83,32 @@ def skeleton(base: Base, places: Places, *, kind: Kind = "causal_lm") -> PreTrai
 
 
 def _model_class(config: PretrainedConfig, kind: Kind) -> Any:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    import transformers
 
-    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING if kind == "causal_lm" else MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if kind == "encoder" and config.model_type == "t5":
+        return transformers.T5EncoderModel
+    classes: Any = {
+        "causal_lm": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "seq2seq_lm": transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        "encoder": transformers.MODEL_MAPPING,
+    }[kind]
     if type(config) not in classes:
-        wanted = {"causal_lm": "a causal language model, such as gpt_bigcode", "seq2seq_lm": "a seq2seq model: t5"}
+        wanted = {
+            "causal_lm": "a causal language model, such as gpt_bigcode",
+            "seq2seq_lm": "a seq2seq model, such as t5",
+            "encoder": "a model with a body of its own, such as t5, bert or llama",
+        }
         raise ConfigError(f"base: a {config.model_type} is not what this task trains. Use {wanted[kind]}.")
     return classes[type(config)]
+
+
+def set_dropout(model: nn.Module, dropout: float) -> None:
+    """Make `dropout` the probability of every dropout of a model, those that T5's attention keeps as numbers too."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+        elif hasattr(module, "relative_attention_num_buckets"):
+            module.dropout = dropout  # pyright: ignore[reportArgumentType] (a number in T5Attention)
 
 
 def tokenizer_of(cfg: Experiment, places: Places) -> Tokenizer:

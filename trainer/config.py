@@ -60,6 +60,7 @@ class Train(Strict):
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     gradient_checkpointing: bool = False
     seed: Annotated[int, Field(ge=0)] = 42
+    order: Literal["shuffled", "as_given"] = "shuffled"  # of the rows: anew in every epoch, or as the task gives them
     log_every: Positive | None = None  # steps; None: the flag --log_every
     eval_every: Positive | None = None
     save_every: Positive | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from torch import Tensor, nn
 
 from trainer import distributed, tasks
 from trainer.config import exp_id, nearest
@@ -19,7 +20,7 @@ from trainer.data.store import TokenStore
 from trainer.data.windows import evaluation_batches
 from trainer.disk import refusals
 from trainer.errors import ConfigError
-from trainer.loop import Frozen, answer, evaluate
+from trainer.loop import Frozen, answer, evaluate, pool
 from trainer.metrics import answer_scores
 from trainer.run import Options, on_main, store_of
 from trainer.task import GREEDY, Answers, Row, ScoresPassages, Search, Task
@@ -50,14 +51,14 @@ def run(asked: Question, options: Options) -> dict[str, float]:
     validation metrics. Raises ConfigError for a model that is not there, or something that the task cannot do.
     """
     _check(asked)
-    cfg = tasks.parse(asked.values)
-    task = tasks.load(cfg, options.places)
+    task = _task(asked, options)
     if asked.passage_scores is not None and not isinstance(task, ScoresPassages):
-        raise ConfigError(f"--write_scores: task {cfg.task!r} reads no passages that it could score. Leave it out.")
-    folder = _model_folder(asked, options)
+        name = asked.values["task"]
+        raise ConfigError(f"--write_scores: task {name!r} reads no passages that it could score. Leave it out.")
+    folder = model_folder(asked, options)
     store = store_of(task, asked.split, options)
     model = Frozen(task.exported(folder).to(distributed.device()).eval())
-    batch = asked.batch or cfg.train.eval_batch or cfg.train.micro_batch
+    batch = _batch(asked)
     raw = [{key: row[key] for key in ("id", "question", "answers") if key in row} for row in _rows(task, asked)]
     logger.info("%s: %d rows of %s, %d at a time", folder, len(raw), asked.split, batch)
     if isinstance(task, Answers):
@@ -74,6 +75,35 @@ def run(asked: Question, options: Options) -> dict[str, float]:
     return found
 
 
+def pooled(asked: Question, options: Options, name: str) -> Tensor:
+    """The values of the pool `name` of the task's scores over one split, every row once; the same on all ranks.
+
+    A collective. ConfigError for a task without such a pool.
+    """
+    task = _task(asked, options)
+    store = store_of(task, asked.split, options)
+    model = Frozen(task.exported(model_folder(asked, options)).to(distributed.device()).eval())
+    found = pool(model, task, store, name=name, batch=_batch(asked))
+    if found is None:
+        raise ConfigError(f"task {asked.values['task']!r} has no {name} to be calibrated on.")
+    return found
+
+
+def opened(asked: Question, options: Options) -> tuple[Task, nn.Module, Path]:
+    """The task of an experiment, its trained model on this rank's device in evaluation mode, and the model's folder."""
+    task, folder = _task(asked, options), model_folder(asked, options)
+    return task, task.exported(folder).to(distributed.device()).eval(), folder
+
+
+def _task(asked: Question, options: Options) -> Task:
+    return tasks.load(tasks.parse(asked.values), options.places)
+
+
+def _batch(asked: Question) -> int:
+    train = tasks.parse(asked.values).train
+    return asked.batch or train.eval_batch or train.micro_batch
+
+
 def _check(asked: Question) -> None:
     search = asked.search
     if search.num_answers > search.num_beams:
@@ -86,7 +116,8 @@ def _check(asked: Question) -> None:
             raise ConfigError(f"{path}: its folder does not exist. Make it, or write elsewhere.")
 
 
-def _model_folder(asked: Question, options: Options) -> Path:
+def model_folder(asked: Question, options: Options) -> Path:
+    """Where the model that is asked for stands; ConfigError when it stands nowhere."""
     if asked.model not in _EXPORTS:
         if not Path(asked.model).is_dir():
             raise ConfigError(f"--model {asked.model}: no such folder. {nearest(asked.model, list(_EXPORTS))}")

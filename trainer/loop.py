@@ -105,7 +105,13 @@ def fit(session: Session, progress: Progress) -> bool:
     """
     cfg, steps = session.cfg.train, session.cfg.train.steps
     source = windows(
-        session.train, session.task, session.sharding, seed=cfg.seed, start_step=progress.step, stop_step=steps
+        session.train,
+        session.task,
+        session.sharding,
+        seed=cfg.seed,
+        start_step=progress.step,
+        stop_step=steps,
+        is_shuffled=cfg.order == "shuffled",
     )
     bad = torch.zeros((), dtype=torch.int64, device=distributed.device())
     session.engine.train()
@@ -175,6 +181,19 @@ def evaluate(engine: Engine | Frozen, task: Task, store: TokenStore, *, batch: i
         return _merged(scores, store.lengths, batch=batch)
 
 
+@torch.no_grad()
+def pool(engine: Engine | Frozen, task: Task, store: TokenStore, *, name: str, batch: int) -> Tensor | None:
+    """The values of one pool of `task.scores` over every row of `store` exactly once, on all ranks; None: no such."""
+
+    def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
+        found = task.scores(engine.model, to_device(task.collate([store[row] for row in rows])))
+        return {key: score for key, score in found.items() if key == name and isinstance(score, Pool)}
+
+    with _evaluation(engine):
+        merged = _summed(scores, store.lengths, batch=batch).get(name)
+    return None if merged is None else merged.values  # pyright: ignore[reportAttributeAccessIssue] (a Pool, see above)
+
+
 def first_questions(task: Task, count: int | Literal["all"]) -> list[Row]:
     """The first `count` validation rows, `question` and `answers` only, to be answered at each evaluation.
 
@@ -233,14 +252,25 @@ def _evaluation(engine: Engine | Frozen) -> Iterator[None]:
 def _merged(
     scores: Callable[[list[int]], Mapping[str, Ratio | Pool]], lengths: np.ndarray, *, batch: int
 ) -> dict[str, float]:
-    """`scores(rows)` merged over all rows and ranks, each row counted once; all ranks call it equally often."""
+    """`scores(rows)` over all rows and ranks as numbers, each row counted once."""
+    numbers: dict[str, float] = {}
+    for name, score in _summed(scores, lengths, batch=batch).items():
+        value = score.value()
+        numbers |= value if isinstance(value, dict) else {name: value}
+    return numbers
+
+
+def _summed(
+    scores: Callable[[list[int]], Mapping[str, Ratio | Pool]], lengths: np.ndarray, *, batch: int
+) -> dict[str, Ratio | Pool]:
+    """`scores(rows)` merged over all rows and ranks; all ranks call it equally often."""
     found: dict[str, Ratio | Pool] = {}
     shares = evaluation_batches(len(lengths), lengths, batch=batch, world=distributed.world(), rank=distributed.rank())
     for rows, counted in shares:
         for name, score in scores(rows.tolist()).items():
             score = score if counted else _nothing(score)
             found[name] = found[name] + score if name in found else score  # pyright: ignore[reportOperatorIssue]
-    return {name: _over_ranks(score).value() for name, score in found.items()}
+    return {name: _over_ranks(score) for name, score in found.items()}
 
 
 def _nothing(score: Ratio | Pool) -> Ratio | Pool:
@@ -254,9 +284,7 @@ def _over_ranks(score: Ratio | Pool) -> Ratio | Pool:
     if isinstance(score, Ratio):
         num, den = distributed.total(torch.stack([score.num.double(), score.den.double()]))
         return Ratio(num, den)
-    lists = distributed.gather(score.values.tolist())
-    merged = [torch.tensor(values, dtype=score.values.dtype) for values in lists if values]
-    return Pool(torch.cat(merged) if merged else score.values.cpu(), score.reduce)
+    return Pool(torch.cat(distributed.gather_rows(score.values)).cpu(), score.reduce)
 
 
 def _evaluate(session: Session, progress: Progress) -> bool:

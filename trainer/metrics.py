@@ -37,12 +37,12 @@ class Pool:
     """Values that must be seen together (AUROC, calibration error): gathered from all ranks, then reduced."""
 
     values: Tensor  # (N, ...)
-    reduce: Callable[[Tensor], float]
+    reduce: Callable[[Tensor], float | dict[str, float]]  # several numbers: each by its own name
 
     def __add__(self, other: Pool) -> Pool:
         return Pool(torch.cat([self.values, other.values]), self.reduce)
 
-    def value(self) -> float:
+    def value(self) -> float | dict[str, float]:
         return self.reduce(self.values)
 
 

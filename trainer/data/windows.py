@@ -68,19 +68,23 @@ class Window:
 
 
 @lru_cache(maxsize=2)
-def epoch_order(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
+def epoch_order(num_rows: int, *, seed: int | None, epoch: int) -> np.ndarray:
     """The order of the rows in an epoch, (num_rows,) int64, read-only: a permutation drawn from (seed, epoch) alone.
+    seed: None leaves them in the order they were given.
 
     Rows are sorted by raw 64-bit draws of PCG64, whose stream numpy guarantees; what `Generator.permutation` draws may
     change between numpy versions (NEP 19), and a resumed run would then repeat rows.
     """
-    draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
-    order = np.argsort(draws, kind="stable")
+    if seed is None:
+        order = np.arange(num_rows)
+    else:
+        draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
+        order = np.argsort(draws, kind="stable")
     order.setflags(write=False)  # it is shared by everybody who asks
     return order
 
 
-def step_rows(step: int, num_rows: int, *, global_batch: int, seed: int) -> np.ndarray:
+def step_rows(step: int, num_rows: int, *, global_batch: int, seed: int | None) -> np.ndarray:
     """The (global_batch,) rows of optimizer step `step` (0-based), for any world size.
 
     Every epoch drops its uneven tail, another one each time. Raises DataError when not even one batch can be filled.
@@ -95,7 +99,7 @@ def step_rows(step: int, num_rows: int, *, global_batch: int, seed: int) -> np.n
     return epoch_order(num_rows, seed=seed, epoch=epoch)[position * global_batch : (position + 1) * global_batch]
 
 
-def window_rows(step: int, *, lengths: np.ndarray, sharding: Sharding, seed: int) -> list[np.ndarray]:
+def window_rows(step: int, *, lengths: np.ndarray, sharding: Sharding, seed: int | None) -> list[np.ndarray]:
     """The rows of this rank at `step`: `accumulation` arrays of (micro_batch,) row numbers, the longest rows first.
 
     The rows of the step are sorted by length before they are dealt: a micro-batch holds rows of like length, and the
@@ -107,7 +111,14 @@ def window_rows(step: int, *, lengths: np.ndarray, sharding: Sharding, seed: int
 
 
 def windows(
-    store: TokenStore, task: Task, sharding: Sharding, *, seed: int, start_step: int, stop_step: int
+    store: TokenStore,
+    task: Task,
+    sharding: Sharding,
+    *,
+    seed: int,
+    start_step: int,
+    stop_step: int,
+    is_shuffled: bool = True,
 ) -> Generator[Window, None, None]:
     """The windows of steps start_step .. stop_step - 1, collated ahead of their use by a thread.
 
@@ -115,7 +126,7 @@ def windows(
     when leaving early. Raises DataError at once when the store has fewer rows than a step.
     """
     step_rows(0, len(store), global_batch=sharding.global_batch, seed=seed)
-    return _ahead(_Collation(store, task, sharding, seed), start_step, stop_step)
+    return _ahead(_Collation(store, task, sharding, seed, is_shuffled), start_step, stop_step)
 
 
 def evaluation_batches(
@@ -148,9 +159,11 @@ class _Collation:
     task: Task
     sharding: Sharding
     seed: int
+    is_shuffled: bool
 
     def window(self, step: int) -> Window:
-        rows = window_rows(step, lengths=self.store.lengths, sharding=self.sharding, seed=self.seed)
+        seed = self.seed if self.is_shuffled else None
+        rows = window_rows(step, lengths=self.store.lengths, sharding=self.sharding, seed=seed)
         batches = [self.task.collate([self._row(step, int(index)) for index in indices]) for indices in rows]
         units = torch.stack([self.task.units(batch).to("cpu", torch.int64) for batch in batches]).sum()
         if torch.cuda.is_available():

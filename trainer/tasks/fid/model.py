@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer import base_model
 from trainer.losses import IGNORED, token_cross_entropy
 from trainer.task import Batch
 from trainer.tasks.fid import attention
@@ -44,7 +45,7 @@ class FiD(nn.Module):
         super().__init__()
         self.t5, self.reader, self.recompute = t5, reader, recompute
         if reader.dropout is not None:
-            _set_dropout(t5, reader.dropout)
+            base_model.set_dropout(t5, reader.dropout)
         if reader.compat_cross_bias:
             _add_cross_bias(t5)
 
@@ -167,14 +168,6 @@ def _within_fp16(hidden: Tensor) -> Tensor:
     largest = torch.finfo(hidden.dtype).max
     limit = torch.where(torch.isinf(hidden).any(), largest - 1000, largest)
     return torch.clamp(hidden, min=-limit, max=limit)
-
-
-def _set_dropout(t5: nn.Module, dropout: float) -> None:
-    for module in t5.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = dropout
-        elif hasattr(module, "relative_attention_num_buckets"):
-            module.dropout = dropout  # pyright: ignore[reportArgumentType] (T5Attention keeps the number)
 
 
 def _add_cross_bias(t5: Any) -> None:

@@ -1,0 +1,248 @@
+"""A verifier's loss is one mean over everything: ranks and micro-batches change neither it nor its gradients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from tests.facts import experiment, write_facts
+from tests.numerics.test_engine import ds_for
+from tests.ranks import run_on_ranks
+from trainer import tasks
+from trainer.config import exp_id
+from trainer.errors import ConfigError, DataError
+from trainer.task import DRAW, Places
+from trainer.tasks.vera import groups, losses
+from trainer.tasks.vera.config import Data
+from trainer.tasks.vera.task import _represented, _statements
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_facts(tmp_path_factory.mktemp("facts"))
+
+
+def loaded(folder: Path, **changes: Any) -> Any:
+    return tasks.load(tasks.parse(experiment("vera", folder, **changes)), Places(folder, folder / "cache", folder))
+
+
+def rows_of(task: Any, count: int = 16) -> list[dict[str, Any]]:
+    """Multiple-choice and boolean groups in turn, as training rows."""
+    found = [task.encode(row) for row in task.rows("train")]
+    half = len(found) // 2
+    mixed = [row for pair in zip(found[:half], found[half:], strict=True) for row in pair][:count]
+    return [{**row, DRAW: np.array([7 * number])} for number, row in enumerate(mixed)]
+
+
+def stepped(folder: Path, changes: dict[str, Any], sizes: list[int]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and full gradients of 16 groups cut into these micro-batches over the ranks."""
+    from trainer import distributed, engine
+    from trainer.config import Optim
+
+    task = loaded(folder, **changes)
+    rows, world = rows_of(task), distributed.world()
+    live = engine.Engine(task.model(), ds_for(0, "fp32", world), Optim(lr=0.1, clip=0.0))
+    live.train()
+    starts = np.cumsum([0, *sizes])
+    share = len(sizes) // world
+    mine = range(distributed.rank() * share, (distributed.rank() + 1) * share)
+    window = [task.collate(rows[starts[i] : starts[i + 1]]) for i in mine]
+    total = torch.zeros((), dtype=torch.float64)
+    for summed in task.losses(live.model, window):
+        live.backward(summed / len(rows))
+        total += (summed / len(rows)).detach()
+    found: dict[str, Tensor] = {}
+    live.step(0.1, watch=lambda named: found.update({name: gradient.clone() for name, gradient in named}))
+    live.destroy()
+    return float(distributed.total(total)), found
+
+
+def cuts(folder: Path, changes: dict[str, Any], all_sizes: list[list[int]]) -> list[tuple[float, dict[str, Tensor]]]:
+    return [stepped(folder, changes, sizes) for sizes in all_sizes]
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {},
+        {"ce_norm": "mc"},
+        {"contrastive": 3},
+        {"contrastive": 0, "ce_norm": "mc"},
+        {"terms": "margin", "contrastive": 2},
+    ],
+    ids=str,
+)
+def test_one_rank_two_ranks_and_accumulation_have_one_loss_and_one_gradient(loss: dict[str, Any], folder: Path) -> None:
+    changes = {"loss": loss}
+    (wanted, gradients), *others = run_on_ranks(1, cuts, folder, changes, [[16], [4, 4, 4, 4], [1, 7, 6, 2]])[0]
+    others += run_on_ranks(2, cuts, folder, changes, [[8, 8], [4, 4, 4, 4], [3, 5, 1, 7]])[0]
+    # Types 1 and 2 take dot products of about 32 / 0.05 = 640, which fp32 rounds by 3e-5 before the softmax.
+    bound = 1e-5 if loss.get("contrastive") == 2 else 1e-6
+    for got, found in others:
+        assert got == pytest.approx(wanted, abs=1e-6, rel=1e-6)
+        for name, gradient in gradients.items():
+            assert (found[name] - gradient).abs().max() < bound, name
+
+
+def test_the_loss_is_the_sum_of_the_published_terms_means(folder: Path) -> None:
+    task = loaded(folder)
+    model = task.model().eval()
+    batch = task.collate(rows_of(task))
+    (summed,) = task.losses(model, [batch])
+    statements = _statements(
+        {
+            key: value.float() if key in ("hidden", "logits") else value
+            for key, value in _represented(model, batch).items()
+        }
+    )
+    terms = losses.corrected_sums(
+        statements, loss_fn="mce+bce", ce_norm="all_problems", contrastive_type=4, temperature=0.05
+    )
+    by_hand = losses.cross_entropy(statements).mean() + losses.bce(statements).mean()
+    by_hand = by_hand + 0.1 * terms["contrastive"].sum / terms["contrastive"].count
+    assert float(summed.detach()) / 16 == pytest.approx(float(by_hand.detach()), rel=1e-6)
+
+
+def test_the_original_mode_is_the_published_program_on_its_own_batch(folder: Path) -> None:
+    task = loaded(folder, loss={"mode": "original"})
+    model = task.model().eval()
+    batch = task.collate(rows_of(task))
+    (summed,) = task.losses(model, [batch])
+    wanted = losses.original(
+        _statements(_represented(model, batch)),
+        loss_fn="mce+bce",
+        contrastive_type=4,
+        temperature=0.05,
+        coefficient=0.1,
+    )
+    assert float(summed.detach()) / 16 == pytest.approx(float(wanted.loss.detach()), rel=1e-6)
+
+
+# Data ---------------------------------------------------------------------------------------------------------------
+
+
+def test_training_draws_other_distractors_in_another_epoch_and_evaluation_sees_all(folder: Path) -> None:
+    task = loaded(folder, data={"statements": 2})
+    row = max((task.encode(row) for row in task.rows("train")), key=lambda row: len(row["lengths"]))
+    assert len(row["lengths"]) == 4
+    seen = {tuple(task._chosen({**row, DRAW: np.array([draw])})) for draw in range(40)}
+    assert seen == {(0, 1), (0, 2), (0, 3)}
+    assert task._chosen(row) == [0, 1, 2, 3]
+    first = loaded(folder, data={"statements": 2, "sample_distractors": False})
+    assert first._chosen({**row, DRAW: np.array([9])}) == [0, 1]
+
+
+def test_legacy_order_and_the_cut_of_large_sets_are_pythons_own(tmp_path: Path) -> None:
+    recorded = Path(__file__).resolve().parents[3] / "shared" / "parity" / "vera" / "sampling.json"
+    if not recorded.is_file():
+        pytest.skip(f"{recorded} is absent")
+    wanted = json.loads(recorded.read_text())
+    for task, split, count in (("mc", "train", 240), ("mc", "dev", 10042)):
+        (tmp_path / task).mkdir(exist_ok=True)
+        made = [{"golds": [str(number)], "distractors": ["x"]} for number in range(count)]
+        (tmp_path / task / f"{split}.json").write_text(json.dumps(made))
+    data = Data(source="groups", train_tasks=["mc"], valid_tasks=["mc"], order="legacy")
+    assert [int(row["golds"][0]) for row in groups.rows(data, "train", tmp_path)] == wanted["shuffle_240"]
+    cut = [int(row["golds"][0]) for row in groups.rows(data, "valid", tmp_path)]
+    assert len(cut) == 2000
+    assert cut[:50] == wanted["sample_2000_of_10042_first50"]
+
+
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        ({"golds": ["a", "b"], "distractors": []}, "group 1: 2 golds"),
+        ({"golds": [], "distractors": ["a", "b"]}, "group 1: no gold, but its task is multiple-choice"),
+        ({"golds": [" "], "distractors": []}, "group 1: golds is"),
+        ({"gold": []}, "group 1: want an object with golds and distractors"),
+    ],
+)
+def test_a_bad_group_is_named_with_its_file(group: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "mc").mkdir()
+    (tmp_path / "mc" / "train.json").write_text(json.dumps([group]))
+    data = Data(source="groups", train_tasks=["mc"], valid_tasks=["mc"])
+    with pytest.raises(DataError, match=f"train.json, {words}"):
+        groups.rows(data, "train", tmp_path)
+
+
+def test_a_stage_without_its_data_is_refused_and_told_how_to_make_it(tmp_path: Path) -> None:
+    data = Data(source="groups", train_tasks=["atomic2020_3d"], valid_tasks=["copa"])
+    with pytest.raises(DataError, match="python -m trainer convert atomic2020_3d"):
+        groups.rows(data, "train", tmp_path)
+
+
+# Afterwards ---------------------------------------------------------------------------------------------------------
+
+
+def trained(values: dict[str, Any], folder: Path, savedir: Path) -> str:
+    from trainer.run import Options, plan, run
+    from trainer.telemetry import Preemption
+
+    options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
+    planned = plan(values, options, world=1, rank=0)
+    assert run(planned, options, Preemption()) == 0
+    return str(planned.folder)
+
+
+def test_a_second_stage_begins_with_the_encoder_and_the_head_of_the_first(folder: Path, tmp_path: Path) -> None:
+    first = experiment("vera", folder, train={"steps": 2, "best": None})
+    run_folder = Path(run_on_ranks(1, trained, first, folder, tmp_path)[0])
+    second = {**first, "base": {"experiment": first}}
+    task = tasks.load(tasks.parse(second), Places(folder, folder / "cache", tmp_path))
+    model = task.model()
+    assert all(
+        torch.equal(one, two)
+        for one, two in zip(model.parameters(), task.exported(run_folder / "final").parameters(), strict=True)
+    )
+    fresh = tasks.load(tasks.parse(first), Places(folder, folder / "cache", tmp_path)).model()
+    assert not torch.equal(fresh.head.weight, model.head.weight)
+
+
+def test_calibrating_stores_a_temperature_with_which_statements_are_scored(folder: Path, tmp_path: Path) -> None:
+    from trainer.__main__ import app
+
+    values = experiment("vera", folder, train={"steps": 6, "best": None}, optim={"lr": 0.003})
+    run_folder = Path(run_on_ranks(1, trained, values, folder, tmp_path)[0])
+    places = ["-sb", str(tmp_path), "--exp_id", exp_id(values), "--data_path", str(folder)]
+    places += ["--cache_dir", str(folder / "cache"), "--model", "final"]
+    lines = "Ada keeps the red key in the cellar.\n\nEmil keeps the map in the attic.\n".replace("\\\n", "\n")
+    before = run_on_ranks(1, _invoked, ["score", *places], lines)[0].splitlines()
+    printed = run_on_ranks(1, _invoked, ["calibrate", *places, "--objective", "nll"], "")[0]
+    temperature = json.loads((run_folder / "final" / "vera.json").read_text())["temperature"]
+    assert f"temperature {temperature:.6f}" in printed
+    assert temperature != 1.0
+    report = json.loads((run_folder / "calibration-final" / "calibration.json").read_text())
+    assert report["nll_after"] <= report["nll_before"]
+    assert {path.name for path in (run_folder / "calibration-final").iterdir()} >= {"reliability.png", "scores.png"}
+    after = run_on_ranks(1, _invoked, ["score", *places], lines)[0].splitlines()
+    assert [line.split("\t")[1] for line in after] == [line for line in lines.splitlines() if line]
+    for one, two in zip(before, after, strict=True):
+        old, new = (float(line.split("\t")[0]) for line in (one, two))
+        logit = np.log(old / (1 - old))
+        assert new == pytest.approx(1 / (1 + np.exp(-logit / temperature)), abs=1e-4)
+    assert app is not None
+
+
+def _invoked(arguments: list[str], given: str) -> str:
+    """Run the command in a child of its own, which may leave by os._exit elsewhere but not here."""
+    from trainer import __main__ as commands
+    from trainer import distributed
+
+    distributed.shutdown = lambda code=0: None  # pyright: ignore[reportAttributeAccessIssue]
+    result = CliRunner().invoke(commands.app, arguments, input=given)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_a_folder_that_is_no_verifier_is_not_calibrated(tmp_path: Path) -> None:
+    from trainer.tasks.vera.use import calibrate_model
+
+    with pytest.raises(ConfigError, match="no trained verifier"):
+        calibrate_model(tmp_path, torch.zeros(1, 5), split="valid", objective="ece", report=tmp_path)

@@ -1,0 +1,62 @@
+"""What a plausibility verifier's experiment states. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from trainer.config import Experiment, Fraction, Positive, Strict
+
+Part = Literal["seen", "unseen1", "unseen2"]
+
+
+class Data(Strict):
+    """Statement groups and how they become tokens."""
+
+    # groups: --data_path holds <task>/train.json and <task>/dev.json, as `python -m trainer convert` writes them.
+    # stdlib_docs: the embedded corpus, tasks docs_choice and docs_boolean.
+    source: Literal["groups", "stdlib_docs"]
+    train_tasks: Annotated[list[str], Field(min_length=1)]
+    valid_tasks: Annotated[list[str], Field(min_length=1)]
+    test_tasks: tuple[str, ...] = ()
+    unseen1: tuple[str, ...] = ()  # valid and test tasks unlike the training's by kind, and
+    unseen2: tuple[str, ...] = ()  # those further away: their metrics are averaged apart
+    boolean: tuple[str, ...] = ()  # tasks whose statements are true or false by themselves, beside the published ones
+    max_tokens: Annotated[int, Field(ge=2)] = 128  # of a statement with its end
+    statements: Annotated[int, Field(ge=1)] = 4  # of a group in training: the gold and as many distractors as fit
+    sample_distractors: bool = True  # other ones in every epoch; False: always the first, as published
+    valid_limit: Positive | None = 2000  # of a valid task's groups, drawn as published; None: all
+    order: Literal["reshuffled", "legacy"] = "reshuffled"  # legacy: one shuffle for all epochs, as published
+
+    @model_validator(mode="after")
+    def _parts_are_disjoint(self) -> Data:
+        twice = sorted({*self.unseen1} & {*self.unseen2})
+        if twice:
+            raise ValueError(f"{', '.join(twice)}: in unseen1 and in unseen2. Name each task once")
+        return self
+
+
+class Loss(Strict):
+    """What is minimised. The defaults are the published terms, normalised over the global batch."""
+
+    # original: the published program on every rank and micro-batch by itself: keys of other ranks without gradient,
+    # cross-entropies over the rank's own multiple-choice groups, classes by column, infinite for lonely anchors.
+    mode: Literal["corrected", "original"] = "corrected"
+    terms: Literal["margin", "bce", "mce", "mce+bce"] = "mce+bce"
+    ce_norm: Literal["mc", "all_problems"] = "all_problems"  # what divides the cross-entropies
+    contrastive: Literal[0, 1, 2, 3, 4] = 4  # 0: none
+    temperature: Annotated[float, Field(gt=0)] = 0.05  # of the contrastive term
+    coefficient: Annotated[float, Field(ge=0)] = 0.1
+    # label: true and false statements are two classes. column: the first of a group and the others, as published,
+    # which takes a false boolean statement for a true one.
+    classes: Literal["label", "column"] = "label"
+
+
+class Config(Experiment):
+    """A verifier's experiment: every weight of the encoder and its head trains."""
+
+    task: Literal["vera"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
+    data: Data
+    loss: Loss = Loss()
+    dropout: Fraction | None = None  # None: the base's own

@@ -1,0 +1,202 @@
+"""Sets with a blank (wsc273, numersense, winogrande_xl, alphanli) and with endings (copa, codah, swag, ...)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from trainer.data import sources
+from trainer.errors import DataError
+from trainer.tasks.vera.conversion.adapters.adapter import (
+    Adapter,
+    Raw,
+    Variants,
+    checked_text,
+    column,
+    csv_objects,
+    index_of,
+    json_lines,
+    labelled_json_lines,
+    tab_lines,
+    text_of,
+    value_of,
+    xml_items,
+)
+from trainer.tasks.vera.conversion.problem import BadRecord, Problem, multiple_choice, write_padded_line
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+_WSC273 = 273  # the schemas of the collection that are WSC273, the first ones
+# Words that lose their capital inside a sentence whatever comes next; names and "I" are not among them.
+_FUNCTION_WORDS = _words(
+    "a all an another both each every he her his it its many my no one our several she some someone something that the "
+    "their there these they this those two we you your"
+)
+
+
+# Blanks ---------------------------------------------------------------------------------------------------------------
+
+
+def _schemas(paths: Sequence[Path | None]) -> Iterator[Raw]:
+    """(schema, its options) of WSC273; options as in wsc273.txt, where that is given, else as in the collection."""
+    collection, texts = paths
+    found = list(xml_items([collection], "schema"))[:_WSC273]
+    told = None if texts is None else _wsc_options(texts)
+    if told is not None and len(told) != len(found):
+        raise DataError(f"{texts} holds {len(told)} schemas, and {collection} {len(found)}. Take the published files.")
+    for index, raw in enumerate(found):
+        yield raw._replace(value=(raw.value, None if told is None else told[index]))
+
+
+def _wsc_options(path: Path) -> list[tuple[str, str]]:
+    """(right, wrong) of every record of wsc273.txt: sentence, [MASK], options with a comma between, answer, blank."""
+    lines = [text.strip() for _, text in sources.lines(path)]
+    found: list[tuple[str, str]] = []
+    for start in range(0, len(lines) - 3, 5):
+        options, right = [option.strip() for option in lines[start + 2].split(",")], lines[start + 3]
+        if len(options) != 2 or right not in options:
+            problem = f"options {sources.shown(lines[start + 2])} and answer {sources.shown(right)} do not fit"
+            raise sources.bad_line(path, start + 3, f"{problem}; take the published file")
+        found.append((right, options[1 - options.index(right)]))
+    return found
+
+
+def _wsc(row: Any, variants: Variants) -> Problem:
+    schema, told = row
+    gold = index_of(_xml_text(schema, "correctAnswer").strip(" ."), ("A", "B"), "correctAnswer")
+    if told is None:
+        choices = [" ".join((element.text or "").split()) for element in schema.findall("answers/answer")]
+    else:
+        choices = [told[0], told[1]] if gold == 0 else [told[1], told[0]]
+    before, after = (schema.findtext(f"text/{name}") or "" for name in ("txt1", "txt2"))
+    question = " ".join(f"{before} _ {after}".split())
+    if variants["case"] == "fit":
+        starts = question.startswith("_") or question[: question.index("_")].rstrip().endswith((".", "!", "?"))
+        choices = [_capitalised(choice) if starts else _uncapitalised(choice) for choice in choices]
+    return multiple_choice(question, choices, gold)
+
+
+def _numersense(fields: Any, _: Variants) -> Problem:
+    sentence, answer = column(fields, 0, "sentence"), column(fields, 1, "answer").strip()
+    gold = index_of("no" if answer == "zero" else answer, _NUMBERS, "answer")
+    return multiple_choice(sentence.replace("<mask>", "_"), _NUMBERS, gold)
+
+
+def _winogrande(row: Any, _: Variants) -> Problem:
+    choices = [text_of(row, "option1"), text_of(row, "option2")]
+    return multiple_choice(text_of(row, "sentence"), choices, index_of(value_of(row, "answer"), ("1", "2"), "answer"))
+
+
+def _alphanli(row: Any, _: Variants) -> Problem:
+    story, label = row
+    choices = [text_of(story, "hyp1"), text_of(story, "hyp2")]
+    question = f"{text_of(story, 'obs1')} _ {text_of(story, 'obs2')}"
+    return multiple_choice(question, choices, index_of(label, ("1", "2"), "label"))
+
+
+# Endings --------------------------------------------------------------------------------------------------------------
+
+
+def _copa(item: Any, variants: Variants) -> Problem:
+    premise, choices = _xml_text(item, "p"), [_xml_text(item, "a1"), _xml_text(item, "a2")]
+    gold = index_of(item.get("most-plausible-alternative"), ("1", "2"), "most-plausible-alternative")
+    if variants["connective"] == "because_so":
+        asked = index_of(item.get("asks-for"), ("cause", "effect"), "asks-for")
+        premise = f"{premise.strip().rstrip('.')} {('because', 'so')[asked]}"
+        choices = [_uncapitalised(choice.strip()) for choice in choices]
+    return multiple_choice(premise, choices, gold)
+
+
+def _codah(fields: Any, _: Variants) -> Problem:
+    choices = [column(fields, 2 + index, f"ending {index}") for index in range(4)]
+    gold = index_of(column(fields, 6, "answer"), ("0", "1", "2", "3"), "answer")
+    return multiple_choice(column(fields, 1, "prompt"), choices, gold)
+
+
+def _swag(row: Any, _: Variants) -> Problem:
+    choices = [text_of(row, f"ending{index}") for index in range(4)]
+    gold = index_of(value_of(row, "label"), ("0", "1", "2", "3"), "label")
+    return multiple_choice(text_of(row, "startphrase"), choices, gold)
+
+
+def _hellaswag(row: Any, _: Variants) -> Problem:
+    endings = value_of(row, "endings")
+    if not isinstance(endings, list):
+        raise BadRecord(f"'endings' is {sources.shown(endings)}, want a list")
+    choices = [checked_text(ending, f"endings[{index}]") for index, ending in enumerate(endings)]
+    gold = index_of(value_of(row, "label"), [str(index) for index in range(len(choices))], "label")
+    return multiple_choice(text_of(row, "ctx"), choices, gold)
+
+
+def _story(row: Any, _: Variants) -> Problem:
+    sentences = [text_of(row, f"InputSentence{number}").strip() for number in range(1, 5)]
+    choices = [text_of(row, f"RandomFifthSentenceQuiz{number}") for number in (1, 2)]
+    gold = index_of(value_of(row, "AnswerRightEnding"), ("1", "2"), "AnswerRightEnding")
+    return multiple_choice(" ".join(sentences), choices, gold)
+
+
+def _xml_text(element: Element, name: str) -> str:
+    return checked_text(element.findtext(name), name)
+
+
+def _capitalised(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _uncapitalised(text: str) -> str:
+    return text[:1].lower() + text[1:] if text.split(" ")[0].lower() in _FUNCTION_WORDS else text
+
+
+ADAPTERS = {
+    "wsc273": Adapter(
+        {"dev": ("WSCollection.xml", "wsc273.txt?")},
+        _schemas,
+        _wsc,
+        variants={"case": ("keep", "fit")},
+        is_cloze=True,
+    ),
+    "numersense": Adapter(
+        {"train": ("train.masked.tsv",), "dev": ("validation.masked.tsv",)}, tab_lines, _numersense, is_cloze=True
+    ),
+    "winogrande_xl": Adapter(
+        {"train": ("train_xl.jsonl",), "dev": ("dev.jsonl",)},
+        json_lines,
+        _winogrande,
+        is_cloze=True,
+        line=write_padded_line,
+    ),
+    "alphanli": Adapter(
+        {split: (f"{split}.jsonl", f"{split}-labels.lst") for split in ("train", "dev", "test")},
+        labelled_json_lines,
+        _alphanli,
+        is_cloze=True,
+    ),
+    "copa": Adapter(
+        {"dev": ("copa-dev.xml",), "test": ("copa-test.xml",)},
+        lambda paths: xml_items(paths, "item"),
+        _copa,
+        variants={"connective": ("none", "because_so")},
+        is_joined=True,
+    ),
+    "codah": Adapter({"dev": ("full_data.tsv",)}, tab_lines, _codah, is_joined=True),
+    "swag": Adapter({"train": ("train.csv",), "dev": ("val.csv",)}, csv_objects, _swag, is_joined=True),
+    "hellaswag": Adapter(
+        {"train": ("hellaswag_train.jsonl",), "dev": ("hellaswag_val.jsonl",)}, json_lines, _hellaswag, is_joined=True
+    ),
+    "story_cloze_test": Adapter(
+        {
+            "dev": ("cloze_test_val__spring2016 - cloze_test_ALL_val.csv",),
+            "dev_2018": ("cloze_test_val__winter2018-cloze_test_ALL_val - 1 - 1.csv",),
+            "test": ("cloze_test_test__spring2016 - cloze_test_ALL_test.csv",),
+        },
+        csv_objects,
+        _story,
+        is_joined=True,
+    ),
+}

@@ -1,0 +1,271 @@
+"""Statements in, plausibilities out: a verifier trained on groups of one true statement and several false ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer import base_model, distributed
+from trainer.config import Base, RandomBase, canonical_json
+from trainer.data import vocabulary
+from trainer.data.padding import pad_right
+from trainer.gradcache import pooled_losses
+from trainer.metrics import Pool, Ratio
+from trainer.task import DRAW, Batch, Encoded, Places, Row
+from trainer.tasks.vera import groups, losses
+from trainer.tasks.vera.config import Config, Part
+from trainer.tasks.vera.metrics import Kind, statement_metrics
+from trainer.tasks.vera.model import Verifier, load_head, write_head
+
+log = logging.getLogger(__name__)
+
+_HEAD = "head."
+_ENCODER = "encoder."
+
+
+class Task:
+    """A group of statements at a time; the loss is a mean over groups."""
+
+    unit: ClassVar[str] = "groups"
+
+    def __init__(self, cfg: Config, places: Places) -> None:
+        self.cfg, self.places = cfg, places
+        self.tokenizer = base_model.tokenizer_of(cfg, places)
+        self.pad = vocabulary.pad_id(self.tokenizer)
+        self.end = vocabulary.eos_id(self.tokenizer)
+        self._told: set[str] = set()  # splits whose mixture was shown
+        self.tasks = list(dict.fromkeys([*cfg.data.train_tasks, *cfg.data.valid_tasks, *cfg.data.test_tasks]))
+
+    # Model ------------------------------------------------------------------------------------------------------
+
+    def model(self) -> nn.Module:
+        return self._loaded(self.cfg.base)
+
+    def exported(self, folder: Path) -> nn.Module:
+        return self._loaded(str(folder))
+
+    def skeleton(self) -> nn.Module:
+        return Verifier(base_model.skeleton(self.cfg.base, self.places, kind="encoder"), seed=0)
+
+    def _loaded(self, base: Base) -> Verifier:
+        encoder = base_model.load(base, self.places, precision=self.cfg.train.precision, kind="encoder")
+        if self.cfg.dropout is not None:
+            base_model.set_dropout(encoder, self.cfg.dropout)
+        if self.cfg.train.gradient_checkpointing:
+            encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model = Verifier(encoder, seed=self.cfg.train.seed)
+        source = base_model.resolve(base, self.places)
+        if not isinstance(source, RandomBase) and load_head(model, Path(source)):
+            log.info("the head goes on from %s", source)
+        return model
+
+    def fingerprint(self) -> str:
+        return ""
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        named = {name.removeprefix(_ENCODER): tensor for name, tensor in weights.items() if name.startswith(_ENCODER)}
+        config = base_model.config_of(self.cfg.base, self.places)
+        config.dtype = next(iter(named.values())).dtype
+        base_model.export_folder(folder, config, self.tokenizer, named)
+        head = {name.removeprefix(_HEAD): tensor for name, tensor in weights.items() if name.startswith(_HEAD)}
+        write_head(folder, head)
+
+    # Data -------------------------------------------------------------------------------------------------------
+
+    def rows(self, split: str) -> Iterable[Row]:
+        found = groups.rows(self.cfg.data, split, self.places.data_path)
+        if split not in self._told:
+            self._told.add(split)
+            log.info(
+                "%s: %s", split, ", ".join(f"{task} {count} groups" for task, count in groups.mixture(found).items())
+            )
+        return found
+
+    def encode(self, row: Row) -> Encoded:
+        """The statements of a group as ids with their end, the gold first, and what kind of group it is."""
+        ids = self._ids([*row["golds"], *row["distractors"]])
+        kept = [self._ended(tokens) for tokens in ids]
+        return {
+            "statements": [token for tokens in kept for token in tokens],
+            "lengths": [len(tokens) for tokens in kept],
+            "has_gold": [len(row["golds"])],
+            "is_multiple_choice": [int(not groups.is_boolean(row["task"], self.cfg.data))],
+            "task": [self.tasks.index(row["task"])],
+            "number": [row["number"]],
+            "truncated": [int(max(map(len, ids)) >= self.cfg.data.max_tokens)],
+        }
+
+    def statement_ids(self, text: str) -> list[int]:
+        """One statement as the model reads it."""
+        return self._ended(self._ids([text])[0])
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        """Cut to data.max_tokens; the end, whose state is read, is never cut off."""
+        return [*tokens[: self.cfg.data.max_tokens - 1], self.end]
+
+    def encoding_id(self) -> str:
+        data = self.cfg.data
+        return canonical_json(
+            {
+                "task": "vera",
+                "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
+                "max_tokens": data.max_tokens,
+                "tasks": self.tasks,
+                "boolean": sorted(data.boolean),
+            }
+        )
+
+    def length(self, encoded: Mapping[str, Any]) -> int:
+        return sum(int(length) for length in encoded["lengths"][: self.cfg.data.statements])
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        """input_ids, attention_mask (S, L); group, column, is_gold (S,); is_multiple_choice, task, number (G,).
+
+        In training (rows that draw) a group has at most data.statements statements, otherwise all of them.
+        """
+        statements: list[Sequence[int]] = []
+        group, column, is_gold = [], [], []
+        for number, row in enumerate(rows):
+            for place, index in enumerate(self._chosen(row)):
+                start = int(np.sum(row["lengths"][:index]))
+                statements.append(row["statements"][start : start + int(row["lengths"][index])])
+                group.append(number)
+                column.append(place)
+                is_gold.append(index == 0 and bool(row["has_gold"][0]))
+        ids, mask = pad_right(statements, self.pad)
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "group": torch.tensor(group),
+            "column": torch.tensor(column),
+            "is_gold": torch.tensor(is_gold),
+            "is_multiple_choice": torch.tensor([bool(row["is_multiple_choice"][0]) for row in rows]),
+            "task": torch.tensor([int(row["task"][0]) for row in rows]),
+            "number": torch.tensor([int(row["number"][0]) for row in rows]),
+        }
+
+    def _chosen(self, row: Mapping[str, Any]) -> list[int]:
+        """Which statements of a group are looked at: in training the gold and some distractors, else all."""
+        everyone = list(range(len(row["lengths"])))
+        most, gold = self.cfg.data.statements, int(row["has_gold"][0])
+        if DRAW not in row or len(everyone) <= most:
+            return everyone
+        if not self.cfg.data.sample_distractors:
+            return everyone[:most]
+        draws = np.random.PCG64(int(row[DRAW][0])).random_raw(len(everyone) - gold)
+        picked = np.sort(np.argsort(draws, kind="stable")[: most - gold]) + gold
+        return [*everyone[:gold], *picked.tolist()]
+
+    # Loss and scores --------------------------------------------------------------------------------------------
+
+    def units(self, batch: Batch) -> Tensor:
+        return torch.tensor(len(batch["is_multiple_choice"]), device=batch["group"].device)
+
+    def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
+        """Every term is normalised over the groups or statements of all ranks and micro-batches."""
+        if self.cfg.loss.mode == "original":
+            yield from self._as_published(model, window)
+            return
+        if self.cfg.loss.contrastive == 0 or self.cfg.loss.coefficient == 0:
+            yield from self._scored_apart(model, window)
+            return
+        yield from pooled_losses(lambda batch: _represented(model, batch), window, self._of_pool)
+
+    def _of_pool(self, pool: Mapping[str, Tensor]) -> Tensor:
+        statements = _statements(pool)
+        shares = self._shares(statements)
+        return self._total(shares, {name: share.count for name, share in shares.items()}, statements.num_groups)
+
+    def _scored_apart(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
+        """Without a contrastive term no statement needs another group's: only their number is exchanged."""
+        kinds = torch.cat([batch["is_multiple_choice"] for batch in window])
+        counted = torch.stack([losses.cross_entropy_count(kinds, norm=self.cfg.loss.ce_norm), torch.tensor(len(kinds))])
+        num_cross_entropies, num_groups = distributed.total(counted.to(kinds.device))
+        for batch in window:
+            shares = self._shares(_statements(_represented(model, batch)))
+            counts = {name: num_cross_entropies if name == "cross_entropy" else num_groups for name in shares}
+            yield self._total(shares, counts, int(num_groups))
+
+    def _as_published(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
+        """The published program averages its micro-batches and ranks, whatever is in them."""
+        loss, num_groups = self.cfg.loss, sum(len(batch["is_multiple_choice"]) for batch in window)
+        total = int(distributed.total(torch.tensor(num_groups)))
+        for batch in window:
+            statements = _statements(_represented(model, batch))
+            found = losses.original(
+                statements,
+                loss_fn=loss.terms,
+                contrastive_type=loss.contrastive,
+                temperature=loss.temperature,
+                coefficient=loss.coefficient,
+                gathered=losses.gather(statements) if distributed.world() > 1 else None,
+            )
+            yield found.loss * (total / (distributed.world() * len(window)))
+
+    def _shares(self, statements: losses.Statements) -> dict[str, losses.Share]:
+        loss = self.cfg.loss
+        by = losses.keys_by_label if loss.classes == "label" else losses.keys_by_column
+        return losses.corrected_sums(
+            statements,
+            loss_fn=loss.terms,
+            ce_norm=loss.ce_norm,
+            contrastive_type=loss.contrastive if loss.coefficient else 0,
+            temperature=loss.temperature,
+            keys=by(statements),
+        )
+
+    def _total(self, shares: Mapping[str, losses.Share], counts: Mapping[str, Tensor], num_groups: int) -> Tensor:
+        """The sum that, divided by the groups of all ranks, is the sum of the terms' means."""
+        means = [
+            share.sum / counts[name].clamp(min=1) * (self.cfg.loss.coefficient if name == "contrastive" else 1.0)
+            for name, share in shares.items()
+        ]
+        return torch.stack(means).sum() * num_groups
+
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
+        """loss: cross-entropy and binary cross-entropy per group; and every metric of metrics.statement_metrics."""
+        statements = _statements(_represented(model, batch))
+        terms_G = losses.cross_entropy(statements) + losses.bce(statements)
+        logits_S = statements.logits_S.double()
+        task_S = batch["task"][batch["group"]]
+        group_S = batch["number"][batch["group"]]
+        table = torch.stack([task_S, group_S, batch["column"], logits_S, batch["is_gold"]], dim=-1)
+        return {"loss": Ratio(terms_G.sum(), self.units(batch)), "statements": Pool(table, self._metrics)}
+
+    def _metrics(self, table: Tensor) -> dict[str, float]:
+        data = self.cfg.data
+        kinds: dict[str, Kind] = {t: "boolean" if groups.is_boolean(t, data) else "multiple_choice" for t in self.tasks}
+        parts: dict[str, Part] = {
+            task: "unseen1" if task in data.unseen1 else "unseen2" if task in data.unseen2 else "seen"
+            for task in self.tasks
+        }
+        return statement_metrics(table, self.tasks, kinds, parts)
+
+
+def _represented(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Pooled states and logits of a batch, with what says how its statements belong together."""
+    found = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    kind_S = batch["is_multiple_choice"][batch["group"]]
+    return {**found, "column": batch["column"], "is_gold": batch["is_gold"], "is_multiple_choice": kind_S}
+
+
+def _statements(pool: Mapping[str, Tensor]) -> losses.Statements:
+    """Statements of many batches, one after the other: every column 0 begins a group."""
+    is_first_S = pool["column"] == 0
+    return losses.Statements(
+        logits_S=pool["logits"],
+        hidden_SD=pool["hidden"],
+        group_S=is_first_S.cumsum(0) - 1,
+        column_S=pool["column"],
+        is_gold_S=pool["is_gold"],
+        is_multiple_choice_G=pool["is_multiple_choice"][is_first_S],
+    )

@@ -1,0 +1,67 @@
+"""What is done with a trained verifier: its temperature is fitted and kept with it, and statements are scored."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer import distributed
+from trainer.data.padding import pad_right
+from trainer.disk import write_json
+from trainer.errors import ConfigError
+from trainer.tasks.vera import pictures
+from trainer.tasks.vera.calibration import Calibration, Objective, calibrate, scores_of
+from trainer.tasks.vera.metrics import LABEL, LOGIT, TASK
+from trainer.tasks.vera.model import DESCRIPTION, HEAD_FILE, Verifier, read_temperature
+from trainer.tasks.vera.task import Task
+
+log = logging.getLogger(__name__)
+
+POOL = "statements"  # the pool of Task.scores whose rows are the scored statements
+_TOGETHER = 64  # statements in one forward
+
+
+def calibrate_model(folder: Path, table: Tensor, *, split: str, objective: Objective, report: Path) -> Calibration:
+    """Fit the temperature of the model in `folder` on scored statements (metrics.statement_metrics), each task weighing
+    the same, and store it there; calibration.json, reliability.png and scores.png are written into `report`.
+
+    ConfigError when the folder is no verifier of ours.
+    """
+    if not (folder / HEAD_FILE).is_file():
+        raise ConfigError(
+            f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or final/ folder."
+        )
+    rows = table.numpy()
+    numbers = rows[:, TASK].astype(np.int64)
+    weights = 1.0 / np.bincount(numbers)[numbers]
+    found = calibrate(rows[:, LOGIT], rows[:, LABEL], split=split, objective=objective, weights=weights)
+    report.mkdir(parents=True, exist_ok=True)
+    after = scores_of(rows[:, LOGIT], temperature=found.temperature)
+    pictures.reliability_diagram(report / "reliability.png", scores_of(rows[:, LOGIT]), after, rows[:, LABEL])
+    pictures.score_histogram(report / "scores.png", after, rows[:, LABEL])
+    write_json(report / "calibration.json", asdict(found))
+    write_json(folder / DESCRIPTION, {**_described(folder), "temperature": found.temperature})
+    log.info("%s: temperature %.4f; pictures in %s", folder, found.temperature, report)
+    return found
+
+
+def _described(folder: Path) -> dict[str, object]:
+    path = folder / DESCRIPTION
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+@torch.no_grad()
+def plausibilities(task: Task, model: Verifier, texts: Sequence[str], *, folder: Path) -> Iterator[float]:
+    """How plausible each text is, 0 to 1, under the temperature stored in the model's `folder`; lazily, in order."""
+    temperature = read_temperature(folder)
+    for start in range(0, len(texts), _TOGETHER):
+        ids, mask = pad_right([task.statement_ids(text) for text in texts[start : start + _TOGETHER]], task.pad)
+        logits_S = model(input_ids=ids.to(distributed.device()), attention_mask=mask.to(distributed.device()))["logits"]
+        yield from scores_of(logits_S.double().cpu(), temperature=temperature).tolist()
