@@ -1,16 +1,17 @@
-"""Small files that are never half written, and what to tell when a disk refuses. Imports no torch."""
+"""Files and folders that are never half written, and what to tell when a disk refuses. Imports no torch."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import StorageError
+from trainer.errors import ConfigError, StorageError
 
 FULL = "Free some space, or save elsewhere with --savedir_base."
 ADVICE = {
@@ -51,3 +52,27 @@ def replace_file(path: Path, content: bytes, *, is_durable: bool = True) -> None
 def write_json(path: Path, value: Any, *, is_durable: bool = True) -> None:
     """Make `value` the whole of `path`, as indented JSON. StorageError when the disk refuses."""
     replace_file(path, (json.dumps(value, indent=2) + "\n").encode(), is_durable=is_durable)
+
+
+def refuse_existing(out: Path) -> None:
+    """ConfigError when --out is there already."""
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"--out {out}: exists already, and nothing is overwritten. Give the name of a new folder.")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes `out` when the block ends well, and disappears when it does not.
+
+    StorageError when the disk refuses.
+    """
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        os.rename(temporary, out)
+    except (OSError, StorageError) as error:
+        reason = error.__cause__ or error  # the disk's own words: the advice of StorageError is for runs
+        raise StorageError(f"{out}: cannot be written ({reason}). Free space there, or write elsewhere.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

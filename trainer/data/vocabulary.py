@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"  # id 0: begins and ends a text
 PAD = "<|pad|>"  # id 1: never the end of a text, so a masked pad cannot hide a real end
 _TOKENIZER_FILE = "tokenizer.json"
+FILES = (  # what a tokenizer is made of in a model's folder
+    *(_TOKENIZER_FILE, "spiece.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
 
 
 def load_tokenizer(

@@ -10,12 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -31,19 +29,18 @@ from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
 from trainer import shards
 from trainer.config import nearest
 from trainer.data import vocabulary
-from trainer.errors import ConfigError, StorageError
+from trainer.disk import new_folder, refuse_existing
+from trainer.errors import ConfigError
 from trainer.surgery import load_into
+from trainer.tasks.fid.weights import CROSS_BIAS
 
 log = logging.getLogger(__name__)
 
-# The table that transformers before 4.0 gave cross-attention and that no later one has (huggingface #8518).
-CROSS_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 LAYOUTS = ["t5", "fid"]
 _EMBEDDING, _HEAD = "shared.weight", "lm_head.weight"
 _TIED = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", _HEAD)
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 _TOKENIZER_FILES = ("tokenizer.json", "spiece.model")  # one of them makes a tokenizer
-_COPIED = (*_TOKENIZER_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _WRAPPED_BLOCK = re.compile(r"encoder\.block\.(\d+)\.(?!layer\.)\w+\.layer\.")
 
 
@@ -66,7 +63,7 @@ def import_model(source: Path, *, out: Path, tokenizer: str | None = None, compa
     cross-attention, for an experiment with reader.compat_cross_bias. Raises ConfigError and StorageError; then `out`
     is not there.
     """
-    _refuse_existing(out)
+    refuse_existing(out)
     found = _checked(_read_pickle(source) if source.is_file() else _read_folder(source))
     has_bias = CROSS_BIAS in found.tensors
     if compat_cross_bias and not has_bias:
@@ -85,7 +82,7 @@ def export_model(folder: Path, *, out: Path, layout: str = "t5") -> None:
     """
     if layout not in LAYOUTS:
         raise ConfigError(f"--layout {layout}: no such layout of a reader. {nearest(layout, LAYOUTS)}")
-    _refuse_existing(out)
+    refuse_existing(out)
     found = _checked(_read_folder(folder))
     if layout == "fid":
         _write_fid(found, out)
@@ -112,7 +109,7 @@ def _read_folder(folder: Path) -> Source:
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         tensors |= _tensors_of(file)
-    copied = [folder / "generation_config.json", *(folder / name for name in _COPIED)]
+    copied = [folder / "generation_config.json", *(folder / name for name in vocabulary.FILES)]
     return Source(folder, config, _renamed(tensors, folder), tuple(file for file in copied if file.is_file()))
 
 
@@ -294,11 +291,11 @@ def _write_t5(found: Source, out: Path, tokenizer: str | None) -> None:
     loaded = None if tokenizer is None else _tokenizer(tokenizer, out.parent)
     if loaded is not None:
         vocabulary.check_fits(loaded, config["vocab_size"])
-    with _new_folder(out) as folder:
+    with new_folder(out) as folder:
         _write_config(folder, config)
         shards.write_tensors(folder, "model.safetensors", found.tensors)
         for file in found.copied:
-            if loaded is None or file.name not in _COPIED:
+            if loaded is None or file.name not in vocabulary.FILES:
                 shutil.copyfile(file, folder / file.name)
         if loaded is not None:
             loaded.save_pretrained(folder)
@@ -333,7 +330,7 @@ def _write_fid(found: Source, out: Path) -> None:
         log.info("added: a position bias of zeros for cross-attention, which changes nothing")
     tensors |= dict.fromkeys(_TIED, tensors[_EMBEDDING])
     order = _skeleton(config, is_untied=False, has_cross_bias=True).state_dict()
-    with _new_folder(out) as folder:
+    with new_folder(out) as folder:
         _write_config(folder, _config_302(config) | {"architectures": ["FiDT5"]})
         _save({_wrapped_name(name): tensors[name] for name in order}, folder / "pytorch_model.bin")
     log.info("%s: %s", out, _described(found))
@@ -378,23 +375,3 @@ def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
 def _described(found: Source) -> str:
     count = sum(tensor.numel() for tensor in found.tensors.values())
     return f"{count:,} parameters of {found.path}, in {len(found.tensors)} tensors"
-
-
-def _refuse_existing(out: Path) -> None:
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"--out {out}: exists already, and nothing is overwritten. Give the name of a new folder.")
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes `out` when the block ends well, and disappears when it does not."""
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        os.rename(temporary, out)
-    except (OSError, StorageError) as error:
-        reason = error.__cause__ or error  # the disk's own words: the advice of StorageError is for runs
-        raise StorageError(f"{out}: cannot be written ({reason}). Free space there, or write elsewhere.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from trainer.config import RandomBase
 from trainer.errors import ConfigError
 
+# The table that transformers before 4.0 gave cross-attention and that no later one has (huggingface #8518).
 CROSS_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 _PREFIX = "t5."  # of our model's names; behind it stand those of a plain T5
 
