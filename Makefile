@@ -29,6 +29,7 @@ check: setup
 
 bench: setup
 	$(BIN)/python benchmarks/engine_overhead.py
+	@if [ -d ../shared/data/nq ]; then $(BIN)/python benchmarks/fid.py --data_path ../shared/data/nq; else echo "fid: no ../shared/data/nq, skipped"; fi
 
 clean:
 	rm -rf .venv results out tmp-cache build *.egg-info .pytest_cache .ruff_cache .hypothesis

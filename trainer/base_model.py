@@ -187,5 +187,17 @@ def export_folder(folder: Path, config: PretrainedConfig, tokenizer: Any, weight
     """Write a model folder that from_pretrained loads: config.json, model.safetensors, tokenizer files."""
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
+    _say_scaling_to_all_versions(folder / "config.json")
     shards.write_tensors(folder, "model.safetensors", weights)  # safetensors' own writer makes it unreadable to others
     tokenizer.save_pretrained(folder)
+
+
+def _say_scaling_to_all_versions(path: Path) -> None:
+    """tie_word_embeddings=false means an unscaled decoder output to every version of transformers.
+
+    save_pretrained of 5.x writes true beside scale_decoder_outputs=false instead, which 4.x takes for a T5 v1.0.
+    """
+    said = json.loads(path.read_text())
+    if "scale_decoder_outputs" in said:
+        said["tie_word_embeddings"] = said.pop("scale_decoder_outputs")
+        path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")

@@ -204,3 +204,30 @@ def test_the_toy_run_of_min_fid_answers_three_of_three_on_one_rank_and_on_two(tm
     for one, two in zip(*found, strict=True):
         assert two["valid/em"] == one["valid/em"]
         assert two["valid/loss"] == pytest.approx(one["valid/loss"], abs=1e-5)
+
+
+# T5 v1.1 ------------------------------------------------------------------------------------------------------------
+
+
+def _exported_v11(values: dict[str, Any], folder: Path, savedir: Path) -> Path:
+    return trained(values, folder, savedir)
+
+
+def test_a_trained_t5_v11_is_exported_with_its_unscaled_output(folder: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import T5ForConditionalGeneration
+
+    values = learning(folder)
+    config = values["base"]["config"] | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    values = vary(values, base={"config": config, "seed": 1}, train={"steps": 2, "eval_every": 2, "save_every": 2})
+    (run_folder,) = run_on_ranks(1, _exported_v11, values, folder, tmp_path)
+    task = tasks.load(tasks.parse(values), Places(folder, folder / "cache", tmp_path))
+    ours = task.exported(run_folder / "final").eval()
+    stock = T5ForConditionalGeneration.from_pretrained(run_folder / "final").eval()
+    ids, labels = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 10, 0]])
+    wanted = stock(input_ids=ids, labels=labels).logits
+    assert torch.equal(ours.t5(input_ids=ids, labels=labels).logits, wanted)
+    assert not stock.config.scale_decoder_outputs
+    said = json.loads((run_folder / "final" / "config.json").read_text())
+    assert said["tie_word_embeddings"] is False
+    assert said["architectures"] == ["T5ForConditionalGeneration"]

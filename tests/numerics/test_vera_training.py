@@ -221,6 +221,8 @@ def test_calibrating_stores_a_temperature_with_which_statements_are_scored(folde
     report = json.loads((run_folder / "calibration-final" / "calibration.json").read_text())
     assert report["nll_after"] <= report["nll_before"]
     assert {path.name for path in (run_folder / "calibration-final").iterdir()} >= {"reliability.png", "scores.png"}
+    evaluated = run_on_ranks(1, _invoked, ["evaluate", *places], "")[0]
+    assert "valid/ece_calibrated/all" in evaluated
     after = run_on_ranks(1, _invoked, ["score", *places], lines)[0].splitlines()
     assert [line.split("\t")[1] for line in after] == [line for line in lines.splitlines() if line]
     for one, two in zip(before, after, strict=True):

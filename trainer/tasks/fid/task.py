@@ -73,6 +73,7 @@ class Task:
         named = without_prefix(weights)
         config = base_model.config_of(self.cfg.base, self.places)
         config.dtype = next(iter(named.values())).dtype
+        config.architectures = ["T5ForConditionalGeneration"]
         base_model.export_folder(folder, config, self.tokenizer, named)
 
     # Data -------------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from trainer.metrics import Pool, Ratio
 from trainer.task import DRAW, Batch, Encoded, Places, Row
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Config, Part
-from trainer.tasks.vera.metrics import Kind, statement_metrics
-from trainer.tasks.vera.model import Verifier, load_head, write_head
+from trainer.tasks.vera.metrics import LOGIT, Kind, statement_metrics
+from trainer.tasks.vera.model import Verifier, load_head, read_temperature, write_head
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class Task:
         self.tokenizer = base_model.tokenizer_of(cfg, places)
         self.pad = vocabulary.pad_id(self.tokenizer)
         self.end = vocabulary.eos_id(self.tokenizer)
+        self.temperature = 1.0  # of an exported model that was calibrated
         self._told: set[str] = set()  # splits whose mixture was shown
         self.tasks = list(dict.fromkeys([*cfg.data.train_tasks, *cfg.data.valid_tasks, *cfg.data.test_tasks]))
 
@@ -48,6 +49,7 @@ class Task:
         return self._loaded(self.cfg.base)
 
     def exported(self, folder: Path) -> nn.Module:
+        self.temperature = read_temperature(folder)
         return self._loaded(str(folder))
 
     def skeleton(self) -> nn.Module:
@@ -232,7 +234,10 @@ class Task:
         return torch.stack(means).sum() * num_groups
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
-        """loss: cross-entropy and binary cross-entropy per group; and every metric of metrics.statement_metrics."""
+        """loss: cross-entropy and binary cross-entropy per group; and every metric of metrics.statement_metrics.
+
+        Of a calibrated model ece_calibrated/... too; all others are of logits as they are.
+        """
         statements = _statements(_represented(model, batch))
         terms_G = losses.cross_entropy(statements) + losses.bce(statements)
         logits_S = statements.logits_S.double()
@@ -248,7 +253,13 @@ class Task:
             task: "unseen1" if task in data.unseen1 else "unseen2" if task in data.unseen2 else "seen"
             for task in self.tasks
         }
-        return statement_metrics(table, self.tasks, kinds, parts)
+        found = statement_metrics(table, self.tasks, kinds, parts)
+        if self.temperature != 1.0:
+            table = table.clone()
+            table[:, LOGIT] /= self.temperature
+            calibrated = statement_metrics(table, self.tasks, kinds, parts)
+            found |= {name.replace("ece/", "ece_calibrated/"): calibrated[name] for name in found if name[:4] == "ece/"}
+        return found
 
 
 def _represented(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

@@ -1,0 +1,289 @@
+"""The same training and evaluation of a statement verifier, by our task and engine, and with the original's padding.
+
+Both take the same groups in the same order and start from the same random weights; a step is handed out by its number.
+The loss is `losses.original` on both sides, without the Python loops of the published program: only padding differs,
+and who tokenises when. Ours collates on the clock; the reference's tensors are made beforehand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer import deepspeed_config, distributed, tasks
+from trainer.data.store import TokenStore, open_store
+from trainer.data.windows import Sharding, Window
+from trainer.engine import Engine
+from trainer.loop import Cadence, Session, to_device, train_step
+from trainer.meter import Meter
+from trainer.task import DRAW, Batch, Places, Row
+from trainer.tasks.vera import groups, losses
+from trainer.telemetry import Preemption, Run
+
+# B groups, C slots of each, S statements (of which R are real), L tokens, D width
+
+LR, SEED = 1e-5, 5  # the published learning rate, constant, without clipping
+MAX_TOKENS, TRAINED_SLOTS, EVALUATED_SLOTS = 128, 4, 11  # what the original pads to
+ABSENT = -1e9  # its logit of an empty slot
+SIZES: dict[str, dict[str, Any]] = {  # small and base as in google/t5-v1_1-small and -base; tiny to try this out
+    "tiny": {"d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4, "num_layers": 2},
+    "small": {"d_model": 512, "d_ff": 1024, "d_kv": 64, "num_heads": 6, "num_layers": 8},
+    "base": {"d_model": 768, "d_ff": 2048, "d_kv": 64, "num_heads": 12, "num_layers": 12},
+}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both do: `num_batches` batches of `batch` groups, again and again."""
+
+    data_path: Path
+    folder: Path  # for caches
+    tokenizer: str
+    tasks: tuple[str, ...]
+    size: str = "small"
+    batch: int = 16
+    num_batches: int = 8
+    dropout: float = 0.1
+
+    def rows(self, number: int) -> range:
+        """The groups of step `number`, by their place in `groups`."""
+        first = number % self.num_batches * self.batch
+        return range(first, first + self.batch)
+
+    @property
+    def experiment(self) -> dict[str, Any]:
+        return {
+            "task": "vera",
+            "base": {
+                "config": {
+                    "model_type": "t5",
+                    "vocab_size": 32128,
+                    "pad_token_id": 0,
+                    "eos_token_id": 1,
+                    "feed_forward_proj": "gated-gelu",
+                    "dropout_rate": self.dropout,
+                    **SIZES[self.size],
+                },
+                "seed": SEED,
+            },
+            "tokenizer": self.tokenizer,
+            "train": {"steps": 1, "global_batch": self.batch, "micro_batch": self.batch, "precision": "fp32"},
+            "optim": {"lr": LR, "weight_decay": 0.0, "clip": 0.0},
+            "schedule": {"shape": "constant"},
+            "data": {
+                "source": "groups",
+                "train_tasks": list(self.tasks),
+                "valid_tasks": list(self.tasks),
+                "max_tokens": MAX_TOKENS,
+                "statements": TRAINED_SLOTS,
+                "sample_distractors": False,
+                "order": "legacy",
+            },
+            "loss": {"mode": "original"},
+            "deepspeed": "zero0",
+        }
+
+    @cached_property
+    def cfg(self) -> Any:
+        return tasks.parse(self.experiment)
+
+    @cached_property
+    def task(self) -> Any:
+        return tasks.load(self.cfg, Places(self.data_path, self.folder / "cache", self.folder / "results"))
+
+    @cached_property
+    def groups(self) -> list[Row]:
+        """The groups of all batches, the tasks' mixed as published."""
+        wanted = self.batch * self.num_batches
+        found = list(islice(self.task.rows("train"), wanted))
+        if len(found) < wanted:
+            raise SystemExit(f"{', '.join(self.tasks)}: {len(found)} groups, want {wanted}. Lower --rounds or --batch.")
+        if max(map(_num_statements, found)) > EVALUATED_SLOTS:
+            raise SystemExit(f"a group has more than the {EVALUATED_SLOTS} statements that the original evaluates")
+        return found
+
+    def num_statements(self, number: int, slots: int) -> int:
+        """Real statements of batch `number`, at most `slots` of a group."""
+        return sum(min(slots, _num_statements(self.groups[row])) for row in self.rows(number))
+
+
+def _num_statements(row: Row) -> int:
+    return len(row["golds"]) + len(row["distractors"])
+
+
+class Ours:
+    """What a run does at ZeRO 0 on one rank, without its prefetching thread: collation is on the clock."""
+
+    def __init__(self, work: Work) -> None:
+        distributed.init()
+        self._work, cfg = work, work.cfg
+        complete = deepspeed_config.build(
+            deepspeed_config.read(cfg.deepspeed), train=cfg.train, optim=cfg.optim, world=1, source=cfg.deepspeed
+        )
+        self._engine = Engine(work.task.model(), deepspeed_config.for_engine(complete), cfg.optim)
+        self._session = self._new_session()
+        self._sound = torch.zeros((), dtype=torch.int64, device=distributed.device())
+
+    def _new_session(self) -> Session:
+        work = self._work
+        store = self._store()
+        return Session(
+            cfg=work.cfg,
+            task=work.task,
+            engine=self._engine,
+            train=store,
+            valid=store,
+            sharding=Sharding(work.batch, work.batch, 1, 0),
+            cadence=Cadence(log=1, evaluate=1, save=1),
+            run=Run(work.folder / "run", total=1),
+            meter=Meter(),
+            preemption=Preemption(),
+            save=lambda progress: None,
+            export_best=lambda: None,
+        )
+
+    def _store(self) -> TokenStore:
+        task = self._work.task
+        return open_store(
+            lambda: self._work.groups,
+            task.encode,
+            encoding_id=task.encoding_id(),
+            split="train",
+            cache_dir=self._work.folder / "cache",
+            length=task.length,
+        )
+
+    def step(self, number: int) -> Tensor:
+        """Train on batch `number`; its loss."""
+        self._engine.train()
+        batch = self.batch(number, is_trained=True)
+        window = Window(step=number, batches=[batch], rows=[], units=self._work.task.units(batch))
+        return train_step(self._session, window, lr=LR, bad=self._sound).loss
+
+    @torch.no_grad()
+    def evaluate(self, number: int) -> Tensor:
+        """(R,) logits of all statements of batch `number`; the pool of `task.scores` has them in its fourth column."""
+        self._engine.eval()
+        batch = to_device(self.batch(number, is_trained=False))
+        return self._work.task.scores(self._engine.model, batch)["statements"].values[:, 3]
+
+    def batch(self, number: int, *, is_trained: bool) -> Batch:
+        """Batch `number` as the task collates it: in training at most TRAINED_SLOTS statements of a group."""
+        rows: list[dict[str, Any]] = [self._session.train[row] for row in self._work.rows(number)]
+        if is_trained:
+            rows = [{**row, DRAW: np.zeros(1, dtype=np.int64)} for row in rows]  # what is drawn is not looked at
+        return self._work.task.collate(rows)
+
+    def share_of_real_tokens(self, *, is_trained: bool) -> float:
+        """Of the tokens that the encoder reads in all batches."""
+        batches = [self.batch(number, is_trained=is_trained) for number in range(self._work.num_batches)]
+        masks = [batch["attention_mask"] for batch in batches]
+        return sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+
+    def close(self) -> None:
+        self._session.preemption.close()
+        self._session.run.close()
+        self._engine.destroy()
+
+
+@dataclass(frozen=True)
+class Padded:
+    """B groups of C slots, each MAX_TOKENS long; an empty slot holds the end of a text and padding."""
+
+    ids_SL: Tensor
+    mask_SL: Tensor
+    is_gold_S: Tensor
+    is_multiple_choice_B: Tensor
+
+    @property
+    def is_present_S(self) -> Tensor:
+        return self.mask_SL.sum(-1) > 1
+
+    def on_device(self) -> Padded:
+        return Padded(**{name: tensor.to(distributed.device()) for name, tensor in vars(self).items()})
+
+
+class Reference:
+    """A stock T5EncoderModel, fed as the original feeds it: every slot, padded to MAX_TOKENS."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        model: Any = work.task.model().to(distributed.device())
+        self._encoder, self._head = model.encoder, model.head
+        assert type(self._encoder).__name__ == "T5EncoderModel", "stock, of transformers"
+        assert self._encoder.config._attn_implementation == "sdpa", "the default of transformers"
+        self._optimizer = torch.optim.Adam([*self._encoder.parameters(), *self._head.parameters()], lr=LR)
+        self._trained = [self._padded(number, TRAINED_SLOTS) for number in range(work.num_batches)]
+        self._evaluated = [self._padded(number, EVALUATED_SLOTS) for number in range(work.num_batches)]
+
+    def _padded(self, number: int, slots: int) -> Padded:
+        rows = [self._work.groups[row] for row in self._work.rows(number)]
+        texts = [[*row["golds"], *row["distractors"]][:slots] for row in rows]
+        read = self._work.task.tokenizer(
+            [text for group in texts for text in group + [""] * (slots - len(group))],
+            padding="max_length",
+            truncation=True,
+            max_length=MAX_TOKENS,
+            return_tensors="pt",
+        )
+        is_gold_BC = torch.zeros(len(rows), slots, dtype=torch.bool)
+        is_gold_BC[:, 0] = torch.tensor([bool(row["golds"]) for row in rows])
+        is_boolean = [groups.is_boolean(row["task"], self._work.cfg.data) for row in rows]
+        return Padded(read["input_ids"], read["attention_mask"], is_gold_BC.flatten(), ~torch.tensor(is_boolean))
+
+    def share_of_real_tokens(self, *, is_trained: bool) -> float:
+        """Of the tokens that the encoder reads in all batches; the ends that fill empty slots are not real."""
+        batches = self._trained if is_trained else self._evaluated
+        real = sum(int(batch.mask_SL[batch.is_present_S].sum()) for batch in batches)
+        return real / sum(batch.mask_SL.numel() for batch in batches)
+
+    def step(self, number: int) -> Tensor:
+        """Train on batch `number`; its loss."""
+        self._encoder.train()
+        batch = self._trained[number % self._work.num_batches].on_device()
+        loss = self._loss(batch)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+    def _loss(self, batch: Padded) -> Tensor:
+        logits_S, hidden_SD = self._forward(batch)
+        (real_R,) = batch.is_present_S.nonzero(as_tuple=True)
+        slots, terms = len(logits_S) // len(batch.is_multiple_choice_B), self._work.cfg.loss
+        return losses.original(
+            losses.Statements(
+                logits_S=logits_S[real_R],
+                hidden_SD=hidden_SD[real_R],
+                group_S=real_R // slots,
+                column_S=real_R % slots,
+                is_gold_S=batch.is_gold_S[real_R],
+                is_multiple_choice_G=batch.is_multiple_choice_B,
+            ),
+            loss_fn=terms.terms,
+            contrastive_type=terms.contrastive,
+            temperature=terms.temperature,
+            coefficient=terms.coefficient,
+        ).loss
+
+    @torch.no_grad()
+    def evaluate(self, number: int) -> Tensor:
+        """(R,) logits of all statements of batch `number`."""
+        self._encoder.eval()
+        batch = self._evaluated[number % self._work.num_batches].on_device()
+        return self._forward(batch)[0][batch.is_present_S]
+
+    def _forward(self, batch: Padded) -> tuple[Tensor, Tensor]:
+        """(S,) logits of all slots and the (S, D) states of their ends."""
+        states_SLD = self._encoder(input_ids=batch.ids_SL, attention_mask=batch.mask_SL).last_hidden_state
+        last_S = batch.mask_SL.sum(-1) - 1
+        hidden_SD = states_SLD[torch.arange(len(last_S), device=last_S.device), last_S]
+        logits_S = self._head(hidden_SD).squeeze(-1)
+        return logits_S.masked_fill(~batch.is_present_S, ABSENT), hidden_SD
