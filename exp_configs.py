@@ -383,6 +383,14 @@ VERA_STAGE_A_XXL: Values = {
     },
     "deepspeed": "zero2",
 }
+VERA_STAGE_A = {
+    size: vary(VERA_STAGE_A_XXL, base=f"google/t5-v1_1-{size}", train={"gradient_checkpointing": size in ("xl", "xxl")})
+    for size in ("small", "base", "large", "xl", "xxl")
+}
+VERA_STAGE_B = {
+    size: vary(stage_a, base={"experiment": stage_a}, data={"train_tasks": STAGE_B_TASKS})
+    for size, stage_a in VERA_STAGE_A.items()
+}
 VERA_TINY = vary(
     FID_TINY,
     task="vera",
@@ -460,20 +468,8 @@ EXP_GROUPS: dict[str, list[Values]] = {
     "fid_tiny": [FID_TINY],
     "fid_toy": [FID_TOY],
     "fid_nq_cpu": [FID_NQ_CPU],
-    **{
-        f"vera_stage_a_{size}": [vary(VERA_STAGE_A_XXL, base=f"google/t5-v1_1-{size}")]
-        for size in ("small", "base", "large", "xl", "xxl")
-    },
-    **{
-        f"vera_stage_b_{size}": [
-            vary(
-                VERA_STAGE_A_XXL,
-                base={"experiment": vary(VERA_STAGE_A_XXL, base=f"google/t5-v1_1-{size}")},
-                data={"train_tasks": STAGE_B_TASKS},
-            )
-        ]
-        for size in ("small", "base", "large", "xl", "xxl")
-    },
+    **{f"vera_stage_a_{size}": [values] for size, values in VERA_STAGE_A.items()},
+    **{f"vera_stage_b_{size}": [values] for size, values in VERA_STAGE_B.items()},
     "vera_tiny": [VERA_TINY],
     "vera_cpu": [VERA_CPU_A, VERA_CPU_B],
 }
@@ -485,7 +481,7 @@ def experiments_of(group: str, path: Path | None, steps: int | None) -> list[Val
     known = read_groups(path)
     if group not in known:
         raise ConfigError(f"-e {group}: no such group. {nearest(group, sorted(known))}")
-    experiments = [_with_steps(values, steps) for values in known[group]]
+    experiments = _with_steps(known[group], steps)
     ids = [exp_id(values) for values in experiments]
     if len(set(ids)) < len(ids):
         twice = sorted({name for name in ids if ids.count(name) > 1})
@@ -493,10 +489,22 @@ def experiments_of(group: str, path: Path | None, steps: int | None) -> list[Val
     return experiments
 
 
-def _with_steps(values: Values, steps: int | None) -> Values:
-    if steps is None or not isinstance(values.get("train"), dict):
-        return values
-    return {**values, "train": {**values["train"], "steps": steps}}
+def _with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
+    """The experiments with `steps` written in, also where one names an earlier one of them as its base."""
+    if steps is None:
+        return experiments
+    changed: dict[str, Values] = {}  # by the id that each had before
+    found: list[Values] = []
+    for values in experiments:
+        name, base = exp_id(values), values.get("base")
+        if isinstance(values.get("train"), dict):
+            values = {**values, "train": {**values["train"], "steps": steps}}
+        if isinstance(base, dict) and isinstance(base.get("experiment"), dict):
+            before = base["experiment"]
+            values = {**values, "base": {"experiment": changed.get(exp_id(before), before)}}
+        changed[name] = values
+        found.append(values)
+    return found
 
 
 def read_groups(path: Path | None) -> dict[str, list[Values]]:

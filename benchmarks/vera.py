@@ -68,7 +68,7 @@ def check(work: Work) -> dict[str, float]:
         "loss": losses[0][0],
         "loss_difference": worst,
         "logit_difference": float((logits_R - expected_R).abs().max()),
-        "equal_logits": len(logits_R),
+        "num_logits": len(logits_R),
     }
 
 
@@ -154,11 +154,11 @@ def report(options: argparse.Namespace, work: Work) -> None:
         f"T5 v1.1 {work.size} encoder, random weights; {', '.join(work.tasks)}, batch {work.batch} groups, fp32, "
         f"dropout {work.dropout}, Adam {LR}, no clipping; {options.rounds} rounds\n"
         f"the reference pads every group to {TRAINED_SLOTS} x {MAX_TOKENS} tokens in training, "
-        f"{EVALUATED_SLOTS} x {MAX_TOKENS} in evaluation; the loss is our vectorised form of the original's on both sides"
+        f"{EVALUATED_SLOTS} x {MAX_TOKENS} in evaluation; both sides compute our vectorised form of its loss"
     )
     print(
         f"without dropout, losses of {CHECKED} steps (the first {checked['loss']:.4f}) differ by at most "
-        f"{checked['loss_difference']:.1e}, {checked['equal_logits']} logits by {checked['logit_difference']:.1e}"
+        f"{checked['loss_difference']:.1e}, {checked['num_logits']} logits by {checked['logit_difference']:.1e}"
     )
     print(table(found, options.clock))
 

@@ -246,7 +246,10 @@ def score(
         from trainer.evaluation import Question, opened
         from trainer.run import Options
 
-        logging.disable(logging.INFO)  # standard output is for the scores
+        for handler in logging.getLogger().handlers:
+            handler.setStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue] (standard output is for scores)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise _bad("score runs on one device: start it with python, not with torchrun.")
         values = _experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
         use = _module_of(values["task"], "use", "calibrate or score")
         lines = (source.read_text(encoding="utf-8") if source else sys.stdin.read()).splitlines()

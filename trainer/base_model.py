@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -72,7 +74,28 @@ def load(base: Base, places: Places, *, precision: str, kind: Kind = "causal_lm"
             return build(config)
     if kind == "encoder" and config.model_type == "t5":
         source = encoder_source(source, places.cache_dir)
-    return build.from_pretrained(source, dtype=DTYPES[precision])
+    # transformers 5.23 finds out whether an output layer of T5 v1.1 is tied by comparing it with the embedding; under
+    # ZeRO-3 both are empty by then, count as equal, and the checkpoint's own would be thrown away.
+    may_be_untied = kind == "seq2seq_lm" and getattr(config, "scale_decoder_outputs", True) is False
+    with _unpartitioned() if may_be_untied else contextlib.nullcontext():
+        return build.from_pretrained(source, dtype=DTYPES[precision])
+
+
+@contextlib.contextmanager
+def _unpartitioned() -> Iterator[None]:
+    """Inside, from_pretrained reads whole weights, also under ZeRO-3; the engine partitions them afterwards."""
+    from transformers.integrations import deepspeed
+
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    present = reference() if reference is not None else None
+    if present is None:
+        yield
+        return
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed.set_hf_deepspeed_config(present)
 
 
 def skeleton(base: Base, places: Places, *, kind: Kind = "causal_lm") -> PreTrainedModel:
@@ -103,7 +126,12 @@ def _model_class(config: PretrainedConfig, kind: Kind) -> Any:
 
 
 def set_dropout(model: nn.Module, dropout: float) -> None:
-    """Make `dropout` the probability of every dropout of a model, those that T5's attention keeps as numbers too."""
+    """Make `dropout` the probability of every dropout of a model, those that T5's attention keeps as numbers too.
+
+    ConfigError for a model that has none: it would change nothing.
+    """
+    if not any(isinstance(module, nn.Dropout) for module in model.modules()):
+        raise ConfigError(f"dropout={dropout}: {type(model).__name__} has no dropout layer. Leave dropout out.")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = dropout

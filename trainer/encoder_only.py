@@ -32,12 +32,12 @@ def encoder_source(source: str, cache_dir: Path) -> str:
 
     ConfigError when the pickle holds more than tensors, or no T5 encoder.
     """
-    if any(_found(source, name) for name in _SAFE):
+    if any(find_file(source, name) for name in _SAFE):
         return source
     files = _pickles(source)
     if not files:
         return source  # from_pretrained says what is missing
-    config = _found(source, "config.json")
+    config = find_file(source, "config.json")
     if config is None:
         return source
     facts = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -52,7 +52,8 @@ def encoder_source(source: str, cache_dir: Path) -> str:
     return str(build_once(folder, build, is_whole=lambda folder: (folder / _WEIGHTS).is_file()))
 
 
-def _found(source: str, name: str) -> Path | None:
+def find_file(source: str, name: str) -> Path | None:
+    """The file `name` of a folder or Hub id; None when it has none, or cannot be reached."""
     if Path(source).is_dir():
         path = Path(source) / name
         return path if path.is_file() else None
@@ -65,13 +66,13 @@ def _found(source: str, name: str) -> Path | None:
 
 
 def _pickles(source: str) -> list[Path]:
-    single, index = (_found(source, name) for name in _PICKLES)
+    single, index = (find_file(source, name) for name in _PICKLES)
     if single is not None:
         return [single]
     if index is None:
         return []
     names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    found = [_found(source, name) for name in names]
+    found = [find_file(source, name) for name in names]
     missing = [name for name, path in zip(names, found, strict=True) if path is None]
     if missing:
         raise ConfigError(f"base={source!r}: {', '.join(missing)} missing, which {index.name} lists. Copy it again.")

@@ -55,6 +55,9 @@ def run(asked: Question, options: Options) -> dict[str, float]:
     if asked.passage_scores is not None and not isinstance(task, ScoresPassages):
         name = asked.values["task"]
         raise ConfigError(f"--write_scores: task {name!r} reads no passages that it could score. Leave it out.")
+    if not isinstance(task, Answers) and (asked.predictions is not None or asked.search != GREEDY):
+        name = asked.values["task"]
+        raise ConfigError(f"--pred, --num_beams, --num_answers: task {name!r} gives no answers. Leave them out.")
     folder = model_folder(asked, options)
     store = store_of(task, asked.split, options)
     model = Frozen(task.exported(folder).to(distributed.device()).eval())
@@ -67,7 +70,7 @@ def run(asked: Question, options: Options) -> dict[str, float]:
             path = asked.predictions
             on_main(lambda: _write(path, _predictions(raw, answers, is_n_best=asked.search.num_answers > 1)))
     else:
-        found = evaluate(model, task, store, batch=batch)
+        found = evaluate(model, task, store, batch=batch, num_rows=len(raw))
     if asked.passage_scores is not None and isinstance(task, ScoresPassages):
         scores = _passage_scores(model, task, store, len(raw), batch=batch)
         path = asked.passage_scores

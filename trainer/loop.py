@@ -168,8 +168,10 @@ def to_device(batch: Batch) -> Batch:
 
 
 @torch.no_grad()
-def evaluate(engine: Engine | Frozen, task: Task, store: TokenStore, *, batch: int) -> dict[str, float]:
-    """Every metric of `task.scores` over every row of `store` exactly once, on any number of ranks.
+def evaluate(
+    engine: Engine | Frozen, task: Task, store: TokenStore, *, batch: int, num_rows: int | None = None
+) -> dict[str, float]:
+    """Every metric of `task.scores` over the first `num_rows` (None: all) of `store`, each once, on any ranks.
 
     Random state is put back afterwards, so evaluating never changes what is trained next.
     """
@@ -178,7 +180,7 @@ def evaluate(engine: Engine | Frozen, task: Task, store: TokenStore, *, batch: i
         return task.scores(engine.model, to_device(task.collate([store[row] for row in rows])))
 
     with _evaluation(engine):
-        return _merged(scores, store.lengths, batch=batch)
+        return _merged(scores, store.lengths[:num_rows], batch=batch)
 
 
 @torch.no_grad()

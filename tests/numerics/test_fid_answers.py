@@ -231,3 +231,40 @@ def test_a_trained_t5_v11_is_exported_with_its_unscaled_output(folder: Path, tmp
     said = json.loads((run_folder / "final" / "config.json").read_text())
     assert said["tie_word_embeddings"] is False
     assert said["architectures"] == ["T5ForConditionalGeneration"]
+
+
+def _two_stages(values: dict[str, Any], folder: Path, root: Path) -> list[list[float]]:
+    found = []
+    for stage in (0, 3):
+        run_folder = trained(values, folder, root / f"zero{stage}", stage)
+        lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+        found.append([line["loss"] for line in lines if "loss" in line])
+    return found
+
+
+def test_an_output_layer_of_its_own_survives_zero3(folder: Path, tmp_path: Path) -> None:
+    import torch
+
+    from trainer import base_model
+    from trainer.config import RandomBase
+
+    values = learning(folder)
+    config = values["base"]["config"] | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    places = Places(folder, folder / "cache", tmp_path)
+    t5: Any = base_model.load(RandomBase(config=config, seed=1), places, precision="fp32", kind="seq2seq_lm")
+    t5.lm_head.weight = torch.nn.Parameter(torch.randn_like(t5.lm_head.weight) * 0.1)
+    weights = dict(t5.named_parameters())
+    base_model.export_folder(tmp_path / "base", t5.config, tasks.load(tasks.parse(values), places).tokenizer, weights)
+    values = vary(
+        values, base=str(tmp_path / "base"), train={"steps": 3, "log_every": 1, "answers": None, "best": None}
+    )
+    zero0, zero3 = run_on_ranks(2, _two_stages, values, folder, tmp_path / "runs")[0]
+    assert len(zero0) == 3
+    assert zero3 == pytest.approx(zero0, abs=1e-5)
+    for stage in (0, 3):
+        (final,) = (tmp_path / "runs" / f"zero{stage}").glob("*/final/model.safetensors")
+        from safetensors.torch import load_file
+
+        tensors = load_file(final)
+        assert "lm_head.weight" in tensors
+        assert not torch.equal(tensors["lm_head.weight"], tensors["shared.weight"])

@@ -125,6 +125,54 @@ def test_the_original_mode_is_the_published_program_on_its_own_batch(folder: Pat
     assert float(summed.detach()) / 16 == pytest.approx(float(wanted.loss.detach()), rel=1e-6)
 
 
+def test_the_original_mode_goes_on_where_the_published_loss_is_infinite(folder: Path) -> None:
+    task = loaded(folder, loss={"mode": "original"})
+    model = task.model().eval()
+    batch = task.collate(rows_of(task, 1))
+    (summed,) = task.losses(model, [batch])
+    statements = _statements(_represented(model, batch))
+    how = {"loss_fn": "mce+bce", "contrastive_type": 4, "temperature": 0.05, "coefficient": 0.1}
+    published = losses.original(statements, **how)
+    assert published.loss.isinf()
+    assert summed.isfinite()
+    wanted = torch.autograd.grad(published.loss, list(model.parameters()), allow_unused=True)
+    found = torch.autograd.grad(summed, list(model.parameters()), allow_unused=True)
+    for one, two in zip(wanted, found, strict=True):
+        assert (one is None) == (two is None)
+        assert one is None or (one - two).abs().max() < 1e-6
+
+
+def test_a_bf16_head_tells_close_statements_apart(folder: Path) -> None:
+    model = loaded(folder).model().to(torch.bfloat16)
+    states = torch.randn(4000, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = model.head(states)
+    assert logits.dtype == torch.float32
+    assert len(logits.unique()) > 3900
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": {"unseen1": ["choises"]}}, "Did you mean 'choices'"),
+        ({"data": {"valid_tasks": ["choices", "choices"]}}, "valid_tasks: choices stands there twice"),
+        ({"data": {"order": "legacy"}}, 'set train.order="as_given"'),
+        ({"loss": {"mode": "original", "classes": "column"}}, "leave both out"),
+    ],
+)
+def test_a_dictionary_that_would_not_mean_what_it_says_is_refused(
+    changes: dict[str, Any], words: str, folder: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        loaded(folder, **changes)
+
+
+def test_a_folder_without_a_head_is_not_scored_with_a_random_one(folder: Path, tmp_path: Path) -> None:
+    task = loaded(folder)
+    task.model().encoder.save_pretrained(tmp_path / "t5")
+    with pytest.raises(ConfigError, match=r"holds no head.safetensors"):
+        task.exported(tmp_path / "t5")
+
+
 # Data ---------------------------------------------------------------------------------------------------------------
 
 
@@ -174,8 +222,10 @@ def test_a_bad_group_is_named_with_its_file(group: dict[str, Any], words: str, t
 
 def test_a_stage_without_its_data_is_refused_and_told_how_to_make_it(tmp_path: Path) -> None:
     data = Data(source="groups", train_tasks=["atomic2020_3d"], valid_tasks=["copa"])
-    with pytest.raises(DataError, match="python -m trainer convert atomic2020_3d"):
+    with pytest.raises(DataError, match="no converter knows this set"):
         groups.rows(data, "train", tmp_path)
+    with pytest.raises(DataError, match="python -m trainer convert copa"):
+        groups.rows(data, "valid", tmp_path)
 
 
 # Afterwards ---------------------------------------------------------------------------------------------------------

@@ -306,3 +306,11 @@ def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "groups.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"want the path of a Python file \(\.py\)"):
         read_groups(tmp_path / name)
+
+
+def test_steps_reach_a_base_that_is_an_experiment_of_the_same_group() -> None:
+    first, second = exp_configs.experiments_of("fid_nq_base_25to100", None, 10)
+    assert first["train"]["steps"] == second["train"]["steps"] == 10
+    assert second["base"] == {"experiment": first}
+    (alone,) = exp_configs.experiments_of("crossattn_nq_cpu", None, 10)
+    assert alone["base"] == {"experiment": EXP_GROUPS["lm_nq_cpu"][0]}, "that one was trained as it stands"

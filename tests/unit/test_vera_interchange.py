@@ -40,7 +40,7 @@ def unpacked_by_hand(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 def ours(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     model = Verifier(T5EncoderModel.from_pretrained(folder), seed=0).eval()
-    assert load_head(model, folder)
+    assert load_head(model, str(folder))
     return torch.sigmoid(model(ids, torch.ones_like(ids))["logits"] / read_temperature(folder))
 
 

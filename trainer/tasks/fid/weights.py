@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.config import RandomBase
+from trainer.encoder_only import find_file
 from trainer.errors import ConfigError
 
 # The table that transformers before 4.0 gave cross-attention and that no later one has (huggingface #8518).
@@ -27,8 +27,8 @@ def add_cross_bias(t5: Any, source: str | RandomBase) -> None:
     """Fill the table of cross-attention's position biases from the folder `source`; ConfigError when it has none."""
     from safetensors import safe_open
 
-    file = Path(source) / "model.safetensors" if isinstance(source, str) else None
-    if file is not None and file.is_file():
+    file = find_file(source, "model.safetensors") if isinstance(source, str) else None
+    if file is not None:
         with safe_open(file, framework="pt") as tensors:
             if CROSS_BIAS in tensors.keys():  # noqa: SIM118 (a safetensors file is no dictionary)
                 table = t5.decoder.block[0].layer[1].EncDecAttention.relative_attention_bias.weight

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from trainer.config import Experiment, Fraction, Positive, Strict
+from trainer.config import Experiment, Fraction, Positive, Strict, nearest
 
 Part = Literal["seen", "unseen1", "unseen2"]
 
@@ -30,10 +30,19 @@ class Data(Strict):
     order: Literal["reshuffled", "legacy"] = "reshuffled"  # legacy: one shuffle for all epochs, as published
 
     @model_validator(mode="after")
-    def _parts_are_disjoint(self) -> Data:
-        twice = sorted({*self.unseen1} & {*self.unseen2})
-        if twice:
-            raise ValueError(f"{', '.join(twice)}: in unseen1 and in unseen2. Name each task once")
+    def _tasks_are_named_once(self) -> Data:
+        lists = {name: list(getattr(self, name)) for name in ("train_tasks", "valid_tasks", "test_tasks")}
+        lists["unseen1 and unseen2"] = [*self.unseen1, *self.unseen2]
+        for name, tasks in lists.items():
+            twice = sorted({task for task in tasks if tasks.count(task) > 1})
+            if twice:
+                raise ValueError(f"{name}: {', '.join(twice)} stands there twice. Name each task once")
+        known = sorted({*self.train_tasks, *self.valid_tasks, *self.test_tasks})
+        for task in (*self.unseen1, *self.unseen2, *self.boolean):
+            if task not in known:
+                raise ValueError(
+                    f"{task!r} is none of the tasks that are trained on or evaluated. {nearest(task, known)}"
+                )
         return self
 
 
@@ -52,6 +61,12 @@ class Loss(Strict):
     # which takes a false boolean statement for a true one.
     classes: Literal["label", "column"] = "label"
 
+    @model_validator(mode="after")
+    def _original_has_no_choice(self) -> Loss:
+        if self.mode == "original" and (self.ce_norm, self.classes) != ("all_problems", "label"):
+            raise ValueError('mode="original" fixes ce_norm and classes: leave both out')
+        return self
+
 
 class Config(Experiment):
     """A verifier's experiment: every weight of the encoder and its head trains."""
@@ -60,3 +75,9 @@ class Config(Experiment):
     data: Data
     loss: Loss = Loss()
     dropout: Fraction | None = None  # None: the base's own
+
+    @model_validator(mode="after")
+    def _legacy_order_is_kept(self) -> Config:
+        if self.data.order == "legacy" and self.train.order != "as_given":
+            raise ValueError('data.order="legacy" is one order for all epochs: set train.order="as_given" too')
+        return self

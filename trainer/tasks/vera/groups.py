@@ -70,12 +70,14 @@ def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
         [_FILES[split]] if split != "test" else [_FILES["test"], _FILES["valid"]]
     )  # many sets publish no test answers
     path = next((root / task / name for name in names if (root / task / name).is_file()), root / task / names[0])
+    if split == "test":
+        log.info("%s: test groups of %s", task, path.name)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}. Task {task!r} of data.{split}_tasks wants it: make it with "
-            f"`python -m trainer convert {task} --in RAW --out {root}`, or leave the task out."
+            f"{path} cannot be read: {error.strerror}. Task {task!r} of data.{split}_tasks wants it: "
+            f"{_advice(task, root)}, or leave the task out."
         ) from None
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error}). Want a list of groups.") from None
@@ -84,6 +86,14 @@ def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
     return [
         _checked(group, path, number, is_boolean(task, data)) for number, group in enumerate(cast(list[Any], values), 1)
     ]
+
+
+def _advice(task: str, root: Path) -> str:
+    from trainer.tasks.vera.conversion.adapters import ADAPTERS
+
+    if task in ADAPTERS:
+        return f"make it with `python -m trainer convert {task} --in RAW --out {root}`"
+    return 'put a list of {"golds": [...], "distractors": [...]} there (no converter knows this set)'
 
 
 def _checked(group: Any, path: Path, number: int, is_boolean: bool) -> Row:

@@ -274,11 +274,13 @@ def original(
     temperature: float,
     coefficient: float,
     gathered: Gathered | None = None,
+    is_infinite: bool = True,
 ) -> Original:
     """What the published program minimises; on many ranks it averages the ranks' gradients.
 
     Cross-entropy is averaged over this batch's multiple-choice groups, the rest over its groups. Classes are columns.
-    An anchor without a positive makes the loss infinite and adds nothing to the gradient.
+    An anchor without a positive makes the loss infinite and adds nothing to the gradient; is_infinite=False counts its
+    term as 0 instead, with the same gradient.
     gathered: see `gather`; None: one process, where the keys have a gradient too.
     """
     num_multiple_choice = statements.is_multiple_choice_G.sum().clamp(min=1)
@@ -289,7 +291,8 @@ def original(
     if contrastive_type == 0:
         return Original(scoring, scoring, torch.zeros_like(scoring))
     keys = gathered.keys if gathered else keys_by_column(statements)
-    contrast = _contrast(statements.hidden_SD, keys, contrastive_type, temperature).mean()
+    terms_A = _contrast(statements.hidden_SD, keys, contrastive_type, temperature)
+    contrast = (terms_A if is_infinite else terms_A.masked_fill(terms_A.isinf(), 0.0)).mean()
     contrast = contrast * gathered.weight if gathered else contrast
     return Original(scoring + coefficient * contrast, scoring, contrast)
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer import shards
 from trainer.data.sources import shown
+from trainer.encoder_only import find_file
 from trainer.errors import ConfigError
 
 # S statements, L tokens of the longest, D width
@@ -20,14 +22,25 @@ from trainer.errors import ConfigError
 HEAD_FILE, DESCRIPTION = "head.safetensors", "vera.json"
 
 
+class Head(nn.Linear):
+    """A linear layer that computes in fp32, whatever its weights are in.
+
+    bf16 logits would have 256 values between two powers of 2, and tied statements count as answered rightly.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.float(), self.weight.float(), self.bias.float())
+
+
 class Verifier(nn.Module):
     """An encoder (T5's, or a decoder's body) and a head on the state of each statement's last token."""
 
     def __init__(self, encoder: Any, *, seed: int) -> None:
         super().__init__()
+        encoder.config.use_cache = False  # a decoder's body would fill one in training
         self.encoder = encoder
         width = encoder.config.hidden_size
-        self.head = nn.Linear(width, 1, dtype=next(encoder.parameters()).dtype)
+        self.head = Head(width, 1, dtype=next(encoder.parameters()).dtype)
         generator, bound = torch.Generator().manual_seed(seed), 1 / math.sqrt(width)  # torch's own for a linear layer
         if self.head.weight.device.type != "meta":
             with torch.no_grad():
@@ -35,7 +48,7 @@ class Verifier(nn.Module):
                     parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
-        """(S, L) right-padded ids and mask -> {"hidden": (S, D) of the last tokens, "logits": (S,)}."""
+        """(S, L) right-padded ids and mask -> {"hidden": (S, D) of the last tokens, "logits": (S,) fp32}."""
         states_SLD = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         last_S = attention_mask.sum(-1) - 1
         hidden_SD = states_SLD[torch.arange(len(last_S), device=last_S.device), last_S]
@@ -49,17 +62,18 @@ def write_head(folder: Path, head: Mapping[str, Tensor], *, temperature: float =
 
 
 @torch.no_grad()
-def load_head(model: Verifier, folder: Path) -> bool:
-    """Fill the head from a folder of ours; False when it has none. ConfigError when it does not fit."""
+def load_head(model: Verifier, source: str) -> bool:
+    """Fill the head from a folder or Hub id of ours; False when it has none. ConfigError when it does not fit."""
     from safetensors.torch import load_file
 
-    if not (folder / HEAD_FILE).is_file():
+    file = find_file(source, HEAD_FILE)
+    if file is None:
         return False
-    tensors = load_file(folder / HEAD_FILE)
+    tensors = load_file(file)
     for name, parameter in model.head.named_parameters():
         if name not in tensors or tensors[name].shape != parameter.shape:
             got = tuple(tensors[name].shape) if name in tensors else "nothing"
-            raise ConfigError(f"{folder / HEAD_FILE}: {name} is {got}, want {tuple(parameter.shape)}. Export it again.")
+            raise ConfigError(f"{file}: {name} is {got}, want {tuple(parameter.shape)}. Export it again.")
         parameter.copy_(tensors[name])
     return True
 

@@ -15,13 +15,14 @@ from trainer import base_model, distributed
 from trainer.config import Base, RandomBase, canonical_json
 from trainer.data import vocabulary
 from trainer.data.padding import pad_right
+from trainer.errors import ConfigError
 from trainer.gradcache import pooled_losses
 from trainer.metrics import Pool, Ratio
 from trainer.task import DRAW, Batch, Encoded, Places, Row
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Config, Part
 from trainer.tasks.vera.metrics import LOGIT, Kind, statement_metrics
-from trainer.tasks.vera.model import Verifier, load_head, read_temperature, write_head
+from trainer.tasks.vera.model import HEAD_FILE, Verifier, load_head, read_temperature, write_head
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,11 @@ class Task:
 
     def exported(self, folder: Path) -> nn.Module:
         self.temperature = read_temperature(folder)
+        if not (folder / HEAD_FILE).is_file():
+            raise ConfigError(
+                f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or final/ folder, or one "
+                "that `python -m trainer import vera` wrote."
+            )
         return self._loaded(str(folder))
 
     def skeleton(self) -> nn.Module:
@@ -63,8 +69,8 @@ class Task:
             encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model = Verifier(encoder, seed=self.cfg.train.seed)
         source = base_model.resolve(base, self.places)
-        if not isinstance(source, RandomBase) and load_head(model, Path(source)):
-            log.info("the head goes on from %s", source)
+        if not isinstance(source, RandomBase):
+            log.info("the head %s %s", "goes on from" if load_head(model, source) else "is new, none in", source)
         return model
 
     def fingerprint(self) -> str:
@@ -121,6 +127,7 @@ class Task:
                 "task": "vera",
                 "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
                 "max_tokens": data.max_tokens,
+                "statements": data.statements,  # the stored lengths depend on it
                 "tasks": self.tasks,
                 "boolean": sorted(data.boolean),
             }
@@ -190,15 +197,18 @@ class Task:
     def _scored_apart(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
         """Without a contrastive term no statement needs another group's: only their number is exchanged."""
         kinds = torch.cat([batch["is_multiple_choice"] for batch in window])
-        counted = torch.stack([losses.cross_entropy_count(kinds, norm=self.cfg.loss.ce_norm), torch.tensor(len(kinds))])
-        num_cross_entropies, num_groups = distributed.total(counted.to(kinds.device))
+        own = [losses.cross_entropy_count(kinds, norm=self.cfg.loss.ce_norm), torch.full_like(kinds, 1).long().sum()]
+        num_cross_entropies, num_groups = distributed.total(torch.stack(own))
         for batch in window:
             shares = self._shares(_statements(_represented(model, batch)))
             counts = {name: num_cross_entropies if name == "cross_entropy" else num_groups for name in shares}
-            yield self._total(shares, counts, int(num_groups))
+            yield self._total(shares, counts, num_groups)
 
     def _as_published(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        """The published program averages its micro-batches and ranks, whatever is in them."""
+        """The published program averages its micro-batches and ranks, whatever is in them.
+
+        Where its loss is infinite its gradients are not; the loop stops at an infinite loss, so such terms count as 0.
+        """
         loss, num_groups = self.cfg.loss, sum(len(batch["is_multiple_choice"]) for batch in window)
         total = int(distributed.total(torch.tensor(num_groups)))
         for batch in window:
@@ -209,6 +219,7 @@ class Task:
                 contrastive_type=loss.contrastive,
                 temperature=loss.temperature,
                 coefficient=loss.coefficient,
+                is_infinite=False,
                 gathered=losses.gather(statements) if distributed.world() > 1 else None,
             )
             yield found.loss * (total / (distributed.world() * len(window)))
@@ -225,7 +236,9 @@ class Task:
             keys=by(statements),
         )
 
-    def _total(self, shares: Mapping[str, losses.Share], counts: Mapping[str, Tensor], num_groups: int) -> Tensor:
+    def _total(
+        self, shares: Mapping[str, losses.Share], counts: Mapping[str, Tensor], num_groups: int | Tensor
+    ) -> Tensor:
         """The sum that, divided by the groups of all ranks, is the sum of the terms' means."""
         means = [
             share.sum / counts[name].clamp(min=1) * (self.cfg.loss.coefficient if name == "contrastive" else 1.0)
