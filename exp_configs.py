@@ -418,7 +418,7 @@ VERA_CPU_A = vary(
             "dropout_rate": 0.1,
         }
     },
-    tokenizer="../tokenizers/t5",
+    tokenizer="../shared/data/tokenizers/t5",
     train={"steps": 600, "global_batch": 64, "micro_batch": 32, "eval_batch": 64, "eval_every": 200, "save_every": 200},
     optim={"lr": 3e-4},
     schedule={"shape": "constant", "warmup_steps": 50},
