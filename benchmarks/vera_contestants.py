@@ -74,7 +74,13 @@ class Work:
                 "seed": SEED,
             },
             "tokenizer": self.tokenizer,
-            "train": {"steps": 1, "global_batch": self.batch, "micro_batch": self.batch, "precision": "fp32"},
+            "train": {
+                "steps": 1,
+                "global_batch": self.batch,
+                "micro_batch": self.batch,
+                "precision": "fp32",
+                "order": "as_given",
+            },
             "optim": {"lr": LR, "weight_decay": 0.0, "clip": 0.0},
             "schedule": {"shape": "constant"},
             "data": {
