@@ -419,7 +419,7 @@ VERA_CPU_A = vary(
         }
     },
     tokenizer="../shared/data/tokenizers/t5",
-    train={"steps": 400, "global_batch": 64, "micro_batch": 64, "eval_batch": 64, "eval_every": 100, "save_every": 100},
+    train={"steps": 400, "global_batch": 64, "micro_batch": 32, "eval_batch": 64, "eval_every": 100, "save_every": 100},
     optim={"lr": 5e-4},
     schedule={"shape": "constant", "warmup_steps": 50},
 )
