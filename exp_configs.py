@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer import groups
-from trainer.config import exp_id, nearest
-from trainer.errors import ConfigError
 from trainer.groups import cartesian_exp_group, vary
 
 Values = dict[str, Any]
@@ -85,21 +83,14 @@ STARCODERBASE_1B_EARLY = vary(
     layers={"shared_weights": True},
     data={"decoder_tokens": 2048, "context_tokens": 2048, "template": "plain"},
 )
+WIDE: Values = {"after": True, "width": 1024}
 STARCODERBASE_3B = vary(
     PUBLISHED,
     base="bigcode/starcoderbase-3b",
     train={"micro_batch": 4, "global_batch": 4 * 32 * DEVICES},
     optim={"lr": 5e-4, "weight_decay": 1e-3},
     schedule={"shape": "cosine"},
-    layers={
-        "count": 6,
-        "stride": 6,
-        "shared_weights": False,
-        "after": True,
-        "width": 1024,
-        "heads": 16,
-        "key_dropout": 0.4,
-    },
+    layers={**WIDE, "count": 6, "stride": 6, "shared_weights": False, "heads": 16, "key_dropout": 0.4},
     data={"decoder_tokens": 4096, "context_tokens": 4096},
 )
 STARCODERBASE_7B = vary(
@@ -108,15 +99,7 @@ STARCODERBASE_7B = vary(
     train={"micro_batch": 1, "global_batch": 1 * 32 * DEVICES},
     optim={"lr": 1e-4, "weight_decay": 1e-2},
     schedule={"shape": "cosine"},
-    layers={
-        "count": 8,
-        "stride": 4,
-        "after": True,
-        "shared_projections": True,
-        "width": 1024,
-        "heads": 8,
-        "key_dropout": 0.4,
-    },
+    layers={**WIDE, "count": 8, "stride": 4, "shared_projections": True, "heads": 8, "key_dropout": 0.4},
 )
 STARCHAT_ALPHA = vary(
     PUBLISHED,
@@ -141,15 +124,7 @@ TULU_7B = vary(
     base="allenai/tulu-2-dpo-7b",
     train={"micro_batch": 1, "global_batch": 1 * 32 * DEVICES, "precision": "bf16", "gradient_checkpointing": True},
     optim={"lr": 2e-4, "weight_decay": 0.0},
-    layers={
-        "count": 4,
-        "stride": 6,
-        "shared_weights": False,
-        "after": True,
-        "width": 1024,
-        "heads": 32,
-        "key_dropout": 0.1,
-    },
+    layers={**WIDE, "count": 4, "stride": 6, "shared_weights": False, "heads": 32, "key_dropout": 0.1},
     data={"decoder_tokens": 6144, "context_tokens": 6144},
 )
 TULU_7B_ABLATION = vary(
@@ -324,19 +299,12 @@ FID_TOY["data"] = {
     "contexts": 3,
     "passage_tokens": 30,
 }
+EVERY_100: Values = {"eval_every": 100, "save_every": 100}
 # NaturalQuestions on a CPU: real questions with the passages that BM25 ranks first, and a small T5 from nothing.
 FID_NQ_CPU = vary(
     FID_TOY,
     base={"config": {**FID_TOY["base"]["config"], "d_model": 256, "d_kv": 64, "d_ff": 1024, "dropout_rate": 0.1}},
-    train={
-        "steps": 500,
-        "global_batch": 16,
-        "micro_batch": 8,
-        "eval_batch": 8,
-        "precision": "bf16",
-        "eval_every": 100,
-        "save_every": 100,
-    },
+    train={**EVERY_100, "steps": 500, "global_batch": 16, "micro_batch": 8, "eval_batch": 8, "precision": "bf16"},
     optim={"lr": 1e-3},
     schedule={"warmup_steps": 50},
     deepspeed="zero1",
@@ -404,20 +372,11 @@ VERA_TINY["data"] = {
     "max_tokens": 48,
     "valid_limit": 100,
 }
+T5_V11: Values = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 # Both stages on a CPU: which of two statements makes sense (ComVE), then whether one statement is true (CREAK).
 VERA_CPU_A = vary(
     VERA_TINY,
-    base={
-        "config": {
-            **FID_TOY["base"]["config"],
-            "d_model": 256,
-            "d_kv": 64,
-            "d_ff": 512,
-            "feed_forward_proj": "gated-gelu",
-            "tie_word_embeddings": False,
-            "dropout_rate": 0.1,
-        }
-    },
+    base={"config": {**FID_NQ_CPU["base"]["config"], "d_ff": 512, **T5_V11}},
     tokenizer="../shared/data/tokenizers/t5",
     train={"steps": 400, "global_batch": 64, "micro_batch": 32, "eval_batch": 64, "eval_every": 100, "save_every": 100},
     optim={"lr": 5e-4},
@@ -476,35 +435,8 @@ EXP_GROUPS: dict[str, list[Values]] = {
 
 
 def experiments_of(group: str, path: Path | None, steps: int | None) -> list[Values]:
-    """The dictionaries of one group, with `steps` written in where it is given. ConfigError for an unknown group, and
-    for two experiments that are the same."""
-    known = read_groups(path)
-    if group not in known:
-        raise ConfigError(f"-e {group}: no such group. {nearest(group, sorted(known))}")
-    experiments = _with_steps(known[group], steps)
-    ids = [exp_id(values) for values in experiments]
-    if len(set(ids)) < len(ids):
-        twice = sorted({name for name in ids if ids.count(name) > 1})
-        raise ConfigError(f"-e {group}: some of its experiments are the same ({', '.join(twice)}). Remove the copies.")
-    return experiments
-
-
-def _with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
-    """The experiments with `steps` written in, also where one names an earlier one of them as its base."""
-    if steps is None:
-        return experiments
-    changed: dict[str, Values] = {}  # by the id that each had before
-    found: list[Values] = []
-    for values in experiments:
-        name, base = exp_id(values), values.get("base")
-        if isinstance(values.get("train"), dict):
-            values = {**values, "train": {**values["train"], "steps": steps}}
-        if isinstance(base, dict) and isinstance(base.get("experiment"), dict):
-            before = base["experiment"]
-            values = {**values, "base": {"experiment": changed.get(exp_id(before), before)}}
-        changed[name] = values
-        found.append(values)
-    return found
+    """The dictionaries of one group, with `steps` written in where it is given; see groups.chosen."""
+    return groups.chosen(read_groups(path), group, steps)
 
 
 def read_groups(path: Path | None) -> dict[str, list[Values]]:

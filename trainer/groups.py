@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from trainer import userfile
+from trainer.config import exp_id, nearest
 from trainer.errors import ConfigError
 
 Values = dict[str, Any]
@@ -43,6 +44,39 @@ def cartesian_exp_group(form: Values, remove_none: bool = False) -> list[Values]
     return [
         {key: copy.deepcopy(value) for key, value in point if not (remove_none and value is None)} for point in points
     ]
+
+
+def chosen(known: dict[str, list[Values]], group: str, steps: int | None) -> list[Values]:
+    """The experiments of one group, with `steps` written in where it is given.
+
+    ConfigError for an unknown group, and for two experiments that are the same.
+    """
+    if group not in known:
+        raise ConfigError(f"-e {group}: no such group. {nearest(group, sorted(known))}")
+    experiments = with_steps(known[group], steps)
+    ids = [exp_id(values) for values in experiments]
+    if len(set(ids)) < len(ids):
+        twice = sorted({name for name in ids if ids.count(name) > 1})
+        raise ConfigError(f"-e {group}: some of its experiments are the same ({', '.join(twice)}). Remove the copies.")
+    return experiments
+
+
+def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
+    """The experiments with `steps` written in, also where one names an earlier one of them as its base."""
+    if steps is None:
+        return experiments
+    changed: dict[str, Values] = {}  # by the id that each had before
+    found: list[Values] = []
+    for values in experiments:
+        name, base = exp_id(values), values.get("base")
+        if isinstance(values.get("train"), dict):
+            values = {**values, "train": {**values["train"], "steps": steps}}
+        if isinstance(base, dict) and isinstance(base.get("experiment"), dict):
+            before = base["experiment"]
+            values = {**values, "base": {"experiment": changed.get(exp_id(before), before)}}
+        changed[name] = values
+        found.append(values)
+    return found
 
 
 def read(path: Path) -> dict[str, list[Values]]:

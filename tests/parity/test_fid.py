@@ -505,7 +505,3 @@ def test_learning_rates_are_the_recorded_ones() -> None:
         shape = "constant" if name.startswith("fixed_lr") else "linear"
         of_ours = Schedule(shape=shape, warmup_steps=warmup)
         assert [schedule.factor(of_ours, step, total) for step in range(len(want))] == pytest.approx(want), name
-
-
-def test_retrieval_measures_are_the_recorded_ones() -> None:
-    pytest.skip("has_answer, its tokenizer and the measures of a ranking come with the retriever")
