@@ -1,13 +1,13 @@
 """The shape of the house: imports point down, submission is torch-free, one importer each, and the size budgets.
 
 Layers (a file that is not named here and lies in trainer/ is layer 2):
-5  trainval.py, trainer/__main__.py
+5  trainval.py, trainer/__main__.py, trainer/commands/*
 4  jobs/*, trainer/{loop, engine, run, evaluation, preview}.py
 3  trainer/tasks/<name>/*
 2  trainer/*, trainer/data/*
 1  trainer/{distributed, rng}.py
-0  trainer/{config, disk, errors, groups, userfile, deepspeed_config, deepspeed_keys}.py, every config.py,
-   exp_configs.py, job_configs.py
+0  trainer/{config, disk, errors, groups, userfile, deepspeed_config, deepspeed_keys}.py, every config.py and
+   published.py, exp_configs.py, job_configs.py
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ LAYERS = {
     "trainer.preview": 4,
     "trainer.evaluation": 4,
     "trainer.__main__": 5,
+    "trainer.commands": 5,
     "trainval": 5,
 }
 NOT_FOR_TASKS = {
@@ -73,10 +74,12 @@ MODULES = {module_name(file) for file in FILES}
 
 
 def layer(module: str) -> int:
+    if module.startswith("trainer.commands."):
+        return LAYERS["trainer.commands"]
     if module in LAYERS:
         return LAYERS[module]
     if module.startswith("trainer.tasks."):
-        is_task_free = module.count(".") == 2 or module.endswith(".config")  # the folder itself, or its schema
+        is_task_free = module.count(".") == 2 or module.endswith((".config", ".published"))  # the folder itself too
         return 0 if is_task_free else 3
     return 4 if module.split(".")[0] == "jobs" else 2
 

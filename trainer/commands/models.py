@@ -1,0 +1,63 @@
+"""Models in and out: import and export."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trainer.commands import options
+
+TaskName = Annotated[str, typer.Argument(metavar="TASK", help="The system, as experiments name it: fid.")]
+Out = Annotated[Path, typer.Option("--out", help="The folder to write; it must not exist yet.")]
+CompatCrossBias = Annotated[
+    bool, typer.Option("--compat_cross_bias", help="fid: keep the position bias of cross-attention.")
+]
+TokenizerName = Annotated[
+    str | None, typer.Option("--tokenizer", help="A folder or Hub id whose tokenizer is written into the folder.")
+]
+Layout = Annotated[str | None, typer.Option("--layout", help="fid: t5 (default), or fid for facebookresearch/FiD.")]
+
+
+def import_(
+    task: TaskName,
+    source: Annotated[Path, typer.Argument(metavar="FOLDER_OR_FILE", help="A published model: a folder or a file.")],
+    out: Out,
+    compat_cross_bias: CompatCrossBias = False,
+    tokenizer: TokenizerName = None,
+) -> None:
+    """Read a published model and write a folder that experiments take as their base."""
+    given = {"compat_cross_bias": compat_cross_bias or None, "tokenizer": tokenizer}
+    options.run(lambda: _interchange(task, "import_model", given)(source, out=out))
+
+
+def export(
+    task: TaskName,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A model of ours: the best/ or final/ folder of a run.")
+    ],
+    out: Out,
+    layout: Layout = None,
+) -> None:
+    """Read a trained model and write it as other programs read it."""
+    options.run(lambda: _interchange(task, "export_model", {"layout": layout})(folder, out=out))
+
+
+def _interchange(task: str, function: str, given: dict[str, Any]) -> Callable[..., None]:
+    """A function of trainer/tasks/<task>/interchange.py with the options that were given (None: was not)."""
+    from trainer import tasks
+    from trainer.errors import ConfigError
+
+    known = sorted(file.parent.name for file in Path(tasks.__file__).parent.glob("*/interchange.py"))
+    if task not in known:
+        raise ConfigError(f"task {task!r} has no models to import or export. Those that have: {', '.join(known)}.")
+    chosen = getattr(importlib.import_module(f"trainer.tasks.{task}.interchange"), function)
+    options = {name: value for name, value in given.items() if value is not None}
+    foreign = sorted(options.keys() - inspect.signature(chosen).parameters.keys())
+    if foreign:
+        raise ConfigError(f"{task} knows no {', '.join(f'--{name}' for name in foreign)}. Leave it out.")
+    return lambda path, **always: chosen(path, **always, **options)

@@ -1,0 +1,152 @@
+"""What only a plausibility verifier needs: convert, calibrate, score."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trainer.commands import options
+from trainer.commands.options import (
+    BatchSize,
+    CacheDir,
+    DataPath,
+    ExpConfigs,
+    ExpGroup,
+    ExpId,
+    Model,
+    SavedirBase,
+    Split,
+    Steps,
+)
+
+Declarer = Annotated[str, typer.Option("--declarer", help="original, or rules: more by rule before the converter.")]
+Variant = Annotated[
+    list[str] | None, typer.Option("--variant", metavar="NAME=VALUE", help="Of a data set, such as case=fit.")
+]
+
+
+def convert(
+    dataset: Annotated[str, typer.Argument(metavar="DATASET", help="copa, qasc, ...; unifiedqa: its TSV files.")],
+    raw: Annotated[Path, typer.Option("--in", help="The publisher's folder, or the one file of a split.")],
+    out: Annotated[Path, typer.Option("--out", help="Holds <task>/<split>.json and .tsv, and report.json.")],
+    split: Annotated[str | None, typer.Option("--split", help="This one only; else all that are there.")] = None,
+    task: Annotated[str | None, typer.Option("--task", help="The folder's name; default DATASET.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on rows that would be left out.")] = False,
+    converter: Annotated[
+        str | None, typer.Option("--converter", help="Question converter: a T5's folder or id.")
+    ] = None,
+    declarer: Declarer = "original",
+    variant: Variant = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per forward of the converter.")] = 64,
+    cache_dir: CacheDir = Path("tmp-cache"),
+) -> None:
+    """Make statement groups for the plausibility verifier out of publishers' question-answering data."""
+
+    def command() -> None:
+        from trainer.tasks.vera.conversion import convert as conversion
+
+        model = None
+        if converter is not None:
+            from trainer.tasks.vera.conversion.neural import QuestionConverter
+
+            model = QuestionConverter(converter, cache_dir=cache_dir, batch=batch)
+        asked = conversion.Conversion(
+            dataset,
+            raw,
+            out,
+            split=split,
+            task=task,
+            variants=conversion.named_values(variant or []),
+            declarer=conversion.known_declarer(declarer),
+            is_strict=strict,
+        )
+        for report in conversion.convert(asked, model):
+            typer.echo("\n".join(report.lines()))
+
+    options.run(command)
+
+
+def calibrate(
+    savedir_base: SavedirBase,
+    exp_group: ExpGroup = None,
+    exp_id: ExpId = None,
+    exp_configs: ExpConfigs = None,
+    steps: Steps = None,
+    data_path: DataPath = None,
+    cache_dir: CacheDir = Path("tmp-cache"),
+    model: Model = "best",
+    split: Split = "valid",
+    batch: BatchSize = None,
+    objective: Annotated[
+        str, typer.Option("--objective", help="What the temperature makes least: ece or nll.")
+    ] = "ece",
+) -> None:
+    """Fit the temperature of a trained verifier on a split, and store it with the model."""
+
+    def command() -> None:
+        from trainer import distributed
+        from trainer.evaluation import Question, model_folder, pooled
+        from trainer.run import Options, on_main
+
+        values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+        use = options.module_of(values["task"], "use", "calibrate or score")
+        if objective not in ("ece", "nll"):
+            raise options.bad(f"--objective {objective}: no such objective. Use ece or nll.")
+        distributed.init()
+        given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir)
+        asked = Question(values, model=model, split=split, batch=batch)
+        table, folder = pooled(asked, given, use.POOL), model_folder(asked, given)
+        report = savedir_base / options.id_of(values) / f"calibration-{folder.name}"
+
+        def store() -> dict[str, Any]:
+            return asdict(use.calibrate_model(folder, table, split=split, objective=objective, report=report))
+
+        for name, value in on_main(store).items():
+            if distributed.is_main():
+                typer.echo(f"{name} {value:.6f}" if isinstance(value, float) else f"{name} {value}")
+
+    options.run(command)
+
+
+def score(
+    savedir_base: SavedirBase,
+    exp_group: ExpGroup = None,
+    exp_id: ExpId = None,
+    exp_configs: ExpConfigs = None,
+    steps: Steps = None,
+    data_path: DataPath = None,
+    cache_dir: CacheDir = Path("tmp-cache"),
+    model: Model = "best",
+    source: Annotated[
+        Path | None, typer.Option("--in", help="One statement a line; without it, standard input.")
+    ] = None,
+) -> None:
+    """Write how plausible each statement is, 0 to 1, a tab, and the statement."""
+
+    def command() -> None:
+        from trainer.evaluation import Question, opened
+        from trainer.run import Options
+
+        for handler in logging.getLogger().handlers:
+            handler.setStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue] (standard output is for scores)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise options.bad("score runs on one device: start it with python, not with torchrun.")
+        values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+        use = options.module_of(values["task"], "use", "calibrate or score")
+        lines = (source.read_text(encoding="utf-8") if source else sys.stdin.read()).splitlines()
+        statements = [line.strip() for line in lines if line.strip()]
+        task, verifier, folder = opened(
+            Question(values, model=model), Options(savedir_base, data_path=data_path, cache_dir=cache_dir)
+        )
+        for text, plausibility in zip(
+            statements, use.plausibilities(task, verifier, statements, folder=folder), strict=True
+        ):
+            typer.echo(f"{plausibility:.6f}\t{text}")
+
+    options.run(command)
