@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -137,4 +137,21 @@ class ScoresPassages(Protocol):
 
     def passage_scores(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
         """One score per passage of each encoded row, higher for what was read more. model: as for answers()."""
+        ...
+
+
+Side = Literal["query", "passage"]
+
+
+@runtime_checkable
+class Embeds(Protocol):
+    """What a task may offer besides Task: it turns queries and passages into vectors whose dot product is relevance."""
+
+    def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
+        """Token ids as `embed` takes them, cut to the side's limit. texts: {"text"} of a query, {"title", "text"} of a
+        passage (title optional)."""
+        ...
+
+    def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
+        """(N, D) fp32 vectors of N token rows, on the model's device. model: in evaluation mode."""
         ...
