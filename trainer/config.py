@@ -55,7 +55,9 @@ class Train(Strict):
 
     steps: Positive
     global_batch: Positive  # rows per optimizer step, over all devices
-    micro_batch: Positive  # rows per device and forward
+    micro_batch: Positive  # rows per device and forward; with micro_tokens: at most
+    micro_tokens: Positive | None = None  # padded tokens per device and forward, at most; a longer row goes alone
+    bucket_steps: Positive = 1  # rows of so many steps are sorted by length and cut into steps of like rows
     eval_batch: Positive | None = None  # rows per device and forward in evaluation; default micro_batch
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     gradient_checkpointing: bool = False
@@ -68,6 +70,12 @@ class Train(Strict):
     keep_last: Positive = 2  # checkpoints; the best one is kept besides
     best: str | None = "valid/loss"  # the metric that chooses best/
     best_is: Literal["min", "max"] = "min"
+
+    @model_validator(mode="after")
+    def _a_given_order_is_kept(self) -> Train:
+        if self.order == "as_given" and self.bucket_steps > 1:
+            raise ValueError(f'bucket_steps={self.bucket_steps} reorders rows: leave it out, or order="as_given"')
+        return self
 
 
 class RandomBase(Strict):

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from trainer import checkpoint, deepspeed_config, distributed, engine, errors, rng, tasks
 from trainer.config import Experiment, digest, exp_id
 from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding
+from trainer.data.windows import Sharding, padding_share
 from trainer.disk import refusals, write_json
 from trainer.engine import Engine
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError, StorageError
@@ -31,6 +31,8 @@ from trainer.task import Places, Task
 from trainer.telemetry import Preemption, Run, WandbSettings
 
 logger = logging.getLogger(__name__)
+
+_PADDING_STEPS = 20  # whose padding is counted and told at the start
 T = TypeVar("T")
 
 
@@ -73,7 +75,14 @@ def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> 
     name = exp_id(values)
     cfg = tasks.parse(values, source=f"experiment {name}")
     train = cfg.train
-    sharding = Sharding(train.global_batch, train.micro_batch, world, rank)
+    sharding = Sharding(
+        train.global_batch,
+        train.micro_batch,
+        world,
+        rank,
+        micro_tokens=train.micro_tokens,
+        bucket_steps=train.bucket_steps,
+    )
     ds = deepspeed_config.build(
         deepspeed_config.read(options.deepspeed or cfg.deepspeed),
         train=train,
@@ -143,6 +152,7 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
     stores = {split: store_of(task, split, options) for split in ("train", "valid")}
     found = _newest_checkpoint(plan)
     _check_identity(plan, task, stores)
+    _say_padding(plan, stores["train"])
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
         model = task.model()
@@ -286,6 +296,14 @@ def _check_identity(plan: Plan, task: Task, stores: dict[str, TokenStore]) -> No
         write_json(path, {"identity": now, "splits": facts})
 
     on_main(check)
+
+
+def _say_padding(plan: Plan, store: TokenStore) -> None:
+    train = plan.cfg.train
+    seed = train.seed if train.order == "shuffled" else None
+    steps = min(train.steps, max(_PADDING_STEPS, train.bucket_steps))
+    share = padding_share(store.lengths, plan.sharding, seed=seed, steps=steps)
+    logger.info("micro-batches of rows padded to their longest are %.1f%% padding (first %d steps)", 100 * share, steps)
 
 
 def store_of(task: Task, split: str, options: Options) -> TokenStore:

@@ -18,6 +18,8 @@ Batch = dict[str, Tensor]
 # In training, `collate` finds under this key of a row a random number, (1,) int64 and not negative, that seed, step and
 # row fix: for tasks that sample, say one of several answers. Evaluation rows have none.
 DRAW = "draw"
+# And under this one the epoch, (1,) int64 from 0: for tasks that go through what they choose from.
+EPOCH = "epoch"
 
 
 @dataclass(frozen=True)

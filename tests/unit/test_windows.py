@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding, epoch_order, evaluation_batches, step_rows, window_rows, windows
+from trainer.data.windows import (
+    Sharding,
+    bucketed_step_rows,
+    epoch_order,
+    evaluation_batches,
+    padding_share,
+    step_rows,
+    window_rows,
+    windows,
+)
 from trainer.errors import ConfigError, DataError
 from trainer.task import DRAW, Batch, Task
 
@@ -71,9 +81,7 @@ _SEEDS = st.integers(0, 2**32)
 
 
 def _ranks(sharding: Sharding) -> list[Sharding]:
-    return [
-        Sharding(sharding.global_batch, sharding.micro_batch, sharding.world, rank) for rank in range(sharding.world)
-    ]
+    return [replace(sharding, rank=rank) for rank in range(sharding.world)]
 
 
 def _lengths(num_rows: int, seed: int) -> np.ndarray:
@@ -167,6 +175,82 @@ def test_a_global_batch_that_cannot_be_dealt_names_the_nearest_that_can(global_b
 def test_a_rank_outside_the_world_is_refused(numbers: tuple[int, int, int, int]) -> None:
     with pytest.raises(ConfigError, match="0 <= rank < world"):
         Sharding(*numbers)
+
+
+# Token budgets and buckets
+
+_BY_TOKENS = st.builds(
+    lambda sharding, tokens, bucket: replace(sharding, micro_tokens=tokens, bucket_steps=bucket),
+    _SHARDINGS,
+    st.integers(1, 80),
+    st.integers(1, 4),
+)
+
+
+@given(sharding=_BY_TOKENS, seed=_SEEDS, step=st.integers(0, 20))
+def test_micro_batches_keep_to_their_tokens_and_rows_and_all_ranks_get_equally_many(
+    sharding: Sharding, seed: int, step: int
+) -> None:
+    lengths = _lengths(5 * sharding.global_batch + 3, seed)
+    of_ranks = [window_rows(step, lengths=lengths, sharding=rank, seed=seed) for rank in _ranks(sharding)]
+    assert len({len(window) for window in of_ranks}) == 1
+    for rows in (rows for window in of_ranks for rows in window):
+        assert 1 <= len(rows) <= sharding.micro_batch
+        assert len(rows) == 1 or len(rows) * lengths[rows].max() <= (sharding.micro_tokens or 0)
+
+
+@given(sharding=_BY_TOKENS, seed=_SEEDS, step=st.integers(0, 20))
+def test_a_step_holds_the_same_rows_for_any_world_size_and_budget(sharding: Sharding, seed: int, step: int) -> None:
+    lengths = _lengths(5 * sharding.global_batch + 3, seed)
+    one = replace(sharding, world=1, micro_batch=1, micro_tokens=None)
+    found = [
+        sorted(
+            int(row)
+            for rank in _ranks(dealt)
+            for rows in window_rows(step, lengths=lengths, sharding=rank, seed=seed)
+            for row in rows
+        )
+        for dealt in (sharding, one)
+    ]
+    assert found[0] == found[1]
+
+
+@given(seed=_SEEDS, epoch=st.integers(0, 3), bucket=st.integers(1, 5))
+def test_an_epoch_in_buckets_has_the_rows_of_one_without(seed: int, epoch: int, bucket: int) -> None:
+    lengths = _lengths(43, seed)
+    steps = range(epoch * 10, epoch * 10 + 10)
+    plain = [step_rows(step, 43, global_batch=4, seed=seed) for step in steps]
+    sorted_ones = [bucketed_step_rows(step, lengths, global_batch=4, bucket_steps=bucket, seed=seed) for step in steps]
+    assert sorted(np.concatenate(plain)) == sorted(np.concatenate(sorted_ones))
+
+
+def test_buckets_hold_rows_of_like_length_in_a_drawn_order() -> None:
+    lengths = np.random.default_rng(0).permutation(400)
+    steps = [bucketed_step_rows(step, lengths, global_batch=10, bucket_steps=40, seed=3) for step in range(40)]
+    assert all(np.ptp(lengths[rows]) == 9 for rows in steps)
+    firsts = [int(lengths[rows].max()) for rows in steps]
+    assert firsts != sorted(firsts) != firsts[::-1]
+    again = [bucketed_step_rows(step, lengths, global_batch=10, bucket_steps=40, seed=3) for step in range(40, 80)]
+    assert [int(lengths[rows].max()) for rows in again] != firsts
+
+
+def test_rows_in_their_given_order_are_never_bucketed() -> None:
+    lengths = _lengths(40, 1)
+    assert bucketed_step_rows(2, lengths, global_batch=4, bucket_steps=5, seed=None).tolist() == [8, 9, 10, 11]
+
+
+def test_the_padding_share_is_what_is_padded_of_what_is_computed() -> None:
+    lengths = np.array([4, 2, 3, 3])
+    assert padding_share(lengths, Sharding(4, 4, 1, 0), seed=None, steps=1) == 1 - 12 / 16
+    assert padding_share(lengths, Sharding(4, 2, 1, 0), seed=None, steps=1) == 1 - 12 / (2 * 4 + 2 * 3)
+    assert padding_share(lengths, Sharding(4, 2, 2, 0), seed=None, steps=1) == 1 - 12 / (2 * 4 + 2 * 3)
+
+
+def test_buckets_and_token_budgets_pad_less() -> None:
+    lengths = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
+    rows = Sharding(32, 8, 2, 0)
+    tokens = replace(rows, micro_batch=16, micro_tokens=2048, bucket_steps=16)
+    assert padding_share(lengths, tokens, seed=1, steps=32) < 0.35 * padding_share(lengths, rows, seed=1, steps=32)
 
 
 # Windows

@@ -1,7 +1,8 @@
 """Which rows are trained on when: seekable by construction, batch = f(seed, epoch, step), the same for any world size.
 
-An epoch is a permutation of the rows; a step takes the next `global_batch` of them; a window is one rank's share of a
-step, cut into micro-batches of like length. Nothing is carried from step to step, so resuming at step n costs nothing.
+An epoch is a permutation of the rows; a step takes the next `global_batch` of them, or rows of like length out of what
+the next few steps take; a window is one rank's share of a step, cut into micro-batches of like length, of so many rows
+or tokens. Nothing is carried from step to step, so resuming at step n costs nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import atexit
 import queue
 import threading
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from trainer.data.store import TokenStore
 from trainer.errors import ConfigError, DataError
-from trainer.task import DRAW, Batch, Task
+from trainer.task import DRAW, EPOCH, Batch, Task
 
 _WINDOWS_AHEAD = 2  # one being copied to the device, one ready
 _POLL_S = 0.1  # how soon a waiting collation thread notices that nobody reads any more
@@ -34,15 +35,16 @@ class Sharding:
     """
 
     global_batch: int  # rows per optimizer step, over all ranks
-    micro_batch: int  # rows per rank and forward
+    micro_batch: int  # rows per rank and forward; with micro_tokens: at most
     world: int
     rank: int
+    micro_tokens: int | None = None  # padded tokens per rank and forward, at most; a longer row goes alone
+    bucket_steps: int = 1  # rows of so many steps are sorted by length before they are cut into steps
 
     def __post_init__(self) -> None:
-        if min(self.global_batch, self.micro_batch, self.world) < 1 or not 0 <= self.rank < self.world:
-            raise ConfigError(
-                f"{self}: want a global_batch, micro_batch and world of at least 1, and 0 <= rank < world."
-            )
+        least = min(self.global_batch, self.micro_batch, self.world, self.bucket_steps, self.micro_tokens or 1)
+        if least < 1 or not 0 <= self.rank < self.world:
+            raise ConfigError(f"{self}: want numbers of at least 1, and 0 <= rank < world.")
         together = self.micro_batch * self.world
         if self.global_batch % together:
             below = max(1, self.global_batch // together) * together
@@ -53,7 +55,7 @@ class Sharding:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches per rank and optimizer step."""
+        """Micro-batches per rank and optimizer step; with micro_tokens the fewest there may be."""
         return self.global_batch // (self.micro_batch * self.world)
 
 
@@ -62,7 +64,7 @@ class Window:
     """One rank's share of an optimizer step."""
 
     step: int  # 0-based
-    batches: list[Batch]  # accumulation micro-batches, on the CPU, pinned when there is a GPU
+    batches: list[Batch]  # micro-batches, equally many on all ranks, on the CPU, pinned when there is a GPU
     rows: list[np.ndarray]  # the row numbers of each micro-batch
     units: Tensor  # () int64 on the CPU: units of all its batches
 
@@ -99,15 +101,74 @@ def step_rows(step: int, num_rows: int, *, global_batch: int, seed: int | None) 
     return epoch_order(num_rows, seed=seed, epoch=epoch)[position * global_batch : (position + 1) * global_batch]
 
 
+def bucketed_step_rows(
+    step: int, lengths: np.ndarray, *, global_batch: int, bucket_steps: int, seed: int | None
+) -> np.ndarray:
+    """As step_rows, but the rows of `bucket_steps` steps are sorted by length, cut into steps of like rows, and those
+    taken in an order drawn from (seed, epoch, bucket): the same rows in the same epoch, less of them padding.
+
+    seed: None keeps every step's rows in its place, whatever bucket_steps. The last bucket of an epoch may be shorter.
+    """
+    if bucket_steps == 1 or seed is None:
+        return step_rows(step, len(lengths), global_batch=global_batch, seed=seed)
+    steps_per_epoch = max(1, len(lengths) // global_batch)
+    epoch, position = divmod(step, steps_per_epoch)
+    bucket, place = divmod(position, bucket_steps)
+    first = step - place
+    count = min(bucket_steps, steps_per_epoch - bucket * bucket_steps)
+    pool = [step_rows(first + i, len(lengths), global_batch=global_batch, seed=seed) for i in range(count)]
+    draws = np.random.PCG64(np.random.SeedSequence([seed, epoch, bucket])).random_raw(count)
+    ranked = _longest_first(np.concatenate(pool), lengths).reshape(count, global_batch)
+    return ranked[np.argsort(draws, kind="stable")[place]]
+
+
 def window_rows(step: int, *, lengths: np.ndarray, sharding: Sharding, seed: int | None) -> list[np.ndarray]:
-    """The rows of this rank at `step`: `accumulation` arrays of (micro_batch,) row numbers, the longest rows first.
+    """The rows of this rank at `step`, an array of row numbers for each micro-batch, the longest rows first.
 
     The rows of the step are sorted by length before they are dealt: a micro-batch holds rows of like length, and the
-    ranks get neighbours at the same time, so that little is padded and nobody waits. Over all ranks it is step_rows.
+    ranks get neighbours at the same time, so that little is padded and nobody waits. Over all ranks it is
+    bucketed_step_rows. With micro_tokens a micro-batch is as many rows as fit; all ranks get equally many.
     """
-    rows = step_rows(step, len(lengths), global_batch=sharding.global_batch, seed=seed)
-    dealt = _longest_first(rows, lengths).reshape(sharding.accumulation, sharding.world, sharding.micro_batch)
-    return list(dealt[:, sharding.rank])
+    rows = bucketed_step_rows(
+        step, lengths, global_batch=sharding.global_batch, bucket_steps=sharding.bucket_steps, seed=seed
+    )
+    ranked = _longest_first(rows, lengths)
+    if sharding.micro_tokens is None:
+        dealt = ranked.reshape(sharding.accumulation, sharding.world, sharding.micro_batch)
+        return list(dealt[:, sharding.rank])
+    return _cut_by_tokens(ranked, lengths, sharding)[sharding.rank :: sharding.world]
+
+
+def _cut_by_tokens(ranked: np.ndarray, lengths: np.ndarray, sharding: Sharding) -> list[np.ndarray]:
+    """Rows, the longest first, as micro-batches within micro_tokens and micro_batch; their number divides by world."""
+    assert sharding.micro_tokens is not None
+    cuts: list[np.ndarray] = []
+    start = 0
+    while start < len(ranked):
+        fitting = sharding.micro_tokens // max(1, int(lengths[ranked[start]]))
+        stop = start + max(1, min(fitting, sharding.micro_batch))
+        cuts.append(ranked[start:stop])
+        start = stop
+    while len(cuts) % sharding.world:
+        index = max(range(len(cuts)), key=lambda i: len(cuts[i]))
+        half = (len(cuts[index]) + 1) // 2
+        cuts[index : index + 1] = [cuts[index][:half], cuts[index][half:]]
+    return cuts
+
+
+def padding_share(lengths: np.ndarray, sharding: Sharding, *, seed: int | None, steps: int) -> float:
+    """Which part of the padded lengths of the first `steps` steps is padding, 0 to 1, over all ranks.
+
+    Of a task that pads its rows to the longest of their micro-batch; one that packs has none.
+    """
+    everyone = [replace(sharding, rank=rank) for rank in range(sharding.world)]
+    real = padded = 0
+    for step in range(steps):
+        for one in everyone:
+            for rows in window_rows(step, lengths=lengths, sharding=one, seed=seed):
+                real += int(lengths[rows].sum())
+                padded += len(rows) * int(lengths[rows].max())
+    return 1 - real / max(1, padded)
 
 
 def windows(
@@ -172,7 +233,8 @@ class _Collation:
 
     def _row(self, step: int, index: int) -> dict[str, np.ndarray]:
         words = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
-        return {**self.store[index], DRAW: (words >> np.uint64(1)).astype(np.int64)}
+        epoch = step // (len(self.store) // self.sharding.global_batch)
+        return {**self.store[index], DRAW: (words >> np.uint64(1)).astype(np.int64), EPOCH: np.array([epoch])}
 
 
 def _ahead(collation: _Collation, start_step: int, stop_step: int) -> Generator[Window, None, None]:
