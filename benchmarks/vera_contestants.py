@@ -23,6 +23,7 @@ from trainer.data.windows import Sharding, Window
 from trainer.engine import Engine
 from trainer.loop import Cadence, Session, to_device, train_step
 from trainer.meter import Meter
+from trainer.packing import grids_of
 from trainer.task import DRAW, Batch, Places, Row
 from trainer.tasks.vera import groups, losses
 from trainer.telemetry import Preemption, Run
@@ -188,10 +189,10 @@ class Ours:
         return self._work.task.collate(rows)
 
     def share_of_real_tokens(self, *, is_trained: bool) -> float:
-        """Of the tokens that the encoder reads in all batches."""
+        """Of the cells of attention in all batches; everything else reads real tokens only."""
         batches = [self.batch(number, is_trained=is_trained) for number in range(self._work.num_batches)]
-        masks = [batch["attention_mask"] for batch in batches]
-        return sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+        cells = sum(grid.numel() for batch in batches for grid in grids_of(batch))
+        return sum(len(batch["tokens"]) for batch in batches) / cells
 
     def close(self) -> None:
         self._session.preemption.close()

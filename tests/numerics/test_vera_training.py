@@ -17,6 +17,7 @@ from tests.numerics.test_engine import ds_for
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.config import exp_id
+from trainer.data.padding import pad_right
 from trainer.errors import ConfigError, DataError
 from trainer.task import DRAW, Places
 from trainer.tasks.vera import groups, losses
@@ -89,6 +90,64 @@ def test_one_rank_two_ranks_and_accumulation_have_one_loss_and_one_gradient(loss
         assert got == pytest.approx(wanted, abs=1e-6, rel=1e-6)
         for name, gradient in gradients.items():
             assert (found[name] - gradient).abs().max() < bound, name
+
+
+LLAMA = {
+    "config": {
+        "model_type": "llama",
+        "vocab_size": 384,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    "seed": 1,
+}
+
+
+def test_a_llama_of_any_cut_and_ranks_has_one_loss_and_one_gradient(folder: Path) -> None:
+    (wanted, gradients), *others = run_on_ranks(1, cuts, folder, {"base": LLAMA}, [[16], [1, 7, 6, 2]])[0]
+    others += run_on_ranks(2, cuts, folder, {"base": LLAMA}, [[3, 5, 1, 7]])[0]
+    assert "encoder.layers.1.mlp.down_proj.weight" in gradients
+    for got, found in others:
+        assert got == pytest.approx(wanted, abs=1e-6, rel=1e-6)
+        for name, gradient in gradients.items():
+            assert (found[name] - gradient).abs().max() < 2e-6, name
+
+
+def test_a_llama_reads_the_state_of_a_statements_end_whatever_stands_beside_it(folder: Path) -> None:
+    task = loaded(folder, base=LLAMA)
+    model = task.model().eval()
+    statements = [task.statement_ids(text) for text in ("Ada keeps the key.", "The cellar is empty and far from here.")]
+    together = model(**task.read(statements))["logits"]
+    for statement, logit in zip(statements, together, strict=True):
+        states = model.encoder(input_ids=torch.tensor([statement])).last_hidden_state
+        assert logit.item() == pytest.approx(model.head(states[0, -1]).item(), abs=1e-6)
+
+
+def test_a_trained_llama_is_exported_as_its_body_and_head_and_read_back(folder: Path, tmp_path: Path) -> None:
+    task = loaded(folder, base=LLAMA)
+    model = task.model().eval()
+    task.export(dict(model.state_dict()), tmp_path / "final")
+    again = task.exported(tmp_path / "final").eval()
+    batch = task.read([task.statement_ids("Ada keeps the key.")])
+    assert torch.equal(again(**batch)["logits"], model(**batch)["logits"])
+    assert json.loads((tmp_path / "final/config.json").read_text())["model_type"] == "llama"
+
+
+def test_packed_statements_have_the_states_of_padded_ones(folder: Path) -> None:
+    task = loaded(folder)
+    model = task.model().eval()
+    statements = [task.statement_ids(text) for text in ("A key.", "The cellar is empty.", "far " * 40, "It is.")]
+    packed = model(**task.read(statements))
+    padded, mask = pad_right(statements, task.pad)
+    rectangle = model(input_ids=padded, attention_mask=mask)
+    for name in ("hidden", "logits"):
+        assert torch.allclose(packed[name], rectangle[name], atol=2e-6), name
 
 
 def test_the_loss_is_the_sum_of_the_published_terms_means(folder: Path) -> None:

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from trainer.packing import grids_of
 from trainer.task import Batch
-from trainer.tasks.fid.packing import grids_of, pack
+from trainer.tasks.fid.packing import pack
 
 ROOM = 90  # of a passage, where each gets the same
 lengths_of_questions = st.lists(st.lists(st.integers(1, ROOM), min_size=1, max_size=5), min_size=1, max_size=4)

@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from trainer import base_model
+from trainer import base_model, packed_encoder
 from trainer.losses import token_cross_entropy
+from trainer.packed_attention import flex
 from trainer.task import Batch
-from trainer.tasks.fid import attention
 from trainer.tasks.fid.config import Reader
-from trainer.tasks.fid.packing import grids_of
 
 # B questions, P passages of all of them, M tokens of all of those, S tokens of the question that has most, T target
 # tokens, G generated tokens, D width, I width of all heads together
@@ -68,22 +66,12 @@ class FiD(nn.Module):
 
     def encode(self, batch: Batch) -> Tensor:
         """(M, D) encoder states of the real tokens, after the final norm and dropout."""
-        encoder = self.t5.encoder
-        hidden_MD = encoder.dropout(encoder.embed_tokens(batch["tokens"]))
-        attend = self._attention(batch)
-        for number, block in enumerate(encoder.block):
-            if self.recompute and self.training and number % self.reader.checkpoint_every == 0:
-                hidden_MD = checkpoint(_encoder_block, block, hidden_MD, attend, use_reentrant=False)
-            else:
-                hidden_MD = _encoder_block(block, hidden_MD, attend)
-        return encoder.dropout(encoder.final_layer_norm(hidden_MD))
-
-    def _attention(self, batch: Batch) -> attention.Attend:
-        first = self.t5.encoder.block[0].layer[0].SelfAttention
-        dropout = first.dropout if self.training else 0.0
+        attend = None
         if self.reader.attention == "flex":
-            return attention.flex(first, batch["passage"], batch["position"])
-        return attention.in_grids(first, grids_of(batch), batch["cells"], dropout=dropout)
+            first = self.t5.encoder.block[0].layer[0].SelfAttention
+            attend = flex(first, batch["passage"], batch["position"])
+        every = self.reader.checkpoint_every if self.recompute else None
+        return packed_encoder.encode(self.t5.encoder, batch, attend=attend, recompute_every=every)
 
     def fuse(self, states_MD: Tensor, batch: Batch) -> Tensor:
         """(M, D) states of all tokens -> (B, S, D), so that the decoder sees all passages of a question at once."""
@@ -150,24 +138,6 @@ class FiD(nn.Module):
             return 0.0
         first = self.t5.decoder.block[0].layer[1].EncDecAttention
         return first.compute_bias(1, 1, first.q.weight.device).float().sum() * self.t5.config.num_decoder_layers
-
-
-def _encoder_block(block: Any, hidden_MD: Tensor, attend: attention.Attend) -> Tensor:
-    """One encoder block of T5 on tokens without an order or a batch; only attention knows which belong together."""
-    first, feed_forward = block.layer[0], block.layer[-1]
-    normed_MD, heads = first.layer_norm(hidden_MD), first.SelfAttention
-    mixed_MI = attend(heads.q(normed_MD), heads.k(normed_MD), heads.v(normed_MD))
-    hidden_MD = _within_fp16(hidden_MD + first.dropout(heads.o(mixed_MI)))
-    return _within_fp16(feed_forward(hidden_MD))
-
-
-def _within_fp16(hidden: Tensor) -> Tensor:
-    """T5 overflows fp16; transformers clamps behind every sub-layer, and so it is done here."""
-    if hidden.dtype != torch.float16:
-        return hidden
-    largest = torch.finfo(hidden.dtype).max
-    limit = torch.where(torch.isinf(hidden).any(), largest - 1000, largest)
-    return torch.clamp(hidden, min=-limit, max=limit)
 
 
 def _add_cross_bias(t5: Any) -> None:

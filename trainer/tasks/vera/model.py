@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer import shards
+from trainer import packed_encoder, shards
+from trainer.data.padding import pad_right
 from trainer.data.sources import shown
 from trainer.encoder_only import find_file
 from trainer.errors import ConfigError
+from trainer.packing import pack
 
-# S statements, L tokens of the longest, D width
+# S statements, L tokens of the longest, M tokens of all of them, D width
+
+_PACKED = ("t5", "mt5")  # whose blocks packed_encoder knows: one table of position biases for all
 
 HEAD_FILE, DESCRIPTION = "head.safetensors", "vera.json"
 
@@ -35,8 +40,10 @@ class Head(nn.Linear):
 class Verifier(nn.Module):
     """An encoder (T5's, or a decoder's body) and a head on the state of each statement's last token."""
 
-    def __init__(self, encoder: Any, *, seed: int) -> None:
+    def __init__(self, encoder: Any, *, seed: int, recompute: bool = False) -> None:
+        """encoder: reads packed batches when it is a T5's. recompute: its blocks once more in backward, then."""
         super().__init__()
+        self.recompute = recompute
         encoder.config.use_cache = False  # a decoder's body would fill one in training
         self.encoder = encoder
         width = encoder.config.hidden_size
@@ -47,12 +54,33 @@ class Verifier(nn.Module):
                 for parameter in self.head.parameters():
                     parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
-        """(S, L) right-padded ids and mask -> {"hidden": (S, D) of the last tokens, "logits": (S,) fp32}."""
-        states_SLD = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        last_S = attention_mask.sum(-1) - 1
-        hidden_SD = states_SLD[torch.arange(len(last_S), device=last_S.device), last_S]
+    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
+        """Statements as read_by lays them out -> {"hidden": (S, D) of the last tokens, "logits": (S,) fp32}."""
+        if "tokens" in batch:
+            stack = self.encoder.encoder  # of a T5EncoderModel
+            states_MD = packed_encoder.encode(stack, batch, recompute_every=1 if self.recompute else None)
+            hidden_SD = states_MD[batch["last"]]
+        else:
+            mask_SL = batch["attention_mask"]
+            states_SLD = self.encoder(input_ids=batch["input_ids"], attention_mask=mask_SL).last_hidden_state
+            hidden_SD = states_SLD[torch.arange(len(mask_SL), device=mask_SL.device), mask_SL.sum(-1) - 1]
         return {"hidden": hidden_SD, "logits": self.head(hidden_SD).squeeze(-1)}
+
+
+def read_by(config: Any, statements: Sequence[Sequence[int]], *, pad: int) -> dict[str, Tensor]:
+    """Token rows as the model of `config` reads them: a T5 one stream of real tokens (packing.pack) and `last`, (S,)
+    where each statement ends in it; any other (S, L) right-padded input_ids and attention_mask."""
+    if config.model_type in _PACKED:
+        ends = np.cumsum([len(statement) for statement in statements]) - 1
+        return {**pack(statements, bucketed=True), "last": torch.from_numpy(ends)}
+    ids, mask = pad_right(statements, pad)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def layout_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What of a batch read_by made."""
+    names = ("tokens", "passage", "position", "cells", "last", "input_ids", "attention_mask")
+    return {name: tensor for name, tensor in batch.items() if name in names or name.startswith("grid_")}
 
 
 def write_head(folder: Path, head: Mapping[str, Tensor], *, temperature: float = 1.0) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from trainer import base_model, distributed
 from trainer.config import Base, RandomBase, canonical_json
 from trainer.data import vocabulary
-from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.gradcache import pooled_losses
 from trainer.metrics import Pool, Ratio
@@ -22,7 +22,15 @@ from trainer.task import DRAW, Batch, Encoded, Places, Row
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Config, Part
 from trainer.tasks.vera.metrics import LOGIT, Kind, statement_metrics
-from trainer.tasks.vera.model import HEAD_FILE, Verifier, load_head, read_temperature, write_head
+from trainer.tasks.vera.model import (
+    HEAD_FILE,
+    Verifier,
+    layout_of,
+    load_head,
+    read_by,
+    read_temperature,
+    write_head,
+)
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +73,10 @@ class Task:
         encoder = base_model.load(base, self.places, precision=self.cfg.train.precision, kind="encoder")
         if self.cfg.dropout is not None:
             base_model.set_dropout(encoder, self.cfg.dropout)
-        if self.cfg.train.gradient_checkpointing:
+        recompute = self.cfg.train.gradient_checkpointing
+        if recompute:  # for a decoder's body; a T5's blocks are called one by one
             encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model = Verifier(encoder, seed=self.cfg.train.seed)
+        model = Verifier(encoder, seed=self.cfg.train.seed, recompute=recompute)
         source = base_model.resolve(base, self.places)
         if not isinstance(source, RandomBase):
             log.info("the head %s %s", "goes on from" if load_head(model, source) else "is new, none in", source)
@@ -137,7 +146,7 @@ class Task:
         return sum(int(length) for length in encoded["lengths"][: self.cfg.data.statements])
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """input_ids, attention_mask (S, L); group, column, is_gold (S,); is_multiple_choice, task, number (G,).
+        """What the model reads (model.read_by); group, column, is_gold (S,); is_multiple_choice, task, number (G,).
 
         In training (rows that draw) a group has at most data.statements statements, otherwise all of them.
         """
@@ -150,10 +159,8 @@ class Task:
                 group.append(number)
                 column.append(place)
                 is_gold.append(index == 0 and bool(row["has_gold"][0]))
-        ids, mask = pad_right(statements, self.pad)
         return {
-            "input_ids": ids,
-            "attention_mask": mask,
+            **self.read(statements),
             "group": torch.tensor(group),
             "column": torch.tensor(column),
             "is_gold": torch.tensor(is_gold),
@@ -161,6 +168,14 @@ class Task:
             "task": torch.tensor([int(row["task"][0]) for row in rows]),
             "number": torch.tensor([int(row["number"][0]) for row in rows]),
         }
+
+    def read(self, statements: Sequence[Sequence[int]]) -> Batch:
+        """Token rows as the model reads them."""
+        return read_by(self._config, statements, pad=self.pad)
+
+    @cached_property
+    def _config(self) -> Any:
+        return base_model.config_of(self.cfg.base, self.places)
 
     def _chosen(self, row: Mapping[str, Any]) -> list[int]:
         """Which statements of a group are looked at: in training the gold and some distractors, else all."""
@@ -277,7 +292,7 @@ class Task:
 
 def _represented(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Pooled states and logits of a batch, with what says how its statements belong together."""
-    found = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    found = model(**layout_of(batch))
     kind_S = batch["is_multiple_choice"][batch["group"]]
     return {**found, "column": batch["column"], "is_gold": batch["is_gold"], "is_multiple_choice": kind_S}
 

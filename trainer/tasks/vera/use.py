@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from trainer import distributed
-from trainer.data.padding import pad_right
 from trainer.disk import write_json
 from trainer.errors import ConfigError
 from trainer.tasks.vera import pictures
@@ -62,6 +61,6 @@ def plausibilities(task: Task, model: Verifier, texts: Sequence[str], *, folder:
     """How plausible each text is, 0 to 1, under the temperature stored in the model's `folder`; lazily, in order."""
     temperature = read_temperature(folder)
     for start in range(0, len(texts), _TOGETHER):
-        ids, mask = pad_right([task.statement_ids(text) for text in texts[start : start + _TOGETHER]], task.pad)
-        logits_S = model(input_ids=ids.to(distributed.device()), attention_mask=mask.to(distributed.device()))["logits"]
+        batch = task.read([task.statement_ids(text) for text in texts[start : start + _TOGETHER]])
+        logits_S = model(**{name: tensor.to(distributed.device()) for name, tensor in batch.items()})["logits"]
         yield from scores_of(logits_S.double().cpu(), temperature=temperature).tolist()

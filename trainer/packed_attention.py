@@ -56,7 +56,7 @@ def flex(first: Any, passage: Tensor, position: Tensor) -> Attend:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if passage.device.type != "cuda" and torch.is_grad_enabled():
-        raise ConfigError('reader.attention="flex" trains on CUDA only. Use "bucketed" or "padded" here.')
+        raise ConfigError('attention="flex" trains on CUDA only. Use "bucketed" or "padded" here.')
     length = int(position.max()) + 1
     table_H = first.relative_attention_bias(_buckets(first, length, passage.device)).t().contiguous()
 
