@@ -15,6 +15,8 @@ from trainer import groups
 from trainer.groups import Values, cartesian_exp_group, vary
 from trainer.tasks.cross_attention import published as cross_attention
 from trainer.tasks.fid import published as fid
+from trainer.tasks.retriever import published as retriever
+from trainer.tasks.summariser import published as summariser
 from trainer.tasks.vera import published as vera
 
 __all__ = ["EXP_GROUPS", "cartesian_exp_group", "experiments_of", "read_groups", "vary"]
@@ -196,9 +198,100 @@ VERA_CPU_B = vary(
     data={"train_tasks": ["creak"], "valid_tasks": ["creak", "comve_a"]},
 )
 
+RETRIEVER_TINY = vary(
+    CAUSAL_LM_TINY,
+    task="retriever",
+    base={
+        "config": {
+            "model_type": "bert",
+            "vocab_size": 2048,
+            "hidden_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 512,
+            "max_position_embeddings": 128,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "pad_token_id": 1,
+        }
+    },
+    train={"steps": 120, "micro_batch": 16, "eval_batch": 32, "eval_every": 60, "save_every": 60},
+    optim={"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0},
+    schedule={"shape": "linear"},
+    encoder={"pooling": "mean", "normalize": True, "temperature": 0.05},
+)
+RETRIEVER_TINY["train"] |= {"best": "valid/mrr@10", "best_is": "max"}
+RETRIEVER_TINY["data"] = {"source": "stdlib_docs", "query_tokens": 32, "passage_tokens": 96, "passages": 2}
+# Questions and passages of Natural Questions on a CPU: a small BERT from nothing, BM25's other hits as negatives.
+RETRIEVER_NQ_CPU = vary(
+    RETRIEVER_TINY,
+    base={"config": {**RETRIEVER_TINY["base"]["config"], "vocab_size": 30522, "max_position_embeddings": 512}},
+    tokenizer="../tokenizers/bert-uncased",
+    train={"steps": 400, "global_batch": 64, "micro_batch": 32, "eval_every": 100, "save_every": 100},
+    optim={"lr": 5e-4},
+    schedule={"warmup_steps": 40},
+)
+RETRIEVER_NQ_CPU["base"]["config"] |= {"pad_token_id": 0}
+RETRIEVER_NQ_CPU["data"] = {"source": "nq", "query_tokens": 24, "passage_tokens": 160, "passages": 2}
+# SciFact: claims and abstracts; of its test claims, 196 share an abstract with a training claim.
+RETRIEVER_SCIFACT_CPU = vary(
+    RETRIEVER_NQ_CPU,
+    tokenizer="../../tokenizers/bert-uncased",
+    train={"steps": 150, "global_batch": 32, "micro_batch": 16, "eval_every": 50, "save_every": 50},
+    schedule={"warmup_steps": 15},
+)
+RETRIEVER_SCIFACT_CPU["data"] = {
+    "source": "beir",
+    "negatives": "train_tevatron_ids.jsonl",
+    "query_tokens": 64,
+    "passage_tokens": 256,
+    "passages": 2,
+}
+
+SUMMARISE_TINY = vary(
+    FID_TINY,
+    task="summariser",
+    train={"steps": 120, "answers": 40, "best": "valid/loss", "best_is": "min", "eval_batch": 20},
+    generation={"max_tokens": 24},
+)
+SUMMARISE_TINY["data"] = {"source": "stdlib_docs", "prefix": "", "source_tokens": 128, "target_tokens": 32}
+# Scientific abstracts and their one-sentence summaries (SciTLDR) on a CPU: real text, T5's vocabulary, random weights.
+SUMMARISE_SCITLDR_CPU = vary(
+    SUMMARISE_TINY,
+    base={"config": {**FID_NQ_CPU["base"]["config"], "d_ff": 512, "dropout_rate": 0.0}},
+    tokenizer="../shared/data/tokenizers/t5",
+    train={
+        **EVERY_100,
+        "steps": 500,
+        "global_batch": 16,
+        "micro_batch": 8,
+        "micro_tokens": 2048,
+        "bucket_steps": 20,
+        "eval_batch": 32,
+        "precision": "bf16",
+        "answers": 64,
+    },
+    optim={"lr": 1e-3, "betas": [0.9, 0.999], "decay": "matrices"},
+    schedule={"warmup_steps": 50},
+    generation={"max_tokens": 48, "num_beams": 2, "no_repeat_ngram": 3},
+    rouge={"best": "rouge1"},  # as SciTLDR's authors score
+    deepspeed="zero1",
+)
+SUMMARISE_SCITLDR_CPU["data"] = {
+    "source": "files",
+    "document": "source",
+    "summaries": ["target"],
+    "id": "paper_id",
+    "prefix": "",
+    "source_tokens": 256,
+    "target_tokens": 64,
+}
+
 EXP_GROUPS: dict[str, list[Values]] = {
     **cross_attention.GROUPS,
     **fid.GROUPS,
+    **summariser.GROUPS,
+    **retriever.GROUPS,
     **vera.GROUPS,
     "causal_lm_tiny": [CAUSAL_LM_TINY],
     "crossattn_tiny": [CROSSATTN_TINY],
@@ -207,8 +300,13 @@ EXP_GROUPS: dict[str, list[Values]] = {
     "fid_tiny": [FID_TINY],
     "fid_toy": [FID_TOY],
     "fid_nq_cpu": [FID_NQ_CPU],
+    "summarise_tiny": [SUMMARISE_TINY],
+    "summarise_scitldr_cpu": [SUMMARISE_SCITLDR_CPU],
     "vera_tiny": [VERA_TINY],
     "vera_cpu": [VERA_CPU_A, VERA_CPU_B],
+    "retriever_tiny": [RETRIEVER_TINY],
+    "retriever_nq_cpu": [RETRIEVER_NQ_CPU],
+    "retriever_scifact_cpu": [RETRIEVER_SCIFACT_CPU],
 }
 
 

@@ -39,6 +39,7 @@ def write_facts(folder: Path, *, train: int = 64, valid: int = 22) -> Path:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, start, stop in (("train", 0, train), ("dev", train, train + valid)):
         _write_groups(folder, name, facts(start, stop))
+        _write_queries(folder, name, facts(start, stop))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -75,6 +76,22 @@ def _write_groups(folder: Path, split: str, rows: list[dict[str, Any]]) -> None:
         (folder / task / f"{split}.json").write_text(json.dumps(groups))
 
 
+def _write_queries(folder: Path, split: str, rows: list[dict[str, Any]]) -> None:
+    """queries/<split>.jsonl: questions with one or two passages that answer them, and some that do not."""
+    (folder / "queries").mkdir(exist_ok=True)
+    passages = [{"docid": str(n), "title": row["answer"], "text": row["context"]} for n, row in enumerate(rows)]
+    lines = [
+        {
+            "query_id": f"q{n}",
+            "query": row["question"],
+            "positive_passages": [passages[n], {**passages[n], "text": passages[n]["text"].upper()}][: 1 + n % 2],
+            "negative_passages": [passages[(n + step) % len(rows)] for step in range(1, 3 + n % 3)],
+        }
+        for n, row in enumerate(rows)
+    ]
+    (folder / "queries" / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 TINY_BASE = {
     "config": {
         "model_type": "gpt_bigcode",
@@ -108,7 +125,23 @@ TINY_T5 = {
     },
     "seed": 1,
 }
+TINY_BERT = {
+    "config": {
+        "model_type": "bert",
+        "vocab_size": 384,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "pad_token_id": 1,
+    },
+    "seed": 1,
+}
 _DROPOUTS = ("attn_pdrop", "resid_pdrop", "embd_pdrop", "dropout_rate")
+_DROPOUTS += ("hidden_dropout_prob", "attention_probs_dropout_prob")
 _TRAIN = {"steps": 6, "global_batch": 8, "micro_batch": 2, "precision": "fp32", "log_every": 1}
 _TRAIN |= {"eval_every": 3, "save_every": 3, "eval_batch": 4, "seed": 5}
 OF_TASK = {
@@ -122,6 +155,17 @@ OF_TASK = {
         "data": {"source": "fid", "contexts": 2, "passage_tokens": 64, "answer_tokens": 12},
         "reader": {"checkpoint_every": 2},
     },
+    "summariser": {
+        "base": TINY_T5,
+        "data": {
+            "source": "files",
+            "document": "context",
+            "summaries": ["answer"],
+            "source_tokens": 64,
+            "target_tokens": 12,
+        },
+        "generation": {"max_tokens": 12},
+    },
     "vera": {
         "base": TINY_T5,
         "data": {
@@ -131,6 +175,18 @@ OF_TASK = {
             "boolean": ["judged"],
             "max_tokens": 48,
         },
+    },
+    "retriever": {
+        "base": TINY_BERT,
+        "data": {
+            "source": "tevatron",
+            "files": {"train": "queries/train.jsonl", "valid": "queries/dev.jsonl"},
+            "query_tokens": 16,
+            "passage_tokens": 48,
+            "passages": 2,
+        },
+        "encoder": {"pooling": "mean", "projection": {"width": 16}, "normalize": True, "temperature": 0.1},
+        "loss": {"query_chunk": 1, "passage_chunk": 3},
     },
 }
 

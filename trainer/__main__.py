@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from trainer.commands import evaluation, models, verifier
+from trainer.commands import evaluation, models, preparation, retrieval, statistics, verifier
 
 app = typer.Typer(
     add_completion=False,
@@ -23,9 +23,17 @@ def _about() -> None:
 app.command("import")(models.import_)
 app.command()(models.export)
 app.command()(evaluation.evaluate)
+app.command()(preparation.prepare)
+app.command()(retrieval.encode)
+app.command()(retrieval.search)
+app.command()(retrieval.bm25)
+app.command()(retrieval.judge)
+app.command()(retrieval.mine)
+app.command()(retrieval.contexts)
 app.command()(verifier.convert)
 app.command()(verifier.calibrate)
 app.command()(verifier.score)
+app.command()(statistics.stats)
 
 if __name__ == "__main__":
     app(prog_name="python -m trainer")

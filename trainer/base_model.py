@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -67,18 +68,19 @@ def load(base: Base, places: Places, *, precision: str, kind: Kind = "causal_lm"
     """
     source = resolve(base, places)
     build = _model_class(config := config_of(base, places), kind)
+    options = _body_options(build, kind)
     if isinstance(source, RandomBase):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(source.seed)
             # not from_config: under ZeRO-3 that partitions while it initialises, and draws other numbers
-            return build(config)
+            return build(config, **options)
     if kind == "encoder" and config.model_type == "t5":
         source = encoder_source(source, places.cache_dir)
     # transformers 5.23 finds out whether an output layer of T5 v1.1 is tied by comparing it with the embedding; under
     # ZeRO-3 both are empty by then, count as equal, and the checkpoint's own would be thrown away.
     may_be_untied = kind == "seq2seq_lm" and getattr(config, "scale_decoder_outputs", True) is False
     with _unpartitioned() if may_be_untied else contextlib.nullcontext():
-        return build.from_pretrained(source, dtype=DTYPES[precision])
+        return build.from_pretrained(source, dtype=DTYPES[precision], **options)
 
 
 @contextlib.contextmanager
@@ -101,8 +103,15 @@ def _unpartitioned() -> Iterator[None]:
 def skeleton(base: Base, places: Places, *, kind: Kind = "causal_lm") -> PreTrainedModel:
     """The model of a base without storage (meta device): names and shapes only."""
     config = config_of(base, places)
+    build = _model_class(config, kind)
     with torch.device("meta"):
-        return _model_class(config, kind)(config)
+        return build(config, **_body_options(build, kind))
+
+
+def _body_options(build: Any, kind: Kind) -> dict[str, bool]:
+    """A body of BERT's family is built without its own pooler, whose output nobody reads and nothing would train."""
+    takes_pooler = kind == "encoder" and "add_pooling_layer" in inspect.signature(build.__init__).parameters
+    return {"add_pooling_layer": False} if takes_pooler else {}
 
 
 def _model_class(config: PretrainedConfig, kind: Kind) -> Any:
@@ -139,8 +148,9 @@ def set_dropout(model: nn.Module, dropout: float) -> None:
             module.dropout = dropout  # pyright: ignore[reportArgumentType] (a number in T5Attention)
 
 
-def tokenizer_of(cfg: Experiment, places: Places) -> Tokenizer:
-    """The tokenizer that an experiment names, or its base's own. ConfigError when there is none or it has no EOS."""
+def tokenizer_of(cfg: Experiment, places: Places, *, needs_eos: bool = True) -> Tokenizer:
+    """The tokenizer that an experiment names, or its base's own. ConfigError when there is none, or one without the
+    end-of-text token that a model needs which writes."""
     spec = cfg.tokenizer
     if spec is None:
         source = resolve(cfg.base, places)
@@ -151,7 +161,8 @@ def tokenizer_of(cfg: Experiment, places: Places) -> Tokenizer:
             )
         spec = source
     tokenizer = vocabulary.load_tokenizer(spec, data_path=places.data_path, cache_dir=places.cache_dir)
-    vocabulary.eos_id(tokenizer)
+    if needs_eos:
+        vocabulary.eos_id(tokenizer)
     vocabulary.check_fits(tokenizer, config_of(cfg.base, places).vocab_size)
     return tokenizer
 

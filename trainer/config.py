@@ -22,14 +22,22 @@ class Strict(BaseModel):
 
 
 class Optim(Strict):
-    """AdamW."""
+    """AdamW, or Adafactor: second moments as a row and a column, steps in proportion to the size of a weight."""
 
-    lr: Annotated[float, Field(gt=0)]
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    name: Literal["adamw", "adafactor"] = "adamw"
+    lr: Annotated[float, Field(gt=0)]  # Adafactor: of a step relative to its weights, at most 1/sqrt(step)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # AdamW only
+    eps: Annotated[float, Field(gt=0)] = 1e-8  # AdamW only
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     decay: Literal["matrices", "all"] = "matrices"  # matrices: never biases, norms or other 1-D parameters
     clip: Annotated[float, Field(ge=0)] = 1.0  # global gradient norm; 0.0 switches clipping off
+
+    @model_validator(mode="after")
+    def _moments_are_adamws(self) -> Optim:
+        foreign = sorted({"betas", "eps"} & self.model_fields_set)
+        if self.name == "adafactor" and foreign:
+            raise ValueError(f'name="adafactor" has no {" and no ".join(foreign)}: leave out what only AdamW reads')
+        return self
 
 
 class Schedule(Strict):
@@ -70,6 +78,7 @@ class Train(Strict):
     keep_last: Positive = 2  # checkpoints; the best one is kept besides
     best: str | None = "valid/loss"  # the metric that chooses best/
     best_is: Literal["min", "max"] = "min"
+    max_lost_labels: Fraction = 0.05  # share of a split's label tokens that limits may cut off; more is refused
 
     @model_validator(mode="after")
     def _a_given_order_is_kept(self) -> Train:

@@ -14,12 +14,12 @@ Number = int | float
 class Lines:
     """One line an entry, for a log file: `step 20/200  loss 5.1234  lr 3.0e-4  eta 0:01:30`."""
 
-    def __init__(self, console: Console, total: int) -> None:
-        self._console, self._total = console, total
+    def __init__(self, console: Console, total: int, *, unit: str = "step") -> None:
+        self._console, self._total, self._unit = console, total, unit
 
     def log(self, step: int, scalars: Mapping[str, Number]) -> None:
         """Print one entry."""
-        words = [f"step {step}/{self._total}", *(f"{name} {shown(value)}" for name, value in scalars.items())]
+        words = [f"{self._unit} {step}/{self._total}", *(f"{name} {shown(value)}" for name, value in scalars.items())]
         eta = _eta(step, self._total, scalars)
         self._console.out("  ".join([*words, *([f"eta {eta}"] if eta else [])]), highlight=False)
 
@@ -30,11 +30,11 @@ class Lines:
 class Bar:
     """A live progress bar for a terminal; evaluations stay above it as lines."""
 
-    def __init__(self, console: Console, total: int) -> None:
-        self._lines, self._total = Lines(console, total), total
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[words]}"))
+    def __init__(self, console: Console, total: int, *, unit: str = "step") -> None:
+        self._lines, self._total = Lines(console, total, unit=unit), total
+        columns = (TextColumn(unit), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[words]}"))
         self._progress = Progress(*columns, console=console)
-        self._bar = self._progress.add_task("step", total=total, words="")
+        self._bar = self._progress.add_task(unit, total=total, words="")
         self._progress.start()
 
     def log(self, step: int, scalars: Mapping[str, Number]) -> None:

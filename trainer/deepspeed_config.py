@@ -104,6 +104,7 @@ def build(
             *_optimizer(config, optim),
             *_scheduler(config, source),
             *_stage(config),
+            *_whole_weights(config, optim),
             *_bucket_sizes(config["zero_optimization"], hidden_size),
             *_grad_accum_dtype(config, train),
         ],
@@ -227,9 +228,12 @@ def _precision(config: Config, train: Train) -> list[str]:
 
 
 def _optimizer(config: Config, optim: Optim) -> list[str]:
-    """The engine makes AdamW itself, so the block may only agree with the experiment."""
+    """The engine makes the optimizer itself, so the block may only agree with the experiment."""
     if "optimizer" not in config:
         return []
+    if optim.name != "adamw":
+        stated = json.dumps(config["optimizer"].get("type"))
+        return [f"optimizer.type={stated} in the file, but optim.name={optim.name!r}. Delete the block."]
     name = config["optimizer"].get("type")
     params: Config = config["optimizer"].setdefault("params", {})
     if not isinstance(name, str) or name.lower() not in ("adamw", "adam"):
@@ -273,6 +277,23 @@ def _stage(config: Config) -> list[str]:
             "loss scale that it never applied. Use --deepspeed zero1, or train.precision='bf16'."
         )
     return problems
+
+
+def _whole_weights(config: Config, optim: Optim) -> list[str]:
+    """Adafactor needs every weight in its own shape.
+
+    deepspeed 0.19.8, stage_1_and_2.__init__ and stage3._create_fp32_partitions: the optimizer gets one flat fp32 vector
+    per group (or sub-group) and rank, whatever it is. Adafactor would run: with a full second moment, and with steps
+    scaled and clipped by the size of the whole vector, which changes with the world size.
+    """
+    stage = config["zero_optimization"]["stage"]
+    if optim.name != "adafactor" or stage == 0:
+        return []
+    return [
+        f"optim.name='adafactor' needs ZeRO stage 0, got stage={stage}: from stage 1 on DeepSpeed lays all weights "
+        "into one flat vector per rank, where Adafactor factors nothing (as much memory as a moment of AdamW) and "
+        "scales its steps by the whole vector. Use --deepspeed zero0, or optim.name='adamw'."
+    ]
 
 
 def _offload(zero: Config, key: Literal["offload_param", "offload_optimizer"]) -> list[str]:

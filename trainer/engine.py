@@ -33,14 +33,13 @@ from deepspeed.utils import (  # noqa: E402
     safe_set_local_optimizer_state,
 )
 
-from trainer import distributed  # noqa: E402
+from trainer import distributed, optimizers  # noqa: E402
 from trainer.config import Optim  # noqa: E402
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
 Watch = Callable[[Iterator[tuple[str, Tensor]]], None]
-MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -100,6 +99,7 @@ class Engine:
         """
         self.stage: int = ds["zero_optimization"]["stage"]
         self.clip = optim.clip
+        self._optim = optim
         self._parameters = trainable(model)
         if not self._parameters:
             raise ConfigError("the model has no trainable parameter: nothing to do. Unfreeze or insert layers.")
@@ -203,16 +203,19 @@ class Engine:
         return kept
 
     def optimizer_state(self, keep: Callable[[int], bool]) -> dict[str, Tensor]:
-        """Full optimizer tensors (CPU, fp32) named <parameter>|exp_avg, |exp_avg_sq and, below fp32, |master."""
+        """Full optimizer tensors (CPU, fp32), named <parameter>|exp_avg, |exp_avg_sq and, below fp32, |master.
+
+        Of Adafactor |row_var and |col_var, or |variance.
+        """
         if self.stage > 0 and not self._inner().state:
             self._make_empty_state()  # before the first step: DeepSpeed creates the moments lazily
         self._link_states()
         kept: dict[str, Tensor] = {}
         for k, (name, parameter) in enumerate(self._parameters.items()):
-            for key in self._state_keys():
+            for key, shape in self._state_shapes(parameter).items():
                 value = self._get(parameter, key)
                 if keep(k):
-                    kept[f"{name}|{key}"] = value.detach().to("cpu", copy=True).reshape(_shape(parameter)).contiguous()
+                    kept[f"{name}|{key}"] = value.detach().to("cpu", copy=True).reshape(shape).contiguous()
         return kept
 
     def scalars(self) -> dict[str, float | int]:
@@ -227,14 +230,14 @@ class Engine:
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, float | int]) -> None:
         """Put back what optimizer_state() and scalars() gave; the weights were loaded before the engine was made."""
-        wanted = {f"{name}|{key}" for name in self._parameters for key in (*MOMENTS, *self._state_keys())}
+        wanted = {f"{name}|{key}" for name, weight in self._parameters.items() for key in self._state_shapes(weight)}
         if wanted != tensors.keys():
             missing, extra = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
             raise CheckpointError(f"optimizer state does not fit: missing {missing[:3]}, unexpected {extra[:3]}")
         self._make_empty_state()
         self._link_states()
         for name, parameter in self._parameters.items():
-            for key in self._state_keys():
+            for key in self._state_shapes(parameter):
                 self._set(parameter, key, tensors[f"{name}|{key}"])
         for state in self._inner().state.values():
             old = state["step"]
@@ -246,16 +249,19 @@ class Engine:
 
     # What differs between stages --------------------------------------------------------------------------------
 
-    def _state_keys(self) -> tuple[str, ...]:
-        return MOMENTS if _dtype(self._parameters) == torch.float32 else (MASTER, *MOMENTS)
+    def _state_shapes(self, parameter: nn.Parameter) -> dict[str, torch.Size]:
+        """Everything that a checkpoint holds of a parameter besides its weights."""
+        shape = _shape(parameter)
+        master = {} if _dtype(self._parameters) == torch.float32 else {MASTER: shape}
+        return master | optimizers.state_shapes(self._optim, shape)
 
     def _inner(self) -> torch.optim.Optimizer:
-        """The AdamW inside DeepSpeed's wrapper; at stage 0 in fp32 there is no wrapper."""
+        """The optimizer inside DeepSpeed's wrapper; at stage 0 in fp32 there is no wrapper."""
         optimizer = self.model.optimizer
         return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
     def _unsharded_master(self, parameter: nn.Parameter) -> Tensor:
-        """Stage 0: the tensor that AdamW updates for `parameter`: itself, or its fp32 copy below fp32."""
+        """Stage 0: the tensor that the optimizer updates for `parameter`: itself, or its fp32 copy below fp32."""
         wrapper = self.model.optimizer
         if not hasattr(wrapper, "fp32_groups"):
             return parameter
@@ -271,7 +277,7 @@ class Engine:
             if key == MASTER:
                 return master
             state = self._inner().state.get(master)
-            return state[key] if state else torch.zeros_like(master)
+            return state[key] if state else master.new_zeros(self._state_shapes(parameter)[key])
         value = safe_get_full_fp32_param(parameter) if key == MASTER else safe_get_full_optimizer_state(parameter, key)
         assert value is not None, "stages 1-3 map every trainable parameter"
         return value
@@ -289,7 +295,7 @@ class Engine:
 
     @torch.no_grad()
     def _make_empty_state(self) -> None:
-        """Let AdamW create its moments: one step at learning rate 0 with zero gradients changes no weight."""
+        """Let the optimizer create its moments: one step at learning rate 0 with zero gradients changes no weight."""
         inner = self._inner()
         for group in inner.param_groups:
             group["lr"] = 0.0
@@ -384,7 +390,7 @@ def _shape(parameter: nn.Parameter) -> torch.Size:
 
 
 def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.optim.Optimizer:
-    """AdamW with decay where `optim` says so; lr 0 until the loop sets it, so that building it moves nothing."""
+    """The optimizer with decay where `optim` says so, at lr 0; DeepSpeed's own AdamW where its state is offloaded."""
     parameters = list(parameters)
     fewest_axes = 2 if optim.decay == "matrices" else 0
     groups = [
@@ -403,4 +409,4 @@ def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.op
                 f"offload_optimizer: DeepSpeed cannot build its CPU Adam ({str(error).splitlines()[0]}). "
                 "Install g++ and ninja, or use zero2 or zero3 without offload."
             ) from error
-    return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
+    return optimizers.build(groups, optim)

@@ -6,9 +6,10 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO
 
 import torch
@@ -21,9 +22,10 @@ from trainer.data.windows import evaluation_batches
 from trainer.disk import refusals
 from trainer.errors import ConfigError
 from trainer.loop import Frozen, answer, evaluate, pool
-from trainer.metrics import answer_scores
+from trainer.metrics import answer_scores, cut_at, scores_by_dataset
 from trainer.run import Options, on_main, store_of
-from trainer.task import GREEDY, Answers, Row, ScoresPassages, Search, Task
+from trainer.task import GREEDY, Answers, JudgesAnswers, Row, ScoresPassages, Search, Task, question_of
+from trainer.text_similarity import BERTSCORE_MODEL, check, similarities
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,11 @@ class Question:
     limit: int | None = None  # the first rows only
     batch: int | None = None  # rows per device and forward; None: train.eval_batch
     search: Search = GREEDY
-    predictions: Path | None = None  # JSON lines to write
+    predictions: Path | None = None  # JSON lines to write, and a summary beside them
+    best_answer: bool = False  # rows that ask the same of the same context are one question with all their references
+    cut_at: Sequence[str] = ()  # answers end before the first of these texts
+    measures: Sequence[str] = ()  # of trainer.text_similarity, besides the task's own
+    bertscore_model: str = BERTSCORE_MODEL
     passage_scores: Path | None = None  # .json (a list) or .jsonl to write: the rows with ctxs[].score
 
 
@@ -55,20 +61,21 @@ def run(asked: Question, options: Options) -> dict[str, float]:
     if asked.passage_scores is not None and not isinstance(task, ScoresPassages):
         name = asked.values["task"]
         raise ConfigError(f"--write_scores: task {name!r} reads no passages that it could score. Leave it out.")
-    if not isinstance(task, Answers) and (asked.predictions is not None or asked.search != GREEDY):
-        name = asked.values["task"]
-        raise ConfigError(f"--pred, --num_beams, --num_answers: task {name!r} gives no answers. Leave them out.")
+    if not isinstance(task, Answers):
+        _refuse_answering(asked)
     folder = model_folder(asked, options)
     store = store_of(task, asked.split, options)
     model = Frozen(task.exported(folder).to(distributed.device()).eval())
     batch = _batch(asked)
-    raw = [{key: row[key] for key in ("id", "question", "answers") if key in row} for row in _rows(task, asked)]
+    raw = [question_of(task, row) for row in _rows(task, asked)]
     logger.info("%s: %d rows of %s, %d at a time", folder, len(raw), asked.split, batch)
     if isinstance(task, Answers):
         found, answers = answer(model, task, store, raw, batch=batch, search=asked.search)
+        found = _answered(asked, task, raw, answers, found)
         if asked.predictions is not None:
-            path = asked.predictions
-            on_main(lambda: _write(path, _predictions(raw, answers, is_n_best=asked.search.num_answers > 1)))
+            summary = {"model": str(folder), "split": asked.split, "search": asdict(asked.search), "scores": found}
+            path = asked.predictions.with_suffix(".summary.json")
+            on_main(lambda: _write_summary(path, summary))
     else:
         found = evaluate(model, task, store, batch=batch, num_rows=len(raw))
     if asked.passage_scores is not None and isinstance(task, ScoresPassages):
@@ -109,7 +116,12 @@ def _batch(asked: Question) -> int:
 
 def _check(asked: Question) -> None:
     search = asked.search
-    if search.num_answers > search.num_beams:
+    check(asked.measures)
+    if search.temperature is None and search.top_p < 1.0:
+        raise ConfigError(f"--top_p {search.top_p} says what is drawn from, but nothing is. Add --temperature 1.0.")
+    if search.temperature is not None and search.num_beams > 1:
+        raise ConfigError(f"--temperature draws, --num_beams {search.num_beams} searches. Leave one of the two out.")
+    if search.temperature is None and search.num_answers > search.num_beams:
         raise ConfigError(
             f"--num_answers {search.num_answers} with --num_beams {search.num_beams}: that many beams end in no more "
             f"answers than beams. Use --num_beams {search.num_answers} or more."
@@ -137,11 +149,75 @@ def _rows(task: Task, asked: Question) -> Iterator[Row]:
     return islice(task.rows(asked.split), asked.limit)
 
 
-def _predictions(raw: Sequence[Row], answers: Sequence[list[str]], *, is_n_best: bool) -> Iterator[Row]:
+def _refuse_answering(asked: Question) -> None:
+    given = {
+        "--pred": asked.predictions is not None,
+        "--num_beams, --num_answers, --temperature": asked.search != GREEDY,
+        "--best_answer": asked.best_answer,
+        "--cut_at": bool(asked.cut_at),
+        "--measure": bool(asked.measures),
+    }
+    if any(given.values()):
+        flags = ", ".join(flag for flag, is_given in given.items() if is_given)
+        raise ConfigError(f"{flags}: task {asked.values['task']!r} gives no answers. Leave that out.")
+
+
+def _answered(
+    asked: Question, task: Task, raw: Sequence[Row], answers: Sequence[list[str]], found: dict[str, float]
+) -> dict[str, float]:
+    """The scores of all answers as the question wants them, `found` being those as they came; --pred is written."""
+    if asked.cut_at:
+        answers = [[cut_at(text, asked.cut_at) for text in texts] for texts in answers]
+    if asked.best_answer:
+        raw, answers = _merged(raw, answers, [_asks(row) for row in _rows(task, asked)])
+    rows = list(_predictions(task, raw, answers, is_n_best=asked.search.num_answers > 1))
+    known = [row for row in rows if row["answers"]]
+    if asked.measures:
+        texts, references = [row["prediction"] for row in known], [row["answers"] for row in known]
+        how: dict[str, Any] = {"measures": asked.measures, "bertscore_model": asked.bertscore_model}
+        for row, scores in zip(known, similarities(texts, references, **how), strict=True):
+            row["scores"] |= scores
+    if asked.cut_at or asked.best_answer or asked.measures:
+        found = {name: fmean(row["scores"][name] for row in known) for name in (known[0]["scores"] if known else ())}
+        found |= scores_by_dataset(rows, [row["prediction"] for row in rows])
+    if asked.predictions is not None:
+        path = asked.predictions
+        on_main(lambda: _write(path, rows))
+    return found
+
+
+def _asks(row: Row) -> str:
+    """The same for rows that ask the same of the same context."""
+    return json.dumps([row.get(key) for key in ("question", "context", "contexts", "ctxs")], sort_keys=True)
+
+
+def _merged(raw: Sequence[Row], answers: Sequence[list[str]], asks: Sequence[str]) -> tuple[list[Row], list[list[str]]]:
+    """The first row of each group that asks the same, with the references of all of them, and the answers to it."""
+    groups: dict[str, list[int]] = {}
+    for number, key in enumerate(asks):
+        groups.setdefault(key, []).append(number)
+    rows = [
+        {**raw[first], "answers": [text for number in (first, *rest) for text in raw[number]["answers"]]}
+        for first, *rest in groups.values()
+    ]
+    return rows, [answers[first] for first, *_ in groups.values()]
+
+
+def _write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    with _replaced(path) as file:
+        file.write(json.dumps(summary, indent=2) + "\n")
+
+
+def _predictions(task: Task, raw: Sequence[Row], answers: Sequence[list[str]], *, is_n_best: bool) -> Iterator[Row]:
     for row, texts in zip(raw, answers, strict=True):
-        scores = answer_scores(texts[:1], [row["answers"]]) if row["answers"] else {}
-        of_row = {name: score.value() for name, score in scores.items()}
-        yield {**row, "prediction": texts[0], "scores": of_row, **({"n_best": texts} if is_n_best else {})}
+        scores = _judged(task, texts[0], row["answers"]) if row["answers"] else {}
+        yield {**row, "prediction": texts[0], "scores": scores, **({"n_best": texts} if is_n_best else {})}
+
+
+def _judged(task: Task, prediction: str, references: Sequence[str]) -> dict[str, float]:
+    if isinstance(task, JudgesAnswers):
+        return task.judged(prediction, references)
+    return {name: float(score.num) for name, score in answer_scores([prediction], [references]).items()}
 
 
 @torch.no_grad()

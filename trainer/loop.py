@@ -20,9 +20,9 @@ from trainer.data.windows import Sharding, Window, evaluation_batches, windows
 from trainer.engine import Engine
 from trainer.errors import ConfigError, DivergedError
 from trainer.meter import Meter
-from trainer.metrics import Pool, Ratio
+from trainer.metrics import Pool, Ratio, scores_by_dataset
 from trainer.schedule import Plateau
-from trainer.task import GREEDY, Answers, Batch, Row, Search, Task
+from trainer.task import GREEDY, Answers, Batch, Row, Search, Task, question_of
 from trainer.telemetry import Preemption, Run
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
@@ -197,7 +197,7 @@ def pool(engine: Engine | Frozen, task: Task, store: TokenStore, *, name: str, b
 
 
 def first_questions(task: Task, count: int | Literal["all"]) -> list[Row]:
-    """The first `count` validation rows, `question` and `answers` only, to be answered at each evaluation.
+    """The first `count` validation rows, as `question_of` gives them, to be answered at each evaluation.
 
     ConfigError when the task cannot answer by generation and some are wanted.
     """
@@ -210,7 +210,7 @@ def first_questions(task: Task, count: int | Literal["all"]) -> list[Row]:
             "Leave it out, or give the task a method `answers` (trainer/task.py)."
         )
     rows = islice(task.rows("valid"), None if count == "all" else count)
-    return [{key: row[key] for key in ("question", "answers")} for row in rows]
+    return [question_of(task, row) for row in rows]
 
 
 @torch.no_grad()
@@ -223,7 +223,8 @@ def answer(
     batch: int,
     search: Search = GREEDY,
 ) -> tuple[dict[str, float], list[list[str]]]:
-    """Every metric of `task.answers` over `questions`, and the answers to each, the best first, on all ranks.
+    """Every metric of `task.answers` over `questions`, and of each data set that they name; and the answers to each
+    question, the best first. On all ranks.
 
     questions: raw rows of the first rows of `store`; each is answered exactly once, on any number of ranks.
     """
@@ -238,7 +239,8 @@ def answer(
     with _evaluation(engine):
         found = _merged(scores, store.lengths[: len(questions)], batch=batch)
     by_row = {row: texts for part in distributed.gather(list(own.items())) for row, texts in part}
-    return found, [by_row[row] for row in range(len(questions))]
+    answers = [by_row[row] for row in range(len(questions))]
+    return found | scores_by_dataset(questions, [best for best, *_ in answers]), answers
 
 
 @contextmanager

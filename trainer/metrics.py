@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,25 @@ def answer_scores(predictions: Sequence[str], references: Sequence[Sequence[str]
     measures = {"em": exact_match, "f1": f1, "precision": precision, "recall": recall, "recall_em": recall_em}
     pairs = list(zip(predictions, references, strict=True))
     return {name: Ratio.of([measure(*pair) for pair in pairs]) for name, measure in measures.items()}
+
+
+def scores_by_dataset(rows: Sequence[Mapping[str, Any]], predictions: Sequence[str]) -> dict[str, float]:
+    """`answer_scores` of each data set that rows name ("dataset") as em_nq, f1_nq, ...; rows without references do not
+    count. Empty when no row names one."""
+    groups: dict[str, list[tuple[str, Sequence[str]]]] = {}
+    for row, prediction in zip(rows, predictions, strict=True):
+        if "dataset" in row and row["answers"]:
+            groups.setdefault(row["dataset"], []).append((prediction, row["answers"]))
+    found: dict[str, float] = {}
+    for dataset, pairs in sorted(groups.items()):
+        of_group = answer_scores([text for text, _ in pairs], [answers for _, answers in pairs])
+        found |= {f"{name}_{dataset}": score.value() for name, score in of_group.items()}
+    return found
+
+
+def cut_at(text: str, marks: Sequence[str]) -> str:
+    """`text` up to the first of `marks` that stands in it."""
+    return min((text.partition(mark)[0] for mark in marks), key=len, default=text)
 
 
 def _shared_words(one: str, other: str) -> int:

@@ -26,6 +26,7 @@ from trainer.engine import Engine
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError, StorageError
 from trainer.loop import Cadence, Progress, Session, first_questions, fit
 from trainer.meter import Meter
+from trainer.statistics.ledger import refuse_lost_labels
 from trainer.surgery import trainable_report
 from trainer.task import Places, Task
 from trainer.telemetry import Preemption, Run, WandbSettings
@@ -153,6 +154,8 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
     found = _newest_checkpoint(plan)
     _check_identity(plan, task, stores)
     _say_padding(plan, stores["train"])
+    for store in stores.values():
+        refuse_lost_labels(store, most=cfg.train.max_lost_labels)
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
         model = task.model()

@@ -96,7 +96,10 @@ class Search:
     """How answers are looked for."""
 
     num_beams: int = 1  # 1: greedy
-    num_answers: int = 1  # the n best of each row; at most num_beams
+    num_answers: int = 1  # the n best of each row, at most num_beams; when sampled, n draws
+    temperature: float | None = None  # None: the most likely tokens; a number: drawn, from the sharper the lower it is
+    top_p: float = 1.0  # when drawn: from the most likely tokens that have this share of the probability
+    seed: int = 0  # of the draws
 
 
 GREEDY = Search()
@@ -131,6 +134,26 @@ class Answers(Protocol):
 
 
 @runtime_checkable
+class JudgesAnswers(Protocol):
+    """What a task that answers may offer besides, where its rows are no questions or EM and F1 say little of them."""
+
+    def asked(self, row: Row) -> Row:
+        """`question` (the text), `answers` (the references) and perhaps `id` of a raw row, as `answers` takes them."""
+        ...
+
+    def judged(self, prediction: str, references: Sequence[str]) -> dict[str, float]:
+        """Every score of one prediction against at least one reference."""
+        ...
+
+
+def question_of(task: object, row: Row) -> Row:
+    """`question`, `answers` and, where there are such, `id` and `dataset` of a raw row of a task that answers."""
+    if isinstance(task, JudgesAnswers):
+        return task.asked(row)
+    return {key: row[key] for key in ("id", "dataset", "question", "answers") if key in row}
+
+
+@runtime_checkable
 class ScoresPassages(Protocol):
     """What a task may offer besides Task: it says how much each passage of a row was read.
 
@@ -156,4 +179,38 @@ class Embeds(Protocol):
 
     def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
         """(N, D) fp32 vectors of N token rows, on the model's device. model: in evaluation mode."""
+        ...
+
+
+@runtime_checkable
+class Shapes(Protocol):
+    """What a task may offer besides Task: how its rows are padded, for micro-batches that waste little."""
+
+    def padded_fields(self) -> Sequence[str]:
+        """The encoded fields that are padded, each by itself; `length` counts the ids of all of them."""
+        ...
+
+    def kind_field(self) -> str | None:
+        """An encoded field of one number: rows with other numbers are kept apart, and those with the highest come
+        first."""
+        ...
+
+
+@dataclass(frozen=True)
+class Uncut:
+    """A field of a row before its limit cuts it."""
+
+    texts: list[list[int]]  # token ids, whole
+    limit: int | None  # how many of each are kept, the first ones; None: all
+    setting: str  # the key of the dictionary that says so
+    labels_from: int | None = None  # where the labels of each begin; None: it holds none
+    holds_answers: bool = False  # the `answers` of the raw row are looked for in it
+
+
+@runtime_checkable
+class ShowsCuts(Protocol):
+    """What a task may offer besides Task: its rows as they would be without limits, for the truncation ledger."""
+
+    def untruncated(self, row: Row) -> dict[str, Uncut]:
+        """Everything that `encode` cuts of a raw row, by field."""
         ...

@@ -25,8 +25,8 @@ from tests.numerics.tiny_cross_attention import (
 )
 from trainer.errors import ConfigError
 from trainer.losses import next_token_loss
+from trainer.tasks.cross_attention.attention import KeyMask
 from trainer.tasks.cross_attention.config import Layers
-from trainer.tasks.cross_attention.layer import KeyMask
 from trainer.tasks.cross_attention.model import CrossAttentionModel, added_indices, positions
 
 # Against the twin -----------------------------------------------------------------------------------------------------
@@ -280,5 +280,5 @@ def test_another_family_is_refused_with_the_supported_ones() -> None:
     config = GPTNeoConfig(
         hidden_size=8, num_layers=2, num_heads=2, attention_types=[[["global"], 2]], vocab_size=8, intermediate_size=8
     )
-    with pytest.raises(ConfigError, match=r"got model_type 'gpt_neo', want one of 'gpt_bigcode'"):
+    with pytest.raises(ConfigError, match=r"got model_type 'gpt_neo', want one of 'gpt_bigcode', 'llama', 'mistral'"):
         CrossAttentionModel(GPTNeoForCausalLM(config), LAYOUTS["after"])

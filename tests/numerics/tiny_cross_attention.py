@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+from transformers import AutoModelForCausalLM, GPTBigCodeConfig, GPTBigCodeForCausalLM, LlamaConfig, MistralConfig
 
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.model import CrossAttentionModel
@@ -39,6 +39,36 @@ def build(layers: Layers, *, dropout: float = 0.0, randomise: bool = True, **bas
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter.normal_(mean=float("ln_" in name and name.endswith("weight")), std=0.3)
+    return model
+
+
+ROTARY: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 4},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 4, "rope_theta": 500.0},
+}
+ROTARY_LAYOUTS = {
+    "after": Layers(count=2, stride=2, width=16, heads=2),
+    "grouped": Layers(count=2, stride=2, heads=6, kv_heads=3, attention_bias=True, skip=True),
+    "before_shared": Layers(count=3, stride=1, shared_weights=True, after=False, width=16, heads=4, kv_heads=2),
+    "as_base": Layers(count=2, stride=1, width=8, base_attention=True),
+}
+every_rotary_layout = pytest.mark.parametrize("layers", ROTARY_LAYOUTS.values(), ids=ROTARY_LAYOUTS.keys())
+every_rotary_family = pytest.mark.parametrize("family", ROTARY)
+
+
+def build_rotary(layers: Layers, family: str = "llama", *, randomise: bool = True) -> CrossAttentionModel:
+    """The same with a Llama or Mistral base."""
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": NUM_BLOCKS, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 32, "max_position_embeddings": 48, "vocab_size": VOCABULARY}
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = {"llama": LlamaConfig, "mistral": MistralConfig}[family](**(sizes | ROTARY[family]))
+        model = CrossAttentionModel(AutoModelForCausalLM.from_config(config), layers).eval()
+        if randomise:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    is_norm = name.endswith("weight") and ("ln_" in name or "norm" in name)
+                    parameter.normal_(mean=float(is_norm), std=0.3)
     return model
 
 

@@ -25,9 +25,7 @@ def _cases(kind: str) -> list[Any]:
     found: list[Any] = []
     for case in recorded_cases():
         if case.kind == kind:
-            later = pytest.mark.skip(reason=f"{case.family} base: Llama and Mistral are a later issue")
-            marks = [] if case.family == "gpt_bigcode" else [later]
-            found.append(pytest.param(case, id=case.folder.name, marks=marks))
+            found.append(pytest.param(case, id=case.folder.name))
     return found or [_absent(f"recorded {kind} case")]
 
 

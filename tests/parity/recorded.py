@@ -95,14 +95,29 @@ class Case:
             count=given["n_cross_attn_layers"],
             stride=given["cross_attn_layers_stride"],
             shared_weights=given["cross_attn_shared_weights"],
-            shared_projections=given["cross_attn_shared_projections"],
+            # accepted and ignored by the other two
+            shared_projections=self.family == "gpt_bigcode" and given["cross_attn_shared_projections"],
             after=given["cross_attn_final_layer"],
             width=given["cross_attn_hidden_size"],
-            heads=given["cross_attn_num_attention_heads"],
+            heads=None if self.family == "mistral" else given["cross_attn_num_attention_heads"],
+            kv_heads=None if self.family == "mistral" else given.get("cross_attn_num_key_value_heads"),
+            attention_bias=bool(given.get("cross_attn_attention_bias", False)),
+            base_attention=self.family == "mistral",  # it ignored width and heads
             key_dropout=given["cross_attn_dropout_prob"],
             skip=bool(given.get("cross_attn_skip_connections", False)),
             initialisation="published",
         )
+
+    def call(self, batch: Batch) -> Batch:
+        """One recorded micro-batch as the arguments of forward; Llama and Mistral counted pads as positions."""
+        found = arguments(batch, self.dtype)
+        if self.family == "gpt_bigcode" or self.kind == "generation":
+            return found
+        places = {"position_ids": _all_counted(found["attention_mask"])}
+        mask = found.get("encoder_attention_mask", found.get("context_attention_mask"))
+        if mask is not None:
+            places["context_position_ids"] = _all_counted(mask.flatten(1))
+        return found | places
 
     @property
     def key_masks(self) -> dict[int, Tensor] | None:
@@ -115,6 +130,11 @@ class Case:
         model = CrossAttentionModel(base, self.layers)
         load_added(model, self.published, source=self.folder.name)
         return model.to(dtype or self.dtype).train(self.meta.get("mode", "eval") == "train")
+
+
+def _all_counted(mask: Tensor) -> Tensor:
+    """(B, L) mask -> (B, L) positions 0 to L-1."""
+    return torch.arange(mask.shape[1]).expand(mask.shape)
 
 
 def recorded_cases() -> list[Case]:

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.parity.recorded import Batch, Case, arguments, batches, load_base
+from tests.parity.recorded import Batch, Case, batches, load_base
 from trainer.tasks.cross_attention.generation import greedy
 from trainer.tasks.cross_attention.model import CrossAttentionModel, positions
 
@@ -47,7 +47,7 @@ class Replay:
 @lru_cache(maxsize=1)  # the tests of one case run one after the other
 def replay(case: Case) -> Replay:
     model = case.model()
-    call = arguments(batches(case.inputs)[0], case.dtype)
+    call = case.call(batches(case.inputs)[0])
     labels = call.pop("labels")
     loss = model(**call, labels=labels, key_masks=case.key_masks).loss / (labels[:, 1:] != -100).sum()
     loss.backward()
@@ -131,7 +131,7 @@ def test_encoded_contexts_equal_the_recorded_ones(forward_case: Case) -> None:
     file = forward_case.folder / "encoded.safetensors"
     if not file.is_file():
         pytest.skip("the case records no encoded context")
-    call = arguments(batches(forward_case.inputs)[0], forward_case.dtype)
+    call = forward_case.call(batches(forward_case.inputs)[0])
     states, mask = forward_case.model().encode(call["context_input_ids"], call["context_attention_mask"])
     recorded = load_file(file)
     assert torch.equal(mask, recorded["encoder_attention_mask"].bool())
@@ -139,7 +139,7 @@ def test_encoded_contexts_equal_the_recorded_ones(forward_case: Case) -> None:
 
 
 def test_greedy_generation_gives_the_recorded_tokens_and_logits(generation_case: Case) -> None:
-    call = arguments(generation_case.inputs, generation_case.dtype)
+    call = generation_case.call(generation_case.inputs)
     sequences, want = generation_case.outputs["sequences"], generation_case.outputs["step_logits"]
     model = generation_case.model().eval()
     made = greedy(model, **call, max_new_tokens=want.shape[1], pad_token_id=0, return_logits=True)
@@ -193,7 +193,7 @@ def _quantity(key: str) -> str:
 
 def windows(case: Case, num_steps: int, accumulation: int = 2) -> list[list[list[Batch]]]:
     """The ways in which the stored batches can make up windows; the recorded first loss tells which one it was."""
-    stored = [arguments(batch, case.dtype) for batch in batches(case.inputs)]
+    stored = [case.call(batch) for batch in batches(case.inputs)]
     ways = [[[stored[(k * accumulation + a) % len(stored)] for a in range(accumulation)] for k in range(num_steps)]]
     ways += [[[stored[k % len(stored)]] * accumulation for k in range(num_steps)]]
     for parts in (accumulation, accumulation * num_steps):

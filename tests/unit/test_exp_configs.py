@@ -48,6 +48,10 @@ def test_a_published_group_has_its_published_values(row: list[str]) -> None:
     count, stride = (int(number) for number in slots.split("x"))
     micro, accumulation = (int(number) for number in batch.split("x"))
     assert values["base"] == base
+    # Published code on Llama and Mistral: cross_attn_dropout_prob drops probabilities, and Mistral ignores the heads.
+    is_rotary = name.startswith(("tulu", "llama", "mistral"))
+    dropout = {"key_dropout": 0.0, "attention_dropout": float(drop)} if is_rotary else {"key_dropout": float(drop)}
+    is_mistral = name == "mistral-7b"
     assert values["layers"] == {
         "count": count,
         "stride": stride,
@@ -55,9 +59,10 @@ def test_a_published_group_has_its_published_values(row: list[str]) -> None:
         "after": after == "yes",
         "shared_projections": projections == "yes",
         "width": None if width == "-" else int(width),
-        "heads": None if heads == "-" else int(heads),
-        "key_dropout": float(drop),
+        "heads": None if heads == "-" or is_mistral else int(heads),
         "initialisation": "published",
+        **dropout,
+        **({"base_attention": True} if is_mistral else {}),
     }
     assert values["train"] == {
         "steps": 500_000,
@@ -70,12 +75,16 @@ def test_a_published_group_has_its_published_values(row: list[str]) -> None:
     assert values["optim"] == {"lr": float(lr), "weight_decay": float(decay), **published}
     warmup = None if shape == "reduce_on_plateau" else 0.05  # transformers gives that schedule none
     assert values["schedule"] == {"shape": shape, "warmup_ratio": warmup}
+    of_dataset = {"starcoderbase-1b": "nq", "starcoderbase-1b-early": "all"}
+    subset = {"training_data_subset": of_dataset[name]} if name in of_dataset else {}
     assert values["data"] == {
         "source": "jsonl",
         "template": {"mistral-7b": "mistral", "starcoderbase-1b-early": "plain"}.get(name, "chat"),
         "decoder_tokens": int(context),
         "context_tokens": int(context),
         "loss_on": "all",
+        "include_context_ids": True,
+        **subset,
     }
     assert values["deepspeed"] == "zero2"
 
@@ -134,7 +143,7 @@ def test_ids_are_unique() -> None:
 def test_the_id_of_the_documented_group_does_not_change_by_accident() -> None:
     """Run folders carry this name: whoever changes it on purpose orphans the folders of that group."""
     (values,) = EXP_GROUPS["crossattn_starcoderbase-3b"]
-    assert exp_id(values) == "7eb2d5b5506df5cc4c60e6e2f0782d51"
+    assert exp_id(values) == "ff46c271ec075a4e9f18a4eaec9126ea"
 
 
 def test_dictionaries_survive_json() -> None:

@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from trainer.data.store import TokenStore, open_store
 from trainer.data.windows import (
     Sharding,
+    Sizes,
     bucketed_step_rows,
     epoch_order,
     evaluation_batches,
     padding_share,
+    sizes_of,
     step_rows,
     window_rows,
     windows,
@@ -251,6 +253,78 @@ def test_buckets_and_token_budgets_pad_less() -> None:
     rows = Sharding(32, 8, 2, 0)
     tokens = replace(rows, micro_batch=16, micro_tokens=2048, bucket_steps=16)
     assert padding_share(lengths, tokens, seed=1, steps=32) < 0.35 * padding_share(lengths, rows, seed=1, steps=32)
+
+
+# Kinds, and fields that are padded by themselves
+
+
+def _questions_and_contexts(num_rows: int, seed: int) -> Sizes:
+    """Short questions on long contexts, and contexts that are predicted: as long on both sides."""
+    random = np.random.default_rng(seed)
+    kinds = random.integers(0, 2, num_rows)
+    contexts = random.integers(20, 90, num_rows)
+    return Sizes(np.stack([np.where(kinds, contexts, random.integers(5, 12, num_rows)), contexts], axis=1), kinds)
+
+
+@given(sharding=_BY_TOKENS, seed=_SEEDS, step=st.integers(0, 20))
+def test_kinds_share_no_micro_batch_and_every_axis_counts_with_its_longest_row(
+    sharding: Sharding, seed: int, step: int
+) -> None:
+    sharding = replace(sharding, micro_tokens=10 * (sharding.micro_tokens or 1))
+    sizes = _questions_and_contexts(5 * sharding.global_batch + 3, seed)
+    of_ranks = [window_rows(step, lengths=sizes, sharding=rank, seed=seed) for rank in _ranks(sharding)]
+    assert len({len(window) for window in of_ranks}) == 1
+    for rows in (rows for window in of_ranks for rows in window):
+        assert len(set(sizes.kinds_N[rows])) == 1
+        computed = len(rows) * sizes.axes_NA[rows].max(axis=0).sum()
+        assert len(rows) == 1 or (computed <= (sharding.micro_tokens or 0) and len(rows) <= sharding.micro_batch)
+    taken = sorted(int(row) for window in of_ranks for rows in window for row in rows)
+    one = replace(sharding, world=1, rank=0)
+    assert taken == sorted(np.concatenate(window_rows(step, lengths=sizes, sharding=one, seed=seed)).tolist())
+
+
+def test_a_row_is_padded_on_each_axis_by_itself() -> None:
+    sizes = Sizes(np.array([[1, 9], [8, 2]]), np.zeros(2, dtype=int))
+    assert padding_share(sizes, Sharding(2, 2, 1, 0), seed=None, steps=1) == 1 - 20 / (2 * (8 + 9))
+    assert padding_share(np.array([10, 10]), Sharding(2, 2, 1, 0), seed=None, steps=1) == 0
+
+
+def test_keeping_kinds_apart_and_budgets_pad_little() -> None:
+    sizes = _questions_and_contexts(4000, 1)
+    mixed = Sizes(sizes.axes_NA, np.zeros(4000, dtype=int))
+    sharding = Sharding(512, 64, 2, 0, micro_tokens=2048)
+    apart = padding_share(sizes, sharding, seed=1, steps=10)
+    assert apart < 0.1
+    assert apart < 0.5 * padding_share(mixed, sharding, seed=1, steps=10)
+
+
+def test_the_sizes_of_a_store_are_those_of_the_fields_that_its_task_pads(tmp_path: Path) -> None:
+    rows = [{"a": [1] * n, "b": [2] * (n % 3), "kind": [n % 2]} for n in range(1, 7)]
+    store = open_store(
+        lambda: rows,
+        lambda row: row,
+        encoding_id="e",
+        split="train",
+        cache_dir=tmp_path,
+        length=lambda row: len(row["a"]) + len(row["b"]),
+    )
+
+    class Padded:
+        kind: str | None = "kind"
+
+        def padded_fields(self) -> Sequence[str]:
+            return "a", "b"
+
+        def kind_field(self) -> str | None:
+            return self.kind
+
+    found, task = sizes_of(store, Padded()), Padded()
+    assert found.axes_NA.tolist() == [[1, 1], [2, 2], [3, 0], [4, 1], [5, 2], [6, 0]]
+    assert found.kinds_N.tolist() == [1, 0, 1, 0, 1, 0]
+    assert found.lengths_N.tolist() == store.lengths.tolist()
+    task.kind = None
+    assert sizes_of(store, task).kinds_N.tolist() == [0] * 6
+    assert sizes_of(store, object()).axes_NA.tolist() == [[int(length)] for length in store.lengths]
 
 
 # Windows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -25,6 +26,22 @@ from trainer.commands.options import (
     WriteScores,
 )
 
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", min=1e-3, help="Draw the tokens instead of taking the most likely.")
+]
+TopP = Annotated[float, typer.Option("--top_p", min=0.0, max=1.0, help="Draw from this share of the probability.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")]
+BestAnswer = Annotated[
+    bool, typer.Option("--best_answer", help="Rows that ask the same of the same context count once, with all answers.")
+]
+CutAt = Annotated[
+    list[str] | None, typer.Option("--cut_at", help="Answers end before this text; may be given several times.")
+]
+Measures = Annotated[
+    list[str] | None, typer.Option("--measure", help="Besides: rouge, meteor or bertscore; several times for several.")
+]
+BertscoreModel = Annotated[str | None, typer.Option("--bertscore_model", help="Default roberta-large.")]
+
 
 def evaluate(
     savedir_base: SavedirBase,
@@ -40,6 +57,13 @@ def evaluate(
     batch: BatchSize = None,
     num_beams: NumBeams = 1,
     num_answers: NumAnswers = 1,
+    temperature: Temperature = None,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    best_answer: BestAnswer = False,
+    cut_at: CutAt = None,
+    measure: Measures = None,
+    bertscore_model: BertscoreModel = None,
     pred: Pred = None,
     write_scores: WriteScores = None,
 ) -> None:
@@ -50,6 +74,7 @@ def evaluate(
         from trainer.evaluation import Question, run
         from trainer.run import Options
         from trainer.task import Search
+        from trainer.text_similarity import BERTSCORE_MODEL
 
         values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
         distributed.init()
@@ -60,8 +85,12 @@ def evaluate(
             split=split,
             limit=limit,
             batch=batch,
-            search=Search(num_beams, num_answers),
+            search=Search(num_beams, num_answers, temperature, top_p, seed),
             predictions=pred,
+            best_answer=best_answer,
+            cut_at=cut_at or (),
+            measures=measure or (),
+            bertscore_model=bertscore_model or BERTSCORE_MODEL,
             passage_scores=write_scores,
         )
         for name, value in run(asked, given).items():

@@ -22,6 +22,8 @@ TokenizerName = Annotated[
 ]
 Layout = Annotated[str | None, typer.Option("--layout", help="fid: t5 (default), or fid for facebookresearch/FiD.")]
 
+Merge = Annotated[bool, typer.Option("--merge", help="cross_attention: with the base's weights in the folder.")]
+
 
 def import_(
     task: TaskName,
@@ -42,9 +44,11 @@ def export(
     ],
     out: Out,
     layout: Layout = None,
+    merge: Merge = False,
 ) -> None:
     """Read a trained model and write it as other programs read it."""
-    options.run(lambda: _interchange(task, "export_model", {"layout": layout})(folder, out=out))
+    given = {"layout": layout, "merge": merge or None}
+    options.run(lambda: _interchange(task, "export_model", given)(folder, out=out))
 
 
 def _interchange(task: str, function: str, given: dict[str, Any]) -> Callable[..., None]:
@@ -55,7 +59,9 @@ def _interchange(task: str, function: str, given: dict[str, Any]) -> Callable[..
     known = sorted(file.parent.name for file in Path(tasks.__file__).parent.glob("*/interchange.py"))
     if task not in known:
         raise ConfigError(f"task {task!r} has no models to import or export. Those that have: {', '.join(known)}.")
-    chosen = getattr(importlib.import_module(f"trainer.tasks.{task}.interchange"), function)
+    chosen = getattr(importlib.import_module(f"trainer.tasks.{task}.interchange"), function, None)
+    if chosen is None:
+        raise ConfigError(f"task {task!r} has no {function}. Give a published folder to an experiment's init_from.")
     options = {name: value for name, value in given.items() if value is not None}
     foreign = sorted(options.keys() - inspect.signature(chosen).parameters.keys())
     if foreign:

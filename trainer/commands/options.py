@@ -27,7 +27,7 @@ Split = Annotated[str, typer.Option("--split", help="train, valid or test.")]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="The first rows only.")]
 BatchSize = Annotated[int | None, typer.Option("--batch", min=1, help="Rows per device; default train.eval_batch.")]
 NumBeams = Annotated[int, typer.Option("--num_beams", min=1, help="1: greedy.")]
-NumAnswers = Annotated[int, typer.Option("--num_answers", min=1, help="The n best answers of each row.")]
+NumAnswers = Annotated[int, typer.Option("--num_answers", min=1, help="The n best answers of each row, or n draws.")]
 Pred = Annotated[
     Path | None, typer.Option("--pred", help="JSON lines to write: question, answers, prediction, scores.")
 ]

@@ -56,8 +56,9 @@ def qa_rows(folder: Path | None, split: str) -> Iterator[Row]:
     """Rows of folder/train.jsonl or valid.jsonl (also val.jsonl, dev.jsonl), or test.jsonl.
 
     A line holds "question"; "answer" (text) or "answers" (a list); "context" (text) or "contexts" (a list); and may
-    hold "title" or "titles". A row has question, answers and what was given of context(s) and title(s). DataError
-    names file and line of whatever is missing, blank or of another type.
+    hold "title" or "titles", "dataset" (text: where the question comes from) and, with "contexts", "useful_contexts" (a
+    0 or 1 for each). A row has question, answers and what was given of the others. DataError names file and line of
+    whatever is missing, blank or of another type.
     """
     path = _split_file(folder, split)
     for line, raw in numbered_jsonl(path):
@@ -168,6 +169,8 @@ def _csv_fields(text: str, path: Path, line: int) -> list[str]:
 
 def _question_row(raw: Row, path: Path, line: int) -> Row:
     row: Row = {"question": _text(raw, "question", path, line), "answers": _answers(raw, path, line)}
+    if "dataset" in raw:
+        row["dataset"] = _text(raw, "dataset", path, line)
     many = _one_of(raw, ("context", "contexts"), path, line) == "contexts"
     if not many:
         row["context"] = _text(raw, "context", path, line)
@@ -181,6 +184,10 @@ def _question_row(raw: Row, path: Path, line: int) -> Row:
             raise bad_line(
                 path, line, f"{len(row['titles'])} titles for {len(row['contexts'])} contexts; give one each"
             )
+    if "useful_contexts" in raw:
+        row["useful_contexts"] = useful = raw["useful_contexts"]
+        if not isinstance(useful, list) or len(useful) != len(row["contexts"]) or not set(useful) <= {0, 1}:
+            raise bad_line(path, line, f"'useful_contexts' is {shown(useful)}, want a 0 or 1 for each context")
     return row
 
 

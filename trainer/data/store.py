@@ -26,6 +26,7 @@ _FORMAT = 1  # raised when the files change shape, so that old folders are left 
 _META = "meta.json"
 _LENGTHS = "lengths.npy"
 _TRUNCATED = "truncated"  # a field of one number: 1 when encoding cut the row; counted, not stored
+_LOST_LABELS = "lost_labels"  # a field of two: how many label tokens a limit cut off, and of how many; likewise
 _PERCENTILES = (50, 90, 99, 100)
 _REPORT_EVERY_S = 10.0
 
@@ -68,6 +69,19 @@ class TokenStore:
             "length": {f"p{p}": int(value) for p, value in zip(_PERCENTILES, found, strict=True)},
             "truncated_rows": self.meta["truncated_rows"],
         }
+
+    def lost_labels(self) -> tuple[int, int]:
+        """How many label tokens limits cut off, and of how many; (0, 0) when the task's encoding does not say."""
+        lost, of = self.meta.get(_LOST_LABELS, (0, 0))  # stores of older versions have none
+        return lost, of
+
+    def sizes(self, field: str) -> np.ndarray:
+        """(rows,) int64: how many ids each row has in `field`."""
+        return np.diff(self._offsets[field])
+
+    def numbers(self, field: str) -> np.ndarray:
+        """(rows,) int32: the number that each row has in a field of one; zeros when the rows have no such field."""
+        return self._ids.get(field, np.zeros(len(self), np.int32))
 
 
 def open_store(
@@ -169,15 +183,21 @@ class _Writer:
         self._offsets: dict[str, _Array] = {}
         self._lengths = _Array(folder / _LENGTHS, "<i8")
         self._truncated_rows = 0
+        self._lost_labels = np.zeros(2, dtype=np.int64)
 
     def add(self, index: int, encoded: Encoded, length: Callable[[Mapping[str, Any]], int]) -> None:
         """Append one row; DataError when its fields are not those of the first row, or not lists of 32-bit integers."""
-        tokens = {field: _as_ids(values, field, index) for field, values in encoded.items() if field != _TRUNCATED}
+        tokens = {
+            field: _as_ids(values, field, index)
+            for field, values in encoded.items()
+            if field not in (_TRUNCATED, _LOST_LABELS)
+        }
         if index == 0:
             self._open(tokens)
         if tokens.keys() != self._ids.keys():
             raise DataError(f"row {index} is encoded as {sorted(tokens)}, the first row as {sorted(self._ids)}.")
         self._truncated_rows += int(any(encoded.get(_TRUNCATED, [])))
+        self._lost_labels += encoded.get(_LOST_LABELS, [0, 0])
         self._lengths.append([length(encoded)])
         for field, ids in tokens.items():
             self._ids[field].append(ids)
@@ -191,6 +211,7 @@ class _Writer:
             "rows": self._lengths.size,
             "fields": list(self._ids),
             "truncated_rows": self._truncated_rows,
+            _LOST_LABELS: self._lost_labels.tolist(),
             "bytes": names,
             **facts,
         }

@@ -3,6 +3,9 @@
 An epoch is a permutation of the rows; a step takes the next `global_batch` of them, or rows of like length out of what
 the next few steps take; a window is one rank's share of a step, cut into micro-batches of like length, of so many rows
 or tokens. Nothing is carried from step to step, so resuming at step n costs nothing.
+
+A row is as long as what it is padded with: its one length or, for a task that says so (`Shapes`), a length for each
+field that is padded by itself. Rows of another kind come behind one another, and share no token-budgeted micro-batch.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from trainer.data.store import TokenStore
 from trainer.errors import ConfigError, DataError
-from trainer.task import DRAW, EPOCH, Batch, Task
+from trainer.task import DRAW, EPOCH, Batch, Shapes, Task
 
 _WINDOWS_AHEAD = 2  # one being copied to the device, one ready
 _POLL_S = 0.1  # how soon a waiting collation thread notices that nobody reads any more
@@ -57,6 +60,40 @@ class Sharding:
     def accumulation(self) -> int:
         """Micro-batches per rank and optimizer step; with micro_tokens the fewest there may be."""
         return self.global_batch // (self.micro_batch * self.world)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How long rows are, and which of them are kept apart."""
+
+    axes_NA: np.ndarray  # (rows, axes) int64: each axis is padded to the longest row of a micro-batch
+    kinds_N: np.ndarray  # (rows,)
+
+    def __len__(self) -> int:
+        return len(self.kinds_N)
+
+    @property
+    def lengths_N(self) -> np.ndarray:
+        """(rows,) int64: of all axes together."""
+        return self.axes_NA.sum(axis=1)
+
+
+Lengths = np.ndarray | Sizes  # (rows,): one axis, one kind
+
+
+def sizes_of(store: TokenStore, task: object) -> Sizes:
+    """The sizes of a store's rows as its task pads them."""
+    if not isinstance(task, Shapes):
+        return _sizes(store.lengths)
+    axes = [store.sizes(field) for field in task.padded_fields()]
+    kind = task.kind_field()
+    return Sizes(np.stack(axes, axis=1), np.zeros(len(store), np.int32) if kind is None else store.numbers(kind))
+
+
+def _sizes(lengths: Lengths) -> Sizes:
+    if isinstance(lengths, Sizes):
+        return lengths
+    return Sizes(np.asarray(lengths, dtype=np.int64)[:, None], np.zeros(len(lengths), np.int32))
 
 
 @dataclass(frozen=True)
@@ -102,10 +139,10 @@ def step_rows(step: int, num_rows: int, *, global_batch: int, seed: int | None) 
 
 
 def bucketed_step_rows(
-    step: int, lengths: np.ndarray, *, global_batch: int, bucket_steps: int, seed: int | None
+    step: int, lengths: Lengths, *, global_batch: int, bucket_steps: int, seed: int | None
 ) -> np.ndarray:
-    """As step_rows, but the rows of `bucket_steps` steps are sorted by length, cut into steps of like rows, and those
-    taken in an order drawn from (seed, epoch, bucket): the same rows in the same epoch, less of them padding.
+    """As step_rows, but the rows of `bucket_steps` steps are sorted by kind and length, cut into steps of like rows,
+    and those taken in an order drawn from (seed, epoch, bucket): the same rows in the same epoch, less of them padding.
 
     seed: None keeps every step's rows in its place, whatever bucket_steps. The last bucket of an epoch may be shorter.
     """
@@ -118,37 +155,44 @@ def bucketed_step_rows(
     count = min(bucket_steps, steps_per_epoch - bucket * bucket_steps)
     pool = [step_rows(first + i, len(lengths), global_batch=global_batch, seed=seed) for i in range(count)]
     draws = np.random.PCG64(np.random.SeedSequence([seed, epoch, bucket])).random_raw(count)
-    ranked = _longest_first(np.concatenate(pool), lengths).reshape(count, global_batch)
+    ranked = _longest_first(np.concatenate(pool), _sizes(lengths)).reshape(count, global_batch)
     return ranked[np.argsort(draws, kind="stable")[place]]
 
 
-def window_rows(step: int, *, lengths: np.ndarray, sharding: Sharding, seed: int | None) -> list[np.ndarray]:
+def window_rows(step: int, *, lengths: Lengths, sharding: Sharding, seed: int | None) -> list[np.ndarray]:
     """The rows of this rank at `step`, an array of row numbers for each micro-batch, the longest rows first.
 
-    The rows of the step are sorted by length before they are dealt: a micro-batch holds rows of like length, and the
-    ranks get neighbours at the same time, so that little is padded and nobody waits. Over all ranks it is
-    bucketed_step_rows. With micro_tokens a micro-batch is as many rows as fit; all ranks get equally many.
+    The rows of the step are sorted by kind and length before they are dealt: a micro-batch holds rows of like length,
+    and the ranks get neighbours at the same time, so that little is padded and nobody waits. Over all ranks it is
+    bucketed_step_rows. With micro_tokens a micro-batch is as many rows of one kind as fit; all ranks get equally many.
     """
+    sizes = _sizes(lengths)
     rows = bucketed_step_rows(
-        step, lengths, global_batch=sharding.global_batch, bucket_steps=sharding.bucket_steps, seed=seed
+        step, sizes, global_batch=sharding.global_batch, bucket_steps=sharding.bucket_steps, seed=seed
     )
-    ranked = _longest_first(rows, lengths)
+    ranked = _longest_first(rows, sizes)
     if sharding.micro_tokens is None:
         dealt = ranked.reshape(sharding.accumulation, sharding.world, sharding.micro_batch)
         return list(dealt[:, sharding.rank])
-    return _cut_by_tokens(ranked, lengths, sharding)[sharding.rank :: sharding.world]
+    return _cut_by_tokens(ranked, sizes, sharding)[sharding.rank :: sharding.world]
 
 
-def _cut_by_tokens(ranked: np.ndarray, lengths: np.ndarray, sharding: Sharding) -> list[np.ndarray]:
-    """Rows, the longest first, as micro-batches within micro_tokens and micro_batch; their number divides by world."""
+def _cut_by_tokens(ranked: np.ndarray, sizes: Sizes, sharding: Sharding) -> list[np.ndarray]:
+    """Ranked rows as micro-batches of one kind within micro_tokens and micro_batch; their number divides by world."""
     assert sharding.micro_tokens is not None
-    cuts: list[np.ndarray] = []
-    start = 0
-    while start < len(ranked):
-        fitting = sharding.micro_tokens // max(1, int(lengths[ranked[start]]))
-        stop = start + max(1, min(fitting, sharding.micro_batch))
-        cuts.append(ranked[start:stop])
-        start = stop
+    axes_NA, kinds_N = sizes.axes_NA[ranked], sizes.kinds_N[ranked]
+    starts = [0]
+    widest_A = axes_NA[0]
+    for place in range(1, len(ranked)):
+        wider_A = np.maximum(widest_A, axes_NA[place])
+        count = place - starts[-1] + 1
+        fits = count <= sharding.micro_batch and count * int(wider_A.sum()) <= sharding.micro_tokens
+        if fits and kinds_N[place] == kinds_N[starts[-1]]:
+            widest_A = wider_A
+        else:
+            starts.append(place)
+            widest_A = axes_NA[place]
+    cuts = np.split(ranked, starts[1:])
     while len(cuts) % sharding.world:
         index = max(range(len(cuts)), key=lambda i: len(cuts[i]))
         half = (len(cuts[index]) + 1) // 2
@@ -156,18 +200,20 @@ def _cut_by_tokens(ranked: np.ndarray, lengths: np.ndarray, sharding: Sharding) 
     return cuts
 
 
-def padding_share(lengths: np.ndarray, sharding: Sharding, *, seed: int | None, steps: int) -> float:
+def padding_share(lengths: Lengths, sharding: Sharding, *, seed: int | None, steps: int) -> float:
     """Which part of the padded lengths of the first `steps` steps is padding, 0 to 1, over all ranks.
 
     Of a task that pads its rows to the longest of their micro-batch; one that packs has none.
     """
+    sizes = _sizes(lengths)
     everyone = [replace(sharding, rank=rank) for rank in range(sharding.world)]
     real = padded = 0
     for step in range(steps):
         for one in everyone:
-            for rows in window_rows(step, lengths=lengths, sharding=one, seed=seed):
-                real += int(lengths[rows].sum())
-                padded += len(rows) * int(lengths[rows].max())
+            for rows in window_rows(step, lengths=sizes, sharding=one, seed=seed):
+                axes_RA = sizes.axes_NA[rows]
+                real += int(axes_RA.sum())
+                padded += len(rows) * int(axes_RA.max(axis=0).sum())
     return 1 - real / max(1, padded)
 
 
@@ -187,7 +233,7 @@ def windows(
     when leaving early. Raises DataError at once when the store has fewer rows than a step.
     """
     step_rows(0, len(store), global_batch=sharding.global_batch, seed=seed)
-    return _ahead(_Collation(store, task, sharding, seed, is_shuffled), start_step, stop_step)
+    return _ahead(_Collation(store, task, sharding, seed, is_shuffled, sizes_of(store, task)), start_step, stop_step)
 
 
 def evaluation_batches(
@@ -200,16 +246,17 @@ def evaluation_batches(
     """
     if num_rows < 1:
         raise DataError("the valid split has no rows. Give it at least one.")
-    order = _longest_first(np.arange(num_rows), lengths)
+    order = _longest_first(np.arange(num_rows), _sizes(lengths[:num_rows]))
     batches = [order[start : start + batch] for start in range(0, num_rows, batch)]
     mine = [(rows, True) for rows in batches[rank::world]]
     short = -(-len(batches) // world) - len(mine)
     return mine + [(batches[-1], False)] * short  # the last batch is the cheapest
 
 
-def _longest_first(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Longest first, so that the step that needs the most memory is met at once; ties keep their order."""
-    return rows[np.argsort(-np.asarray(lengths[rows], dtype=np.int64), kind="stable")]
+def _longest_first(rows: np.ndarray, sizes: Sizes) -> np.ndarray:
+    """The highest kind and then the longest first, so that the step that needs the most memory is met at once; ties
+    keep their order."""
+    return rows[np.lexsort((-sizes.axes_NA[rows].sum(axis=1), -sizes.kinds_N[rows].astype(np.int64)))]
 
 
 @dataclass(frozen=True)
@@ -221,10 +268,11 @@ class _Collation:
     sharding: Sharding
     seed: int
     is_shuffled: bool
+    sizes: Sizes
 
     def window(self, step: int) -> Window:
         seed = self.seed if self.is_shuffled else None
-        rows = window_rows(step, lengths=self.store.lengths, sharding=self.sharding, seed=seed)
+        rows = window_rows(step, lengths=self.sizes, sharding=self.sharding, seed=seed)
         batches = [self.task.collate([self._row(step, int(index)) for index in indices]) for indices in rows]
         units = torch.stack([self.task.units(batch).to("cpu", torch.int64) for batch in batches]).sum()
         if torch.cuda.is_available():

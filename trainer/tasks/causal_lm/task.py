@@ -15,7 +15,7 @@ from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.losses import IGNORED, next_token_loss
 from trainer.metrics import Ratio
-from trainer.task import Batch, Encoded, Places, Row
+from trainer.task import Batch, Encoded, Places, Row, Uncut
 from trainer.tasks.causal_lm.config import Config
 
 
@@ -88,6 +88,10 @@ class Task:
     def encode(self, row: Row) -> Encoded:
         limit, piece = self.cfg.data.max_tokens, row["piece"]
         return {"ids": self._ids(row["text"])[piece * limit : (piece + 1) * limit]}
+
+    def untruncated(self, row: Row) -> dict[str, Uncut]:
+        """ids: nothing is cut off, for a text that is too long goes on in the next row."""
+        return {"ids": Uncut([self.encode(row)["ids"]], None, "data.max_tokens", labels_from=1)}
 
     def encoding_id(self) -> str:
         return canonical_json(

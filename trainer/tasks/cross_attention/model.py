@@ -19,9 +19,11 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from trainer.errors import ConfigError
 from trainer.losses import next_token_loss
 from trainer.surgery import freeze_except
-from trainer.tasks.cross_attention.backbone import GPTBigCodeBackbone
+from trainer.tasks.cross_attention.attention import KeyMask, KeysValues, LayerShape, RotaryShape, Rotation, key_mask
+from trainer.tasks.cross_attention.backbone import Backbone, backbone_of
 from trainer.tasks.cross_attention.config import Layers
-from trainer.tasks.cross_attention.layer import AddedLayer, KeyMask, KeysValues, LayerShape, Record, key_mask
+from trainer.tasks.cross_attention.layer import AddedLayer, Record
+from trainer.tasks.cross_attention.rotary import frequencies, rotation
 
 # B batch, T decoder tokens, S tokens so far (T + cached), N context chunks, L context tokens, D width, V vocabulary
 
@@ -33,6 +35,22 @@ class Context(NamedTuple):
 
     keys_values: tuple[KeysValues, ...]  # by added layer, bottom-up
     kept_BL: Tensor | None  # bool, False for pads; None: every key counts
+
+    def repeated(self, rows: int) -> Context:
+        """The same for `rows` rows: each context serves the same number of rows, which follow one another."""
+        times, rest = divmod(rows, len(self.keys_values[0].keys_BHLK))
+        if rest or not times:
+            raise ConfigError(
+                f"got {rows} rows for {len(self.keys_values[0].keys_BHLK)} contexts, want a context for each row, or "
+                "for each of as many groups of rows of one size."
+            )
+        if times == 1:
+            return self
+        known: dict[int, KeysValues] = {}
+        for pair in self.keys_values:  # a shared layer's stand here several times
+            known.setdefault(id(pair), KeysValues(*(tensor.repeat_interleave(times, dim=0) for tensor in pair)))
+        kept_BL = None if self.kept_BL is None else self.kept_BL.repeat_interleave(times, dim=0)
+        return Context(tuple(known[id(pair)] for pair in self.keys_values), kept_BL)
 
 
 class Past(NamedTuple):
@@ -54,10 +72,10 @@ class Output(NamedTuple):
 class _Pass:
     """What stays the same over the blocks of one forward."""
 
-    causal_mask: Any
-    cache: Cache | None
+    surroundings: dict[str, Any]  # of the base's blocks
     keys_values: dict[int, KeysValues]
     key_masks: dict[int, KeyMask | None]
+    query_rotation: Rotation | None
     record: Record | None
 
 
@@ -76,9 +94,12 @@ class CrossAttentionModel(nn.Module):
         super().__init__()
         self.base = base
         self.layers = layers
-        self.backbone = GPTBigCodeBackbone(base)
+        self.backbone = backbone_of(base)
         self.indices = added_indices(layers, self.backbone.num_blocks)
         shape = _layer_shape(layers, self.backbone)
+        self._frequencies = (
+            None if shape.rotary is None else frequencies(shape.width // shape.heads, shape.rotary.theta)
+        )
         self.cross_attn_layers = _build(layers, shape, self.indices, std=self.backbone.initial_std, seed=seed)
         self.num_blocks_below = self.indices[0] + layers.after  # base blocks that need no backward
         self.gradient_checkpointing = False
@@ -125,27 +146,45 @@ class CrossAttentionModel(nn.Module):
         self.check_lengths(0, ids.shape[-1])
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask
         flat_ids, flat_mask = ids.flatten(0, -2), mask.flatten(0, -2)
-        hidden = self.backbone.embed(flat_ids, positions(flat_mask))
-        causal_mask = self.backbone.causal_mask(hidden, flat_mask, None)
+        places = positions(flat_mask)
+        hidden = self.backbone.embed(flat_ids, places)
+        surroundings = self.backbone.surroundings(hidden, flat_mask, places, None)
         for index in range(self.backbone.num_blocks):
-            hidden = self.backbone.block(index, hidden, causal_mask, None)
+            hidden = self.backbone.block(index, hidden, surroundings)
         states = self.backbone.final_norm(hidden)
         return states.reshape(len(ids), -1, states.shape[-1]), mask.flatten(1).bool()
 
-    def _context(self, states: Tensor | Sequence[Tensor], kept_BL: Tensor | None) -> Context:
-        """Project states for every added layer; once in all when weights and states are shared."""
-        if isinstance(states, Tensor) and self.layers.shared_weights:
-            once = self.added_layer(self.indices[0]).crossattention.keys_values(states.detach())
-            return Context((once,) * len(self.indices), kept_BL)
+    def context(
+        self,
+        states: Tensor | Sequence[Tensor],
+        kept_BL: Tensor | None = None,
+        *,
+        positions_BL: Tensor | None = None,
+    ) -> Context:
+        """Context states, (B, L, D) or one such tensor for each added layer bottom-up, projected for every layer.
+
+        They are projected once in all when weights and states are shared. kept_BL: bool, False for pads; None: every
+        key counts. positions_BL: of the keys, where positions are rotary; None: kept keys count from 0, across chunks.
+        """
         by_layer = [states] * len(self.indices) if isinstance(states, Tensor) else list(states)
         if len(by_layer) != len(self.indices):
             raise ConfigError(
                 f"encoder_hidden_states: got a list of {len(by_layer)}, want {len(self.indices)}, one for each added "
                 "layer from the bottom up. Pass one tensor for all layers or one for each."
             )
+        turn = self._rotation(_positions_of(by_layer[0], kept_BL) if positions_BL is None else positions_BL)
+        if isinstance(states, Tensor) and self.layers.shared_weights:
+            once = self.added_layer(self.indices[0]).crossattention.keys_values(states.detach(), turn)
+            return Context((once,) * len(self.indices), kept_BL)
         pairs = zip(self.indices, by_layer, strict=True)
-        projected = [self.added_layer(index).crossattention.keys_values(own.detach()) for index, own in pairs]
+        projected = [self.added_layer(index).crossattention.keys_values(own.detach(), turn) for index, own in pairs]
         return Context(tuple(projected), kept_BL)
+
+    def _rotation(self, positions_BT: Tensor) -> Rotation | None:
+        if self._frequencies is None:
+            return None
+        self._frequencies = self._frequencies.to(positions_BT.device)
+        return rotation(positions_BT, self._frequencies)
 
     def _key_masks(self, context: Context, injected: Mapping[int, Tensor] | None) -> dict[int, KeyMask | None]:
         """The keys that each added layer sees: no pads, and in training none that its own draw hides."""
@@ -174,6 +213,8 @@ class CrossAttentionModel(nn.Module):
         labels: Tensor | None = None,
         key_masks: Mapping[int, Tensor] | None = None,
         record: Record | None = None,
+        position_ids: Tensor | None = None,
+        context_position_ids: Tensor | None = None,
         past: Past | None = None,
         use_cache: bool = False,
         last_logits_only: bool = False,
@@ -182,7 +223,10 @@ class CrossAttentionModel(nn.Module):
 
         The context is exactly one of: context_input_ids, (B, L) or in chunks (B, N, L), with a mask of that shape;
         encoder_hidden_states, (B, L, D) or one such tensor for each added layer bottom-up, with a mask (B, L); past,
-        from an earlier forward with use_cache, and then attention_mask is (B, S) over all tokens so far.
+        from an earlier forward with use_cache, and then attention_mask is (B, S) over all tokens so far. With fewer
+        contexts than rows, each serves as many rows, which follow one another.
+        position_ids (B, T), context_position_ids (B, L): None: what the masks say, see `positions`; the published
+        Llama and Mistral count pads as well in training.
         labels: (B, T), -100 where nothing is scored; shifted in here. key_masks: block index -> (B, L), True for keys
         to use, in place of the random draw. record: receives `block_out.<i>`, `cross_attn_out.<i>` and
         `cross_block_out.<i>`. Raises ConfigError for a sequence longer than the base's positions.
@@ -196,38 +240,39 @@ class CrossAttentionModel(nn.Module):
         else:
             cache = DynamicCache(config=self.backbone.config) if use_cache else None
             if context_input_ids is not None:
-                context = self._context(*self.encode(context_input_ids, context_attention_mask))
+                states, kept = self.encode(context_input_ids, context_attention_mask)
+                context = self.context(states, kept, positions_BL=context_position_ids)
             else:
                 assert encoder_hidden_states is not None, "exactly one context is given"
                 kept = None if encoder_attention_mask is None else encoder_attention_mask.bool()
-                context = self._context(encoder_hidden_states, kept)
-        masks = self._key_masks(context, key_masks)
-        hidden_BTD = self._decode(input_ids, attention_mask, context, masks, cache, record)
+                context = self.context(encoder_hidden_states, kept, positions_BL=context_position_ids)
+        context = context.repeated(len(input_ids))
+        if position_ids is None:
+            position_ids = positions(attention_mask)[:, -input_ids.shape[1] :]
+        with torch.no_grad():  # below the first added layer nothing needs a gradient
+            embedded_BTD = self.backbone.embed(input_ids, position_ids)
+            this = _Pass(
+                surroundings=self.backbone.surroundings(embedded_BTD, attention_mask, position_ids, cache),
+                keys_values=dict(zip(self.indices, context.keys_values, strict=True)),
+                key_masks=self._key_masks(context, key_masks),
+                query_rotation=self._rotation(position_ids),
+                record=record,
+            )
+        hidden_BTD = self._decode(embedded_BTD, this, is_cached=cache is not None)
         if labels is not None:
             return Output(loss=next_token_loss(hidden_BTD, labels, self.backbone.head), logits=None)
         logits = self.backbone.head(hidden_BTD[:, -1:] if last_logits_only else hidden_BTD)
         return Output(loss=None, logits=logits, past=None if cache is None else Past(cache, context))
 
-    def _decode(
-        self,
-        ids_BT: Tensor,
-        attention_mask_BS: Tensor,
-        context: Context,
-        key_masks: dict[int, KeyMask | None],
-        cache: Cache | None,
-        record: Record | None,
-    ) -> Tensor:
-        """(B, T) ids -> (B, T, D) output of the last block."""
-        with torch.no_grad():  # below the first added layer nothing needs a gradient
-            hidden = self.backbone.embed(ids_BT, positions(attention_mask_BS)[:, -ids_BT.shape[1] :])
-            causal_mask = self.backbone.causal_mask(hidden, attention_mask_BS, cache)
-            by_index = dict(zip(self.indices, context.keys_values, strict=True))
-            this = _Pass(causal_mask, cache, by_index, key_masks, record)
+    def _decode(self, embedded_BTD: Tensor, this: _Pass, *, is_cached: bool) -> Tensor:
+        """(B, T, D) embedded tokens -> (B, T, D) output of the last block."""
+        hidden = embedded_BTD
+        with torch.no_grad():
             for index in range(self.num_blocks_below):
                 hidden = self._block(index, hidden, this)
         if self.layers.after:
             hidden = self._added(self.indices[0], hidden, this)
-        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and cache is None
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and not is_cached
         for index in range(self.num_blocks_below, self.backbone.num_blocks):
             if recompute:  # torch's default also replays the dropout draws
                 hidden = checkpoint(self._block_and_added, index, hidden, this, use_reentrant=False)
@@ -243,14 +288,15 @@ class CrossAttentionModel(nn.Module):
         return self._block(index, self._added(index, hidden, this), this)
 
     def _block(self, index: int, hidden: Tensor, this: _Pass) -> Tensor:
-        hidden = self.backbone.block(index, hidden, this.causal_mask, this.cache)
+        hidden = self.backbone.block(index, hidden, this.surroundings)
         if this.record is not None:
             this.record[f"block_out.{index}"] = hidden
         return hidden
 
     def _added(self, index: int, hidden: Tensor, this: _Pass) -> Tensor:
         seen: Record | None = None if this.record is None else {}
-        hidden = self.added_layer(index)(hidden, this.keys_values[index], this.key_masks[index], seen)
+        layer, keys_values, mask = self.added_layer(index), this.keys_values[index], this.key_masks[index]
+        hidden = layer(hidden, keys_values, mask, seen, rotation=this.query_rotation)
         if this.record is not None and seen is not None:
             this.record.update({f"{name}.{index}": tensor for name, tensor in seen.items()})
         return hidden
@@ -274,25 +320,70 @@ def added_indices(layers: Layers, num_blocks: int) -> list[int]:
     return [num_blocks - 1 - k * stride for k in reversed(range(count))]
 
 
-def _layer_shape(layers: Layers, backbone: GPTBigCodeBackbone) -> LayerShape:
-    width, heads = layers.width or backbone.width, layers.heads or backbone.heads
+def _positions_of(states_BLD: Tensor, kept_BL: Tensor | None) -> Tensor:
+    """(B, L) positions of context states."""
+    if kept_BL is not None:
+        return positions(kept_BL)
+    return torch.arange(states_BLD.shape[1], device=states_BLD.device).expand(states_BLD.shape[:2])
+
+
+def _layer_shape(layers: Layers, backbone: Backbone) -> LayerShape:
+    _check_family(layers, backbone)
+    own_width, own_heads = layers.width or backbone.width, layers.heads or backbone.heads
+    width, heads = (backbone.width, backbone.heads) if layers.base_attention else (own_width, own_heads)
     if width % heads:
         legal = [count for count in range(1, min(width, 128) + 1) if width % count == 0]
         raise ConfigError(
             f"layers.heads={heads} does not divide layers.width={width} (None: the base's {backbone.heads} and "
             f"{backbone.width}), want a divisor. Use one of {', '.join(map(str, legal))}."
         )
+    dropout = backbone.attention_dropout if layers.attention_dropout is None else layers.attention_dropout
     return LayerShape(
         base_width=backbone.width,
         width=width,
         heads=heads,
+        inner=4 * own_width,
         shared_projections=layers.shared_projections,
         skip=layers.skip,
         activation=backbone.activation,
         norm_eps=backbone.norm_eps,
-        attention_dropout=backbone.attention_dropout,
+        attention_dropout=dropout,
         residual_dropout=backbone.residual_dropout,
+        rotary=_rotary_shape(layers, backbone, width=width, heads=heads),
     )
+
+
+def _rotary_shape(layers: Layers, backbone: Backbone, *, width: int, heads: int) -> RotaryShape | None:
+    if backbone.rope_theta is None:
+        return None
+    if (width // heads) % 2:
+        raise ConfigError(
+            f"layers.width={width} over layers.heads={heads} is {width // heads} numbers a head: rotary positions turn "
+            "pairs, want an even number. Use other heads."
+        )
+    kv_heads = backbone.key_value_heads if layers.base_attention else layers.kv_heads or heads
+    if heads % kv_heads:
+        legal = [count for count in range(1, heads + 1) if heads % count == 0]
+        raise ConfigError(
+            f"layers.kv_heads={kv_heads} does not divide layers.heads={heads}. Use one of {', '.join(map(str, legal))}."
+        )
+    return RotaryShape(kv_heads, theta=backbone.rope_theta, has_bias=layers.attention_bias)
+
+
+def _check_family(layers: Layers, backbone: Backbone) -> None:
+    """ConfigError for what the layers of this family do not have."""
+    family = backbone.config.model_type
+    wrong = ["kv_heads", "attention_bias", "base_attention"] if backbone.rope_theta is None else ["shared_projections"]
+    given = [f"layers.{name}={getattr(layers, name)!r}" for name in wrong if getattr(layers, name)]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: the layers of a {family} base have no such thing. Leave it out.")
+    ignored = {"heads": backbone.heads, "kv_heads": backbone.key_value_heads} if layers.base_attention else {}
+    for name, of_base in ignored.items():
+        if getattr(layers, name) not in (None, of_base):
+            raise ConfigError(
+                f"layers.{name}={getattr(layers, name)}: layers.base_attention takes the base's {of_base}. "
+                "Leave one of the two out."
+            )
 
 
 def _build(layers: Layers, shape: LayerShape, indices: list[int], *, std: float, seed: int) -> nn.ModuleDict:

@@ -10,8 +10,8 @@ from trainer.groups import Values, vary
 # Cross-attention layers in a frozen decoder, as published: ServiceNow/xc-cache, Apache-2.0, scripts/cross_attn at its
 # last commit, and its first public ancestor (2023-11) for the group named "early". The published keys are micro-batch
 # and accumulation per device; the paper's 256 = 1 x 32 x 8 says 8 devices, so global_batch = micro x accumulation x 8.
-# Not in the schema yet: include_context_ids (half of the samples are the contexts themselves, as a language-modelling
-# target) and data subsets ("nq" alone for starcoderbase-1b). Both come with the cache of encoder states.
+# The published code hid no keys on Llama and Mistral bases: there cross_attn_dropout_prob was the dropout of attention
+# probabilities. Its Mistral also ignored width and heads of the attention (base_attention).
 
 DEVICES = 8
 
@@ -38,7 +38,14 @@ PUBLISHED: Values = {
         "key_dropout": 0.3,
         "initialisation": "published",
     },
-    "data": {"source": "jsonl", "template": "chat", "decoder_tokens": 2048, "context_tokens": 2048, "loss_on": "all"},
+    "data": {
+        "source": "jsonl",
+        "template": "chat",
+        "decoder_tokens": 2048,
+        "context_tokens": 2048,
+        "loss_on": "all",
+        "include_context_ids": True,
+    },
     "deepspeed": "zero2",
 }
 
@@ -62,7 +69,7 @@ STARCODERBASE_1B = vary(
     optim={"lr": 3e-4, "weight_decay": 5e-1},
     schedule={"shape": "cosine"},
     layers={"count": 6, "stride": 3, "shared_weights": False},
-    data={"decoder_tokens": 128, "context_tokens": 128},
+    data={"decoder_tokens": 128, "context_tokens": 128, "training_data_subset": "nq"},
 )
 # The published trainer ran this schedule without its warm-up: transformers ignores warmup_ratio on a plateau.
 STARCODERBASE_1B_EARLY = vary(
@@ -72,7 +79,7 @@ STARCODERBASE_1B_EARLY = vary(
     # transformers' plateau schedule has no warm-up, so the published warmup_ratio never acted on this group
     schedule={"shape": "reduce_on_plateau", "warmup_ratio": None},
     layers={"shared_weights": True},
-    data={"decoder_tokens": 2048, "context_tokens": 2048, "template": "plain"},
+    data={"decoder_tokens": 2048, "context_tokens": 2048, "template": "plain", "training_data_subset": "all"},
 )
 WIDE: Values = {"after": True, "width": 1024}
 STARCODERBASE_3B = vary(
@@ -115,11 +122,26 @@ TULU_7B = vary(
     base="allenai/tulu-2-dpo-7b",
     train={"micro_batch": 1, "global_batch": 1 * 32 * DEVICES, "precision": "bf16", "gradient_checkpointing": True},
     optim={"lr": 2e-4, "weight_decay": 0.0},
-    layers={**WIDE, "count": 4, "stride": 6, "shared_weights": False, "heads": 32, "key_dropout": 0.1},
+    layers={
+        **WIDE,
+        "count": 4,
+        "stride": 6,
+        "shared_weights": False,
+        "heads": 32,
+        "key_dropout": 0.0,
+        "attention_dropout": 0.1,
+    },
     data={"decoder_tokens": 6144, "context_tokens": 6144},
 )
 TULU_7B_ABLATION = vary(
-    TULU_7B, optim={"weight_decay": 1e-3}, schedule={"shape": "cosine"}, layers={"key_dropout": 0.2}
+    TULU_7B, optim={"weight_decay": 1e-3}, schedule={"shape": "cosine"}, layers={"attention_dropout": 0.2}
+)
+
+MISTRAL_7B = vary(
+    TULU_7B,
+    base="mistralai/Mistral-7B-Instruct-v0.2",
+    layers={"heads": None, "base_attention": True},
+    data={"template": "mistral"},
 )
 
 GROUPS: dict[str, list[Values]] = {
@@ -137,5 +159,5 @@ GROUPS: dict[str, list[Values]] = {
     "crossattn_tulu-7b_8x3": [vary(TULU_7B_ABLATION, layers={"count": 8, "stride": 3})],
     "crossattn_llama-7b": [vary(TULU_7B, base="meta-llama/Llama-2-7b-hf")],
     "crossattn_llama-13b": [vary(TULU_7B, base="meta-llama/Llama-2-13b-hf")],
-    "crossattn_mistral-7b": [vary(TULU_7B, base="mistralai/Mistral-7B-Instruct-v0.2", data={"template": "mistral"})],
+    "crossattn_mistral-7b": [MISTRAL_7B],
 }

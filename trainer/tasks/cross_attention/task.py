@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from torch import Tensor, nn
 
 from trainer import base_model, distributed
 from trainer.config import canonical_json
-from trainer.data import sources, stdlib_docs, vocabulary
+from trainer.data import vocabulary
 from trainer.data.padding import pad_right
-from trainer.errors import ConfigError, DataError
 from trainer.losses import IGNORED
 from trainer.metrics import Ratio, answer_scores
-from trainer.task import GREEDY, Answered, Batch, Encoded, Places, Row, Search
-from trainer.tasks.cross_attention import export, templates
+from trainer.states.reading import StateCache
+from trainer.task import DRAW, GREEDY, Answered, Batch, Encoded, Places, Row, Search, Uncut
+from trainer.tasks.cross_attention import contexts, export, questions
 from trainer.tasks.cross_attention.config import Config
-from trainer.tasks.cross_attention.generation import greedy, most_prompt_tokens
+from trainer.tasks.cross_attention.fim import Sentinels, fill_in_the_middle
 from trainer.tasks.cross_attention.model import CrossAttentionModel
+from trainer.tasks.cross_attention.prompts import Prompts
 from trainer.tasks.cross_attention.weights import load_added, read_added
+
+_NOT_ENCODED = {"answer_tokens", "fim_rate", "training_data_subset", "validation_data_subset", "encode", "state_dtype"}
+_OTHER = "other"  # the field with another row's context, in evaluation
+IS_CONTEXT = "is_context"  # marks a row, raw or encoded, whose decoder predicts the context itself
 
 
 class Task:
@@ -31,8 +40,8 @@ class Task:
     def __init__(self, cfg: Config, places: Places) -> None:
         self.cfg, self.places = cfg, places
         self.tokenizer = base_model.tokenizer_of(cfg, places)
-        self.pad = vocabulary.pad_id(self.tokenizer)
-        self.eos = vocabulary.eos_id(self.tokenizer)
+        self.prompts = Prompts(self.tokenizer, cfg.data, lambda: self._states)
+        self.sentinels = Sentinels.of(self.tokenizer)
 
     # Model ------------------------------------------------------------------------------------------------------
 
@@ -62,76 +71,74 @@ class Task:
 
     # Data -------------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def _states(self) -> StateCache | None:
+        """The prepared states; None when contexts are encoded online."""
+        return contexts.open_cache(self.cfg, self.places, self.tokenizer) if self.cfg.data.encode == "cached" else None
+
     def rows(self, split: str) -> Iterable[Row]:
-        rows = _questions(self.cfg.data.source, split, self.places.data_path)
-        if split == "train" or not self.cfg.data.shuffled_context:
+        _ = self._states  # when there are none, it is said before anything is tokenised or loaded
+        data, places = self.cfg.data, self.places
+        subset = {"train": data.training_data_subset, "valid": data.validation_data_subset}.get(split, "all")
+        rows = questions.of_split(data.source, split, places.data_path, subset=subset)
+        if split == "train" and data.include_context_ids:
+            again = questions.of_split(data.source, split, places.data_path, subset=subset)
+            return chain(rows, ({**row, IS_CONTEXT: True} for row in again))
+        if split == "train" or not data.shuffled_context:
             return rows
-        return _with_another_context(list(rows))
+        return questions.with_another_context(list(rows))
 
     def encode(self, row: Row) -> Encoded:
-        """Token ids: decoder text with its answer and EOS, and the context's chunks, each cut to its limit."""
-        data = self.cfg.data
-        prompt = self._ids(templates.prompt(row["question"], data.template))
-        answer = [*self._ids(row["answers"][0]), self.eos]
-        decoder = (prompt + answer)[: data.decoder_tokens]
-        if data.loss_on == "answer" and len(decoder) <= len(prompt):
-            raise DataError(
-                f"data.decoder_tokens={data.decoder_tokens} cuts off the whole answer of {row['question']!r}: "
-                f"its prompt alone has {len(prompt)} tokens. Raise data.decoder_tokens."
-            )
-        context = self._context_ids(row["question"], _contexts_of(row))
-        is_cut = len(prompt) + len(answer) > data.decoder_tokens or max(map(len, context)) > data.context_tokens
-        encoded = {"decoder": decoder, "answer_start": [len(prompt)], "truncated": [int(is_cut)]}
-        encoded |= self._within_limit(context, "context")
-        if "other" in row:
-            encoded |= self._within_limit(self._context_ids(row["question"], row["other"]), "other")
-        return encoded
-
-    def _context_ids(self, question: str, contexts: list[str]) -> list[list[int]]:
-        data = self.cfg.data
-        how = {"question_on_context": data.question_on_context, "chunked": data.chunked}
-        return [self._ids(text) for text in templates.context_texts(question, contexts, data.template, **how)]
-
-    def _within_limit(self, texts: list[list[int]], field: str) -> Encoded:
-        chunks = [ids[: self.cfg.data.context_tokens] for ids in texts]
-        return {field: [token for chunk in chunks for token in chunk], f"{field}_lengths": [len(c) for c in chunks]}
-
-    def _ids(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        """Token ids: decoder text with its end and EOS, and the context's chunks, each cut to its limit."""
+        if not self.cfg.data.include_context_ids:
+            return self.prompts.encode(row)
+        is_context = IS_CONTEXT in row
+        return {**self.prompts.encode(row, predicts_context=is_context), IS_CONTEXT: [int(is_context)]}
 
     def encoding_id(self) -> str:
         return canonical_json(
             {
                 "task": "cross_attention",
                 "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
-                "data": self.cfg.data.model_dump(mode="json", exclude={"answer_tokens"}),
+                "data": self.cfg.data.model_dump(mode="json", exclude=_NOT_ENCODED),
             }
         )
 
     def length(self, encoded: Mapping[str, Any]) -> int:
         return len(encoded["decoder"]) + len(encoded["context"])
 
+    def padded_fields(self) -> Sequence[str]:
+        return "decoder", "context"
+
+    def kind_field(self) -> str | None:
+        return IS_CONTEXT  # a question has some 40 tokens in the decoder, a context hundreds
+
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """input_ids, attention_mask, labels (B, T); context_input_ids, context_attention_mask (B, L) or (B, C, L)."""
-        ids, mask = pad_right([row["decoder"] for row in rows], self.pad)
+        """input_ids, attention_mask, labels (B, T), and the context: context_input_ids and context_attention_mask,
+        (B, L) or (B, C, L), or encoder_hidden_states (B, L, D) and encoder_attention_mask (B, L)."""
+        ids, mask = pad_right([self._decoder(row) for row in rows], self.prompts.pad)
         labels = ids.masked_fill(mask == 0, IGNORED)
         if self.cfg.data.loss_on == "answer":
             for index, row in enumerate(rows):
                 labels[index, : int(row["answer_start"][0])] = IGNORED
-        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        for field in ("context", "other"):
-            if field in rows[0]:
-                batch[f"{field}_input_ids"], batch[f"{field}_attention_mask"] = self._contexts(rows, field)
-        return batch
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, **self.prompts.contexts(rows, "context")}
+        if _OTHER not in rows[0]:
+            return batch
+        return batch | {f"{_OTHER}_{name}": tensor for name, tensor in self.prompts.contexts(rows, _OTHER).items()}
 
-    def _contexts(self, rows: Sequence[Mapping[str, Any]], field: str) -> tuple[Tensor, Tensor]:
-        per_row = [_chunks(row[field], row[f"{field}_lengths"]) for row in rows]
-        num_chunks = max(len(chunks) for chunks in per_row)
-        flat = [chunk for chunks in per_row for chunk in [*chunks, *[[]] * (num_chunks - len(chunks))]]
-        ids, mask = pad_right(flat, self.pad)
-        if not self.cfg.data.chunked:
-            return ids, mask
-        return ids.view(len(rows), num_chunks, -1), mask.view(len(rows), num_chunks, -1)
+    def _decoder(self, row: Mapping[str, Any]) -> list[int]:
+        """The decoder's ids; in training, a context may have its parts reordered, anew whenever it is visited."""
+        ids = [int(token) for token in row["decoder"]]
+        if IS_CONTEXT not in row or not row[IS_CONTEXT][0] or DRAW not in row:
+            return ids
+        random = np.random.RandomState(int(row[DRAW][0]) % 2**32)
+        if random.random_sample() >= self.cfg.data.fim_rate:
+            return ids
+        start = len(self.prompts.opening)
+        stop = len(ids) - (ids[-1] == self.prompts.eos)
+        room = self.cfg.data.decoder_tokens - start - (len(ids) - stop)
+        parts = fill_in_the_middle(ids[start:stop], self.sentinels, max_tokens=room, random=random)
+        return [*ids[:start], *parts, *ids[stop:]]
 
     # Loss and scores --------------------------------------------------------------------------------------------
 
@@ -146,13 +153,9 @@ class Task:
         """loss: per labelled token. shuffled_loss: the same under another row's context; higher, if layers read."""
         units = self.units(batch)
         scores = {"loss": Ratio(model(**_without_other(batch)).loss, units)}
-        if "other_input_ids" in batch:
-            wrong = {
-                **_without_other(batch),
-                "context_input_ids": batch["other_input_ids"],
-                "context_attention_mask": batch["other_attention_mask"],
-            }
-            scores["shuffled_loss"] = Ratio(model(**wrong).loss, units)
+        others = {name.removeprefix(f"{_OTHER}_"): batch[name] for name in batch if name.startswith(f"{_OTHER}_")}
+        if others:
+            scores["shuffled_loss"] = Ratio(model(**_without_other(batch) | others).loss, units)
         return scores
 
     # Answers ----------------------------------------------------------------------------------------------------
@@ -160,63 +163,33 @@ class Task:
     def answers(
         self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row], *, search: Search = GREEDY
     ) -> Answered:
-        """Greedy answers of at most data.answer_tokens tokens, and em, f1, precision, recall and recall_em of them."""
-        if search != GREEDY:
-            raise ConfigError(f"{search}: task 'cross_attention' answers greedily only. Ask for one beam, one answer.")
-        device, most = distributed.device(), most_prompt_tokens(model, self.cfg.data.answer_tokens)
-        ids, mask = self._prompts(rows, most)
-        context_ids, context_mask = self._contexts(rows, "context")
-        made = greedy(
-            model,
-            ids.to(device),
-            mask.to(device),
-            context_input_ids=context_ids.to(device),
-            context_attention_mask=context_mask.to(device),
-            max_new_tokens=self.cfg.data.answer_tokens,
-            pad_token_id=self.pad,
-            eos_token_id=self.eos,
-            always_steps=distributed.world() > 1,
-        )
-        predictions = [self._text(tokens) for tokens in made.tokens_BG.tolist()]
-        return Answered(predictions, answer_scores(predictions, [row["answers"] for row in raw]))
+        """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of the best ones."""
+        how: dict[str, Any] = {"device": distributed.device(), "is_synced": distributed.world() > 1}
+        n_best = self.prompts.answers(model, rows, search=search, **how)
+        predictions = [best for best, *_ in n_best]
+        known = [(text, row["answers"]) for text, row in zip(predictions, raw, strict=True) if row["answers"]]
+        scores = answer_scores([text for text, _ in known], [answers for _, answers in known])
+        return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
 
-    def _prompts(self, rows: Sequence[Mapping[str, Any]], most: int) -> tuple[Tensor, Tensor]:
-        """(B, T) ids and mask of what stands before the answers, padded on the left; at most the last `most` tokens."""
-        prompts = [row["decoder"][: int(row["answer_start"][0])][-most:] for row in rows]
-        ids, mask = pad_right([list(prompt)[::-1] for prompt in prompts], self.pad)
-        return ids.flip(1), mask.flip(1)
+    # What limits cut off ----------------------------------------------------------------------------------------
 
-    def _text(self, tokens: list[int]) -> str:
-        end = tokens.index(self.eos) if self.eos in tokens else len(tokens)
-        kept = tokens[:end]
-        return str(self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def untruncated(self, row: Row) -> dict[str, Uncut]:
+        """decoder: prompt and answer, or the context that is learnt; context: every chunk."""
+        data = self.cfg.data
+        whole = self._without_limits.encode(row, predicts_context=data.include_context_ids and IS_CONTEXT in row)
+        stops = list(accumulate(whole["context_lengths"]))
+        chunks = [whole["context"][start:stop] for start, stop in pairwise([0, *stops])]
+        labels_from = whole["answer_start"][0] if data.loss_on == "answer" else 1
+        return {
+            "decoder": Uncut([whole["decoder"]], data.decoder_tokens, "data.decoder_tokens", labels_from=labels_from),
+            "context": Uncut(chunks, data.context_tokens, "data.context_tokens", holds_answers=True),
+        }
 
-
-def _questions(source: str, split: str, data_path: Path | None) -> Iterable[Row]:
-    if source == "stdlib_docs":
-        return stdlib_docs.qa_rows(split)
-    return sources.nq_rows(data_path, split) if source == "nq" else sources.qa_rows(data_path, split)
-
-
-def _contexts_of(row: Row) -> list[str]:
-    return row.get("contexts") or [row["context"]]
+    @cached_property
+    def _without_limits(self) -> Prompts:
+        lifted = {"decoder_tokens": sys.maxsize, "context_tokens": sys.maxsize}
+        return Prompts(self.tokenizer, self.cfg.data.model_copy(update=lifted))
 
 
 def _without_other(batch: Batch) -> Batch:
-    return {name: tensor for name, tensor in batch.items() if not name.startswith("other_")}
-
-
-def _chunks(flat: Sequence[int], lengths: Sequence[int]) -> list[Sequence[int]]:
-    chunks, start = [], 0
-    for length in lengths:
-        chunks.append(flat[start : start + int(length)])
-        start += int(length)
-    return chunks
-
-
-def _with_another_context(rows: list[Row]) -> Iterator[Row]:
-    """Each row with the context of the next row that has a different one, so that the pairing depends on no batch."""
-    for index, row in enumerate(rows):
-        own = _contexts_of(row)
-        others = (_contexts_of(rows[(index + offset) % len(rows)]) for offset in range(1, len(rows)))
-        yield {**row, "other": next((other for other in others if other != own), own)}
+    return {name: tensor for name, tensor in batch.items() if not name.startswith(f"{_OTHER}_")}

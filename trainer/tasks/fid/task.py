@@ -17,7 +17,7 @@ from trainer.data.store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
 from trainer.losses import IGNORED
 from trainer.metrics import Ratio, answer_scores
-from trainer.task import DRAW, GREEDY, Answered, Batch, Encoded, Places, Row, Search
+from trainer.task import DRAW, GREEDY, Answered, Batch, Encoded, Places, Row, Search, Uncut
 from trainer.tasks.fid.config import Config
 from trainer.tasks.fid.model import FiD, Generation
 from trainer.tasks.fid.packing import pack
@@ -124,7 +124,8 @@ class Task:
             encoded["corpus_rows"] = [self._corpus_row(passage, row) for passage in row["ctxs"]]
             lengths = [int(self._corpus.lengths[number]) for number in encoded["corpus_rows"]]
         longest = len(question) + max(lengths, default=0)
-        return {**encoded, "truncated": [int(longest > self.cfg.data.passage_tokens)]}
+        lost_labels = self.prompts.lost_labels(row)
+        return {**encoded, "truncated": [int(longest > self.cfg.data.passage_tokens)], "lost_labels": lost_labels}
 
     def _corpus_row(self, passage: Row, row: Row) -> int:
         found = self._corpus_rows.get(str(passage.get("id")))
@@ -134,6 +135,20 @@ class Task:
                 f"{self.cfg.data.corpus}. Give the corpus that the passages were retrieved from."
             )
         return found
+
+    def untruncated(self, row: Row) -> dict[str, Uncut]:
+        """targets, and where passages stand in the rows: each with its question in front."""
+        data = self.cfg.data
+        whole = Prompts(self.tokenizer, data.model_copy(update={"passage_tokens": None, "target_tokens": None}))
+        targets = Uncut(whole.targets(row), data.target_tokens, "data.target_tokens", labels_from=0)
+        if self._corpus is not None:  # its passages are cut once, when the corpus is encoded
+            return {"targets": targets}
+        question = whole.question(row["question"])
+        passages = [[*question, *ids] for ids in whole.passages([_with_text(passage, row) for passage in row["ctxs"]])]
+        return {
+            "passages": Uncut(passages, data.passage_tokens, "data.passage_tokens", holds_answers=True),
+            "targets": targets,
+        }
 
     def encoding_id(self) -> str:
         corpus = self._corpus
@@ -195,6 +210,8 @@ class Task:
         self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row], *, search: Search = GREEDY
     ) -> Answered:
         """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of the best ones."""
+        if search.temperature is not None:
+            raise ConfigError("task 'fid' draws no answers. Leave out --temperature.")
         how = Generation(
             self.cfg.data.answer_tokens,
             num_beams=search.num_beams,

@@ -36,8 +36,18 @@ class Prompts:
 
         Cut to data.target_tokens, which may cut the end off, as published.
         """
+        return [ids[: self.data.target_tokens] for ids in self._whole_targets(row)]
+
+    def lost_labels(self, row: Row) -> list[int]:
+        """[tokens that data.target_tokens cuts off all targets, of how many]; zeros where there is no limit."""
+        if self.data.target_tokens is None:
+            return [0, 0]
+        lengths = [len(ids) for ids in self._whole_targets(row)]
+        return [sum(max(0, length - self.data.target_tokens) for length in lengths), sum(lengths)]
+
+    def _whole_targets(self, row: Row) -> list[list[int]]:
         texts = [row["target"]] if "target" in row else row["answers"]
-        return [[*ids, self.end][: self.data.target_tokens] for ids in self._ids(list(texts))]
+        return [[*ids, self.end] for ids in self._ids(list(texts))]
 
     def answer(self, tokens: Sequence[int]) -> str:
         """The text of generated tokens: up to the end, without special tokens."""

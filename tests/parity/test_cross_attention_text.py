@@ -1,0 +1,39 @@
+"""Recorded texts and token lists of the published system.
+
+Its scores are compared in tests/unit/test_metrics.py, its prompt strings in tests/unit/test_templates.py.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.parity.recorded import ROOT
+from trainer.metrics import cut_at
+from trainer.tasks.cross_attention.fim import Sentinels, fill_in_the_middle
+
+MARKS = {"postproc_X": ["</s>"], "postproc_tulu2": ["<|system|>", "<|user|>", "<|assistant|>"]}
+
+
+def recorded(name: str) -> list[dict[str, Any]]:
+    path = ROOT / "text" / f"{name}.json"
+    if not path.is_file():
+        pytest.skip(f"no {path.name} in $LATHE_PARITY/cross_attention/text (default ../shared/parity)")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_every_recorded_answer_is_cut_where_it_was() -> None:
+    for case in recorded("postproc"):
+        for name, marks in MARKS.items():
+            assert cut_at(case["raw"], marks) == case[name], case["raw"]
+
+
+def test_every_recorded_text_has_its_parts_reordered_as_it_had() -> None:
+    for case in recorded("fim"):
+        sentinels = Sentinels(prefix=case["prefix"], middle=case["middle"], suffix=case["suffix"])
+        random = np.random.RandomState(case["seed"])
+        got = fill_in_the_middle(case["tokens"], sentinels, max_tokens=case["max_length"], random=random)
+        assert got == case["out"], f"seed {case['seed']}"

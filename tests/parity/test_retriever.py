@@ -1,0 +1,397 @@
+"""The retriever gives Tevatron v1's numbers: losses, gradients, GradCache, dropout, choices, traces of training."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity import recorded_retriever as recorded
+from tests.parity.recorded_retriever import ROOT, Case, batch_of, params
+from tests.ranks import run_on_ranks
+from trainer import distributed, schedule, tasks
+from trainer.config import Schedule
+from trainer.task import DRAW, EPOCH, Batch, Places
+from trainer.tasks.retriever import selection
+
+LOSS = {torch.float64: 1e-12, torch.float32: 2e-6}
+GRADIENT = {torch.float64: 1e-12, torch.float32: 1e-5}  # norms: relative
+NOISE = {torch.float64: 1e-14, torch.float32: 1e-6}  # of what cancels: the gradient of a key's bias is 0
+TRACE = 5e-6
+QUERIES = 8
+
+each_of_one_rank = pytest.mark.parametrize("case", params(recorded.losses(1), "expected_world1.json"))
+each_of_two_ranks = pytest.mark.parametrize("case", params(recorded.losses(2), "expected_world2.json"))
+
+
+def task_of(case: Case, **loss: Any) -> Any:
+    """Our task, of which only the losses are used here."""
+    values = {
+        "task": "retriever",
+        "base": str(ROOT / "tinybert"),
+        "train": {"steps": 24, "global_batch": 8, "micro_batch": 8, "precision": "fp32"},
+        "optim": {"lr": 1e-3},
+        "data": {"source": "pretokenised", "passages": case.passages},
+        "encoder": json.loads(recorded.encoder_of(case.variant).model_dump_json()),
+        "loss": loss,
+    }
+    return tasks.load(tasks.parse(values), Places(None, Path("unused"), Path("unused")))
+
+
+def own_batches(case: Case, cut: Sequence[int]) -> list[Batch]:
+    """This rank's contiguous share of 8 queries, in micro-batches of these sizes."""
+    share = QUERIES // distributed.world()
+    start = share * distributed.rank()
+    assert sum(cut) == share
+    starts = np.cumsum([start, *cut])
+    return [batch_of(range(starts[k], starts[k + 1]), case.passages) for k in range(len(cut))]
+
+
+def run(case: Case, cut: Sequence[int] = (), **loss: Any) -> tuple[float, float, dict[str, Tensor]]:
+    """(mean loss over all ranks, this rank's mean, gradients of the mean over all ranks) of 8 queries."""
+    model = recorded.retriever(case.variant, case.dtype)
+    share = QUERIES // distributed.world()
+    total = torch.zeros((), dtype=torch.float64)
+    for summed in task_of(case, **loss).losses(model, own_batches(case, cut or [share])):
+        summed.backward()
+        total += summed.detach()
+    gradients = {n: (distributed.total(g) / QUERIES).to(g.dtype) for n, g in recorded.gradients_of(model).items()}
+    return float(distributed.total(total)) / QUERIES, float(total) / share, gradients
+
+
+def assert_norms(gradients: Mapping[str, Tensor], want: Mapping[str, Any], dtype: torch.dtype) -> None:
+    norms = dict(recorded.named(want["grad_norms"]))
+    assert norms.keys() == gradients.keys()
+    for name, norm in norms.items():
+        got = gradients[name].double().norm().item()
+        assert got == pytest.approx(norm or 0.0, rel=GRADIENT[dtype], abs=NOISE[dtype]), name
+
+
+def total_norm(gradients: Mapping[str, Tensor]) -> float:
+    return math.hypot(*(gradient.double().norm().item() for gradient in gradients.values()))
+
+
+# Losses and gradients -----------------------------------------------------------------------------------------------
+
+
+@each_of_one_rank
+def test_the_loss_and_the_norm_of_every_gradient_equal_the_recorded_ones(case: Case) -> None:
+    want = case.recorded["local"]
+    loss, _, gradients = run(case)
+    assert loss == pytest.approx(want["loss_logged"], abs=LOSS[case.dtype])
+    assert_norms(gradients, want, case.dtype)
+    assert total_norm(gradients) == pytest.approx(want["grad_norm_total"], rel=GRADIENT[case.dtype])
+
+
+@each_of_one_rank
+def test_the_scores_equal_the_recorded_ones(case: Case) -> None:
+    want = case.recorded["local"].get("scores")
+    if want is None:
+        pytest.skip("no scores are recorded of this case")
+    found = recorded.retriever(case.variant, case.dtype)(
+        **{key: value for key, value in batch_of(range(QUERIES), case.passages).items() if key != "counts"}
+    )
+    got = (found["queries"] @ found["passages"].T).detach().double()
+    want = torch.tensor(want, dtype=torch.float64)
+    bound = 1e-12 if case.dtype == torch.float64 else 1e-6
+    # a dot product that cancels is left with the rounding of its terms, which the vectors' lengths bound
+    length = found["queries"].norm(dim=-1).max() * found["passages"].norm(dim=-1).max()
+    assert (got - want).abs().max() <= bound * float(length.detach())
+
+
+@each_of_one_rank
+def test_cached_gradients_equal_the_recorded_ones_whatever_the_chunks(case: Case) -> None:
+    want = case.recorded["local"]
+    cached = recorded.chunks_of(want)
+    assert cached
+    for name, query, passage in cached:
+        loss, _, gradients = run(case, query_chunk=query, passage_chunk=passage)
+        assert loss == pytest.approx(want[name]["loss_returned"], abs=LOSS[case.dtype]), name
+        assert_norms(gradients, want[name] if "grad_norms" in want[name] else want, case.dtype)
+        assert total_norm(gradients) == pytest.approx(want[name]["grad_norm_total"], rel=GRADIENT[case.dtype])
+
+
+@each_of_one_rank
+@pytest.mark.parametrize("cut", [[4, 4], [2, 2, 2, 2], [3, 1, 4]], ids=str)
+def test_micro_batches_are_chunks_of_one_pool(case: Case, cut: list[int]) -> None:
+    want = case.recorded["local"]
+    loss, _, gradients = run(case, cut)
+    assert loss == pytest.approx(want["loss_logged"], abs=LOSS[case.dtype])
+    assert_norms(gradients, want, case.dtype)
+
+
+@pytest.mark.parametrize("name", params(recorded.full_gradients(), "grads_*.safetensors"))
+@pytest.mark.parametrize("loss", [{}, {"query_chunk": 2, "passage_chunk": 4}, {"pool_on_host": True}], ids=str)
+def test_every_element_of_a_gradient_equals_the_recorded_one(name: str, loss: dict[str, Any]) -> None:
+    case = Case(name.replace("_", "/", 1)[::-1].replace("_", "/", 1)[::-1], {})
+    _, _, gradients = run(case, **loss)
+    want = dict(recorded.named(recorded.tensors(f"grads_{name}.safetensors")))
+    for parameter, gradient in want.items():
+        assert (gradients[parameter] - gradient).abs().max() <= 1e-12, parameter
+
+
+@pytest.mark.parametrize("name", params(recorded.full_gradients(), "reps_*.safetensors"))
+def test_every_vector_equals_the_recorded_one(name: str) -> None:
+    case = Case(name.replace("_", "/", 1)[::-1].replace("_", "/", 1)[::-1], {})
+    want = recorded.tensors(f"reps_{name}.safetensors")
+    if not want:
+        pytest.skip(f"no reps_{name}.safetensors")
+    texts = {key: value for key, value in batch_of(range(QUERIES), case.passages).items() if key != "counts"}
+    found = recorded.retriever(case.variant, case.dtype)(**texts)
+    assert (found["queries"] - want["q_reps"]).abs().max() <= 1e-12
+    assert (found["passages"] - want["p_reps"]).abs().max() <= 1e-12
+
+
+# Two ranks ----------------------------------------------------------------------------------------------------------
+
+
+def _every_run(case: Case, mode: str) -> dict[str, tuple[float, float, dict[str, Tensor]]]:
+    across = {"negatives_x_device": mode == "xdev"}
+    found = {"plain": run(case, **across), "micro_batches": run(case, [1, 3], **across)}
+    for name, query, passage in recorded.chunks_of(case.recorded[mode]):
+        if not name.endswith("_nosync"):
+            found[name] = run(case, query_chunk=query, passage_chunk=passage, **across)
+    return found
+
+
+@each_of_two_ranks
+@pytest.mark.parametrize("mode", ["local", "xdev"])
+def test_two_ranks_have_the_recorded_loss_and_gradients(case: Case, mode: str) -> None:
+    if mode not in case.recorded:
+        pytest.skip(f"{mode} is not recorded of this case")
+    want = case.recorded[mode]
+    ranks = run_on_ranks(2, _every_run, case, mode)
+    for rank, found in enumerate(ranks):
+        for name, (loss, own_loss, gradients) in found.items():
+            if mode == "xdev":  # what it returns is twice the mean over the whole batch
+                assert loss == pytest.approx(want["loss_logged"], abs=LOSS[case.dtype]), name
+            else:
+                returned = want["loss_returned_per_rank"][rank]
+                assert own_loss == pytest.approx(returned, abs=LOSS[case.dtype]), name
+            cached = want.get(name, want)
+            assert_norms(gradients, cached if "grad_norms" in cached else want, case.dtype)
+            assert total_norm(gradients) == pytest.approx(want["grad_norm_total"], rel=GRADIENT[case.dtype]), name
+
+
+# Dropout, accumulation ----------------------------------------------------------------------------------------------
+
+
+def _case_of(name: str) -> Case:
+    """Of names like dropout0.1_seed1234_f64_tied_n2 or trace_f32_tied_n2_24steps."""
+    words = name.split("_")
+    start = next(k for k, word in enumerate(words) if word in recorded.DTYPES)
+    stop = next(k for k, word in enumerate(words) if k > start and word[0] == "n" and word[1:].isdigit())
+    return Case(f"{words[start]}/{'_'.join(words[start + 1 : stop])}/{words[stop]}", {})
+
+
+def _with_dropout(name: str, chunks: tuple[int, int] | None) -> tuple[float, dict[str, Tensor], Tensor]:
+    case = _case_of(name)
+    rate = float(name.split("_")[0].removeprefix("dropout"))
+    seed = next(int(word.removeprefix("seed")) for word in name.split("_") if word.startswith("seed"))
+    model = recorded.retriever(case.variant, case.dtype, dropout=rate)
+    loss = {} if chunks is None else {"query_chunk": chunks[0], "passage_chunk": chunks[1]}
+    torch.manual_seed(seed)
+    (summed,) = task_of(case, **loss).losses(model, [batch_of(range(QUERIES), case.passages)])
+    (summed / QUERIES).backward()
+    return float(summed.detach()) / QUERIES, recorded.gradients_of(model), torch.rand(3)
+
+
+@pytest.mark.parametrize("entry", params(recorded.more(1, "dropout"), "dropout cases in expected_more_world1.json"))
+def test_dropout_is_replayed_and_random_numbers_go_on_as_recorded(entry: tuple[str, Any]) -> None:
+    name, wanted = entry
+    runs = {"plain": None, "gc_single_chunk(q8,p16)": (8, 16), "gc_q2_p4": (2, 4), "chunked_single_graph_q2_p4": (2, 4)}
+    for mode, chunks in runs.items():
+        if mode not in wanted:
+            continue
+        want, case = wanted[mode], _case_of(name)
+        loss, gradients, after = _with_dropout(name, chunks)
+        assert loss == pytest.approx(want["loss"], abs=LOSS[case.dtype]), mode
+        assert total_norm(gradients) == pytest.approx(want["grad_norm_total"], rel=GRADIENT[case.dtype]), mode
+        assert after.tolist() == pytest.approx(want["rand_after"], abs=0), mode
+        if "grad_norms" in want:
+            assert_norms(gradients, want, case.dtype)
+
+
+@pytest.mark.parametrize("entry", params(recorded.more(1, "grad_accum"), "grad_accum cases"))
+@pytest.mark.parametrize("chunked", [{}, {"query_chunk": 2, "passage_chunk": 4}], ids=["plain", "cached"])
+def test_micro_batches_that_are_pools_of_their_own_are_averaged(
+    entry: tuple[str, Any], chunked: dict[str, int]
+) -> None:
+    name, recorded_runs = entry
+    want, case = recorded_runs["plain_hf_divides_by_GA"], _case_of(name)
+    count = len(want["micro_losses"])
+    model, size = recorded.retriever(case.variant, case.dtype), QUERIES // count
+    window = [batch_of(range(k * size, (k + 1) * size), case.passages) for k in range(count)]
+    for k, summed in enumerate(task_of(case, pool="micro_batch", **chunked).losses(model, window)):
+        assert float(summed.detach()) / size == pytest.approx(want["micro_losses"][k], abs=LOSS[case.dtype])
+        (summed / QUERIES).backward()
+    gradients = recorded.gradients_of(model)
+    assert total_norm(gradients) == pytest.approx(want["grad_norm_total"], rel=GRADIENT[case.dtype])
+    assert_norms(gradients, want, case.dtype)
+
+
+# Training -----------------------------------------------------------------------------------------------------------
+
+
+def _trained(case: Case, batches: Sequence[Batch], *, shape: Schedule, **loss: Any) -> list[tuple[float, float, float]]:
+    """(loss, gradient norm before clipping, rate) of AdamW steps, each on one batch of all ranks."""
+    model, task = recorded.retriever(case.variant, case.dtype), task_of(case, **loss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    found = []
+    for step, batch in enumerate(batches):
+        rate = 1e-3 * schedule.factor(shape, step, len(batches))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad()
+        total = 0.0
+        units = len(batch["counts"])
+        for summed in task.losses(model, [batch]):
+            (summed / units).backward()
+            total += float(summed.detach()) / units
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append((total, float(norm), rate))
+    return found
+
+
+LINEAR = Schedule(shape="linear", warmup_ratio=0.1)
+
+
+@pytest.mark.parametrize("entry", params(recorded.more(1, "trace"), "traces in expected_more_world1.json"))
+@pytest.mark.parametrize("chunked", [{}, {"query_chunk": 2, "passage_chunk": 4}], ids=["plain", "cached"])
+def test_24_steps_of_training_follow_the_recorded_trace(entry: tuple[str, Any], chunked: dict[str, int]) -> None:
+    name, wanted = entry
+    case, want = _case_of(name), wanted.get("gc_q2_p4" if chunked else "plain", wanted["plain"])
+    batches = [batch_of(range(step % 4 * 8, step % 4 * 8 + 8), case.passages) for step in range(len(want["loss"]))]
+    found = _trained(case, batches, shape=LINEAR, **chunked)
+    assert [rate for _, _, rate in found] == pytest.approx(want["lr"], rel=1e-12, abs=1e-18)
+    assert [loss for loss, _, _ in found] == pytest.approx(want["loss"], abs=TRACE)
+    # relative to the norm, for it is no loss; Adam lets fp32 rounding grow over the steps
+    bound = 1e-9 if case.dtype == torch.float64 else 1e-4
+    assert [norm for _, norm, _ in found] == pytest.approx(want["grad_norm_before_clip"], rel=bound)
+
+
+@pytest.mark.parametrize("path", params(recorded.driver_runs(), "v1_driver_*.json"))
+def test_the_published_programs_run_is_followed_example_by_example(path: Path, tmp_path: Path) -> None:
+    want = json.loads(path.read_text())
+    examples = want["examples_in_order"]
+    size = len(examples) // len(want["per_step_loss"])
+    task = _toy_task(tmp_path, chunked=path.stem.endswith("gc"))
+    encoded = [task.encode(row) for row in task.rows("train")]
+    batches = []
+    for start in range(0, len(examples), size):
+        seen = examples[start : start + size]
+        rows = [{**_arrays(encoded[one["item"]]), DRAW: np.array([0]), EPOCH: np.array([one["epoch"]])} for one in seen]
+        batch = task.collate(rows)
+        assert _ids(batch, "query") == [one["query_ids"] for one in seen]
+        assert _ids(batch, "passage") == [ids for one in seen for ids in one["passage_ids"]]
+        batches.append({name: batch[name] for name in ("query_ids", "query_mask", "passage_ids", "passage_mask")})
+        batches[-1]["counts"] = batch["counts"]
+    case = Case("f32/tied/n2", {})
+    # this run steps its schedule before the first update, as transformers 4.44 did with its real optimizer
+    chunked = {"query_chunk": 2, "passage_chunk": 4} if path.stem.endswith("gc") else {}
+    found = _trained(case, batches, shape=LINEAR, **chunked)
+    assert [loss for loss, _, _ in found] == pytest.approx(want["per_step_loss"], abs=TRACE)
+
+
+def _toy_task(tmp_path: Path, *, chunked: bool) -> Any:
+    if not (ROOT / "toy_pretok" / "train.jsonl").is_file():
+        pytest.skip("no toy_pretok/ in $LATHE_PARITY/retriever (default ../shared/parity)")
+    values = {
+        "task": "retriever",
+        "base": str(ROOT / "tinybert"),
+        "train": {"steps": 24, "global_batch": 8, "micro_batch": 8, "precision": "fp32", "seed": 42},
+        "optim": {"lr": 1e-3},
+        "data": {"source": "pretokenised", "passages": 2, "query_tokens": 12, "passage_tokens": 24},
+    }
+    return tasks.load(tasks.parse(values), Places(ROOT / "toy_pretok", tmp_path, tmp_path))
+
+
+def _arrays(encoded: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: np.asarray(values, dtype=np.int32) for name, values in encoded.items()}
+
+
+def _ids(batch: Batch, side: str) -> list[list[int]]:
+    texts = zip(batch[f"{side}_ids"], batch[f"{side}_mask"], strict=True)
+    return [ids[: int(mask.sum())].tolist() for ids, mask in texts]
+
+
+def test_texts_and_their_pretokenised_form_are_the_same_rows(tmp_path: Path) -> None:
+    pretokenised = _toy_task(tmp_path, chunked=False)
+    if not (ROOT / "toy" / "train.jsonl").is_file():
+        pytest.skip("no toy/ in $LATHE_PARITY/retriever (default ../shared/parity)")
+    cfg = pretokenised.cfg
+    cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"source": "tevatron"})})
+    texts = tasks.load(cfg, Places(ROOT / "toy", tmp_path, tmp_path))
+    assert [texts.encode(row) for row in texts.rows("train")] == [
+        pretokenised.encode(row) for row in pretokenised.rows("train")
+    ]
+
+
+@pytest.mark.parametrize("case", params(recorded.selections(), "negative_selection.json"))
+def test_the_passages_of_every_epoch_are_the_recorded_ones(case: Mapping[str, Any]) -> None:
+    for epoch, want in enumerate(case["selected_per_epoch"]):
+        turn = selection.Turn(item=case["item"], epoch=epoch, seed=case["seed"], draw=0)
+        got = [f"p{selection.positive(case['n_pos'], turn, 'by_epoch')}"]
+        wanted = case["train_n_passages"] - 1
+        got += [f"n{place}" for place in selection.negatives(case["n_neg"], wanted, turn, "by_epoch")]
+        assert got == want
+
+
+# ZeRO ---------------------------------------------------------------------------------------------------------------
+
+
+def _six_steps(stage: int, chunked: dict[str, int], cut: list[int]) -> list[float]:
+    """The losses of the recorded six steps under an engine."""
+    from tests.numerics.test_engine import ds_for
+    from trainer.config import Optim
+    from trainer.engine import Engine
+
+    case, world, rank = Case("f32/tied/n2", {}), distributed.world(), distributed.rank()
+    optim = Optim(lr=1e-3, clip=1.0)
+    live = Engine(recorded.retriever(case.variant, case.dtype), ds_for(stage, "fp32", world) | _clipped(), optim)
+    live.train()
+    task, losses = task_of(case, **chunked), []
+    for step in range(len(recorded.read_json("deepspeed_trace_6steps.json")["loss"])):
+        starts = np.cumsum([step % 4 * 8 + QUERIES // world * rank, *cut])
+        window = [batch_of(range(starts[k], starts[k + 1]), case.passages) for k in range(len(cut))]
+        total = torch.zeros((), dtype=torch.float64)
+        for summed in task.losses(live.model, window):
+            live.backward(summed / QUERIES)
+            total += summed.detach() / QUERIES
+        live.step(1e-3)
+        losses.append(float(distributed.total(total)))
+    live.destroy()
+    return losses
+
+
+def _clipped() -> dict[str, float]:
+    return {"gradient_clipping": 1.0}
+
+
+def _at_every_stage(cuts: list[list[int]]) -> dict[str, list[float]]:
+    chunks: list[dict[str, int]] = [{}, {"query_chunk": 3, "passage_chunk": 5}]
+    return {
+        f"ZeRO {stage}, {chunked}, micro-batches {cut}": _six_steps(stage, chunked, cut)
+        for stage in (0, 1, 2, 3)
+        for chunked in chunks
+        for cut in cuts
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_recorded_six_steps_are_followed_at_every_stage(world: int) -> None:
+    want = recorded.read_json("deepspeed_trace_6steps.json")
+    if not want:
+        pytest.skip("no deepspeed_trace_6steps.json in $LATHE_PARITY/retriever (default ../shared/parity)")
+    cuts = {1: [[8], [4, 4]], 2: [[4], [1, 3]]}[world]
+    for found in run_on_ranks(world, _at_every_stage, cuts):
+        for name, losses in found.items():
+            assert losses == pytest.approx(want["loss"], abs=TRACE), name

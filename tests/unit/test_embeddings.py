@@ -1,0 +1,216 @@
+"""A folder of vectors holds every text once, survives kills, and is only ever continued by what it was begun with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import run_on_ranks
+from trainer import embeddings
+from trainer.embeddings import Plan
+from trainer.errors import ConfigError, DataError, DivergedError
+from trainer.task import Embeds, Row, Side
+
+ROWS: list[Row] = [{"id": f"p{n}", "title": "t" * (n % 3), "text": "word " * (1 + n * 7 % 11)} for n in range(23)]
+
+
+class Bags:
+    """The smallest task that embeds: the sum of its tokens' vectors, scaled on the passages' side."""
+
+    def __init__(self) -> None:
+        self.widths: list[int] = []  # of each batch: what a padded one would cost
+
+    def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
+        assert all(("title" in text) == (side == "passage") for text in texts)
+        return [[ord(letter) % 50 for letter in text.get("title", "") + text["text"]] for text in texts]
+
+    def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
+        self.widths += [max(map(len, rows))] * len(rows)
+        assert not torch.is_grad_enabled()
+        return torch.stack([model(torch.tensor(row)).sum(0) for row in rows]) * (2 if side == "passage" else 1)
+
+
+def bag_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Embedding(50, 4).eval()
+
+
+def encoder(task: Embeds | None = None, **changes: object) -> embeddings.Encoder:
+    options: dict[str, object] = {"side": "passage", "batch": 4, **changes}
+    return embeddings.encoder_of(task or Bags(), bag_model(), **options)  # pyright: ignore[reportArgumentType]
+
+
+def plan(**changes: object) -> Plan:
+    texts, count = embeddings.digest_of(ROWS)
+    made = Plan(model="m", texts=texts, side="passage", dtype="float32", count=count, shard_rows=5)
+    return replace(made, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def whole(found: embeddings.Embeddings) -> np.ndarray:
+    return np.concatenate(found.vectors)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def alone(row: Row) -> np.ndarray:
+    return encoder(batch=1)([row])[0].numpy()
+
+
+def test_rows_of_like_length_share_a_batch_and_every_vector_is_that_of_its_own_row() -> None:
+    task = Bags()
+    vectors = encoder(task)(ROWS).numpy()
+    assert task.widths == sorted(task.widths, reverse=True)
+    np.testing.assert_allclose(vectors, np.stack([alone(row) for row in ROWS]), rtol=1e-6)
+
+
+def test_under_bf16_the_vectors_are_still_fp32() -> None:
+    class Linear(Bags):
+        def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
+            return torch.stack([torch.ones(2, 4) @ model(torch.tensor(row))[:4] for row in rows])[:, 0]
+
+    full, half = (encoder(Linear(), precision=precision)(ROWS[:3]) for precision in ("fp32", "bf16"))
+    assert full.dtype == half.dtype == torch.float32
+    assert 0 < float((full - half).abs().max()) < 0.1  # it did run in bf16
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_folder_holds_ids_and_vectors_in_the_order_of_the_rows(tmp_path: Path, dtype: str) -> None:
+    found = embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan(dtype=dtype))
+    assert found.ids == [row["id"] for row in ROWS]
+    assert [shard.shape for shard in found.vectors] == [(5, 4)] * 4 + [(3, 4)]
+    assert all(isinstance(shard, np.memmap) and shard.dtype == dtype for shard in found.vectors)
+    expected = np.stack([alone(row) for row in ROWS]).astype(dtype)
+    np.testing.assert_allclose(whole(found), expected, rtol=1e-6 if dtype == "float32" else 1e-3)
+    embeddings.verify(found)
+
+
+def test_what_a_kill_left_is_kept_and_the_rest_is_made(tmp_path: Path) -> None:
+    embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan())
+    wanted = content(tmp_path / "v")
+    for lost in ("meta.json", "ids.txt", "vectors-00001.json", "vectors-00003.npy"):
+        (tmp_path / "v" / lost).unlink()
+    (tmp_path / "v" / ".vectors-00003.npy.17.tmp").write_bytes(b"half")
+    with pytest.raises(ConfigError, match="is not finished: run the same encode command again"):
+        embeddings.read(tmp_path / "v")
+    made: list[str] = []
+    encode = encoder()
+
+    def counting(rows: Sequence[Row]) -> Tensor:
+        made.extend(row["id"] for row in rows)
+        return encode(rows)
+
+    embeddings.write(tmp_path / "v", lambda: iter(ROWS), counting, plan=plan(shard_rows=9))  # another world's choice
+    assert made == [row["id"] for row in [*ROWS[5:10], *ROWS[15:20]]]
+    assert content(tmp_path / "v") == wanted
+
+
+def test_a_finished_folder_is_not_encoded_again(tmp_path: Path) -> None:
+    embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan())
+
+    def never(rows: Sequence[Row]) -> Tensor:
+        raise AssertionError("nothing was left to do")
+
+    assert embeddings.write(tmp_path / "v", lambda: iter(ROWS), never, plan=plan()).plan.count == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": "n"}, "model was 'm', is 'n'"),
+        ({"texts": "x"}, "texts was .*, is 'x'"),
+        ({"side": "query"}, "side was 'passage', is 'query'"),
+        ({"dtype": "float16"}, "dtype was 'float32', is 'float16'"),
+    ],
+)
+def test_a_folder_of_something_else_is_not_continued(tmp_path: Path, changes: dict[str, str], said: str) -> None:
+    embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan())
+    with pytest.raises(ConfigError, match=f"begun with something else.*{said}"):
+        embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan(**changes))
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError, match="holds other files"):
+        embeddings.write(tmp_path, lambda: iter(ROWS), encoder(), plan=plan())
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_vectors_that_are_no_numbers_are_refused_and_so_are_those_that_fp16_cannot_hold(tmp_path: Path) -> None:
+    def filled(value: float) -> embeddings.Encoder:
+        return lambda rows: torch.full((len(rows), 2), value)
+
+    with pytest.raises(DivergedError, match="NaN or infinity"):
+        embeddings.write(tmp_path / "a", lambda: iter(ROWS), filled(float("nan")), plan=plan())
+    with pytest.raises(ConfigError, match=r"--dtype float16: a vector reaches 7e\+04, float16 65504\. Use float32"):
+        embeddings.write(tmp_path / "b", lambda: iter(ROWS), filled(7e4), plan=plan(dtype="float16"))
+
+
+def test_an_altered_shard_is_found(tmp_path: Path) -> None:
+    found = embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan())
+    path = tmp_path / "v" / "vectors-00002.npy"
+    altered = bytearray(path.read_bytes())
+    altered[-1] ^= 1
+    path.write_bytes(altered)
+    with pytest.raises(DataError, match=r"vectors-00002\.npy: checksum"):
+        embeddings.verify(found)
+    path.write_bytes(altered[:-8])
+    with pytest.raises(DataError, match=r"vectors-00002\.npy cannot be read"):
+        _ = embeddings.read(tmp_path / "v").vectors
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"meta\.json is missing\. This folder of vectors is not there"):
+        embeddings.read(tmp_path / "v")
+
+
+def test_the_fingerprint_follows_every_file_and_what_it_stands_on(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("1")
+    first = embeddings.fingerprint(tmp_path / "model")
+    shutil.copytree(tmp_path / "model", tmp_path / "copy")
+    assert embeddings.fingerprint(tmp_path / "copy") == first
+    assert embeddings.fingerprint(tmp_path / "model", "another base") != first
+    (tmp_path / "model" / "weights").write_text("2")
+    assert embeddings.fingerprint(tmp_path / "model") != first
+
+
+def written_on_ranks(folder: str) -> list[str]:
+    encode, own = encoder(), []
+
+    def counting(rows: Sequence[Row]) -> Tensor:
+        own.extend(row["id"] for row in rows)
+        return encode(rows)
+
+    embeddings.write(Path(folder), lambda: iter(ROWS), counting, plan=plan())
+    return own
+
+
+def test_two_ranks_share_the_work_and_write_the_folder_of_one(tmp_path: Path) -> None:
+    embeddings.write(tmp_path / "one", lambda: iter(ROWS), encoder(), plan=plan())
+    first, second = run_on_ranks(2, written_on_ranks, str(tmp_path / "two"))
+    assert sorted([*first, *second]) == sorted(row["id"] for row in ROWS)
+    assert len(second) == 10
+    assert content(tmp_path / "one") == content(tmp_path / "two")
+
+
+def test_meta_says_what_the_vectors_are_of(tmp_path: Path) -> None:
+    embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan())
+    meta = json.loads((tmp_path / "v" / "meta.json").read_text())
+    assert {name: meta[name] for name in ("model", "side", "dim", "count", "dtype")} == {
+        "model": "m",
+        "side": "passage",
+        "dim": 4,
+        "count": 23,
+        "dtype": "float32",
+    }
+    assert [len(shard["sha256"]) for shard in meta["shards"]] == [64] * 5

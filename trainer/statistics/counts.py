@@ -1,0 +1,87 @@
+"""One pass over the raw rows of a split: what repeats, what is empty, and what limits cut off."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.statistics.ledger import Ledger
+from trainer.task import Answers, Row, ShowsCuts, Task, question_of
+
+WHOLE = "row"  # the name under which a whole raw row is compared
+_SHOWN = 5  # pairs of equal rows, by id
+
+
+@dataclass
+class Counts:
+    """What the rows so far came to."""
+
+    ledger: Ledger
+    ids: list[str] = field(default_factory=list)
+    empty: dict[str, int] = field(default_factory=dict)  # by key of the raw rows
+    repeated: dict[str, int] = field(default_factory=dict)  # rows that have a key in common with an earlier one
+    pairs: list[tuple[str, str]] = field(default_factory=list)  # (row, the earlier one that is the same)
+    known: dict[str, dict[bytes, str]] = field(default_factory=dict)  # by key, digest -> the first row that had it
+
+    def add(self, row: Row, identity: str) -> None:
+        self.ids.append(identity)
+        for key, value in _parts(row).items():
+            digests = self.known.setdefault(key, {})
+            digest = _digest(value)
+            is_repeated = digest in digests
+            self.repeated[key] = self.repeated.get(key, 0) + is_repeated
+            if key == WHOLE and is_repeated and len(self.pairs) < _SHOWN:
+                self.pairs.append((identity, digests[digest]))
+            digests.setdefault(digest, identity)
+            if key != WHOLE:
+                self.empty[key] = self.empty.get(key, 0) + is_empty(value)
+
+    def report(self) -> dict[str, Any]:
+        """Empty fields and repeated rows, as plain JSON values."""
+        return {
+            "empty": self.empty,
+            "duplicates": {**self.repeated, "pairs": [list(pair) for pair in self.pairs]},
+        }
+
+    def shared_with(self, other: Counts) -> dict[str, int]:
+        """By key, how many different contents of this split are in the other as well."""
+        keys = self.known.keys() & other.known.keys()
+        return {key: len(self.known[key].keys() & other.known[key].keys()) for key in self.known if key in keys}
+
+
+def counted(task: Task, rows: Iterable[Row], ledger: Ledger) -> Counts:
+    """All of `rows`, counted once."""
+    counts = Counts(ledger)
+    for number, row in enumerate(rows):
+        identity = str(row.get("id", number))
+        counts.add(row, identity)
+        if isinstance(task, ShowsCuts):
+            ledger.add(identity, task.untruncated(row), answers=_answers(task, row))
+    return counts
+
+
+def is_empty(value: Any) -> bool:
+    """Nothing, blank text, or a list of such; a number is something."""
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, list):
+        return all(is_empty(item) for item in value)
+    return value is None or value == {}
+
+
+def _parts(row: Row) -> dict[str, Any]:
+    """The row without its id, whole and by every key that holds text."""
+    whole = {key: value for key, value in row.items() if key != "id"}
+    texts = {key: value for key, value in whole.items() if value is None or isinstance(value, str | list | dict)}
+    return {WHOLE: whole, **texts}
+
+
+def _digest(content: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _answers(task: Task, row: Row) -> Sequence[str]:
+    return question_of(task, row).get("answers", ()) if isinstance(task, Answers) else ()

@@ -1,0 +1,135 @@
+"""The statistics of an experiment's data, as plain JSON values: what `python -m trainer stats` shows and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.config import Experiment, Train
+from trainer.data.store import TokenStore, open_store
+from trainer.data.windows import Sharding, padding_share, window_rows
+from trainer.statistics.counts import Counts, counted
+from trainer.statistics.examples import examples
+from trainer.statistics.ledger import Ledger
+from trainer.task import Task
+
+BINS = 30
+PERCENTILES = (50, 90, 95, 99)
+_MOST_STEPS = 200  # whose padding is counted
+_COLLATED = 10  # micro-batches that are really made, to count the pads in them
+
+
+def report(cfg: Experiment, task: Task, splits: Sequence[str], *, cache_dir: Path) -> dict[str, Any]:
+    """Everything about the splits, and what they have in common. Encodes them as a run does, into the same cache.
+
+    DataError for a split that is not there, or rows that the task refuses.
+    """
+    found: dict[str, Any] = {"task": cfg.task, "unit": task.unit, "splits": {}, "shared_rows": {}}
+    counts: dict[str, Counts] = {}
+    for split in splits:
+        store = open_store(
+            lambda split=split: task.rows(split),
+            task.encode,
+            encoding_id=task.encoding_id(),
+            split=split,
+            cache_dir=cache_dir,
+            length=task.length,
+        )
+        counts[split] = counted(task, task.rows(split), Ledger(decoder(task)))
+        found["splits"][split] = of_split(cfg.train, task, store, counts[split])
+        for other in list(counts)[:-1]:
+            found["shared_rows"][f"{split} in {other}"] = counts[split].shared_with(counts[other])
+    return found
+
+
+def of_split(train: Train, task: Task, store: TokenStore, counts: Counts) -> dict[str, Any]:
+    """The statistics of one split."""
+    lost, of = store.lost_labels()
+    return {
+        "rows": len(store),
+        "fields": _fields(store, counts),
+        "ledger": counts.ledger.report(),
+        "truncated_rows": store.summary()["truncated_rows"],
+        "lost_labels": {"lost": lost, "of": of} if of else None,
+        "padding": _padding(train, task, store),
+        **counts.report(),
+        "examples": examples(task, store, ids=counts.ids, decode=decoder(task)),
+    }
+
+
+def decoder(task: Task) -> Any:
+    """Token ids -> text, special tokens included, by the task's tokenizer; the ids themselves when it has none."""
+    tokenizer: Any = getattr(task, "tokenizer", None)
+    if tokenizer is None:
+        return lambda ids: " ".join(map(str, ids))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _fields(store: TokenStore, counts: Counts) -> dict[str, Any]:
+    """Lengths by field: before they are cut where the task says so, else as they are stored; and of the whole row."""
+    whole, limits = counts.ledger.lengths(), counts.ledger.limits()
+    names = [name for name in store.meta["fields"] if not name.endswith("lengths")]
+    stored = {} if whole else {name: store.sizes(name) for name in names}
+    texts = {name: sizes for name, sizes in stored.items() if sizes.max(initial=0) > 1}  # others are mere numbers
+    found = {name: {**_lengths(sizes), "limit": limits.get(name), "is_whole": name in whole}
+             for name, sizes in {**whole, **texts}.items()}  # fmt: skip
+    return {**found, "length": {**_lengths(np.asarray(store.lengths)), "limit": None, "is_whole": False}}
+
+
+def _lengths(sizes: np.ndarray) -> dict[str, Any]:
+    """Count, sum, mean, percentiles and histogram of token lengths."""
+    if not len(sizes):
+        return {"texts": 0, "tokens": 0}
+    percentiles = np.percentile(sizes, PERCENTILES, method="higher")
+    width = _bin_width(int(sizes.max()))
+    edges = np.arange(0, int(sizes.max()) + width + 1, width)
+    counts, _ = np.histogram(sizes, bins=edges)
+    return {
+        "texts": len(sizes),
+        "tokens": int(sizes.sum()),
+        "mean": float(sizes.mean()),
+        "min": int(sizes.min()),
+        **{f"p{p}": int(value) for p, value in zip(PERCENTILES, percentiles, strict=True)},
+        "max": int(sizes.max()),
+        "histogram": {"edges": edges.tolist(), "counts": counts.tolist()},
+    }
+
+
+def _bin_width(most: int) -> int:
+    """1, 2 or 5 times a power of ten, so that there are at most BINS bins and splits can be laid over each other."""
+    return next(step * 10**power for power in range(10) for step in (1, 2, 5) if (most + 1) <= BINS * step * 10**power)
+
+
+def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
+    """Which part of the micro-batches of one device is padding: by row lengths, and in batches as they are collated.
+
+    `by_length` takes a micro-batch for one rectangle as wide as its longest row; `collated` counts the attention masks
+    of a few micro-batches, each field for itself, and is None for a task that packs.
+    """
+    if len(store) < train.global_batch:
+        return {"by_length": None, "collated": None, "steps": 0}
+    sharding = Sharding(train.global_batch, train.micro_batch, 1, 0, train.micro_tokens, train.bucket_steps)
+    steps = min(_MOST_STEPS, max(1, len(store) // train.global_batch))
+    seed = train.seed if train.order == "shuffled" else None
+    without = replace(sharding, micro_tokens=None, bucket_steps=1)
+    return {
+        "by_length": padding_share(store.lengths, sharding, seed=seed, steps=steps),
+        "without_budget_and_buckets": padding_share(store.lengths, without, seed=seed, steps=steps),
+        "collated": _collated(task, store, sharding, seed=seed, steps=steps),
+        "steps": steps,
+    }
+
+
+def _collated(task: Task, store: TokenStore, sharding: Sharding, *, seed: int | None, steps: int) -> float | None:
+    real = cells = 0
+    for step in np.unique(np.linspace(0, steps - 1, _COLLATED).astype(int)):
+        for rows in window_rows(int(step), lengths=store.lengths, sharding=sharding, seed=seed):
+            batch: Mapping[str, Any] = task.collate([store[int(row)] for row in rows])
+            for name, mask in batch.items():
+                if name.endswith("attention_mask"):
+                    real, cells = real + int(mask.sum()), cells + mask.numel()
+    return 1 - real / cells if cells else None

@@ -1,0 +1,28 @@
+"""Trained layers for elsewhere: a folder that refers to its base, or one that holds it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from trainer.disk import new_folder, refuse_existing
+from trainer.tasks.cross_attention import export
+
+log = logging.getLogger(__name__)
+
+
+def export_model(folder: Path, *, out: Path, merge: bool = False) -> None:
+    """Write a best/ or final/ folder of a run as a folder that `reader.Reader` opens.
+
+    merge: with the base's weights in it, so that nothing else is needed. ConfigError when the folder is no export of
+    ours or `out` exists, ResumeError when its base is another by now; nothing half-written is left.
+    """
+    refuse_existing(out)
+    export.described(folder)
+    with new_folder(out) as made:
+        if merge:
+            export.merge(folder, made, export.places_of(folder, cache_dir=Path("tmp-cache")))
+        else:
+            shutil.copytree(folder, made, dirs_exist_ok=True)
+    log.info("wrote %s", out)

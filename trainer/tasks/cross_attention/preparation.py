@@ -1,0 +1,210 @@
+"""What `python -m trainer prepare` does for cross-attention: a group's rows in a folder, and their contexts' states.
+
+<out>/prepared.json    what the rows were made of, and a digest of each split
+<out>/<split>.jsonl    the rows, as data.source='jsonl' reads them
+<out>/states/<name>/   see trainer/states/layout.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer import base_model, distributed
+from trainer.data import reading_sources, sources
+from trainer.data.store import TokenStore, open_store
+from trainer.disk import refusals, write_json
+from trainer.errors import ConfigError
+from trainer.progress import Progress
+from trainer.states import layout, writing
+from trainer.task import Places, Row
+from trainer.tasks.cross_attention import contexts, questions
+from trainer.tasks.cross_attention.config import Config
+from trainer.tasks.cross_attention.task import Task
+
+logger = logging.getLogger(__name__)
+
+SPLITS = ("train", "valid", "test")
+Rows = Callable[[], Iterable[Row]]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is prepared, and how."""
+
+    out: Path
+    sources: Mapping[str, str]  # sets of trainer/data/reading_sources.py by name, and where they are
+    hotpotqa_shuffles: int = reading_sources.HOTPOTQA_SHUFFLES
+    batch_tokens: int = 16_384  # padded tokens per device and forward
+    shard_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What stands in the folder now."""
+
+    folder: Path  # of the states
+    rows: dict[str, int]
+    met: int  # contexts of all rows
+    plan: layout.Plan
+
+    @property
+    def bytes_on_disk(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.iterdir())
+
+
+def write_rows(cfg: Config, places: Places, wanted: Wanted) -> None:
+    """Write the rows of every split. On one rank only; ConfigError when other rows stand there already."""
+    _write_rows(wanted.out, cfg, _splits(cfg, places, wanted))
+
+
+def write_states(cfg: Config, places: Places, wanted: Wanted) -> Prepared:
+    """Write the states of the contexts of the rows; shards that are there already, whole, are kept. A collective.
+
+    ConfigError when the folder holds others, StorageError when the disk has no room for them.
+    """
+    online = cfg.model_copy(update={"data": cfg.data.model_copy(update={"encode": "online"})})
+    task = Task(online, places)
+    task.places = Places(wanted.out, places.cache_dir, places.savedir_base)  # a tokenizer may lie below the old one
+    counts: dict[str, int] = questions.prepared(wanted.out)["rows"]
+    stores = [_store(task, split) for split in counts]
+    found = writing.distinct(_met(stores), lambda place: _chunk(stores, place))
+    identity = contexts.identity(cfg, places, task.tokenizer)
+    width = base_model.config_of(cfg.base, places).hidden_size
+    asked = layout.plan_for(
+        identity, found.keys, found.lengths, dtype=cfg.data.state_dtype, width=width, shard_tokens=wanted.shard_tokens
+    )
+    folder = wanted.out / contexts.STATES / layout.folder_name(identity)
+    plan = writing.begun(folder, asked)
+    _write_states(task, folder, found, plan, wanted)
+    return Prepared(folder, counts, found.met, plan)
+
+
+# States -------------------------------------------------------------------------------------------------------------
+
+
+def _write_states(task: Task, folder: Path, found: writing.Contexts, plan: layout.Plan, wanted: Wanted) -> None:
+    lacking = writing.missing(folder, found, plan)
+    logger.info(
+        "%d distinct contexts of %d, %d tokens of %d numbers in %s; %d contexts are still to be encoded: %s",
+        *(plan.count, found.met, plan.tokens, plan.width, plan.dtype, lacking.contexts, writing.gib(lacking.bytes)),
+    )
+    distributed.barrier()  # nobody writes before all have looked
+    if not lacking.shards:
+        writing.write(folder, found, lambda _: [], plan=plan, batch_tokens=1)  # at most its last file is missing
+        return
+    writing.refuse_small_disk(folder, lacking)
+    dtype = base_model.DTYPES[task.cfg.train.precision]
+    model = task.model().to(distributed.device(), dtype).eval()
+    progress = Progress(-(-lacking.contexts // distributed.world()), "context") if distributed.is_main() else None
+    writing.write(
+        folder,
+        found,
+        lambda chunks: contexts.encoded_states(model, chunks, task.prompts.pad),
+        plan=plan,
+        batch_tokens=wanted.batch_tokens,
+        tell=progress.add if progress else lambda _: None,
+    )
+    if progress:
+        progress.close()
+
+
+def _store(task: Task, split: str) -> TokenStore:
+    return open_store(
+        lambda: task.rows(split),
+        task.encode,
+        encoding_id=task.encoding_id(),
+        split=split,
+        cache_dir=task.places.cache_dir,
+        length=task.length,
+    )
+
+
+def _met(stores: list[TokenStore]) -> Iterator[tuple[writing.Place, np.ndarray]]:
+    """Every context chunk of every row, with its place: store, row, field, chunk."""
+    for number, store in enumerate(stores):
+        for index in range(len(store)):
+            row = store[index]
+            for field, name in enumerate(contexts.FIELDS):
+                for chunk, ids in enumerate(contexts.chunks_of(row, name) if name in row else ()):
+                    yield (number, index, field, chunk), np.asarray(ids)
+
+
+def _chunk(stores: list[TokenStore], place: writing.Place) -> np.ndarray:
+    store, row, field, chunk = place
+    return np.asarray(contexts.chunks_of(stores[store][row], contexts.FIELDS[field])[chunk])
+
+
+# Rows ---------------------------------------------------------------------------------------------------------------
+
+
+def _splits(cfg: Config, places: Places, wanted: Wanted) -> dict[str, Rows]:
+    """A reader of the raw rows of each split that there is."""
+    source, data_path = cfg.data.source, places.data_path
+    if wanted.sources and source != "jsonl":
+        raise ConfigError(f"--source: the group reads data.source={source!r}. Set data.source='jsonl' to prepare sets.")
+    is_rows = data_path is not None and any((data_path / f"{split}.jsonl").is_file() for split in SPLITS)
+    if source == "jsonl" and (wanted.sources or not is_rows):
+        sets = reading_sources.sources_in(data_path, wanted.sources)
+        shuffles = wanted.hotpotqa_shuffles
+        found: dict[str, Rows] = {
+            split: lambda split=split: reading_sources.rows(sets, split, hotpotqa_shuffles=shuffles) for split in SPLITS
+        }
+        has_test = reading_sources.has_test(sets)
+    else:
+        found = {split: lambda split=split: questions.of_split(source, split, data_path) for split in SPLITS}
+        has_test = _has_test(source, data_path)
+    return found if has_test else {split: found[split] for split in SPLITS[:2]}
+
+
+def _has_test(source: str, data_path: Path | None) -> bool:
+    if source == "jsonl":
+        return data_path is not None and (data_path / "test.jsonl").is_file()
+    if source == "nq":
+        queries = sources.read_jsonl(sources.nq_folder(data_path) / sources.QUERIES)
+        return any(row.get("split") in sources.split_names("test") for row in queries)
+    return False
+
+
+def _write_rows(out: Path, cfg: Config, splits: dict[str, Rows]) -> None:
+    """The files of rows; ConfigError when other rows stand there already."""
+    with refusals(out):
+        out.mkdir(parents=True, exist_ok=True)
+        is_ours = (out / questions.PREPARED).is_file()
+        if not is_ours and any(not path.name.startswith(".") for path in out.iterdir()):
+            raise ConfigError(f"--out {out}: holds other files. Name a new folder, or one that prepare began.")
+        # a marker without rows: from here on the folder is ours, also after a kill
+        if not is_ours:
+            write_json(out / questions.PREPARED, {"source": cfg.data.source, "rows": {}, "sha256": {}})
+        before: dict[str, Any] = questions.prepared(out)
+        counts: dict[str, int] = {}
+        digests: dict[str, str] = {}
+        for split, rows in splits.items():
+            temporary = out / f".{split}.jsonl.{os.getpid()}.tmp"
+            counts[split], digests[split] = _write_lines(temporary, rows())
+            if before["sha256"].get(split, digests[split]) != digests[split] or before["source"] != cfg.data.source:
+                temporary.unlink()
+                raise ConfigError(f"--out {out}: was begun with other {split} rows. Name a new folder.")
+            os.replace(temporary, out / f"{split}.jsonl")
+        write_json(out / questions.PREPARED, {"source": cfg.data.source, "rows": counts, "sha256": digests})
+
+
+def _write_lines(path: Path, rows: Iterable[Row]) -> tuple[int, str]:
+    digest, count = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for row in rows:
+            line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+            file.write(line)
+            digest.update(line)
+            count += 1
+        file.flush()
+        os.fsync(file.fileno())
+    return count, digest.hexdigest()

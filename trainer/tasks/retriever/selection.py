@@ -1,0 +1,57 @@
+"""Which passages of a query are trained on: Tevatron v1's choice by epoch, a random one, or the first ones."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.tasks.retriever.config import Selection
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a choice may depend on."""
+
+    item: int  # the row's place in its data set
+    epoch: int
+    seed: int
+    draw: int  # a random number of this row and step
+
+    @property
+    def hashed(self) -> int:
+        """Python's hash of an integer below 2**61 is the integer itself."""
+        return self.item + self.seed
+
+
+def positive(count: int, turn: Turn, how: Selection) -> int:
+    """Which of `count` positives is taken. Source of by_epoch: texttron/tevatron, branch tevatron-v1."""
+    if how == "first":
+        return 0
+    return (turn.hashed + turn.epoch if how == "by_epoch" else _draws(turn, 0)[0]) % count
+
+
+def negatives(count: int, wanted: int, turn: Turn, how: Selection) -> list[int]:
+    """Which of `count` negatives are taken, `wanted` of them; some twice where there are fewer.
+
+    by_epoch walks through one shuffled order, epoch by epoch. Where there are too few, the published program draws
+    from the process's random state, which cannot be resumed; here the row and the epoch fix the draw.
+    """
+    if wanted == 0:
+        return []
+    if count < wanted:
+        return random.Random(f"{turn.hashed} {turn.epoch}").choices(range(count), k=wanted)
+    if how == "first":
+        return list(range(wanted))
+    if how == "drawn":
+        return np.argsort(_draws(turn, count)[1:], kind="stable")[:wanted].tolist()
+    order = list(range(count))
+    random.Random(turn.hashed).shuffle(order)
+    start = turn.epoch * wanted % count
+    return (order * 2)[start : start + wanted]
+
+
+def _draws(turn: Turn, count: int) -> np.ndarray:
+    """1 + count raw 64-bit numbers of PCG64, whose stream numpy guarantees; the first one chooses a positive."""
+    return np.random.PCG64(turn.draw).random_raw(1 + count) >> np.uint64(1)

@@ -1,0 +1,310 @@
+"""Queries and passages in, vectors out: trained so that a query's vector is nearest to its own passage's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer import base_model, distributed
+from trainer.config import Base, RandomBase, canonical_json
+from trainer.data import vocabulary
+from trainer.data.padding import pad_right
+from trainer.errors import ConfigError
+from trainer.gradcache import Pool as Pooled
+from trainer.gradcache import pooled_losses
+from trainer.metrics import Pool, Ratio
+from trainer.task import DRAW, EPOCH, Batch, Encoded, Places, Row, Side
+from trainer.tasks.retriever import export, lora, losses, metrics, rows, selection
+from trainer.tasks.retriever.config import Config, Data, Encoder
+from trainer.tasks.retriever.model import Retriever, pooler_of
+from trainer.tasks.retriever.tokens import Tokens, identity
+
+log = logging.getLogger(__name__)
+
+# What a rank keeps to itself of a pool: its queries meet all passages, so that no rank computes another one's scores.
+_OWN = ("queries", "counts", "positive_ids", "positive_counts", "teacher")
+_DESCRIBED = ("separator", "query_prefix", "passage_prefix", "query_tokens", "passage_tokens", "append_eos")
+
+
+class Task:
+    """A query at a time, with passages; the loss is a mean over queries."""
+
+    unit: ClassVar[str] = "queries"
+
+    def __init__(self, cfg: Config, places: Places) -> None:
+        self.cfg, self.places = cfg, places
+        self.how: Encoder = cfg.encoder  # an exported model may say otherwise
+        base = self._side(cfg.base, export.QUERY)
+        own = {} if base == cfg.base or cfg.tokenizer else {"tokenizer": base_model.resolve(cfg.base, places)}
+        named = cfg.model_copy(update={"base": base, **own})
+        self.tokenizer = base_model.tokenizer_of(named, places, needs_eos=False)
+        self.tokens = Tokens(self.tokenizer, cfg.data)
+        self._is_told = False  # whether the size of a pool was logged
+        if cfg.encoder.pooling == "cls" and _is_causal(base_model.config_of(base, places)):
+            raise ConfigError(
+                'encoder.pooling="cls": in a decoder the first token sees nothing but itself. Use "eos" or "mean".'
+            )
+
+    # Model ------------------------------------------------------------------------------------------------------
+
+    def model(self) -> nn.Module:
+        model = self._loaded(self.cfg.base, self.cfg.encoder)
+        source = base_model.resolve(self.cfg.base, self.places)
+        if model.pooler is not None and isinstance(source, str) and (Path(source) / export.POOLER).is_file():
+            export.load_pooler(model.pooler, Path(source))
+        return model
+
+    def exported(self, folder: Path) -> nn.Module:
+        how = export.described(folder, self.cfg.encoder)
+        export.check_holds_model(folder, tied=how.tied)
+        self._follow(folder, how)
+        if self.cfg.lora is None:
+            model = self._loaded(str(folder), how)
+        else:
+            self._check_base(folder)
+            model = self._loaded(self.cfg.base, how)
+            for side, place in export.sides(folder, tied=how.tied).items():
+                lora.load_adapter(getattr(model, side), place)
+        if model.pooler is not None:
+            export.load_pooler(model.pooler, folder)
+        return model.eval()
+
+    def skeleton(self) -> nn.Module:
+        def side(name: str) -> Any:
+            encoder = base_model.skeleton(self._side(self.cfg.base, name), self.places, kind="encoder")
+            with torch.device("meta"):
+                return encoder if self.cfg.lora is None else lora.adapted(encoder, self.cfg.lora, seed=0)
+
+        with torch.device("meta"):
+            return self._retriever(side, self.cfg.encoder)
+
+    def _loaded(self, base: Base, how: Encoder) -> Retriever:
+        return self._retriever(lambda side: self._encoder(base, side), how)
+
+    def _retriever(self, encoder_of: Any, how: Encoder) -> Retriever:
+        query, passage = encoder_of(export.QUERY), None if how.tied else encoder_of(export.PASSAGE)
+        width, dtype = query.config.hidden_size, next(query.parameters()).dtype
+        pooler = pooler_of(how.projection, how, width=width, seed=self.cfg.train.seed, dtype=dtype)
+        return Retriever(query, passage, how=how, pooler=pooler)
+
+    def _encoder(self, base: Base, side: str) -> Any:
+        cfg = self.cfg
+        encoder = base_model.load(self._side(base, side), self.places, precision=cfg.train.precision, kind="encoder")
+        if cfg.dropout is not None:
+            base_model.set_dropout(encoder, cfg.dropout)
+        if cfg.train.gradient_checkpointing:
+            encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return encoder if cfg.lora is None else lora.adapted(encoder, cfg.lora, seed=cfg.train.seed)
+
+    def _side(self, base: Base, side: str) -> Base:
+        """The base of one side: a folder with query_model/ and passage_model/ holds two."""
+        source = None if isinstance(base, RandomBase) else base_model.resolve(base, self.places)
+        return str(Path(source) / side) if isinstance(source, str) and (Path(source) / side).is_dir() else base
+
+    def _follow(self, folder: Path, how: Encoder) -> None:
+        """Embed texts as the exported model was trained to, whatever this experiment says."""
+        self.how, said = how, export.read_description(folder)
+        update = {} if said is None else {name: getattr(said, name) for name in _DESCRIBED}
+        changed = {name: value for name, value in update.items() if value != getattr(self.cfg.data, name)}
+        if changed:
+            log.warning("%s was trained with %s, which this experiment says otherwise: its own hold", folder, changed)
+            self.tokens = Tokens(self.tokenizer, self.cfg.data.model_copy(update=changed))
+
+    def _check_base(self, folder: Path) -> None:
+        said = export.read_description(folder)
+        if said is not None and said.base_fingerprint != self.fingerprint():
+            raise ConfigError(
+                f"{folder}: its adapters were trained on base {said.base_fingerprint}, but this experiment's is "
+                f"{self.fingerprint()}.\nPut the old base back: they mean nothing in another one."
+            )
+
+    def fingerprint(self) -> str:
+        return "" if self.cfg.lora is None else base_model.fingerprint(self.cfg.base, self.places)
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        names = [export.QUERY] if self.cfg.encoder.tied else [export.QUERY, export.PASSAGE]
+        configs = {side: base_model.config_of(self._side(self.cfg.base, side), self.places) for side in names}
+        own = {"configs": configs, "tokenizer": self.tokenizer, "fingerprint": self.fingerprint()}
+        export.write(folder, weights, self.cfg, **own)
+
+    # Data -------------------------------------------------------------------------------------------------------
+
+    def rows(self, split: str) -> Iterable[Row]:
+        found = rows.rows(self.cfg.data, split, self.places.data_path)
+        found = rows.trainable(found, self.cfg.data.passages if split == "train" else 1)
+        return ({**row, "item": item} for item, row in enumerate(found))
+
+    def encode(self, row: Row) -> Encoded:
+        """The query and all its passages, positives first, as ids; what each passage is, and its teacher's score."""
+        (query,) = self.tokens.ids([row["query"]], "query")
+        texts = [*row["positives"], *row["negatives"]]
+        passages = self.tokens.ids(texts, "passage")
+        scores = [text.get("score", np.nan) if isinstance(text, Mapping) else np.nan for text in texts]
+        is_cut = len(query) >= self.tokens.limit("query") or max(map(len, passages)) >= self.tokens.limit("passage")
+        return {
+            "query": query,
+            "passages": [token for tokens in passages for token in tokens],
+            "lengths": [len(tokens) for tokens in passages],
+            "identities": [word for tokens in passages for word in identity(tokens)],
+            "scores": np.asarray(scores, dtype=np.float32).view(np.int32).tolist(),
+            "num_positives": [len(row["positives"])],
+            "item": [row["item"]],
+            "truncated": [int(is_cut)],
+        }
+
+    def encoding_id(self) -> str:
+        data: Data = self.cfg.data
+        named = {name: getattr(data, name) for name in _DESCRIBED}
+        # the stored lengths depend on the number of passages
+        named |= {"task": "retriever", "passages": data.passages, "tokenizer": vocabulary.tokenizer_id(self.tokenizer)}
+        return canonical_json(named)
+
+    def length(self, encoded: Mapping[str, Any]) -> int:
+        return len(encoded["query"]) + self.cfg.data.passages * int(max(encoded["lengths"]))
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        """query_ids, query_mask (Q, L); passage_ids, passage_mask (P, L), query by query, a positive first; counts
+        (Q,) of passages; identities (P,); positive_ids, positive_counts (Q,); teacher (P,); numbers (Q,).
+
+        In training (rows that draw) data.passages passages a query; otherwise all positives and the first negatives.
+        """
+        chosen = [self._chosen(row) for row in rows]
+        passages = [_passage(row, index) for row, places in zip(rows, chosen, strict=True) for index in places]
+        identities = [_words(row["identities"]) for row in rows]
+        scores = [np.asarray(row["scores"], dtype=np.int32).view(np.float32) for row in rows]
+        positives = [found[: int(row["num_positives"][0])] for row, found in zip(rows, identities, strict=True)]
+        query_ids, query_mask = self._padded([row["query"] for row in rows], "query")
+        passage_ids, passage_mask = self._padded(passages, "passage")
+        return {
+            "query_ids": query_ids,
+            "query_mask": query_mask,
+            "passage_ids": passage_ids,
+            "passage_mask": passage_mask,
+            "counts": torch.tensor([len(places) for places in chosen]),
+            "identities": torch.from_numpy(np.concatenate([i[p] for i, p in zip(identities, chosen, strict=True)])),
+            "positive_ids": torch.from_numpy(np.concatenate(positives)),
+            "positive_counts": torch.tensor([len(found) for found in positives]),
+            "teacher": torch.from_numpy(np.concatenate([s[p] for s, p in zip(scores, chosen, strict=True)])),
+            "numbers": torch.tensor([int(row["item"][0]) for row in rows]),
+        }
+
+    def _chosen(self, row: Mapping[str, Any]) -> list[int]:
+        """Which of a row's passages are looked at, by their places."""
+        data, total, positives = self.cfg.data, len(row["lengths"]), int(row["num_positives"][0])
+        if DRAW not in row:
+            return list(range(min(total, positives + data.passages - 1)))
+        turn = selection.Turn(
+            item=int(row["item"][0]), epoch=int(row[EPOCH][0]), seed=self.cfg.train.seed, draw=int(row[DRAW][0])
+        )
+        negatives = selection.negatives(total - positives, data.passages - 1, turn, data.select_negatives)
+        return [selection.positive(positives, turn, data.select_positive), *(positives + place for place in negatives)]
+
+    def _padded(self, sequences: Sequence[Any], side: Side) -> tuple[Tensor, Tensor]:
+        ids, mask = pad_right(sequences, self.tokens.pad)
+        room = (0, self.tokens.width(ids.shape[1], side) - ids.shape[1])
+        return nn.functional.pad(ids, room, value=self.tokens.pad), nn.functional.pad(mask, room)
+
+    # Loss and scores --------------------------------------------------------------------------------------------
+
+    def units(self, batch: Batch) -> Tensor:
+        return torch.tensor(len(batch["counts"]), device=batch["counts"].device)
+
+    def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
+        """Each query against all passages of its pool: the window's or its micro-batch's, of all ranks or its own."""
+        cfg = self.cfg.loss
+        chunks = (cfg.query_chunk, cfg.passage_chunk) if cfg.query_chunk or cfg.passage_chunk else None
+        how = Pooled(own=_OWN, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
+        for pool in [window] if cfg.pool == "window" else [[batch] for batch in window]:
+            self._tell(pool)
+            yield from pooled_losses(lambda batch: self._represented(model, batch, chunks), pool, self._of_pool, how)
+
+    def _represented(self, model: nn.Module, batch: Batch, chunks: Any) -> dict[str, Tensor]:
+        """Vectors of a micro-batch, with what the loss needs to know of them."""
+        found = model(**_texts(batch), chunks=chunks) if chunks else model(**_texts(batch))
+        found = {**found, "counts": batch["counts"]}
+        if self.cfg.loss.mask_duplicates:
+            found |= {name: batch[name] for name in ("identities", "positive_ids", "positive_counts")}
+        # a teacher's scores carry no gradient, whatever their type
+        return found | ({"teacher": _bits(batch["teacher"])} if self.cfg.loss.distillation is not None else {})
+
+    def _of_pool(self, pool: Mapping[str, Tensor]) -> Tensor:
+        cfg, temperature = self.cfg.loss, self.cfg.encoder.temperature
+        total = pool["queries"].new_zeros(())
+        if cfg.contrastive:
+            found = losses.in_batch(pool, temperature=temperature, mask_duplicates=cfg.mask_duplicates)
+            total = total + cfg.contrastive * found
+        if cfg.distillation is not None:
+            pool = {**pool, "teacher": pool["teacher"].view(torch.float32)}
+            kept = {"temperature": temperature, "teacher_temperature": cfg.distillation.teacher_temperature}
+            total = total + cfg.distillation.coefficient * losses.distilled(pool, **kept)
+        return total
+
+    def _tell(self, pool: Sequence[Batch]) -> None:
+        """Log once over how many queries and passages one loss goes."""
+        if self._is_told:
+            return
+        self._is_told = True
+        ranks = distributed.world() if self.cfg.loss.negatives_x_device else 1
+        queries = ranks * sum(len(batch["counts"]) for batch in pool)
+        passages = ranks * sum(len(batch["passage_ids"]) for batch in pool)
+        log.info("one loss goes over %d queries and %d passages: %d negatives a query", queries, passages, passages - 1)
+
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
+        """Every metric of metrics.retrieval_metrics, of this split's queries over all passages of its rows."""
+        found = model(**_texts(batch))
+        numbers, ids, positive_ids = batch["numbers"], batch["identities"], batch["positive_ids"]
+        pairs = torch.repeat_interleave(numbers, batch["positive_counts"])
+        blank = found["queries"].new_zeros(len(pairs), found["queries"].shape[1])
+        table = [
+            metrics.rows_of(metrics.QUERY, numbers=numbers, ids=torch.zeros_like(numbers), vectors=found["queries"]),
+            metrics.rows_of(metrics.PASSAGE, numbers=torch.zeros_like(ids), ids=ids, vectors=found["passages"]),
+            metrics.rows_of(metrics.RELEVANT, numbers=pairs, ids=positive_ids, vectors=blank),
+        ]
+        return {"retrieval": Pool(torch.cat(table), self._metrics)}
+
+    def _metrics(self, table: Tensor) -> dict[str, float]:
+        return metrics.retrieval_metrics(table, temperature=self.how.temperature)
+
+    # Embedding --------------------------------------------------------------------------------------------------
+
+    def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
+        """Token ids as `embed` takes them: with prefix, title and special tokens, cut to the side's limit."""
+        return self.tokens.ids(texts, side)
+
+    def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
+        """(N, E) fp32 vectors of N token rows."""
+        ids, mask = self._padded(rows, side)
+        device = distributed.device()
+        given = {f"{side}_ids": ids.to(device), f"{side}_mask": mask.to(device)}
+        return model(**given)["queries" if side == "query" else "passages"].float()
+
+
+def _texts(batch: Batch) -> dict[str, Tensor]:
+    return {name: batch[name] for name in ("query_ids", "query_mask", "passage_ids", "passage_mask")}
+
+
+def _passage(row: Mapping[str, Any], index: int) -> Any:
+    start = int(np.sum(row["lengths"][:index]))
+    return row["passages"][start : start + int(row["lengths"][index])]
+
+
+def _words(identities: Any) -> np.ndarray:
+    """(N,) int64 of twice as many 32-bit numbers."""
+    return np.ascontiguousarray(identities, dtype="<i4").view("<i8")
+
+
+def _bits(scores: Tensor) -> Tensor:
+    return scores.view(torch.int32)
+
+
+def _is_causal(config: Any) -> bool:
+    import transformers
+
+    reads_both_ways = transformers.MODEL_FOR_MASKED_LM_MAPPING
+    return type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in reads_both_ways

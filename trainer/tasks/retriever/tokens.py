@@ -1,0 +1,76 @@
+"""Texts to token ids: with the tokenizer's special tokens around them, cut to a side's limit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainer.data import vocabulary
+from trainer.errors import ConfigError
+from trainer.task import Row, Side
+from trainer.tasks.retriever.config import Data
+
+
+class Tokens:
+    """How an experiment's texts become ids."""
+
+    def __init__(self, tokenizer: Any, data: Data) -> None:
+        self.tokenizer, self.data = tokenizer, data
+        self.pad = vocabulary.pad_id(tokenizer)
+        self.separator = _separator(tokenizer, data.separator)
+        self.before, self.after = _special_tokens(tokenizer)
+        if data.append_eos:
+            end = vocabulary.eos_id(tokenizer)
+            self.after = [*self.after, end] if self.after[-1:] != [end] else self.after
+
+    def limit(self, side: Side) -> int:
+        """Most tokens of a text, special ones included."""
+        return self.data.query_tokens if side == "query" else self.data.passage_tokens
+
+    def ids(self, texts: Sequence[str | Row | Sequence[int]], side: Side) -> list[list[int]]:
+        """Ids of queries (text), of passages ({"text", "title"?}), or of what is token ids without special ones."""
+        spelled = [self._text(text, side) for text in texts if isinstance(text, (str, Mapping))]
+        found = iter(self.tokenizer(spelled, add_special_tokens=False)["input_ids"] if spelled else [])
+        plain = [next(found) if isinstance(text, (str, Mapping)) else list(text) for text in texts]
+        room = self.limit(side) - len(self.before) - len(self.after)
+        return [[*self.before, *tokens[:room], *self.after] for tokens in plain]
+
+    def _text(self, text: str | Row, side: Side) -> str:
+        if isinstance(text, str):
+            text = {"text": text}
+        title = f"{text['title']}{self.separator}" if text.get("title") else ""
+        prefix = self.data.query_prefix if side == "query" else self.data.passage_prefix
+        return f"{prefix}{title}{text['text']}"
+
+    def width(self, longest: int, side: Side) -> int:
+        """To how many tokens a batch is padded whose longest text has `longest`."""
+        multiple = self.data.pad_to_multiple_of
+        return max(longest, min(-(-longest // multiple) * multiple, self.limit(side)))
+
+
+def identity(ids: Sequence[int]) -> list[int]:
+    """Two 32-bit numbers that name a passage by its tokens: equal passages are one passage."""
+    digest = hashlib.blake2b(np.asarray(ids, dtype="<i4").tobytes(), digest_size=8).digest()
+    return np.frombuffer(digest, dtype="<i4").tolist()
+
+
+def _separator(tokenizer: Any, wanted: str) -> str:
+    """As Tevatron reads it: the name of an attribute of the tokenizer stands for its value."""
+    value = getattr(tokenizer, wanted, None) if wanted.isidentifier() else None
+    return value if isinstance(value, str) else wanted
+
+
+def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and behind a text."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+    start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
+    if start is None:
+        raise ConfigError(
+            f"tokenizer {tokenizer.name_or_path!r}: special tokens change how a text is cut ({plain} alone, {whole} "
+            "with them). Use another tokenizer."
+        )
+    return whole[:start], whole[start + len(plain) :]

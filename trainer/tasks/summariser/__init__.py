@@ -1,0 +1,1 @@
+"""Summaries of documents, written by a T5."""

@@ -1,0 +1,201 @@
+"""Documents in, summaries out: any seq2seq model of the T5 families; every weight trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer import base_model, distributed
+from trainer.config import canonical_json
+from trainer.data import vocabulary
+from trainer.data.padding import pad_right
+from trainer.errors import ConfigError
+from trainer.losses import IGNORED
+from trainer.metrics import Ratio
+from trainer.task import DRAW, GREEDY, Answered, Batch, Encoded, Places, Row, Search, Uncut
+from trainer.tasks.summariser import data, rouge
+from trainer.tasks.summariser.config import Config
+from trainer.tasks.summariser.model import Summariser, arguments
+
+FAMILIES = ("t5", "mt5", "umt5", "longt5")  # flan-T5, T5 v1.1 and ByT5 are of the first two
+ALIGNED = 8  # tensor cores and CUDA's attention kernels want widths that are multiples of 8
+
+
+class Task:
+    """A document in the encoder, its summary in the decoder."""
+
+    unit: ClassVar[str] = "tokens"
+
+    def __init__(self, cfg: Config, places: Places) -> None:
+        self.cfg, self.places = cfg, places
+        self.tokenizer = base_model.tokenizer_of(cfg, places)
+        self.pad = vocabulary.pad_id(self.tokenizer)
+        self.end = vocabulary.eos_id(self.tokenizer)
+
+    # Model ------------------------------------------------------------------------------------------------------
+
+    def model(self) -> nn.Module:
+        return self._loaded(self.cfg.base)
+
+    def exported(self, folder: Path) -> nn.Module:
+        return self._loaded(str(folder))
+
+    def skeleton(self) -> nn.Module:
+        return self._operate(base_model.skeleton(self.cfg.base, self.places, kind="seq2seq_lm"))
+
+    def _loaded(self, base: Any) -> Summariser:
+        return self._operate(base_model.load(base, self.places, precision=self.cfg.train.precision, kind="seq2seq_lm"))
+
+    def _operate(self, base: Any) -> Summariser:
+        config = base.config
+        if config.model_type not in FAMILIES:
+            raise ConfigError(f"base: a {config.model_type}, want one of the T5 families ({', '.join(FAMILIES)}).")
+        if config.eos_token_id != self.end:
+            raise ConfigError(
+                f"base.config.eos_token_id={config.eos_token_id}, but the tokenizer ends texts with {self.end}: "
+                "summaries would never end. Make them equal, or use the base's own tokenizer."
+            )
+        if config.decoder_start_token_id is None:
+            raise ConfigError("base.config.decoder_start_token_id: missing. A T5 starts texts with its pad, id 0.")
+        if self.cfg.train.gradient_checkpointing:
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return Summariser(base, label_smoothing=self.cfg.label_smoothing)
+
+    def fingerprint(self) -> str:
+        return ""
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        named = {name.removeprefix("base."): tensor for name, tensor in weights.items()}
+        config = base_model.config_of(self.cfg.base, self.places)
+        config.dtype = next(iter(named.values())).dtype
+        config.architectures = [type(self.skeleton().base).__name__]
+        base_model.export_folder(folder, config, self.tokenizer, named)
+
+    # Data -------------------------------------------------------------------------------------------------------
+
+    def rows(self, split: str) -> Iterable[Row]:
+        return data.rows(self.cfg.data, self.places, split)
+
+    def encode(self, row: Row) -> Encoded:
+        """Token ids of the document and of every reference, each cut to its limit, its end kept."""
+        fields = self.untruncated(row)
+        source, targets = fields["source"], fields["targets"]
+        kept = [self._cut(ids, self.cfg.data.target_tokens) for ids in targets.texts]
+        longest = max(map(len, targets.texts), default=0)
+        first = len(targets.texts[0]) if targets.texts else 0
+        return {
+            "source": self._cut(source.texts[0], self.cfg.data.source_tokens),
+            "targets": [token for ids in kept for token in ids],
+            "targets_lengths": [len(ids) for ids in kept],
+            "truncated": [
+                int(len(source.texts[0]) > self.cfg.data.source_tokens or longest > self.cfg.data.target_tokens)
+            ],
+            "lost_labels": [max(0, first - self.cfg.data.target_tokens), first],
+        }
+
+    def untruncated(self, row: Row) -> dict[str, Uncut]:
+        """source: prefix and document with their end; targets: every reference with its end."""
+        limits = self.cfg.data
+        texts = self.tokenizer(
+            [limits.prefix + row["document"], *row["summaries"]], add_special_tokens=False, verbose=False
+        )
+        source, *targets = [[*ids, self.end] for ids in texts["input_ids"]]
+        return {
+            "source": Uncut([source], limits.source_tokens, "data.source_tokens"),
+            "targets": Uncut(targets, limits.target_tokens, "data.target_tokens", labels_from=0),
+        }
+
+    def _cut(self, ids: list[int], limit: int) -> list[int]:
+        return ids if len(ids) <= limit else [*ids[: limit - 1], self.end]
+
+    def encoding_id(self) -> str:
+        limits = self.cfg.data
+        return canonical_json(
+            {
+                "task": "summariser",
+                "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
+                "prefix": limits.prefix,
+                "source_tokens": limits.source_tokens,
+                "target_tokens": limits.target_tokens,
+            }
+        )
+
+    def length(self, encoded: Mapping[str, Any]) -> int:
+        """Of the document and the longest reference: which one is trained on is drawn later."""
+        return len(encoded["source"]) + max(map(int, encoded["targets_lengths"]), default=0)
+
+    def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        """input_ids, attention_mask (B, S) and labels (B, T); S and T are the longest, rounded up to multiples of 8."""
+        ids, mask = pad_right([row["source"] for row in rows], self.pad)
+        targets, is_target = pad_right([self._target(row) for row in rows], self.pad)
+        return {
+            "input_ids": _aligned(ids, self.pad),
+            "attention_mask": _aligned(mask, 0),
+            "labels": _aligned(targets.masked_fill(is_target == 0, IGNORED), IGNORED),
+        }
+
+    def _target(self, row: Mapping[str, Any]) -> Sequence[int]:
+        """The first reference, or in training the one that the row's draw falls on; [] of none."""
+        lengths = [int(length) for length in row["targets_lengths"]]
+        if not lengths:
+            return []
+        is_drawn = self.cfg.data.sample_summaries and DRAW in row
+        number = int(row[DRAW][0]) % len(lengths) if is_drawn else 0
+        start = sum(lengths[:number])
+        return row["targets"][start : start + lengths[number]]
+
+    # Loss and scores --------------------------------------------------------------------------------------------
+
+    def units(self, batch: Batch) -> Tensor:
+        return (batch["labels"] != IGNORED).sum()
+
+    def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
+        for batch in window:
+            yield model(**batch)["loss"]
+
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio]:
+        """loss: per token of the first reference, without label smoothing."""
+        return {"loss": Ratio(model(**batch)["loss"], self.units(batch))}
+
+    # Summaries --------------------------------------------------------------------------------------------------
+
+    def asked(self, row: Row) -> Row:
+        return {"id": row["id"], "question": row["document"], "answers": row["summaries"]}
+
+    def judged(self, prediction: str, references: Sequence[str]) -> dict[str, float]:
+        return rouge.scores(prediction, references, self.cfg.rouge)
+
+    def answers(
+        self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row], *, search: Search = GREEDY
+    ) -> Answered:
+        """Summaries, and the mean of each kind of ROUGE over the rows that have references.
+
+        One beam, the default of `search`, stands for generation.num_beams of the experiment.
+        """
+        if search.temperature is not None:
+            raise ConfigError("task 'summariser' draws no summaries. Leave out --temperature.")
+        how = self.cfg.generation
+        beams = max(search.num_beams, search.num_answers) if search != GREEDY else how.num_beams
+        told = arguments(how, num_beams=beams, num_answers=search.num_answers, is_synced=distributed.world() > 1)
+        batch = {name: tensor.to(distributed.device()) for name, tensor in self.collate(rows).items()}
+        texts = [self._text(ids) for ids in model(**batch, generation=told)["tokens"][:, 1:].tolist()]
+        n_best = [texts[start : start + search.num_answers] for start in range(0, len(texts), search.num_answers)]
+        predictions = [best for best, *_ in n_best]
+        judged = [
+            self.judged(text, row["answers"]) for text, row in zip(predictions, raw, strict=True) if row["answers"]
+        ]
+        scores = {kind: Ratio.of([found[kind] for found in judged]) for kind in rouge.KINDS}
+        return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
+
+    def _text(self, tokens: list[int]) -> str:
+        kept = tokens[: tokens.index(self.end)] if self.end in tokens else tokens
+        return str(self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
+
+
+def _aligned(ids: Tensor, pad: int) -> Tensor:
+    """The same rows, their width rounded up to a multiple of 8."""
+    return F.pad(ids, (0, -ids.shape[1] % ALIGNED), value=pad)
