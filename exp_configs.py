@@ -258,11 +258,11 @@ SUMMARISE_TINY["data"] = {"source": "stdlib_docs", "prefix": "", "source_tokens"
 # Scientific abstracts and their one-sentence summaries (SciTLDR) on a CPU: real text, T5's vocabulary, random weights.
 SUMMARISE_SCITLDR_CPU = vary(
     SUMMARISE_TINY,
-    base={"config": {**FID_NQ_CPU["base"]["config"], "d_ff": 512, "dropout_rate": 0.0}},
+    base={"config": {**FID_NQ_CPU["base"]["config"], "d_ff": 512, "dropout_rate": 0.1}},
     tokenizer="../shared/data/tokenizers/t5",
     train={
         **EVERY_100,
-        "steps": 500,
+        "steps": 600,
         "global_batch": 16,
         "micro_batch": 8,
         "micro_tokens": 2048,

@@ -2,7 +2,7 @@
 
 Layers (a file that is not named here and lies in trainer/ is layer 2):
 5  trainval.py, trainer/__main__.py, trainer/commands/*
-4  jobs/*, trainer/{loop, engine, run, evaluation, preview}.py
+4  jobs/*, trainer/{loop, engine, run, evaluation, planning, preview}.py
 3  trainer/tasks/<name>/*
 2  trainer/*, trainer/data/*
 1  trainer/{distributed, rng}.py
@@ -43,6 +43,7 @@ LAYERS = {
     "trainer.engine": 4,
     "trainer.run": 4,
     "trainer.preview": 4,
+    "trainer.planning": 4,
     "trainer.evaluation": 4,
     "trainer.__main__": 5,
     "trainer.commands": 5,

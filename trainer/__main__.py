@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from trainer.commands import evaluation, models, preparation, retrieval, statistics, verifier
+from trainer.commands import evaluation, models, planning, preparation, retrieval, statistics, verifier
 
 app = typer.Typer(
     add_completion=False,
@@ -34,6 +34,7 @@ app.command()(verifier.convert)
 app.command()(verifier.calibrate)
 app.command()(verifier.score)
 app.command()(statistics.stats)
+app.command()(planning.plan)
 
 if __name__ == "__main__":
     app(prog_name="python -m trainer")

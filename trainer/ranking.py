@@ -65,7 +65,7 @@ def read_run(path: Path) -> Run:
     Ties keep the order of the file. Where there are ranks and no scores, the score is minus the rank's place.
     """
     run: Run = {}
-    for question, found in retrieved._ranking(path):
+    for question, found in retrieved.ranking_hits(path):
         hits = run.setdefault(question, [])
         hits.append(Hit(found.passage, -float(len(hits) + 1) if found.score is None else found.score))
     for question, hits in run.items():

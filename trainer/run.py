@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from trainer import checkpoint, deepspeed_config, distributed, engine, errors, rng, tasks
 from trainer.config import Experiment, digest, exp_id
 from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding, padding_share
+from trainer.data.windows import Sharding, Sizes, padding_share, sizes_of
 from trainer.disk import refusals, write_json
 from trainer.engine import Engine
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError, StorageError
@@ -53,6 +53,7 @@ class Options:
     wandb_run_name: str | None = None
     log_gradients: bool = False
     push_to_hub: bool = False
+    device: str | None = None  # that the run is planned for; None: the GPU of this process
 
     @property
     def places(self) -> Places:
@@ -153,7 +154,7 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
     stores = {split: store_of(task, split, options) for split in ("train", "valid")}
     found = _newest_checkpoint(plan)
     _check_identity(plan, task, stores)
-    _say_padding(plan, stores["train"])
+    _say_padding(plan, sizes_of(stores["train"], task))
     for store in stores.values():
         refuse_lost_labels(store, most=cfg.train.max_lost_labels)
     ds = deepspeed_config.for_engine(plan.ds)
@@ -301,11 +302,11 @@ def _check_identity(plan: Plan, task: Task, stores: dict[str, TokenStore]) -> No
     on_main(check)
 
 
-def _say_padding(plan: Plan, store: TokenStore) -> None:
+def _say_padding(plan: Plan, sizes: Sizes) -> None:
     train = plan.cfg.train
     seed = train.seed if train.order == "shuffled" else None
     steps = min(train.steps, max(_PADDING_STEPS, train.bucket_steps))
-    share = padding_share(store.lengths, plan.sharding, seed=seed, steps=steps)
+    share = padding_share(sizes, plan.sharding, seed=seed, steps=steps)
     logger.info("micro-batches of rows padded to their longest are %.1f%% padding (first %d steps)", 100 * share, steps)
 
 

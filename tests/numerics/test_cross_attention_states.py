@@ -82,7 +82,7 @@ def trained(task: Task, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
     torch.manual_seed(3)  # key dropout
     (loss,) = task.losses(model, [batch])
     loss.backward()
-    return float(loss), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 VARIANTS: dict[str, Values] = {
@@ -255,14 +255,14 @@ def test_states_are_also_found_in_the_cache_folder(folder: Path, tmp_path: Path)
 
 def test_other_rows_are_not_written_into_a_folder_that_was_begun(folder: Path, tmp_path: Path) -> None:
     prepare(values_of(folder), folder, tmp_path / "out")
-    with pytest.raises(ConfigError, match="was begun with other train rows. Name a new folder"):
+    with pytest.raises(ConfigError, match=r"was begun with other train rows. Name a new folder"):
         prepare(values_of(folder), chunked(folder), tmp_path / "out")
 
 
 def test_a_folder_with_other_files_is_left_alone(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds other files. Name a new folder"):
+    with pytest.raises(ConfigError, match=r"holds other files. Name a new folder"):
         prepare(values_of(folder), folder, tmp_path / "out")
 
 
@@ -277,7 +277,7 @@ def test_a_full_disk_is_refused_before_the_base_is_loaded(
 
 
 def test_sets_are_not_prepared_for_a_group_that_reads_something_else(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--source: the group reads data.source='stdlib_docs'"):
+    with pytest.raises(ConfigError, match=r"--source: the group reads data.source='stdlib_docs'"):
         prepare(values_of(folder, source="stdlib_docs"), folder, tmp_path / "out", sources={"nq": "x"})
 
 

@@ -14,7 +14,7 @@ from tests.numerics.test_engine import ds_for
 from tests.ranks import run_on_ranks
 from trainer import rng
 from trainer.config import Optim
-from trainer.gradcache import pooled_losses
+from trainer.gradcache import Pool, gather_tensors, pooled_losses
 
 QUERIES, WIDTH, PER_QUERY = 8, 6, 2
 OPTIM = Optim(lr=0.1, clip=0.0)
@@ -149,3 +149,66 @@ def test_what_is_no_representation_is_passed_along_unchanged() -> None:
     list(pooled_losses(lambda batch: model(**batch), cut([3, 5]), keep))
     assert seen[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
     assert seen[0].dtype == torch.int64
+
+
+# Each rank's part of the loss ---------------------------------------------------------------------------------------
+
+
+def _own_part(sizes: list[int], pool: Pool) -> tuple[float, dict[str, Tensor]]:
+    """The loss over all ranks and its gradients, where each rank computes the scores of its own queries only."""
+    from trainer import distributed
+
+    model, share = Towers(), len(sizes) // distributed.world()
+    mine = cut(sizes)[distributed.rank() * share : (distributed.rank() + 1) * share]
+    total = torch.zeros(())
+    for summed in pooled_losses(lambda batch: model(**batch), mine, in_batch, pool):
+        (summed / QUERIES).backward()
+        total += summed.detach() / QUERIES
+    gradients = {name: distributed.total(p.grad).float() for name, p in model.named_parameters() if p.grad is not None}
+    return float(distributed.total(total)), gradients
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("sizes", [[4, 4], [1, 3, 2, 2]], ids=str)
+def test_ranks_that_score_their_own_queries_alone_share_the_gradients_of_the_passages(
+    sizes: list[int], on_host: bool
+) -> None:
+    loss, gradients = plain()
+    for got_loss, got in run_on_ranks(2, _own_part, sizes, Pool(own=("queries",), on_host=on_host)):
+        assert got_loss == pytest.approx(loss, abs=1e-6)
+        for name, gradient in gradients.items():
+            assert (got[name] - gradient).abs().max() < 1e-6, name
+
+
+def test_a_pool_for_each_rank_holds_nothing_of_the_others() -> None:
+    model, halves = Towers(), cut([4, 4])
+    wanted = sum(in_batch(model(**half)) for half in halves) / QUERIES
+    assert isinstance(wanted, Tensor)
+    wanted.backward()
+    for loss, gradients in run_on_ranks(2, _own_part, [2, 2, 2, 2], Pool(across_ranks=False)):
+        assert loss == pytest.approx(float(wanted.detach()), abs=1e-6)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            assert (gradients[name] - parameter.grad).abs().max() < 1e-6, name
+
+
+def _gathered(wanted: list[int]) -> list[dict[str, Tensor]]:
+    from trainer import distributed
+
+    rows = wanted[distributed.rank()]
+    return gather_tensors(
+        {
+            "vectors": torch.full((rows, 3), 0.5 + distributed.rank(), dtype=torch.bfloat16),
+            "flags": torch.arange(rows) % 2 == distributed.rank(),
+            "numbers": torch.arange(rows) + 2**40,
+        }
+    )
+
+
+def test_tensors_of_several_types_and_lengths_come_back_whole_from_every_rank() -> None:
+    for found in run_on_ranks(2, _gathered, [3, 1]):
+        assert [len(part["vectors"]) for part in found] == [3, 1]
+        assert found[1]["vectors"].tolist() == [[1.5] * 3]
+        assert found[0]["flags"].tolist() == [True, False, True]
+        assert found[0]["numbers"].tolist() == [2**40, 2**40 + 1, 2**40 + 2]
+        assert found[0]["vectors"].dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Adapters in a frozen decoder: the same losses at every ZeRO stage and on two ranks; only they train; they come back."""
+"""Adapters in a frozen decoder: the same losses at every ZeRO stage and on two ranks; only they train and are kept."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -98,6 +99,51 @@ def driver_runs() -> list[Path]:
     return sorted(ROOT.glob("v1_driver_*.json"))
 
 
+@dataclass(frozen=True)
+class Pooling:
+    """A loss of the later program with one pooling, and what is recorded of it."""
+
+    name: str
+    how: Encoder
+    recorded: Mapping[str, Any]
+
+
+def poolings() -> list[Pooling]:
+    """Every object of v2_expected.json that holds a loss: its settings stand in it, or in the keys that lead to it."""
+    return list(_poolings(read_json("v2_expected.json"), ()))
+
+
+def _poolings(node: Any, path: tuple[str, ...]) -> Iterator[Pooling]:
+    if not isinstance(node, dict):
+        return
+    if isinstance(node.get("loss"), float):
+        name = "/".join(path)
+        yield Pooling(name, _settings(name.lower(), node), node)
+    for key, value in node.items():
+        yield from _poolings(value, (*path, key))
+
+
+def _settings(name: str, node: Mapping[str, Any]) -> Encoder:
+    names = {
+        "cls": "cls",
+        "first": "cls",
+        "mean": "mean",
+        "avg": "mean",
+        "average": "mean",
+        "eos": "eos",
+        "last": "eos",
+    }
+    said = str(node.get("pooling") or "") or next((word for word in re.findall("[a-z]+", name) if word in names), "cls")
+    norm = re.search(r"(no_?|un)?norm(?:ali[sz]ed?)?[ =_:]*(true|false|1|0)?(?![a-z])", name)
+    is_normalised = norm is not None and not norm[1] and norm[2] not in ("false", "0")
+    heat = re.search(r"(?<![a-z])(?:t|temp|temperature)[ =_:]*([0-9]*\.?[0-9]+)", name)
+    return Encoder(
+        pooling=names[said],  # pyright: ignore[reportArgumentType]
+        normalize=bool(node.get("normalize", is_normalised)),
+        temperature=float(node.get("temperature", heat[1] if heat else 1.0)),
+    )
+
+
 def params(found: Sequence[Any], what: str) -> list[Any]:
     """Parameters for pytest: the cases, or one that skips and says what is absent."""
     if found:
@@ -107,7 +153,7 @@ def params(found: Sequence[Any], what: str) -> list[Any]:
 
 
 def _id(case: Any, index: int) -> str:
-    if isinstance(case, (Case, Path)):
+    if isinstance(case, (Case, Path, Pooling)):
         return case.name
     return case if isinstance(case, str) else case[0] if isinstance(case, tuple) else str(index)
 

@@ -25,9 +25,7 @@ def by_hand(prediction: str, reference: str) -> dict[str, float]:
         grams = [Counter(zip(*(words[i:] for i in range(n)), strict=False)) for words in (one, two)]
         found[kind] = f1((grams[0] & grams[1]).total(), grams[0].total(), grams[1].total())
     common = {picked for size in range(len(one) + 1) for picked in combinations(one, size)}
-    longest = max(
-        len(picked) for size in range(len(two) + 1) for picked in combinations(two, size) if picked in common
-    )
+    longest = max(len(picked) for size in range(len(two) + 1) for picked in combinations(two, size) if picked in common)
     return found | {"rougel": f1(longest, len(one), len(two))}
 
 

@@ -165,7 +165,9 @@ def _of_dataset(place: Path | str, part: Part, config: str | None) -> Iterator[R
     try:
         import datasets
     except ImportError:
-        raise ConfigError(f"{place}: reading it takes the datasets library. Install lathe[datasets].") from None
+        raise ConfigError(
+            f"{place}: reading it takes the datasets library. Install it: pip install 'lathe[hub]'."
+        ) from None
     try:
         if isinstance(place, Path):
             found: Any = datasets.load_from_disk(str(place))

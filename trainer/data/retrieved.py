@@ -53,7 +53,7 @@ def rows(
     valid split may also be called val or dev.
     "fid": a JSON list or JSON lines of question (or query), answers (or answer; a list or a text), target, and ctxs;
     or in place of ctxs what DPR and Tevatron train on, positives before negatives. A passage is an object or an id.
-    "ranked": such questions without passages, and a ranking, see `_ranking`.
+    "ranked": such questions without passages, and a ranking, see `ranking_hits`.
     "nq": queries.jsonl of `data_path` or its subfolder nq, with ranked ids under "bm25".
     "stdlib_docs": the embedded corpus; a question's own passage stands among those of the questions behind it.
     """
@@ -128,7 +128,7 @@ def _ranked_rows(path: Path, split: str, ranking: Path, *, contexts: int, sort_b
         if question["id"] in questions:
             raise DataError(f"{where}: the id {question['id']!r} stands twice; give every question its own.")
         questions[question["id"]] = question
-    hits: dict[str, list[_Hit]] = {name: [] for name in questions}
+    hits: dict[str, list[Hit]] = {name: [] for name in questions}
     _read_ranking(ranking, hits, contexts=contexts, sort_by_score=sort_by_score)
     unranked = [name for name, of_question in hits.items() if not of_question]
     if unranked:
@@ -146,15 +146,15 @@ def _ranked_rows(path: Path, split: str, ranking: Path, *, contexts: int, sort_b
 # Rankings
 
 
-class _Hit(NamedTuple):
+class Hit(NamedTuple):
     passage: str
     score: float | None
 
 
-def _read_ranking(path: Path, hits: dict[str, list[_Hit]], *, contexts: int, sort_by_score: bool) -> None:
+def _read_ranking(path: Path, hits: dict[str, list[Hit]], *, contexts: int, sort_by_score: bool) -> None:
     """Fills `hits`; lines for questions that are not in it are left out, and their number is logged."""
     unknown: set[str] = set()
-    for question, hit in _ranking(path):
+    for question, hit in ranking_hits(path):
         kept = hits.get(question)
         if kept is None:
             unknown.add(question)
@@ -175,7 +175,7 @@ def _read_ranking(path: Path, hits: dict[str, list[_Hit]], *, contexts: int, sor
         _log.info("%s: left out %d questions that are not in this split", path, len(unknown))
 
 
-def _ranking(path: Path) -> Iterator[tuple[str, _Hit]]:
+def ranking_hits(path: Path) -> Iterator[tuple[str, Hit]]:
     """(question, passage with its score) of a file with white space between its columns, and none in an id.
 
     6 columns are a TREC run: question, Q0, passage, rank, score, tag; as in trec_eval the score counts, not the rank.
@@ -200,7 +200,7 @@ def _ranking(path: Path) -> Iterator[tuple[str, _Hit]]:
         if has_ranks:
             ranks[question] = _rank(value, ranks.get(question), path, line)
         score = None if has_ranks else _finite(value, "the score", f"{path}, line {line}")
-        yield question, _Hit(sys.intern(passage), score)  # interned: one passage is found for many questions
+        yield question, Hit(sys.intern(passage), score)  # interned: one passage is found for many questions
     if not num_columns:
         raise DataError(f"{path} is empty. Put question, passage and score on every line.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -47,4 +48,5 @@ def lines(text: str) -> str:
 def _scorer(stemmer: bool) -> RougeScorer:
     from rouge_score.rouge_scorer import RougeScorer
 
+    logging.getLogger("absl").setLevel(logging.WARNING)  # it tells which tokenizer it uses, every time
     return RougeScorer(list(KINDS.values()), use_stemmer=stemmer)

@@ -1,0 +1,1 @@
+"""How much memory a run takes, before anything is launched."""

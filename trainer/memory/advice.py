@@ -1,0 +1,186 @@
+"""What would make a run fit, or fit better: each change measured under fake tensors, with what it saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from trainer import tasks
+from trainer.deepspeed_config import PRESETS
+from trainer.errors import ConfigError
+from trainer.memory.deepspeed_terms import Breakdown, host, training
+from trainer.memory.devices import Device
+from trainer.memory.fit import Parabola
+from trainer.memory.measure import measure
+from trainer.memory.measured import Measured, Request
+from trainer.memory.plan import Made, Subject, binding_limit, changed, training_request
+from trainer.memory.rows import Specimens
+
+_SHORTER = (2, 4, 8)  # a limit is tried at so many parts of it
+_SHORTEST = 32
+_FEW, _SOME = 2, 4  # rows, to see what one more row costs; a single row has no padding, and so other kernels
+STAGES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One change of the experiment, or of how it is run."""
+
+    what: str
+    total: int  # bytes per device afterwards, in the training step
+    saving: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The training step under a DeepSpeed file."""
+
+    preset: str
+    peak: Breakdown
+    host: int
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What could be chosen instead."""
+
+    stages: list[Stage]
+    fixes: list[Fix] = field(default_factory=list)  # the one that saves most first
+    largest_rows: int = 0  # rows of the longest kind in a micro-batch, at most; 0: none fits
+    largest_tokens: int = 0  # the same in padded tokens
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def stages(subject: Subject, step: Measured, *, cublas: int) -> list[Stage]:
+    """The training step under each file of ds_configs/ that the experiment goes with."""
+    found: list[Stage] = []
+    for preset in STAGES:
+        if not (PRESETS / f"{preset}.json").is_file():
+            continue
+        try:
+            zero = subject.zero_of(subject.with_deepspeed(preset))
+        except ConfigError:  # Adafactor above stage 0, fp16 at it: nothing to choose
+            continue
+        found.append(Stage(preset, training(step, zero, cublas=cublas), host(step, zero)))
+    return found
+
+
+def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) -> Advice:
+    """Every change worth knowing, with its predicted peak. device: that it should fit; None: no limit is known."""
+    step, now = made.worst, training(made.worst, subject.zero, cublas=cublas).total
+    usable = device.usable(subject.sharding.world) if device is not None else None
+    asked: list[tuple[str, Request]] = [
+        *((f"rows {rows}", _of_longest(subject, rows)) for rows in (_FEW, _SOME)),
+        *_recomputed(subject, made),
+        *_other_attention(subject, made),
+        *((name, request) for name, request, _ in _shorter(subject, made)),
+    ]
+    found = dict(zip([name for name, _ in asked], measure([r for _, r in asked], subject.places), strict=True))
+    peak: Callable[[Measured], int] = lambda measured: training(measured, subject.zero, cublas=cublas).total  # noqa: E731
+    line = Parabola.through([(rows, peak(found[f"rows {rows}"])) for rows in (_FEW, _SOME)])
+    found_stages = stages(subject, step, cublas=cublas)
+    changes = [
+        *[(name, peak(measured)) for name, measured in found.items() if name.startswith(("train.", "reader."))],
+        *_limit_change(subject, made, {name: peak(m) for name, m in found.items() if name.startswith("data.")}, usable),
+        *_fewer_rows(subject, line, usable),
+        *[(f"--deepspeed {stage.preset}", stage.peak.total) for stage in found_stages],
+    ]
+    fixes = [Fix(what, total, now - total) for what, total in changes if total < now]
+    longest = int(subject.train.lengths.max())
+    rows = 0 if usable is None else line.largest(usable)
+    return Advice(found_stages, sorted(fixes, key=lambda fix: -fix.saving), rows, rows * longest)
+
+
+def _of_longest(subject: Subject, rows: int) -> Request:
+    order = np.argsort(-subject.train.lengths, kind="stable")
+    return training_request(subject, np.resize(order, rows))
+
+
+def _recomputed(subject: Subject, made: Made) -> list[tuple[str, Request]]:
+    key = "train.gradient_checkpointing"
+    if subject.cfg.train.gradient_checkpointing:
+        return []
+    return [(f"{key} false -> true", training_request(subject, made.numbers, changed(subject.values, key, True)))]
+
+
+def _other_attention(subject: Subject, made: Made) -> list[tuple[str, Request]]:
+    """Other values of a key named attention, where a task has one; flex runs on CUDA only."""
+    found: list[tuple[str, Request]] = []
+    for block in type(subject.cfg).model_fields:
+        schema = getattr(type(getattr(subject.cfg, block, None)), "model_fields", {}).get("attention")
+        if schema is None:
+            continue
+        now = getattr(subject.cfg, block).attention
+        for other in get_args(schema.annotation):
+            if other not in (now, "flex"):
+                values = changed(subject.values, f"{block}.attention", other)
+                found.append((f"{block}.attention {now} -> {other}", training_request(subject, made.numbers, values)))
+    return found
+
+
+def _shorter(subject: Subject, made: Made) -> list[tuple[str, Request, int]]:
+    """The worst micro-batch under shorter limits, encoded anew; with micro_tokens it holds more rows then."""
+    limit = binding_limit(subject)
+    if limit is None:
+        return []
+    key, value = limit
+    found: list[tuple[str, Request, int]] = []
+    for part in _SHORTER:
+        if value // part < _SHORTEST:
+            break
+        values = changed(subject.values, key, value // part)
+        rows = _encoded_anew(subject, made, values)
+        found.append(
+            (f"{key} {value // part}", Request(values, "train", rows, subject.zero.accumulates), value // part)
+        )
+    return found
+
+
+def _encoded_anew(subject: Subject, made: Made, values: dict[str, Any]) -> list[dict[str, list[int]]]:
+    cfg = tasks.parse(values)
+    task = tasks.load(cfg, subject.places)
+    specimens = [Specimens(task, cfg.data, row) for row in subject.train.raw(made.numbers)]
+    count = len(made.numbers)
+    if cfg.train.micro_tokens is not None:
+        longest = max(int(specimen.lengths[0]) for specimen in specimens)
+        count = max(1, min(cfg.train.micro_batch, cfg.train.micro_tokens // longest))
+    return [specimens[number % len(specimens)].encoded([0], is_drawn=True)[0] for number in range(count)]
+
+
+def _limit_change(subject: Subject, made: Made, peaks: dict[str, int], usable: int | None) -> list[tuple[str, int]]:
+    """The longest limit that fits; the shortest one tried, when none does or when no limit is known."""
+    if not peaks:
+        return []
+    key, value = binding_limit(subject) or ("", 0)
+    tried = [(int(name.rpartition(" ")[2]), total) for name, total in peaks.items()]
+    fitting = [(limit, total) for limit, total in tried if usable is not None and total <= usable]
+    limit, total = fitting[0] if fitting and made.total > (usable or 0) else tried[-1]
+    return [(f"max_length: {key} {value} -> {limit}", total)]
+
+
+def _fewer_rows(subject: Subject, line: Parabola, usable: int | None) -> list[tuple[str, int]]:
+    """A smaller micro-batch, and more of them: the largest that fits, or half."""
+    train = subject.cfg.train
+    if train.micro_tokens is not None or train.micro_batch == 1:
+        return []
+    fitting = line.largest(usable) if usable is not None else train.micro_batch // 2
+    rows = largest_divisor(train.global_batch // subject.sharding.world, min(fitting, train.micro_batch - 1))
+    return [(f"train.micro_batch {train.micro_batch} -> {rows}", line.at(rows))] if rows else []
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`; 0 when most is below 1."""
+    return next((size for size in range(min(most, number), 0, -1) if number % size == 0), 0)
+
+
+Choice = Literal["micro_batch", "deepspeed"]
+
+
+def choose_rows(peaks: Sequence[tuple[int, int]], *, rank_rows: int, usable: int) -> int:
+    """The largest micro-batch that fits and divides a rank's rows; 0 when none fits. peaks: (rows, bytes) twice."""
+    return largest_divisor(rank_rows, Parabola.through(peaks).largest(usable))

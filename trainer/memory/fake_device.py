@@ -1,0 +1,229 @@
+"""A device that computes nothing and counts every byte: CUDA's allocations without a GPU.
+
+Tensors are fake (shapes only) and lie on a Python backend of torch, which takes CUDA's path where a kernel chooses by
+device: dropout keeps a mask of one byte, AdamW may be fused. Fake "cuda" tensors cannot be used: without CUDA, torch
+2.13 aborts the process in autograd (SIGABRT in getDeviceGuardImpl). The backend is registered for the whole process
+and functions of torch are replaced, so this belongs into a process of its own (trainer.memory.measure).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from transformers.utils import import_utils
+
+from trainer.memory.integers import run_with_twins
+from trainer.memory.tracker import Tracker
+
+# B batch, H heads, Q queries, K keys
+
+T = TypeVar("T")
+
+FAKE_GPU = "fakegpu"
+DeviceName = Literal["fakegpu", "cpu"]  # cpu: what the CPU's own kernels allocate, to be held against real runs
+_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_WIDTH = 256  # widest head that the flash kernel takes
+_MASK_ALIGNMENT = 8  # elements; the efficient kernel pads masks to it (torch 2.13, sdp_utils pad_bias)
+
+
+class _Module:
+    """What torch asks a device's module: one device, no random state of its own."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return list(_FLASH_DTYPES)
+
+    def manual_seed_all(self, seed: int) -> None:
+        del seed
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        del device
+        return torch.zeros(16, dtype=torch.uint8, device="cpu")
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        del state, device
+
+    def device(self, index: Any) -> Any:
+        return torch.device(FAKE_GPU, 0) if index is None else _NoGuard()
+
+
+class _NoGuard:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+_is_registered = False
+
+
+def register() -> None:
+    """Make the fake GPU a device of this process, once. It cannot be undone."""
+    global _is_registered
+    if _is_registered:
+        return
+    _setup_privateuseone_for_python_backend(FAKE_GPU, backend_module=_Module())
+    torch.tensor = _tensor
+    FakeTensor.tolist = lambda self: self.twin.tolist()  # pyright: ignore
+    F.scaled_dot_product_attention = _attention
+    _is_registered = True
+
+
+_scratch: list[int] = []  # bytes of fp32 sums that the backward of each attention takes for its queries
+_torch_tensor = torch.tensor
+_torch_attention = F.scaled_dot_product_attention
+
+
+def _tensor(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **more: Any) -> Tensor:
+    """torch.tensor, which hides from dispatch modes and so would ask the fake GPU for real memory."""
+    if device is None or torch.device(device).type != FAKE_GPU:
+        return _torch_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **more)
+    return _torch_tensor(data, dtype=dtype, **more).to(device).requires_grad_(requires_grad)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention by the kernel that CUDA would take: flash without a mask, memory-efficient with one or in fp32.
+
+    A TorchFunctionMode would not do: it is off inside backward(), so that a checkpointed block recomputes by another
+    kernel, which aborts on a Python backend.
+    """
+    if query.device.type != FAKE_GPU:
+        how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        return _torch_attention(query, key, value, **how, scale=scale, enable_gqa=enable_gqa)
+    _scratch.append(4 * query.numel())
+    if attn_mask is None and query.dtype in _FLASH_DTYPES and query.shape[-1] <= _FLASH_WIDTH:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if key.shape[1] != query.shape[1]:  # the efficient kernel knows no grouped queries
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    mask = None if attn_mask is None else _as_bias(attn_mask, query, key)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    keeps_sums = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    return efficient(query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale)[0]
+
+
+def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """(B, H, Q, K) as the efficient kernel reads it: numbers, rows aligned, expanded without a copy."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    num_keys = key.shape[2]
+    if mask.shape[-1] % _MASK_ALIGNMENT and mask.shape[-1] == num_keys:
+        mask = F.pad(mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], num_keys)
+
+
+class _Counted(TorchDispatchMode):
+    """Shows every operation's result to the tracker, and lets integers keep their true values."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = run_with_twins(func, args, kwargs or {})
+        self._tracker.see(out, func)
+        return out
+
+
+class FakeDevice:
+    """A device inside `fake_device()`: models and batches are put on it, its tracker counts."""
+
+    def __init__(self, name: DeviceName) -> None:
+        self.device = torch.device(name)
+        self.tracker = Tracker(name)
+
+    @property
+    def scratch(self) -> int:
+        """The most that one attention kernel takes for itself in backward; fake tensors do not show it."""
+        return max(_scratch, default=0)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """The model's parameters and buffers replaced by fake ones on this device; tied ones stay tied."""
+        placed: dict[int, Any] = {}
+        for module in model.modules():
+            for table, category in ((module._parameters, "weights"), (module._buffers, "buffers")):
+                for name, tensor in table.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in placed:
+                        with self.tracker.labelling(category):
+                            placed[id(tensor)] = self._like(tensor)
+                    table[name] = placed[id(tensor)]
+        return model
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        if not isinstance(tensor, nn.Parameter):
+            return fake
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+
+    def put(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A real batch on this device; its values stay known (integers.py)."""
+        placed: dict[str, Any] = {}
+        for name, tensor in batch.items():
+            placed[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            placed[name].twin = tensor
+        return placed
+
+
+@contextmanager
+def fake_device(name: DeviceName) -> Iterator[FakeDevice]:
+    """Inside, nothing is computed, and what is made on the device is counted. Only in a process of its own."""
+    if name == FAKE_GPU:
+        register()
+    with FakeTensorMode(allow_non_fake_inputs=True), _values_are_known():
+        _scratch.clear()
+        device = FakeDevice(name)
+        with _Counted(device.tracker):
+            yield device
+
+
+def for_real(function: Callable[..., T]) -> Callable[..., T]:
+    """The same function, run as if outside of `fake_device()`: for what makes real batches."""
+
+    def run(*args: Any, **kwargs: Any) -> T:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _values_are_known() -> Iterator[None]:
+    """Inside, transformers (5.23) looks into masks, to leave out those that hide nothing: twins can answer."""
+    is_fake = import_utils.is_fake_tensor
+    import_utils.is_fake_tensor = lambda x: False
+    try:
+        yield
+    finally:
+        import_utils.is_fake_tensor = is_fake

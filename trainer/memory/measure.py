@@ -1,0 +1,151 @@
+"""Steps run under fake tensors, in a process of their own: `measure()` starts it, `python -m trainer.memory.measure`
+is it.
+
+It reads requests as JSON from standard input and writes what was measured to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from trainer.errors import LatheError
+from trainer.memory.measured import Measured, Request
+
+if TYPE_CHECKING:
+    from trainer.memory.fake_device import FakeDevice
+    from trainer.task import Places, Task
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TIME_LIMIT_S = 600.0
+_SHOWN_LINES = 12  # of what a failed process said
+
+
+class MeasuringError(LatheError):
+    """The step could not be run under fake tensors."""
+
+
+def measure(requests: Sequence[Request], places: Places) -> list[Measured]:
+    """What each request needs. MeasuringError, with the process's own words, when a step cannot be run."""
+    asked = {
+        "requests": [asdict(request) for request in requests],
+        "places": {name: None if path is None else str(path) for name, path in asdict(places).items()},
+    }
+    # no GPU: the plan must not open a context on it; one thread: fake tensors compute nothing
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        environment.pop(name, None)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "trainer.memory.measure"]
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIME_LIMIT_S,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        raise MeasuringError(f"measuring memory took more than {TIME_LIMIT_S:.0f} s and was given up") from None
+    if done.returncode:
+        said = "\n".join(done.stderr.strip().splitlines()[-_SHOWN_LINES:])
+        raise MeasuringError(f"memory could not be measured (exit code {done.returncode}):\n{said}")
+    return [Measured.of(values) for values in json.loads(done.stdout)]
+
+
+# The process ------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answer the requests on standard input."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # whoever prints must not spoil the answer
+    from trainer.task import Places
+
+    asked = json.load(sys.stdin)
+    given = {name: None if path is None else Path(path) for name, path in asked["places"].items()}
+    places = Places(**cast("dict[str, Any]", given))
+    found = [measured.plain() for measured in _answers([Request(**r) for r in asked["requests"]], places)]
+    json.dump(found, answers)
+    answers.flush()
+    # torch's threads hold Python objects of the fake device, which the interpreter's own way out would meet half freed
+    os._exit(0)
+
+
+def _answers(requests: Sequence[Request], places: Places) -> Iterator[Measured]:
+    for request in requests:
+        yield _measured(request, places)
+
+
+def _measured(request: Request, places: Places) -> Measured:
+    import numpy as np
+
+    from trainer import tasks
+    from trainer.base_model import DTYPES
+    from trainer.memory.fake_device import FAKE_GPU, fake_device
+    from trainer.optimizers import state_shapes
+
+    started = time.process_time()
+    cfg = tasks.parse(request.experiment)
+    task = tasks.load(cfg, places)
+    model = task.skeleton().to(DTYPES[cfg.train.precision])
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    rows = [{field: np.asarray(ids, dtype=np.int64) for field, ids in row.items()} for row in request.rows]
+    batch = task.collate(rows)
+    with fake_device(FAKE_GPU) as device:
+        device.place(model)
+        tracker = device.tracker
+        tracker.watch(model)
+        tracker.restart()
+        _run(request, task, model, device, batch=batch, rows=rows)
+        return Measured(
+            weights=tracker.live["weights"],
+            buffers=tracker.live["buffers"],
+            trainable=sum(weight.numel() for weight in weights),
+            frozen=sum(weight.numel() for weight in model.parameters() if not weight.requires_grad),
+            largest=max((weight.numel() for weight in weights), default=0),
+            states=sum(shape.numel() for w in weights for shape in state_shapes(cfg.optim, w.shape).values()),
+            moments=tracker.moments,
+            scratch=device.scratch,
+            shapes={name: list(tensor.shape) for name, tensor in batch.items()},
+            tensors=tracker.largest,
+            seconds=time.process_time() - started,
+        )
+
+
+def _run(request: Request, task: Task, model: Any, device: FakeDevice, *, batch: Any, rows: Any) -> None:
+    import torch
+
+    from trainer import distributed
+    from trainer.memory.fake_device import for_real
+    from trainer.task import Answers
+
+    if request.kind == "train":
+        model.train()
+        window = [device.put(batch) for _ in range(1 + request.accumulates)]
+        for loss in task.losses(model, window):
+            device.tracker.name_largest()
+            (loss / 1.0).backward()
+            del loss
+        return
+    model.eval()
+    with torch.no_grad():
+        if request.kind == "evaluate":
+            task.scores(model, device.put(batch))
+            return
+        distributed.device = lambda: device.device  # answers() itself puts its batch there
+        task.collate = for_real(task.collate)
+        assert isinstance(task, Answers)
+        task.answers(model, rows, request.raw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Peak memory of a run by category, on the device and off it, from steps that really run, under fake tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trainer import deepspeed_config
+from trainer.config import Experiment
+from trainer.data.windows import Sharding
+from trainer.memory.deepspeed_terms import Breakdown, Zero, host, inference, training
+from trainer.memory.devices import Device
+from trainer.memory.measure import measure
+from trainer.memory.measured import Kind, Measured, Request
+from trainer.memory.rows import Rows, first_evaluated, heaviest, limits
+from trainer.task import Answers, Places, Task, question_of
+
+TRAINING, EVALUATION, GENERATION = "training step", "evaluation", "generation"
+SHORT_ANSWERS = (4, 8)  # tokens that are generated to be measured; memory grows by as much with each further one
+_ANSWER_KEYS = (("data", "answer_tokens"), ("generation", "max_tokens"))
+_PROCESS = 2 * 2**30  # host memory of a process that has imported torch, transformers and CUDA's libraries
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned for."""
+
+    values: dict[str, Any]  # the experiment, as measured
+    cfg: Experiment
+    ds: dict[str, Any]  # complete (deepspeed_config.build)
+    sharding: Sharding
+    task: Task
+    places: Places
+    train: Rows
+    valid: Rows
+    answers: bool  # summaries or answers are generated in evaluation
+    notes: list[str] = field(default_factory=list)  # what the plan rests on
+
+    @property
+    def zero(self) -> Zero:
+        return self.zero_of(self.ds)
+
+    def zero_of(self, ds: dict[str, Any]) -> Zero:
+        accumulates = self.sharding.accumulation > 1 or self.sharding.micro_tokens is not None
+        return Zero.of(ds, accumulates=accumulates, is_adafactor=self.cfg.optim.name == "adafactor")
+
+    def with_deepspeed(self, preset: str) -> dict[str, Any]:
+        """The complete dictionary of another DeepSpeed file. ConfigError when the experiment does not go with it."""
+        return deepspeed_config.build(
+            deepspeed_config.read(preset),
+            train=self.cfg.train,
+            optim=self.cfg.optim,
+            world=self.sharding.world,
+            source=preset,
+        )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The highest moment of one kind of work."""
+
+    name: str
+    peak: Breakdown
+    rows: int
+    longest: int
+    shapes: dict[str, list[int]]
+    tensors: list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a run will need."""
+
+    phases: list[Phase]
+    host: int  # of this rank
+    checkpoints: int  # on disk, of the whole run
+    download: int
+    heaviest: list[int]  # the rows of the micro-batch with the highest peak
+    heaviest_evaluated: list[int]
+    seconds: float  # of the processor, that measuring took
+    notes: list[str]
+
+    @property
+    def peak(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.peak.total)
+
+    def fits(self, device: Device, world: int) -> bool:
+        return self.peak.peak.total <= device.usable(world)
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> MemoryPlan:
+        phases = [
+            Phase(**{**phase, "peak": Breakdown(**phase["peak"]), "tensors": [(n, b) for n, b in phase["tensors"]]})
+            for phase in values["phases"]
+        ]
+        return cls(**{**values, "phases": phases})
+
+
+@dataclass(frozen=True)
+class Made:
+    """A plan with what it was made from."""
+
+    plan: MemoryPlan
+    worst: Measured  # of the training step
+    numbers: list[int]  # its rows
+
+    @property
+    def total(self) -> int:
+        return self.plan.phases[0].peak.total
+
+
+def changed(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The experiment with one key of a block set, such as data.source_tokens."""
+    copied = copy.deepcopy(dict(values))
+    *blocks, key = path.split(".")
+    block = copied
+    for name in blocks:
+        block = block.setdefault(name, {})
+    block[key] = value
+    return copied
+
+
+def make(subject: Subject, *, cublas: int) -> Made:
+    """The plan of one run. MeasuringError when its step cannot be run under fake tensors."""
+    batches = training_batches(subject)
+    rows = {EVALUATION: first_evaluated(subject.valid.lengths, batch=_eval_batch(subject))}
+    requests = [training_request(subject, numbers) for numbers in batches]
+    requests.append(_request(subject, "evaluate", subject.valid, rows[EVALUATION]))
+    requests += _answer_requests(subject, rows[EVALUATION])
+    found = measure(requests, subject.places)
+    steps, evaluated, answered = found[: len(batches)], found[len(batches)], found[len(batches) + 1 :]
+    peaks = [training(step, subject.zero, cublas=cublas) for step in steps]
+    worst = max(range(len(steps)), key=lambda number: peaks[number].total)
+    phases = [
+        phase(TRAINING, peaks[worst], steps[worst], subject.train, batches[worst]),
+        phase(
+            EVALUATION, inference(evaluated, subject.zero, cublas=cublas), evaluated, subject.valid, rows[EVALUATION]
+        ),
+    ]
+    if answered:
+        grown = _grown(answered, _most_answer_tokens(subject))
+        peak = inference(grown, subject.zero, cublas=cublas)
+        phases.append(phase(GENERATION, peak, grown, subject.valid, rows[EVALUATION]))
+    plan = MemoryPlan(
+        phases=phases,
+        host=_PROCESS + host(steps[worst], subject.zero) + _gathered_to_save(steps[worst], subject),
+        checkpoints=_on_disk(steps[worst], subject),
+        download=_to_download(steps[worst], subject),
+        heaviest=[int(number) for number in batches[worst]],
+        heaviest_evaluated=[int(number) for number in rows[EVALUATION]],
+        seconds=sum(step.seconds for step in found),
+        notes=subject.notes,
+    )
+    return Made(plan, steps[worst], plan.heaviest)
+
+
+def training_batches(subject: Subject) -> list[Any]:
+    """Row numbers of the micro-batches that may need most."""
+    train = subject.cfg.train
+    seed = train.seed if train.order == "shuffled" else None
+    return heaviest(subject.train.lengths, subject.sharding, seed=seed, steps=train.steps)
+
+
+def training_request(subject: Subject, numbers: Any, values: dict[str, Any] | None = None) -> Request:
+    """A training step over these rows, of the experiment or of a changed one."""
+    rows = subject.train.encoded(numbers, is_drawn=True)
+    return Request(values or subject.values, "train", rows, accumulates=subject.zero.accumulates)
+
+
+def phase(name: str, peak: Breakdown, step: Measured, rows: Rows, numbers: Any) -> Phase:
+    return Phase(name, peak, len(numbers), int(rows.lengths[numbers].max()), step.shapes, step.tensors)
+
+
+def _request(subject: Subject, kind: Kind, rows: Rows, numbers: Any) -> Request:
+    return Request(subject.values, kind, rows.encoded(numbers, is_drawn=False))
+
+
+def _answer_requests(subject: Subject, numbers: Any) -> list[Request]:
+    """Generation of two short lengths, from which any other follows."""
+    key = _answer_key(subject)
+    if not subject.answers or key is None or not isinstance(subject.task, Answers):
+        return []
+    raw = [question_of(subject.task, row) for row in subject.valid.raw(numbers)]
+    made = _request(subject, "answer", subject.valid, numbers)
+    found: list[Request] = []
+    for tokens in SHORT_ANSWERS:
+        values = changed(subject.values, ".".join(key), tokens)
+        if "min_tokens" in values.get("generation", {}):
+            values["generation"]["min_tokens"] = 0
+        found.append(replace(made, kind="answer", experiment=values, raw=raw))
+    return found
+
+
+def _answer_key(subject: Subject) -> tuple[str, str] | None:
+    dumped = subject.cfg.model_dump()
+    return next(((block, key) for block, key in _ANSWER_KEYS if key in (dumped.get(block) or {})), None)
+
+
+def _most_answer_tokens(subject: Subject) -> int:
+    block, key = _answer_key(subject) or _ANSWER_KEYS[0]
+    return subject.cfg.model_dump()[block][key]
+
+
+def _grown(answered: Sequence[Measured], tokens: int) -> Measured:
+    """What generating `tokens` tokens needs, from what two fewer numbers of them did."""
+    few, more = answered
+    a_token = max(0, more.peak.total - few.peak.total) // (SHORT_ANSWERS[1] - SHORT_ANSWERS[0])
+    further = a_token * max(0, tokens - SHORT_ANSWERS[1])
+    return replace(more, moments=[replace(more.peak, activations=more.peak.activations + further)])
+
+
+def _eval_batch(subject: Subject) -> int:
+    return subject.cfg.train.eval_batch or subject.cfg.train.micro_batch
+
+
+# Besides the device -----------------------------------------------------------------------------------------------
+
+
+def _saved_numbers(step: Measured, zero: Zero) -> int:
+    """Bytes of a checkpoint: trainable weights, the optimizer's state in fp32, and fp32 weights below fp32."""
+    return zero.width * step.trainable + 4 * step.states + (4 * step.trainable if zero.width < 4 else 0)
+
+
+def _gathered_to_save(step: Measured, subject: Subject) -> int:
+    """This rank's share of a checkpoint, which it holds while it writes; rank 0 has all weights for an export."""
+    zero = subject.zero
+    return max(_saved_numbers(step, zero) // zero.world, zero.width * step.trainable)
+
+
+def _on_disk(step: Measured, subject: Subject) -> int:
+    """Checkpoints kept, the best one, the one being written, and the exports best/ and final/."""
+    zero = subject.zero
+    kept = subject.cfg.train.keep_last + 1 + (subject.cfg.train.best is not None)
+    return kept * _saved_numbers(step, zero) + 2 * zero.width * step.trainable
+
+
+def _to_download(step: Measured, subject: Subject) -> int:
+    """Bytes of a base on the Hub that are not in the cache, taken for fp32; 0 for folders and random bases."""
+    base = subject.cfg.base
+    if not isinstance(base, str) or Path(base).is_dir():
+        return 0
+    from huggingface_hub import try_to_load_from_cache
+
+    names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+    if any(isinstance(try_to_load_from_cache(base, name), str) for name in names):
+        return 0
+    return 4 * (step.trainable + step.frozen)
+
+
+def binding_limit(subject: Subject) -> tuple[str, int] | None:
+    """The key of the data block that cuts the longest rows, with its value; None when no limit does."""
+    return max(
+        ((f"data.{name}", value) for name, value in limits(subject.cfg.model_dump()["data"]).items()),
+        key=lambda item: item[1],
+        default=None,
+    )

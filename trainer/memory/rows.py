@@ -1,0 +1,124 @@
+"""The rows that a plan is made for: those of the data, or, where there is no data, rows that fill every limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainer.data.store import TokenStore
+from trainer.data.windows import Sharding, evaluation_batches, window_rows
+from trainer.errors import ConfigError
+from trainer.task import DRAW, Task
+
+MOST_STEPS = 2000  # whose micro-batches are compared
+_WORDS = 6  # of a specimen's text for each token of its limit: no tokenizer makes less than a token of six words
+_SPECIMENS = 8192
+_DRAWN = 5
+
+
+class Rows(Protocol):
+    """Rows of a split by number."""
+
+    lengths: np.ndarray  # (rows,) for the device
+
+    def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]: ...
+
+    def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]: ...
+
+
+class StoredRows:
+    """The rows of a token store."""
+
+    def __init__(self, store: TokenStore, task: Task, split: str) -> None:
+        self.lengths, self._store, self._task, self._split = np.asarray(store.lengths), store, task, split
+
+    def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]:
+        """Token ids of the rows. is_drawn: as in training, with a random number each."""
+        return [_plain(self._store[int(number)], is_drawn) for number in numbers]
+
+    def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
+        """The rows as text, in the order of `numbers`."""
+        wanted = [int(number) for number in numbers]
+        numbered = enumerate(islice(self._task.rows(self._split), max(wanted) + 1))
+        found = {number: row for number, row in numbered if number in set(wanted)}
+        return [found[number] for number in wanted]
+
+
+class Specimens:
+    """One row as often as one likes: for a plan without data, one that fills every limit."""
+
+    def __init__(self, task: Task, data: Any, row: dict[str, Any] | None = None) -> None:
+        """row: the raw row to take; None: one that is made up."""
+        self._row = row or _specimen(data)
+        try:
+            self._encoded = task.encode(self._row)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                f"the data cannot be read here, and a row of this task cannot be made up ({error!r}). "
+                "Give --data_path the folder of the data."
+            ) from error
+        self.lengths = np.full(_SPECIMENS, task.length(self._encoded))
+
+    def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]:
+        """The same row again and again."""
+        return [_plain(self._encoded, is_drawn) for _ in numbers]
+
+    def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
+        return [self._row for _ in numbers]
+
+
+def _plain(row: Mapping[str, Any], is_drawn: bool) -> dict[str, list[int]]:
+    fields = {name: [int(value) for value in values] for name, values in row.items() if name != "truncated"}
+    return {**fields, DRAW: [_DRAWN]} if is_drawn else fields
+
+
+def limits(data: Mapping[str, Any]) -> dict[str, int]:
+    """The keys of a data block that cut texts, with their values."""
+    return {name: value for name, value in data.items() if name.endswith("_tokens") and isinstance(value, int)}
+
+
+def _specimen(data: Any) -> dict[str, Any]:
+    """A row with every field that a task here reads, each text longer than any limit."""
+    block = data.model_dump()
+    text = "word " * (_WORDS * max(limits(block).values(), default=512))
+    passage = {"id": "0", "title": "", "text": text}
+    tasks = block.get("train_tasks") or [""]
+    return {
+        "id": "0",
+        "piece": 0,
+        "number": 0,
+        "task": tasks[0],
+        **dict.fromkeys(("text", "question", "query", "context", "document"), text),
+        **{key: [text] for key in ("answers", "summaries", "golds", "contexts")},
+        "distractors": [text] * max(0, int(block.get("statements") or 4) - 1),
+        "ctxs": [passage] * int(block.get("contexts") or 1) if isinstance(block.get("contexts", 1), int) else [passage],
+    }
+
+
+def heaviest(lengths: np.ndarray, sharding: Sharding, *, seed: int | None, steps: int) -> list[np.ndarray]:
+    """The micro-batches of a run that may need most: of the most padded tokens, and of the most pairs of them.
+
+    Of the first MOST_STEPS steps. Rank 0 has the longest rows of every step.
+    """
+    found: dict[int, tuple[float, np.ndarray]] = {}
+    for rows in _micro_batches(lengths, sharding, seed=seed, steps=min(steps, MOST_STEPS)):
+        longest = float(lengths[rows].max())
+        for power in (1, 2):
+            weight = len(rows) * longest**power
+            if power not in found or weight > found[power][0]:
+                found[power] = (weight, rows)
+    batches = [rows for _, rows in found.values()]
+    return batches[:1] if np.array_equal(batches[0], batches[-1]) else batches
+
+
+def _micro_batches(lengths: np.ndarray, sharding: Sharding, *, seed: int | None, steps: int) -> Iterator[np.ndarray]:
+    for step in range(steps):
+        yield from window_rows(step, lengths=lengths, sharding=sharding, seed=seed)
+
+
+def first_evaluated(lengths: np.ndarray, *, batch: int) -> np.ndarray:
+    """The evaluation batch of the longest rows."""
+    return evaluation_batches(len(lengths), lengths, batch=batch, world=1, rank=0)[0][0]
