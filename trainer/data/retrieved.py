@@ -92,7 +92,7 @@ def _first(ctxs: list[Row], contexts: int, sort_by_score: bool) -> list[Row]:
 
 
 def _fid_rows(path: Path, split: str) -> Iterator[Row]:
-    for index, (where, raw) in enumerate(_objects(path)):
+    for index, (where, raw) in enumerate(objects(path)):
         yield {**_question(raw, where, index=index, split=split), "ctxs": _passages(raw, where)}
 
 
@@ -100,7 +100,7 @@ def _nq_rows(data_path: Path | None, split: str, file: str | None) -> Iterator[R
     names = sources.split_names(split)
     path = sources.nq_folder(data_path) / (file or sources.QUERIES)
     is_empty = True
-    for index, (where, raw) in enumerate(_objects(path)):
+    for index, (where, raw) in enumerate(objects(path)):
         if raw.get("split") not in names:
             continue
         is_empty = False
@@ -123,7 +123,7 @@ def _documentation_rows(split: str, contexts: int) -> Iterator[Row]:
 
 def _ranked_rows(path: Path, split: str, ranking: Path, *, contexts: int, sort_by_score: bool) -> Iterator[Row]:
     questions: dict[str, Row] = {}
-    for index, (where, raw) in enumerate(_objects(path)):
+    for index, (where, raw) in enumerate(objects(path)):
         question = _question(raw, where, index=index, split=split)
         if question["id"] in questions:
             raise DataError(f"{where}: the id {question['id']!r} stands twice; give every question its own.")
@@ -225,7 +225,7 @@ def _is_integer(text: str) -> bool:
 # Objects of JSON lists and JSON lines; `where` is their place, for messages
 
 
-def _objects(path: Path) -> Iterator[tuple[str, Row]]:
+def objects(path: Path) -> Iterator[tuple[str, Row]]:
     """(place, object) of JSON lines, or of a JSON list, which is read item by item: FiD's have 5 GB.
 
     The first character decides, for lists are called .jsonl and lines .json more often than one would like.

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +95,9 @@ def write_states(cfg: Config, places: Places, wanted: Wanted) -> Prepared:
 def _write_states(task: Task, folder: Path, found: writing.Contexts, plan: layout.Plan, wanted: Wanted) -> None:
     lacking = writing.missing(folder, found, plan)
     logger.info(
-        "%d distinct contexts of %d, %d tokens of %d numbers in %s; %d contexts are still to be encoded: %s",
+        "%d distinct contexts of %d, %d tokens of %d numbers in %s; %d contexts are still to be encoded: %s, of %s free",
         *(plan.count, found.met, plan.tokens, plan.width, plan.dtype, lacking.contexts, writing.gib(lacking.bytes)),
+        writing.gib(shutil.disk_usage(folder).free),
     )
     distributed.barrier()  # nobody writes before all have looked
     if not lacking.shards:

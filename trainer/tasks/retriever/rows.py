@@ -187,7 +187,7 @@ def _negative_ids(path: Path) -> dict[str, list[str]]:
 def _dpr_rows(path: Path) -> Iterator[Row]:
     """DPR's training files: hard negatives; where a question has none, the easy ones. Rows without positives go."""
     left_out = 0
-    for index, (where, raw) in enumerate(retrieved._objects(path)):
+    for index, (where, raw) in enumerate(retrieved.objects(path)):
         lists = {name: raw.get(name) or [] for name in ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")}
         passages = {
             name: [_passage(one, f"{where}: {name}[{place}]") for place, one in enumerate(found)]
