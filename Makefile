@@ -19,7 +19,7 @@ demo: setup
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e crossattn_tiny -sb results -r 1
 
 test: setup
-	$(ENV) $(BIN)/python -m pytest
+	$(ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -166,7 +166,7 @@ def _of_dataset(place: Path | str, part: Part, config: str | None) -> Iterator[R
         import datasets
     except ImportError:
         raise ConfigError(
-            f"{place}: reading it takes the datasets library. Install it: pip install 'lathe[hub]'."
+            f"{place}: reading it takes the datasets library. Install it: pip install 'lathe[datasets]'."
         ) from None
     try:
         if isinstance(place, Path):

@@ -279,7 +279,7 @@ def _dataset(name: str, config: str | None, split: str) -> Iterable[Any]:
         import datasets
     except ModuleNotFoundError:
         raise ConfigError(
-            'data.source="hub" needs the package datasets. Install it: pip install "lathe[hub]".'
+            'data.source="hub" needs the package datasets. Install it: pip install "lathe[datasets]".'
         ) from None
     try:
         return datasets.load_dataset(name, config, split=split)  # pyright: ignore[reportReturnType]
