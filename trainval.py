@@ -58,8 +58,15 @@ LogEvery = Annotated[
     int, typer.Option("--log_every", min=1, help="Log, evaluate and save where the dictionary does not say.")
 ]
 DeepSpeed = Annotated[
-    str | None, typer.Option("--deepspeed", help="DeepSpeed JSON, or a name in ds_configs/; never changes the id.")
+    str | None,
+    typer.Option(
+        "--deepspeed", help="DeepSpeed JSON, a name in ds_configs/, or auto: what fits; never changes the id."
+    ),
 ]
+DeviceName = Annotated[
+    str | None, typer.Option("--device", help="Plan memory for it: h200, 24GiB, ...; default: the GPU here.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Run what does not fit by the memory plan.")]
 Entity = Annotated[str | None, typer.Option("--wandb_entity_name", help="With a project: wandb on.")]
 Project = Annotated[str | None, typer.Option("--wandb_project_name", help="With an entity: wandb on.")]
 RunName = Annotated[str | None, typer.Option("--wandb_run_name", help="Shown name; the id is the exp_id.")]
@@ -107,6 +114,8 @@ def main(
     steps: Steps = None,
     log_every: LogEvery = 1000,
     deepspeed: DeepSpeed = None,
+    device: DeviceName = None,
+    force: Force = False,
     wandb_entity_name: Entity = None,
     wandb_project_name: Project = None,
     wandb_run_name: RunName = None,
@@ -147,7 +156,7 @@ def main(
             "log_gradients": _SWITCHES[wandb_log_gradients],
             "extra_evals": generation_eval_max_sample_size if _SWITCHES[do_extra_evals] else 0,
             "push_to_hub": _SWITCHES[push_to_hub],
-        }
+        } | {"device": device, "force": force}
         if job_scheduler not in (None, "None", "0"):
             job = {"backend": job_scheduler, "file": job_configs, "python_binary": python_binary}
             code = _submit(exp_group, experiments, options, is_dry=dry_run, allow_dirty=allow_dirty, **job)

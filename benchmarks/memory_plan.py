@@ -129,31 +129,41 @@ def real_bytes(case: Case) -> int:
     """The most that the CPU's allocator had handed out at once, weights and buffers included."""
     model = case.model_on("cpu")
     resident = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+    with recorded() as profiler:
         batch = {name: tensor.clone() for name, tensor in case.rows().items()}
         training = Training(case, model, "cpu")
         for _ in range(STEPS):
             training.step(batch)
-    sizes = [nbytes for _, nbytes in sorted(_allocations(profiler))]
-    return sum(resident.values()) + max(_running_sums(sizes))
+    return max(live for _, live in live_bytes(profiler, resident))
 
 
-def _allocations(profiler: Any) -> Iterator[tuple[int, int]]:
-    """(time, bytes) of everything that was allocated (above 0) and freed (below)."""
+def recorded() -> Any:
+    """A profiler that records what the CPU's allocator does."""
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+
+def events_of(profiler: Any) -> Iterator[Any]:
+    """Everything that was recorded, in no order."""
     waiting = list(profiler.profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
         waiting.extend(event.children)
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            yield event.start_time_ns, event.extra_fields.alloc_size
+        yield event
 
 
-def _running_sums(sizes: list[int]) -> Iterator[int]:
-    total = 0
-    for size in sizes:
-        total += size
-        yield total
+def live_bytes(profiler: Any, resident: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """(time, bytes alive) after everything that was allocated or freed; what was neither resident nor allocated within
+    the record is left out of it."""
+    live, total = dict(resident), sum(resident.values())
+    allocations = [e for e in events_of(profiler) if e.tag == torch._C._profiler._EventType.Allocation]
+    for event in sorted(allocations, key=lambda event: event.start_time_ns):
+        place, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if size > 0:
+            live[place] = size
+            total += size
+        else:
+            total -= live.pop(place, 0)
+        yield event.start_time_ns, total
 
 
 def predicted_bytes(case: Case, device: Literal["fakegpu", "cpu"] = "cpu") -> int:

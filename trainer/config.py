@@ -7,7 +7,7 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from trainer.errors import ConfigError
 
@@ -58,12 +58,22 @@ class Schedule(Strict):
         return self
 
 
+def _rows_or_auto(value: Any) -> Any:
+    if value == 0:
+        raise ValueError('Input should be greater than 0, or "auto"')
+    return 0 if value == "auto" else value
+
+
+# 0 stands for "auto": the largest that fits, by the memory plan, which a launched run puts in its place.
+MicroBatch = Annotated[int, BeforeValidator(_rows_or_auto), Field(ge=0)]
+
+
 class Train(Strict):
     """What one run does. `global_batch` defines it; the world size changes only accumulation."""
 
     steps: Positive
     global_batch: Positive  # rows per optimizer step, over all devices
-    micro_batch: Positive  # rows per device and forward; with micro_tokens: at most
+    micro_batch: MicroBatch  # rows per device and forward; with micro_tokens: at most
     micro_tokens: Positive | None = None  # padded tokens per device and forward, at most; a longer row goes alone
     bucket_steps: Positive = 1  # rows of so many steps are sorted by length and cut into steps of like rows
     eval_batch: Positive | None = None  # rows per device and forward in evaluation; default micro_batch

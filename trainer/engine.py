@@ -156,6 +156,23 @@ class Engine:
         """True when fp16 overflowed and DeepSpeed lowered the loss scale instead of updating."""
         return not self.model.was_step_applied()
 
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes on this device of weights, their gradients and the optimizer's state, as far as they can be told."""
+        parameters = list(self.model.module.parameters())
+        states = [t for state in self._inner().state.values() for t in state.values() if torch.is_tensor(t)]
+        masters = [p for group in self._inner().param_groups for p in group["params"]]
+        if self.stage == 0 and _dtype(self._parameters) == torch.float32:
+            masters = []  # the weights themselves
+        held = {
+            "weights": parameters,
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer": [*states, *masters],
+        }
+        return {
+            name: sum(tensor.nbytes for tensor in tensors if tensor.device == distributed.device())
+            for name, tensors in held.items()
+        }
+
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         scale = self.model.optimizer.loss_scaler.cur_scale if self.model.fp16_enabled() else 1.0
         for name, parameter in self._parameters.items():

@@ -5,7 +5,8 @@ LatheError             1  something went wrong that no dictionary can mend
 │   ├── ConfigError       an experiment dictionary, a flag or a DeepSpeed file
 │   ├── DataError         a data file or a row of it (file and line are named)
 │   ├── ResumeError       a run folder that belongs to another dictionary, other data or another base model
-│   └── StorageError      the disk: full, read-only, or not there
+│   ├── StorageError      the disk: full, read-only, or not there
+│   └── DoesNotFitError   a device has less memory than the run needs
 ├── CheckpointError    1  a checkpoint that is torn or altered
 └── DivergedError      1  the loss or the gradient is not a finite number any more
 """
@@ -41,6 +42,10 @@ class ResumeError(UserError):
 
 class StorageError(UserError):
     """The disk refused a write."""
+
+
+class DoesNotFitError(UserError):
+    """A device has less memory than the run needs, by the plan or in fact."""
 
 
 class CheckpointError(LatheError):

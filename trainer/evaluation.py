@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -24,7 +24,7 @@ from trainer.errors import ConfigError
 from trainer.loop import Frozen, answer, evaluate, pool
 from trainer.metrics import answer_scores, cut_at, scores_by_dataset
 from trainer.run import Options, on_main, store_of
-from trainer.task import GREEDY, Answers, JudgesAnswers, Row, ScoresPassages, Search, Task, question_of
+from trainer.task import GREEDY, Answers, JudgesAnswers, ReadsContexts, Row, ScoresPassages, Search, Task, question_of
 from trainer.text_similarity import BERTSCORE_MODEL, check, similarities
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Question:
     predictions: Path | None = None  # JSON lines to write, and a summary beside them
     best_answer: bool = False  # rows that ask the same of the same context are one question with all their references
     cut_at: Sequence[str] = ()  # answers end before the first of these texts
+    another_context: bool = False  # every row answered under another row's context, to see what reading is worth
     measures: Sequence[str] = ()  # of trainer.text_similarity, besides the task's own
     bertscore_model: str = BERTSCORE_MODEL
     passage_scores: Path | None = None  # .json (a list) or .jsonl to write: the rows with ctxs[].score
@@ -61,10 +62,12 @@ def run(asked: Question, options: Options) -> dict[str, float]:
     if asked.passage_scores is not None and not isinstance(task, ScoresPassages):
         name = asked.values["task"]
         raise ConfigError(f"--write_scores: task {name!r} reads no passages that it could score. Leave it out.")
+    if asked.another_context and not isinstance(task, ReadsContexts):
+        raise ConfigError(f"--another_context: task {asked.values['task']!r} answers from no context. Leave it out.")
     if not isinstance(task, Answers):
         _refuse_answering(asked)
     folder = model_folder(asked, options)
-    store = store_of(task, asked.split, options)
+    store = _store(task, asked, options)
     model = Frozen(task.exported(folder).to(distributed.device()).eval())
     batch = _batch(asked)
     raw = [question_of(task, row) for row in _rows(task, asked)]
@@ -83,6 +86,32 @@ def run(asked: Question, options: Options) -> dict[str, float]:
         path = asked.passage_scores
         on_main(lambda: _write(path, _scored(_rows(task, asked), scores)))
     return found
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """A store whose rows are changed as they are read."""
+
+    store: TokenStore
+    rewrite: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+    @property
+    def lengths(self) -> Any:
+        return self.store.lengths
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self.rewrite(self.store[index])
+
+
+def _store(task: Task, asked: Question, options: Options) -> Any:
+    store = store_of(task, asked.split, options)
+    if not asked.another_context:
+        return store
+    assert isinstance(task, ReadsContexts), "run() refuses others"
+    return _Rewritten(store, task.under_another_context)
 
 
 def pooled(asked: Question, options: Options, name: str) -> Tensor:

@@ -4,8 +4,13 @@ A contrastive loss needs the representations of all micro-batches and ranks at o
 first without a graph, to fill the pool; then, once the loss has given the gradient of every representation, with one,
 to carry that gradient into the weights. Source: Gao et al. 2021 (arXiv 2101.06983).
 
+The last one is encoded once: its graph waits for the loss, and its backward pass comes first. Micro-batches come the
+longest first, so that the graph which waits is the smallest, and the memory that is needed stays that of the largest.
+Of K like micro-batches a step costs 4 - 1/K forwards against 3 without GradCache: 1.25 times at K = 4, 1.29 at 8.
+
 Tried and dropped: one pass whose activations torch's checkpoint recomputes, for all micro-batches at once. On ZeRO-3
-(deepspeed 0.19.8, two ranks) the losses of six recorded steps were then off by up to 0.09, without an error.
+(deepspeed 0.19.8, two ranks) the losses of six recorded steps were then off by up to 0.09, without an error: several
+forwards waited for their backwards. So no more than one graph is kept.
 """
 
 from __future__ import annotations
@@ -45,27 +50,30 @@ def pooled_losses(
     """len(batches) scalars for Task.losses whose gradients, over all ranks, are those of `loss` over the whole pool.
 
     encode: a micro-batch -> its representations; run once under no_grad and once again with the same random numbers,
-    or only once when there is a single micro-batch. loss: the representations of all ranks and micro-batches, in their
-    order, in fp32 (fp64 stays fp64) -> (), the SUM that the loop divides. A collective: all ranks must have equally
-    many micro-batches.
+    but the last micro-batch only once; its loss is yielded first. loss: the representations of all ranks and
+    micro-batches, in their order, in fp32 (fp64 stays fp64) -> (), the SUM that the loop divides. A collective: all
+    ranks must have equally many micro-batches.
     """
-    is_kept = len(batches) == 1
+    *others, last = range(len(batches))
     states: list[dict[str, Tensor]] = []
     parts: list[Representations] = []
-    for batch in batches:
-        if not is_kept:
+    with torch.no_grad():
+        for index in others:
             states.append(rng.capture())
-        with torch.set_grad_enabled(is_kept and torch.is_grad_enabled()):
-            parts.append(encode(batch))
+            parts.append(encode(batches[index]))
+    parts.append(encode(batches[last]))
     gradients, share = _gradients(parts, loss, how)
-    for index, (batch, wanted) in enumerate(zip(batches, gradients, strict=True)):
-        if is_kept:
-            again = parts[index]
-        else:
-            with rng.replay(states[index]):
-                again = encode(batch)
-        carried = torch.stack([(_wide(again[name]) * gradient).sum() for name, gradient in wanted.items()]).sum()
-        yield carried + (share - carried).detach()
+    yield _carrying(parts.pop(), gradients[last], share)
+    for index in others:
+        with rng.replay(states[index]):
+            again = encode(batches[index])
+        yield _carrying(again, gradients[index], share)
+
+
+def _carrying(found: Representations, gradients: Mapping[str, Tensor], share: Tensor) -> Tensor:
+    """() the value of `share`, whose gradient with respect to each representation is the given one."""
+    carried = torch.stack([(_wide(found[name]) * gradient).sum() for name, gradient in gradients.items()]).sum()
+    return carried + (share - carried).detach()
 
 
 def _gradients(parts: Sequence[Representations], loss: PooledLoss, how: Pool) -> tuple[list[dict[str, Tensor]], Tensor]:

@@ -10,14 +10,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock, Timeout
 
-from trainer import checkpoint, deepspeed_config, distributed, engine, errors, rng, tasks
+from trainer import checkpoint, deepspeed_config, distributed, engine, errors, planning, rng, tasks
 from trainer.config import Experiment, digest, exp_id
 from trainer.data.store import TokenStore, open_store
 from trainer.data.windows import Sharding, Sizes, padding_share, sizes_of
@@ -53,7 +53,8 @@ class Options:
     wandb_run_name: str | None = None
     log_gradients: bool = False
     push_to_hub: bool = False
-    device: str | None = None  # that the run is planned for; None: the GPU of this process
+    device: str | None = None  # that memory is planned for; None: the GPU of this process
+    force: bool = False  # run what does not fit by the plan
 
     @property
     def places(self) -> Places:
@@ -76,6 +77,8 @@ def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> 
     """Check an experiment against its schema, its DeepSpeed file and the world size. Touches no disk but to read."""
     name = exp_id(values)
     cfg = tasks.parse(values, source=f"experiment {name}")
+    if cfg.train.micro_batch == 0:  # "auto": `run` chooses
+        cfg = planning.with_micro_batch(cfg, 1)
     train = cfg.train
     sharding = Sharding(
         train.global_batch,
@@ -85,12 +88,13 @@ def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> 
         micro_tokens=train.micro_tokens,
         bucket_steps=train.bucket_steps,
     )
+    file = planning.placeholder(options.deepspeed or cfg.deepspeed, cfg)
     ds = deepspeed_config.build(
-        deepspeed_config.read(options.deepspeed or cfg.deepspeed),
+        deepspeed_config.read(file),
         train=train,
         optim=cfg.optim,
         world=world,
-        source=f"DeepSpeed file {options.deepspeed or cfg.deepspeed!r} with experiment {name}",
+        source=f"DeepSpeed file {file!r} with experiment {name}",
     )
     return Plan(values, cfg, name, options.savedir_base / name, ds, sharding)
 
@@ -100,6 +104,7 @@ def run(plan: Plan, options: Options, preemption: Preemption) -> int:
 
     Every rank calls it. Raises LatheError (and records it in status.json) when the run cannot go on.
     """
+    plan = _settled(plan, options)
     with _claimed(plan, options):
         telemetry = Run(plan.folder, total=plan.cfg.train.steps, wandb=_wandb(plan, options))
         try:
@@ -144,6 +149,27 @@ def is_finished(plan: Plan) -> bool:
         return False
 
 
+def _settled(plan: Plan, options: Options) -> Plan:
+    """The plan with what "auto" leaves open chosen by memory: the micro-batch, the DeepSpeed file. A collective."""
+    asked = options.deepspeed or plan.cfg.deepspeed
+    if planning.AUTO not in (asked, plan.values["train"]["micro_batch"]):
+        return plan
+
+    def choose() -> list[Any]:
+        task = tasks.load(plan.cfg, options.places)
+        return list(planning.chosen(_launch(plan, options, task, answers=False), asked, name=options.device))
+
+    preset, rows = on_main(choose)
+    cfg = planning.with_micro_batch(plan.cfg, rows)
+    ds = planning.rebuilt(cfg, preset, world=plan.sharding.world)
+    return replace(plan, cfg=cfg, ds=ds, sharding=replace(plan.sharding, micro_batch=rows))
+
+
+def _launch(plan: Plan, options: Options, task: Task, *, answers: bool) -> planning.Launch:
+    stores = {split: store_of(task, split, options) for split in ("train", "valid")}
+    return planning.Launch(plan.values, plan.cfg, plan.ds, plan.sharding, task, options.places, stores, answers)
+
+
 def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption) -> bool:
     cfg = plan.cfg
     if options.push_to_hub:
@@ -151,12 +177,14 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
     rng.seed_everything(cfg.train.seed, distributed.rank())
     task = tasks.load(cfg, options.places)
     questions = first_questions(task, cfg.train.answers or options.extra_evals)
-    stores = {split: store_of(task, split, options) for split in ("train", "valid")}
+    launch = _launch(plan, options, task, answers=bool(questions))
+    stores = launch.stores
     found = _newest_checkpoint(plan)
     _check_identity(plan, task, stores)
     _say_padding(plan, sizes_of(stores["train"], task))
     for store in stores.values():
         refuse_lost_labels(store, most=cfg.train.max_lost_labels)
+    memory = on_main(lambda: planning.before_launch(launch, plan.folder, name=options.device, is_forced=options.force))
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
         model = task.model()
@@ -196,7 +224,8 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
         questions=questions,
     )
     try:
-        finished = fit(session, progress)
+        with planning.obeyed(memory, live, launch, plan.folder):
+            finished = fit(session, progress)
         if finished:
             _export(plan, task, live, "final")
             if options.push_to_hub:

@@ -165,6 +165,15 @@ class ScoresPassages(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsContexts(Protocol):
+    """What a task may offer besides Task: its answers lean on a context, which can be another row's to see how much."""
+
+    def under_another_context(self, encoded: Mapping[str, Any]) -> Mapping[str, Any]:
+        """An encoded evaluation row with another row's context in the place of its own. ConfigError without one."""
+        ...
+
+
 Side = Literal["query", "passage"]
 
 

@@ -19,6 +19,7 @@ from trainer.config import exp_id
 from trainer.errors import ConfigError, ResumeError
 from trainer.metrics import answer_scores
 from trainer.task import Search
+from trainer.tasks.cross_attention.questions import with_another_context
 from trainer.tasks.cross_attention.reader import Reader
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,6 +97,33 @@ def test_every_data_set_has_scores_of_its_own_that_are_the_same_on_uneven_ranks(
     assert together == [pytest.approx(wanted, abs=1e-12)] * 2
     assert rows_of(tmp_path / "two.jsonl") == rows
     assert len({row["prediction"] for row in rows}) > 1
+
+
+def test_answers_under_another_context_are_those_of_rows_that_have_it(
+    values: dict[str, Any], folder: Path, savedir: Path, tmp_path: Path
+) -> None:
+    values = {**values, "data": {**values["data"], "shuffled_context": True}}
+    model = next((path for path in savedir.glob("*/final")), None)
+    own, other = ({"model": str(model), "another_context": another} for another in (False, True))
+    evaluated(values, folder, savedir, tmp_path / "own.jsonl", own)
+    evaluated(values, folder, savedir, tmp_path / "other.jsonl", other)
+    swapped = tmp_path / "swapped"
+    shutil.copytree(folder, swapped)
+    rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
+    mixed = [{**row, "context": found["other"][0]} for row, found in zip(rows, with_another_context(rows), strict=True)]
+    (swapped / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    evaluated({**values, "tokenizer": str(folder / "tokenizer")}, swapped, savedir, tmp_path / "mixed.jsonl", own)
+    predictions = {
+        name: [row["prediction"] for row in rows_of(tmp_path / f"{name}.jsonl")] for name in ("own", "other", "mixed")
+    }
+    assert predictions["other"] == predictions["mixed"] != predictions["own"]
+
+
+def test_a_task_without_contexts_is_not_evaluated_under_others(folder: Path, savedir: Path, tmp_path: Path) -> None:
+    from trainer.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="answers from no context"):
+        evaluated(experiment("causal_lm", folder), folder, savedir, tmp_path / "out.jsonl", {"another_context": True})
 
 
 def test_a_row_is_written_for_every_question_and_a_summary_beside_them(

@@ -117,19 +117,34 @@ def test_dropout_is_drawn_once_and_both_passes_agree_on_it() -> None:
         assert (one.grad - two.grad).abs().max() < 1e-5
 
 
-def test_a_single_batch_is_encoded_once_and_several_twice() -> None:
-    calls: list[bool] = []
+def test_the_last_batch_is_encoded_once_and_the_others_twice() -> None:
+    calls: list[tuple[int, bool]] = []
     model = Towers()
 
     def encode(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        calls.append(torch.is_grad_enabled())
+        calls.append((len(batch["queries"]), torch.is_grad_enabled()))
         return model(**batch)
 
     list(pooled_losses(encode, cut([8]), in_batch))
-    assert calls == [True]
+    assert calls == [(8, True)]
     calls.clear()
-    list(pooled_losses(encode, cut([4, 4]), in_batch))
-    assert calls == [False, False, True, True]
+    list(pooled_losses(encode, cut([3, 1, 4]), in_batch))
+    assert calls == [(3, False), (1, False), (4, True), (3, True), (1, True)]
+
+
+def test_no_graph_is_built_beside_one_that_waits_for_its_backward_pass() -> None:
+    model, waiting, most = Towers(), 0, 0
+
+    def encode(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        nonlocal waiting, most
+        waiting += torch.is_grad_enabled()
+        most = max(most, waiting)
+        return model(**batch)
+
+    for summed in pooled_losses(encode, cut([2, 2, 2, 2]), in_batch):
+        summed.backward()
+        waiting -= 1
+    assert (waiting, most) == (0, 1)
 
 
 def test_each_part_of_the_loss_is_counted_once_whatever_the_cut() -> None:

@@ -79,6 +79,19 @@ def shown(title: str, lines: list[tuple[Any, ...]]) -> None:
         print(f"{world:5}  {stage:4}  {chunks or 'plain'!s:6}  {sizes!s:14}  {loss:.1e}  {gradient:.1e}")
 
 
+def test_the_last_chunk_of_passages_is_encoded_once_and_all_others_twice(folder: Path) -> None:
+    values = experiment("retriever", folder)
+    task: Any = tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
+    model, seen = task.model(), []
+    model.query_model.register_forward_hook(lambda module, inputs, output: seen.append(len(output.last_hidden_state)))
+    ids, mask = torch.ones(5, 3, dtype=torch.int64), torch.ones(5, 3, dtype=torch.int64)
+    found = model(query_ids=ids[:4], query_mask=mask[:4], passage_ids=ids, passage_mask=mask, chunks=(3, 2))
+    assert seen == [3, 1, 2, 2, 1], "queries, then passages"
+    seen.clear()
+    (found["queries"].sum() + found["passages"].sum()).backward()
+    assert seen == [2, 2, 1, 3], "what was computed last comes first, without the last passage"
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_cached_gradients_are_the_plain_ones_at_every_stage(world: int, folder: Path) -> None:
     ((wanted_loss, wanted),) = run_on_ranks(1, every_cut, folder, "fp32", (0,), [PLAIN[1]])[0].values()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from tests.facts import experiment, write_facts
 
@@ -83,6 +84,16 @@ def test_a_cached_run_without_states_exits_with_the_command_that_makes_them(fold
     assert done.returncode == 2
     assert "Run `python -m trainer prepare` with this group" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_folder_is_prepared_by_one_process_at_a_time(folder: Path, groups: Path) -> None:
+    with FileLock(folder / ".busy.lock"):
+        done = run(
+            [sys.executable, "-m", "trainer", "prepare", "-e", "cached"], groups, folder, "--out", str(folder / "busy")
+        )
+    assert done.returncode == 2, done.stderr
+    assert "another process is preparing it" in done.stderr
+    assert not (folder / "busy").exists()
 
 
 @pytest.mark.parametrize(

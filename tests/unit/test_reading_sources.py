@@ -397,9 +397,7 @@ def test_a_torn_download_is_named(tmp_path: Path) -> None:
 
 def test_a_hub_id_that_cannot_be_reached_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     found = sources_in(None, {"squad_v2": "nobody/nowhere_at_all"})
     with pytest.raises(ConfigError, match="nobody/nowhere_at_all: neither a folder nor a data set"):
         list(rows(found, "train"))

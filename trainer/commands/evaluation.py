@@ -34,6 +34,9 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")]
 BestAnswer = Annotated[
     bool, typer.Option("--best_answer", help="Rows that ask the same of the same context count once, with all answers.")
 ]
+AnotherContext = Annotated[
+    bool, typer.Option("--another_context", help="Answer under another row's context: what is reading worth?")
+]
 CutAt = Annotated[
     list[str] | None, typer.Option("--cut_at", help="Answers end before this text; may be given several times.")
 ]
@@ -61,6 +64,7 @@ def evaluate(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     best_answer: BestAnswer = False,
+    another_context: AnotherContext = False,
     cut_at: CutAt = None,
     measure: Measures = None,
     bertscore_model: BertscoreModel = None,
@@ -88,6 +92,7 @@ def evaluate(
             search=Search(num_beams, num_answers, temperature, top_p, seed),
             predictions=pred,
             best_answer=best_answer,
+            another_context=another_context,
             cut_at=cut_at or (),
             measures=measure or (),
             bertscore_model=bertscore_model or BERTSCORE_MODEL,

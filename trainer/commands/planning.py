@@ -41,7 +41,10 @@ def plan(
     """Say how much memory a run needs, by category, and what would fit; runs its steps without computing anything."""
 
     def command() -> None:
-        from trainer.planning import planned
+        from trainer import planning
+        from trainer.memory import page
+        from trainer.memory.advice import advise
+        from trainer.memory.plan import make
         from trainer.run import Options
 
         values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
@@ -49,10 +52,32 @@ def plan(
             values = _changed(values, text)
         ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
         given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir, deepspeed=deepspeed, device=device)
-        found = planned(values, given, world=ranks)
-        typer.echo(json.dumps(found.plain(), indent=1) if as_json else found.text())
+        target = planning.device(device)
+        cublas = planning.cublas(target)
+        subject = _subject(values, given, ranks)
+        made = make(subject, cublas=cublas)
+        advice = advise(subject, made, target, cublas=cublas)
+        if as_json:
+            typer.echo(json.dumps({"plan": made.plan.plain(), "advice": advice.plain()}, indent=1))
+        else:
+            typer.echo(page.shown(made.plan, advice, target, world=ranks))
 
     options.run(command)
+
+
+def _subject(values: dict[str, Any], given: Any, world: int) -> Any:
+    from trainer import run
+    from trainer.memory.prepare import subject_of
+
+    checked = run.plan(values, given, world=world, rank=0)
+    return subject_of(
+        values,
+        ds=checked.ds,
+        sharding=checked.sharding,
+        places=given.places,
+        store_of=lambda task, split: run.store_of(task, split, given),
+        answers=bool(checked.cfg.train.answers or given.extra_evals),
+    )
 
 
 def _changed(values: dict[str, Any], text: str) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainer.commands import options
 from trainer.commands.options import CacheDir, DataPath, ExpConfigs, ExpGroup, ExpId, Steps
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 Out = Annotated[Path, typer.Option("--out", help="The folder to write; one that was begun is continued.")]
 Source = Annotated[
@@ -41,6 +44,8 @@ def prepare(
     """
 
     def command() -> None:
+        from filelock import FileLock
+
         from trainer import distributed, tasks
         from trainer.run import Options, on_main
         from trainer.states.writing import gib
@@ -53,6 +58,8 @@ def prepare(
         distributed.init()
         wanted = module.Wanted(out, _by_name(source), hotpotqa_shuffles, batch_tokens, shard_tokens)
         cfg = tasks.parse(values)
+        lock = FileLock(out.with_name(f".{out.name}.lock"), timeout=0)  # a killed process lets go of it
+        on_main(lambda: _claim(out, lock))
         on_main(lambda: module.write_rows(cfg, places, wanted))
         made = module.write_states(cfg, places, wanted)
         if distributed.is_main():
@@ -64,6 +71,17 @@ def prepare(
             )
 
     options.run(command)
+
+
+def _claim(out: Path, lock: FileLock) -> None:
+    """Hold `out` for this process alone."""
+    from filelock import Timeout
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise options.bad(f"--out {out}: another process is preparing it. Wait for it, or name another.") from None
 
 
 def _by_name(given: list[str] | None) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -136,7 +136,11 @@ def _shorter(subject: Subject, made: Made) -> list[tuple[str, Request, int]]:
         values = changed(subject.values, key, value // part)
         rows = _encoded_anew(subject, made, values)
         found.append(
-            (f"{key} {value // part}", Request(values, "train", rows, subject.zero.accumulates), value // part)
+            (
+                f"{key} {value // part}",
+                Request(values, "train", rows, accumulates=subject.zero.accumulates),
+                value // part,
+            )
         )
     return found
 
@@ -144,7 +148,7 @@ def _shorter(subject: Subject, made: Made) -> list[tuple[str, Request, int]]:
 def _encoded_anew(subject: Subject, made: Made, values: dict[str, Any]) -> list[dict[str, list[int]]]:
     cfg = tasks.parse(values)
     task = tasks.load(cfg, subject.places)
-    specimens = [Specimens(task, cfg.data, row) for row in subject.train.raw(made.numbers)]
+    specimens = [Specimens(task, getattr(cfg, "data", None), row) for row in subject.train.raw(made.numbers)]
     count = len(made.numbers)
     if cfg.train.micro_tokens is not None:
         longest = max(int(specimen.lengths[0]) for specimen in specimens)
@@ -178,9 +182,13 @@ def largest_divisor(number: int, most: int) -> int:
     return next((size for size in range(min(most, number), 0, -1) if number % size == 0), 0)
 
 
-Choice = Literal["micro_batch", "deepspeed"]
-
-
-def choose_rows(peaks: Sequence[tuple[int, int]], *, rank_rows: int, usable: int) -> int:
-    """The largest micro-batch that fits and divides a rank's rows; 0 when none fits. peaks: (rows, bytes) twice."""
-    return largest_divisor(rank_rows, Parabola.through(peaks).largest(usable))
+def largest_rows(subject: Subject, presets: Sequence[str], *, usable: int, cublas: int) -> dict[str, int]:
+    """How many rows of the longest kind fit into a micro-batch, under each of these DeepSpeed files."""
+    counts = (_FEW, _SOME)
+    few, some = measure([_of_longest(subject, rows) for rows in counts], subject.places)
+    found: dict[str, int] = {}
+    for preset in presets:
+        zero = subject.zero_of(subject.with_deepspeed(preset))
+        peaks = [training(step, zero, cublas=cublas).total for step in (few, some)]
+        found[preset] = Parabola.through(list(zip(counts, peaks, strict=True))).largest(usable)
+    return found

@@ -15,6 +15,7 @@ from trainer import deepspeed_config
 from trainer.memory.measured import Measured
 
 _REDUCED_AT_ONCE = 500_000_000  # numbers: engine.allreduce_no_retain's bucket, which no key changes
+_HELD_WHOLE = 3  # weights that stage 3 was seen to hold twice on a single rank
 _ADAFACTOR_COPIES = 3  # fp32 tensors that torch's Adafactor makes of one weight: squares, their estimate, the update
 
 
@@ -116,7 +117,10 @@ def _held_between_steps(step: Measured, zero: Zero) -> Breakdown:
     weights, gradients = step.weights, 0
     if zero.stage == 3:
         whole = e * (step.trainable + step.frozen)
-        gathered = min(whole, e * (zero.max_live + zero.prefetch_bucket)) if w > 1 or zero.offloads_weights else 0
+        whole_ones = (
+            zero.max_live + zero.prefetch_bucket if w > 1 or zero.offloads_weights else _HELD_WHOLE * step.largest
+        )
+        gathered = min(whole, e * whole_ones)
         weights = (0 if zero.offloads_weights else step.weights // w) + gathered
         gradients = 0 if zero.offloads_optimizer else 4 * P // w
     elif zero.stage == 1 and zero.is_bf16 and not zero.offloads_optimizer:
@@ -174,7 +178,7 @@ def _reduction_copies(step: Measured, zero: Zero) -> int:
     if zero.stage == 3:
         return (e + 4) * max(step.largest, min(P, zero.reduce_bucket))
     if zero.stage == 2:
-        flat = 0 if zero.copies_into_buckets else min(P, zero.reduce_bucket) * e
+        flat = 0 if zero.copies_into_buckets else e * (P if e == 4 else min(P, zero.reduce_bucket))
         return flat + (4 * step.largest if e < 4 else 0)
     return 4 * step.largest if zero.stage == 1 and e < 4 else 0
 

@@ -30,6 +30,7 @@ _SHAPED_BY_VALUES = {
     aten.bincount.default,
     aten.repeat_interleave.Tensor,
 }
+_UNFILLED = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
 _INDEXING = {aten.index.Tensor, aten._unsafe_index.Tensor}
 _CHOOSING = {aten.argmax.default, aten.argmin.default, aten.topk.default, aten.multinomial.default}
 
@@ -83,7 +84,7 @@ def _constant(real: Tensor) -> Tensor:
 
 
 def _real(value: Any) -> Any:
-    return value.twin if isinstance(value, FakeTensor) else value
+    return getattr(value, "twin") if isinstance(value, FakeTensor) else value  # noqa: B009 (pyright knows no twin)
 
 
 def _is_known(tensor: Tensor) -> bool:
@@ -103,7 +104,9 @@ def _number(tensor: Tensor) -> Any:
 
 def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a twin of the result can be computed: from twins alone, or from no tensor at all (arange, full)."""
-    return torch.Tag.nondeterministic_seeded not in func.tags and all(map(_is_known, _tensors(args, kwargs)))
+    if func in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    return all(map(_is_known, _tensors(args, kwargs)))
 
 
 def _on_twins(func: Any, args: Any, kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ def refusal(plan: MemoryPlan, advice: Advice, device: Device, *, world: int) -> 
     return "\n".join(lines)
 
 
-def out_of_memory(plan: MemoryPlan | None, actual: Mapping[str, int], batch: Sequence[int], said: str) -> str:
+def out_of_memory(plan: MemoryPlan | None, actual: Mapping[str, int], batch: Sequence[str], said: str) -> str:
     """The page of an OutOfMemoryError: predicted against actual by category, the batch, the largest tensors."""
     lines = ["out of memory", "", f"{'GiB':14s}{'planned':>10s}{'actual':>10s}"]
     planned = plan.phases[0].peak.parts() if plan is not None else {}
@@ -64,7 +64,7 @@ def out_of_memory(plan: MemoryPlan | None, actual: Mapping[str, int], batch: Seq
         planned = {**{k: v for k, v in planned.items() if k not in rest}, "rest": sum(planned.get(k, 0) for k in rest)}
     for name in dict.fromkeys([*actual, *planned]):
         lines.append(f"{name:14s}{_gib(planned.get(name, 0)):>10s}{_gib(actual.get(name, 0)):>10s}")
-    lines += ["", f"lengths of the batch: {', '.join(map(str, batch)) or 'not known'}"]
+    lines += ["", f"the batch: {', '.join(batch) or 'not known'}"]
     if plan is not None:
         lines += ["largest tensors of the planned step:"]
         lines += [f"  {name}  {_gib(size)} GiB" for name, size in plan.phases[0].tensors]

@@ -164,7 +164,7 @@ def training_batches(subject: Subject) -> list[Any]:
     """Row numbers of the micro-batches that may need most."""
     train = subject.cfg.train
     seed = train.seed if train.order == "shuffled" else None
-    return heaviest(subject.train.lengths, subject.sharding, seed=seed, steps=train.steps)
+    return heaviest(subject.train, subject.sharding, seed=seed, steps=train.steps)
 
 
 def training_request(subject: Subject, numbers: Any, values: dict[str, Any] | None = None) -> Request:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
 
 from trainer.data.store import TokenStore
-from trainer.data.windows import Sharding, evaluation_batches, window_rows
+from trainer.data.windows import Lengths, Sharding, evaluation_batches, sizes_of, window_rows
 from trainer.errors import ConfigError
-from trainer.task import DRAW, Task
+from trainer.task import DRAW, EPOCH, Task
 
 MOST_STEPS = 2000  # whose micro-batches are compared
 _WORDS = 6  # of a specimen's text for each token of its limit: no tokenizer makes less than a token of six words
@@ -24,6 +24,11 @@ class Rows(Protocol):
 
     lengths: np.ndarray  # (rows,) for the device
 
+    @property
+    def sizes(self) -> Lengths:
+        """The same, or by axis and kind."""
+        ...
+
     def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]: ...
 
     def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]: ...
@@ -33,7 +38,8 @@ class StoredRows:
     """The rows of a token store."""
 
     def __init__(self, store: TokenStore, task: Task, split: str) -> None:
-        self.lengths, self._store, self._task, self._split = np.asarray(store.lengths), store, task, split
+        self.lengths, self.sizes = np.asarray(store.lengths), sizes_of(store, task)
+        self._store, self._task, self._split = store, task, split
 
     def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]:
         """Token ids of the rows. is_drawn: as in training, with a random number each."""
@@ -60,7 +66,7 @@ class Specimens:
                 f"the data cannot be read here, and a row of this task cannot be made up ({error!r}). "
                 "Give --data_path the folder of the data."
             ) from error
-        self.lengths = np.full(_SPECIMENS, task.length(self._encoded))
+        self.lengths = self.sizes = np.full(_SPECIMENS, task.length(self._encoded))
 
     def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]:
         """The same row again and again."""
@@ -72,7 +78,7 @@ class Specimens:
 
 def _plain(row: Mapping[str, Any], is_drawn: bool) -> dict[str, list[int]]:
     fields = {name: [int(value) for value in values] for name, values in row.items() if name != "truncated"}
-    return {**fields, DRAW: [_DRAWN]} if is_drawn else fields
+    return {**fields, DRAW: [_DRAWN], EPOCH: [0]} if is_drawn else fields
 
 
 def limits(data: Mapping[str, Any]) -> dict[str, int]:
@@ -98,25 +104,21 @@ def _specimen(data: Any) -> dict[str, Any]:
     }
 
 
-def heaviest(lengths: np.ndarray, sharding: Sharding, *, seed: int | None, steps: int) -> list[np.ndarray]:
+def heaviest(rows: Rows, sharding: Sharding, *, seed: int | None, steps: int) -> list[np.ndarray]:
     """The micro-batches of a run that may need most: of the most padded tokens, and of the most pairs of them.
 
     Of the first MOST_STEPS steps. Rank 0 has the longest rows of every step.
     """
     found: dict[int, tuple[float, np.ndarray]] = {}
-    for rows in _micro_batches(lengths, sharding, seed=seed, steps=min(steps, MOST_STEPS)):
-        longest = float(lengths[rows].max())
-        for power in (1, 2):
-            weight = len(rows) * longest**power
-            if power not in found or weight > found[power][0]:
-                found[power] = (weight, rows)
-    batches = [rows for _, rows in found.values()]
+    for step in range(min(steps, MOST_STEPS)):
+        for numbers in window_rows(step, lengths=rows.sizes, sharding=sharding, seed=seed):
+            longest = float(rows.lengths[numbers].max())
+            for power in (1, 2):
+                weight = len(numbers) * longest**power
+                if power not in found or weight > found[power][0]:
+                    found[power] = (weight, numbers)
+    batches = [numbers for _, numbers in found.values()]
     return batches[:1] if np.array_equal(batches[0], batches[-1]) else batches
-
-
-def _micro_batches(lengths: np.ndarray, sharding: Sharding, *, seed: int | None, steps: int) -> Iterator[np.ndarray]:
-    for step in range(steps):
-        yield from window_rows(step, lengths=lengths, sharding=sharding, seed=seed)
 
 
 def first_evaluated(lengths: np.ndarray, *, batch: int) -> np.ndarray:

@@ -36,7 +36,7 @@ class Tracker:
         self._device, self._label = device, "activations"
         self._storages: dict[int, _Storage] = {}
         self._vocabularies: set[int] = set()
-        self.live = dict.fromkeys(("weights", "buffers", "gradients", "activations", "logits"), 0)
+        self.live: dict[str, int] = dict.fromkeys(("weights", "buffers", "gradients", "activations", "logits"), 0)
         self._moments: dict[int, Moment] = {}  # by bytes of gradients
         self.largest: list[tuple[str, int]] = []  # tensors alive when most was alive
 

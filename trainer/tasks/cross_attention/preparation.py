@@ -95,7 +95,7 @@ def write_states(cfg: Config, places: Places, wanted: Wanted) -> Prepared:
 def _write_states(task: Task, folder: Path, found: writing.Contexts, plan: layout.Plan, wanted: Wanted) -> None:
     lacking = writing.missing(folder, found, plan)
     logger.info(
-        "%d distinct contexts of %d, %d tokens of %d numbers in %s; %d contexts are still to be encoded: %s, of %s free",
+        "%d distinct contexts of %d, %d tokens of %d numbers in %s; %d contexts are still to be encoded: %s of %s free",
         *(plan.count, found.met, plan.tokens, plan.width, plan.dtype, lacking.contexts, writing.gib(lacking.bytes)),
         writing.gib(shutil.disk_usage(folder).free),
     )

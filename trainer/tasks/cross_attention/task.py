@@ -16,6 +16,7 @@ from trainer import base_model, distributed
 from trainer.config import canonical_json
 from trainer.data import vocabulary
 from trainer.data.padding import pad_right
+from trainer.errors import ConfigError
 from trainer.losses import IGNORED
 from trainer.metrics import Ratio, answer_scores
 from trainer.states.reading import StateCache
@@ -170,6 +171,12 @@ class Task:
         known = [(text, row["answers"]) for text, row in zip(predictions, raw, strict=True) if row["answers"]]
         scores = answer_scores([text for text, _ in known], [answers for _, answers in known])
         return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
+
+    def under_another_context(self, encoded: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The row with the context that shuffled_loss is computed under."""
+        if _OTHER not in encoded:
+            raise ConfigError("--another_context: the rows carry none. Set data.shuffled_context.")
+        return {**encoded, "context": encoded[_OTHER], "context_lengths": encoded[f"{_OTHER}_lengths"]}
 
     # What limits cut off ----------------------------------------------------------------------------------------
 

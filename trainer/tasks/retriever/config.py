@@ -84,9 +84,10 @@ class Loss(Strict):
 
     pool: Literal["window", "micro_batch"] = "window"  # micro_batch: accumulation adds no negatives, as published
     negatives_x_device: bool = True  # the passages of all ranks are negatives
-    # GradCache. The micro-batches of a window are chunks of one pool by themselves: every text is encoded twice. These
-    # cut a micro-batch further, so many queries and passages at a time: twice where it is the whole window, which also
-    # needs one gradient reduction only, and three times in a window of several. None: all at once.
+    # GradCache. The micro-batches of a window are chunks of one pool by themselves: every text is encoded twice, but
+    # those of the last one once. These cut a micro-batch further, so many queries and passages at a time: again twice
+    # but for the last passages where it is the whole window, which also needs one gradient reduction only, and three
+    # times in a window of several. None: all at once.
     query_chunk: Positive | None = None
     passage_chunk: Positive | None = None
     pool_on_host: bool = False  # keep representations and scores in the CPU's memory

@@ -17,6 +17,8 @@ from trainer.tasks.retriever.config import Encoder, Projection
 
 # N texts, L tokens of the longest, D width of a state, E width of a vector
 
+_Encode = Callable[[Tensor, Any], Tensor]  # (N, L) ids and mask -> (N, E)
+
 
 class Pooler(nn.Module):
     """A linear layer for each side, or one for both, computed in fp32. Named as Tevatron names them in pooler.pt."""
@@ -61,29 +63,23 @@ class Retriever(nn.Module):
         """(N, L) right-padded ids and masks -> {"queries": (Q, E), "passages": (P, E)} of what was given, in fp32.
 
         chunks: so many queries and so many passages (None: all) are encoded at a time; no activations are kept, the
-        backward pass encodes every chunk again with the same random numbers.
+        backward pass encodes every chunk again with the same random numbers. The last chunk alone keeps them, for the
+        backward pass comes to it first.
         """
         found: dict[str, Tensor] = {}
         query_chunk, passage_chunk = chunks or (None, None)
         if query_ids is not None:
-            found["queries"] = self._in_chunks(self._queries, query_ids, query_mask, chunks and (query_chunk,))
+            encode = self._queries if chunks is None else _in_chunks(self._queries, query_chunk, passage_ids is None)
+            found["queries"] = encode(query_ids, query_mask)
         if passage_ids is not None:
-            found["passages"] = self._in_chunks(self._passages, passage_ids, passage_mask, chunks and (passage_chunk,))
+            encode = self._passages if chunks is None else _in_chunks(self._passages, passage_chunk, True)
+            found["passages"] = encode(passage_ids, passage_mask)
         return found
 
-    def _in_chunks(
-        self, encode: Callable[[Tensor, Tensor], Tensor], ids_NL: Tensor, mask_NL: Any, chunk: tuple[int | None] | None
-    ) -> Tensor:
-        if chunk is None:
-            return encode(ids_NL, mask_NL)
-        size = chunk[0] or len(ids_NL)
-        pieces = zip(ids_NL.split(size), mask_NL.split(size), strict=True)
-        return torch.cat([checkpoint(encode, ids, mask, use_reentrant=False) for ids, mask in pieces])
-
-    def _queries(self, ids_NL: Tensor, mask_NL: Tensor) -> Tensor:
+    def _queries(self, ids_NL: Tensor, mask_NL: Any) -> Tensor:
         return self._vectors(self.query_model, ids_NL, mask_NL, "query")
 
-    def _passages(self, ids_NL: Tensor, mask_NL: Tensor) -> Tensor:
+    def _passages(self, ids_NL: Tensor, mask_NL: Any) -> Tensor:
         model = self.query_model if self.passage_model is None else self.passage_model
         return self._vectors(model, ids_NL, mask_NL, "passage")
 
@@ -93,6 +89,19 @@ class Retriever(nn.Module):
         if self.pooler is not None:
             vectors_NE = self.pooler(vectors_NE, side)
         return F.normalize(vectors_NE, dim=-1) if self.how.normalize else vectors_NE
+
+
+def _in_chunks(encode: _Encode, size: int | None, keeps_last: bool) -> _Encode:
+    """`encode`, so many texts at a time, whose activations are made again; but those of the last may be kept."""
+
+    def run(ids_NL: Tensor, mask_NL: Any) -> Tensor:
+        count = size or len(ids_NL)
+        pieces = list(zip(ids_NL.split(count), mask_NL.split(count), strict=True))
+        again = pieces[:-1] if keeps_last else pieces
+        vectors = [checkpoint(encode, ids, mask, use_reentrant=False) for ids, mask in again]
+        return torch.cat([*vectors, *(encode(ids, mask) for ids, mask in pieces[len(again) :])])
+
+    return run
 
 
 def pooled(states_NLD: Tensor, mask_NL: Tensor, pooling: str) -> Tensor:

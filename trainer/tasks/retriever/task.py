@@ -79,7 +79,7 @@ class Task:
         def side(name: str) -> Any:
             encoder = base_model.skeleton(self._side(self.cfg.base, name), self.places, kind="encoder")
             with torch.device("meta"):
-                return encoder if self.cfg.lora is None else lora.adapted(encoder, self.cfg.lora, seed=0)
+                return self._operate(encoder)
 
         with torch.device("meta"):
             return self._retriever(side, self.cfg.encoder)
@@ -94,8 +94,11 @@ class Task:
         return Retriever(query, passage, how=how, pooler=pooler)
 
     def _encoder(self, base: Base, side: str) -> Any:
+        source, precision = self._side(base, side), self.cfg.train.precision
+        return self._operate(base_model.load(source, self.places, precision=precision, kind="encoder"))
+
+    def _operate(self, encoder: Any) -> Any:
         cfg = self.cfg
-        encoder = base_model.load(self._side(base, side), self.places, precision=cfg.train.precision, kind="encoder")
         if cfg.dropout is not None:
             base_model.set_dropout(encoder, cfg.dropout)
         if cfg.train.gradient_checkpointing:

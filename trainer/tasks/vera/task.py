@@ -67,16 +67,18 @@ class Task:
         return self._loaded(str(folder))
 
     def skeleton(self) -> nn.Module:
-        return Verifier(base_model.skeleton(self.cfg.base, self.places, kind="encoder"), seed=0)
+        return self._operate(base_model.skeleton(self.cfg.base, self.places, kind="encoder"))
 
-    def _loaded(self, base: Base) -> Verifier:
-        encoder = base_model.load(base, self.places, precision=self.cfg.train.precision, kind="encoder")
+    def _operate(self, encoder: Any) -> Verifier:
         if self.cfg.dropout is not None:
             base_model.set_dropout(encoder, self.cfg.dropout)
         recompute = self.cfg.train.gradient_checkpointing
         if recompute:  # for a decoder's body; a T5's blocks are called one by one
             encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model = Verifier(encoder, seed=self.cfg.train.seed, recompute=recompute)
+        return Verifier(encoder, seed=self.cfg.train.seed, recompute=recompute)
+
+    def _loaded(self, base: Base) -> Verifier:
+        model = self._operate(base_model.load(base, self.places, precision=self.cfg.train.precision, kind="encoder"))
         source = base_model.resolve(base, self.places)
         if not isinstance(source, RandomBase):
             log.info("the head %s %s", "goes on from" if load_head(model, source) else "is new, none in", source)

@@ -1,0 +1,365 @@
+"""The same cross-attention training and the same answers: our run on prepared states, our run that encodes online, and
+the Hugging Face Trainer as published.
+
+All take the same rows in the same order, from the same random weights; a step is handed out by its number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer import distributed, tasks
+from trainer.data import sources
+from trainer.data.store import TokenStore, open_store
+from trainer.data.windows import Sharding, Sizes, padding_share, sizes_of, window_rows
+from trainer.task import Batch, Places
+from trainer.tasks.cross_attention import preparation
+from trainer.tasks.cross_attention.generation import greedy
+
+# B rows, T decoder tokens, L context tokens, G generated tokens
+
+LR, CLIP, SEED = 5e-4, 1.0, 5
+SIZES: dict[str, dict[str, Any]] = {  # 1b as bigcode/starcoderbase-1b
+    "tiny": {"n_embd": 512, "n_layer": 12, "n_head": 4},
+    "small": {"n_embd": 768, "n_layer": 24, "n_head": 6},  # as deep as 1b
+    "1b": {"n_embd": 2048, "n_layer": 24, "n_head": 16},
+}
+LAYERS = {"tiny": (4, 3), "small": (6, 3), "1b": (6, 3)}  # how many are added, and their stride
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all do: `num_batches` steps of `batch` rows, again and again."""
+
+    data_path: Path
+    folder: Path  # for rows, states and caches
+    tokenizer: Path
+    size: str = "small"
+    batch: int = 64
+    micro_batch: int = 16  # of the reference, in the order of the rows
+    micro_tokens: int = 4096  # ours
+    bucket_steps: int = 1
+    num_batches: int = 8
+    with_contexts: bool = False  # every context is predicted too, as published
+    precision: str = "fp32"
+    dropout: float = 0.1
+
+    def experiment(self, encode: str) -> dict[str, Any]:
+        (count, stride), shape = LAYERS[self.size], SIZES[self.size]
+        return {
+            "task": "cross_attention",
+            "base": {
+                "config": {
+                    "model_type": "gpt_bigcode",
+                    "vocab_size": 49152,
+                    "n_positions": 2048,
+                    "n_inner": 4 * shape["n_embd"],
+                    "multi_query": True,
+                    "bos_token_id": 0,
+                    "eos_token_id": 0,
+                    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+                    **shape,
+                },
+                "seed": SEED,
+            },
+            "tokenizer": str(self.tokenizer),
+            "train": {
+                "steps": 1,
+                "global_batch": self.batch,
+                "micro_batch": self.batch,
+                "micro_tokens": self.micro_tokens,
+                "precision": self.precision,
+            },
+            "optim": {"lr": LR, "betas": [0.9, 0.95], "eps": 1e-6, "clip": CLIP},
+            "schedule": {"shape": "constant"},
+            "layers": {
+                "count": count,
+                "stride": stride,
+                "width": shape["n_embd"] // 2,
+                "heads": shape["n_head"],
+                "key_dropout": 4 * self.dropout,
+                "attention_dropout": self.dropout,
+                "initialisation": "published",
+            },
+            "data": {
+                "source": "jsonl",
+                "decoder_tokens": 1024,
+                "context_tokens": 1024,
+                "include_context_ids": self.with_contexts,
+                "fim_rate": 0.0,
+                "encode": encode,
+                "state_dtype": "fp32" if self.precision == "fp32" else "bf16",
+            },
+            "deepspeed": "zero0" if self.precision == "fp32" else "zero1",
+        }
+
+    @property
+    def places(self) -> Places:
+        return Places(self.folder / "prepared", self.folder / "cache", self.folder / "results")
+
+    @property
+    def sharding(self) -> Sharding:
+        """Of our runs."""
+        tokens = {"micro_tokens": self.micro_tokens, "bucket_steps": self.bucket_steps}
+        return Sharding(self.batch, self.batch, 1, 0, **tokens)
+
+    def prepare(self) -> None:
+        """The first rows of the train split of NaturalQuestions, and the states of their contexts."""
+        rows = list(islice(sources.nq_rows(self.data_path, "train"), self.batch * self.num_batches))
+        raw = self.folder / "raw"
+        raw.mkdir()
+        for split, some in (("train", rows), ("valid", rows[:1])):
+            (raw / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        cfg: Any = tasks.parse(self.experiment("cached"))
+        places = Places(raw, self.folder / "cache", self.folder / "results")
+        wanted = preparation.Wanted(self.folder / "prepared", {})
+        preparation.write_rows(cfg, places, wanted)
+        preparation.write_states(cfg, places, wanted)
+
+    def task(self, encode: str) -> Any:
+        return tasks.load(tasks.parse(self.experiment(encode)), self.places)
+
+    def store(self, task: Any) -> TokenStore:
+        return open_store(
+            lambda: task.rows("train"),
+            task.encode,
+            encoding_id=task.encoding_id(),
+            split="train",
+            cache_dir=self.places.cache_dir,
+            length=task.length,
+        )
+
+
+class Ours:
+    """What a run does on one rank, without its prefetching thread: collation is on the clock."""
+
+    def __init__(self, work: Work, encode: str) -> None:
+        from trainer import deepspeed_config
+        from trainer.engine import Engine
+
+        distributed.init()
+        self._work = work
+        self.task = work.task(encode)
+        cfg = self.task.cfg
+        preset = deepspeed_config.read(cfg.deepspeed)
+        complete = deepspeed_config.build(preset, train=cfg.train, optim=cfg.optim, world=1, source=cfg.deepspeed)
+        self._engine = Engine(self.task.model(), deepspeed_config.for_engine(complete), cfg.optim)
+        self._session = self._new_session()
+        self._sizes = sizes_of(self._session.train, self.task)
+        self._sound = torch.zeros((), dtype=torch.int64, device=distributed.device())
+
+    def _new_session(self) -> Any:
+        from trainer.loop import Cadence, Session
+        from trainer.meter import Meter
+        from trainer.telemetry import Preemption, Run
+
+        store = self._work.store(self.task)
+        return Session(
+            cfg=self.task.cfg,
+            task=self.task,
+            engine=self._engine,
+            train=store,
+            valid=store,
+            sharding=self._work.sharding,
+            cadence=Cadence(log=1, evaluate=1, save=1),
+            run=Run(self._work.folder / f"run-{id(self)}", total=1),
+            meter=Meter(),
+            preemption=Preemption(),
+            save=lambda progress: None,
+            export_best=lambda: None,
+        )
+
+    def step(self, number: int) -> Tensor:
+        """Train on step `number`; its loss, still on the device, as in a run."""
+        from trainer.data.windows import Window
+        from trainer.loop import train_step
+
+        self._engine.train()
+        seed = SEED if self._work.bucket_steps > 1 else None  # None: the rows of the reference's step
+        rows = window_rows(
+            number % self._work.num_batches, lengths=self._sizes, sharding=self._work.sharding, seed=seed
+        )
+        batches = [self.task.collate([self._session.train[int(row)] for row in some]) for some in rows]
+        units = torch.stack([self.task.units(batch) for batch in batches]).sum()
+        return train_step(self._session, Window(number, batches, rows, units), lr=LR, bad=self._sound).loss
+
+    def padding(self) -> float:
+        """The share of padding in what is computed."""
+        seed = SEED if self._work.bucket_steps > 1 else None
+        return padding_share(self._sizes, self._work.sharding, seed=seed, steps=self._work.num_batches)
+
+    def close(self) -> None:
+        self._session.preemption.close()
+        self._session.run.close()
+        self._engine.destroy()
+
+
+class _MeanLoss(nn.Module):
+    """Our model as the Trainer wants one: the mean loss of a micro-batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor,
+        context_input_ids: Tensor,
+        context_attention_mask: Tensor,
+    ) -> dict[str, Tensor]:
+        output = self.model(
+            input_ids,
+            attention_mask,
+            labels=labels,
+            context_input_ids=context_input_ids,
+            context_attention_mask=context_attention_mask,
+        )
+        return {"loss": output.loss / (labels[:, 1:] != -100).sum()}
+
+
+class Reference:
+    """The same model, stepped by the Hugging Face Trainer: micro-batches in the order of the rows, padded to their
+    longest, contexts encoded inside every forward. Rows are tokenised beforehand."""
+
+    def __init__(self, work: Work) -> None:
+        from transformers import Trainer, TrainingArguments
+
+        self._work = work
+        self.task = work.task("online")
+        store = work.store(self.task)
+        self.sizes: Sizes = sizes_of(store, self.task)
+        self._rows = [store[index] for index in range(work.batch * work.num_batches)]
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[work.precision]
+        self._model = _MeanLoss(self.task.model()).to(distributed.device(), dtype)
+        arguments = TrainingArguments(
+            output_dir=str(work.folder / "hugging_face"),
+            learning_rate=LR,
+            max_grad_norm=CLIP,
+            adam_beta2=0.95,
+            adam_epsilon=1e-6,
+            gradient_accumulation_steps=work.batch // work.micro_batch,
+            use_cpu=not torch.cuda.is_available(),
+            report_to="none",
+        )
+        self._trainer: Any = Trainer(model=self._model, args=arguments)
+        self._trainer.current_gradient_accumulation_steps = work.batch // work.micro_batch  # which train() sets
+        self._optimizer = self._trainer.create_optimizer()
+
+    @property
+    def micro_batches(self) -> int:
+        return self._work.batch // self._work.micro_batch
+
+    def _batches(self, number: int) -> Iterator[Batch]:
+        start = number % self._work.num_batches * self._work.batch
+        for first in range(start, start + self._work.batch, self._work.micro_batch):
+            yield self.task.collate(self._rows[first : first + self._work.micro_batch])
+
+    def step(self, number: int) -> float:
+        """Train on step `number`; the mean of its micro-batches' losses."""
+        loss = 0.0
+        for batch in self._batches(number):
+            loss += float(self._trainer.training_step(self._model, batch))
+        nn.utils.clip_grad_norm_(self._model.parameters(), CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss
+
+    @torch.no_grad()
+    def token_mean(self, number: int) -> float:
+        """The loss of step `number` per token, which is what ours reports; nothing is trained."""
+        self._model.train()
+        batches = [{name: t.to(distributed.device()) for name, t in b.items()} for b in self._batches(number)]
+        units = [int(self.task.units(batch)) for batch in batches]
+        losses = [float(self._model(**batch)["loss"]) * count for batch, count in zip(batches, units, strict=True)]
+        return sum(losses) / sum(units)
+
+    def padding(self) -> float:
+        """The share of padding in what is computed."""
+        rows = np.arange(self._work.batch * self._work.num_batches).reshape(-1, self._work.micro_batch)
+        parts = [self.sizes.axes_NA[some] for some in rows]
+        real, padded = sum(part.sum() for part in parts), sum(len(part) * part.max(axis=0).sum() for part in parts)
+        return 1 - real / padded
+
+
+class Answers:
+    """Some prompts on contexts of a given length, and the two ways of continuing them."""
+
+    def __init__(self, work: Work, *, rows: int, context_tokens: int, new_tokens: int) -> None:
+        task = work.task("online")
+        store = work.store(task)
+        self.rows, self.new_tokens, self._pad = rows, new_tokens, task.prompts.pad
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[work.precision]
+        self._model = task.model().to(distributed.device(), dtype).eval()
+        ids = np.concatenate([store[index]["context"] for index in range(len(store))])
+        ids = np.resize(ids, rows * context_tokens).reshape(rows, context_tokens)
+        prompts = [store[index]["decoder"][: int(store[index]["answer_start"][0])] for index in range(rows)]
+        width = min(map(len, prompts))
+        self._prompts_BT = torch.tensor(np.stack([prompt[-width:] for prompt in prompts])).long()
+        self._contexts_BL = torch.tensor(ids).long()
+
+    def _inputs(self) -> tuple[Tensor, Tensor]:
+        return self._prompts_BT.to(distributed.device()), self._contexts_BL.to(distributed.device())
+
+    @torch.no_grad()
+    def ours(self, number: int) -> Tensor:
+        """(B, G): the context is encoded once, and every token is one short forward."""
+        prompts_BT, contexts_BL = self._inputs()
+        return greedy(
+            self._model,
+            prompts_BT,
+            torch.ones_like(prompts_BT),
+            context_input_ids=contexts_BL,
+            context_attention_mask=torch.ones_like(contexts_BL),
+            max_new_tokens=self.new_tokens,
+            pad_token_id=self._pad,
+        ).tokens_BG
+
+    @torch.no_grad()
+    def reference(self, number: int) -> Tensor:
+        """(B, G): as published, the context and the whole text so far are read again for every token."""
+        text_BT, contexts_BL = self._inputs()
+        start = text_BT.shape[1]
+        for _ in range(self.new_tokens):
+            logits = self._model(
+                text_BT,
+                torch.ones_like(text_BT),
+                context_input_ids=contexts_BL,
+                context_attention_mask=torch.ones_like(contexts_BL),
+            ).logits
+            text_BT = torch.cat([text_BT, logits[:, -1:].argmax(dim=-1)], dim=1)
+        return text_BT[:, start:]
+
+
+class Contestants:
+    """Everybody, built once."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    @cached_property
+    def cached(self) -> Ours:
+        return Ours(self.work, "cached")
+
+    @cached_property
+    def online(self) -> Ours:
+        return Ours(self.work, "online")
+
+    @cached_property
+    def reference(self) -> Reference:
+        return Reference(self.work)
+
+    def close(self) -> None:
+        self.cached.close()
+        self.online.close()

@@ -1,0 +1,189 @@
+"""The memory plan against what really is allocated: by the CPU's own record, and by a real engine."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.facts import OF_TASK, experiment, write_facts
+from trainer import deepspeed_config, distributed, tasks
+from trainer.config import Optim, Train
+from trainer.engine import Engine
+from trainer.errors import DoesNotFitError
+from trainer.memory.deepspeed_terms import Zero, training
+from trainer.memory.fit import Parabola
+from trainer.memory.measure import measure
+from trainer.memory.measured import Measured, Moment, Request
+from trainer.task import DRAW, EPOCH, Answers, Places, question_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
+from memory_plan import TOLERANCE, Case, events_of, live_bytes, predicted_bytes, real_bytes, recorded
+
+WIDTH, LAYERS, MICRO_BATCHES, STEPS, BUCKET = 256, 8, 2, 2, 100_000
+
+
+# Steps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("t5-tiny", 128, 32, batch=2),
+        Case("t5-tiny", 128, 32, batch=2, attention="sdpa"),
+        Case("t5-tiny", 128, 32, batch=2, recompute=True),
+        Case("t5-tiny", 128, 32, batch=2, precision="master"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_step_is_predicted_within_the_tolerance(case: Case) -> None:
+    assert predicted_bytes(case) == pytest.approx(real_bytes(case), rel=TOLERANCE)
+
+
+def test_three_lengths_predict_one_that_is_twice_as_long() -> None:
+    found = {length: predicted_bytes(Case("t5-tiny", length, 32, batch=8)) for length in (1024, 1536, 2048, 4096)}
+    line = Parabola.through([(length, found[length]) for length in (1024, 1536, 2048)])
+    assert line.at(4096) == pytest.approx(found[4096], rel=1e-3)
+
+
+# DeepSpeed --------------------------------------------------------------------------------------------------------
+
+
+class Sum(nn.Module):
+    """Layers of one size, whose activations weigh next to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).float().sum()
+
+
+def peak_of_an_engine(stage: int, precision: str) -> tuple[int, Zero]:
+    """Bytes that a real engine had at most while it trained, from the second step on, by the allocator's record."""
+    distributed.init()
+    train = Train(steps=4, global_batch=MICRO_BATCHES, micro_batch=1, precision=precision)  # pyright: ignore
+    preset = deepspeed_config.read(f"zero{stage}")
+    if stage == 3:  # its buckets are allocated in full and would outweigh this model
+        small = {
+            "reduce_bucket_size": BUCKET,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_max_live_parameters": BUCKET,
+        }
+        preset["zero_optimization"] |= small | {"stage3_max_reuse_distance": BUCKET}
+    ds = deepspeed_config.build(preset, train=train, optim=(optim := Optim(lr=1e-3)), world=1, source="test")
+    batch = torch.ones(1, WIDTH, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
+    with recorded() as profiler:
+        engine = Engine(Sum(), deepspeed_config.for_engine(ds), optim)
+        for step in range(STEPS):
+            for _ in range(MICRO_BATCHES):
+                with torch.profiler.record_function(f"STEP {step}"):
+                    loss = engine.model(batch)
+                engine.backward(loss)
+                del loss
+            engine.step(1e-3)
+            gc.collect()
+    engine.destroy()
+    start = min(event.start_time_ns for event in events_of(profiler) if event.name == "STEP 1")
+    peak = max(live for at, live in live_bytes(profiler, {}) if at >= start)
+    return peak, Zero.of(ds, accumulates=True, is_adafactor=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_terms_of_deepspeed_are_those_of_a_real_engine(stage: int, precision: str) -> None:
+    real, zero = peak_of_an_engine(stage, precision)
+    layer, width = WIDTH * WIDTH, zero.width
+    numbers = LAYERS * (layer + WIDTH)
+    step = Measured(
+        weights=width * numbers,
+        buffers=0,
+        trainable=numbers,
+        frozen=0,
+        largest=layer,
+        states=2 * numbers,
+        moments=[Moment(width * numbers, width * layer, 0)],
+        scratch=0,
+        shapes={},
+        tensors=[],
+        seconds=0.0,
+    )
+    assert training(step, zero, cublas=0).total == pytest.approx(real, rel=0.05)
+
+
+# Tasks ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_task_trains_evaluates_and_answers_under_fake_tensors(tmp_path: Path) -> None:
+    folder = write_facts(tmp_path / "facts")
+    places = Places(folder, tmp_path / "cache", tmp_path / "runs")
+    requests: list[Request] = []
+    for name in OF_TASK:
+        values = experiment(name, folder)
+        task = tasks.load(tasks.parse(values), places)
+        raw = [row for row, _ in zip(task.rows("train"), range(4), strict=False)]
+        rows = [{field: [int(i) for i in ids] for field, ids in task.encode(row).items()} for row in raw]
+        drawn = [{**row, DRAW: [5], EPOCH: [0]} for row in rows]
+        requests += [Request(values, "train", drawn, accumulates=True), Request(values, "evaluate", rows)]
+        if isinstance(task, Answers):
+            requests.append(Request(values, "answer", rows, [question_of(task, row) for row in raw]))
+    found = measure(requests, places)
+    assert len(found) == len(requests) >= 2 * len(OF_TASK)
+    for request, step in zip(requests, found, strict=True):
+        assert step.peak.activations > 0, request
+        gradients = step.moments[0].gradients
+        assert (gradients > 0) == (request.kind == "train"), request
+
+
+# Runs -------------------------------------------------------------------------------------------------------------
+
+
+def run(tmp_path: Path, name: str, *, deepspeed: str, **options: Any) -> Path:
+    from trainer.run import Options, plan
+    from trainer.run import run as train
+    from trainer.telemetry import Preemption
+
+    distributed.init()
+    folder = tmp_path / "facts"
+    if not folder.is_dir():
+        write_facts(folder)
+    values = experiment("causal_lm", folder, train=options.pop("train", {}))
+    given = Options(tmp_path / name, data_path=folder, cache_dir=tmp_path / "cache", deepspeed=deepspeed, **options)
+    planned = plan(values, given, world=1, rank=0)
+    assert train(planned, given, Preemption()) == 0
+    return planned.folder
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("stage", ["zero0", "zero2", "zero3"])
+def test_running_the_heaviest_batches_first_changes_no_loss(stage: str, tmp_path: Path) -> None:
+    rehearsed = run(tmp_path, "rehearsed", deepspeed=stage, device="24GiB")
+    assert losses(rehearsed) == losses(run(tmp_path, "plain", deepspeed=stage))
+    assert (rehearsed / "memory_plan.json").is_file()
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_begins_and_forced_all_the_same(tmp_path: Path) -> None:
+    with pytest.raises(DoesNotFitError, match=r"(?s)needs .* GiB per device.*--force"):
+        run(tmp_path, "refused", deepspeed="zero2", device="513MiB")
+    folder = run(tmp_path, "forced", deepspeed="zero2", device="513MiB", force=True)
+    assert len(losses(folder)) == 6
+
+
+def test_auto_takes_the_largest_micro_batch_that_fits_and_keeps_the_global_batch(tmp_path: Path) -> None:
+    folder = run(tmp_path, "auto", deepspeed="auto", device="24GiB", train={"micro_batch": "auto"})
+    ds = json.loads((folder / "ds_config.json").read_text())
+    assert (ds["train_batch_size"], ds["train_micro_batch_size_per_gpu"]) == (8, 8)
+    assert ds["zero_optimization"]["stage"] == 2
+    by_hand = run(tmp_path, "by_hand", deepspeed="zero2", train={"micro_batch": 8})
+    assert losses(folder) == losses(by_hand)

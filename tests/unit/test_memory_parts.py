@@ -1,0 +1,208 @@
+"""The parts of the memory plan that need no fake device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trainer.data.windows import Sharding, window_rows
+from trainer.errors import ConfigError
+from trainer.memory import page
+from trainer.memory.advice import Advice, Fix, Stage, largest_divisor
+from trainer.memory.deepspeed_terms import Breakdown, Zero, host, inference, training
+from trainer.memory.devices import GIB, device_of
+from trainer.memory.fit import Parabola
+from trainer.memory.measured import Measured, Moment
+from trainer.memory.plan import MemoryPlan, Phase, changed
+from trainer.memory.rows import heaviest
+from trainer.memory.shapes import published_shape
+
+P = 1_000_000
+
+
+def measured(moments: list[Moment], *, width: int = 2, largest: int = 1000, frozen: int = 0) -> Measured:
+    return Measured(
+        weights=width * (P + frozen),
+        buffers=0,
+        trainable=P,
+        frozen=frozen,
+        largest=largest,
+        states=2 * P,
+        moments=moments,
+        scratch=0,
+        shapes={},
+        tensors=[],
+        seconds=0.0,
+    )
+
+
+def zero(stage: int, **changes: object) -> Zero:
+    return Zero(**{"stage": stage, "world": 1, "width": 2, "accumulates": False, "reduce_bucket": 1000} | changes)
+
+
+# Devices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "gib"), [("24GiB", 24), ("h200", 139.8), ("1536MiB", 1.5), ("A100-80", 79.1)])
+def test_a_device_is_named_or_given_by_its_size(text: str, gib: float) -> None:
+    assert device_of(text).nbytes == int(gib * GIB)
+
+
+def test_a_gigabyte_is_not_a_gibibyte() -> None:
+    assert device_of("24GB").nbytes == 24 * 10**9
+
+
+def test_an_unknown_device_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="a100-80"):
+        device_of("a100-8")
+
+
+def test_several_ranks_leave_less_for_tensors() -> None:
+    assert device_of("24GiB").usable(2) < device_of("24GiB").usable(1) < 24 * GIB
+
+
+# The closed form --------------------------------------------------------------------------------------------------
+
+
+def test_three_lengths_give_every_other_one() -> None:
+    def nbytes(length: int) -> int:
+        return 7 + 5 * length + 3 * length * length
+
+    line = Parabola.through([(length, nbytes(length)) for length in (256, 512, 1024)])
+    assert line.at(4096) == nbytes(4096)
+
+
+def test_the_largest_that_fits_is_exact() -> None:
+    line = Parabola.through([(2, 20), (4, 40)])
+    assert (line.largest(100), line.largest(99), line.largest(9)) == (10, 9, 0)
+
+
+def test_nothing_fits_where_the_constant_part_is_too_large() -> None:
+    assert Parabola(constant=50.0, linear=1.0, square=0.0).largest(49) == 0
+
+
+@pytest.mark.parametrize(("most", "found"), [(5, 4), (32, 32), (31, 16), (0, 0)])
+def test_a_micro_batch_divides_the_rows_of_a_rank(most: int, found: int) -> None:
+    assert largest_divisor(32, most) == found
+
+
+# DeepSpeed's terms ------------------------------------------------------------------------------------------------
+
+
+def test_adamw_in_bf16_at_stage_0_holds_twenty_bytes_a_weight_while_it_steps() -> None:
+    found = training(measured([Moment(2 * P, 0, 0)]), zero(0), cublas=0)
+    assert (found.weights, found.gradients, found.optimizer, found.workspace) == (2 * P, 2 * P, 12 * P, 4 * P)
+
+
+def test_the_highest_moment_may_come_before_any_gradient() -> None:
+    moments = [Moment(2 * P, 0, 0), Moment(0, 30 * P, P)]
+    found = training(measured(moments), zero(0), cublas=0)
+    assert (found.gradients, found.activations, found.logits) == (0, 30 * P, P)
+
+
+def test_more_ranks_divide_the_optimizer_from_stage_1_on() -> None:
+    one, two = (training(measured([Moment(2 * P, 0, 0)]), zero(2, world=w), cublas=0).optimizer for w in (1, 2))
+    assert two * 2 == one == 12 * P
+
+
+def test_buckets_are_allocated_in_full_however_small_the_model() -> None:
+    found = training(measured([Moment(2 * P, 0, 0)]), zero(2, world=2, overlaps=True, reduce_bucket=5 * P), cublas=0)
+    assert found.buffers == 2 * 5 * P * 2
+
+
+def test_an_offloaded_optimizer_is_in_host_memory() -> None:
+    offloaded = zero(2, offloads_optimizer=True)
+    assert training(measured([Moment(2 * P, 0, 0)]), offloaded, cublas=0).optimizer == 0
+    assert host(measured([]), offloaded) == 18 * P
+    assert host(measured([]), zero(2)) == 0
+
+
+def test_stage_3_divides_frozen_weights_too() -> None:
+    found = inference(
+        measured([Moment(0, 0, 0)], frozen=3 * P), zero(3, world=4, max_live=0, prefetch_bucket=0), cublas=0
+    )
+    assert found.weights == 2 * P
+
+
+# Rows -------------------------------------------------------------------------------------------------------------
+
+
+class Lengths:
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = self.sizes = np.array(lengths)
+
+    def encoded(self, *_: object, **__: object) -> list[dict[str, list[int]]]:
+        raise AssertionError("not asked for")
+
+    raw = encoded
+
+
+def test_the_heaviest_micro_batch_is_one_that_the_run_makes() -> None:
+    rng = np.random.default_rng(0)
+    rows = Lengths(rng.integers(1, 100, 64).tolist())
+    sharding = Sharding(global_batch=8, micro_batch=4, world=1, rank=0)
+    (found, *_) = heaviest(rows, sharding, seed=3, steps=16)
+    batches = [b for step in range(16) for b in window_rows(step, lengths=rows.lengths, sharding=sharding, seed=3)]
+    assert any(np.array_equal(found, batch) for batch in batches)
+    assert rows.lengths[found].max() == rows.lengths.max()
+
+
+def test_many_short_rows_may_need_more_than_few_long_ones() -> None:
+    rows = Lengths([100] + [10] * 63)
+    sharding = Sharding(global_batch=64, micro_batch=64, world=1, rank=0, micro_tokens=150)
+    found = heaviest(rows, sharding, seed=None, steps=1)
+    assert sorted(len(numbers) for numbers in found)[-1] == 15
+
+
+# Shapes, changes, pages -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("google-t5/t5-large", 1024), ("t5-base", 768), ("google/flan-t5-xxl", 4096)]
+)
+def test_published_shapes_are_known_by_hub_id(name: str, width: int) -> None:
+    shape = published_shape(name)
+    assert shape is not None
+    assert shape["d_model"] == width
+
+
+def test_other_bases_have_no_shape_here() -> None:
+    assert published_shape("bigcode/starcoderbase-1b") is None
+
+
+def test_a_change_leaves_the_experiment_as_it_was() -> None:
+    values = {"data": {"source_tokens": 512}}
+    assert changed(values, "data.source_tokens", 64) == {"data": {"source_tokens": 64}}
+    assert values == {"data": {"source_tokens": 512}}
+
+
+def plan_of(gib: float) -> MemoryPlan:
+    peak = Breakdown(weights=GIB, activations=int((gib - 1) * GIB))
+    phase = Phase("training step", peak, 4, 512, {"input_ids": [4, 512]}, [("softmax 4x8x512x512 float32", GIB)])
+    return MemoryPlan([phase], 0, 0, 0, [0], [0], 0.0, [])
+
+
+def test_a_plan_survives_json() -> None:
+    assert MemoryPlan.of(plan_of(3).plain()) == plan_of(3)
+
+
+def test_a_refusal_names_the_need_the_device_and_what_would_fit() -> None:
+    advice = Advice(
+        [Stage("zero2", Breakdown(), 0)], [Fix("max_length: data.source_tokens 4096 -> 512", 2 * GIB, 28 * GIB)]
+    )
+    text = page.refusal(plan_of(30), advice, device_of("24GiB"), world=1)
+    assert "30.00 GiB" in text
+    assert "4096 -> 512: 2.00 GiB (saves 28.00, fits)" in text
+    assert "--force" in text
+
+
+def test_the_page_of_an_out_of_memory_error_sets_planned_against_actual() -> None:
+    text = page.out_of_memory(plan_of(3), {"weights": GIB, "rest": 5 * GIB}, ["input_ids 4x512"], "CUDA out of memory.")
+    assert "weights             1.00      1.00" in text
+    assert "rest                2.00      5.00" in text
+    assert "input_ids 4x512" in text
+    assert "softmax 4x8x512x512" in text
+
+
+def test_planned_and_measured_are_compared_in_percent() -> None:
+    assert page.compared(int(21.9 * GIB), int(22.4 * GIB)) == "memory: planned 21.90, measured 22.40 GiB (-2.2%)"

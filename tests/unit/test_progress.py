@@ -1,0 +1,47 @@
+"""Long work tells how far it is."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from trainer import progress
+from trainer.console import Bar, Lines
+from trainer.progress import Progress
+
+
+def console(*, is_terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=is_terminal, width=120)
+
+
+def shown(screen: Console) -> str:
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
+def test_a_log_file_gets_a_line_now_and_then_and_one_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = console(is_terminal=False)
+    told = Progress(30, "context", screen)
+    told.add(10)
+    assert shown(screen) == ""
+    monkeypatch.setitem(progress._EVERY_S, Lines, 0.0)
+    told.add(10)
+    told.add(10)
+    told.close()
+    first, last = shown(screen).splitlines()
+    assert first.startswith("context 20/30  contexts_per_s ")
+    assert " eta 0:00:0" in first
+    assert last.startswith("context 30/30  contexts_per_s ")
+    assert "eta" not in last
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(progress._EVERY_S, Bar, 0.0)
+    screen = console(is_terminal=True)
+    told = Progress(30, "context", screen)
+    told.add(12)
+    told.close()
+    assert "12/30" in shown(screen)
+    assert "contexts_per_s" in shown(screen)
