@@ -33,6 +33,7 @@ import psutil
 import torch
 from fid import environment
 from retriever_contestants import CLIP, LR, SEED, SIZES, Contestant, Maker, Ours, Reference, Work
+from torch.utils.flop_counter import FlopCounterMode
 
 from trainer import distributed
 from trainer.meter import Meter
@@ -98,14 +99,23 @@ def ratio(seconds: dict[str, list[float]], slow: str, fast: str) -> dict[str, fl
     return {"median": median, "low": low, "high": high}
 
 
+def flops(contestant: Contestant) -> int:
+    """Of the matrix products of one step, which no other process on the machine disturbs."""
+    with FlopCounterMode(display=False) as counter:
+        contestant.step(0)
+    return counter.get_total_flops()
+
+
 def measure(work: Work, makers: dict[str, Maker], rounds: int) -> dict[str, Any]:
-    """Median seconds of each contestant, its share of padding, and its ratios to the direct step and to ours."""
+    """Median seconds of each contestant, its share of padding, its ratios by the clock to the direct step and to ours,
+    and that of its arithmetic to the direct step's."""
     everyone = {name: make(work) for name, make in makers.items()}
     torch.manual_seed(SEED)
+    counted = {name: flops(contestant) for name, contestant in everyone.items()}
     seconds = race(everyone, rounds)
     found: dict[str, Any] = {}
     for name, contestant in everyone.items():
-        found[name] = {"padding": contestant.padding()}
+        found[name] = {"padding": contestant.padding(), "flops": counted[name] / counted[DIRECT]}
         for clock, of_clock in seconds.items():
             found[name] |= {
                 f"{clock}_s": statistics.median(of_clock[name]),
@@ -145,12 +155,13 @@ def peak_mib_of_new_process(name: str, batch: int) -> float:
 
 def table(found: dict[str, Any], batch: int, clock: str) -> str:
     """A line for each contestant. clock: the one that the targets are held against."""
-    lines = [f"{'':18s}{'wall s':>8s}{'cpu s':>8s}{'queries/s':>11s}{'padding':>9s}   / direct (quartiles)   / ours"]
+    columns = f"{'wall s':>8s}{'cpu s':>8s}{'queries/s':>11s}{'padding':>9s}{'FLOPs':>7s}"
+    lines = [f"{'':18s}{columns}   / direct (quartiles)   / ours"]
     for name, of_name in found.items():
         numbers = f"{of_name['wall_s']:8.3f}{of_name['cpu_s']:8.3f}{batch / of_name[f'{clock}_s']:11.2f}"
         ratios = [of_name[f"{clock}_over_{other}"] for other in (DIRECT, WINDOW)]
         shown = "   ".join(f"{r['median']:5.2f} ({r['low']:.2f}-{r['high']:.2f})" for r in ratios)
-        lines.append(f"{name:18s}{numbers}{of_name['padding']:9.1%}   {shown}")
+        lines.append(f"{name:18s}{numbers}{of_name['padding']:9.1%}{of_name['flops']:7.2f}   {shown}")
     *ours, published, _ = found
     for name in ours[1:]:
         cost = found[name][f"{clock}_over_{DIRECT}"]["median"]
