@@ -100,6 +100,12 @@ def test_the_highest_moment_may_come_before_any_gradient() -> None:
     assert (found.gradients, found.activations, found.logits) == (0, 30 * P, P)
 
 
+def test_gradients_of_earlier_micro_batches_lie_below_the_peak_of_the_next() -> None:
+    moments = [Moment(2 * P, 0, 0), Moment(0, 30 * P, 0)]
+    found = training(measured(moments), zero(0, accumulates=True), cublas=0)
+    assert (found.gradients, found.activations) == (2 * P, 30 * P)
+
+
 def test_more_ranks_divide_the_optimizer_from_stage_1_on() -> None:
     one, two = (training(measured([Moment(2 * P, 0, 0)]), zero(2, world=w), cublas=0).optimizer for w in (1, 2))
     assert two * 2 == one == 12 * P

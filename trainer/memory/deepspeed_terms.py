@@ -161,6 +161,8 @@ def _in_flight(gradients: int, step: Measured, zero: Zero) -> int:
 
 
 def _in_backward(gradients: int, step: Measured, zero: Zero) -> int:
+    if zero.accumulates and zero.stage < 2:
+        gradients = max(moment.gradients for moment in step.moments)  # those of the micro-batches before
     accumulated = _accumulated(step, zero)
     if not zero.accumulates:
         accumulated = 0 if not zero.copies_into_buckets else accumulated * gradients // (zero.width * step.trainable)

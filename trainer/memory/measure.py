@@ -131,10 +131,14 @@ def _run(request: Request, task: Task, model: Any, device: FakeDevice, *, batch:
     if request.kind == "train":
         model.train()
         window = [device.put(batch) for _ in range(1 + request.accumulates)]
+        forwards: list[None] = []
+        model.register_forward_pre_hook(lambda *_: forwards.append(None))
         for loss in task.losses(model, window):
             device.tracker.name_largest()
             (loss / 1.0).backward()
             del loss
+            if len(forwards) == 1:
+                break  # micro-batches do not know of each other: the next one would be the same again
         return
     model.eval()
     with torch.no_grad():

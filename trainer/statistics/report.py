@@ -11,7 +11,7 @@ import numpy as np
 
 from trainer.config import Experiment, Train
 from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding, padding_share, window_rows
+from trainer.data.windows import Sharding, padding_share, sizes_of, window_rows
 from trainer.statistics.counts import Counts, counted
 from trainer.statistics.examples import examples
 from trainer.statistics.ledger import Ledger
@@ -115,10 +115,10 @@ def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
     sharding = Sharding(train.global_batch, train.micro_batch, 1, 0, train.micro_tokens, train.bucket_steps)
     steps = min(_MOST_STEPS, max(1, len(store) // train.global_batch))
     seed = train.seed if train.order == "shuffled" else None
-    without = replace(sharding, micro_tokens=None, bucket_steps=1)
+    without, sizes = replace(sharding, micro_tokens=None, bucket_steps=1), sizes_of(store, task)
     return {
-        "by_length": padding_share(store.lengths, sharding, seed=seed, steps=steps),
-        "without_budget_and_buckets": padding_share(store.lengths, without, seed=seed, steps=steps),
+        "by_length": padding_share(sizes, sharding, seed=seed, steps=steps),
+        "without_budget_and_buckets": padding_share(sizes, without, seed=seed, steps=steps),
         "collated": _collated(task, store, sharding, seed=seed, steps=steps),
         "steps": steps,
     }
@@ -127,7 +127,7 @@ def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
 def _collated(task: Task, store: TokenStore, sharding: Sharding, *, seed: int | None, steps: int) -> float | None:
     real = cells = 0
     for step in np.unique(np.linspace(0, steps - 1, _COLLATED).astype(int)):
-        for rows in window_rows(int(step), lengths=store.lengths, sharding=sharding, seed=seed):
+        for rows in window_rows(int(step), lengths=sizes_of(store, task), sharding=sharding, seed=seed):
             batch: Mapping[str, Any] = task.collate([store[int(row)] for row in rows])
             for name, mask in batch.items():
                 if name.endswith("attention_mask"):
