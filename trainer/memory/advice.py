@@ -51,6 +51,7 @@ class Advice:
     fixes: list[Fix] = field(default_factory=list)  # the one that saves most first
     largest_rows: int = 0  # rows of the longest kind in a micro-batch, at most; 0: none fits
     largest_tokens: int = 0  # the same in padded tokens
+    seconds: float = 0.0  # of the processor, that measuring took
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -93,7 +94,8 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
     fixes = [Fix(what, total, now - total) for what, total in changes if total < now]
     longest = int(subject.train.lengths.max())
     rows = 0 if usable is None else line.largest(usable)
-    return Advice(found_stages, sorted(fixes, key=lambda fix: -fix.saving), rows, rows * longest)
+    seconds = sum(measured.seconds for measured in found.values())
+    return Advice(found_stages, sorted(fixes, key=lambda fix: -fix.saving), rows, rows * longest, seconds)
 
 
 def _of_longest(subject: Subject, rows: int) -> Request:

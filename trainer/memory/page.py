@@ -25,7 +25,7 @@ def shown(plan: MemoryPlan, advice: Advice, device: Device | None, *, world: int
         lines += ["", "what saves most:"]
         lines += [f"  {number}. {line}" for number, line in enumerate(fix_lines(advice, device, world), start=1)]
     lines += [f"note: {note}" for note in plan.notes]
-    lines.append(f"planned in {plan.seconds:.1f} s of the processor")
+    lines.append(f"planned in {plan.seconds:.1f} s of the processor, what would fit in {advice.seconds:.1f} s")
     return "\n".join(lines)
 
 
