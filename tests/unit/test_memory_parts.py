@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from trainer.config import Train, validate
 from trainer.data.windows import Sharding, window_rows
 from trainer.errors import ConfigError
 from trainer.memory import page
@@ -212,3 +213,13 @@ def test_the_page_of_an_out_of_memory_error_sets_planned_against_actual() -> Non
 
 def test_planned_and_measured_are_compared_in_percent() -> None:
     assert page.compared(int(21.9 * GIB), int(22.4 * GIB)) == "memory: planned 21.90, measured 22.40 GiB (-2.2%)"
+
+
+# The key "auto" ---------------------------------------------------------------------------------------------------
+
+
+def test_a_micro_batch_may_be_left_to_the_plan_but_not_be_nothing() -> None:
+    block = {"steps": 1, "global_batch": 8}
+    assert validate(Train, block | {"micro_batch": "auto"}).micro_batch == 0  # until a run has chosen
+    with pytest.raises(ConfigError, match="micro_batch"):
+        validate(Train, block | {"micro_batch": 0})
