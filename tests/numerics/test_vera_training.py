@@ -150,6 +150,17 @@ def test_packed_statements_have_the_states_of_padded_ones(folder: Path) -> None:
         assert torch.allclose(packed[name], rectangle[name], atol=2e-6), name
 
 
+def test_equal_statements_tie_to_the_last_bit_in_evaluation(folder: Path) -> None:
+    task = loaded(folder)
+    model = task.model().eval()
+    texts = [f"Ada keeps the {thing}." for thing in ("key", "map", "lamp and the coin", "key", "book", "key")]
+    logits = model(**task.read([task.statement_ids(text) for text in texts], once=True))["logits"]
+    assert logits[0] == logits[3] == logits[5]
+    assert len(set(logits.tolist())) == 4
+    apart = model(**task.read([task.statement_ids(text) for text in texts]))["logits"]
+    assert torch.allclose(logits, apart, atol=2e-6)
+
+
 def test_the_loss_is_the_sum_of_the_published_terms_means(folder: Path) -> None:
     task = loaded(folder)
     model = task.model().eval()

@@ -64,22 +64,33 @@ class Verifier(nn.Module):
             mask_SL = batch["attention_mask"]
             states_SLD = self.encoder(input_ids=batch["input_ids"], attention_mask=mask_SL).last_hidden_state
             hidden_SD = states_SLD[torch.arange(len(mask_SL), device=mask_SL.device), mask_SL.sum(-1) - 1]
-        return {"hidden": hidden_SD, "logits": self.head(hidden_SD).squeeze(-1)}
+        logits_S = self.head(hidden_SD).squeeze(-1)
+        if "which" in batch:
+            hidden_SD, logits_S = hidden_SD[batch["which"]], logits_S[batch["which"]]
+        return {"hidden": hidden_SD, "logits": logits_S}
 
 
-def read_by(config: Any, statements: Sequence[Sequence[int]], *, pad: int) -> dict[str, Tensor]:
+def read_by(config: Any, statements: Sequence[Sequence[int]], *, pad: int, once: bool = False) -> dict[str, Tensor]:
     """Token rows as the model of `config` reads them: a T5 one stream of real tokens (packing.pack) and `last`, (S,)
-    where each statement ends in it; any other (S, L) right-padded input_ids and attention_mask."""
-    if config.model_type in _PACKED:
-        ends = np.cumsum([len(statement) for statement in statements]) - 1
-        return {**pack(statements, bucketed=True), "last": torch.from_numpy(ends)}
-    ids, mask = pad_right(statements, pad)
-    return {"input_ids": ids, "attention_mask": mask}
+    where each statement ends in it; any other (S, L) right-padded input_ids and attention_mask.
+
+    once: equal statements are read once, and `which` (S,) says where each one's states and logit are; they are then
+    equal to the last bit. A tie counts as answered rightly, and rounding must not break it.
+    """
+    if config.model_type not in _PACKED:
+        ids, mask = pad_right(statements, pad)
+        return {"input_ids": ids, "attention_mask": mask}
+    keys = [tuple(int(token) for token in statement) for statement in statements]
+    places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+    read = list(places) if once else keys
+    ends = np.cumsum([len(statement) for statement in read]) - 1
+    packed = {**pack(read, bucketed=True), "last": torch.from_numpy(ends)}
+    return packed | ({"which": torch.tensor([places[key] for key in keys])} if once else {})
 
 
 def layout_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What of a batch read_by made."""
-    names = ("tokens", "passage", "position", "cells", "last", "input_ids", "attention_mask")
+    names = ("tokens", "passage", "position", "cells", "last", "which", "input_ids", "attention_mask")
     return {name: tensor for name, tensor in batch.items() if name in names or name.startswith("grid_")}
 
 

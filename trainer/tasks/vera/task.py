@@ -162,7 +162,7 @@ class Task:
                 column.append(place)
                 is_gold.append(index == 0 and bool(row["has_gold"][0]))
         return {
-            **self.read(statements),
+            **self.read(statements, once=DRAW not in rows[0]),
             "group": torch.tensor(group),
             "column": torch.tensor(column),
             "is_gold": torch.tensor(is_gold),
@@ -171,9 +171,9 @@ class Task:
             "number": torch.tensor([int(row["number"][0]) for row in rows]),
         }
 
-    def read(self, statements: Sequence[Sequence[int]]) -> Batch:
-        """Token rows as the model reads them."""
-        return read_by(self._config, statements, pad=self.pad)
+    def read(self, statements: Sequence[Sequence[int]], *, once: bool = False) -> Batch:
+        """Token rows as the model reads them, see model.read_by."""
+        return read_by(self._config, statements, pad=self.pad, once=once)
 
     @cached_property
     def _config(self) -> Any:
