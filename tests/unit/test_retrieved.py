@@ -97,7 +97,7 @@ def test_a_list_read_item_by_item_is_what_the_whole_file_says(
 ) -> None:
     path = tmp_path_factory.mktemp("lists") / "a.json"
     path.write_text(json.dumps(objects), encoding="utf-8")
-    read = [raw for _, raw in retrieved._objects(path)]
+    read = [raw for _, raw in retrieved.objects(path)]
     assert json.dumps(read) == json.dumps(json.loads(path.read_text()))  # as text: 1 is not 1.0
 
 

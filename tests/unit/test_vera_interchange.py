@@ -41,7 +41,7 @@ def unpacked_by_hand(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 def ours(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     model = Verifier(T5EncoderModel.from_pretrained(folder), seed=0).eval()
     assert load_head(model, str(folder))
-    return torch.sigmoid(model(ids, torch.ones_like(ids))["logits"] / read_temperature(folder))
+    return torch.sigmoid(model(input_ids=ids, attention_mask=torch.ones_like(ids))["logits"] / read_temperature(folder))
 
 
 def test_an_imported_verifier_scores_as_its_card_says_and_packs_back(packed: Path, tmp_path: Path) -> None:
