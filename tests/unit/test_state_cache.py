@@ -156,7 +156,7 @@ _SLOW = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tests.unit import test_states as tests
+from tests.unit import test_state_cache as tests
 def slow(batch):
     time.sleep(0.05)
     return tests.encode(batch)
