@@ -144,54 +144,21 @@ class Ours:
     """What a run does on one rank, without its prefetching thread: collation is on the clock."""
 
     def __init__(self, work: Work, encode: str) -> None:
-        from trainer import deepspeed_config
-        from trainer.engine import Engine
+        from one_rank import OneRank
 
-        distributed.init()
-        self._work = work
-        self.task = work.task(encode)
-        cfg = self.task.cfg
-        preset = deepspeed_config.read(cfg.deepspeed)
-        complete = deepspeed_config.build(preset, train=cfg.train, optim=cfg.optim, world=1, source=cfg.deepspeed)
-        self._engine = Engine(self.task.model(), deepspeed_config.for_engine(complete), cfg.optim)
-        self._session = self._new_session()
-        self._sizes = sizes_of(self._session.train, self.task)
-        self._sound = torch.zeros((), dtype=torch.int64, device=distributed.device())
-
-    def _new_session(self) -> Any:
-        from trainer.loop import Cadence, Session
-        from trainer.meter import Meter
-        from trainer.telemetry import Preemption, Run
-
-        store = self._work.store(self.task)
-        return Session(
-            cfg=self.task.cfg,
-            task=self.task,
-            engine=self._engine,
-            train=store,
-            valid=store,
-            sharding=self._work.sharding,
-            cadence=Cadence(log=1, evaluate=1, save=1),
-            run=Run(self._work.folder / f"run-{id(self)}", total=1),
-            meter=Meter(),
-            preemption=Preemption(),
-            save=lambda progress: None,
-            export_best=lambda: None,
-        )
+        self._work, self.task = work, work.task(encode)
+        store, folder = work.store(self.task), work.folder / f"run-{id(self)}"
+        self._rank = OneRank(self.task, store, sharding=work.sharding, folder=folder)
+        self._sizes = sizes_of(store, self.task)
 
     def step(self, number: int) -> Tensor:
         """Train on step `number`; its loss, still on the device, as in a run."""
-        from trainer.data.windows import Window
-        from trainer.loop import train_step
-
-        self._engine.train()
         seed = SEED if self._work.bucket_steps > 1 else None  # None: the rows of the reference's step
         rows = window_rows(
             number % self._work.num_batches, lengths=self._sizes, sharding=self._work.sharding, seed=seed
         )
-        batches = [self.task.collate([self._session.train[int(row)] for row in some]) for some in rows]
-        units = torch.stack([self.task.units(batch) for batch in batches]).sum()
-        return train_step(self._session, Window(number, batches, rows, units), lr=LR, bad=self._sound).loss
+        batches = [self.task.collate([self._rank.session.train[int(row)] for row in some]) for some in rows]
+        return self._rank.step(number, batches, rows, lr=LR)
 
     def padding(self) -> float:
         """The share of padding in what is computed."""
@@ -199,9 +166,7 @@ class Ours:
         return padding_share(self._sizes, self._work.sharding, seed=seed, steps=self._work.num_batches)
 
     def close(self) -> None:
-        self._session.preemption.close()
-        self._session.run.close()
-        self._engine.destroy()
+        self._rank.close()
 
 
 class _MeanLoss(nn.Module):

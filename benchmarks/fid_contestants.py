@@ -103,64 +103,23 @@ class Ours:
     """What a run does at ZeRO 0 on one rank, without its prefetching thread: collation is on the clock."""
 
     def __init__(self, work: Work) -> None:
-        from trainer import deepspeed_config
-        from trainer.engine import Engine
+        from one_rank import OneRank, store_of
 
-        distributed.init()
+        from trainer.data.windows import Sharding
+
         self._work = work
-        self._cfg = tasks.parse(work.experiment(2))
-        self._task = tasks.load(self._cfg, work.places)
+        self._task: Any = tasks.load(tasks.parse(work.experiment(2)), work.places)
         self._answering: dict[int, Any] = {}  # tasks, by how many tokens they answer with
-        preset = deepspeed_config.read(self._cfg.deepspeed)
-        complete = deepspeed_config.build(
-            preset, train=self._cfg.train, optim=self._cfg.optim, world=1, source=self._cfg.deepspeed
-        )
         model = self._task.model()
         shrink_embeddings(model.t5)
-        self._engine = Engine(model, deepspeed_config.for_engine(complete), self._cfg.optim)
-        self._session = self._new_session()
-        self._sound = torch.zeros((), dtype=torch.int64, device=distributed.device())
-
-    def _new_session(self) -> Any:
-        from trainer.data.store import open_store
-        from trainer.data.windows import Sharding
-        from trainer.loop import Cadence, Session
-        from trainer.meter import Meter
-        from trainer.telemetry import Preemption, Run
-
-        task = self._task
-        store = open_store(
-            lambda: task.rows("train"),
-            task.encode,
-            encoding_id=task.encoding_id(),
-            split="train",
-            cache_dir=self._work.places.cache_dir,
-            length=task.length,
-        )
-        return Session(
-            cfg=self._cfg,
-            task=task,
-            engine=self._engine,
-            train=store,
-            valid=store,
-            sharding=Sharding(self._work.batch, self._work.batch, 1, 0),
-            cadence=Cadence(log=1, evaluate=1, save=1),
-            run=Run(self._work.folder / "run", total=1),
-            meter=Meter(),
-            preemption=Preemption(),
-            save=lambda progress: None,
-            export_best=lambda: None,
-        )
+        store = store_of(self._task, lambda: self._task.rows("train"), work.places.cache_dir)
+        sharding = Sharding(work.batch, work.batch, 1, 0)
+        self._rank = OneRank(self._task, store, sharding=sharding, folder=work.folder / "run", model=model)
 
     def step(self, number: int) -> Tensor:
         """Train on batch `number`; its loss, still on the device, as in a run."""
-        from trainer.data.windows import Window
-        from trainer.loop import train_step
-
-        self._engine.train()
-        batch = self._task.collate([self._session.train[row] for row in self._work.rows(number)])
-        window = Window(step=number, batches=[batch], rows=[], units=self._task.units(batch))
-        return train_step(self._session, window, lr=LR, bad=self._sound).loss
+        batch = self._task.collate([self._rank.session.train[row] for row in self._work.rows(number)])
+        return self._rank.step(number, [batch], lr=LR)
 
     @torch.no_grad()
     def answers(self, number: int, answer_tokens: int) -> list[str]:
@@ -168,15 +127,13 @@ class Ours:
         if answer_tokens not in self._answering:
             cfg = tasks.parse(self._work.experiment(answer_tokens))
             self._answering[answer_tokens] = tasks.load(cfg, self._work.places)
-        self._engine.eval()
+        self._rank.engine.eval()
         rows = self._work.rows(number)
-        encoded, raw = [self._session.train[row] for row in rows], [self._work.questions[row] for row in rows]
-        return self._answering[answer_tokens].answers(self._engine.model, encoded, raw).predictions
+        encoded, raw = [self._rank.session.train[row] for row in rows], [self._work.questions[row] for row in rows]
+        return self._answering[answer_tokens].answers(self._rank.engine.model, encoded, raw).predictions
 
     def close(self) -> None:
-        self._session.preemption.close()
-        self._session.run.close()
-        self._engine.destroy()
+        self._rank.close()
 
 
 class Reference:

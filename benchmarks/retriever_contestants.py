@@ -17,16 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from one_rank import OneRank, store_of
 from torch import Tensor, nn
 
-from trainer import deepspeed_config, distributed, tasks
-from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding, Window, sizes_of, window_rows
-from trainer.engine import Engine
-from trainer.loop import Cadence, Session, train_step
-from trainer.meter import Meter
+from trainer import distributed, tasks
+from trainer.data.windows import Sharding, sizes_of, window_rows
 from trainer.task import DRAW, EPOCH, Batch, Places, Row
-from trainer.telemetry import Preemption, Run
 
 # Q queries, P passages, L tokens, D width
 
@@ -114,55 +110,23 @@ class Ours:
     def __init__(self, work: Work, micro_batch: int, **loss: int) -> None:
         """loss: keys of the experiment's block, such as query_chunk. With micro_batch = work.batch and none of them
         the step is the direct one."""
-        distributed.init()
         self._work, self._task = work, work.task(micro_batch, loss)
-        cfg = self._task.cfg
-        complete = deepspeed_config.build(
-            deepspeed_config.read(cfg.deepspeed), train=cfg.train, optim=cfg.optim, world=1, source=cfg.deepspeed
-        )
-        self._engine = Engine(self._task.model(), deepspeed_config.for_engine(complete), cfg.optim)
-        self._session = self._new_session(Sharding(work.batch, micro_batch, 1, 0))
-        self._sizes = sizes_of(self._session.train, self._task)
-        self._sound = torch.zeros((), dtype=torch.int64, device=distributed.device())
-
-    def _new_session(self, sharding: Sharding) -> Session:
-        store = self._store()
-        return Session(
-            cfg=self._task.cfg,
-            task=self._task,
-            engine=self._engine,
-            train=store,
-            valid=store,
-            sharding=sharding,
-            cadence=Cadence(log=1, evaluate=1, save=1),
-            run=Run(self._work.folder / f"run-{id(self)}", total=1),
-            meter=Meter(),
-            preemption=Preemption(),
-            save=lambda progress: None,
-            export_best=lambda: None,
-        )
-
-    def _store(self) -> TokenStore:
-        return open_store(
-            lambda: self._work.rows,
-            self._task.encode,
-            encoding_id=self._task.encoding_id(),
-            split="train",
-            cache_dir=self._work.folder / "cache",
-            length=self._task.length,
-        )
+        store, folder = store_of(self._task, lambda: work.rows, work.folder / "cache"), work.folder / f"run-{id(self)}"
+        sharding = Sharding(work.batch, micro_batch, 1, 0)
+        self._rank = OneRank(self._task, store, sharding=sharding, folder=folder)
+        self._sizes = sizes_of(store, self._task)
 
     def step(self, number: int) -> float:
         """Train on batch `number`; its loss."""
-        self._engine.train()
         batches, rows = self._batches(number % self._work.num_batches)
-        units = torch.stack([self._task.units(batch) for batch in batches]).sum()
-        return float(train_step(self._session, Window(number, batches, rows, units), lr=LR, bad=self._sound).loss)
+        return float(self._rank.step(number, batches, rows, lr=LR))
 
     def _batches(self, number: int) -> tuple[list[Batch], list[np.ndarray]]:
-        rows = window_rows(number, lengths=self._sizes, sharding=self._session.sharding, seed=None)
+        rows = window_rows(number, lengths=self._sizes, sharding=self._rank.session.sharding, seed=None)
         first = {DRAW: np.zeros(1, dtype=np.int64), EPOCH: np.zeros(1, dtype=np.int64)}  # nothing is drawn
-        return [self._task.collate([{**self._session.train[int(row)], **first} for row in some]) for some in rows], rows
+        return [
+            self._task.collate([{**self._rank.session.train[int(row)], **first} for row in some]) for some in rows
+        ], rows
 
     def padding(self) -> float:
         """The share of padding in what is encoded."""
@@ -170,9 +134,7 @@ class Ours:
         return _padding([batch[f"{side}_mask"] for batch in batches for side in ("query", "passage")])
 
     def close(self) -> None:
-        self._session.preemption.close()
-        self._session.run.close()
-        self._engine.destroy()
+        self._rank.close()
 
 
 @dataclass(frozen=True)

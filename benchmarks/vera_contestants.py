@@ -15,18 +15,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from one_rank import OneRank, store_of
 from torch import Tensor
 
-from trainer import deepspeed_config, distributed, tasks
-from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding, Window
-from trainer.engine import Engine
-from trainer.loop import Cadence, Session, to_device, train_step
-from trainer.meter import Meter
+from trainer import distributed, tasks
+from trainer.data.windows import Sharding
+from trainer.loop import to_device
 from trainer.packing import grids_of
 from trainer.task import DRAW, Batch, Places, Row
 from trainer.tasks.vera import groups, losses
-from trainer.telemetry import Preemption, Run
 
 # B groups, C slots of each, S statements (of which R are real), L tokens, D width
 
@@ -129,61 +126,25 @@ class Ours:
     """What a run does at ZeRO 0 on one rank, without its prefetching thread: collation is on the clock."""
 
     def __init__(self, work: Work) -> None:
-        distributed.init()
-        self._work, cfg = work, work.cfg
-        complete = deepspeed_config.build(
-            deepspeed_config.read(cfg.deepspeed), train=cfg.train, optim=cfg.optim, world=1, source=cfg.deepspeed
-        )
-        self._engine = Engine(work.task.model(), deepspeed_config.for_engine(complete), cfg.optim)
-        self._session = self._new_session()
-        self._sound = torch.zeros((), dtype=torch.int64, device=distributed.device())
-
-    def _new_session(self) -> Session:
-        work = self._work
-        store = self._store()
-        return Session(
-            cfg=work.cfg,
-            task=work.task,
-            engine=self._engine,
-            train=store,
-            valid=store,
-            sharding=Sharding(work.batch, work.batch, 1, 0),
-            cadence=Cadence(log=1, evaluate=1, save=1),
-            run=Run(work.folder / "run", total=1),
-            meter=Meter(),
-            preemption=Preemption(),
-            save=lambda progress: None,
-            export_best=lambda: None,
-        )
-
-    def _store(self) -> TokenStore:
-        task = self._work.task
-        return open_store(
-            lambda: self._work.groups,
-            task.encode,
-            encoding_id=task.encoding_id(),
-            split="train",
-            cache_dir=self._work.folder / "cache",
-            length=task.length,
-        )
+        self._work = work
+        store = store_of(work.task, lambda: work.groups, work.folder / "cache")
+        sharding = Sharding(work.batch, work.batch, 1, 0)
+        self._rank = OneRank(work.task, store, sharding=sharding, folder=work.folder / "run")
 
     def step(self, number: int) -> Tensor:
         """Train on batch `number`; its loss."""
-        self._engine.train()
-        batch = self.batch(number, is_trained=True)
-        window = Window(step=number, batches=[batch], rows=[], units=self._work.task.units(batch))
-        return train_step(self._session, window, lr=LR, bad=self._sound).loss
+        return self._rank.step(number, [self.batch(number, is_trained=True)], lr=LR)
 
     @torch.no_grad()
     def evaluate(self, number: int) -> Tensor:
         """(R,) logits of all statements of batch `number`; the pool of `task.scores` has them in its fourth column."""
-        self._engine.eval()
+        self._rank.engine.eval()
         batch = to_device(self.batch(number, is_trained=False))
-        return self._work.task.scores(self._engine.model, batch)["statements"].values[:, 3]
+        return self._work.task.scores(self._rank.engine.model, batch)["statements"].values[:, 3]
 
     def batch(self, number: int, *, is_trained: bool) -> Batch:
         """Batch `number` as the task collates it: in training at most TRAINED_SLOTS statements of a group."""
-        rows: list[dict[str, Any]] = [self._session.train[row] for row in self._work.rows(number)]
+        rows: list[dict[str, Any]] = [self._rank.session.train[row] for row in self._work.rows(number)]
         if is_trained:
             rows = [{**row, DRAW: np.zeros(1, dtype=np.int64)} for row in rows]  # what is drawn is not looked at
         return self._work.task.collate(rows)
@@ -195,9 +156,7 @@ class Ours:
         return sum(len(batch["tokens"]) for batch in batches) / cells
 
     def close(self) -> None:
-        self._session.preemption.close()
-        self._session.run.close()
-        self._engine.destroy()
+        self._rank.close()
 
 
 @dataclass(frozen=True)

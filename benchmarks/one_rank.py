@@ -1,0 +1,75 @@
+"""Our side of the benchmarks that take turns with a reference: the engine and the loop's step on one rank, without the
+prefetching thread, so that collation is on the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer import deepspeed_config, distributed
+from trainer.data.store import TokenStore, open_store
+from trainer.data.windows import Sharding, Window
+from trainer.engine import Engine
+from trainer.loop import Cadence, Session, train_step
+from trainer.meter import Meter
+from trainer.task import Batch, Row
+from trainer.telemetry import Preemption, Run
+
+
+class OneRank:
+    """A task under its own DeepSpeed file, which states what is trained how; steps come from the caller."""
+
+    def __init__(
+        self, task: Any, store: TokenStore, *, sharding: Sharding, folder: Path, model: nn.Module | None = None
+    ) -> None:
+        """folder: of the run. model: None is task.model()."""
+        distributed.init()
+        cfg = task.cfg
+        preset = deepspeed_config.read(cfg.deepspeed)
+        complete = deepspeed_config.build(preset, train=cfg.train, optim=cfg.optim, world=1, source=cfg.deepspeed)
+        made = task.model() if model is None else model
+        self.engine = Engine(made, deepspeed_config.for_engine(complete), cfg.optim)
+        self.session = Session(
+            cfg=cfg,
+            task=task,
+            engine=self.engine,
+            train=store,
+            valid=store,
+            sharding=sharding,
+            cadence=Cadence(log=1, evaluate=1, save=1),
+            run=Run(folder, total=1),
+            meter=Meter(),
+            preemption=Preemption(),
+            save=lambda progress: None,
+            export_best=lambda: None,
+        )
+        self._sound = torch.zeros((), dtype=torch.int64, device=distributed.device())
+
+    def step(self, number: int, batches: Sequence[Batch], rows: Sequence[np.ndarray] = (), *, lr: float) -> Tensor:
+        """Train on the micro-batches of step `number`; () fp64, the loss, still on the device, as in a run."""
+        self.engine.train()
+        units = torch.stack([self.session.task.units(batch) for batch in batches]).sum()
+        window = Window(step=number, batches=list(batches), rows=list(rows), units=units)
+        return train_step(self.session, window, lr=lr, bad=self._sound).loss
+
+    def close(self) -> None:
+        self.session.preemption.close()
+        self.session.run.close()
+        self.engine.destroy()
+
+
+def store_of(task: Any, rows: Callable[[], Iterable[Row]], cache_dir: Path) -> TokenStore:
+    """The train rows of a task, encoded."""
+    return open_store(
+        rows,
+        task.encode,
+        encoding_id=task.encoding_id(),
+        split="train",
+        cache_dir=cache_dir,
+        length=task.length,
+    )
