@@ -156,7 +156,9 @@ def main(
             "log_gradients": _SWITCHES[wandb_log_gradients],
             "extra_evals": generation_eval_max_sample_size if _SWITCHES[do_extra_evals] else 0,
             "push_to_hub": _SWITCHES[push_to_hub],
-        } | {"device": device, "force": force}
+            "device": device,
+            "force": force,
+        }
         if job_scheduler not in (None, "None", "0"):
             job = {"backend": job_scheduler, "file": job_configs, "python_binary": python_binary}
             code = _submit(exp_group, experiments, options, is_dry=dry_run, allow_dirty=allow_dirty, **job)
@@ -316,6 +318,8 @@ def _passed_on(options: dict[str, Any]) -> dict[str, str]:
         "push_to_hub": str(options["push_to_hub"]).lower(),
         "do_extra_evals": str(options["extra_evals"] > 0).lower(),
         "generation_eval_max_sample_size": options["extra_evals"] or None,
+        "device": options["device"],
+        "force": "" if options["force"] else None,
     }
     return {name: str(value) for name, value in flags.items() if value is not None}
 

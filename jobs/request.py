@@ -31,7 +31,10 @@ FLAGS = (
     "do_extra_evals",
     "generation_eval_max_sample_size",
     "push_to_hub",
+    "device",
+    "force",
 )
+SWITCHES = ("force",)  # those of FLAGS that take no value
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ def check_base(base: Path) -> None:
 
 
 def training_flags(words: Sequence[str]) -> dict[str, str]:
-    """{"data_path": "/data"} of words like trainval.py's: --data_path /data, or --data_path=/data.
+    """{"data_path": "/data"} of words like trainval.py's: --data_path /data, or --data_path=/data; "" for a switch.
 
     ConfigError names the first word that is none of its flags, with the nearest one.
     """
@@ -63,9 +66,11 @@ def training_flags(words: Sequence[str]) -> dict[str, str]:
         key = name.removeprefix("--").replace("-", "_")
         if not name.startswith("--") or key not in FLAGS:
             raise ConfigError(f"{name!r}: no such training flag. {nearest(key, list(FLAGS))}")
-        if not equals and not rest:
+        if key in SWITCHES and equals:
+            raise ConfigError(f"{name}={text}: want no value. Write {name} alone, or leave it out.")
+        if not equals and not rest and key not in SWITCHES:
             raise ConfigError(f"{name}: want a value after it.")
-        found[key] = text if equals else rest.pop(0)
+        found[key] = text if equals or key in SWITCHES else rest.pop(0)
     return found
 
 
@@ -116,7 +121,9 @@ def make(
         workdir=PROJECT if taken is None else taken.workdir,
         snapshot=taken,
         python=sys.executable,
-        flags=[f"--{name}={_absolute(name, text)}" for name, text in flags.items()],
+        flags=[
+            f"--{name}" if name in SWITCHES else f"--{name}={_absolute(name, text)}" for name, text in flags.items()
+        ],
         deepspeed=flags.get("deepspeed"),
         environment=keys.minimal_environment(os.environ, is_same_machine=backend in ("inline", "local")),
         retry=retry,

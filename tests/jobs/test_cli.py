@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from exp_configs import experiments_of
-from jobs import choice, cli, record
+from jobs import choice, cli, record, request
 from jobs.errors import NothingMatched
 from jobs.layout import BaseFolder
 from jobs.record import Sent
@@ -452,3 +452,23 @@ def test_a_dry_run_of_a_group_that_is_to_be_sent_moves_nothing(place: Make) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     assert folder.name in done.stdout
     assert (folder / "checkpoints" / "old").exists()
+
+
+# Flags of the training
+
+
+@pytest.mark.parametrize("sender", ["lathe-jobs", "trainval.py"])
+def test_a_device_and_force_travel_with_the_job(sender: str, place: Make) -> None:
+    here = place(1)
+    if sender == "lathe-jobs":
+        assert here.submit("--", "--device", "24GiB", "--force").code == 0
+    else:
+        done = run("trainval.py", *words(here), "--allow_dirty", "--device", "24GiB", "--force")
+        assert done.returncode == 0, done.stdout + done.stderr
+    spec = json.loads((here.base / ids_of(here)[0] / "attempts" / "1" / "spec.json").read_text())
+    assert spec["program"][-2:] == ["--device=24GiB", "--force"]
+
+
+def test_a_switch_with_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--force=1: want no value\. Write --force alone"):
+        request.training_flags(["--force=1"])
