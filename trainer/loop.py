@@ -151,12 +151,13 @@ def train_step(session: Session, window: Window, *, lr: float, bad: Tensor, watc
     asked[2] = bad
     counts = distributed.total(asked)
     host = _HostCopy(counts)
-    batches = [to_device(batch) for batch in window.batches]
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    for summed in session.task.losses(engine.model, batches):
-        mean = summed / counts[0]
-        engine.backward(mean)
-        loss += mean.detach()
+    with named_when_out_of_memory(window.batches):
+        batches = [to_device(batch) for batch in window.batches]
+        for summed in session.task.losses(engine.model, batches):
+            mean = summed / counts[0]
+            engine.backward(mean)
+            loss += mean.detach()
     engine.step(lr, (lambda named: session.run.gradients(window.step + 1, named)) if watch else None)
     units, stop, diverged = host.read()
     return Step(loss=loss, units=units, stop=stop > 0, diverged=diverged > 0)
@@ -165,6 +166,22 @@ def train_step(session: Session, window: Window, *, lr: float, bad: Tensor, watc
 def to_device(batch: Batch) -> Batch:
     """The batch on this rank's device; asynchronous from pinned memory."""
     return {name: tensor.to(distributed.device(), non_blocking=True) for name, tensor in batch.items()}
+
+
+@contextmanager
+def named_when_out_of_memory(batches: Sequence[Batch]) -> Iterator[None]:
+    """Whatever runs inside: an OutOfMemoryError carries the shapes of the largest of `batches`, see `batch_of`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        largest = max(batches, key=lambda batch: sum(tensor.numel() for tensor in batch.values()))
+        vars(error)["batch"] = {name: list(tensor.shape) for name, tensor in largest.items()}
+        raise
+
+
+def batch_of(error: torch.OutOfMemoryError) -> dict[str, list[int]]:
+    """The shapes that `named_when_out_of_memory` found; empty when the error arose elsewhere."""
+    return vars(error).get("batch", {})
 
 
 @torch.no_grad()
@@ -177,7 +194,9 @@ def evaluate(
     """
 
     def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
-        return task.scores(engine.model, to_device(task.collate([store[row] for row in rows])))
+        collated = task.collate([store[row] for row in rows])
+        with named_when_out_of_memory([collated]):
+            return task.scores(engine.model, to_device(collated))
 
     with _evaluation(engine):
         return _merged(scores, store.lengths[:num_rows], batch=batch)

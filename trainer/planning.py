@@ -21,7 +21,7 @@ from trainer.data.windows import Sharding
 from trainer.disk import write_json
 from trainer.engine import Engine, trainable
 from trainer.errors import ConfigError, DoesNotFitError
-from trainer.loop import to_device
+from trainer.loop import batch_of, named_when_out_of_memory, to_device
 from trainer.memory import page
 from trainer.memory.advice import advise, largest_divisor, largest_rows
 from trainer.memory.devices import Device, device_here, device_of
@@ -179,13 +179,16 @@ def rehearse(engine: Engine, task: Task, stores: dict[str, TokenStore], plan: Me
     ]
     module = engine.model.module
     weights = list(trainable(module).values())
-    for loss in task.losses(module, [to_device(task.collate(rows))]):
-        # not backward(): DeepSpeed's hooks would add what it gives to the first step's gradient
-        torch.autograd.grad(loss, weights, allow_unused=True)
-        del loss
+    trained = task.collate(rows)
+    with named_when_out_of_memory([trained]):
+        for loss in task.losses(module, [to_device(trained)]):
+            # not backward(): DeepSpeed's hooks would add what it gives to the first step's gradient
+            torch.autograd.grad(loss, weights, allow_unused=True)
+            del loss
     engine.eval()
-    with torch.no_grad():
-        task.scores(engine.model, to_device(task.collate([stores["valid"][row] for row in plan.heaviest_evaluated])))
+    evaluated = task.collate([stores["valid"][row] for row in plan.heaviest_evaluated])
+    with torch.no_grad(), named_when_out_of_memory([evaluated]):
+        task.scores(engine.model, to_device(evaluated))
     engine.train()
     rng.restore(state)
 
@@ -200,13 +203,13 @@ def compare(plan: MemoryPlan, folder: Path) -> None:
         write_json(path, json.loads(path.read_text()) | {"measured": measured})
 
 
-def out_of_memory(plan: MemoryPlan | None, engine: Engine, folder: Path, error: Exception) -> DoesNotFitError:
+def out_of_memory(
+    plan: MemoryPlan | None, engine: Engine, folder: Path, error: torch.OutOfMemoryError
+) -> DoesNotFitError:
     """The page on an OutOfMemoryError, which is also written into the run folder."""
     held = engine.held_bytes()
     taken = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else sum(held.values())
-    lengths = plan.phases[0].shapes if plan is not None else {}
-    batch = [f"{name} {'x'.join(map(str, shape))}" for name, shape in lengths.items()]
-    text = page.out_of_memory(plan, held | {"rest": taken - sum(held.values())}, batch, str(error))
+    text = page.out_of_memory(plan, held | {"rest": taken - sum(held.values())}, batch_of(error), str(error))
     if distributed.is_main():
         (folder / "out_of_memory.txt").write_text(text + "\n")
     return DoesNotFitError(text)

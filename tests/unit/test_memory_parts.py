@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from trainer.config import Train, validate
 from trainer.data.windows import Sharding, window_rows
 from trainer.errors import ConfigError
+from trainer.loop import batch_of, named_when_out_of_memory
 from trainer.memory import page
 from trainer.memory.advice import Advice, Fix, Stage, largest_divisor
 from trainer.memory.deepspeed_terms import Breakdown, Zero, host, inference, training
@@ -204,11 +206,20 @@ def test_a_refusal_names_the_need_the_device_and_what_would_fit() -> None:
 
 
 def test_the_page_of_an_out_of_memory_error_sets_planned_against_actual() -> None:
-    text = page.out_of_memory(plan_of(3), {"weights": GIB, "rest": 5 * GIB}, ["input_ids 4x512"], "CUDA out of memory.")
+    came = {"weights": GIB, "rest": 5 * GIB}
+    text = page.out_of_memory(plan_of(3), came, {"input_ids": [8, 512]}, "CUDA out of memory.")
     assert "weights             1.00      1.00" in text
     assert "rest                2.00      5.00" in text
-    assert "input_ids 4x512" in text
+    assert "the batch: input_ids 8x512" in text
+    assert "planned for: input_ids 4x512" in text
     assert "softmax 4x8x512x512" in text
+
+
+def test_an_out_of_memory_error_names_the_largest_batch_that_was_being_run() -> None:
+    small, large = ({"input_ids": torch.zeros(rows, 512), "labels": torch.zeros(rows, 64)} for rows in (1, 4))
+    with pytest.raises(torch.OutOfMemoryError) as caught, named_when_out_of_memory([small, large]):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    assert batch_of(caught.value) == {"input_ids": [4, 512], "labels": [4, 64]}
 
 
 def test_planned_and_measured_are_compared_in_percent() -> None:

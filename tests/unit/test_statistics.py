@@ -171,6 +171,13 @@ def test_fids_ledger_counts_answers_that_passages_lose(folder: Path, tmp_path: P
     assert one["ledger"]["targets"]["labels"]["lost"] == one["lost_labels"]["lost"] > 0
 
 
+def test_a_micro_batch_left_to_the_plan_counts_as_the_whole_step(folder: Path, tmp_path: Path) -> None:
+    values = experiment("cross_attention", folder)
+    whole = values | {"train": values["train"] | {"micro_batch": values["train"]["global_batch"]}}
+    found = of(values | {"train": values["train"] | {"micro_batch": "auto"}}, folder, tmp_path)
+    assert found["splits"]["train"]["padding"] == of(whole, folder, tmp_path)["splits"]["train"]["padding"]
+
+
 def test_collated_padding_counts_the_pads_of_the_batches(folder: Path, tmp_path: Path) -> None:
     values = experiment("causal_lm", folder, train={"global_batch": 8, "micro_batch": 8})
     task = tasks.load(tasks.parse(values), Places(folder, tmp_path, folder))

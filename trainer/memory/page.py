@@ -55,7 +55,9 @@ def refusal(plan: MemoryPlan, advice: Advice, device: Device, *, world: int) -> 
     return "\n".join(lines)
 
 
-def out_of_memory(plan: MemoryPlan | None, actual: Mapping[str, int], batch: Sequence[str], said: str) -> str:
+def out_of_memory(
+    plan: MemoryPlan | None, actual: Mapping[str, int], batch: Mapping[str, Sequence[int]], said: str
+) -> str:
     """The page of an OutOfMemoryError: predicted against actual by category, the batch, the largest tensors."""
     lines = ["out of memory", "", f"{'GiB':14s}{'planned':>10s}{'actual':>10s}"]
     planned = plan.phases[0].peak.parts() if plan is not None else {}
@@ -64,9 +66,9 @@ def out_of_memory(plan: MemoryPlan | None, actual: Mapping[str, int], batch: Seq
         planned = {**{k: v for k, v in planned.items() if k not in rest}, "rest": sum(planned.get(k, 0) for k in rest)}
     for name in dict.fromkeys([*actual, *planned]):
         lines.append(f"{name:14s}{_gib(planned.get(name, 0)):>10s}{_gib(actual.get(name, 0)):>10s}")
-    lines += ["", f"the batch: {', '.join(batch) or 'not known'}"]
+    lines += ["", f"the batch: {_shapes(batch) or 'not known'}"]
     if plan is not None:
-        lines += ["largest tensors of the planned step:"]
+        lines += [f"planned for: {_shapes(plan.phases[0].shapes)}", "largest tensors of the planned step:"]
         lines += [f"  {name}  {_gib(size)} GiB" for name, size in plan.phases[0].tensors]
     lines += ["", said.strip().splitlines()[0], "`python -m trainer plan -e GROUP` names what would fit."]
     return "\n".join(lines)
@@ -79,6 +81,10 @@ def fix_lines(advice: Advice, device: Device | None, world: int) -> list[str]:
         fits = "" if device is None else (", fits" if fix.total <= device.usable(world) else ", does not fit yet")
         lines.append(f"{fix.what}: {_gib(fix.total)} GiB (saves {_gib(fix.saving)}{fits})")
     return lines
+
+
+def _shapes(batch: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in batch.items())
 
 
 def _gib(nbytes: int) -> str:

@@ -108,11 +108,13 @@ def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
     """Which part of the micro-batches of one device is padding: by row lengths, and in batches as they are collated.
 
     `by_length` takes a micro-batch for one rectangle as wide as its longest row; `collated` counts the attention masks
-    of a few micro-batches, each field for itself, and is None for a task that packs.
+    of a few micro-batches, each field for itself, and is None for a task that packs. A micro_batch that is left to the
+    plan of memory ("auto", here 0) counts as the whole step.
     """
+    micro_batch = train.micro_batch or train.global_batch
     if len(store) < train.global_batch:
-        return {"by_length": None, "collated": None, "steps": 0}
-    sharding = Sharding(train.global_batch, train.micro_batch, 1, 0, train.micro_tokens, train.bucket_steps)
+        return {"by_length": None, "collated": None, "steps": 0, "micro_batch": micro_batch}
+    sharding = Sharding(train.global_batch, micro_batch, 1, 0, train.micro_tokens, train.bucket_steps)
     steps = min(_MOST_STEPS, max(1, len(store) // train.global_batch))
     seed = train.seed if train.order == "shuffled" else None
     without, sizes = replace(sharding, micro_tokens=None, bucket_steps=1), sizes_of(store, task)
@@ -121,6 +123,7 @@ def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
         "without_budget_and_buckets": padding_share(sizes, without, seed=seed, steps=steps),
         "collated": _collated(task, store, sharding, seed=seed, steps=steps),
         "steps": steps,
+        "micro_batch": micro_batch,
     }
 
 

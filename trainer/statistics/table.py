@@ -93,10 +93,12 @@ def _print_padding(console: Console, padding: Mapping[str, Any]) -> None:
     if not padding["steps"]:
         console.print("padding: fewer rows than train.global_batch")
         return
+    collated = padding["collated"]
     console.print(
-        f"padding: {padding['by_length']:.1%} of micro-batches as long as their longest row (first {padding['steps']} "
-        f"steps, one device); {padding['without_budget_and_buckets']:.1%} without train.micro_tokens and bucket_steps; "
-        + ("packed or without attention masks" if (of := padding["collated"]) is None else f"{of:.1%} in their tensors")
+        f"padding: {padding['by_length']:.1%} of micro-batches of {padding['micro_batch']} as long as their longest "
+        f"row (first {padding['steps']} steps, one device); {padding['without_budget_and_buckets']:.1%} without "
+        "train.micro_tokens and bucket_steps; "
+        + ("packed or without attention masks" if collated is None else f"{collated:.1%} in their tensors")
     )
 
 
