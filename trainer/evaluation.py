@@ -25,6 +25,7 @@ from trainer.loop import Frozen, answer, evaluate, pool
 from trainer.metrics import answer_scores, cut_at, scores_by_dataset
 from trainer.run import Options, on_main, store_of
 from trainer.task import GREEDY, Answers, JudgesAnswers, ReadsContexts, Row, ScoresPassages, Search, Task, question_of
+from trainer.telemetry import tell_wandb
 from trainer.text_similarity import BERTSCORE_MODEL, check, similarities
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def run(asked: Question, options: Options) -> dict[str, float]:
     validation metrics. Raises ConfigError for a model that is not there, or something that the task cannot do.
     """
     _check(asked)
+    settings = options.wandb(asked.values)
     task = _task(asked, options)
     if asked.passage_scores is not None and not isinstance(task, ScoresPassages):
         name = asked.values["task"]
@@ -72,9 +74,10 @@ def run(asked: Question, options: Options) -> dict[str, float]:
     batch = _batch(asked)
     raw = [question_of(task, row) for row in _rows(task, asked)]
     logger.info("%s: %d rows of %s, %d at a time", folder, len(raw), asked.split, batch)
+    answered: list[Row] = []
     if isinstance(task, Answers):
         found, answers = answer(model, task, store, raw, batch=batch, search=asked.search)
-        found = _answered(asked, task, raw, answers, found)
+        found, answered = _answered(asked, task, raw, answers, found)
         if asked.predictions is not None:
             summary = {"model": str(folder), "split": asked.split, "search": asdict(asked.search), "scores": found}
             path = asked.predictions.with_suffix(".summary.json")
@@ -85,7 +88,19 @@ def run(asked: Question, options: Options) -> dict[str, float]:
         scores = _passage_scores(model, task, store, len(raw), batch=batch)
         path = asked.passage_scores
         on_main(lambda: _write(path, _scored(_rows(task, asked), scores)))
+    if settings is not None and distributed.is_main():
+        tell_wandb(settings, options.savedir_base / settings.id, asked.split, found, list(map(_flat, answered)))
     return found
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    """A predicted row as cells of a table."""
+    return {
+        "question": row["question"],
+        "answers": " | ".join(row["answers"]),
+        "prediction": row["prediction"],
+        **{name: row["scores"].get(name) for name in sorted(row["scores"])},
+    }
 
 
 @dataclass(frozen=True)
@@ -193,8 +208,9 @@ def _refuse_answering(asked: Question) -> None:
 
 def _answered(
     asked: Question, task: Task, raw: Sequence[Row], answers: Sequence[list[str]], found: dict[str, float]
-) -> dict[str, float]:
-    """The scores of all answers as the question wants them, `found` being those as they came; --pred is written."""
+) -> tuple[dict[str, float], list[Row]]:
+    """The scores of all answers as the question wants them, `found` being those as they came, and the rows with their
+    predictions; --pred is written."""
     if asked.cut_at:
         answers = [[cut_at(text, asked.cut_at) for text in texts] for texts in answers]
     if asked.best_answer:
@@ -212,7 +228,7 @@ def _answered(
     if asked.predictions is not None:
         path = asked.predictions
         on_main(lambda: _write(path, rows))
-    return found
+    return found, rows
 
 
 def _asks(row: Row) -> str:

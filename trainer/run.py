@@ -56,6 +56,18 @@ class Options:
     device: str | None = None  # that memory is planned for; None: the GPU of this process
     force: bool = False  # run what does not fit by the plan
 
+    def wandb(self, values: dict[str, Any]) -> WandbSettings | None:
+        """Where the run of an experiment appears in wandb; None: nowhere."""
+        given = self.wandb_entity, self.wandb_project
+        if None in given:
+            if any(given):
+                raise ConfigError(
+                    "--wandb_entity_name and --wandb_project_name: got one, want both (wandb on) or neither."
+                )
+            return None
+        name = exp_id(values)
+        return WandbSettings(*given, name=self.wandb_run_name or name, id=name, config=values)
+
     @property
     def places(self) -> Places:
         return Places(self.data_path, self.cache_dir, self.savedir_base)
@@ -106,7 +118,7 @@ def run(plan: Plan, options: Options, preemption: Preemption) -> int:
     """
     plan = _settled(plan, options)
     with _claimed(plan, options):
-        telemetry = Run(plan.folder, total=plan.cfg.train.steps, wandb=_wandb(plan, options))
+        telemetry = Run(plan.folder, total=plan.cfg.train.steps, wandb=options.wandb(plan.values))
         try:
             finished = _train(plan, options, telemetry, preemption)
             telemetry.status("succeeded" if finished else "preempted")
@@ -434,17 +446,3 @@ def _push(plan: Plan) -> None:
     with _hub_errors(f"The model is safe in {plan.folder / 'final'}: push that folder by hand, or run this again."):
         repository = HfApi().create_repo(plan.id, private=True, exist_ok=True).repo_id
         HfApi().upload_folder(repo_id=repository, folder_path=plan.folder / "final")
-
-
-def _wandb(plan: Plan, options: Options) -> WandbSettings | None:
-    if options.wandb_entity is None or options.wandb_project is None:
-        if options.wandb_entity != options.wandb_project:
-            raise ConfigError("--wandb_entity_name and --wandb_project_name: got one, want both (wandb on) or neither.")
-        return None
-    return WandbSettings(
-        entity=options.wandb_entity,
-        project=options.wandb_project,
-        name=options.wandb_run_name or plan.id,
-        id=plan.id,
-        config=plan.values,
-    )

@@ -255,6 +255,12 @@ class _Wandb:
                 # no step= argument: wandb would drop every row whose step is not past the last one it saw
                 self._run.log({"step": step, **scalars, **pending})
 
+    def summarise(self, scalars: Mapping[str, Number]) -> None:
+        """Numbers, and the tables that are kept, that belong to no step."""
+        if self._run is not None:
+            with self._tolerated():
+                self._run.log({**scalars, **self._pending})
+
     def histogram(self, name: str, values: Tensor) -> None:
         """Keep a histogram of the finite `values` for the next `log`."""
         finite = values.detach().float().flatten()
@@ -291,6 +297,20 @@ class _Wandb:
         except Exception as error:  # any: wandb documents no error tree for a lost service or network
             log.warning("wandb: %s: %s. Training goes on without it.", type(error).__name__, error)
             self._run = None
+
+
+def tell_wandb(
+    settings: WandbSettings, folder: Path, split: str, scores: Mapping[str, Number], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Add what a trained model was measured to be to its run: evaluate/<split>/<name>, and a table of answers.
+
+    folder: for wandb's own files. rows: of the table, all with the same keys; none, no table. On one rank only.
+    """
+    run = _Wandb(settings, folder)
+    prefix = f"evaluate/{split}"
+    run.table(f"{prefix}/{ANSWERS}", rows)
+    run.summarise({f"{prefix}/{name}": value for name, value in scores.items()})
+    run.close(EXIT_OK)
 
 
 def _start_wandb(settings: WandbSettings, folder: Path) -> Any:

@@ -69,8 +69,13 @@ def evaluated(values: dict[str, Any], folder: Path, savedir: Path, pred: Path, c
     from trainer.evaluation import Question, run
     from trainer.run import Options
 
-    asked = replace(Question(values, split="test", batch=4, predictions=pred), **changes)
-    return run(asked, Options(savedir, data_path=folder, cache_dir=folder / "cache"))
+    options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
+    flags = {name: changes[name] for name in changes if name.startswith("wandb")}
+    asked = replace(
+        Question(values, split="test", batch=4, predictions=pred),
+        **{name: changes[name] for name in changes if name not in flags},
+    )
+    return run(asked, replace(options, **flags))
 
 
 def rows_of(pred: Path) -> list[dict[str, Any]]:
@@ -243,3 +248,20 @@ def test_the_script_of_the_readme_answers(
     context = "Ada keeps the red key in the cellar. The attic is empty."
     reader = Reader(savedir / exp_id(values) / "final", cache_dir=tmp_path / "cache")
     assert capsys.readouterr().out == reader.answer("Where does Ada keep the red key?", context) + "\n"
+
+
+def test_an_evaluation_is_told_to_the_run_in_wandb(
+    values: dict[str, Any], folder: Path, savedir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    evaluated(values, folder, savedir, tmp_path / "p.jsonl", {"wandb_entity": "someone", "wandb_project": "something"})
+    (record,) = (savedir / exp_id(values)).glob("wandb/offline-run-*/*.wandb")
+    content = record.read_bytes()
+    assert all(name in content for name in (b"evaluate/test/em", b"evaluate/test/f1_squad", b"evaluate/test/answers"))
+
+
+def test_half_of_where_wandb_is_is_refused_before_anything_is_read(
+    values: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="want both"):
+        evaluated(values, folder, tmp_path / "nowhere", tmp_path / "p.jsonl", {"wandb_project": "something"})

@@ -27,7 +27,7 @@ from trainer.accelerators import peak_flops
 from trainer.console import shown
 from trainer.errors import StorageError
 from trainer.meter import Meter
-from trainer.telemetry import Preemption, Run, WandbSettings
+from trainer.telemetry import Preemption, Run, WandbSettings, tell_wandb
 
 KEY = "markermarkermarkermarkermarkermarkermarker"  # stands for an API key
 
@@ -255,6 +255,16 @@ def test_wandb_gets_what_metrics_jsonl_gets_and_rows_behind_the_last_step_are_no
     live.log(2, **{"valid/loss": 0.5})
     live.close()
     assert history(tmp_path) == lines(tmp_path)
+
+
+def test_wandb_gets_an_evaluation_in_one_row_with_its_table(tmp_path: Path, offline: WandbSettings) -> None:
+    rows = [{"question": "who", "answers": "a | b", "prediction": "a", "em": 1.0}]
+    tell_wandb(offline, tmp_path, "test", {"em": 1.0, "f1": 0.5}, rows)
+    (row,) = history(tmp_path)
+    assert (row["evaluate/test/em"], row["evaluate/test/f1"]) == (1.0, 0.5)
+    assert [row[f"evaluate/test/answers.{key}"] for key in ("_type", "ncols", "nrows")] == ["table-file", 4, 1]
+    (table,) = tmp_path.glob(f"wandb/offline-run-*/files/{row['evaluate/test/answers.path']}")
+    assert json.loads(table.read_text()) == {"columns": list(rows[0]), "data": [["who", "a | b", "a", 1.0]]}
 
 
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("failed", 1), ("preempted", 75)])

@@ -43,6 +43,8 @@ CutAt = Annotated[
 Measures = Annotated[
     list[str] | None, typer.Option("--measure", help="Besides: rouge, meteor or bertscore; several times for several.")
 ]
+Entity = Annotated[str | None, typer.Option("--wandb_entity_name", help="With a project: tell the run in wandb.")]
+Project = Annotated[str | None, typer.Option("--wandb_project_name", help="With an entity: tell the run in wandb.")]
 BertscoreModel = Annotated[str | None, typer.Option("--bertscore_model", help="Default roberta-large.")]
 
 
@@ -70,6 +72,8 @@ def evaluate(
     bertscore_model: BertscoreModel = None,
     pred: Pred = None,
     write_scores: WriteScores = None,
+    wandb_entity_name: Entity = None,
+    wandb_project_name: Project = None,
 ) -> None:
     """Score a trained model on a split, every row exactly once; under torchrun, on all its ranks."""
 
@@ -82,7 +86,13 @@ def evaluate(
 
         values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
         distributed.init()
-        given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir)
+        given = Options(
+            savedir_base,
+            data_path=data_path,
+            cache_dir=cache_dir,
+            wandb_entity=wandb_entity_name,
+            wandb_project=wandb_project_name,
+        )
         asked = Question(
             values,
             model=model,
