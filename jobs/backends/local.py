@@ -135,7 +135,8 @@ class Local:
         return []
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
-        """What the queue's files say; a runner is started when jobs wait for one. Unreachable when it sees no job."""
+        """What the queue's files say; a runner is started when jobs wait or run without one. Unreachable when it sees
+        no job."""
         found: dict[str, Observed] = {}
         unseen: dict[str, str] = {}
         outlook = _Outlook(self._queue)
@@ -151,8 +152,8 @@ class Local:
                     unseen[job_id] = _out_of_sight(entry)
         if unseen and len(unseen) == len(ids):
             raise Unreachable("; ".join(sorted(set(unseen.values()))))
-        if any(observed.state == "queued" for observed in found.values()):
-            self._wake()
+        if any(observed.state in ("queued", "running") for observed in found.values()):
+            self._wake()  # for those that run as well: without a runner nobody stops one that is cancelled
         return found | {job_id: Observed("submitted", text) for job_id, text in unseen.items()}
 
     def _wake(self) -> None:

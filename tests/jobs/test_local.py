@@ -373,6 +373,18 @@ def test_a_job_seen_with_another_queue_is_unseen_and_never_lost(
         assert (said.code != 0, "can only be seen there" in said.json[0]["text"]) == (True, True)
 
 
+def test_whoever_looks_starts_a_runner_for_a_job_that_lost_its_own_and_is_to_end(place: Make, queue: Path) -> None:
+    here = place(1)
+    here.says("sleep")
+    here.submit()
+    here.until_all("running")
+    os.kill(runner_pid(queue), signal.SIGKILL)
+    wait_until(Queue(queue).has_runner, lambda has_one: not has_one)
+    (job,) = queue.glob("jobs/*")
+    (job / "cancel").touch()  # as a `cancel` that still saw the dying runner leaves it
+    here.until_all("preempted", "cancelled")
+
+
 def test_a_job_in_another_container_is_unseen_and_never_failed(place: Make, queue: Path) -> None:
     here = place(1)
     here.says("sleep")
