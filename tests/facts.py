@@ -12,6 +12,22 @@ PEOPLE = ["Ada", "Bruno", "Chidi", "Dana", "Emil", "Farah", "Goran", "Hana"]
 THINGS = ["key", "map", "lamp", "coin", "book", "drum"]
 COLOURS = ["red", "blue", "green", "white", "black"]
 PLACES = ["cellar", "attic", "garden", "tower", "harbour", "kitchen", "library"]
+LLAMA: dict[str, Any] = {  # a base with the tokenizer of write_facts
+    "config": {
+        "model_type": "llama",
+        "vocab_size": 384,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+    },
+    "seed": 1,
+}
 
 
 def facts(start: int, stop: int) -> list[dict[str, Any]]:

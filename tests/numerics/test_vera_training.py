@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from tests.facts import experiment, write_facts
+from tests.facts import LLAMA, experiment, write_facts
 from tests.numerics.test_engine import ds_for
 from tests.ranks import run_on_ranks
 from trainer import tasks
@@ -90,23 +90,6 @@ def test_one_rank_two_ranks_and_accumulation_have_one_loss_and_one_gradient(loss
         assert got == pytest.approx(wanted, abs=1e-6, rel=1e-6)
         for name, gradient in gradients.items():
             assert (found[name] - gradient).abs().max() < bound, name
-
-
-LLAMA = {
-    "config": {
-        "model_type": "llama",
-        "vocab_size": 384,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    },
-    "seed": 1,
-}
 
 
 def test_a_llama_of_any_cut_and_ranks_has_one_loss_and_one_gradient(folder: Path) -> None:

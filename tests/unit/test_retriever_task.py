@@ -12,28 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.facts import TINY_BASE, TINY_BERT, experiment, write_facts
+from tests.facts import LLAMA, TINY_BASE, TINY_BERT, experiment, write_facts
 from trainer import tasks
 from trainer.errors import ConfigError
 from trainer.task import DRAW, EPOCH, Embeds, Places
 from trainer.tasks.retriever import losses, metrics, selection
 from trainer.tasks.retriever.model import pooled
 
-LLAMA = {
-    "config": {
-        "model_type": "llama",
-        "vocab_size": 384,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 1,
-    },
-    "seed": 1,
-}
 DECODER: dict[str, Any] = {"base": LLAMA, "encoder": {"pooling": "eos"}, "data": {"append_eos": True}}
 
 
