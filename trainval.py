@@ -156,9 +156,7 @@ def main(
             "log_gradients": _SWITCHES[wandb_log_gradients],
             "extra_evals": generation_eval_max_sample_size if _SWITCHES[do_extra_evals] else 0,
             "push_to_hub": _SWITCHES[push_to_hub],
-            "device": device,
-            "force": force,
-        }
+        } | {"device": device, "force": force}
         if job_scheduler not in (None, "None", "0"):
             job = {"backend": job_scheduler, "file": job_configs, "python_binary": python_binary}
             code = _submit(exp_group, experiments, options, is_dry=dry_run, allow_dirty=allow_dirty, **job)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from trainer import distributed, tasks
 from trainer.data import sources
 from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding, Sizes, padding_share, sizes_of, window_rows
+from trainer.data.windows import Sharding, Sizes, sizes_of, window_rows
+from trainer.packing import grids_of
 from trainer.task import Batch, Places
 from trainer.tasks.cross_attention import preparation
 from trainer.tasks.cross_attention.generation import greedy
@@ -53,8 +54,9 @@ class Work:
     with_contexts: bool = False  # every context is predicted too, as published
     precision: str = "fp32"
     dropout: float = 0.1
+    packed: bool = True  # ours; the reference pads
 
-    def experiment(self, encode: str) -> dict[str, Any]:
+    def experiment(self, encode: str, *, packed: bool = False) -> dict[str, Any]:
         (count, stride), shape = LAYERS[self.size], SIZES[self.size]
         return {
             "task": "cross_attention",
@@ -97,6 +99,7 @@ class Work:
                 "context_tokens": 1024,
                 "include_context_ids": self.with_contexts,
                 "fim_rate": 0.0,
+                "packed": packed,
                 "encode": encode,
                 "state_dtype": "fp32" if self.precision == "fp32" else "bf16",
             },
@@ -126,8 +129,8 @@ class Work:
         preparation.write_rows(cfg, places, wanted)
         preparation.write_states(cfg, places, wanted)
 
-    def task(self, encode: str) -> Any:
-        return tasks.load(tasks.parse(self.experiment(encode)), self.places)
+    def task(self, encode: str, *, packed: bool = False) -> Any:
+        return tasks.load(tasks.parse(self.experiment(encode, packed=packed)), self.places)
 
     def store(self, task: Any) -> TokenStore:
         return open_store(
@@ -146,24 +149,42 @@ class Ours:
     def __init__(self, work: Work, encode: str) -> None:
         from one_rank import OneRank
 
-        self._work, self.task = work, work.task(encode)
+        self._work, self.task = work, work.task(encode, packed=work.packed)
         store, folder = work.store(self.task), work.folder / f"run-{id(self)}"
         self._rank = OneRank(self.task, store, sharding=work.sharding, folder=folder)
         self._sizes = sizes_of(store, self.task)
 
     def step(self, number: int) -> Tensor:
         """Train on step `number`; its loss, still on the device, as in a run."""
+        rows = self._rows(number)
+        return self._rank.step(number, self._batches(rows), rows, lr=LR)
+
+    def _rows(self, number: int) -> list[np.ndarray]:
+        """The rows of each micro-batch of step `number`."""
         seed = SEED if self._work.bucket_steps > 1 else None  # None: the rows of the reference's step
-        rows = window_rows(
-            number % self._work.num_batches, lengths=self._sizes, sharding=self._work.sharding, seed=seed
-        )
-        batches = [self.task.collate([self._rank.session.train[int(row)] for row in some]) for some in rows]
-        return self._rank.step(number, batches, rows, lr=LR)
+        step = number % self._work.num_batches
+        return window_rows(step, lengths=self._sizes, sharding=self._work.sharding, seed=seed)
+
+    def _batches(self, rows: list[np.ndarray]) -> list[Batch]:
+        return [self.task.collate([self._rank.session.train[int(row)] for row in some]) for some in rows]
 
     def padding(self) -> float:
-        """The share of padding in what is computed."""
-        seed = SEED if self._work.bucket_steps > 1 else None
-        return padding_share(self._sizes, self._work.sharding, seed=seed, steps=self._work.num_batches)
+        """The share of padding in what is computed: by the tensors that the model gets, not by the rows' lengths."""
+        real = computed = 0
+        for number in range(self._work.num_batches):
+            for batch in self._batches(self._rows(number)):
+                ids = [x for name, x in batch.items() if name == "tokens" or name.endswith("input_ids")]
+                states = [x[..., 0] for name, x in batch.items() if name == "encoder_hidden_states"]
+                masks = [x for name, x in batch.items() if name.endswith("attention_mask")]
+                computed += sum(x.numel() for x in ids + states)
+                real += sum(int(x.sum()) for x in masks) if masks else sum(x.numel() for x in ids + states)
+        return 1 - real / computed
+
+    def padding_of_attention(self) -> float:
+        """The share of cells without a token in the rectangles that the decoder's attention alone needs."""
+        batches = [batch for n in range(self._work.num_batches) for batch in self._batches(self._rows(n))]
+        cells = [grid for batch in batches for grid in grids_of(batch)]
+        return 1 - sum(int(grid.sum()) for grid in cells) / max(1, sum(grid.numel() for grid in cells))
 
     def close(self) -> None:
         self._rank.close()

@@ -74,7 +74,7 @@ class Train(Strict):
     steps: Positive
     global_batch: Positive  # rows per optimizer step, over all devices
     micro_batch: MicroBatch  # rows per device and forward; with micro_tokens: at most
-    micro_tokens: Positive | None = None  # padded tokens per device and forward, at most; a longer row goes alone
+    micro_tokens: Positive | None = None  # tokens, pads included, per device and forward; a longer row goes alone
     bucket_steps: Positive = 1  # rows of so many steps are sorted by length and cut into steps of like rows
     eval_batch: Positive | None = None  # rows per device and forward in evaluation; default micro_batch
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"

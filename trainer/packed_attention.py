@@ -1,4 +1,4 @@
-"""Self-attention of T5's encoder between the tokens of a passage, on a stream of real tokens."""
+"""Attention between the tokens of a row, on a stream of real tokens: T5's, and what any attention needs for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 
-# M tokens, I width of all heads together, H heads, N passages of a grid, L its length
+# M tokens, I width of all heads together, H heads, C width of one, N passages of a grid, L its length
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (M, I) queries, keys, values -> (M, I)
 
@@ -45,6 +45,33 @@ def _attended(qkv: Sequence[Tensor], bias_NHLL: Tensor, dropout: float) -> Tenso
     q, k, v = (x.view(num_passages, length, num_heads, -1).transpose(1, 2) for x in qkv)  # (N, H, L, C)
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_NHLL, dropout_p=dropout, scale=1.0)
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def in_rectangles(x_MHC: Tensor, cells_M: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """(M, H, C) of the tokens of a stream -> (size, H, C) of each rectangle, cell after cell; 0 where no token lies."""
+    flat = x_MHC.new_zeros(sum(sizes), *x_MHC.shape[1:])
+    return flat.index_copy_(0, cells_M, x_MHC).split(list(sizes))
+
+
+def in_stream(rectangles: Sequence[Tensor], cells_M: Tensor) -> Tensor:
+    """The reverse of in_rectangles: (M, ...) of the tokens, out of (size, ...) of the cells."""
+    flat = rectangles[0] if len(rectangles) == 1 else torch.cat(list(rectangles))
+    return _Taken.apply(flat, cells_M)  # pyright: ignore[reportReturnType] (a Tensor)
+
+
+class _Taken(torch.autograd.Function):
+    """index_select whose backward copies instead of adding, for no cell is taken twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cells_M: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(cells_M)
+        ctx.num_cells = len(x)
+        return x.index_select(0, cells_M)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (cells_M,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.num_cells, *gradient.shape[1:]).index_copy_(0, cells_M, gradient), None
 
 
 def flex(first: Any, passage: Tensor, position: Tensor) -> Attend:

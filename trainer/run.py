@@ -344,6 +344,8 @@ def _check_identity(plan: Plan, task: Task, stores: dict[str, TokenStore]) -> No
 
 
 def _say_padding(plan: Plan, sizes: Sizes) -> None:
+    if sizes.is_packed:
+        return logger.info("micro-batches are packed: no padding, but inside attention")
     train = plan.cfg.train
     seed = train.seed if train.order == "shuffled" else None
     steps = min(train.steps, max(_PADDING_STEPS, train.bucket_steps))

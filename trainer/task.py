@@ -205,6 +205,16 @@ class Shapes(Protocol):
         ...
 
 
+@runtime_checkable
+class Packs(Protocol):
+    """What a task may offer besides Task: the rows of a micro-batch follow one another as one stream, without a pad."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether they do, as the experiment stands."""
+        ...
+
+
 @dataclass(frozen=True)
 class Uncut:
     """A field of a row before its limit cuts it."""

@@ -73,20 +73,20 @@ def test_a_drawn_share_of_contexts_is_filled_in_the_middle_and_questions_and_eva
     prefix = task.sentinels.prefix
 
     def first_tokens(row: dict[str, Any], draw: int) -> list[int]:
-        ids = task.collate([{**row, DRAW: np.array([draw])}])["input_ids"][0].tolist()
+        ids = task.collate([{**row, DRAW: np.array([draw])}])["tokens"].tolist()
         return ids[: len(prefix)]
 
     share = np.mean([first_tokens(context, draw) == prefix for draw in range(400)])
     assert share == pytest.approx(0.5, abs=0.1)
     assert not any(first_tokens(question, draw) == prefix for draw in range(20))
-    assert task.collate([context])["input_ids"][0].tolist() == context["decoder"]
+    assert task.collate([context])["tokens"].tolist() == context["decoder"]
 
 
 def test_filling_keeps_every_token_and_the_end_within_the_limit(folder: Path) -> None:
     task = loaded(folder, include_context_ids=True, decoder_tokens=48, fim_rate=1.0)
     for context in [task.encode(row) for row in list(task.rows("train"))[64:80]]:
         batch = task.collate([{**context, DRAW: np.array([5])}])
-        ids = batch["input_ids"][0].tolist()
+        ids = batch["tokens"].tolist()
         assert len(ids) <= 48
         assert (ids[-1] == task.tokenizer.eos_token_id) == (context["decoder"][-1] == task.tokenizer.eos_token_id)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from trainer.data.windows import Sharding, window_rows
 from trainer.errors import ConfigError
 from trainer.loop import batch_of, named_when_out_of_memory
 from trainer.memory import page
-from trainer.memory.advice import Advice, Fix, Stage, largest_divisor
+from trainer.memory.advice import Advice, Fix, Stage, fewer_evaluated, largest_divisor
 from trainer.memory.deepspeed_terms import Breakdown, Zero, host, inference, training
 from trainer.memory.devices import GIB, device_of
 from trainer.memory.fit import Parabola
@@ -203,6 +205,18 @@ def test_a_refusal_names_the_need_the_device_and_what_would_fit() -> None:
     assert "30.00 GiB" in text
     assert "4096 -> 512: 2.00 GiB (saves 28.00, fits)" in text
     assert "--force" in text
+
+
+def test_where_generation_needs_most_the_fix_is_the_largest_evaluation_batch_that_fits() -> None:
+    grown = Phase("generation", Breakdown(weights=GIB, activations=32 * GIB), 32, 512, {}, [])
+    plan = replace(plan_of(3), phases=[plan_of(3).phases[0], grown])
+    (fix,) = fewer_evaluated(plan, 10 * GIB + 1)
+    assert (fix.what, fix.total, fix.saving) == ("train.eval_batch 32 -> 9", 10 * GIB, 23 * GIB)
+    assert fewer_evaluated(plan, GIB) == [], "not even one row fits"
+    assert fewer_evaluated(plan_of(3), 10 * GIB) == [], "training needs most"
+    text = page.refusal(plan, Advice([], [fix, Fix("train.micro_batch 8 -> 4", GIB, GIB)]), device_of("24GiB"), world=1)
+    assert "32 -> 9: 10.00 GiB in the generation (saves 23.00, fits)" in text
+    assert "8 -> 4: 1.00 GiB in the training step" in text
 
 
 def test_the_page_of_an_out_of_memory_error_sets_planned_against_actual() -> None:

@@ -241,6 +241,19 @@ def test_rows_in_their_given_order_are_never_bucketed() -> None:
     assert bucketed_step_rows(2, lengths, global_batch=4, bucket_steps=5, seed=None).tolist() == [8, 9, 10, 11]
 
 
+def test_packed_rows_fill_a_budget_of_tokens_by_their_own_lengths_and_pad_nothing() -> None:
+    lengths = np.array([[40], [10], [10], [10], [10], [10]])
+    padded, packed = (Sizes(lengths, np.zeros(6, np.int32), is_packed=packed) for packed in (False, True))
+    sharding = Sharding(6, 6, 1, 0, micro_tokens=60)
+    cut = [
+        [len(rows) for rows in window_rows(0, lengths=sizes, sharding=sharding, seed=1)] for sizes in (padded, packed)
+    ]
+    assert cut == [[1, 5], [3, 3]]
+    whole = replace(sharding, micro_tokens=None)
+    assert padding_share(padded, whole, seed=1, steps=1) == pytest.approx(1 - 90 / 240)
+    assert padding_share(packed, whole, seed=1, steps=1) == 0.0
+
+
 def test_the_padding_share_is_what_is_padded_of_what_is_computed() -> None:
     lengths = np.array([4, 2, 3, 3])
     assert padding_share(lengths, Sharding(4, 4, 1, 0), seed=None, steps=1) == 1 - 12 / 16

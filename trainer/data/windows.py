@@ -5,7 +5,8 @@ the next few steps take; a window is one rank's share of a step, cut into micro-
 or tokens. Nothing is carried from step to step, so resuming at step n costs nothing.
 
 A row is as long as what it is padded with: its one length or, for a task that says so (`Shapes`), a length for each
-field that is padded by itself. Rows of another kind come behind one another, and share no token-budgeted micro-batch.
+field that is padded by itself; or, where a task `Packs`, as its tokens. Rows of another kind come behind one another,
+and share no token-budgeted micro-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from trainer.data.store import TokenStore
 from trainer.errors import ConfigError, DataError
-from trainer.task import DRAW, EPOCH, Batch, Shapes, Task
+from trainer.task import DRAW, EPOCH, Batch, Packs, Shapes, Task
 
 _WINDOWS_AHEAD = 2  # one being copied to the device, one ready
 _POLL_S = 0.1  # how soon a waiting collation thread notices that nobody reads any more
@@ -41,7 +42,7 @@ class Sharding:
     micro_batch: int  # rows per rank and forward; with micro_tokens: at most
     world: int
     rank: int
-    micro_tokens: int | None = None  # padded tokens per rank and forward, at most; a longer row goes alone
+    micro_tokens: int | None = None  # tokens, pads included, per rank and forward, at most; a longer row goes alone
     bucket_steps: int = 1  # rows of so many steps are sorted by length before they are cut into steps
 
     def __post_init__(self) -> None:
@@ -68,6 +69,7 @@ class Sizes:
 
     axes_NA: np.ndarray  # (rows, axes) int64: each axis is padded to the longest row of a micro-batch
     kinds_N: np.ndarray  # (rows,)
+    is_packed: bool = False  # micro-batches are streams of real tokens, padded nowhere
 
     def __len__(self) -> int:
         return len(self.kinds_N)
@@ -82,12 +84,14 @@ Lengths = np.ndarray | Sizes  # (rows,): one axis, one kind
 
 
 def sizes_of(store: TokenStore, task: object) -> Sizes:
-    """The sizes of a store's rows as its task pads them."""
+    """The sizes of a store's rows as its task pads or packs them."""
+    is_packed = isinstance(task, Packs) and task.is_packed
     if not isinstance(task, Shapes):
-        return _sizes(store.lengths)
-    axes = [store.sizes(field) for field in task.padded_fields()]
+        return replace(_sizes(store.lengths), is_packed=is_packed)
+    axes = np.stack([store.sizes(field) for field in task.padded_fields()], axis=1)
     kind = task.kind_field()
-    return Sizes(np.stack(axes, axis=1), np.zeros(len(store), np.int32) if kind is None else store.numbers(kind))
+    kinds = np.zeros(len(store), np.int32) if kind is None else store.numbers(kind)
+    return Sizes(axes, kinds, is_packed)
 
 
 def _sizes(lengths: Lengths) -> Sizes:
@@ -181,17 +185,17 @@ def _cut_by_tokens(ranked: np.ndarray, sizes: Sizes, sharding: Sharding) -> list
     """Ranked rows as micro-batches of one kind within micro_tokens and micro_batch; their number divides by world."""
     assert sharding.micro_tokens is not None
     axes_NA, kinds_N = sizes.axes_NA[ranked], sizes.kinds_N[ranked]
-    starts = [0]
-    widest_A = axes_NA[0]
+    starts, widest_A, real = [0], axes_NA[0], int(axes_NA[0].sum())
     for place in range(1, len(ranked)):
-        wider_A = np.maximum(widest_A, axes_NA[place])
+        wider_A, longer = np.maximum(widest_A, axes_NA[place]), real + int(axes_NA[place].sum())
         count = place - starts[-1] + 1
-        fits = count <= sharding.micro_batch and count * int(wider_A.sum()) <= sharding.micro_tokens
+        tokens = longer if sizes.is_packed else count * int(wider_A.sum())
+        fits = count <= sharding.micro_batch and tokens <= sharding.micro_tokens
         if fits and kinds_N[place] == kinds_N[starts[-1]]:
-            widest_A = wider_A
+            widest_A, real = wider_A, longer
         else:
             starts.append(place)
-            widest_A = axes_NA[place]
+            widest_A, real = axes_NA[place], int(axes_NA[place].sum())
     cuts = np.split(ranked, starts[1:])
     while len(cuts) % sharding.world:
         index = max(range(len(cuts)), key=lambda i: len(cuts[i]))
@@ -201,11 +205,10 @@ def _cut_by_tokens(ranked: np.ndarray, sizes: Sizes, sharding: Sharding) -> list
 
 
 def padding_share(lengths: Lengths, sharding: Sharding, *, seed: int | None, steps: int) -> float:
-    """Which part of the padded lengths of the first `steps` steps is padding, 0 to 1, over all ranks.
-
-    Of a task that pads its rows to the longest of their micro-batch; one that packs has none.
-    """
+    """Which part of the tokens of the first `steps` steps is padding, 0 to 1, over all ranks."""
     sizes = _sizes(lengths)
+    if sizes.is_packed:
+        return 0.0
     everyone = [replace(sharding, rank=rank) for rank in range(sharding.world)]
     real = padded = 0
     for step in range(steps):

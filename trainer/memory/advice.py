@@ -16,7 +16,7 @@ from trainer.memory.devices import Device
 from trainer.memory.fit import Parabola
 from trainer.memory.measure import measure
 from trainer.memory.measured import Measured, Request
-from trainer.memory.plan import Made, Subject, binding_limit, changed, training_request
+from trainer.memory.plan import TRAINING, Made, MemoryPlan, Subject, binding_limit, changed, training_request
 from trainer.memory.rows import Specimens
 
 _SHORTER = (2, 4, 8)  # a limit is tried at so many parts of it
@@ -30,8 +30,9 @@ class Fix:
     """One change of the experiment, or of how it is run."""
 
     what: str
-    total: int  # bytes per device afterwards, in the training step
+    total: int  # bytes per device afterwards, in its phase
     saving: int
+    phase: str = TRAINING
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
         *[(f"--deepspeed {stage.preset}", stage.peak.total) for stage in found_stages],
     ]
     fixes = [Fix(what, total, now - total) for what, total in changes if total < now]
+    fixes += fewer_evaluated(made.plan, usable)
     longest = int(subject.train.lengths.max())
     rows = 0 if usable is None else line.largest(usable)
     seconds = sum(measured.seconds for measured in found.values())
@@ -159,14 +161,15 @@ def _encoded_anew(subject: Subject, made: Made, values: dict[str, Any]) -> list[
 
 
 def _limit_change(subject: Subject, made: Made, peaks: dict[str, int], usable: int | None) -> list[tuple[str, int]]:
-    """The longest limit that fits; the shortest one tried, when none does or when no limit is known."""
+    """The shortest limit tried; and where the run does not fit, the longest that does."""
     if not peaks:
         return []
     key, value = binding_limit(subject) or ("", 0)
     tried = [(int(name.rpartition(" ")[2]), total) for name, total in peaks.items()]
-    fitting = [(limit, total) for limit, total in tried if usable is not None and total <= usable]
-    limit, total = fitting[0] if fitting and made.total > (usable or 0) else tried[-1]
-    return [(f"max_length: {key} {value} -> {limit}", total)]
+    fitting = [(limit, total) for limit, total in tried if usable is not None and total <= usable < made.total]
+    return [
+        (f"max_length: {key} {value} -> {limit}", total) for limit, total in dict.fromkeys([*fitting[:1], tried[-1]])
+    ]
 
 
 def _fewer_rows(subject: Subject, line: Parabola, usable: int | None) -> list[tuple[str, int]]:
@@ -177,6 +180,23 @@ def _fewer_rows(subject: Subject, line: Parabola, usable: int | None) -> list[tu
     fitting = line.largest(usable) if usable is not None else train.micro_batch // 2
     rows = largest_divisor(train.global_batch // subject.sharding.world, min(fitting, train.micro_batch - 1))
     return [(f"train.micro_batch {train.micro_batch} -> {rows}", line.at(rows))] if rows else []
+
+
+def fewer_evaluated(plan: MemoryPlan, usable: int | None) -> list[Fix]:
+    """Smaller batches in evaluation, where that is what needs most: the largest that fits, or half.
+
+    What is not weights or optimizer is of the rows, and grows with their number.
+    """
+    worst = plan.peak
+    if worst.name == TRAINING or worst.rows == 1:
+        return []
+    per_row = (worst.peak.activations + worst.peak.logits) / worst.rows
+    fixed = worst.peak.total - per_row * worst.rows
+    rows = worst.rows // 2 if usable is None else int((usable - fixed) // per_row)
+    if not 1 <= rows < worst.rows:
+        return []
+    total = int(fixed + per_row * rows)
+    return [Fix(f"train.eval_batch {worst.rows} -> {rows}", total, worst.peak.total - total, worst.name)]
 
 
 def largest_divisor(number: int, most: int) -> int:

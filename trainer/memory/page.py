@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from trainer.memory.advice import Advice
 from trainer.memory.deepspeed_terms import Breakdown
 from trainer.memory.devices import GIB, Device
-from trainer.memory.plan import MemoryPlan
+from trainer.memory.plan import TRAINING, MemoryPlan
 
 _SHOWN_FIXES = 8
 
@@ -77,9 +77,12 @@ def out_of_memory(
 def fix_lines(advice: Advice, device: Device | None, world: int) -> list[str]:
     """The changes that save most, each with its peak and whether that fits."""
     lines: list[str] = []
-    for fix in advice.fixes[:_SHOWN_FIXES]:
+    shown_fixes = advice.fixes[:_SHOWN_FIXES]
+    is_all_training = all(fix.phase == TRAINING for fix in shown_fixes)
+    for fix in shown_fixes:
         fits = "" if device is None else (", fits" if fix.total <= device.usable(world) else ", does not fit yet")
-        lines.append(f"{fix.what}: {_gib(fix.total)} GiB (saves {_gib(fix.saving)}{fits})")
+        where = "" if is_all_training else f" in the {fix.phase}"
+        lines.append(f"{fix.what}: {_gib(fix.total)} GiB{where} (saves {_gib(fix.saving)}{fits})")
     return lines
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainer.data.store import TokenStore
-from trainer.data.windows import Lengths, Sharding, evaluation_batches, sizes_of, window_rows
+from trainer.data.windows import Lengths, Sharding, Sizes, evaluation_batches, sizes_of, window_rows
 from trainer.errors import ConfigError
 from trainer.task import DRAW, EPOCH, Task
 
@@ -105,16 +105,19 @@ def _specimen(data: Any) -> dict[str, Any]:
 
 
 def heaviest(rows: Rows, sharding: Sharding, *, seed: int | None, steps: int) -> list[np.ndarray]:
-    """The micro-batches of a run that may need most: of the most padded tokens, and of the most pairs of them.
+    """The micro-batches of a run that may need most: of the most tokens, pads included, and of the most pairs of them.
 
     Of the first MOST_STEPS steps. Rank 0 has the longest rows of every step.
     """
+    is_packed = isinstance(rows.sizes, Sizes) and rows.sizes.is_packed
     found: dict[int, tuple[float, np.ndarray]] = {}
     for step in range(min(steps, MOST_STEPS)):
         for numbers in window_rows(step, lengths=rows.sizes, sharding=sharding, seed=seed):
-            longest = float(rows.lengths[numbers].max())
+            lengths = rows.lengths[numbers].astype(np.float64)
+            if not is_packed:
+                lengths[:] = lengths.max()
             for power in (1, 2):
-                weight = len(numbers) * longest**power
+                weight = float((lengths**power).sum())
                 if power not in found or weight > found[power][0]:
                     found[power] = (weight, numbers)
     batches = [numbers for _, numbers in found.values()]

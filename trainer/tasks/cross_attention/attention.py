@@ -5,11 +5,15 @@ Source of the arithmetic and of the parameter names: XC-Cache (ServiceNow), as p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from trainer.packed_attention import in_rectangles, in_stream
+from trainer.packing import grids_of
 
 # B batch, T decoder tokens, L context tokens, D base width, H heads, K head size, W cross width = H * K
 
@@ -61,19 +65,69 @@ class KeyMask(NamedTuple):
     has_key_B111: Tensor
 
 
-def key_mask(kept_BL: Tensor) -> KeyMask:
+def key_mask(kept_BL: Tensor, real_BL: Tensor | None = None) -> KeyMask:
     """The attention mask of the kept keys. A sample that keeps none attends to all its keys uniformly.
+
+    real_BL: which keys a sample has, all others being filling that even such a sample does not see; None: all.
 
     The published layer gets there by masking every score to one value. In a fused kernel that value swallows the
     normaliser, and its backward is off by a factor of L; so such a sample gets a zero query and no mask instead:
     the same output, the same (zero) gradient into queries and keys, and a right one into values.
     """
     has_key_B1 = kept_BL.any(dim=-1, keepdim=True)
-    return KeyMask((kept_BL | ~has_key_B1)[:, None, None, :], has_key_B1[:, :, None, None])
+    shown_BL = ~has_key_B1 if real_BL is None else ~has_key_B1 & real_BL
+    return KeyMask((kept_BL | shown_BL)[:, None, None, :], has_key_B1[:, :, None, None])
 
 
-def attended(queries_BHTK: Tensor, keys_values: KeysValues, mask: KeyMask | None, *, dropout: float) -> Tensor:
+@dataclass(frozen=True)
+class Pairs:
+    """Streams of queries and keys, in rectangles where each row's queries meet its keys (packing.pack_pairs)."""
+
+    query_cells_T: Tensor
+    key_cells_L: Tensor
+    query_shapes: list[tuple[int, int]]  # (rows, queries) of each rectangle
+    key_grids: list[Tensor]  # (rows, keys) bool, True where there is a key
+    masks: list[KeyMask]
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Tensor]) -> Pairs:
+        """Those of a packed batch; every key is seen."""
+        grids = grids_of(batch, "keys_grid_")
+        shapes = [(int(grid.shape[0]), int(grid.shape[1])) for grid in grids_of(batch, "queries_grid_")]
+        masks = [key_mask(grid, grid) for grid in grids]
+        return cls(batch["queries_cells"], batch["keys_cells"], shapes, grids, masks)
+
+    def showing(self, kept_L: Tensor) -> Pairs:
+        """The same with only the kept keys of the stream, (L,) bool."""
+        sizes = [grid.numel() for grid in self.key_grids]
+        kept = in_rectangles(kept_L[:, None], self.key_cells_L, sizes)
+        laid_out = zip(kept, self.key_grids, strict=True)
+        return replace(self, masks=[key_mask(cells.view_as(grid), grid) for cells, grid in laid_out])
+
+    def attended(self, queries_1HTK: Tensor, keys_values: KeysValues, *, dropout: float) -> Tensor:
+        """(1, H, T, K) queries of the stream -> (1, T, H*K)."""
+        queries = self._laid_out(queries_1HTK, self.query_cells_T, self.query_shapes)
+        key_shapes = [(int(grid.shape[0]), int(grid.shape[1])) for grid in self.key_grids]
+        keys, values = (self._laid_out(x, self.key_cells_L, key_shapes) for x in keys_values)
+        mixed = [
+            attended(q, KeysValues(k, v), mask, dropout=dropout).flatten(0, 1)
+            for q, k, v, mask in zip(queries, keys, values, self.masks, strict=True)
+        ]
+        return in_stream(mixed, self.query_cells_T)[None]
+
+    def _laid_out(self, x_1HMK: Tensor, cells_M: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """(1, H, M, K) of a stream -> (rows, H, length, K) of each rectangle."""
+        parts = in_rectangles(x_1HMK[0].transpose(0, 1), cells_M, [rows * length for rows, length in shapes])
+        return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
+
+
+Seen = KeyMask | Pairs | None  # which keys a query sees; None: all of its sample
+
+
+def attended(queries_BHTK: Tensor, keys_values: KeysValues, mask: Seen, *, dropout: float) -> Tensor:
     """(B, H, T, K) queries -> (B, T, H*K) values, mixed by the softmax over the keys. mask None: all keys."""
+    if isinstance(mask, Pairs):
+        return mask.attended(queries_BHTK, keys_values, dropout=dropout)
     attended_BHTK = F.scaled_dot_product_attention(
         queries_BHTK if mask is None else queries_BHTK * mask.has_key_B111,
         keys_values.keys_BHLK,
@@ -114,7 +168,7 @@ class CrossAttention(nn.Module):
         return KeysValues(self._split(project_keys(states_BLD)), self._split(self.v_attn(states_BLD)))
 
     def forward(
-        self, hidden_BTD: Tensor, keys_values: KeysValues, mask: KeyMask | None, rotation: Rotation | None = None
+        self, hidden_BTD: Tensor, keys_values: KeysValues, mask: Seen, rotation: Rotation | None = None
     ) -> Tensor:
         """(B, T, D) normed decoder states -> what the attention adds to them, (B, T, D). mask None: all keys."""
         assert rotation is None, "these queries are not rotated"

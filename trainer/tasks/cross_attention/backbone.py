@@ -9,6 +9,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from trainer.errors import ConfigError
+from trainer.tasks.cross_attention.packed import Rows, attending
 from trainer.tasks.cross_attention.rotary import rotation
 
 # B batch, T tokens, S tokens seen so far (T + cached), D width, V vocabulary
@@ -34,15 +35,19 @@ class Backbone(Protocol):
     residual_dropout: float
     initial_std: float
     rope_theta: float | None  # base of the rotation frequencies; None: the positions are not rotary
+    window: int | None  # tokens that each sees at most, itself among them; None: all before it
 
     def embed(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """(B, T) token ids and positions -> (B, T, D)."""
         ...
 
     def surroundings(
-        self, hidden_BTD: Tensor, attention_mask_BS: Tensor, positions_BT: Tensor, cache: Cache | None
+        self, hidden_BTD: Tensor, attention_mask_BS: Tensor | Rows, positions_BT: Tensor, cache: Cache | None
     ) -> dict[str, Any]:
-        """What every block is called with besides the states: its causal mask, blind to pads, and its positions."""
+        """What every block is called with besides the states: its causal mask, blind to pads, and its positions.
+
+        Rows in the place of a mask: the states are a stream of such rows, (1, M, D).
+        """
         ...
 
     def block(self, index: int, hidden_BTD: Tensor, surroundings: dict[str, Any]) -> Tensor:
@@ -80,6 +85,7 @@ class GPTBigCodeBackbone:
     """
 
     rope_theta: float | None = None
+    window: int | None = None
 
     def __init__(self, base: PreTrainedModel) -> None:
         config: Any = base.config
@@ -101,15 +107,14 @@ class GPTBigCodeBackbone:
         return self._transformer.wte(ids_BT) + self._transformer.wpe(positions_BT)
 
     def surroundings(
-        self, hidden_BTD: Tensor, attention_mask_BS: Tensor, positions_BT: Tensor, cache: Cache | None
+        self, hidden_BTD: Tensor, attention_mask_BS: Tensor | Rows, positions_BT: Tensor, cache: Cache | None
     ) -> dict[str, Any]:
-        mask = create_causal_mask(
-            config=self.config, inputs_embeds=hidden_BTD, attention_mask=attention_mask_BS, past_key_values=cache
-        )
+        mask = _causal_mask(self.config, hidden_BTD, attention_mask_BS, cache)
         return {"attention_mask": mask, "layer_past": cache, "use_cache": cache is not None}
 
     def block(self, index: int, hidden_BTD: Tensor, surroundings: dict[str, Any]) -> Tensor:
-        return self._transformer.h[index](hidden_BTD, **surroundings)
+        with attending(self.config, surroundings["attention_mask"]):
+            return self._transformer.h[index](hidden_BTD, **surroundings)
 
     def final_norm(self, hidden_BTD: Tensor) -> Tensor:
         return self._transformer.ln_f(hidden_BTD)
@@ -139,6 +144,7 @@ class RotaryBackbone:
         self.residual_dropout = 0.0
         self.initial_std: float = config.initializer_range
         self.rope_theta: float | None = config.rope_parameters["rope_theta"]
+        self.window: int | None = getattr(config, "sliding_window", None)  # getattr: a Llama config has none
         rope_type = config.rope_parameters["rope_type"]
         if rope_type not in ROPE_TYPES:
             raise ConfigError(
@@ -154,13 +160,9 @@ class RotaryBackbone:
         return self._model.embed_tokens(ids_BT)
 
     def surroundings(
-        self, hidden_BTD: Tensor, attention_mask_BS: Tensor, positions_BT: Tensor, cache: Cache | None
+        self, hidden_BTD: Tensor, attention_mask_BS: Tensor | Rows, positions_BT: Tensor, cache: Cache | None
     ) -> dict[str, Any]:
-        # getattr: a Llama config has no sliding_window
-        is_sliding = getattr(self.config, "sliding_window", None) is not None
-        mask = (create_sliding_window_causal_mask if is_sliding else create_causal_mask)(
-            config=self.config, inputs_embeds=hidden_BTD, attention_mask=attention_mask_BS, past_key_values=cache
-        )
+        mask = _causal_mask(self.config, hidden_BTD, attention_mask_BS, cache)
         self._frequencies = self._frequencies.to(positions_BT.device)
         cos_B1TK, sin_B1TK = rotation(positions_BT, self._frequencies, scale=self._rope_scale)
         return {
@@ -172,10 +174,21 @@ class RotaryBackbone:
         }
 
     def block(self, index: int, hidden_BTD: Tensor, surroundings: dict[str, Any]) -> Tensor:
-        return self._model.layers[index](hidden_BTD, **surroundings)
+        with attending(self.config, surroundings["attention_mask"]):
+            return self._model.layers[index](hidden_BTD, **surroundings)
 
     def final_norm(self, hidden_BTD: Tensor) -> Tensor:
         return self._model.norm(hidden_BTD)
 
     def head(self, hidden_BTD: Tensor) -> Tensor:
         return self._lm_head(self.final_norm(hidden_BTD))
+
+
+def _causal_mask(config: Any, hidden_BTD: Tensor, mask_BS: Tensor | Rows, cache: Cache | None) -> Any:
+    if isinstance(mask_BS, Rows):
+        return mask_BS
+    # getattr: only a Mistral config has a sliding_window
+    is_sliding = getattr(config, "sliding_window", None) is not None
+    return (create_sliding_window_causal_mask if is_sliding else create_causal_mask)(
+        config=config, inputs_embeds=hidden_BTD, attention_mask=mask_BS, past_key_values=cache
+    )

@@ -50,6 +50,9 @@ class Data(Strict):
     encode: Literal["online", "cached"] = "online"  # cached: the states that `python -m trainer prepare` made are read
     state_dtype: Literal["bf16", "fp32", "int8"] = "bf16"  # of prepared states; int8 has a scale for each token
     shuffled_context: bool = False  # evaluation also reports the loss under another row's context
+    # losses on streams of real tokens, not on rows padded to the longest; None: where the base's attention is torch's,
+    # which it is unless the base says otherwise
+    packed: bool | None = None
     answer_tokens: Positive = 30  # generated at most for an answer (--do_extra_evals)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from trainer.tasks.cross_attention.attention import CrossAttention, KeyMask, KeysValues, LayerShape, Rotation
+from trainer.tasks.cross_attention.attention import CrossAttention, KeysValues, LayerShape, Rotation, Seen
 from trainer.tasks.cross_attention.rotary import GatedMLP, RotaryCrossAttention
 
 # B batch, T decoder tokens, D base width
@@ -54,7 +54,7 @@ class AddedLayer(nn.Module):
         self,
         hidden_BTD: Tensor,
         keys_values: KeysValues,
-        mask: KeyMask | None,
+        mask: Seen,
         record: Record | None = None,
         *,
         rotation: Rotation | None = None,

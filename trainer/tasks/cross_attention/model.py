@@ -17,13 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from trainer.errors import ConfigError
-from trainer.losses import next_token_loss
+from trainer.losses import next_token_loss, token_cross_entropy
 from trainer.surgery import freeze_except
-from trainer.tasks.cross_attention.attention import KeyMask, KeysValues, LayerShape, RotaryShape, Rotation, key_mask
-from trainer.tasks.cross_attention.backbone import Backbone, backbone_of
+from trainer.tasks.cross_attention.attention import KeysValues, LayerShape, Pairs, Rotation, Seen, key_mask
+from trainer.tasks.cross_attention.backbone import backbone_of
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.layer import AddedLayer, Record
+from trainer.tasks.cross_attention.packed import Rows
 from trainer.tasks.cross_attention.rotary import frequencies, rotation
+from trainer.tasks.cross_attention.shape import layer_shape
 
 # B batch, T decoder tokens, S tokens so far (T + cached), N context chunks, L context tokens, D width, V vocabulary
 
@@ -74,7 +76,7 @@ class _Pass:
 
     surroundings: dict[str, Any]  # of the base's blocks
     keys_values: dict[int, KeysValues]
-    key_masks: dict[int, KeyMask | None]
+    key_masks: dict[int, Seen]
     query_rotation: Rotation | None
     record: Record | None
 
@@ -96,7 +98,7 @@ class CrossAttentionModel(nn.Module):
         self.layers = layers
         self.backbone = backbone_of(base)
         self.indices = added_indices(layers, self.backbone.num_blocks)
-        shape = _layer_shape(layers, self.backbone)
+        shape = layer_shape(layers, self.backbone)
         self._frequencies = (
             None if shape.rotary is None else frequencies(shape.width // shape.heads, shape.rotary.theta)
         )
@@ -186,26 +188,32 @@ class CrossAttentionModel(nn.Module):
         self._frequencies = self._frequencies.to(positions_BT.device)
         return rotation(positions_BT, self._frequencies)
 
-    def _key_masks(self, context: Context, injected: Mapping[int, Tensor] | None) -> dict[int, KeyMask | None]:
+    def _key_masks(self, context: Context, injected: Mapping[int, Tensor] | None) -> dict[int, Seen]:
         """The keys that each added layer sees: no pads, and in training none that its own draw hides."""
-        if injected is None and not (self.training and self.layers.key_dropout):
+        drawn = self._drawn(context, injected)
+        if drawn is None:
             return dict.fromkeys(self.indices, None if context.kept_BL is None else key_mask(context.kept_BL))
-        masks: dict[int, KeyMask | None] = {}
-        for index, (keys, _) in zip(self.indices, context.keys_values, strict=True):
-            if injected is None:
-                drawn = torch.rand(keys.shape[0], keys.shape[2], device=keys.device) >= self.layers.key_dropout
-            else:
-                drawn = injected[index].bool()
-            masks[index] = key_mask(drawn if context.kept_BL is None else drawn & context.kept_BL)
-        return masks
+        kept = context.kept_BL
+        return {index: key_mask(x_BL if kept is None else x_BL & kept) for index, x_BL in drawn.items()}
+
+    def _drawn(self, context: Context, injected: Mapping[int, Tensor] | None) -> Mapping[int, Tensor] | None:
+        """(B, L) bool for each added layer, False for keys that are hidden from it; None: none are."""
+        if injected is not None:
+            return {index: injected[index].bool() for index in self.indices}
+        if not (self.training and self.layers.key_dropout):
+            return None
+        keys = [(index, keys_BHLK) for index, (keys_BHLK, _) in zip(self.indices, context.keys_values, strict=True)]
+        rate = self.layers.key_dropout
+        return {index: torch.rand(x.shape[0], x.shape[2], device=x.device) >= rate for index, x in keys}
 
     # The decoder ------------------------------------------------------------------------------------------------
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         *,
+        packed: Mapping[str, Tensor] | None = None,
         context_input_ids: Tensor | None = None,
         context_attention_mask: Tensor | None = None,
         encoder_hidden_states: Tensor | Sequence[Tensor] | None = None,
@@ -230,7 +238,12 @@ class CrossAttentionModel(nn.Module):
         labels: (B, T), -100 where nothing is scored; shifted in here. key_masks: block index -> (B, L), True for keys
         to use, in place of the random draw. record: receives `block_out.<i>`, `cross_attn_out.<i>` and
         `cross_block_out.<i>`. Raises ConfigError for a sequence longer than the base's positions.
+        packed: all of this as streams of real tokens (streams.py); then only key_masks may be given besides, (1, K).
         """
+        if packed is not None:
+            return Output(loss=self._packed_loss(packed, key_masks), logits=None)
+        assert input_ids is not None, "the decoder's tokens are given"
+        assert attention_mask is not None, "their mask is given"
         self.check_lengths(attention_mask.shape[1], 0)
         given = [source is not None for source in (context_input_ids, encoder_hidden_states, past)]
         if sum(given) != 1:
@@ -263,6 +276,42 @@ class CrossAttentionModel(nn.Module):
             return Output(loss=next_token_loss(hidden_BTD, labels, self.backbone.head), logits=None)
         logits = self.backbone.head(hidden_BTD[:, -1:] if last_logits_only else hidden_BTD)
         return Output(loss=None, logits=logits, past=None if cache is None else Past(cache, context))
+
+    def _packed_loss(self, batch: Mapping[str, Tensor], key_masks: Mapping[int, Tensor] | None) -> Tensor:
+        """() fp32, the SUM over the scored tokens of a packed batch. It calls the modules in the order of forward()."""
+        if "encoder_hidden_states" in batch:
+            states_1KD = batch["encoder_hidden_states"][None]
+        else:
+            states_1KD = self._encode_packed(batch)
+        context = self.context(states_1KD, positions_BL=batch["keys_position"][None])
+        positions_1M = batch["position"][None]
+        with torch.no_grad():
+            embedded_1MD = self.backbone.embed(batch["tokens"][None], positions_1M)
+            rows, pairs = Rows.of(batch, window=self.backbone.window), Pairs.of(batch)
+            drawn = self._drawn(context, key_masks) or {}
+            seen: dict[int, Seen] = {i: pairs.showing(drawn[i][0]) if i in drawn else pairs for i in self.indices}
+            this = _Pass(
+                surroundings=self.backbone.surroundings(embedded_1MD, rows, positions_1M, None),
+                keys_values=dict(zip(self.indices, context.keys_values, strict=True)),
+                key_masks=seen,
+                query_rotation=self._rotation(positions_1M),
+                record=None,
+            )
+        hidden_1MD = self._decode(embedded_1MD, this, is_cached=False)
+        scored_N = batch["scored"]
+        logits_NV = self.backbone.head(hidden_1MD[0].index_select(0, scored_N))
+        return token_cross_entropy(logits_NV, batch["labels"].index_select(0, scored_N + 1))
+
+    @torch.no_grad()
+    def _encode_packed(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """(1, K, D) states of the context tokens of a packed batch."""
+        places = batch["context_position"][None]
+        hidden = self.backbone.embed(batch["context_input_ids"][None], places)
+        rows = Rows.of(batch, "context_", window=self.backbone.window)
+        surroundings = self.backbone.surroundings(hidden, rows, places, None)
+        for index in range(self.backbone.num_blocks):
+            hidden = self.backbone.block(index, hidden, surroundings)
+        return self.backbone.final_norm(hidden)
 
     def _decode(self, embedded_BTD: Tensor, this: _Pass, *, is_cached: bool) -> Tensor:
         """(B, T, D) embedded tokens -> (B, T, D) output of the last block."""
@@ -325,65 +374,6 @@ def _positions_of(states_BLD: Tensor, kept_BL: Tensor | None) -> Tensor:
     if kept_BL is not None:
         return positions(kept_BL)
     return torch.arange(states_BLD.shape[1], device=states_BLD.device).expand(states_BLD.shape[:2])
-
-
-def _layer_shape(layers: Layers, backbone: Backbone) -> LayerShape:
-    _check_family(layers, backbone)
-    own_width, own_heads = layers.width or backbone.width, layers.heads or backbone.heads
-    width, heads = (backbone.width, backbone.heads) if layers.base_attention else (own_width, own_heads)
-    if width % heads:
-        legal = [count for count in range(1, min(width, 128) + 1) if width % count == 0]
-        raise ConfigError(
-            f"layers.heads={heads} does not divide layers.width={width} (None: the base's {backbone.heads} and "
-            f"{backbone.width}), want a divisor. Use one of {', '.join(map(str, legal))}."
-        )
-    dropout = backbone.attention_dropout if layers.attention_dropout is None else layers.attention_dropout
-    return LayerShape(
-        base_width=backbone.width,
-        width=width,
-        heads=heads,
-        inner=4 * own_width,
-        shared_projections=layers.shared_projections,
-        skip=layers.skip,
-        activation=backbone.activation,
-        norm_eps=backbone.norm_eps,
-        attention_dropout=dropout,
-        residual_dropout=backbone.residual_dropout,
-        rotary=_rotary_shape(layers, backbone, width=width, heads=heads),
-    )
-
-
-def _rotary_shape(layers: Layers, backbone: Backbone, *, width: int, heads: int) -> RotaryShape | None:
-    if backbone.rope_theta is None:
-        return None
-    if (width // heads) % 2:
-        raise ConfigError(
-            f"layers.width={width} over layers.heads={heads} is {width // heads} numbers a head: rotary positions turn "
-            "pairs, want an even number. Use other heads."
-        )
-    kv_heads = backbone.key_value_heads if layers.base_attention else layers.kv_heads or heads
-    if heads % kv_heads:
-        legal = [count for count in range(1, heads + 1) if heads % count == 0]
-        raise ConfigError(
-            f"layers.kv_heads={kv_heads} does not divide layers.heads={heads}. Use one of {', '.join(map(str, legal))}."
-        )
-    return RotaryShape(kv_heads, theta=backbone.rope_theta, has_bias=layers.attention_bias)
-
-
-def _check_family(layers: Layers, backbone: Backbone) -> None:
-    """ConfigError for what the layers of this family do not have."""
-    family = backbone.config.model_type
-    wrong = ["kv_heads", "attention_bias", "base_attention"] if backbone.rope_theta is None else ["shared_projections"]
-    given = [f"layers.{name}={getattr(layers, name)!r}" for name in wrong if getattr(layers, name)]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: the layers of a {family} base have no such thing. Leave it out.")
-    ignored = {"heads": backbone.heads, "kv_heads": backbone.key_value_heads} if layers.base_attention else {}
-    for name, of_base in ignored.items():
-        if getattr(layers, name) not in (None, of_base):
-            raise ConfigError(
-                f"layers.{name}={getattr(layers, name)}: layers.base_attention takes the base's {of_base}. "
-                "Leave one of the two out."
-            )
 
 
 def _build(layers: Layers, shape: LayerShape, indices: list[int], *, std: float, seed: int) -> nn.ModuleDict:

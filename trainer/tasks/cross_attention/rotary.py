@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from trainer.tasks.cross_attention.attention import KeyMask, KeysValues, LayerShape, Rotation, attended
+from trainer.tasks.cross_attention.attention import KeysValues, LayerShape, Rotation, Seen, attended
 
 # B batch, T tokens, L context tokens, D base width, H heads, G key-value heads, K head size, F frequencies = K / 2
 
@@ -62,7 +62,7 @@ class RotaryCrossAttention(nn.Module):
         return KeysValues(rotated(keys_BGLK, rotation), _split(self.v_proj(states_BLD), self.key_value_heads))
 
     def forward(
-        self, hidden_BTD: Tensor, keys_values: KeysValues, mask: KeyMask | None, rotation: Rotation | None = None
+        self, hidden_BTD: Tensor, keys_values: KeysValues, mask: Seen, rotation: Rotation | None = None
     ) -> Tensor:
         """(B, T, D) normed decoder states -> what the attention adds to them, (B, T, D). mask None: all keys."""
         assert rotation is not None, "queries have positions"

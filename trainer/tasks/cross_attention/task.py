@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from trainer import base_model, distributed
@@ -25,10 +26,13 @@ from trainer.tasks.cross_attention import contexts, export, questions
 from trainer.tasks.cross_attention.config import Config
 from trainer.tasks.cross_attention.fim import Sentinels, fill_in_the_middle
 from trainer.tasks.cross_attention.model import CrossAttentionModel
+from trainer.tasks.cross_attention.packed import REPLACED
 from trainer.tasks.cross_attention.prompts import Prompts
+from trainer.tasks.cross_attention.streams import can_be_streams, context_stream, decoder_stream, under_context
 from trainer.tasks.cross_attention.weights import load_added, read_added
 
 _NOT_ENCODED = {"answer_tokens", "fim_rate", "training_data_subset", "validation_data_subset", "encode", "state_dtype"}
+_NOT_ENCODED |= {"packed"}
 _OTHER = "other"  # the field with another row's context, in evaluation
 IS_CONTEXT = "is_context"  # marks a row, raw or encoded, whose decoder predicts the context itself
 
@@ -115,8 +119,14 @@ class Task:
         return IS_CONTEXT  # a question has some 40 tokens in the decoder, a context hundreds
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """input_ids, attention_mask, labels (B, T), and the context: context_input_ids and context_attention_mask,
-        (B, L) or (B, C, L), or encoder_hidden_states (B, L, D) and encoder_attention_mask (B, L)."""
+        """Streams of real tokens (streams.py), where this is packed and every row has a context, or rectangles:
+
+        input_ids, attention_mask, labels (B, T), and the context: context_input_ids and context_attention_mask, (B, L)
+        or (B, C, L), or encoder_hidden_states (B, L, D) and encoder_attention_mask (B, L).
+        """
+        fields = ["context", *([_OTHER] if _OTHER in rows[0] else [])]
+        if self.is_packed and can_be_streams(rows, fields):
+            return self._streams(rows, fields)
         ids, mask = pad_right([self._decoder(row) for row in rows], self.prompts.pad)
         labels = ids.masked_fill(mask == 0, IGNORED)
         if self.cfg.data.loss_on == "answer":
@@ -126,6 +136,33 @@ class Task:
         if _OTHER not in rows[0]:
             return batch
         return batch | {f"{_OTHER}_{name}": tensor for name, tensor in self.prompts.contexts(rows, _OTHER).items()}
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """ConfigError when it is asked for and the base's attention is not the one that can be replaced."""
+        asked = self.cfg.data.packed
+        if asked is False:
+            return False
+        found = base_model.config_of(self.cfg.base, self.places)._attn_implementation
+        if asked and found not in REPLACED:
+            raise ConfigError(
+                f"data.packed=True: the base's attention is {found!r}, want 'sdpa', which can be run on streams. "
+                "Leave data.packed out, or the base's attn_implementation."
+            )
+        return found in REPLACED
+
+    def _streams(self, rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> Batch:
+        """A packed batch; of another row's context the names begin with `other_`."""
+        decoders = [self._decoder(row) for row in rows]
+        is_answer = self.cfg.data.loss_on == "answer"
+        batch = decoder_stream(decoders, [int(row["answer_start"][0]) if is_answer else 0 for row in rows])
+        lengths = [len(ids) for ids in decoders]
+        for field in fields:
+            chunks = [contexts.chunks_of(row, field) for row in rows]
+            prefix = f"{field}_" if field == _OTHER else ""
+            made = context_stream(chunks, lengths, cache=self._states)
+            batch |= {f"{prefix}{name}": tensor for name, tensor in made.items()}
+        return batch
 
     def _decoder(self, row: Mapping[str, Any]) -> list[int]:
         """The decoder's ids; in training, a context may have its parts reordered, anew whenever it is visited."""
@@ -144,19 +181,20 @@ class Task:
     # Loss and scores --------------------------------------------------------------------------------------------
 
     def units(self, batch: Batch) -> Tensor:
+        if "scored" in batch:
+            return torch.tensor(len(batch["scored"]), device=batch["scored"].device)
         return (batch["labels"][:, 1:] != IGNORED).sum()
 
     def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
         for batch in window:
-            yield model(**_without_other(batch)).loss
+            yield _loss(model, batch)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio]:
         """loss: per labelled token. shuffled_loss: the same under another row's context; higher, if layers read."""
         units = self.units(batch)
-        scores = {"loss": Ratio(model(**_without_other(batch)).loss, units)}
-        others = {name.removeprefix(f"{_OTHER}_"): batch[name] for name in batch if name.startswith(f"{_OTHER}_")}
-        if others:
-            scores["shuffled_loss"] = Ratio(model(**_without_other(batch) | others).loss, units)
+        scores = {"loss": Ratio(_loss(model, batch), units)}
+        if any(name.startswith(f"{_OTHER}_") for name in batch):
+            scores["shuffled_loss"] = Ratio(_loss(model, under_context(batch, f"{_OTHER}_")), units)
         return scores
 
     # Answers ----------------------------------------------------------------------------------------------------
@@ -198,5 +236,7 @@ class Task:
         return Prompts(self.tokenizer, self.cfg.data.model_copy(update=lifted))
 
 
-def _without_other(batch: Batch) -> Batch:
-    return {name: tensor for name, tensor in batch.items() if not name.startswith(f"{_OTHER}_")}
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    """() the sum over the labelled tokens of a batch under its own context."""
+    own = {name: tensor for name, tensor in batch.items() if not name.startswith(f"{_OTHER}_")}
+    return (model(packed=own) if "scored" in own else model(**own)).loss

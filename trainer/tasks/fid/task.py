@@ -29,6 +29,7 @@ class Task:
     """A question with its passages in the encoder, its answer in the decoder."""
 
     unit: ClassVar[str] = "tokens"
+    is_packed: ClassVar[bool] = True
 
     def __init__(self, cfg: Config, places: Places) -> None:
         self.cfg, self.places = cfg, places

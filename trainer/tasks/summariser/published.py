@@ -18,7 +18,6 @@ SUMMARISE_T5_SMALL: Values = {
         "steps": 20_000,
         "global_batch": 128,
         "micro_batch": 16,
-        "micro_tokens": 10_240,  # 16 rows of 512 + 128
         "bucket_steps": 50,
         "eval_batch": 32,
         "precision": "bf16",
@@ -48,7 +47,7 @@ SUMMARISE_T5_LARGE = vary(SUMMARISE_T5_SMALL, base="google-t5/t5-large", train={
 SUMMARISE_T5_XL = vary(
     SUMMARISE_T5_LARGE,
     base="google/t5-v1_1-xl",
-    train={"micro_batch": 4, "micro_tokens": 2560, "eval_batch": 8},
+    train={"micro_batch": 4, "eval_batch": 8},
     deepspeed="zero3",
 )
 SUMMARISE_T5_XL["optim"] = {"lr": 5e-5, "weight_decay": 0.0}

@@ -42,6 +42,7 @@ class Task:
     """A group of statements at a time; the loss is a mean over groups."""
 
     unit: ClassVar[str] = "groups"
+    is_packed: ClassVar[bool] = True
 
     def __init__(self, cfg: Config, places: Places) -> None:
         self.cfg, self.places = cfg, places
