@@ -285,7 +285,7 @@ def test_sets_are_not_prepared_for_a_group_that_reads_something_else(folder: Pat
 
 
 def test_questions_and_contexts_share_no_micro_batch(folder: Path, tmp_path: Path) -> None:
-    task = task_of(values_of(folder, include_context_ids=True), folder, tmp_path)
+    task = task_of(values_of(folder, include_context_ids=True, packed=False), folder, tmp_path)
     store = store_of(task, "train")
     sizes = sizes_of(store, task)
     assert sizes.kinds_N.tolist() == [0] * 20 + [1] * 20
