@@ -51,9 +51,7 @@ def check(work: Work) -> dict[str, float]:
 
 def measure(work: Work, rounds: int, answers: Answers) -> dict[str, Any]:
     """What the races came to, and both shares of padding."""
-    torch.manual_seed(SEED)
-    if not torch.equal(answers.ours(0), answers.reference(0)):
-        raise SystemExit("the answers differ: this is different work")
+    answered = answering(answers, rounds)
     all_of = Contestants(work)
     cached: dict[str, Callable[[int], object]] = {OURS: all_of.cached.step}
     published = Race("step / published", PUBLISHED_TARGET, work.batch)
@@ -61,8 +59,7 @@ def measure(work: Work, rounds: int, answers: Answers) -> dict[str, Any]:
     races.append(
         Race("step / online", ONLINE_TARGET, work.batch).run({**cached, REFERENCE: all_of.online.step}, rounds)
     )
-    turns: dict[str, Callable[[int], object]] = {OURS: answers.ours, REFERENCE: answers.reference}
-    races.append(Race(f"{answers.new_tokens} new tokens", ANSWERING_TARGET, answers.rows).run(turns, rounds))
+    races.append(answered)
     shares = {"padding_ours": all_of.cached.padding(), "padding_reference": all_of.reference.padding()}
     shares["padding_of_our_attention"] = all_of.cached.padding_of_attention() if work.packed else shares["padding_ours"]
     all_of.close()
@@ -72,6 +69,15 @@ def measure(work: Work, rounds: int, answers: Answers) -> dict[str, Any]:
         "total_ratio": total_ratio(published),
         **shares,
     }
+
+
+def answering(answers: Answers, rounds: int) -> Race:
+    """The race of the two ways of continuing prompts, which have to give the same tokens. Exits 1 otherwise."""
+    torch.manual_seed(SEED)
+    if not torch.equal(answers.ours(0), answers.reference(0)):
+        raise SystemExit("the answers differ: this is different work")
+    turns: dict[str, Callable[[int], object]] = {OURS: answers.ours, REFERENCE: answers.reference}
+    return Race(f"{answers.new_tokens} new tokens", ANSWERING_TARGET, answers.rows).run(turns, rounds)
 
 
 def total_ratio(race: Race) -> dict[str, float]:
@@ -96,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--answers", type=int, default=1, help="questions answered at a time; published: 1")
     made.add_argument("--context_tokens", type=int, default=512, help="of each of them")
     made.add_argument("--new_tokens", type=int, default=30)
+    made.add_argument("--answers_only", action="store_true", help="no training step, which takes longest")
     made.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: judge by it, on a busy machine")
     made.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return made
@@ -110,14 +117,18 @@ def main() -> None:
         work = Work(folder=Path(folder), num_batches=options.rounds, packed=not options.padded, **shape)
         distributed.init()
         work.prepare()
-        report(options, work)
+        lengths = {"context_tokens": options.context_tokens, "new_tokens": options.new_tokens}
+        answers = Answers(work, rows=options.answers, **lengths)
+        if options.answers_only:
+            race = answering(answers, options.rounds)
+            print(table({"races": [race.summary()], "peak_gib": None}, options.clock))
+        else:
+            report(options, work, answers)
     distributed.shutdown()
 
 
-def report(options: argparse.Namespace, work: Work) -> None:
+def report(options: argparse.Namespace, work: Work, answers: Answers) -> None:
     checked = check(work)
-    lengths = {"context_tokens": options.context_tokens, "new_tokens": options.new_tokens}
-    answers = Answers(work, rows=options.answers, **lengths)
     found = {"environment": environment(), **checked, **measure(work, options.rounds, answers)}
     if options.json:
         print(json.dumps(found, indent=1))
