@@ -250,7 +250,7 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
         row,
         host=verdict.host,
         backend=sent.backend,
-        job_id=sent.id,
+        job_id=sent.id or (case.found.exit or {}).get("id"),  # the reply was lost, and it ended before it was found
         attempt=sent.number,
         attempts=len(history),
         preemptions=_preemptions(history, starts),

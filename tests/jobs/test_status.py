@@ -113,6 +113,19 @@ def test_an_experiment_that_has_ended_is_not_asked_about(base: BaseFolder) -> No
     assert scheduler.questions == []
 
 
+def test_a_job_whose_id_was_lost_and_that_has_ended_says_it_itself(base: BaseFolder) -> None:
+    folder = base.run(IDS[0])
+    folder.path.mkdir(parents=True)
+    record.create(folder, exp_id=IDS[0], digest="d", group="g")
+    record.append(folder, record.intent(1, "token", name="n", index=None, backend="fake"))
+    started(folder, 1)
+    ended(folder, 0.5, 0)
+    path = folder.attempt(1).exit
+    write(path, json.loads(path.read_text()) | {"id": "71"})
+    row = only_row(base, Scheduler())
+    assert (row.state, row.job_id) == ("succeeded", "71")
+
+
 def test_a_failure_is_asked_about_until_its_cause_is_on_record(base: BaseFolder) -> None:
     folder = submitted(base, IDS[0], "7")
     started(folder, 1)
