@@ -382,7 +382,9 @@ def test_whoever_looks_starts_a_runner_for_a_job_that_lost_its_own_and_is_to_end
     wait_until(Queue(queue).has_runner, lambda has_one: not has_one)
     (job,) = queue.glob("jobs/*")
     (job / "cancel").touch()  # as a `cancel` that still saw the dying runner leaves it
-    here.until_all("preempted", "cancelled")
+    (row,) = here.until_all("preempted", "cancelled", "failed", "succeeded")
+    assert row["state"] in ("preempted", "cancelled")
+    assert json.loads((job / "ended.json").read_text())["reason"] == "its runner was killed before it"
 
 
 def test_a_job_in_another_container_is_unseen_and_never_failed(place: Make, queue: Path) -> None:
