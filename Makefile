@@ -4,7 +4,7 @@ STAMP := .venv/.installed
 # One thread for each process: ranks share the cores, and results must not depend on how many there are.
 ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test test-long check bench clean
 
 setup: $(STAMP)
 
@@ -19,13 +19,17 @@ demo: setup
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e crossattn_tiny -sb results -r 1
 
 test: setup
-	$(ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long"
+
+# What is too slow for `make test`: under 30 minutes, before a release.
+test-long: setup
+	$(ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m long
 
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(ENV) $(BIN)/python -m pytest tests/unit tests/contract tests/test_layers.py
+	$(ENV) $(BIN)/python -m pytest tests/unit tests/contract tests/test_layers.py -m "not long"
 
 bench: setup
 	$(BIN)/python benchmarks/engine_overhead.py
