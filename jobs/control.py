@@ -41,6 +41,7 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> Result:
                 return Result(row.exp_id, "skip", "never sent", "pending")
             backend = backend_of(sent.backend)
             record.append(folder, {"event": "cancel", "attempt": sent.number})
+            _mark_cancelled(folder, sent.number)
             ids = [sent.id] if sent.id else ids_of(sent, backend)
             if not ids:
                 give_up(folder, sent.number)  # it may still be on its way: then it must not start
@@ -49,6 +50,14 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> Result:
         return Result(row.exp_id, "cancel", f"asked {sent.backend} to end {', '.join(ids) or 'nothing'}", row.state)
     except (LatheError, OSError) as error:
         return Result(row.exp_id, "failed", str(error), row.state, is_bad=True)
+
+
+def _mark_cancelled(folder: RunFolder, number: int) -> None:
+    """Tell the wrapper itself: a scheduler may have lost sight of a job that it started, and then cannot end it."""
+    attempt = folder.attempt(number)
+    with refusals(attempt.folder):
+        attempt.folder.mkdir(parents=True, exist_ok=True)
+        attempt.cancelled.touch()
 
 
 @dataclass(frozen=True)

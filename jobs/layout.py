@@ -11,6 +11,7 @@
         env.json           versions and devices where it ran
         started-<k>.json   start k of this attempt: a scheduler that requeues runs one attempt several times
         heartbeat.json     rewritten every 30 s by the wrapper
+        cancelled          somebody asked for its end
         exit.json          the outcome, written once: the truth
         logs.txt err.txt   what the training printed, all starts in one
 <savedir_base>/_jobs/      code snapshots, arrays
@@ -70,6 +71,11 @@ class Attempt:
     def given_up(self) -> Path:
         """There when nobody waits for this attempt any more: it must not start."""
         return self.folder / "given-up"
+
+    @property
+    def cancelled(self) -> Path:
+        """There when somebody asked for the end of this attempt: the wrapper obeys it, whatever its scheduler does."""
+        return self.folder / "cancelled"
 
     @property
     def logs(self) -> Path:

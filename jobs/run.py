@@ -216,6 +216,8 @@ def _watch(child: subprocess.Popen[bytes], attempt: Attempt, spec: dict[str, Any
         if moment - beat_at > HEARTBEAT_S and node.is_leader():
             beat_at = moment
             _beat(attempt)
+            if attempt.cancelled.exists():  # its scheduler may have lost sight of it, and sends no signal then
+                stop.ask(signal.SIGTERM)
         time.sleep(POLL_S)
     return timed_out
 

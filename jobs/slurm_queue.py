@@ -222,7 +222,8 @@ def observed(row: Row, around: Sequence[Node]) -> Observed:
     if state != "succeeded":
         killed = f"signal {number}" if number and state != "cancelled" else None
         reason = ", ".join(part for part in (row.state, reason, killed) if part)
-    return Observed(state, reason, host, exit_code=code, restarts=restarts)
+    never_ran = host is None and restarts == 0
+    return Observed(state, reason, host, exit_code=code, restarts=restarts, never_ran=never_ran)
 
 
 def _waiting(row: Row, state: JobState, reason: str | None, around: Sequence[Node]) -> tuple[JobState, str | None]:

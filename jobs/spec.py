@@ -72,6 +72,7 @@ class Observed:
     exit_code: int | None = None
     restarts: int = 0
     will_rerun: bool = False  # the scheduler starts it again by itself
+    never_ran: bool = False  # it ended without having run, as far as the scheduler knows
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,10 @@ def settle(job: Job, found: Witnesses, observed: Observed | None, *, is_seen: bo
         known = sent.state if sent.state in ACTIVE else "submitted"
         return _by_heartbeat(sent, found, host, otherwise=Verdict(known, observed.reason, host))
     if observed is not None:
-        return _by_scheduler(sent, observed, host)
+        verdict = _by_scheduler(sent, observed, host)
+        if observed.never_ran:  # a controller that was killed may have forgotten that it had started the job
+            return _by_heartbeat(sent, found, host, otherwise=verdict)
+        return verdict
     if sent.state not in ACTIVE:
         return Verdict(sent.state, sent.reason, host)
     if seconds_since(sent.submitted_at) < FRESH_S and not found.starts:

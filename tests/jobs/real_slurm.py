@@ -8,12 +8,15 @@ cluster.nodes                 ("n1", "n2"): two virtual nodes of 2 CPUs, 4 GiB a
 partitions                    `low` (the default; requeued when `high` needs the node), `high`, and `off` (down)
 cluster.kill_controller()     SIGKILL to slurmctld; cluster.start_controller() starts it again with its saved state
 cluster.restart_controller()  both
-cluster.has_saved(name)       whether a job of this name would survive that: the controller saves up to 5 s late
+cluster.has_saved(name)       whether a running job of this name would survive that: the controller saves up to 5 s late
+cluster.processes(job_id)     what runs of this job, or of all jobs, by process id
+cluster.wait_gone(job_id)     return once nothing of this job runs any more; it fails the test when something does
 cluster.start_now(job_id)     let a requeued job start at once instead of some 6 s later
 cluster.command(*argv)        what a client prints; it fails the test when the client fails
 cluster.logs()                the last lines of every daemon, for the message of a failing test
 
-When the block ends all jobs are cancelled and every process that this module started is stopped, by its id.
+When the block ends all jobs are cancelled and every process that this module started is stopped, by its id. A process
+of a job that lives on all the same is killed, and fails the test.
 Works as root and as anybody else; needs munge and slurm-wlm (Debian: apt-get install slurm-wlm munge), no network.
 """
 
@@ -22,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import re
 import shutil
 import signal
 import socket
@@ -40,7 +44,7 @@ BINARIES = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "sc
 DAEMON_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin", "/sbin"))
 NODES = ("n1", "n2")
 CPUS, MEMORY_MIB, GPUS = 2, 4096, 2
-UP_S, DOWN_S = 20.0, 10.0
+UP_S, DOWN_S = 20.0, 30.0
 
 # cred_expire: a requeued job otherwise waits 120 s for its old credential to expire; 5 is the least that works.
 # MessageTimeout: clients of a dead controller give up after 3 s instead of 9 (some try twice).
@@ -154,10 +158,18 @@ class RealSlurm:
         self.kill_controller()
         self.start_controller()
 
-    def has_saved(self, name: str) -> bool:
-        """Whether the controller's saved state holds a job of this name; one that it lacks is lost with a kill -9."""
+    def has_saved(self, name: str, *, is_waiting: bool = False) -> bool:
+        """Whether the controller's saved state says that a job of this name runs (or: that it still waits).
+
+        A job that it lacks is lost with a kill -9; one that it takes for waiting is killed and started once more.
+        """
         saved = self.folder / "state" / "job_state"
-        return saved.exists() and name.encode() in saved.read_bytes()
+        if not saved.exists():
+            return False
+        # Slurm 22.05 packs nodes, partition and name one after the other, each behind its length of four bytes.
+        nodes = rb"\0{4}" if is_waiting else rb"n[12]\0"
+        record = nodes + rb".{4}[a-z]+\0.{4}" + re.escape(name.encode()) + rb"\0"
+        return re.search(record, saved.read_bytes(), re.DOTALL) is not None
 
     def start_now(self, job_id: str) -> None:
         """Let a requeued job start within a second or two, instead of after cred_expire."""
@@ -184,12 +196,36 @@ class RealSlurm:
         except AssertionError as error:
             raise AssertionError(f"{error}{self.logs()}") from None
 
+    def processes(self, job_id: str = "") -> dict[int, str]:
+        """Command lines of this job's processes ("": of all jobs), slurmstepd with them, by process id."""
+        alive: dict[int, str] = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has just ended, or belongs to somebody else
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                if f"SLURM_CONF={self.conf}".encode() in variables and _is_of(job_id, variables, command):
+                    alive[int(folder.name)] = command
+        return alive
+
+    def wait_gone(self, job_id: str = "") -> None:
+        """Return once nothing of this job ("": of any job) runs; AssertionError that names what still does."""
+        try:
+            wait_for(lambda: not self.processes(job_id), within_s=DOWN_S, what="all processes of its jobs are gone")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.processes(job_id)}{self.logs()}") from None
+
     def stop(self) -> None:
-        """Cancel all jobs and stop all daemons; never raises."""
-        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-            self._end_jobs()
-        for name in reversed(list(self.daemons)):
-            self._stop(self.daemons.pop(name))
+        """Cancel all jobs and stop all daemons; what outlives that is killed, and AssertionError names it."""
+        try:
+            with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+                self._end_jobs()
+            self.wait_gone()
+        finally:
+            for pid in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for name in reversed(list(self.daemons)):
+                self._stop(self.daemons.pop(name))
 
     def _start(self, program: str, *arguments: str, name: str | None = None) -> None:
         path = shutil.which(program, path=DAEMON_PATH)
@@ -232,6 +268,14 @@ class RealSlurm:
 
     def _is_idle(self) -> bool:
         return self.command("sinfo", "-h", "-N", "-p", "low", "-o", "%t").split() == ["idle"] * len(self.nodes)
+
+
+def _is_of(job_id: str, variables: list[bytes], command: str) -> bool:
+    """Whether a process of the cluster belongs to this job ("": to any), and not to its daemons."""
+    if command.startswith("slurmstepd: ["):
+        return command.startswith(f"slurmstepd: [{job_id}." if job_id else "slurmstepd: [")
+    own = [word.removeprefix(b"SLURM_JOB_ID=") for word in variables if word.startswith(b"SLURM_JOB_ID=")]
+    return bool(own) and job_id in ("", own[0].decode())
 
 
 def _free_ports(count: int) -> int:

@@ -135,6 +135,16 @@ def test_an_attempt_that_was_given_up_never_starts(folder: Path) -> None:
     assert not (folder / "ran").exists()
 
 
+def test_an_attempt_that_was_cancelled_stops_though_no_signal_comes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "HEARTBEAT_S", 0.0)
+    mark = RunFolder(folder).attempt(1).cancelled
+    spec(folder, f"import pathlib, time; pathlib.Path({str(mark)!r}).touch(); time.sleep(60); ")
+    assert run.run(folder, 1) == 75
+    assert outcome(folder)["kind"] == "preempted"
+
+
 def test_a_late_first_attempt_steps_back_from_the_second(folder: Path) -> None:
     spec(folder, "open('ran', 'a').write('x')")
     spec(folder, "import time; time.sleep(30)", number=2)

@@ -483,7 +483,7 @@ def test_accounting_tells_of_jobs_that_the_controller_has_forgotten(
         "9000001": Observed("succeeded", host="n1", exit_code=0),
         "9000002": Observed("failed", "FAILED", "n1", exit_code=75),
         "9000003": Observed("failed", "FAILED, signal 9", "n2", exit_code=137),
-        "9000004": Observed("cancelled", "CANCELLED by 0"),
+        "9000004": Observed("cancelled", "CANCELLED by 0", never_ran=True),
         "9000005": Observed("preempted", "NODE_FAIL", "n[1-2]", exit_code=0),
         "9000006_1": Observed("oom", "OUT_OF_MEMORY", "n1"),
     }  # and one that is said to run while the controller does not know it is not there

@@ -118,11 +118,12 @@ def test_scancel_is_reported_as_cancelled_and_not_run_again(here: Callable[..., 
     (row,) = made.until(lambda rows: bool(made.starts()))
     cluster.command("scancel", row["job_id"])
     (row,) = made.until_all("cancelled")
+    cluster.wait_gone(row["job_id"])
     made.lathe("reconcile", "-sb", str(made.base))
     assert len(made.starts()) == 1
 
 
-def test_our_cancel_lets_the_training_save(here: Callable[..., Place]) -> None:
+def test_our_cancel_lets_the_training_save(here: Callable[..., Place], cluster: RealSlurm) -> None:
     made = here(1)
     made.says("sleep")
     submit(made)
@@ -131,6 +132,31 @@ def test_our_cancel_lets_the_training_save(here: Callable[..., Place]) -> None:
     (row,) = made.until_all("cancelled")
     outcome = json.loads((Path(row["folder"]) / "attempts/1/exit.json").read_text())
     assert (outcome["code"], outcome["kind"]) == (75, "preempted")
+    cluster.wait_gone(row["job_id"])
+
+
+@pytest.mark.long
+def test_a_job_that_a_killed_controller_takes_for_waiting_is_cancelled_once_it_has_ended(
+    here: Callable[..., Place], cluster: RealSlurm
+) -> None:
+    made = here(1, nodelist="n2")
+    made.says("sleep")
+    cluster.command("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=not yet")
+    submit(made)
+    (row,) = made.status()
+    cluster.wait_for(lambda: cluster.has_saved(made_token(row), is_waiting=True), within_s=20, what="saved")
+    waiting = (cluster.folder / "state" / "job_state").read_bytes()
+    cluster.command("scontrol", "update", "NodeName=n2", "State=RESUME")
+    wait_until(made.starts, bool)
+    cluster.kill_controller()
+    (cluster.folder / "state" / "job_state").write_bytes(waiting)
+    cluster.start_controller()
+    assert made.lathe("cancel", row["exp_id"], "-sb", str(made.base)).code == 0
+    (row,) = made.until_all("cancelled", within_s=60)
+    outcome = json.loads((Path(row["folder"]) / "attempts/1/exit.json").read_text())
+    assert outcome["code"] == 75
+    cluster.wait_gone(row["job_id"])
+    assert len(made.starts()) == 1
 
 
 def test_a_drained_node_and_a_held_job_are_explained(here: Callable[..., Place], cluster: RealSlurm) -> None:
@@ -205,6 +231,7 @@ def test_a_controller_that_is_away_loses_nothing(here: Callable[..., Place], clu
     finally:
         cluster.start_controller()
     made.until(lambda rows: not any(row["unseen_since"] for row in rows))
-    made.lathe("cancel", "-e", "sweep", "-sb", str(made.base), "--yes")
+    assert made.lathe("cancel", "-e", "sweep", "-sb", str(made.base), "--yes").code == 0
     made.until_all("cancelled")
+    cluster.wait_gone()
     assert len(made.starts()) == 2

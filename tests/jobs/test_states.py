@@ -64,6 +64,11 @@ SILENT = Witnesses(starts=1, started={"host": "n1"}, heartbeat_age_s=10_000)
         (Witnesses(), Observed("preempted", will_rerun=True), "queued"),
         (Witnesses(), Observed("preempted"), "preempted"),
         (Witnesses(), Observed("failed", exit_code=75), "preempted"),
+        # a controller that was killed may have forgotten that it had started the job
+        (ALIVE, Observed("cancelled", never_ran=True), "running"),
+        (SILENT, Observed("cancelled", never_ran=True), "cancelled"),
+        (Witnesses(), Observed("cancelled", never_ran=True), "cancelled"),
+        (ALIVE, Observed("cancelled"), "cancelled"),
         (Witnesses(), Observed("succeeded"), "failed"),  # it ended well and left no outcome: nobody believes that
         # the scheduler has forgotten it: the heartbeat
         (ALIVE, None, "running"),
