@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -118,6 +119,9 @@ class Engine:
         if self.stage == 0:
             engine.enable_backward_allreduce = False  # step() below reduces once per window, and not at all alone
             self._undo_initial_step()
+        if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
+            # deepspeed 0.19.8, DynamicLossScaler.update_scale: raises a bare Exception there. The loop counts skips.
+            engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         self._check_that_deepspeed_agrees(ds)
 
     def train(self) -> None:
@@ -148,13 +152,29 @@ class Engine:
             self.model.step()
 
     def grad_norm(self) -> float:
-        """Global L2 norm of the last step's gradient, before clipping."""
+        """Global L2 norm of the last step's gradient, before clipping; nan when it is no finite number."""
         norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
+        return float("nan") if norm is None or norm < 0 else float(norm)
+
+    def has_finite_gradient(self) -> Tensor:
+        """() bool on this device: whether the last step's gradient norm is finite. Does not wait for the device."""
+        norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
+        if not torch.is_tensor(norm):
+            norm = torch.full((), math.nan if norm is None else norm, device=distributed.device())
+        is_finite = torch.isfinite(norm) & (norm >= 0)  # deepspeed 0.19.8 gives -1 for what is not finite
+        return is_finite.to(distributed.device(), non_blocking=True)
 
     def step_was_skipped(self) -> bool:
-        """True when fp16 overflowed and DeepSpeed lowered the loss scale instead of updating."""
+        """True when DeepSpeed left the last update out: the gradient was not finite. The same on all ranks.
+
+        It does so in every precision, but for fp32 at stage 0.
+        """
         return not self.model.was_step_applied()
+
+    def loss_scale(self) -> tuple[float, float] | None:
+        """What fp16 multiplies its loss with, and the least that it may become; None in another precision."""
+        scaler = self.model.optimizer.loss_scaler if self.model.fp16_enabled() else None
+        return scaler and (float(scaler.cur_scale), float(getattr(scaler, "min_scale", scaler.cur_scale)))
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes on this device of weights, their gradients and the optimizer's state, as far as they can be told."""

@@ -24,6 +24,7 @@ from trainer.metrics import Pool, Ratio, scores_by_dataset
 from trainer.schedule import Plateau
 from trainer.task import GREEDY, Answers, Batch, Row, Search, Task, question_of
 from trainer.telemetry import Preemption, Run
+from trainer.training.skipped_steps import SkippedSteps
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
 
@@ -46,13 +47,15 @@ class Progress:
     best: float | None = None
     best_step: int = 0
     plateau: Plateau = field(default_factory=Plateau)
+    skipped: SkippedSteps = field(default_factory=SkippedSteps)
 
     def state(self) -> dict[str, Any]:
-        return {**self.__dict__, "plateau": self.plateau.state()}
+        return {**self.__dict__, "plateau": self.plateau.state(), "skipped": self.skipped.state()}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:
-        return cls(**{**state, "plateau": Plateau.of(state["plateau"])})
+        skipped = SkippedSteps(**state.get("skipped", {}))  # older checkpoints have none
+        return cls(**{**state, "plateau": Plateau.of(state["plateau"]), "skipped": skipped})
 
 
 @dataclass(frozen=True)
@@ -95,13 +98,15 @@ class Step:
     loss: Tensor  # () fp64, this rank's part of the mean: the sum over ranks is the number that was optimised
     units: int  # over all ranks
     stop: bool  # some rank was asked to stop
-    diverged: bool  # some rank's previous loss was not finite
+    diverged: bool  # some rank's previous step was not sound
+    is_sound: Tensor  # () bool: this rank's loss is finite, and so is the gradient unless fp16 left it out
 
 
 def fit(session: Session, progress: Progress) -> bool:
     """Train from `progress` to the end. True when all steps are done, False when preempted (a checkpoint is saved).
 
-    Raises DivergedError when the loss or the gradient norm stops being finite; earlier checkpoints stay.
+    Raises DivergedError when the loss or the gradient norm stops being finite, or when fp16's loss scale leaves out too
+    many updates; earlier checkpoints stay.
     """
     cfg, steps = session.cfg.train, session.cfg.train.steps
     source = windows(
@@ -124,14 +129,18 @@ def fit(session: Session, progress: Progress) -> bool:
             )
         progress.step, progress.units = window.step + 1, progress.units + step.units
         session.meter.add(step.units)
-        bad = (~torch.isfinite(step.loss)).long()
+        bad = (~step.is_sound).long()
         if step.diverged:
-            raise _diverged("loss", float("nan"), progress.step - 1, window)
-        if log_now:
-            _log(session, progress, step, window, rate * progress.plateau.factor)
-        improved = _due(progress.step, session.cadence.evaluate, steps) and _evaluate(session, progress)
-        if improved or step.stop or _due(progress.step, session.cadence.save, steps):
-            _refuse_to_save_garbage(session, step, progress, window)
+            raise _diverged("loss or gradient norm", float("nan"), progress.step - 1, window)
+        _count_skipped(session, progress, window)
+        evaluate_now = _due(progress.step, session.cadence.evaluate, steps)
+        save_now = step.stop or _due(progress.step, session.cadence.save, steps)
+        if log_now or evaluate_now or save_now:
+            loss = _sound_loss(session, step, progress, window)
+            if log_now:
+                _log(session, progress, loss, rate * progress.plateau.factor)
+        improved = evaluate_now and _evaluate(session, progress)
+        if improved or save_now:
             session.save(progress)
         if step.stop and progress.step < steps:
             source.close()
@@ -159,8 +168,11 @@ def train_step(session: Session, window: Window, *, lr: float, bad: Tensor, watc
             engine.backward(mean)
             loss += mean.detach()
     engine.step(lr, (lambda named: session.run.gradients(window.step + 1, named)) if watch else None)
+    is_sound = torch.isfinite(loss)
+    if not engine.step_was_skipped():
+        is_sound = is_sound & engine.has_finite_gradient()
     units, stop, diverged = host.read()
-    return Step(loss=loss, units=units, stop=stop > 0, diverged=diverged > 0)
+    return Step(loss=loss, units=units, stop=stop > 0, diverged=diverged > 0, is_sound=is_sound)
 
 
 def to_device(batch: Batch) -> Batch:
@@ -354,34 +366,46 @@ def _scores(session: Session, step: int) -> dict[str, float]:
     return scores
 
 
-def _log(session: Session, progress: Progress, step: Step, window: Window, lr: float) -> None:
-    loss = float(distributed.total(step.loss))
-    norm = session.engine.grad_norm()
-    if not math.isfinite(loss):
-        raise _diverged("loss", loss, progress.step, window)
-    skipped = session.engine.step_was_skipped()
-    if not math.isfinite(norm) and not skipped:
-        raise _diverged("gradient norm", norm, progress.step, window)
-    scalars: dict[str, float | int] = {"loss": loss, "lr": lr, session.task.unit: progress.units}
-    if not skipped:
-        scalars["grad_norm"] = norm
-    session.run.log(progress.step, **scalars, **session.meter.read(session.task.unit))
+def _count_skipped(session: Session, progress: Progress, window: Window) -> None:
+    """DivergedError for an update that was left out and is not coming back: in fp16 too many, in other precisions one.
+
+    DeepSpeed leaves an update out whenever a gradient is not finite, in bf16 and fp32 too, where nothing would change.
+    """
+    scale, is_skipped = session.engine.loss_scale(), session.engine.step_was_skipped()
+    if scale is not None:
+        now, least = scale
+        progress.skipped.count(is_skipped=is_skipped, scale=now, least=least)
+        progress.skipped.refuse_too_many(progress.step, last=session.cfg.train.steps, scale=now)
+    elif is_skipped:
+        raise _diverged("gradient norm", float("nan"), progress.step, window)
 
 
-def _refuse_to_save_garbage(session: Session, step: Step, progress: Progress, window: Window) -> None:
-    """A checkpoint is only worth having when the step before it was sound."""
+def _sound_loss(session: Session, step: Step, progress: Progress, window: Window) -> float:
+    """The loss over all ranks. DivergedError when the step was not sound: it is neither logged, scored nor saved."""
     loss, norm = float(distributed.total(step.loss)), session.engine.grad_norm()
     if not math.isfinite(loss):
         raise _diverged("loss", loss, progress.step, window)
     if not math.isfinite(norm) and not session.engine.step_was_skipped():
         raise _diverged("gradient norm", norm, progress.step, window)
+    return loss
+
+
+def _log(session: Session, progress: Progress, loss: float, lr: float) -> None:
+    scalars: dict[str, float | int] = {"loss": loss, "lr": lr, session.task.unit: progress.units}
+    if not session.engine.step_was_skipped():
+        scalars["grad_norm"] = session.engine.grad_norm()
+    scale = session.engine.loss_scale()
+    if scale is not None:
+        scalars |= {"loss_scale": scale[0], "skipped_steps": progress.skipped.total}
+    session.run.log(progress.step, **scalars, **session.meter.read(session.task.unit))
 
 
 def _diverged(what: str, value: float, step: int, window: Window) -> DivergedError:
     rows = ", ".join(str(int(row)) for rows in window.rows for row in rows[:4])
     return DivergedError(
         f"{what} is {value} at step {step} (this rank's rows of that window begin with {rows}).\n"
-        "The last good checkpoint is kept. Lower optim.lr, lengthen the warm-up, or clip harder (optim.clip)."
+        "The last good checkpoint is kept. Look at these rows; lower optim.lr, lengthen the warm-up, or clip harder "
+        "(optim.clip)."
     )
 
 

@@ -1,0 +1,301 @@
+"""The step loop with a real engine on a small network: what it refuses, when it stops, what is the best so far."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import run_on_ranks
+from trainer.config import Experiment, validate
+
+GLOBAL_BATCH = 4
+NAN, INF = float("nan"), float("inf")
+
+
+@dataclass
+class Case:
+    """One run of the loop. Steps count from 1; what is left out does not happen."""
+
+    stage: int = 0
+    precision: str = "fp32"
+    steps: int = 6
+    save_every: int = 1
+    evaluate_every: int = 100
+    spoilt_gradient: dict[int, float] = field(default_factory=dict)  # step: what the gradient becomes
+    spoilt_loss: dict[int, float] = field(default_factory=dict)
+    scores: Sequence[float] = (1.0,)  # valid/loss of each evaluation; one comes after the last step
+    schedule: dict[str, Any] = field(default_factory=lambda: {"shape": "constant"})
+    clip: float = 0.0
+    fp16: dict[str, Any] = field(default_factory=lambda: {"initial_scale_power": 8})  # in DeepSpeed's file
+    stop_rank: int | None = None  # the rank that is asked to stop, after the step below
+    stop_after: int = 0
+
+
+@dataclass
+class Outcome:
+    """What a run of the loop did, as one rank saw it."""
+
+    result: str = ""  # "finished", "stopped" or the error
+    saved: list[int] = field(default_factory=list)
+    exported: list[int] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)  # that the optimizer had, by step
+    lines: list[dict[str, Any]] = field(default_factory=list)  # of metrics.jsonl
+    all_saved_are_finite: bool = True
+
+
+class _SpoiltGradient(torch.autograd.Function):
+    """`outputs` as they are, whose gradient becomes `value`."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, value: float) -> Tensor:
+        ctx.value = value
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return torch.full_like(gradients[0], ctx.value), None
+
+
+class Regression:
+    """A task whose row n belongs to step n // GLOBAL_BATCH + 1: so a fault of one step is a fault of its rows."""
+
+    unit: ClassVar[str] = "rows"
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.evaluations = case, 0
+
+    def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
+        return {"row": torch.tensor([int(row["ids"][0]) for row in rows])}
+
+    def units(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(len(batch["row"]))
+
+    def losses(self, model: Any, window: Sequence[dict[str, Tensor]]) -> Iterator[Tensor]:
+        dtype = next(model.parameters()).dtype
+        for batch in window:
+            step = int(batch["row"][0]) // GLOBAL_BATCH + 1
+            outputs = model(torch.sin(batch["row"][:, None] + torch.arange(6.0)).to(dtype))
+            if step in self.case.spoilt_gradient:
+                outputs = _SpoiltGradient.apply(outputs, self.case.spoilt_gradient[step])
+            yield (outputs.float() - 1.0).square().sum() * self.case.spoilt_loss.get(step, 1.0)
+
+    def scores(self, model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+        from trainer.metrics import Ratio
+
+        self.evaluations += 1
+        return {"loss": Ratio.of([self.case.scores[self.evaluations - 1]])}
+
+
+class Rows(list[dict[str, np.ndarray]]):
+    """What the loop reads of a TokenStore: rows of one number each."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__({"ids": np.array([n])} for n in range(count))
+        self.lengths = np.ones(count, dtype=np.int64)
+
+
+class Asked:
+    """What the loop reads of a Preemption."""
+
+    requested = False
+
+
+def experiment(case: Case) -> Experiment:
+    values = {
+        "task": "regression",
+        "base": "none",
+        "train": {
+            "steps": case.steps,
+            "global_batch": GLOBAL_BATCH,
+            "micro_batch": 2,
+            "precision": case.precision,
+            "order": "as_given",
+        },
+        "optim": {"lr": 0.01, "clip": case.clip},
+        "schedule": case.schedule,
+    }
+    return validate(Experiment, values)
+
+
+def _engine(case: Case, cfg: Experiment) -> Any:
+    from deepspeed.accelerator import get_accelerator
+
+    from trainer import deepspeed_config, distributed
+    from trainer.engine import Engine
+
+    # Nothing of what is tested here depends on the device; DeepSpeed alone thinks that a CPU has no fp16.
+    get_accelerator().is_fp16_supported = lambda: True
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    file = deepspeed_config.read(f"zero{case.stage}")
+    file["fp16"] |= case.fp16
+    file["zero_optimization"] |= {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
+    world = distributed.world()
+    ds = deepspeed_config.build(file, train=cfg.train, optim=cfg.optim, world=world, source="test")
+    return Engine(net, deepspeed_config.for_engine(ds), cfg.optim)
+
+
+def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
+    from trainer import distributed
+    from trainer.data.windows import Sharding
+    from trainer.loop import Cadence, Progress, Session
+    from trainer.meter import Meter
+    from trainer.telemetry import Run
+
+    cfg = experiment(case)
+    live, asked, rank = _engine(case, cfg), Asked(), distributed.rank()
+    take_step = live.step
+
+    def step(lr: float, watch: Any = None) -> None:
+        take_step(lr, watch)
+        outcome.rates.append(live.model.optimizer.param_groups[0]["lr"])
+        asked.requested = rank == case.stop_rank and len(outcome.rates) >= case.stop_after
+
+    def save(progress: Progress) -> None:
+        outcome.saved.append(progress.step)
+        weights = live.weights(lambda k: True).values()
+        outcome.all_saved_are_finite &= all(bool(torch.isfinite(weight).all()) for weight in weights)
+
+    live.step = step
+    return Session(
+        cfg=cfg,
+        task=Regression(case),
+        engine=live,
+        train=Rows(case.steps * GLOBAL_BATCH),  # pyright: ignore[reportArgumentType]
+        valid=Rows(distributed.world()),  # pyright: ignore[reportArgumentType]
+        sharding=Sharding(GLOBAL_BATCH, 2, distributed.world(), rank),
+        cadence=Cadence(log=1 if case.save_every == 1 else 100, evaluate=case.evaluate_every, save=case.save_every),
+        run=Run(folder, total=case.steps),
+        meter=Meter(),
+        preemption=asked,  # pyright: ignore[reportArgumentType]
+        save=save,
+        export_best=lambda: outcome.exported.append(len(outcome.rates)),
+    )
+
+
+def _fit(cases: dict[str, Case], root: Path) -> dict[str, Outcome]:
+    from trainer.errors import LatheError
+    from trainer.loop import Progress, fit
+
+    outcomes: dict[str, Outcome] = {}
+    for number, (name, case) in enumerate(cases.items()):
+        outcome = outcomes[name] = Outcome()
+        session = _session(case, root / str(number), outcome)
+        try:
+            outcome.result = "finished" if fit(session, Progress()) else "stopped"
+        except LatheError as error:
+            outcome.result = f"{type(error).__name__}: {error}"
+        session.run.close()
+        session.engine.destroy()
+        if (file := root / str(number) / "metrics.jsonl").exists():
+            outcome.lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return outcomes
+
+
+def fit_all(cases: dict[str, Case], *, world: int = 1) -> list[dict[str, Outcome]]:
+    """What became of every case, on every rank."""
+    with tempfile.TemporaryDirectory() as root:
+        return run_on_ranks(world, _fit, cases, Path(root))
+
+
+def test_a_gradient_that_is_not_finite_stops_every_precision_but_fp16_before_anything_is_saved() -> None:
+    spoilt = [(stage, precision, NAN) for stage in range(4) for precision in ("fp32", "bf16")]
+    spoilt.append((0, "fp32", INF))
+    cases = {
+        f"zero{stage} {precision} {value}": Case(
+            stage=stage, precision=precision, steps=3, spoilt_gradient={2: value}, evaluate_every=2
+        )
+        for stage, precision, value in spoilt
+    }
+    for by_case in fit_all(cases, world=2):
+        for name, outcome in by_case.items():
+            assert outcome.result.startswith("DivergedError: gradient norm is "), f"{name}: {outcome.result}"
+            assert "at step 2" in outcome.result, name
+            assert (outcome.saved, outcome.exported) == ([1], []), name
+            assert outcome.all_saved_are_finite, name
+
+
+def test_a_gradient_that_is_not_finite_is_noticed_between_two_saves() -> None:
+    """fp32 at stage 0 leaves no update out: its norm rides in the next step's all-reduce, as the loss does."""
+    cases = {f"zero{stage}": Case(stage=stage, spoilt_gradient={2: NAN}, steps=20, save_every=20) for stage in (0, 1)}
+    cases["loss"] = Case(spoilt_loss={2: INF}, steps=20, save_every=20)
+    for name, outcome in fit_all(cases)[0].items():
+        assert "DivergedError" in outcome.result, name
+        assert "at step 2 " in outcome.result, name
+        assert len(outcome.rates) <= 3, name
+        assert outcome.saved == [], name
+
+
+def test_a_loss_that_is_not_finite_is_never_saved() -> None:
+    """With a learning rate of 0 the weights would stay sound, and only the check before a save sees anything."""
+    still = {"shape": "constant", "warmup_steps": 6}
+    cases = {"first": Case(spoilt_loss={1: NAN}, schedule=still), "last": Case(spoilt_loss={6: NAN})}
+    outcomes = fit_all(cases)[0]
+    assert all("DivergedError: loss is nan" in outcome.result for outcome in outcomes.values())
+    assert outcomes["first"].saved == []
+    assert outcomes["last"].saved == [1, 2, 3, 4, 5]
+
+
+def test_fp16_goes_on_after_a_skipped_step_and_says_how_many_there_were() -> None:
+    cases = {f"zero{stage}": Case(stage=stage, precision="fp16", spoilt_gradient={2: INF, 3: INF}) for stage in (1, 3)}
+    for name, outcome in fit_all(cases)[0].items():
+        assert outcome.result == "finished", name
+        assert outcome.saved == [1, 2, 3, 4, 5, 6], name
+        lines = [line for line in outcome.lines if "loss" in line]
+        assert [line["skipped_steps"] for line in lines] == [0, 1, 2, 2, 2, 2], name
+        assert [line["loss_scale"] for line in lines] == [2.0**8, 2.0**8, *[2.0**7] * 4], name
+        assert ["grad_norm" in line for line in lines] == [True, False, False, True, True, True], name
+
+
+def test_fp16_stops_when_its_scale_never_fits() -> None:
+    always = dict.fromkeys(range(1, 41), INF)
+    many = dict.fromkeys(range(1, 121, 5), INF) | dict.fromkeys(range(1, 121, 2), INF)
+    cases = {
+        "dynamic": Case(stage=1, precision="fp16", steps=40, spoilt_gradient=always, fp16={"initial_scale_power": 4}),
+        "static": Case(stage=2, precision="fp16", steps=40, spoilt_gradient=always, fp16={"loss_scale": 128}),
+        "short": Case(stage=1, precision="fp16", steps=8, save_every=8, spoilt_gradient=always),
+        "most": Case(stage=1, precision="fp16", steps=120, save_every=120, spoilt_gradient=many),
+        "few": Case(stage=1, precision="fp16", steps=20, spoilt_gradient=dict.fromkeys(range(1, 10), INF)),
+    }
+    outcomes = fit_all(cases)[0]
+    assert outcomes["few"].result == "finished"
+    assert len(outcomes["dynamic"].rates) == 14, "one of hysteresis, four halvings, of which the last is a first try"
+    assert len(outcomes["static"].rates) == 10
+    assert "8 of 8 steps were skipped (more than half)" in outcomes["short"].result
+    assert "60 of 100 steps were skipped (more than half)" in outcomes["most"].result
+    for name in ("dynamic", "static", "short", "most"):
+        assert outcomes[name].result.startswith("DivergedError: fp16: "), name
+        assert 'train.precision="bf16"' in outcomes[name].result, name
+    assert outcomes["short"].saved == outcomes["most"].saved == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_stops_at_one_step_when_one_of_them_is_asked_to(rank: int) -> None:
+    case = Case(steps=30, save_every=30, stop_rank=rank, stop_after=2)
+    for outcomes in fit_all({"asked": case}, world=2):
+        assert outcomes["asked"].result == "stopped"
+        assert outcomes["asked"].saved == [3], "the flag rides in the all-reduce of the next step"
+
+
+def test_a_tie_does_not_replace_the_best() -> None:
+    case = Case(evaluate_every=1, save_every=100, scores=(3.0, 2.0, 2.0, NAN, 2.5, 1.0))
+    (outcomes,) = fit_all({"tie": case})
+    assert outcomes["tie"].exported == [1, 2, 6]
+
+
+def test_the_plateaus_factor_reaches_the_optimizer_and_the_log() -> None:
+    schedule = {"shape": "reduce_on_plateau", "factor": 0.5, "patience": 0, "warmup_steps": 0}
+    case = Case(evaluate_every=2, save_every=1, scores=(2.0, 3.0, 3.0), schedule=schedule)
+    (outcomes,) = fit_all({"plateau": case})
+    assert outcomes["plateau"].rates == pytest.approx([0.01, 0.01, 0.01, 0.01, 0.005, 0.005])
+    assert [line["lr"] for line in outcomes["plateau"].lines if "lr" in line] == outcomes["plateau"].rates
