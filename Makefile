@@ -4,7 +4,7 @@ STAMP := .venv/.installed
 # One thread for each process: ranks share the cores, and results must not depend on how many there are.
 ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions
 
-.PHONY: setup demo test test-long check bench clean
+.PHONY: setup demo test test-long mutants check bench clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,10 @@ test: setup
 # What is too slow for `make test`: under 30 minutes, before a release.
 test-long: setup
 	$(ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup -m long
+
+# One-line faults that tests must notice, each tried alone in a copy of the tree.
+mutants: setup
+	$(ENV) $(BIN)/python -m tests.mutants.run
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -1,0 +1,5 @@
+"""The list: a file, a piece of it that stands there once, its replacement, what it would cost, and the tests."""
+
+from tests.mutants.faults import jobs, tasks, training
+
+FAULTS = [*training.FAULTS, *tasks.FAULTS, *jobs.FAULTS]

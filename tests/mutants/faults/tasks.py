@@ -1,0 +1,264 @@
+"""Faults in single tasks, in packing, and in retrieval."""
+
+from tests.mutants.fault import Fault
+
+RETRIEVER = "tests/unit/test_retriever_task.py"
+TERMS = "tests/numerics/test_vera_terms.py"
+VERA = "tests/numerics/test_vera_training.py"
+VERA_METRICS = "tests/unit/test_vera_metrics.py"
+CALIBRATION = "tests/unit/test_vera_calibration.py"
+FID = "tests/numerics/test_fid_model.py"
+CROSS_MODEL = "tests/numerics/test_cross_attention_model.py"
+ROTARY = "tests/numerics/test_cross_attention_rotary.py"
+PACKED = "tests/numerics/test_packed_decoder.py"
+SUMMARISER = "tests/unit/test_summariser_task.py"
+RANKING = "tests/unit/test_ranking.py"
+MINING = "tests/unit/test_mining.py"
+
+FAULTS = [
+    # Retriever
+    Fault(
+        "trainer/tasks/retriever/losses.py",
+        'target_Q = pool["counts"].cumsum(0) - pool["counts"]',
+        'target_Q = pool["counts"].cumsum(0) - 1',
+        why="a query is taught to find its last negative",
+        tests=RETRIEVER,
+    ),
+    Fault(
+        "trainer/tasks/retriever/losses.py",
+        "    found_QP[torch.arange(len(target_Q), device=target_Q.device), target_Q] = False",
+        "    pass",
+        why="with masked duplicates the passage that is looked for is masked, too",
+        tests=RETRIEVER,
+    ),
+    Fault(
+        "trainer/tasks/retriever/losses.py",
+        "is_scored & (scored_Q > 1)[query]",
+        "is_scored & (scored_Q > 2)[query]",
+        why="distillation ignores queries with two scored passages",
+        tests=RETRIEVER,
+    ),
+    Fault(
+        "trainer/tasks/retriever/metrics.py",
+        "best_Q <= MRR_DEPTH",
+        "best_Q < MRR_DEPTH",
+        why="MRR@10 in training drops rank 10 and disagrees with every published number",
+        tests=RETRIEVER,
+    ),
+    Fault(
+        "trainer/tasks/retriever/metrics.py",
+        "(ranks <= depth)",
+        "(ranks < depth)",
+        why="recall@k looks at k - 1 passages",
+        tests=RETRIEVER,
+    ),
+    Fault(
+        "trainer/tasks/retriever/metrics.py",
+        "torch.searchsorted(others, score)",
+        "torch.searchsorted(others, score, right=True)",
+        why="a retriever whose vectors are all alike finds everything",
+        tests=RETRIEVER,
+    ),
+    Fault(
+        "trainer/tasks/retriever/selection.py",
+        "start = turn.epoch * wanted % count",
+        "start = 0",
+        why="every epoch trains on the same negatives",
+        tests=RETRIEVER,
+    ),
+    # Vera
+    Fault(
+        "trainer/tasks/vera/losses.py",
+        "return ~is_self_AK, is_same_AK & ~is_self_AK",
+        "return ~is_self_AK, is_same_AK",
+        why="a statement is a positive of itself",
+        tests=TERMS,
+    ),
+    Fault(
+        "trainer/tasks/vera/losses.py",
+        "_summed(terms_S, is_other_GS) / is_other_GS.sum(-1).clamp(min=1)",
+        "_summed(terms_S, is_other_GS)",
+        why="groups of many distractors outweigh the others",
+        tests=TERMS,
+    ),
+    Fault(
+        "trainer/tasks/vera/task.py",
+        "num_cross_entropies, num_groups = distributed.total(torch.stack(own))",
+        "num_cross_entropies, num_groups = torch.stack(own)",
+        why="each rank divides by its own groups",
+        tests=f"{VERA} -k 'one_rank_two_ranks'",
+    ),
+    Fault(
+        "trainer/tasks/vera/task.py",
+        "[: most - gold]) + gold",
+        "[: most - gold])",
+        why="the true statement is drawn among the false ones",
+        tests=f"{VERA} -k 'distractors or drawn or sampl'",
+    ),
+    Fault(
+        "trainer/tasks/vera/metrics.py",
+        "weights = 1.0 / np.bincount(numbers)[numbers] if len(rows)",
+        "weights = np.ones(len(rows)) if len(rows)",
+        why="a large task decides every metric",
+        tests=VERA_METRICS,
+    ),
+    Fault(
+        "trainer/tasks/vera/calibration.py",
+        "np.searchsorted(edges[1:-1], scores_N)",
+        'np.searchsorted(edges[1:-1], scores_N, side="right")',
+        why="statements on the edge of a bin fall into the other one: ECE is not the published one",
+        tests=CALIBRATION,
+    ),
+    # FiD and the stream of tokens
+    Fault(
+        "trainer/tasks/fid/model.py",
+        "scale = config.d_model**-0.5 if config.scale_decoder_outputs else 1.0",
+        "scale = 1.0",
+        why="the logits of a T5 v1.0 are too large",
+        tests=FID,
+    ),
+    Fault(
+        "trainer/tasks/fid/model.py",
+        "(tokens_P * config.num_decoder_layers * config.num_heads)",
+        "(tokens_P * config.num_decoder_layers)",
+        why="a retriever is taught with scores of another scale than published",
+        tests=FID,
+    ),
+    Fault(
+        "trainer/tasks/fid/tokens.py",
+        "targets[int(row[DRAW][0]) % len(targets) if DRAW in row else 0]",
+        "targets[0]",
+        why="of several answers only the first is ever trained on",
+        tests="tests/unit/test_fid_tokens.py",
+    ),
+    Fault(
+        "trainer/packing.py",
+        "used + np.arange(len(members)) * width",
+        "np.arange(len(members)) * width",
+        why="rows of different lengths lie on top of each other",
+        tests="tests/unit/test_fid_packing.py",
+    ),
+    # Cross-attention
+    Fault(
+        "trainer/tasks/cross_attention/attention.py",
+        "else ~has_key_B1 & real_BL",
+        "else ~has_key_B1.expand_as(real_BL)",
+        why="a row whose keys are all hidden attends to filling",
+        tests=PACKED,
+    ),
+    Fault(
+        "trainer/tasks/cross_attention/model.py",
+        "device=x.device) >= rate",
+        "device=x.device) < rate",
+        why="key dropout hides what it should keep",
+        tests=PACKED,
+    ),
+    Fault(
+        "trainer/tasks/cross_attention/layer.py",
+        "(x_BTD + out_BTD if self.skip else out_BTD)",
+        "out_BTD",
+        why="layers.skip does nothing",
+        tests=CROSS_MODEL,
+    ),
+    Fault(
+        "trainer/tasks/cross_attention/packed.py",
+        "(distance_LL < window)",
+        "(distance_LL <= window)",
+        why="a sliding window sees one token too many",
+        tests=PACKED,
+    ),
+    Fault(
+        "trainer/tasks/cross_attention/rotary.py",
+        "torch.cat((-second, first), dim=-1)",
+        "torch.cat((second, -first), dim=-1)",
+        why="positions are turned the wrong way round",
+        tests=ROTARY,
+    ),
+    Fault(
+        "trainer/tasks/cross_attention/fim.py",
+        "suffix[: len(suffix) - max(surplus, 0)]",
+        "suffix[: len(suffix) - max(surplus - 1, 0)]",
+        why="a text that is filled in the middle is longer than the model's positions",
+        tests="tests/unit/test_cross_attention_rows.py",
+    ),
+    # Summariser
+    Fault(
+        "trainer/tasks/summariser/model.py",
+        "smoothing = self.label_smoothing if self.training else 0.0",
+        "smoothing = self.label_smoothing",
+        why="the validation loss is smoothed, so that runs cannot be compared",
+        tests=SUMMARISER,
+    ),
+    Fault(
+        "trainer/tasks/summariser/task.py",
+        "[*ids[: limit - 1], self.end]",
+        "ids[:limit]",
+        why="a summary that was cut teaches the model never to end",
+        tests=SUMMARISER,
+    ),
+    Fault(
+        "trainer/tasks/summariser/rouge.py",
+        'key=lambda of_reference: of_reference["rouge1"]',
+        'key=lambda of_reference: of_reference["rougel"]',
+        why="ROUGE is taken from another reference than SciTLDR's script takes",
+        tests="tests/unit/test_summariser_rouge.py",
+    ),
+    # A language model
+    Fault(
+        "trainer/tasks/causal_lm/task.py",
+        'return (batch["labels"][:, 1:] != IGNORED).sum()',
+        'return (batch["labels"] != IGNORED).sum()',
+        why="the loss is divided by tokens that are not scored",
+        tests="tests/contract/test_task_contract.py -k 'golden and causal_lm'",
+    ),
+    # Retrieval
+    Fault(
+        "trainer/ranking.py",
+        "math.log2(rank + 1)",
+        "math.log2(rank + 2)",
+        why="nDCG is not trec_eval's",
+        tests=RANKING,
+    ),
+    Fault(
+        "trainer/ranking.py",
+        "hit.passage), reverse=True)",
+        "hit.passage))[::-1][:100]",
+        why="a ranking is judged by its first hundred hits only",
+        tests=RANKING,
+    ),
+    Fault(
+        "trainer/ranking.py",
+        "start=1)) / num_relevant",
+        "start=1)) / max(1, len(ranks))",
+        why="MAP ignores the relevant passages that were not found",
+        tests=RANKING,
+    ),
+    Fault(
+        "trainer/search.py",
+        "ordered * 2**32 + (_LOW - positions)",
+        "ordered * 2**32 + positions",
+        why="of equal scores the last passage wins, and positions come back wrong",
+        tests="tests/unit/test_search.py",
+    ),
+    Fault(
+        "trainer/mining.py",
+        "hits[window.first - 1 : window.last]",
+        "hits[window.first : window.last]",
+        why="the hardest negative is never trained on",
+        tests=MINING,
+    ),
+    Fault(
+        "trainer/mining.py",
+        "    if not window.may_have_answer and query.answers:",
+        "    if False:",
+        why="passages with the answer are taught to be negatives",
+        tests=MINING,
+    ),
+    Fault(
+        "trainer/answer_recall.py",
+        "first <= k",
+        "first < k",
+        why="answer recall at k looks at k - 1 passages",
+        tests="tests/unit/test_answer_recall.py",
+    ),
+]

@@ -1,0 +1,434 @@
+"""Faults in what all tasks share: the loop, the engine, checkpoints, random state, data order, files, memory."""
+
+from tests.mutants.fault import Fault
+
+STEPS = "tests/contract/test_task_contract.py -k '(golden or stages_ranks) and causal_lm'"
+RESUME = "tests/contract/test_task_contract.py -k 'resumes_bit_for_bit and causal_lm'"
+EVALUATION = "tests/contract/test_task_contract.py -k 'scores_do_not_depend and causal_lm'"
+ENGINE = "tests/numerics/test_engine.py"
+GRADCACHE = "tests/numerics/test_gradcache.py"
+CHECKPOINT = "tests/unit/test_checkpoint.py"
+RANKS = "tests/unit/test_checkpoint_ranks.py"
+RNG = "tests/unit/test_rng.py"
+SCHEDULE = "tests/unit/test_schedule.py"
+WINDOWS = "tests/unit/test_windows.py"
+STORE = "tests/unit/test_store.py"
+TELEMETRY = "tests/unit/test_telemetry.py -k 'not wandb'"
+BAD_INPUT = "tests/runs/test_bad_input.py"
+GROUPS = "tests/runs/test_groups.py"
+MEMORY = "tests/unit/test_memory_parts.py"
+REAL_MEMORY = "tests/numerics/test_memory_plan.py -k 'terms_of_deepspeed and (0 or 2)'"
+
+FAULTS = [
+    # The loop
+    Fault(
+        "trainer/loop.py",
+        "mean = summed / counts[0]",
+        "mean = summed / window.units",
+        why="each rank divides by its own units: the loss depends on how rows fall on ranks",
+        tests=STEPS,
+    ),
+    Fault(
+        "trainer/loop.py",
+        "\n    engine.train()\n",
+        "\n",
+        why="after the first evaluation the model trains without dropout",
+        tests="tests/numerics/test_extra_evals.py -k 'changes_no_training_loss'",
+    ),
+    Fault(
+        "trainer/loop.py",
+        "score = score if counted else _nothing(score)",
+        "score = score",
+        why="rows that fill a rank's last batch are counted twice in every metric",
+        tests=EVALUATION,
+    ),
+    # The engine and its optimizer
+    Fault(
+        "trainer/engine.py",
+        "self.model.backward(loss * self._world",
+        "self.model.backward(loss",
+        why="DeepSpeed averages over ranks: with eight ranks the gradient is an eighth",
+        tests=ENGINE,
+    ),
+    Fault(
+        "trainer/engine.py",
+        "if self.stage == 0 and self._world > 1:",
+        "if False:",
+        why="without ZeRO every rank trains a model of its own",
+        tests=ENGINE,
+    ),
+    Fault(
+        "trainer/engine.py",
+        '"weight_decay": 0.0}',
+        '"weight_decay": optim.weight_decay}',
+        why="biases and norms decay, too",
+        tests=ENGINE,
+    ),
+    Fault(
+        "trainer/engine.py",
+        "return nn.utils.clip_grad_norm_(parameters, self.clip)",
+        "return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])",
+        why="gradients are measured and not clipped",
+        tests=ENGINE,
+    ),
+    Fault(
+        "trainer/engine.py",
+        'count = int(scalars["optimizer_step"])',
+        "count = 0",
+        why="a resumed run corrects the bias of its moments as if it had just begun",
+        tests=ENGINE,
+    ),
+    Fault(
+        "trainer/optimizers.py",
+        "beta2_decay=BETA2_DECAY",
+        "beta2_decay=-0.5",
+        why="Adafactor forgets squares at another speed than published",
+        tests="tests/numerics/test_adafactor.py",
+    ),
+    # GradCache
+    Fault(
+        "trainer/gradcache.py",
+        "with rng.replay(states[index]):",
+        "with torch.enable_grad():",
+        why="the two passes draw different dropout, so that gradients belong to no loss",
+        tests=GRADCACHE,
+    ),
+    Fault(
+        "trainer/gradcache.py",
+        "summed = distributed.total(torch.cat([before, own, after])).to(gradient.dtype)",
+        "summed = torch.cat([before, own, after])",
+        why="a passage learns from its own rank's queries only",
+        tests=GRADCACHE,
+    ),
+    Fault(
+        "trainer/gradcache.py",
+        "(distributed.world() if is_whole else 1)",
+        "1",
+        why="the logged loss is as many times too high as there are ranks",
+        tests=GRADCACHE,
+    ),
+    # Losses and metrics that tasks share
+    Fault(
+        "trainer/losses.py",
+        "hidden_BTD[:, :-1][scored_BT]",
+        "hidden_BTD[:, 1:][scored_BT]",
+        why="a language model is asked for the token that it has just read",
+        tests=STEPS,
+    ),
+    Fault(
+        "trainer/losses.py",
+        'ignore_index=IGNORED, reduction="sum"',
+        'ignore_index=IGNORED, reduction="mean"',
+        why="short and long micro-batches weigh the same",
+        tests="tests/contract/test_task_contract.py -k 'losses_yields and causal_lm'",
+    ),
+    Fault(
+        "trainer/metrics.py",
+        "(Counter(normalised(one).split()) & Counter(normalised(other).split()))",
+        "(Counter(set(normalised(one).split())) & Counter(normalised(other).split()))",
+        why="a repeated word counts once in F1",
+        tests="tests/unit/test_metrics.py",
+    ),
+    Fault(
+        "trainer/metrics.py",
+        "float(any(normalised(reference)",
+        "float(all(normalised(reference)",
+        why="an answer must hold every reference to be right",
+        tests="tests/unit/test_metrics.py",
+    ),
+    Fault(
+        "trainer/metrics.py",
+        "self.den.double() + other.den.double())",
+        "self.den.double())",
+        why="a mean over batches is divided by the rows of the first one",
+        tests="tests/unit/test_metrics.py",
+    ),
+    # Ranks
+    Fault(
+        "trainer/distributed.py",
+        "exact = torch.float64 if tensor.is_floating_point() else torch.int64",
+        "exact = torch.float64",
+        why="counts of units beyond 2**53 lose their last digits, and types change",
+        tests="tests/unit/test_distributed.py -k 'total or identity or types'",
+    ),
+    # Checkpoints
+    Fault(
+        "trainer/checkpoint.py",
+        "            if size != record.size:",
+        "            if False:",
+        why="a checkpoint whose other machine wrote elsewhere is committed without its shards",
+        tests=CHECKPOINT,
+    ),
+    Fault(
+        "trainer/checkpoint.py",
+        "for _, folder in reversed(_candidates(root)):",
+        "for _, folder in _candidates(root):",
+        why="a run resumes from its oldest checkpoint",
+        tests=CHECKPOINT,
+    ),
+    Fault(
+        "trainer/checkpoint.py",
+        "kept = {*recent, *keep, last,",
+        "kept = {*recent, last,",
+        why="the checkpoint of the best evaluation is pruned",
+        tests=CHECKPOINT,
+    ),
+    Fault(
+        "trainer/checkpoint.py",
+        "    if step != _step_of(folder):",
+        "    if False:",
+        why="a renamed folder passes for another step",
+        tests=CHECKPOINT,
+    ),
+    Fault(
+        "trainer/checkpoint.py",
+        "tensors_of(shards[rank])",
+        "tensors_of(shards[0])",
+        why="after a resume all ranks draw the same dropout",
+        tests=RANKS,
+    ),
+    Fault(
+        "trainer/checkpoint.py",
+        "        _sync_folder(root)",
+        "        pass",
+        why="after a power cut the new checkpoint may be gone with the old one",
+        tests=CHECKPOINT,
+    ),
+    Fault(
+        "trainer/shards.py",
+        "return None if got == record.sha256 else",
+        "return None if got else",
+        why="a flipped bit in the weights is trained on",
+        tests=f"{CHECKPOINT} tests/unit/test_shards.py",
+    ),
+    Fault(
+        "trainer/shards.py",
+        "        os.fsync(file.fileno())",
+        "        pass",
+        why="a committed checkpoint may be empty after a power cut",
+        tests=CHECKPOINT,
+    ),
+    Fault(
+        "trainer/disk.py",
+        "                os.fsync(file.fileno())",
+        "                pass",
+        why="status.json, exit.json and scores may be empty after a power cut",
+        tests="tests/unit/test_disk.py",
+    ),
+    # Random state
+    Fault(
+        "trainer/rng.py",
+        "np.random.SeedSequence((seed, rank))",
+        "np.random.SeedSequence((seed + rank,))",
+        why="seed 42 on rank 1 draws what seed 43 draws on rank 0",
+        tests=RNG,
+    ),
+    Fault(
+        "trainer/rng.py",
+        "        restore(present)",
+        "        pass",
+        why="GradCache's second pass leaves the generators where the first one began",
+        tests=RNG,
+    ),
+    Fault(
+        "trainer/rng.py",
+        "int(cached is not None)",
+        "0",
+        why="numpy's cached normal number is lost in a resume",
+        tests=RNG,
+    ),
+    # A run, its resume and its exit codes
+    Fault(
+        "trainer/run.py",
+        "rng.restore(checkpoint.read_rng(folder, distributed.rank()))",
+        "pass",
+        why="a resumed run draws other dropout than an undisturbed one",
+        tests=RESUME,
+    ),
+    Fault(
+        "trainer/run.py",
+        "keep={progress.best_step} if progress.best_step else set()",
+        "keep=set()",
+        why="the checkpoint of the best evaluation is pruned",
+        tests="tests/runs/test_features.py -k 'old_checkpoints_go'",
+    ),
+    Fault(
+        "trainer/run.py",
+        "    if digest(stored) == digest(plan.values):",
+        "    if True:",
+        why="a run goes on in the folder of another experiment",
+        tests=f"{BAD_INPUT} -k 'resuming_with_something_else'",
+    ),
+    Fault(
+        "trainer/run.py",
+        "**{split: store.digest for split, store in stores.items()}}",
+        "}",
+        why="a run is resumed on other data than it began with",
+        tests=f"{BAD_INPUT} -k 'resuming_with_something_else'",
+    ),
+    Fault(
+        "trainer/run.py",
+        "if int(distributed.total(torch.tensor(int(preemption.requested)))):",
+        "if preemption.requested:",
+        why="between two experiments one rank stops and the others wait for it",
+        tests=GROUPS,
+    ),
+    Fault(
+        "trainer/run.py",
+        "return EXIT_OK if finished else EXIT_PREEMPTED",
+        "return EXIT_OK",
+        why="a preempted run counts as done and is never run again",
+        tests=GROUPS,
+    ),
+    Fault(
+        "trainval.py",
+        "bool(reset) and not _is_restart()",
+        "bool(reset)",
+        why="with -r 1 every restart by the scheduler throws away what was trained",
+        tests=GROUPS,
+    ),
+    Fault(
+        "trainval.py",
+        "code = error.exit_code",
+        "code = EXIT_FAILED",
+        why="bad input looks like a crash and is sent again and again",
+        tests=f"{BAD_INPUT} -k 'unknown or missing'",
+    ),
+    Fault(
+        "trainval.py",
+        'open(path, "x")',
+        'open(path, "w")',
+        why="the last rank's end hides the error of the first one that failed",
+        tests="tests/runs/test_outcome.py",
+    ),
+    # Memory
+    Fault(
+        "trainer/planning.py",
+        "    rng.restore(state)",
+        "    pass",
+        why="rehearsing the heaviest batch changes the dropout of the whole run",
+        tests="tests/numerics/test_memory_plan.py -k 'heaviest_batches_first'",
+    ),
+    Fault(
+        "trainer/planning.py",
+        "torch.autograd.grad(loss, weights, allow_unused=True)",
+        "loss.backward()",
+        why="the gradient of the rehearsal is added to that of the first step",
+        tests="tests/numerics/test_memory_plan.py -k 'heaviest_batches_first'",
+    ),
+    Fault(
+        "trainer/memory/deepspeed_terms.py",
+        "(master + 4 * step.states) // w if",
+        "(master + 4 * step.states) if",
+        why="the plan refuses runs on many GPUs that would fit",
+        tests=MEMORY,
+    ),
+    Fault(
+        "trainer/memory/deepspeed_terms.py",
+        "master = 4 * P if e < 4 or zero.stage > 0 else 0",
+        "master = 4 * P if e < 4 else 0",
+        why="the plan forgets the copy of the weights that ZeRO makes in fp32",
+        tests=REAL_MEMORY,
+    ),
+    Fault(
+        "trainer/memory/deepspeed_terms.py",
+        "Breakdown(activations=most.activations, logits=most.logits, workspace=cublas)",
+        "Breakdown(activations=most.activations, workspace=cublas)",
+        why="the plan of an evaluation leaves out the logits, its largest tensor",
+        tests=MEMORY,
+    ),
+    # Schedules
+    Fault(
+        "trainer/schedule.py",
+        "/ max(1, total - warmup)",
+        "/ max(1, total - warmup - 1)",
+        why="the rate reaches 0 a step too early",
+        tests=SCHEDULE,
+    ),
+    Fault(
+        "trainer/schedule.py",
+        "math.ceil(schedule.warmup_ratio * total)",
+        "math.floor(schedule.warmup_ratio * total)",
+        why="warm-up is shorter than in the runs that are to be reproduced",
+        tests=SCHEDULE,
+    ),
+    Fault(
+        "trainer/schedule.py",
+        "if self.bad > schedule.patience:",
+        "if self.bad >= schedule.patience:",
+        why="the rate falls an evaluation too early",
+        tests=SCHEDULE,
+    ),
+    # Data order
+    Fault(
+        "trainer/data/windows.py",
+        "list(dealt[:, sharding.rank])",
+        "list(dealt[:, 0])",
+        why="all ranks train on the rows of rank 0",
+        tests=WINDOWS,
+    ),
+    Fault(
+        "trainer/data/windows.py",
+        "np.random.SeedSequence([seed, epoch]))",
+        "np.random.SeedSequence([seed]))",
+        why="every epoch has the same order, and drops the same rows",
+        tests=WINDOWS,
+    ),
+    Fault(
+        "trainer/data/windows.py",
+        "np.random.SeedSequence([self.seed, step, index])",
+        "np.random.SeedSequence([self.seed, index])",
+        why="a row has the same random choice in every epoch",
+        tests=WINDOWS,
+    ),
+    Fault(
+        "trainer/data/windows.py",
+        "(batches[-1], False)",
+        "(batches[-1], True)",
+        why="the last rows are counted once for each rank that is short of a batch",
+        tests=WINDOWS,
+    ),
+    Fault(
+        "trainer/data/windows.py",
+        "fits = count <= sharding.micro_batch and tokens <= sharding.micro_tokens",
+        "fits = count <= sharding.micro_batch",
+        why="micro_tokens bounds nothing: long rows run out of memory",
+        tests=WINDOWS,
+    ),
+    Fault(
+        "trainer/data/windows.py",
+        "if fits and kinds_N[place] == kinds_N[starts[-1]]:",
+        "if fits:",
+        why="rows that must be apart share a micro-batch",
+        tests=WINDOWS,
+    ),
+    Fault(
+        "trainer/data/store.py",
+        'hashlib.sha256(f"{encoding_id}\\n".encode())',
+        "hashlib.sha256()",
+        why="another tokenizer finds the tokens of the old one in the cache",
+        tests=STORE,
+    ),
+    Fault(
+        "trainer/data/store.py",
+        "        if hasher.hexdigest() != digest:",
+        "        if False:",
+        why="rows that change while they are read are stored under the name of the old ones",
+        tests=STORE,
+    ),
+    # What a run tells
+    Fault(
+        "trainer/telemetry.py",
+        'json.loads(line)["step"] <= step',
+        'json.loads(line)["step"] < step',
+        why="a resume drops the log line of the step that it goes on from",
+        tests=TELEMETRY,
+    ),
+    Fault(
+        "trainer/telemetry.py",
+        'if entry["step"] <= step',
+        "if True",
+        why="after a resume score_list.json holds evaluations that have not happened yet",
+        tests=TELEMETRY,
+    ),
+]
