@@ -235,9 +235,8 @@ def first_questions(task: Task, count: int | Literal["all"]) -> list[Row]:
     if count == 0:
         return []
     if not isinstance(task, Answers):
-        name = type(task).__module__.split(".")[-2]
         raise ConfigError(
-            f"--do_extra_evals or train.answers: task {name!r} cannot answer questions by generation. "
+            f"--do_extra_evals or train.answers: task {task.cfg.task!r} cannot answer questions by generation. "
             "Leave it out, or give the task a method `answers` (trainer/task.py)."
         )
     rows = islice(task.rows("valid"), None if count == "all" else count)

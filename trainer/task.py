@@ -11,15 +11,40 @@ from torch import Tensor, nn
 
 from trainer.metrics import Pool, Ratio
 
-Row = dict[str, Any]  # raw text: {"question": "...", "answers": [...], "context": "..."}
-Encoded = dict[str, list[int]]  # token ids by field
+# A raw row: {"question": "...", "answers": [...], "context": "..."}. Messages name it by its "id", where it has one.
+Row = dict[str, Any]
 Batch = dict[str, Tensor]
 
-# In training, `collate` finds under this key of a row a random number, (1,) int64 and not negative, that seed, step and
-# row fix: for tasks that sample, say one of several answers. Evaluation rows have none.
+# In training every row that `collate` gets has a random number under this key, (1,) int64 and not negative. The seed,
+# the step and the row decide which. A task that samples (one of several answers, say) samples with it, so that a
+# resumed run draws the same. Rows of an evaluation have none.
 DRAW = "draw"
-# And under this one the epoch, (1,) int64 from 0: for tasks that go through what they choose from.
+# In training every row also has its epoch under this key, (1,) int64 from 0, for a task that takes turns.
 EPOCH = "epoch"
+
+
+class Encoded(dict[str, list[int]]):
+    """One encoded row: a flat list of 32-bit integers for each field, as `collate` gets them back from the cache.
+
+    is_truncated: a limit cut a text of this row; `stats` and the log of a run count such rows.
+    lost_labels: how many tokens of its labels a limit cut off, and of how many. A run in which more than
+    `train.max_lost_labels` of all label tokens are cut off is refused; with (0, 0) everywhere it never is.
+    """
+
+    def __init__(
+        self, fields: Mapping[str, list[int]], *, is_truncated: bool = False, lost_labels: tuple[int, int] = (0, 0)
+    ) -> None:
+        super().__init__(fields)
+        self.is_truncated, self.lost_labels = is_truncated, lost_labels
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids of a batch that the model reads or is asked to write, for people and for counting padding."""
+
+    ids: Tensor  # of any shape
+    is_real: Tensor | None = None  # of the same shape, 0 or False where a batch was padded; None: it has no padding
+    in_loss: Tensor | None = None  # of the same shape, True where the loss counts a token; None: no loss over tokens
 
 
 @dataclass(frozen=True)
@@ -35,11 +60,16 @@ class Task(Protocol):
     """What is trained, and on what. It receives the model, never the trainer; it returns metrics, never logs them."""
 
     unit: ClassVar[str]  # what the loss is a mean over: "tokens", "statements", "queries"
+    cfg: Any  # the experiment, an Experiment with the blocks of this task
 
     def __init__(self, cfg: Any, places: Places) -> None: ...
 
     def model(self) -> nn.Module:
-        """The pretrained model, operated on, frozen where frozen, in fp32 or its checkpoint's dtype."""
+        """The pretrained model, operated on, frozen where frozen, in fp32 or its checkpoint's dtype.
+
+        New weights are drawn here, under a seed of their own or under the run's: it was set just before. Rank 0's are
+        sent to all ranks, so they may differ until then.
+        """
         ...
 
     def skeleton(self) -> nn.Module:
@@ -51,7 +81,7 @@ class Task(Protocol):
         ...
 
     def encode(self, row: Row) -> Encoded:
-        """Token ids of one row. Pure: the result is cached on disk under a content id."""
+        """Token ids of one row, cut to the limits. Pure: the result is cached on disk under a content id."""
         ...
 
     def encoding_id(self) -> str:
@@ -83,11 +113,35 @@ class Task(Protocol):
         ...
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the trained weights (by name, CPU tensors) as a folder that others can load."""
+        """Write the trained weights (by name, CPU tensors) as a folder that others can load.
+
+        The same weights always give the same files, for a resumed run is compared by them.
+        """
         ...
 
     def exported(self, folder: Path) -> nn.Module:
         """The model that `export` wrote into `folder`. ConfigError when it holds none of this task's."""
+        ...
+
+    # What people are told -------------------------------------------------------------------------------------------
+
+    def limits(self) -> dict[str, int]:
+        """The keys of the dictionary that cut texts, and their values: {"data.max_tokens": 1024}. {}: nothing is cut.
+
+        When a run does not fit, the plan of its memory tries lower values of the highest one.
+        """
+        ...
+
+    def specimen(self) -> Row:
+        """A made-up raw row of which every text is longer than its limit: what is planned for without data."""
+        ...
+
+    def describe(self, batch: Batch) -> dict[str, Text]:
+        """What the model reads of a batch, and what it is asked to write, each under a name that `stats` shows."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Token ids -> text, special tokens included."""
         ...
 
 
@@ -121,10 +175,23 @@ class Answers(Protocol):
     Its raw rows hold `question` (text) and `answers` (the references, a list of texts).
     """
 
+    def answer_tokens(self) -> int:
+        """The most tokens that an answer may have, by the experiment."""
+        ...
+
     def answers(
-        self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row], *, search: Search = GREEDY
+        self,
+        model: nn.Module,
+        rows: Sequence[Mapping[str, Any]],
+        raw: Sequence[Row],
+        *,
+        search: Search = GREEDY,
+        max_tokens: int | None = None,
     ) -> Answered:
         """Predictions and scores of encoded `rows`; `raw` are the same rows as text, `question` and `answers` only.
+
+        max_tokens: the most tokens of an answer in the place of answer_tokens(), also where the experiment asks for
+        more at least: the plan of memory generates a few, and knows what more cost.
 
         model: in evaluation mode, perhaps an engine. A forward may be a collective of all ranks, which answer
         different rows: how many are made must not depend on what is generated when there are several ranks.

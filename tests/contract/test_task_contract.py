@@ -102,13 +102,17 @@ def test_only_the_trainable_weights_move_and_all_of_them_do(name: str, folder: P
     moved = [key for key, p in model.named_parameters() if not torch.equal(p, before[key])]
     trainable = [key for key, p in model.named_parameters() if p.requires_grad]
     golden = Path(__file__).parent.parent / "golden" / f"{name}.json"
+    still = [key for key in trainable if key not in moved]
     if os.environ.get("LATHE_WRITE_GOLDEN"):
         written = json.loads(golden.read_text()) if golden.exists() else {}
-        golden.write_text(json.dumps({**written, "trainable": trainable}, indent=1) + "\n")
-    assert trainable == json.loads(golden.read_text())["trainable"]
+        golden.write_text(json.dumps({**written, "trainable": trainable, "unmoved": still}, indent=1) + "\n")
+    known = json.loads(golden.read_text())
+    assert trainable == known["trainable"]
     assert set(moved) <= set(trainable)
-    still = set(trainable) - set(moved)
-    assert all(key.endswith("k_attn.bias") for key in still), f"trainable, yet unmoved: {sorted(still)}"
+    assert set(still) <= set(known.get("unmoved", [])), (
+        f"{golden.name} names under `unmoved` the trainable weights whose gradient is always 0, such as a bias of keys "
+        "that softmax takes no notice of. The others have to move."
+    )
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
@@ -148,7 +152,10 @@ def test_stages_ranks_and_accumulation_agree(name: str, folder: Path, tmp_path: 
     at_once = experiment(name, folder, train={"micro_batch": 8})
     (wanted,) = run_on_ranks(1, _one_run, at_once, folder, tmp_path / "at_once")
     assert len(wanted) == 6
-    assert wanted[-1] < wanted[0]
+    assert wanted[-1] < wanted[0], (
+        "the loss has to fall within six steps of eight rows, or this test could not tell training from standing "
+        "still: make this task's rows in tests/facts.py easier, or raise optim.lr there"
+    )
     for world in (1, 2):
         found = run_on_ranks(world, _stages, values, folder, tmp_path / f"world{world}")[0]
         for stage, each in found.items():

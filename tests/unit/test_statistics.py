@@ -17,12 +17,13 @@ from trainer import tasks
 from trainer.data.store import TokenStore, open_store
 from trainer.errors import DataError
 from trainer.losses import IGNORED
+from trainer.models.token_task import TokenTask
 from trainer.statistics import picture, table
 from trainer.statistics.counts import counted, is_empty
 from trainer.statistics.examples import texts
 from trainer.statistics.ledger import Ledger, refuse_lost_labels
 from trainer.statistics.report import report
-from trainer.task import Places, Uncut
+from trainer.task import Batch, Encoded, Places, Text, Uncut
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 SCITLDR, T5 = SHARED / "summarisation" / "scitldr", SHARED / "tokenizers" / "t5"
@@ -111,15 +112,51 @@ def test_a_number_is_not_empty() -> None:
     assert [is_empty(value) for value in (0, False, "", [], [[]], {}, None)] == [False, False, *[True] * 5]
 
 
+class Described:
+    """A task of which only its texts are asked."""
+
+    def __init__(self, texts: dict[str, Text]) -> None:
+        self._texts = texts
+
+    def describe(self, batch: Batch) -> dict[str, Text]:
+        return self._texts
+
+    def decode(self, ids: Any) -> str:
+        return words(ids)
+
+
 def test_segments_show_what_is_in_the_loss() -> None:
+    ids, is_real = torch.tensor([[1, 2, 3, 4, 0]]), torch.tensor([[1, 1, 1, 1, 0]])
+    in_loss = torch.tensor([[False, False, True, True, False]])
+    task: Any = Described({"read": Text(ids, is_real, in_loss), "context": Text(ids[:, :2]), "none": Text(ids[:, :0])})
+    found = texts(task, {})
+    assert found["read"] == [{"text": "w1 w2", "in_loss": False}, {"text": "w3 w4", "in_loss": True}]
+    assert found["context"] == [{"text": "w1 w2", "in_loss": None}]
+    assert found["none"] == []
+
+
+class Named(TokenTask[Any]):
+    """A task of which only the names of its batches matter."""
+
+    def __init__(self) -> None: ...
+    def operate(self, base: Any) -> Any: ...
+    def limits(self) -> dict[str, int]:
+        return {}
+
+    def decode(self, ids: Any) -> str:
+        return words(ids)
+
+
+def test_batches_named_as_transformers_names_them_are_described_without_a_word() -> None:
     ids, mask = torch.tensor([[1, 2, 3, 4, 0]]), torch.tensor([[1, 1, 1, 1, 0]])
     labels = torch.tensor([[IGNORED, IGNORED, 3, 4, IGNORED]])
+    task: Any = Named()
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, "context_input_ids": ids[:, :2]}
-    found = texts(batch, words)
+    found = texts(task, batch)
     assert found["input_ids"] == [{"text": "w1 w2", "in_loss": False}, {"text": "w3 w4", "in_loss": True}]
     assert found["context_input_ids"] == [{"text": "w1 w2", "in_loss": False}]
-    assert texts({"tokens": ids[0]}, words)["tokens"][0]["in_loss"] is None
-    apart = texts({"input_ids": ids, "attention_mask": mask, "labels": labels[:, 2:]}, words)
+    assert texts(task, {"tokens": ids[0]})["tokens"][0]["in_loss"] is None
+    apart = texts(task, {"input_ids": ids, "attention_mask": mask, "labels": labels[:, 2:]})
     assert apart == {
         "input_ids": [{"text": "w1 w2 w3 w4", "in_loss": False}],
         "labels": [{"text": "w3 w4", "in_loss": True}],
@@ -222,7 +259,7 @@ def store_of(tmp_path: Path, lost: list[tuple[int, int]]) -> TokenStore:
     rows = [{"n": number} for number in range(len(lost))]
     return open_store(
         lambda: rows,
-        lambda row: {"ids": [1], "lost_labels": list(lost[row["n"]])},
+        lambda row: Encoded({"ids": [1]}, lost_labels=lost[row["n"]]),
         encoding_id=str(lost),
         split="train",
         cache_dir=tmp_path,
@@ -233,7 +270,7 @@ def store_of(tmp_path: Path, lost: list[tuple[int, int]]) -> TokenStore:
 def test_a_store_remembers_how_many_labels_were_lost(tmp_path: Path) -> None:
     store = store_of(tmp_path, [(3, 10), (0, 10)])
     assert store.lost_labels() == (3, 20)
-    assert "lost_labels" not in store[0]
+    assert store[0].keys() == {"ids"}
     refuse_lost_labels(store, most=0.15)
     with pytest.raises(DataError, match=r"cut 3 of the 20 label tokens off the train split \(15\.0%\)"):
         refuse_lost_labels(store, most=0.14)

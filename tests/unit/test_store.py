@@ -27,7 +27,7 @@ def _rows(count: int = 5) -> list[Row]:
 
 
 def _encode(row: Row) -> Encoded:
-    return {"ids": [*range(row["n"])], "last": [row["n"] - 2**31]}
+    return Encoded({"ids": [*range(row["n"])], "last": [row["n"] - 2**31]})
 
 
 def _length(encoded: Mapping[str, Any]) -> int:
@@ -54,7 +54,7 @@ def test_every_row_comes_back_as_it_was_encoded(tmp_path: Path) -> None:
 
 
 def test_a_field_that_is_always_empty_is_kept(tmp_path: Path) -> None:
-    store = _open(tmp_path, encode=lambda row: {"ids": [], "one": [1]})
+    store = _open(tmp_path, encode=lambda row: Encoded({"ids": [], "one": [1]}))
     assert [store[index]["ids"].tolist() for index in range(len(store))] == [[]] * 5
 
 
@@ -92,7 +92,7 @@ def test_other_rows_or_another_encoding_give_another_store(tmp_path: Path, chang
 
 
 def test_truncated_rows_are_counted_and_not_stored(tmp_path: Path) -> None:
-    store = _open(tmp_path, encode=lambda row: {"ids": [1], "truncated": [int(row["n"] > 2)]})
+    store = _open(tmp_path, encode=lambda row: Encoded({"ids": [1]}, is_truncated=row["n"] > 2))
     assert store.summary()["truncated_rows"] == 2
     assert list(store[0]) == ["ids"]
 
@@ -127,13 +127,13 @@ def test_rows_that_change_while_they_are_read_are_refused(tmp_path: Path) -> Non
 )
 def test_an_encoding_that_is_not_flat_ids_is_refused(tmp_path: Path, encoded: Any) -> None:
     with pytest.raises(DataError, match=r"row 0: field 'ids' is encoded as .*, want a flat list of 32-bit integers"):
-        _open(tmp_path, encode=lambda _: encoded, length=lambda _: 0)
+        _open(tmp_path, encode=lambda _: Encoded(encoded), length=lambda _: 0)
     assert _folders(tmp_path) == []
 
 
 def test_a_row_with_other_fields_than_the_first_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"row 1 is encoded as \['b'\], the first row as \['a'\]"):
-        _open(tmp_path, encode=lambda row: {"ab"[row["n"]]: [1]}, length=lambda _: 1)
+        _open(tmp_path, encode=lambda row: Encoded({"ab"[row["n"]]: [1]}), length=lambda _: 1)
 
 
 def test_an_error_while_encoding_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_full_disk_is_a_storage_error_and_leaves_nothing_behind(tmp_path: Path
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # a file of 1 MiB is full: EFBIG
     try:
         with pytest.raises(StorageError, match="cannot be written: File too large"):
-            _open(tmp_path, rows, encode=lambda _: {"ids": [1] * (1 << 18)})
+            _open(tmp_path, rows, encode=lambda _: Encoded({"ids": [1] * (1 << 18)}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert _folders(tmp_path) == []

@@ -96,9 +96,9 @@ def test_texts_are_cut_to_their_limits_and_keep_their_ends(folder: Path) -> None
     assert long["source"][-1] == long["targets"][5] == task.end
     whole = task.untruncated(LONG)
     assert long["source"][:19] == whole["source"].texts[0][:19]
-    assert long["truncated"] == [1]
-    assert long["lost_labels"] == [len(whole["targets"].texts[0]) - 6, len(whole["targets"].texts[0])]
-    assert short["truncated"] == [int(len(task.untruncated(ROW)["targets"].texts[0]) > 6)]
+    assert long.is_truncated
+    assert long.lost_labels == (len(whole["targets"].texts[0]) - 6, len(whole["targets"].texts[0]))
+    assert short.is_truncated == (len(task.untruncated(ROW)["targets"].texts[0]) > 6)
 
 
 def test_widths_are_the_longest_rounded_up_to_multiples_of_8(folder: Path) -> None:

@@ -10,8 +10,9 @@ import torch
 from transformers import T5Config, T5EncoderModel
 
 from trainer.errors import ConfigError
+from trainer.models.head import load_head
 from trainer.tasks.vera.interchange import export_model, import_model
-from trainer.tasks.vera.model import Verifier, load_head, read_temperature
+from trainer.tasks.vera.model import Verifier, read_temperature
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def unpacked_by_hand(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 def ours(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     model = Verifier(T5EncoderModel.from_pretrained(folder), seed=0).eval()
-    assert load_head(model, str(folder))
+    assert load_head(model.head, str(folder))
     return torch.sigmoid(model(input_ids=ids, attention_mask=torch.ones_like(ids))["logits"] / read_temperature(folder))
 
 

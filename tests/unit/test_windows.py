@@ -32,7 +32,7 @@ from trainer.data.windows import (
     windows,
 )
 from trainer.errors import ConfigError, DataError
-from trainer.task import DRAW, Batch, Task
+from trainer.task import DRAW, Batch, Encoded, Task
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,7 +65,7 @@ def store(tmp_path: Path) -> TokenStore:
     rows = [{"ids": [n] * (1 + (n * 7) % 9)} for n in range(40)]
     return open_store(
         lambda: rows,
-        lambda row: row,
+        Encoded,
         encoding_id="e",
         split="train",
         cache_dir=tmp_path,
@@ -315,7 +315,7 @@ def test_the_sizes_of_a_store_are_those_of_the_fields_that_its_task_pads(tmp_pat
     rows = [{"a": [1] * n, "b": [2] * (n % 3), "kind": [n % 2]} for n in range(1, 7)]
     store = open_store(
         lambda: rows,
-        lambda row: row,
+        Encoded,
         encoding_id="e",
         split="train",
         cache_dir=tmp_path,
@@ -450,9 +450,9 @@ def _global_random_state() -> tuple[Any, ...]:
 def test_a_script_that_dies_in_mid_epoch_still_ends(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from tests.unit.test_windows import _Lines, Sharding, open_store, windows
+from tests.unit.test_windows import _Lines, Encoded, Sharding, open_store, windows
 rows = [{{"ids": [n]}} for n in range(8)]
-store = open_store(lambda: rows, dict, encoding_id="e", split="train", cache_dir=Path({str(tmp_path)!r}), length=len)
+store = open_store(lambda: rows, Encoded, encoding_id="e", split="train", cache_dir=Path({str(tmp_path)!r}), length=len)
 source = windows(store, _Lines(), Sharding(4, 2, 1, 0), seed=1, start_step=0, stop_step=10**9)
 for window in source:
     raise SystemError("on purpose")

@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 _FORMAT = 1  # raised when the files change shape, so that old folders are left alone
 _META = "meta.json"
 _LENGTHS = "lengths.npy"
-_TRUNCATED = "truncated"  # a field of one number: 1 when encoding cut the row; counted, not stored
-_LOST_LABELS = "lost_labels"  # a field of two: how many label tokens a limit cut off, and of how many; likewise
 _PERCENTILES = (50, 90, 99, 100)
 _REPORT_EVERY_S = 10.0
 
@@ -72,7 +70,7 @@ class TokenStore:
 
     def lost_labels(self) -> tuple[int, int]:
         """How many label tokens limits cut off, and of how many; (0, 0) when the task's encoding does not say."""
-        lost, of = self.meta.get(_LOST_LABELS, (0, 0))  # stores of older versions have none
+        lost, of = self.meta.get("lost_labels", (0, 0))  # stores of older versions have none
         return lost, of
 
     def sizes(self, field: str) -> np.ndarray:
@@ -187,17 +185,13 @@ class _Writer:
 
     def add(self, index: int, encoded: Encoded, length: Callable[[Mapping[str, Any]], int]) -> None:
         """Append one row; DataError when its fields are not those of the first row, or not lists of 32-bit integers."""
-        tokens = {
-            field: _as_ids(values, field, index)
-            for field, values in encoded.items()
-            if field not in (_TRUNCATED, _LOST_LABELS)
-        }
+        tokens = {field: _as_ids(values, field, index) for field, values in encoded.items()}
         if index == 0:
             self._open(tokens)
         if tokens.keys() != self._ids.keys():
             raise DataError(f"row {index} is encoded as {sorted(tokens)}, the first row as {sorted(self._ids)}.")
-        self._truncated_rows += int(any(encoded.get(_TRUNCATED, [])))
-        self._lost_labels += encoded.get(_LOST_LABELS, [0, 0])
+        self._truncated_rows += int(encoded.is_truncated)
+        self._lost_labels += encoded.lost_labels
         self._lengths.append([length(encoded)])
         for field, ids in tokens.items():
             self._ids[field].append(ids)
@@ -211,7 +205,7 @@ class _Writer:
             "rows": self._lengths.size,
             "fields": list(self._ids),
             "truncated_rows": self._truncated_rows,
-            _LOST_LABELS: self._lost_labels.tolist(),
+            "lost_labels": self._lost_labels.tolist(),
             "bytes": names,
             **facts,
         }

@@ -129,7 +129,7 @@ def _other_attention(subject: Subject, made: Made) -> list[tuple[str, Request]]:
 
 def _shorter(subject: Subject, made: Made) -> list[tuple[str, Request, int]]:
     """The worst micro-batch under shorter limits, encoded anew; with micro_tokens it holds more rows then."""
-    limit = binding_limit(subject)
+    limit = binding_limit(subject.task)
     if limit is None:
         return []
     key, value = limit
@@ -152,7 +152,7 @@ def _shorter(subject: Subject, made: Made) -> list[tuple[str, Request, int]]:
 def _encoded_anew(subject: Subject, made: Made, values: dict[str, Any]) -> list[dict[str, list[int]]]:
     cfg = tasks.parse(values)
     task = tasks.load(cfg, subject.places)
-    specimens = [Specimens(task, getattr(cfg, "data", None), row) for row in subject.train.raw(made.numbers)]
+    specimens = [Specimens(task, row) for row in subject.train.raw(made.numbers)]
     count = len(made.numbers)
     if cfg.train.micro_tokens is not None:
         longest = max(int(specimen.lengths[0]) for specimen in specimens)
@@ -164,7 +164,7 @@ def _limit_change(subject: Subject, made: Made, peaks: dict[str, int], usable: i
     """The shortest limit tried; and where the run does not fit, the longest that does."""
     if not peaks:
         return []
-    key, value = binding_limit(subject) or ("", 0)
+    key, value = binding_limit(subject.task) or ("", 0)
     tried = [(int(name.rpartition(" ")[2]), total) for name, total in peaks.items()]
     fitting = [(limit, total) for limit, total in tried if usable is not None and total <= usable < made.total]
     return [

@@ -148,7 +148,7 @@ def _run(request: Request, task: Task, model: Any, device: FakeDevice, *, batch:
         distributed.device = lambda: device.device  # answers() itself puts its batch there
         task.collate = for_real(task.collate)
         assert isinstance(task, Answers)
-        task.answers(model, rows, request.raw)
+        task.answers(model, rows, request.raw, max_tokens=request.answer_tokens)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ class Request:
     kind: Kind
     rows: list[dict[str, list[int]]]  # encoded, of one micro-batch
     raw: list[dict[str, Any]] = field(default_factory=list)  # the same as text, for answers
+    answer_tokens: int | None = None  # of an answer; None: as many as the experiment allows
     accumulates: bool = False  # a second micro-batch of the same rows follows
 
 

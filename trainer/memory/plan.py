@@ -15,12 +15,11 @@ from trainer.memory.deepspeed_terms import Breakdown, Zero, host, inference, tra
 from trainer.memory.devices import Device
 from trainer.memory.measure import measure
 from trainer.memory.measured import Kind, Measured, Request
-from trainer.memory.rows import Rows, first_evaluated, heaviest, limits
+from trainer.memory.rows import Rows, first_evaluated, heaviest
 from trainer.task import Answers, Places, Task, question_of
 
 TRAINING, EVALUATION, GENERATION = "training step", "evaluation", "generation"
 SHORT_ANSWERS = (4, 8)  # tokens that are generated to be measured; memory grows by as much with each further one
-_ANSWER_KEYS = (("data", "answer_tokens"), ("generation", "max_tokens"))
 _PROCESS = 2 * 2**30  # host memory of a process that has imported torch, transformers and CUDA's libraries
 
 
@@ -143,8 +142,8 @@ def make(subject: Subject, *, cublas: int) -> Made:
             EVALUATION, inference(evaluated, subject.zero, cublas=cublas), evaluated, subject.valid, rows[EVALUATION]
         ),
     ]
-    if answered:
-        grown = _grown(answered, _most_answer_tokens(subject))
+    if answered and isinstance(subject.task, Answers):
+        grown = _grown(answered, subject.task.answer_tokens())
         peak = inference(grown, subject.zero, cublas=cublas)
         phases.append(phase(GENERATION, peak, grown, subject.valid, rows[EVALUATION]))
     plan = MemoryPlan(
@@ -183,28 +182,11 @@ def _request(subject: Subject, kind: Kind, rows: Rows, numbers: Any) -> Request:
 
 def _answer_requests(subject: Subject, numbers: Any) -> list[Request]:
     """Generation of two short lengths, from which any other follows."""
-    key = _answer_key(subject)
-    if not subject.answers or key is None or not isinstance(subject.task, Answers):
+    if not subject.answers or not isinstance(subject.task, Answers):
         return []
     raw = [question_of(subject.task, row) for row in subject.valid.raw(numbers)]
-    made = _request(subject, "answer", subject.valid, numbers)
-    found: list[Request] = []
-    for tokens in SHORT_ANSWERS:
-        values = changed(subject.values, ".".join(key), tokens)
-        if "min_tokens" in values.get("generation", {}):
-            values["generation"]["min_tokens"] = 0
-        found.append(replace(made, kind="answer", experiment=values, raw=raw))
-    return found
-
-
-def _answer_key(subject: Subject) -> tuple[str, str] | None:
-    dumped = subject.cfg.model_dump()
-    return next(((block, key) for block, key in _ANSWER_KEYS if key in (dumped.get(block) or {})), None)
-
-
-def _most_answer_tokens(subject: Subject) -> int:
-    block, key = _answer_key(subject) or _ANSWER_KEYS[0]
-    return subject.cfg.model_dump()[block][key]
+    request = replace(_request(subject, "answer", subject.valid, numbers), raw=raw)
+    return [replace(request, answer_tokens=tokens) for tokens in SHORT_ANSWERS]
 
 
 def _grown(answered: Sequence[Measured], tokens: int) -> Measured:
@@ -253,10 +235,6 @@ def _to_download(step: Measured, subject: Subject) -> int:
     return 4 * (step.trainable + step.frozen)
 
 
-def binding_limit(subject: Subject) -> tuple[str, int] | None:
-    """The key of the data block that cuts the longest rows, with its value; None when no limit does."""
-    return max(
-        ((f"data.{name}", value) for name, value in limits(subject.cfg.model_dump()["data"]).items()),
-        key=lambda item: item[1],
-        default=None,
-    )
+def binding_limit(task: Task) -> tuple[str, int] | None:
+    """The key of the dictionary that cuts the longest texts, with its value; None when no limit does."""
+    return max(task.limits().items(), key=lambda item: item[1], default=None)

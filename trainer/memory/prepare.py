@@ -45,7 +45,7 @@ def subject_of(
         opened = {split: StoredRows(store_of(task, split), task, split) for split in ("train", "valid")}
         rows: dict[str, Rows] = {**opened}
     except (DataError, ConfigError) as error:
-        specimens = Specimens(task, getattr(cfg, "data", None))
+        specimens = Specimens(task)
         rows = {"train": specimens, "valid": specimens}
         notes = [*notes, f"{str(error).splitlines()[0].rstrip('.')}: every row is taken to fill its limits"]
     return Subject(values, cfg, ds, sharding, task, places, rows["train"], rows["valid"], answers, notes)

@@ -10,11 +10,9 @@ import numpy as np
 
 from trainer.data.store import TokenStore
 from trainer.data.windows import Lengths, Sharding, Sizes, evaluation_batches, sizes_of, window_rows
-from trainer.errors import ConfigError
 from trainer.task import DRAW, EPOCH, Task
 
 MOST_STEPS = 2000  # whose micro-batches are compared
-_WORDS = 6  # of a specimen's text for each token of its limit: no tokenizer makes less than a token of six words
 _SPECIMENS = 8192
 _DRAWN = 5
 
@@ -56,16 +54,10 @@ class StoredRows:
 class Specimens:
     """One row as often as one likes: for a plan without data, one that fills every limit."""
 
-    def __init__(self, task: Task, data: Any, row: dict[str, Any] | None = None) -> None:
-        """row: the raw row to take; None: one that is made up."""
-        self._row = row or _specimen(data)
-        try:
-            self._encoded = task.encode(self._row)
-        except (KeyError, TypeError) as error:
-            raise ConfigError(
-                f"the data cannot be read here, and a row of this task cannot be made up ({error!r}). "
-                "Give --data_path the folder of the data."
-            ) from error
+    def __init__(self, task: Task, row: dict[str, Any] | None = None) -> None:
+        """row: the raw row to take; None: one that the task makes up."""
+        self._row = task.specimen() if row is None else row
+        self._encoded = task.encode(self._row)
         self.lengths = self.sizes = np.full(_SPECIMENS, task.length(self._encoded))
 
     def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]:
@@ -77,31 +69,8 @@ class Specimens:
 
 
 def _plain(row: Mapping[str, Any], is_drawn: bool) -> dict[str, list[int]]:
-    fields = {name: [int(value) for value in values] for name, values in row.items() if name != "truncated"}
+    fields = {name: [int(value) for value in values] for name, values in row.items()}
     return {**fields, DRAW: [_DRAWN], EPOCH: [0]} if is_drawn else fields
-
-
-def limits(data: Mapping[str, Any]) -> dict[str, int]:
-    """The keys of a data block that cut texts, with their values."""
-    return {name: value for name, value in data.items() if name.endswith("_tokens") and isinstance(value, int)}
-
-
-def _specimen(data: Any) -> dict[str, Any]:
-    """A row with every field that a task here reads, each text longer than any limit."""
-    block = data.model_dump()
-    text = "word " * (_WORDS * max(limits(block).values(), default=512))
-    passage = {"id": "0", "title": "", "text": text}
-    tasks = block.get("train_tasks") or [""]
-    return {
-        "id": "0",
-        "piece": 0,
-        "number": 0,
-        "task": tasks[0],
-        **dict.fromkeys(("text", "question", "query", "context", "document"), text),
-        **{key: [text] for key in ("answers", "summaries", "golds", "contexts")},
-        "distractors": [text] * max(0, int(block.get("statements") or 4) - 1),
-        "ctxs": [passage] * int(block.get("contexts") or 1) if isinstance(block.get("contexts", 1), int) else [passage],
-    }
 
 
 def heaviest(rows: Rows, sharding: Sharding, *, seed: int | None, steps: int) -> list[np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def report(cfg: Experiment, task: Task, splits: Sequence[str], *, cache_dir: Pat
             cache_dir=cache_dir,
             length=task.length,
         )
-        counts[split] = counted(task, task.rows(split), Ledger(decoder(task)))
+        counts[split] = counted(task, task.rows(split), Ledger(task.decode))
         found["splits"][split] = of_split(cfg.train, task, store, counts[split])
         for other in list(counts)[:-1]:
             found["shared_rows"][f"{split} in {other}"] = counts[split].shared_with(counts[other])
@@ -57,23 +57,14 @@ def of_split(train: Train, task: Task, store: TokenStore, counts: Counts) -> dic
         "lost_labels": {"lost": lost, "of": of} if of else None,
         "padding": _padding(train, task, store),
         **counts.report(),
-        "examples": examples(task, store, ids=counts.ids, decode=decoder(task)),
+        "examples": examples(task, store, ids=counts.ids),
     }
-
-
-def decoder(task: Task) -> Any:
-    """Token ids -> text, special tokens included, by the task's tokenizer; the ids themselves when it has none."""
-    tokenizer: Any = getattr(task, "tokenizer", None)
-    if tokenizer is None:
-        return lambda ids: " ".join(map(str, ids))
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _fields(store: TokenStore, counts: Counts) -> dict[str, Any]:
     """Lengths by field: before they are cut where the task says so, else as they are stored; and of the whole row."""
     whole, limits = counts.ledger.lengths(), counts.ledger.limits()
-    names = [name for name in store.meta["fields"] if not name.endswith("lengths")]
-    stored = {} if whole else {name: store.sizes(name) for name in names}
+    stored = {} if whole else {name: store.sizes(name) for name in store.meta["fields"]}
     texts = {name: sizes for name, sizes in stored.items() if sizes.max(initial=0) > 1}  # others are mere numbers
     found = {name: {**_lengths(sizes), "limit": limits.get(name), "is_whole": name in whole}
              for name, sizes in {**whole, **texts}.items()}  # fmt: skip
@@ -107,8 +98,8 @@ def _bin_width(most: int) -> int:
 def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
     """Which part of the micro-batches of one device is padding: by row lengths, and in batches as they are collated.
 
-    `by_length` takes a micro-batch for one rectangle as wide as its longest row; `collated` counts the attention masks
-    of a few micro-batches, each field for itself, and is None for a task that packs. A micro_batch that is left to the
+    `by_length` takes a micro-batch for one rectangle as wide as its longest row; `collated` counts the padding of the
+    texts of a few micro-batches, and is None for a task that packs. A micro_batch that is left to the
     plan of memory ("auto", here 0) counts as the whole step.
     """
     micro_batch = train.micro_batch or train.global_batch
@@ -131,8 +122,7 @@ def _collated(task: Task, store: TokenStore, sharding: Sharding, *, seed: int | 
     real = cells = 0
     for step in np.unique(np.linspace(0, steps - 1, _COLLATED).astype(int)):
         for rows in window_rows(int(step), lengths=sizes_of(store, task), sharding=sharding, seed=seed):
-            batch: Mapping[str, Any] = task.collate([store[int(row)] for row in rows])
-            for name, mask in batch.items():
-                if name.endswith("attention_mask"):
-                    real, cells = real + int(mask.sum()), cells + mask.numel()
+            texts = task.describe(task.collate([store[int(row)] for row in rows])).values()
+            for is_real in [text.is_real for text in texts if text.is_real is not None]:
+                real, cells = real + int(is_real.sum()), cells + is_real.numel()
     return 1 - real / cells if cells else None

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
-from trainer import base_model
-from trainer.config import canonical_json
-from trainer.data import sources, stdlib_docs, vocabulary
+from trainer.data import sources, stdlib_docs
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.losses import IGNORED, next_token_loss
-from trainer.metrics import Ratio
-from trainer.task import Batch, Encoded, Places, Row, Uncut
+from trainer.models.token_task import TokenTask
+from trainer.task import Batch, Encoded, Row, Uncut
 from trainer.tasks.causal_lm.config import Config
 
 
@@ -36,24 +33,10 @@ class CausalLM(nn.Module):
         return {"loss": next_token_loss(hidden_BTD, labels, self.base.get_output_embeddings())}
 
 
-class Task:
+class Task(TokenTask[Config]):
     """Texts in, a language model out."""
 
-    unit: ClassVar[str] = "tokens"
-
-    def __init__(self, cfg: Config, places: Places) -> None:
-        self.cfg, self.places = cfg, places
-        self.tokenizer = base_model.tokenizer_of(cfg, places)
-        self.pad = vocabulary.pad_id(self.tokenizer)
-        self.eos = vocabulary.eos_id(self.tokenizer)
-
-    def model(self) -> nn.Module:
-        return self._operate(base_model.load(self.cfg.base, self.places, precision=self.cfg.train.precision))
-
-    def skeleton(self) -> nn.Module:
-        return self._operate(base_model.skeleton(self.cfg.base, self.places))
-
-    def _operate(self, base: Any) -> nn.Module:
+    def operate(self, base: Any) -> nn.Module:
         positions = getattr(base.config, "max_position_embeddings", None)
         if positions is not None and self.cfg.data.max_tokens > positions:
             raise ConfigError(
@@ -61,8 +44,7 @@ class Task:
                 f"Use at most {positions}."
             )
         _refuse_scaled_logits(base.config)
-        if self.cfg.train.gradient_checkpointing:
-            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.recompute(base)
         return CausalLM(base)
 
     def rows(self, split: str) -> Iterable[Row]:
@@ -83,24 +65,24 @@ class Task:
             yield {**row, "piece": piece}
 
     def _ids(self, text: str) -> list[int]:
-        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.eos]
+        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end]
 
     def encode(self, row: Row) -> Encoded:
         limit, piece = self.cfg.data.max_tokens, row["piece"]
-        return {"ids": self._ids(row["text"])[piece * limit : (piece + 1) * limit]}
+        return Encoded({"ids": self._ids(row["text"])[piece * limit : (piece + 1) * limit]})
 
     def untruncated(self, row: Row) -> dict[str, Uncut]:
         """ids: nothing is cut off, for a text that is too long goes on in the next row."""
         return {"ids": Uncut([self.encode(row)["ids"]], None, "data.max_tokens", labels_from=1)}
 
     def encoding_id(self) -> str:
-        return canonical_json(
-            {
-                "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
-                "task": "causal_lm",
-                "max_tokens": self.cfg.data.max_tokens,
-            }
-        )
+        return self.encoded_under(max_tokens=self.cfg.data.max_tokens)
+
+    def limits(self) -> dict[str, int]:
+        return {"data.max_tokens": self.cfg.data.max_tokens}
+
+    def specimen(self) -> Row:
+        return {"text": self.filler(), "piece": 0}
 
     def length(self, encoded: Mapping[str, Any]) -> int:
         return len(encoded["ids"])
@@ -111,25 +93,6 @@ class Task:
 
     def units(self, batch: Batch) -> Tensor:
         return (batch["labels"][:, 1:] != IGNORED).sum()
-
-    def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        for batch in window:
-            yield model(**batch)["loss"]
-
-    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio]:
-        return {"loss": Ratio(model(**batch)["loss"], self.units(batch))}
-
-    def fingerprint(self) -> str:
-        return ""
-
-    def exported(self, folder: Path) -> nn.Module:
-        return self._operate(base_model.load(str(folder), self.places, precision=self.cfg.train.precision))
-
-    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        config = base_model.config_of(self.cfg.base, self.places)
-        named = {name.removeprefix("base."): tensor for name, tensor in weights.items()}
-        config.dtype = next(iter(named.values())).dtype
-        base_model.export_folder(folder, config, self.tokenizer, named)
 
 
 def _refuse_scaled_logits(config: Any) -> None:

@@ -49,7 +49,7 @@ class Prompts:
             )
         context = self._context(row["question"], questions.contexts_of(row))
         is_cut = len(prompt) + len(target) > data.decoder_tokens or max(map(len, context)) > data.context_tokens
-        encoded = {"decoder": decoder, "answer_start": [len(prompt)], "truncated": [int(is_cut)]}
+        encoded = Encoded({"decoder": decoder, "answer_start": [len(prompt)]}, is_truncated=is_cut)
         encoded |= self._within_limit(context, "context")
         if "other" in row:
             encoded |= self._within_limit(self._context(row["question"], row["other"]), "other")
@@ -70,21 +70,23 @@ class Prompts:
         search: Search = GREEDY,
         device: torch.device,
         is_synced: bool = False,
+        max_tokens: int | None = None,
     ) -> list[list[str]]:
-        """The answers to each encoded row, the best first, of at most data.answer_tokens tokens.
+        """The answers to each encoded row, the best first, of at most max_tokens tokens; None: data.answer_tokens.
 
         is_synced: the ranks of a launcher answer different rows, and make equally many forwards.
         """
-        ids, mask = self._prompts(rows, most_prompt_tokens(model, self.data.answer_tokens))
+        most = self.data.answer_tokens if max_tokens is None else max_tokens
+        ids, mask = self._prompts(rows, most_prompt_tokens(model, most))
         prompts = {"input_ids": ids, "attention_mask": mask, **self.contexts(rows, "context")}
         prompts = {name: tensor.to(device) for name, tensor in prompts.items()}
-        texts = [self._text(tokens) for tokens in self._generated(model, prompts, search, is_synced).tolist()]
+        texts = [self._text(tokens) for tokens in self._generated(model, prompts, search, most, is_synced).tolist()]
         return [texts[start : start + search.num_answers] for start in range(0, len(texts), search.num_answers)]
 
-    def _generated(self, model: nn.Module, prompts: Batch, search: Search, is_synced: bool) -> Tensor:
+    def _generated(self, model: nn.Module, prompts: Batch, search: Search, most: int, is_synced: bool) -> Tensor:
         """(B*N, G) tokens."""
         how: dict[str, Any] = {
-            "max_new_tokens": self.data.answer_tokens,
+            "max_new_tokens": most,
             "pad_token_id": self.pad,
             "eos_token_id": self.eos,
         }
@@ -119,7 +121,7 @@ class Prompts:
         how = {"question_on_context": self.data.question_on_context, "chunked": self.data.chunked}
         return [self._ids(text) for text in templates.context_texts(question, contexts, self.data.template, **how)]
 
-    def _within_limit(self, texts: list[list[int]], field: str) -> Encoded:
+    def _within_limit(self, texts: list[list[int]], field: str) -> dict[str, list[int]]:
         chunks = [ids[: self.data.context_tokens] for ids in texts]
         return {field: [token for chunk in chunks for token in chunk], f"{field}_lengths": [len(c) for c in chunks]}
 

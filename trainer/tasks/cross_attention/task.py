@@ -7,19 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer import base_model, distributed
-from trainer.config import canonical_json
-from trainer.data import vocabulary
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.losses import IGNORED
-from trainer.metrics import Ratio, answer_scores
+from trainer.metrics import Pool, Ratio, answer_scores
+from trainer.models.token_task import TokenTask
 from trainer.states.reading import StateCache
 from trainer.task import DRAW, GREEDY, Answered, Batch, Encoded, Places, Row, Search, Uncut
 from trainer.tasks.cross_attention import contexts, export, questions
@@ -37,29 +36,23 @@ _OTHER = "other"  # the field with another row's context, in evaluation
 IS_CONTEXT = "is_context"  # marks a row, raw or encoded, whose decoder predicts the context itself
 
 
-class Task:
+class Task(TokenTask[Config]):
     """A question (and the answer being written) in the decoder, its context behind the cross-attention."""
 
-    unit: ClassVar[str] = "tokens"
-
     def __init__(self, cfg: Config, places: Places) -> None:
-        self.cfg, self.places = cfg, places
-        self.tokenizer = base_model.tokenizer_of(cfg, places)
+        super().__init__(cfg, places)
         self.prompts = Prompts(self.tokenizer, cfg.data, lambda: self._states)
         self.sentinels = Sentinels.of(self.tokenizer)
 
     # Model ------------------------------------------------------------------------------------------------------
 
     def model(self) -> nn.Module:
-        model = self._operate(base_model.load(self.cfg.base, self.places, precision=self.cfg.train.precision))
+        model: Any = super().model()
         if self.cfg.init_from is not None:
             load_added(model, read_added(Path(self.cfg.init_from)), source=self.cfg.init_from)
         return model
 
-    def skeleton(self) -> nn.Module:
-        return self._operate(base_model.skeleton(self.cfg.base, self.places))
-
-    def _operate(self, base: Any) -> CrossAttentionModel:
+    def operate(self, base: Any) -> CrossAttentionModel:
         model = CrossAttentionModel(base, self.cfg.layers, seed=self.cfg.train.seed)
         model.check_lengths(self.cfg.data.decoder_tokens, self.cfg.data.context_tokens)
         model.checkpoint_blocks(self.cfg.train.gradient_checkpointing)
@@ -98,16 +91,22 @@ class Task:
         if not self.cfg.data.include_context_ids:
             return self.prompts.encode(row)
         is_context = IS_CONTEXT in row
-        return {**self.prompts.encode(row, predicts_context=is_context), IS_CONTEXT: [int(is_context)]}
+        encoded = self.prompts.encode(row, predicts_context=is_context)
+        encoded[IS_CONTEXT] = [int(is_context)]
+        return encoded
 
     def encoding_id(self) -> str:
-        return canonical_json(
-            {
-                "task": "cross_attention",
-                "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
-                "data": self.cfg.data.model_dump(mode="json", exclude=_NOT_ENCODED),
-            }
-        )
+        return self.encoded_under(data=self.cfg.data.model_dump(mode="json", exclude=_NOT_ENCODED))
+
+    def limits(self) -> dict[str, int]:
+        return {
+            "data.decoder_tokens": self.cfg.data.decoder_tokens,
+            "data.context_tokens": self.cfg.data.context_tokens,
+        }
+
+    def specimen(self) -> Row:
+        text = self.filler()
+        return {"id": "0", "question": text, "answers": [text], "context": text}
 
     def length(self, encoded: Mapping[str, Any]) -> int:
         return len(encoded["decoder"]) + len(encoded["context"])
@@ -189,22 +188,31 @@ class Task:
         for batch in window:
             yield _loss(model, batch)
 
-    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio]:
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
         """loss: per labelled token. shuffled_loss: the same under another row's context; higher, if layers read."""
         units = self.units(batch)
-        scores = {"loss": Ratio(_loss(model, batch), units)}
+        scores: dict[str, Ratio | Pool] = {"loss": Ratio(_loss(model, batch), units)}
         if any(name.startswith(f"{_OTHER}_") for name in batch):
             scores["shuffled_loss"] = Ratio(_loss(model, under_context(batch, f"{_OTHER}_")), units)
         return scores
 
     # Answers ----------------------------------------------------------------------------------------------------
 
+    def answer_tokens(self) -> int:
+        return self.cfg.data.answer_tokens
+
     def answers(
-        self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row], *, search: Search = GREEDY
+        self,
+        model: nn.Module,
+        rows: Sequence[Mapping[str, Any]],
+        raw: Sequence[Row],
+        *,
+        search: Search = GREEDY,
+        max_tokens: int | None = None,
     ) -> Answered:
         """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of the best ones."""
         how: dict[str, Any] = {"device": distributed.device(), "is_synced": distributed.world() > 1}
-        n_best = self.prompts.answers(model, rows, search=search, **how)
+        n_best = self.prompts.answers(model, rows, search=search, max_tokens=max_tokens, **how)
         predictions = [best for best, *_ in n_best]
         known = [(text, row["answers"]) for text, row in zip(predictions, raw, strict=True) if row["answers"]]
         scores = answer_scores([text for text, _ in known], [answers for _, answers in known])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from trainer import base_model, distributed
 from trainer.config import Base, canonical_json
@@ -16,46 +15,39 @@ from trainer.data.padding import pad_right
 from trainer.data.store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
 from trainer.losses import IGNORED
-from trainer.metrics import Ratio, answer_scores
+from trainer.metrics import answer_scores
+from trainer.models.token_task import TokenTask
 from trainer.task import DRAW, GREEDY, Answered, Batch, Encoded, Places, Row, Search, Uncut
 from trainer.tasks.fid.config import Config
 from trainer.tasks.fid.model import FiD, Generation
 from trainer.tasks.fid.packing import pack
 from trainer.tasks.fid.tokens import Prompts, drawn_target, flat, unflat
-from trainer.tasks.fid.weights import add_cross_bias, without_prefix
+from trainer.tasks.fid.weights import add_cross_bias
+
+_MADE_UP = "is_made_up"  # marks the raw row of specimen()
 
 
-class Task:
+class Task(TokenTask[Config]):
     """A question with its passages in the encoder, its answer in the decoder."""
 
-    unit: ClassVar[str] = "tokens"
+    kind: ClassVar[base_model.Kind] = "seq2seq_lm"
+    base_name: ClassVar[str] = "t5"
     is_packed: ClassVar[bool] = True
 
     def __init__(self, cfg: Config, places: Places) -> None:
-        self.cfg, self.places = cfg, places
-        self.tokenizer = base_model.tokenizer_of(cfg, places)
+        super().__init__(cfg, places)
         self.prompts = Prompts(self.tokenizer, cfg.data)
 
     # Model ------------------------------------------------------------------------------------------------------
 
-    def model(self) -> nn.Module:
-        return self._loaded(self.cfg.base)
-
-    def exported(self, folder: Path) -> nn.Module:
-        return self._loaded(str(folder))
-
-    def _loaded(self, base: Base) -> FiD:
-        t5 = base_model.load(base, self.places, precision=self.cfg.train.precision, kind="seq2seq_lm")
-        model = self._operate(t5)
+    def loaded(self, base: Base) -> nn.Module:
+        model: Any = super().loaded(base)
         if self.cfg.reader.compat_cross_bias:
-            add_cross_bias(t5, base_model.resolve(base, self.places))
+            add_cross_bias(model.t5, base_model.resolve(base, self.places))
         return model
 
-    def skeleton(self) -> nn.Module:
-        return self._operate(base_model.skeleton(self.cfg.base, self.places, kind="seq2seq_lm"))
-
-    def _operate(self, t5: Any) -> FiD:
-        config = t5.config
+    def operate(self, base: Any) -> FiD:
+        config = base.config
         if config.model_type != "t5":
             raise ConfigError(f"base: a {config.model_type}, want a T5, T5 v1.1 or flan-T5 (model_type t5).")
         if config.eos_token_id != self.prompts.end:
@@ -65,17 +57,12 @@ class Task:
             )
         if config.decoder_start_token_id is None:
             raise ConfigError("base.config.decoder_start_token_id: missing. A T5 starts answers with its pad, id 0.")
-        return FiD(t5, self.cfg.reader, recompute=self.cfg.train.gradient_checkpointing)
+        return FiD(base, self.cfg.reader, recompute=self.cfg.train.gradient_checkpointing)
 
-    def fingerprint(self) -> str:
-        return ""
-
-    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        named = without_prefix(weights)
-        config = base_model.config_of(self.cfg.base, self.places)
-        config.dtype = next(iter(named.values())).dtype
+    def exported_config(self) -> Any:
+        config = super().exported_config()
         config.architectures = ["T5ForConditionalGeneration"]
-        base_model.export_folder(folder, config, self.tokenizer, named)
+        return config
 
     # Data -------------------------------------------------------------------------------------------------------
 
@@ -99,12 +86,18 @@ class Task:
             return None
         return open_store(
             lambda: retrieved.corpus(self.places.data_path, file),
-            lambda row: {"ids": self.prompts.passages([row])[0]},
-            encoding_id=canonical_json({"task": "fid", "corpus": self._tokens_id()}),
+            lambda row: Encoded({"ids": self.prompts.passages([row])[0]}),
+            encoding_id=canonical_json({"task": "fid", "corpus": self._passages_id()}),
             split="corpus",
             cache_dir=self.places.cache_dir,
             length=lambda encoded: len(encoded["ids"]),
         )
+
+    def _passages_id(self) -> dict[str, Any]:
+        return {
+            "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
+            "passage_tokens": self.cfg.data.passage_tokens,
+        }
 
     @cached_property
     def _corpus_rows(self) -> dict[str, int]:
@@ -116,8 +109,8 @@ class Task:
     def encode(self, row: Row) -> Encoded:
         """Token ids: the question, its passages (or their rows in the corpus) and its targets."""
         question = self.prompts.question(row["question"])
-        encoded: Encoded = {"question": question, **flat(self.prompts.targets(row), "targets")}
-        if self._corpus is None:
+        encoded = {"question": question, **flat(self.prompts.targets(row), "targets")}
+        if _MADE_UP in row or self._corpus is None:
             passages = self.prompts.passages([_with_text(passage, row) for passage in row["ctxs"]])
             encoded |= flat(passages, "passages")
             lengths = [len(passage) for passage in passages]
@@ -125,8 +118,20 @@ class Task:
             encoded["corpus_rows"] = [self._corpus_row(passage, row) for passage in row["ctxs"]]
             lengths = [int(self._corpus.lengths[number]) for number in encoded["corpus_rows"]]
         longest = len(question) + max(lengths, default=0)
-        lost_labels = self.prompts.lost_labels(row)
-        return {**encoded, "truncated": [int(longest > self.cfg.data.passage_tokens)], "lost_labels": lost_labels}
+        is_truncated = longest > self.cfg.data.passage_tokens
+        return Encoded(encoded, is_truncated=is_truncated, lost_labels=self.prompts.lost_labels(row))
+
+    def limits(self) -> dict[str, int]:
+        data = self.cfg.data
+        targets = {} if data.target_tokens is None else {"data.target_tokens": data.target_tokens}
+        return {"data.passage_tokens": data.passage_tokens, **targets}
+
+    def specimen(self) -> Row:
+        """Its passages stand in it, also where the experiment looks passages up in a corpus."""
+        data = self.cfg.data
+        answer = self.filler() if data.target_tokens is not None else "word " * data.answer_tokens
+        passages = [{"title": "", "text": self.filler()}] * data.contexts
+        return {"id": "0", "question": self.filler(), "answers": [answer], "ctxs": passages, _MADE_UP: True}
 
     def _corpus_row(self, passage: Row, row: Row) -> int:
         found = self._corpus_rows.get(str(passage.get("id")))
@@ -152,21 +157,12 @@ class Task:
         }
 
     def encoding_id(self) -> str:
-        corpus = self._corpus
-        return canonical_json(
-            {
-                "task": "fid",
-                **self._tokens_id(),
-                "target_tokens": self.cfg.data.target_tokens,
-                "corpus": corpus.digest if corpus is not None else None,
-            }
+        data, corpus = self.cfg.data, self._corpus
+        return self.encoded_under(
+            passage_tokens=data.passage_tokens,
+            target_tokens=data.target_tokens,
+            corpus=corpus.digest if corpus is not None else None,
         )
-
-    def _tokens_id(self) -> dict[str, Any]:
-        return {
-            "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
-            "passage_tokens": self.cfg.data.passage_tokens,
-        }
 
     def length(self, encoded: Mapping[str, Any]) -> int:
         return sum(len(prompt) for prompt in self._prompts_of(encoded))
@@ -192,29 +188,25 @@ class Task:
         ids, mask = pad_right([drawn_target(row if data.sample_targets else _undrawn(row)) for row in rows], 0)
         return {**batch, "labels": ids.masked_fill(mask == 0, IGNORED)}
 
-    # Loss and scores --------------------------------------------------------------------------------------------
-
-    def units(self, batch: Batch) -> Tensor:
-        return (batch["labels"] != IGNORED).sum()
-
-    def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        for batch in window:
-            yield model(**batch)["loss"]
-
-    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio]:
-        """loss: per token of the first target."""
-        return {"loss": Ratio(model(**batch)["loss"], self.units(batch))}
-
     # Answers ----------------------------------------------------------------------------------------------------
 
+    def answer_tokens(self) -> int:
+        return self.cfg.data.answer_tokens
+
     def answers(
-        self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row], *, search: Search = GREEDY
+        self,
+        model: nn.Module,
+        rows: Sequence[Mapping[str, Any]],
+        raw: Sequence[Row],
+        *,
+        search: Search = GREEDY,
+        max_tokens: int | None = None,
     ) -> Answered:
         """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of the best ones."""
         if search.temperature is not None:
             raise ConfigError("task 'fid' draws no answers. Leave out --temperature.")
         how = Generation(
-            self.cfg.data.answer_tokens,
+            max_tokens or self.answer_tokens(),
             num_beams=search.num_beams,
             num_answers=search.num_answers,
             is_synced=distributed.world() > 1,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.data.vocabulary import eos_id
-from trainer.task import DRAW, Encoded, Row
+from trainer.task import DRAW, Row
 from trainer.tasks.fid.config import Data
 
 
@@ -38,12 +38,12 @@ class Prompts:
         """
         return [ids[: self.data.target_tokens] for ids in self._whole_targets(row)]
 
-    def lost_labels(self, row: Row) -> list[int]:
-        """[tokens that data.target_tokens cuts off all targets, of how many]; zeros where there is no limit."""
+    def lost_labels(self, row: Row) -> tuple[int, int]:
+        """(tokens that data.target_tokens cuts off all targets, of how many); zeros where there is no limit."""
         if self.data.target_tokens is None:
-            return [0, 0]
+            return 0, 0
         lengths = [len(ids) for ids in self._whole_targets(row)]
-        return [sum(max(0, length - self.data.target_tokens) for length in lengths), sum(lengths)]
+        return sum(max(0, length - self.data.target_tokens) for length in lengths), sum(lengths)
 
     def _whole_targets(self, row: Row) -> list[list[int]]:
         texts = [row["target"]] if "target" in row else row["answers"]
@@ -63,7 +63,7 @@ class Prompts:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
 
-def flat(lists: Sequence[Sequence[int]], name: str) -> Encoded:
+def flat(lists: Sequence[Sequence[int]], name: str) -> dict[str, list[int]]:
     """Lists of ids as the two fields that unflat() reads: all of them one after the other, and their lengths."""
     return {name: [token for ids in lists for token in ids], f"{name}_lengths": [len(ids) for ids in lists]}
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from trainer.config import RandomBase
 from trainer.encoder_only import find_file
@@ -14,12 +12,6 @@ from trainer.errors import ConfigError
 
 # The table that transformers before 4.0 gave cross-attention and that no later one has (huggingface #8518).
 CROSS_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-_PREFIX = "t5."  # of our model's names; behind it stand those of a plain T5
-
-
-def without_prefix(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a FiD model under the names of a plain T5."""
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}
 
 
 @torch.no_grad()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer import base_model, distributed
-from trainer.config import Base, RandomBase, canonical_json
-from trainer.data import vocabulary
+from trainer.config import Base, RandomBase
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.gradcache import Pool as Pooled
 from trainer.gradcache import pooled_losses
 from trainer.metrics import Pool, Ratio
-from trainer.task import DRAW, EPOCH, Batch, Encoded, Places, Row, Side
+from trainer.models.token_task import TokenTask
+from trainer.task import DRAW, EPOCH, Batch, Encoded, Places, Row, Side, Text, Uncut
 from trainer.tasks.retriever import export, lora, losses, metrics, rows, selection
 from trainer.tasks.retriever.config import Config, Data, Encoder
 from trainer.tasks.retriever.model import Retriever, pooler_of
@@ -32,18 +34,19 @@ _OWN = ("queries", "counts", "positive_ids", "positive_counts", "teacher")
 _DESCRIBED = ("separator", "query_prefix", "passage_prefix", "query_tokens", "passage_tokens", "append_eos")
 
 
-class Task:
+class Task(TokenTask[Config]):
     """A query at a time, with passages; the loss is a mean over queries."""
 
     unit: ClassVar[str] = "queries"
+    kind: ClassVar[base_model.Kind] = "encoder"
 
     def __init__(self, cfg: Config, places: Places) -> None:
-        self.cfg, self.places = cfg, places
+        self.places = places
         self.how: Encoder = cfg.encoder  # an exported model may say otherwise
         base = self._side(cfg.base, export.QUERY)
         own = {} if base == cfg.base or cfg.tokenizer else {"tokenizer": base_model.resolve(cfg.base, places)}
         named = cfg.model_copy(update={"base": base, **own})
-        self.tokenizer = base_model.tokenizer_of(named, places, needs_eos=False)
+        super().__init__(cfg, places, tokenizer=base_model.tokenizer_of(named, places, needs_eos=False))
         self.tokens = Tokens(self.tokenizer, cfg.data)
         self._is_told = False  # whether the size of a pool was logged
         if cfg.encoder.pooling == "cls" and _is_causal(base_model.config_of(base, places)):
@@ -54,7 +57,7 @@ class Task:
     # Model ------------------------------------------------------------------------------------------------------
 
     def model(self) -> nn.Module:
-        model = self._loaded(self.cfg.base, self.cfg.encoder)
+        model = self._both(self.cfg.base, self.cfg.encoder)
         source = base_model.resolve(self.cfg.base, self.places)
         if model.pooler is not None and isinstance(source, str) and (Path(source) / export.POOLER).is_file():
             export.load_pooler(model.pooler, Path(source))
@@ -65,10 +68,10 @@ class Task:
         export.check_holds_model(folder, tied=how.tied)
         self._follow(folder, how)
         if self.cfg.lora is None:
-            model = self._loaded(str(folder), how)
+            model = self._both(str(folder), how)
         else:
             self._check_base(folder)
-            model = self._loaded(self.cfg.base, how)
+            model = self._both(self.cfg.base, how)
             for side, place in export.sides(folder, tied=how.tied).items():
                 lora.load_adapter(getattr(model, side), place)
         if model.pooler is not None:
@@ -79,12 +82,13 @@ class Task:
         def side(name: str) -> Any:
             encoder = base_model.skeleton(self._side(self.cfg.base, name), self.places, kind="encoder")
             with torch.device("meta"):
-                return self._operate(encoder)
+                return self.operate(encoder)
 
         with torch.device("meta"):
             return self._retriever(side, self.cfg.encoder)
 
-    def _loaded(self, base: Base, how: Encoder) -> Retriever:
+    def _both(self, base: Base, how: Encoder) -> Retriever:
+        """The encoders of both sides, or the one for both."""
         return self._retriever(lambda side: self._encoder(base, side), how)
 
     def _retriever(self, encoder_of: Any, how: Encoder) -> Retriever:
@@ -95,15 +99,14 @@ class Task:
 
     def _encoder(self, base: Base, side: str) -> Any:
         source, precision = self._side(base, side), self.cfg.train.precision
-        return self._operate(base_model.load(source, self.places, precision=precision, kind="encoder"))
+        return self.operate(base_model.load(source, self.places, precision=precision, kind="encoder"))
 
-    def _operate(self, encoder: Any) -> Any:
+    def operate(self, base: Any) -> Any:
         cfg = self.cfg
         if cfg.dropout is not None:
-            base_model.set_dropout(encoder, cfg.dropout)
-        if cfg.train.gradient_checkpointing:
-            encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return encoder if cfg.lora is None else lora.adapted(encoder, cfg.lora, seed=cfg.train.seed)
+            base_model.set_dropout(base, cfg.dropout)
+        self.recompute(base)
+        return base if cfg.lora is None else lora.adapted(base, cfg.lora, seed=cfg.train.seed)
 
     def _side(self, base: Base, side: str) -> Base:
         """The base of one side: a folder with query_model/ and passage_model/ holds two."""
@@ -150,23 +153,49 @@ class Task:
         passages = self.tokens.ids(texts, "passage")
         scores = [text.get("score", np.nan) if isinstance(text, Mapping) else np.nan for text in texts]
         is_cut = len(query) >= self.tokens.limit("query") or max(map(len, passages)) >= self.tokens.limit("passage")
+        return Encoded(
+            {
+                "query": query,
+                "passages": [token for tokens in passages for token in tokens],
+                "lengths": [len(tokens) for tokens in passages],
+                "identities": [word for tokens in passages for word in identity(tokens)],
+                "scores": np.asarray(scores, dtype=np.float32).view(np.int32).tolist(),
+                "num_positives": [len(row["positives"])],
+                "item": [row["item"]],
+            },
+            is_truncated=is_cut,
+        )
+
+    def untruncated(self, row: Row) -> dict[str, Uncut]:
+        """query; passages: positives and negatives, each with its special tokens."""
+        data = self.cfg.data
+        texts = [*row["positives"], *row["negatives"]]
         return {
-            "query": query,
-            "passages": [token for tokens in passages for token in tokens],
-            "lengths": [len(tokens) for tokens in passages],
-            "identities": [word for tokens in passages for word in identity(tokens)],
-            "scores": np.asarray(scores, dtype=np.float32).view(np.int32).tolist(),
-            "num_positives": [len(row["positives"])],
-            "item": [row["item"]],
-            "truncated": [int(is_cut)],
+            "query": Uncut(self._whole.ids([row["query"]], "query"), data.query_tokens, "data.query_tokens"),
+            "passages": Uncut(self._whole.ids(texts, "passage"), data.passage_tokens, "data.passage_tokens"),
         }
+
+    @cached_property
+    def _whole(self) -> Tokens:
+        """The same texts as ids, cut nowhere."""
+        lifted = {"query_tokens": sys.maxsize, "passage_tokens": sys.maxsize}
+        return Tokens(self.tokenizer, self.cfg.data.model_copy(update=lifted))
+
+    def limits(self) -> dict[str, int]:
+        return {"data.query_tokens": self.cfg.data.query_tokens, "data.passage_tokens": self.cfg.data.passage_tokens}
+
+    def specimen(self) -> Row:
+        """As many passages as a query has in training. Where data are token ids, so are these."""
+        text: Any = (
+            [self.pad] * max(self.limits().values()) if self.cfg.data.source == "pretokenised" else self.filler()
+        )
+        negatives = [text] * (self.cfg.data.passages - 1)
+        return {"query": text, "positives": [text], "negatives": negatives, "item": 0}
 
     def encoding_id(self) -> str:
         data: Data = self.cfg.data
-        named = {name: getattr(data, name) for name in _DESCRIBED}
         # the stored lengths depend on the number of passages
-        named |= {"task": "retriever", "passages": data.passages, "tokenizer": vocabulary.tokenizer_id(self.tokenizer)}
-        return canonical_json(named)
+        return self.encoded_under(passages=data.passages, **{name: getattr(data, name) for name in _DESCRIBED})
 
     def length(self, encoded: Mapping[str, Any]) -> int:
         return len(encoded["query"]) + self.cfg.data.passages * int(max(encoded["lengths"]))
@@ -196,6 +225,12 @@ class Task:
             "teacher": torch.from_numpy(np.concatenate([s[p] for s, p in zip(scores, chosen, strict=True)])),
             "numbers": torch.tensor([int(row["item"][0]) for row in rows]),
         }
+
+    def describe(self, batch: Batch) -> dict[str, Text]:
+        texts = {"query": Text(batch["query_ids"], batch["query_mask"])}
+        for number, (ids, mask) in enumerate(zip(batch["passage_ids"], batch["passage_mask"], strict=True), start=1):
+            texts[f"passage {number}"] = Text(ids, mask)
+        return texts
 
     def _chosen(self, row: Mapping[str, Any]) -> list[int]:
         """Which of a row's passages are looked at, by their places."""

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer import base_model, distributed
-from trainer.config import canonical_json
-from trainer.data import vocabulary
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.losses import IGNORED
 from trainer.metrics import Ratio
-from trainer.task import DRAW, GREEDY, Answered, Batch, Encoded, Places, Row, Search, Uncut
+from trainer.models.token_task import TokenTask
+from trainer.task import DRAW, GREEDY, Answered, Batch, Encoded, Row, Search, Uncut
 from trainer.tasks.summariser import data, rouge
 from trainer.tasks.summariser.config import Config
 from trainer.tasks.summariser.model import Summariser, arguments
@@ -25,32 +23,14 @@ FAMILIES = ("t5", "mt5", "umt5", "longt5")  # flan-T5, T5 v1.1 and ByT5 are of t
 ALIGNED = 8  # tensor cores and CUDA's attention kernels want widths that are multiples of 8
 
 
-class Task:
+class Task(TokenTask[Config]):
     """A document in the encoder, its summary in the decoder."""
 
-    unit: ClassVar[str] = "tokens"
-
-    def __init__(self, cfg: Config, places: Places) -> None:
-        self.cfg, self.places = cfg, places
-        self.tokenizer = base_model.tokenizer_of(cfg, places)
-        self.pad = vocabulary.pad_id(self.tokenizer)
-        self.end = vocabulary.eos_id(self.tokenizer)
+    kind: ClassVar[base_model.Kind] = "seq2seq_lm"
 
     # Model ------------------------------------------------------------------------------------------------------
 
-    def model(self) -> nn.Module:
-        return self._loaded(self.cfg.base)
-
-    def exported(self, folder: Path) -> nn.Module:
-        return self._loaded(str(folder))
-
-    def skeleton(self) -> nn.Module:
-        return self._operate(base_model.skeleton(self.cfg.base, self.places, kind="seq2seq_lm"))
-
-    def _loaded(self, base: Any) -> Summariser:
-        return self._operate(base_model.load(base, self.places, precision=self.cfg.train.precision, kind="seq2seq_lm"))
-
-    def _operate(self, base: Any) -> Summariser:
+    def operate(self, base: Any) -> Summariser:
         config = base.config
         if config.model_type not in FAMILIES:
             raise ConfigError(f"base: a {config.model_type}, want one of the T5 families ({', '.join(FAMILIES)}).")
@@ -61,19 +41,13 @@ class Task:
             )
         if config.decoder_start_token_id is None:
             raise ConfigError("base.config.decoder_start_token_id: missing. A T5 starts texts with its pad, id 0.")
-        if self.cfg.train.gradient_checkpointing:
-            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.recompute(base)
         return Summariser(base, label_smoothing=self.cfg.label_smoothing)
 
-    def fingerprint(self) -> str:
-        return ""
-
-    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        named = {name.removeprefix("base."): tensor for name, tensor in weights.items()}
-        config = base_model.config_of(self.cfg.base, self.places)
-        config.dtype = next(iter(named.values())).dtype
+    def exported_config(self) -> Any:
+        config = super().exported_config()
         config.architectures = [type(self.skeleton().base).__name__]
-        base_model.export_folder(folder, config, self.tokenizer, named)
+        return config
 
     # Data -------------------------------------------------------------------------------------------------------
 
@@ -87,15 +61,16 @@ class Task:
         kept = [self._cut(ids, self.cfg.data.target_tokens) for ids in targets.texts]
         longest = max(map(len, targets.texts), default=0)
         first = len(targets.texts[0]) if targets.texts else 0
-        return {
-            "source": self._cut(source.texts[0], self.cfg.data.source_tokens),
-            "targets": [token for ids in kept for token in ids],
-            "targets_lengths": [len(ids) for ids in kept],
-            "truncated": [
-                int(len(source.texts[0]) > self.cfg.data.source_tokens or longest > self.cfg.data.target_tokens)
-            ],
-            "lost_labels": [max(0, first - self.cfg.data.target_tokens), first],
-        }
+        limits = self.cfg.data
+        return Encoded(
+            {
+                "source": self._cut(source.texts[0], limits.source_tokens),
+                "targets": [token for ids in kept for token in ids],
+                "targets_lengths": [len(ids) for ids in kept],
+            },
+            is_truncated=len(source.texts[0]) > limits.source_tokens or longest > limits.target_tokens,
+            lost_labels=(max(0, first - limits.target_tokens), first),
+        )
 
     def untruncated(self, row: Row) -> dict[str, Uncut]:
         """source: prefix and document with their end; targets: every reference with its end."""
@@ -114,15 +89,15 @@ class Task:
 
     def encoding_id(self) -> str:
         limits = self.cfg.data
-        return canonical_json(
-            {
-                "task": "summariser",
-                "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
-                "prefix": limits.prefix,
-                "source_tokens": limits.source_tokens,
-                "target_tokens": limits.target_tokens,
-            }
+        return self.encoded_under(
+            prefix=limits.prefix, source_tokens=limits.source_tokens, target_tokens=limits.target_tokens
         )
+
+    def limits(self) -> dict[str, int]:
+        return {"data.source_tokens": self.cfg.data.source_tokens, "data.target_tokens": self.cfg.data.target_tokens}
+
+    def specimen(self) -> Row:
+        return {"id": "0", "document": self.filler(), "summaries": [self.filler()]}
 
     def length(self, encoded: Mapping[str, Any]) -> int:
         """Of the document and the longest reference: which one is trained on is drawn later."""
@@ -148,19 +123,6 @@ class Task:
         start = sum(lengths[:number])
         return row["targets"][start : start + lengths[number]]
 
-    # Loss and scores --------------------------------------------------------------------------------------------
-
-    def units(self, batch: Batch) -> Tensor:
-        return (batch["labels"] != IGNORED).sum()
-
-    def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        for batch in window:
-            yield model(**batch)["loss"]
-
-    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio]:
-        """loss: per token of the first reference, without label smoothing."""
-        return {"loss": Ratio(model(**batch)["loss"], self.units(batch))}
-
     # Summaries --------------------------------------------------------------------------------------------------
 
     def asked(self, row: Row) -> Row:
@@ -169,8 +131,17 @@ class Task:
     def judged(self, prediction: str, references: Sequence[str]) -> dict[str, float]:
         return rouge.scores(prediction, references, self.cfg.rouge)
 
+    def answer_tokens(self) -> int:
+        return self.cfg.generation.max_tokens
+
     def answers(
-        self, model: nn.Module, rows: Sequence[Mapping[str, Any]], raw: Sequence[Row], *, search: Search = GREEDY
+        self,
+        model: nn.Module,
+        rows: Sequence[Mapping[str, Any]],
+        raw: Sequence[Row],
+        *,
+        search: Search = GREEDY,
+        max_tokens: int | None = None,
     ) -> Answered:
         """Summaries, and the mean of each kind of ROUGE over the rows that have references.
 
@@ -179,6 +150,8 @@ class Task:
         if search.temperature is not None:
             raise ConfigError("task 'summariser' draws no summaries. Leave out --temperature.")
         how = self.cfg.generation
+        if max_tokens is not None:
+            how = how.model_copy(update={"max_tokens": max_tokens, "min_tokens": 0})
         beams = max(search.num_beams, search.num_answers) if search != GREEDY else how.num_beams
         told = arguments(how, num_beams=beams, num_answers=search.num_answers, is_synced=distributed.world() > 1)
         batch = {name: tensor.to(distributed.device()) for name, tensor in self.collate(rows).items()}

@@ -18,7 +18,8 @@ from trainer import shards
 from trainer.data import vocabulary
 from trainer.disk import new_folder, refuse_existing
 from trainer.errors import ConfigError
-from trainer.tasks.vera.model import HEAD_FILE, read_temperature, write_head
+from trainer.models.head import HEAD_FILE, write_head
+from trainer.tasks.vera.model import read_temperature, write_temperature
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ def import_model(source: Path, *, out: Path, tokenizer: str | None = None) -> No
     head = {name: tensor.to(tensors[_SHARED].dtype).contiguous() for name, tensor in head.items()}
     with new_folder(out) as folder:
         _write(folder, config, tensors)
-        write_head(folder, head, temperature=temperature)
+        write_head(folder, head)
+        write_temperature(folder, temperature)
         _copy_tokenizer(source, folder, tokenizer)
     log.info("wrote %s (temperature %.4f)", out, temperature)
 

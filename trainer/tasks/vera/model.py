@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer import packed_encoder, shards
+from trainer import packed_encoder
 from trainer.data.padding import pad_right
 from trainer.data.sources import shown
-from trainer.encoder_only import find_file
 from trainer.errors import ConfigError
 from trainer.packing import pack
 
@@ -24,7 +23,7 @@ from trainer.packing import pack
 
 _PACKED = ("t5", "mt5")  # whose blocks packed_encoder knows: one table of position biases for all
 
-HEAD_FILE, DESCRIPTION = "head.safetensors", "vera.json"
+DESCRIPTION = "vera.json"
 
 
 class Head(nn.Linear):
@@ -94,27 +93,9 @@ def layout_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in batch.items() if name in names or name.startswith("grid_")}
 
 
-def write_head(folder: Path, head: Mapping[str, Tensor], *, temperature: float = 1.0) -> None:
-    """Add a head ("weight" (1, D), "bias" (1,)) and its temperature to an encoder's folder."""
-    shards.write_tensors(folder, HEAD_FILE, head)
+def write_temperature(folder: Path, temperature: float) -> None:
+    """Say beside a verifier what its logits are divided by."""
     (folder / DESCRIPTION).write_text(json.dumps({"temperature": temperature}) + "\n")
-
-
-@torch.no_grad()
-def load_head(model: Verifier, source: str) -> bool:
-    """Fill the head from a folder or Hub id of ours; False when it has none. ConfigError when it does not fit."""
-    from safetensors.torch import load_file
-
-    file = find_file(source, HEAD_FILE)
-    if file is None:
-        return False
-    tensors = load_file(file)
-    for name, parameter in model.head.named_parameters():
-        if name not in tensors or tensors[name].shape != parameter.shape:
-            got = tuple(tensors[name].shape) if name in tensors else "nothing"
-            raise ConfigError(f"{file}: {name} is {got}, want {tuple(parameter.shape)}. Export it again.")
-        parameter.copy_(tensors[name])
-    return True
 
 
 def read_temperature(folder: Path) -> float:

@@ -13,50 +13,35 @@ import torch
 from torch import Tensor, nn
 
 from trainer import base_model, distributed
-from trainer.config import Base, RandomBase, canonical_json
-from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.gradcache import pooled_losses
 from trainer.metrics import Pool, Ratio
-from trainer.task import DRAW, Batch, Encoded, Places, Row
+from trainer.models.head import HEAD_FILE
+from trainer.models.token_task import TokenTask
+from trainer.task import DRAW, Batch, Encoded, Places, Row, Uncut
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Config, Part
 from trainer.tasks.vera.metrics import LOGIT, Kind, statement_metrics
-from trainer.tasks.vera.model import (
-    HEAD_FILE,
-    Verifier,
-    layout_of,
-    load_head,
-    read_by,
-    read_temperature,
-    write_head,
-)
+from trainer.tasks.vera.model import Verifier, layout_of, read_by, read_temperature, write_temperature
 
 log = logging.getLogger(__name__)
 
-_HEAD = "head."
-_ENCODER = "encoder."
 
-
-class Task:
+class Task(TokenTask[Config]):
     """A group of statements at a time; the loss is a mean over groups."""
 
     unit: ClassVar[str] = "groups"
+    kind: ClassVar[base_model.Kind] = "encoder"
+    base_name: ClassVar[str] = "encoder"
     is_packed: ClassVar[bool] = True
 
     def __init__(self, cfg: Config, places: Places) -> None:
-        self.cfg, self.places = cfg, places
-        self.tokenizer = base_model.tokenizer_of(cfg, places)
-        self.pad = vocabulary.pad_id(self.tokenizer)
-        self.end = vocabulary.eos_id(self.tokenizer)
+        super().__init__(cfg, places)
         self.temperature = 1.0  # of an exported model that was calibrated
         self._told: set[str] = set()  # splits whose mixture was shown
         self.tasks = list(dict.fromkeys([*cfg.data.train_tasks, *cfg.data.valid_tasks, *cfg.data.test_tasks]))
 
     # Model ------------------------------------------------------------------------------------------------------
-
-    def model(self) -> nn.Module:
-        return self._loaded(self.cfg.base)
 
     def exported(self, folder: Path) -> nn.Module:
         self.temperature = read_temperature(folder)
@@ -65,36 +50,17 @@ class Task:
                 f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or final/ folder, or one "
                 "that `python -m trainer import vera` wrote."
             )
-        return self._loaded(str(folder))
+        return super().exported(folder)
 
-    def skeleton(self) -> nn.Module:
-        return self._operate(base_model.skeleton(self.cfg.base, self.places, kind="encoder"))
-
-    def _operate(self, encoder: Any) -> Verifier:
+    def operate(self, base: Any) -> Verifier:
         if self.cfg.dropout is not None:
-            base_model.set_dropout(encoder, self.cfg.dropout)
-        recompute = self.cfg.train.gradient_checkpointing
-        if recompute:  # for a decoder's body; a T5's blocks are called one by one
-            encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return Verifier(encoder, seed=self.cfg.train.seed, recompute=recompute)
-
-    def _loaded(self, base: Base) -> Verifier:
-        model = self._operate(base_model.load(base, self.places, precision=self.cfg.train.precision, kind="encoder"))
-        source = base_model.resolve(base, self.places)
-        if not isinstance(source, RandomBase):
-            log.info("the head %s %s", "goes on from" if load_head(model, source) else "is new, none in", source)
-        return model
-
-    def fingerprint(self) -> str:
-        return ""
+            base_model.set_dropout(base, self.cfg.dropout)
+        self.recompute(base)  # a decoder's body; a T5's blocks are called one by one
+        return Verifier(base, seed=self.cfg.train.seed, recompute=self.cfg.train.gradient_checkpointing)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        named = {name.removeprefix(_ENCODER): tensor for name, tensor in weights.items() if name.startswith(_ENCODER)}
-        config = base_model.config_of(self.cfg.base, self.places)
-        config.dtype = next(iter(named.values())).dtype
-        base_model.export_folder(folder, config, self.tokenizer, named)
-        head = {name.removeprefix(_HEAD): tensor for name, tensor in weights.items() if name.startswith(_HEAD)}
-        write_head(folder, head)
+        super().export(weights, folder)
+        write_temperature(folder, 1.0)
 
     # Data -------------------------------------------------------------------------------------------------------
 
@@ -111,14 +77,34 @@ class Task:
         """The statements of a group as ids with their end, the gold first, and what kind of group it is."""
         ids = self._ids([*row["golds"], *row["distractors"]])
         kept = [self._ended(tokens) for tokens in ids]
+        return Encoded(
+            {
+                "statements": [token for tokens in kept for token in tokens],
+                "lengths": [len(tokens) for tokens in kept],
+                "has_gold": [len(row["golds"])],
+                "is_multiple_choice": [int(not groups.is_boolean(row["task"], self.cfg.data))],
+                "task": [self.tasks.index(row["task"])],
+                "number": [row["number"]],
+            },
+            is_truncated=max(map(len, ids)) >= self.cfg.data.max_tokens,
+        )
+
+    def untruncated(self, row: Row) -> dict[str, Uncut]:
+        """statements: each with its end."""
+        texts = [[*ids, self.end] for ids in self._ids([*row["golds"], *row["distractors"]])]
+        return {"statements": Uncut(texts, self.cfg.data.max_tokens, "data.max_tokens")}
+
+    def limits(self) -> dict[str, int]:
+        return {"data.max_tokens": self.cfg.data.max_tokens}
+
+    def specimen(self) -> Row:
+        """As many statements as a group has in training."""
+        text = self.filler()
         return {
-            "statements": [token for tokens in kept for token in tokens],
-            "lengths": [len(tokens) for tokens in kept],
-            "has_gold": [len(row["golds"])],
-            "is_multiple_choice": [int(not groups.is_boolean(row["task"], self.cfg.data))],
-            "task": [self.tasks.index(row["task"])],
-            "number": [row["number"]],
-            "truncated": [int(max(map(len, ids)) >= self.cfg.data.max_tokens)],
+            "golds": [text],
+            "distractors": [text] * (self.cfg.data.statements - 1),
+            "task": self.cfg.data.train_tasks[0],
+            "number": 0,
         }
 
     def statement_ids(self, text: str) -> list[int]:
@@ -134,15 +120,11 @@ class Task:
 
     def encoding_id(self) -> str:
         data = self.cfg.data
-        return canonical_json(
-            {
-                "task": "vera",
-                "tokenizer": vocabulary.tokenizer_id(self.tokenizer),
-                "max_tokens": data.max_tokens,
-                "statements": data.statements,  # the stored lengths depend on it
-                "tasks": self.tasks,
-                "boolean": sorted(data.boolean),
-            }
+        return self.encoded_under(
+            max_tokens=data.max_tokens,
+            statements=data.statements,  # the stored lengths depend on it
+            tasks=self.tasks,
+            boolean=sorted(data.boolean),
         )
 
     def length(self, encoded: Mapping[str, Any]) -> int:

@@ -15,10 +15,11 @@ from torch import Tensor
 from trainer import distributed
 from trainer.disk import write_json
 from trainer.errors import ConfigError
+from trainer.models.head import HEAD_FILE
 from trainer.tasks.vera import pictures
 from trainer.tasks.vera.calibration import Calibration, Objective, calibrate, scores_of
 from trainer.tasks.vera.metrics import LABEL, LOGIT, TASK
-from trainer.tasks.vera.model import DESCRIPTION, HEAD_FILE, Verifier, read_temperature
+from trainer.tasks.vera.model import DESCRIPTION, Verifier, read_temperature
 from trainer.tasks.vera.task import Task
 
 log = logging.getLogger(__name__)

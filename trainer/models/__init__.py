@@ -1,0 +1,1 @@
+"""Pretrained models: how they are loaded, changed, packed, and what their losses are."""

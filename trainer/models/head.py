@@ -1,0 +1,37 @@
+"""New weights on top of a base: a file of their own, beside the base's, so that others can load the base alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from trainer import shards
+from trainer.encoder_only import find_file
+from trainer.errors import ConfigError
+
+HEAD_FILE = "head.safetensors"
+
+
+def write_head(folder: Path, head: Mapping[str, Tensor]) -> None:
+    """Add a head's weights, by their names within it, to the folder of its base."""
+    shards.write_tensors(folder, HEAD_FILE, head)
+
+
+@torch.no_grad()
+def load_head(head: nn.Module, source: str) -> bool:
+    """Fill a head from a folder or Hub id of ours; False when it has none. ConfigError when it does not fit."""
+    from safetensors.torch import load_file
+
+    file = find_file(source, HEAD_FILE)
+    if file is None:
+        return False
+    tensors = load_file(file)
+    for name, parameter in head.named_parameters():
+        if name not in tensors or tensors[name].shape != parameter.shape:
+            got = tuple(tensors[name].shape) if name in tensors else "nothing"
+            raise ConfigError(f"{file}: {name} is {got}, want {tuple(parameter.shape)}. Export it again.")
+        parameter.copy_(tensors[name])
+    return True

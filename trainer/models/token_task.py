@@ -1,0 +1,163 @@
+"""What most tasks share: one pretrained model, one tokenizer, and a loss that is a sum over labelled tokens.
+
+A task derives from TokenTask and overrides what is different. Nothing outside the tasks knows of this class.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainer import base_model
+from trainer.config import Base, Experiment, canonical_json
+from trainer.data import vocabulary
+from trainer.errors import ConfigError
+from trainer.losses import IGNORED
+from trainer.metrics import Pool, Ratio
+from trainer.models.head import HEAD_FILE, load_head, write_head
+from trainer.task import Batch, Places, Text
+
+log = logging.getLogger(__name__)
+
+C = TypeVar("C", bound=Experiment)
+_FILLER_WORDS = 6  # for each token of the highest limit: no tokenizer makes less than one token of six words
+
+
+class TokenTask(ABC, Generic[C]):
+    """A model of transformers under the name `base_name` of the task's module and, if need be, new weights as `head`.
+
+    Its batches are named as transformers names them: input_ids, attention_mask, labels.
+    """
+
+    unit: ClassVar[str] = "tokens"
+    kind: ClassVar[base_model.Kind] = "causal_lm"  # what is taken of the base
+    base_name: ClassVar[str] = "base"
+
+    def __init__(self, cfg: C, places: Places, *, tokenizer: Any = None) -> None:
+        self.cfg, self.places = cfg, places
+        self.tokenizer = base_model.tokenizer_of(cfg, places) if tokenizer is None else tokenizer
+
+    @cached_property
+    def pad(self) -> int:
+        return vocabulary.pad_id(self.tokenizer)
+
+    @cached_property
+    def end(self) -> int:
+        return vocabulary.eos_id(self.tokenizer)
+
+    # Model ------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def operate(self, base: Any) -> nn.Module:
+        """The task's module around a base, which may be on the meta device."""
+
+    def model(self) -> nn.Module:
+        return self.loaded(self.cfg.base)
+
+    def skeleton(self) -> nn.Module:
+        return self.operate(base_model.skeleton(self.cfg.base, self.places, kind=self.kind))
+
+    def exported(self, folder: Path) -> nn.Module:
+        model = self.loaded(str(folder))
+        if hasattr(model, "head") and not (folder / HEAD_FILE).is_file():
+            raise ConfigError(
+                f"{folder} holds no {HEAD_FILE}, so it is no trained model of task {self.cfg.task!r}. Give a best/ or "
+                "final/ folder."
+            )
+        return model
+
+    def loaded(self, base: Base) -> nn.Module:
+        """The task's module with the weights of a base, and those of the head that lies beside it, if any."""
+        precision = self.cfg.train.precision
+        model = self.operate(base_model.load(base, self.places, precision=precision, kind=self.kind))
+        source, head = base_model.resolve(base, self.places), getattr(model, "head", None)
+        if head is not None and isinstance(source, str):
+            log.info("the head %s %s", "goes on from" if load_head(head, source) else "is new, none in", source)
+        return model
+
+    def recompute(self, base: Any) -> None:
+        """Compute the base's blocks again in the backward pass, where train.gradient_checkpointing says so."""
+        if self.cfg.train.gradient_checkpointing:
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def fingerprint(self) -> str:
+        return ""
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        base, head = _below(weights, self.base_name), _below(weights, "head")
+        config = self.exported_config()
+        config.dtype = next(iter(base.values())).dtype
+        base_model.export_folder(folder, config, self.tokenizer, base)
+        if head:
+            write_head(folder, head)
+
+    def exported_config(self) -> Any:
+        """The config.json of an export."""
+        return base_model.config_of(self.cfg.base, self.places)
+
+    # Data -------------------------------------------------------------------------------------------------------
+
+    def encoding_id(self) -> str:
+        """Everything that the task's own Config states; a task whose encoding depends on less of it says so."""
+        return self.encoded_under(**self.cfg.model_dump(mode="json", exclude=set(Experiment.model_fields)))
+
+    def encoded_under(self, **settings: Any) -> str:
+        """The encoding id of the task's name, its tokenizer and these settings."""
+        named = {"task": self.cfg.task, "tokenizer": vocabulary.tokenizer_id(self.tokenizer)}
+        return canonical_json(named | settings)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def describe(self, batch: Batch) -> dict[str, Text]:
+        """Every tensor of token ids under its own name; `labels` too, where they are not those of such a tensor."""
+        labels = batch.get("labels")
+        texts = {name: _text(name, batch) for name in batch if name == "tokens" or name.endswith("input_ids")}
+        if labels is not None and all(text.ids.shape != labels.shape for text in texts.values()):
+            written = labels[labels != IGNORED]
+            texts["labels"] = Text(written, in_loss=torch.ones_like(written, dtype=torch.bool))
+        return texts
+
+    @abstractmethod
+    def limits(self) -> dict[str, int]: ...
+
+    def filler(self) -> str:
+        """A text for specimen(), longer than every limit."""
+        return "word " * (_FILLER_WORDS * max(self.limits().values(), default=512))
+
+    # Loss and scores --------------------------------------------------------------------------------------------
+
+    def units(self, batch: Batch) -> Tensor:
+        return (batch["labels"] != IGNORED).sum()
+
+    def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
+        for batch in window:
+            yield model(**batch)["loss"]
+
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
+        """loss: per unit."""
+        return {"loss": Ratio(model(**batch)["loss"], self.units(batch))}
+
+
+def _below(weights: Mapping[str, Tensor], module: str) -> dict[str, Tensor]:
+    """The weights of one module, by their names within it."""
+    prefix = f"{module}."
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def _text(name: str, batch: Batch) -> Text:
+    """A tensor of ids with the attention mask and the labels that belong to it, by name and by shape."""
+    ids, labels = batch[name], batch.get("labels")
+    mask = batch.get(name.replace("input_ids", "attention_mask")) if name != "tokens" else None
+    is_real = mask.bool() if mask is not None and mask.shape == ids.shape else None
+    if labels is None:
+        return Text(ids, is_real)
+    has_labels = labels.shape == ids.shape
+    return Text(ids, is_real, labels != IGNORED if has_labels else torch.zeros_like(ids, dtype=torch.bool))
