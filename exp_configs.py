@@ -1,18 +1,19 @@
 """EXP_GROUPS: group -> the experiments that it trains, each one plain dictionary. Imports no torch.
 
-Here are the groups that a laptop trains, and room for your own. The published ones stand as dictionaries of the same
-form in trainer/tasks/<task>/published.py.
+Here are the groups that a laptop trains, and room for your own. The published ones stand as
+dictionaries of the same form in trainer/tasks/<task>/published.py.
 
-A group states what differs from a named parent (`vary`); trainer/config.py and the config.py of a task say what each
-key means. Dictionaries hold JSON values only, for their hash names the run folder: another number is another run.
+A group states what differs from a named parent (`vary`); trainer/config/schema.py and the config.py
+of a task say what each key means. Dictionaries hold JSON values only, for their hash names the run
+folder: another number is another run.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from trainer import groups
-from trainer.groups import Values, cartesian_exp_group, vary
+from trainer.config import groups
+from trainer.config.groups import Values, cartesian_exp_group, vary
 from trainer.tasks.cross_attention import published as cross_attention
 from trainer.tasks.fid import published as fid
 from trainer.tasks.retriever import published as retriever
@@ -21,7 +22,8 @@ from trainer.tasks.vera import published as vera
 
 __all__ = ["EXP_GROUPS", "cartesian_exp_group", "experiments_of", "read_groups", "vary"]
 
-# Groups that run on a laptop: a random base of 1.0M parameters and the corpus that every Python carries with it.
+# Groups that run on a laptop: a random base of 1.0M parameters and the corpus that every Python
+# carries with it.
 
 TINY_BASE: Values = {
     "config": {
@@ -59,7 +61,9 @@ CAUSAL_LM_TINY: Values = {
     "deepspeed": "zero2",
 }
 CROSSATTN_SMALL = vary(
-    CAUSAL_LM_TINY, task="cross_attention", layers={"count": 2, "stride": 2, "width": 128, "heads": 4}
+    CAUSAL_LM_TINY,
+    task="cross_attention",
+    layers={"count": 2, "stride": 2, "width": 128, "heads": 4},
 )
 CROSSATTN_SMALL["data"] = {
     "source": "stdlib_docs",
@@ -71,24 +75,35 @@ CROSSATTN_SMALL["data"] = {
 }
 CROSSATTN_TINY = vary(
     CROSSATTN_SMALL,
-    # A frozen random base limits its logits to about |state| x |embedding|: at the usual 0.02 no loss can fall below 5.
+    # A frozen random base limits its logits to about |state| x |embedding|: at the usual 0.02 no
+    # loss can fall below 5.
     base={"config": TINY_BASE["config"] | {"initializer_range": 0.1}},
     train={"steps": 200, "eval_every": 100, "save_every": 100},
-    # Calm enough that ZeRO stages and ranks agree to 1e-5 at the end; at 6e-3 rounding grows to 1e-2 in 230 steps.
+    # Calm enough that ZeRO stages and ranks agree to 1e-5 at the end; at 6e-3 rounding grows to
+    # 1e-2 in 230 steps.
     optim={"lr": 4e-3, "eps": 1e-6},
     schedule={"warmup_steps": 20},
 )
 
-# Natural Questions on a CPU: a small language model of the passages first, then cross-attention layers in it, frozen.
+# Natural Questions on a CPU: a small language model of the passages first, then cross-attention
+# layers in it, frozen.
 
 LM_NQ_CPU = vary(
     CAUSAL_LM_TINY,
     base={
-        "config": TINY_BASE["config"] | {"vocab_size": 49152, "n_embd": 320, "n_layer": 8, "n_head": 5, "n_inner": 1280}
+        "config": TINY_BASE["config"]
+        | {"vocab_size": 49152, "n_embd": 320, "n_layer": 8, "n_head": 5, "n_inner": 1280}
     },
     tokenizer="../tokenizers/starcoder",
-    # bf16: the head is two thirds of the work, and a CPU with avx512_bf16 multiplies three times as fast as in fp32
-    train={"steps": 400, "global_batch": 16, "precision": "bf16", "eval_every": 100, "save_every": 100},
+    # bf16: the head is two thirds of the work, and a CPU with avx512_bf16 multiplies three times as
+    # fast as in fp32
+    train={
+        "steps": 400,
+        "global_batch": 16,
+        "precision": "bf16",
+        "eval_every": 100,
+        "save_every": 100,
+    },
     optim={"lr": 2e-3},
     schedule={"warmup_steps": 40},
     data={"source": "nq", "max_tokens": 256},
@@ -98,7 +113,13 @@ CROSSATTN_NQ_CPU = vary(
     CROSSATTN_SMALL,
     base={"experiment": LM_NQ_CPU},
     tokenizer=None,
-    train={"steps": 1000, "global_batch": 16, "precision": "bf16", "eval_every": 200, "save_every": 200},
+    train={
+        "steps": 1000,
+        "global_batch": 16,
+        "precision": "bf16",
+        "eval_every": 200,
+        "save_every": 200,
+    },
     optim={"lr": 2e-3},
     schedule={"warmup_steps": 30},
     layers={"count": 4, "width": 320, "heads": 5},
@@ -125,17 +146,39 @@ FID_TINY = vary(
     CAUSAL_LM_TINY,
     task="fid",
     base=TINY_T5,
-    train={"steps": 120, "eval_every": 60, "save_every": 60, "answers": 40, "best": "valid/em", "best_is": "max"},
+    train={
+        "steps": 120,
+        "eval_every": 60,
+        "save_every": 60,
+        "answers": 40,
+        "best": "valid/em",
+        "best_is": "max",
+    },
     optim={"lr": 3e-3, "decay": "all"},
     schedule={"shape": "linear", "warmup_steps": 20},
 )
-FID_TINY["data"] = {"source": "stdlib_docs", "contexts": 3, "passage_tokens": 160, "answer_tokens": 32}
-# minFiD's toy run: three questions with three passages each, and an exact match of 3 of 3 at the end.
+FID_TINY["data"] = {
+    "source": "stdlib_docs",
+    "contexts": 3,
+    "passage_tokens": 160,
+    "answer_tokens": 32,
+}
+# minFiD's toy run: three questions with three passages each, and an exact match of 3 of 3 at the
+# end.
 FID_TOY = vary(
     FID_TINY,
-    base={"config": {**TINY_T5["config"], "vocab_size": 32128, "d_model": 64, "d_kv": 16, "d_ff": 128}},
+    base={
+        "config": {**TINY_T5["config"], "vocab_size": 32128, "d_model": 64, "d_kv": 16, "d_ff": 128}
+    },
     tokenizer="../tokenizers/t5",
-    train={"steps": 60, "global_batch": 2, "micro_batch": 1, "eval_every": 20, "save_every": 60, "answers": "all"},
+    train={
+        "steps": 60,
+        "global_batch": 2,
+        "micro_batch": 1,
+        "eval_every": 20,
+        "save_every": 60,
+        "answers": "all",
+    },
     optim={"lr": 1e-3, "betas": [0.9, 0.999]},
     schedule={"warmup_steps": 2},
 )
@@ -147,11 +190,27 @@ FID_TOY["data"] = {
     "passage_tokens": 30,
 }
 EVERY_100: Values = {"eval_every": 100, "save_every": 100}
-# NaturalQuestions on a CPU: real questions with the passages that BM25 ranks first, and a small T5 from nothing.
+# NaturalQuestions on a CPU: real questions with the passages that BM25 ranks first, and a small T5
+# from nothing.
 FID_NQ_CPU = vary(
     FID_TOY,
-    base={"config": {**FID_TOY["base"]["config"], "d_model": 256, "d_kv": 64, "d_ff": 1024, "dropout_rate": 0.1}},
-    train={**EVERY_100, "steps": 500, "global_batch": 16, "micro_batch": 8, "eval_batch": 8, "precision": "bf16"},
+    base={
+        "config": {
+            **FID_TOY["base"]["config"],
+            "d_model": 256,
+            "d_kv": 64,
+            "d_ff": 1024,
+            "dropout_rate": 0.1,
+        }
+    },
+    train={
+        **EVERY_100,
+        "steps": 500,
+        "global_batch": 16,
+        "micro_batch": 8,
+        "eval_batch": 8,
+        "precision": "bf16",
+    },
     optim={"lr": 1e-3},
     schedule={"warmup_steps": 50},
     deepspeed="zero1",
@@ -172,12 +231,20 @@ VERA_TINY["data"] = {
     "valid_limit": 100,
 }
 T5_V11: Values = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-# Both stages on a CPU: which of two statements makes sense (ComVE), then whether one statement is true (CREAK).
+# Both stages on a CPU: which of two statements makes sense (ComVE), then whether one statement is
+# true (CREAK).
 VERA_CPU_A = vary(
     VERA_TINY,
     base={"config": {**FID_NQ_CPU["base"]["config"], "d_ff": 512, **T5_V11}},
     tokenizer="../shared/data/tokenizers/t5",
-    train={"steps": 400, "global_batch": 64, "micro_batch": 32, "eval_batch": 64, "eval_every": 100, "save_every": 100},
+    train={
+        "steps": 400,
+        "global_batch": 64,
+        "micro_batch": 32,
+        "eval_batch": 64,
+        "eval_every": 100,
+        "save_every": 100,
+    },
     optim={"lr": 5e-4},
     schedule={"shape": "constant", "warmup_steps": 50},
 )
@@ -221,18 +288,41 @@ RETRIEVER_TINY = vary(
     encoder={"pooling": "mean", "normalize": True, "temperature": 0.05},
 )
 RETRIEVER_TINY["train"] |= {"best": "valid/mrr@10", "best_is": "max"}
-RETRIEVER_TINY["data"] = {"source": "stdlib_docs", "query_tokens": 32, "passage_tokens": 96, "passages": 2}
-# Questions and passages of Natural Questions on a CPU: a small BERT from nothing, BM25's other hits as negatives.
+RETRIEVER_TINY["data"] = {
+    "source": "stdlib_docs",
+    "query_tokens": 32,
+    "passage_tokens": 96,
+    "passages": 2,
+}
+# Questions and passages of Natural Questions on a CPU: a small BERT from nothing, BM25's other hits
+# as negatives.
 RETRIEVER_NQ_CPU = vary(
     RETRIEVER_TINY,
-    base={"config": {**RETRIEVER_TINY["base"]["config"], "vocab_size": 30522, "max_position_embeddings": 512}},
+    base={
+        "config": {
+            **RETRIEVER_TINY["base"]["config"],
+            "vocab_size": 30522,
+            "max_position_embeddings": 512,
+        }
+    },
     tokenizer="../tokenizers/bert-uncased",
-    train={"steps": 400, "global_batch": 64, "micro_batch": 32, "eval_every": 100, "save_every": 100},
+    train={
+        "steps": 400,
+        "global_batch": 64,
+        "micro_batch": 32,
+        "eval_every": 100,
+        "save_every": 100,
+    },
     optim={"lr": 5e-4},
     schedule={"warmup_steps": 40},
 )
 RETRIEVER_NQ_CPU["base"]["config"] |= {"pad_token_id": 0}
-RETRIEVER_NQ_CPU["data"] = {"source": "nq", "query_tokens": 24, "passage_tokens": 160, "passages": 2}
+RETRIEVER_NQ_CPU["data"] = {
+    "source": "nq",
+    "query_tokens": 24,
+    "passage_tokens": 160,
+    "passages": 2,
+}
 # SciFact: claims and abstracts; of its test claims, 196 share an abstract with a training claim.
 RETRIEVER_SCIFACT_CPU = vary(
     RETRIEVER_NQ_CPU,
@@ -254,8 +344,14 @@ SUMMARISE_TINY = vary(
     train={"steps": 120, "answers": 40, "best": "valid/loss", "best_is": "min", "eval_batch": 20},
     generation={"max_tokens": 24},
 )
-SUMMARISE_TINY["data"] = {"source": "stdlib_docs", "prefix": "", "source_tokens": 128, "target_tokens": 32}
-# Scientific abstracts and their one-sentence summaries (SciTLDR) on a CPU: real text, T5's vocabulary, random weights.
+SUMMARISE_TINY["data"] = {
+    "source": "stdlib_docs",
+    "prefix": "",
+    "source_tokens": 128,
+    "target_tokens": 32,
+}
+# Scientific abstracts and their one-sentence summaries (SciTLDR) on a CPU: real text, T5's
+# vocabulary, random weights.
 SUMMARISE_SCITLDR_CPU = vary(
     SUMMARISE_TINY,
     base={"config": {**FID_NQ_CPU["base"]["config"], "d_ff": 512, "dropout_rate": 0.1}},
@@ -311,7 +407,9 @@ EXP_GROUPS: dict[str, list[Values]] = {
 
 
 def experiments_of(group: str, path: Path | None, steps: int | None) -> list[Values]:
-    """The dictionaries of one group, with `steps` written in where it is given; see groups.chosen."""
+    """The dictionaries of one group, with `steps` written in where it is given; see
+    groups.chosen.
+    """
     return groups.chosen(read_groups(path), group, steps)
 
 

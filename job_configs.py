@@ -1,7 +1,9 @@
-"""JOB_CONFIGS: group -> where its experiments run; "default" holds for every group. Never part of an experiment's id.
+"""JOB_CONFIGS: group -> where its experiments run; "default" holds for every group. Never part of
+an experiment's id.
 
-Keys as haven and Slurm users know them; jobs/config.py says what each one means, docs/jobs.md shows whole examples.
-`{user}` in a mount of `data` stands for the name that EAI_ACCOUNT_ID_TO_USER gives to $EAI_ACCOUNT_ID.
+Keys as haven and Slurm users know them; jobs/config.py says what each one means, docs/jobs.md shows
+whole examples. `{user}` in a mount of `data` stands for the name that EAI_ACCOUNT_ID_TO_USER gives
+to $EAI_ACCOUNT_ID.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from trainer import userfile
+from trainer.config import userfile
 from trainer.errors import ConfigError
 
 Values = dict[str, Any]
 
-# The account of each user of the toolkit, as `echo $EAI_ACCOUNT_ID` shows it there: {"<account id>": "<user>"}.
+# The account of each user of the toolkit, as `echo $EAI_ACCOUNT_ID` shows it there: {"<account
+# id>": "<user>"}.
 EAI_ACCOUNT_ID_TO_USER: dict[str, str] = {}
 
 EIGHT_GPUS: Values = {"resources": {"cpu": 64, "mem": 512, "gpu": 8, "gpu_mem": 80}}
@@ -35,12 +38,15 @@ JOB_CONFIGS: dict[str, Values] = {
 }
 
 
-def job_values(group: str, file: Path | None = None, environ: Mapping[str, str] = os.environ) -> Values:
-    """The job dictionary of a group: "default" with the group's own keys over it (`resources` key by key).
+def job_values(
+    group: str, file: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> Values:
+    """The job dictionary of a group: "default" with the group's own keys over it (`resources` key
+    by key).
 
-    file: a Python file with JOB_CONFIGS (or JOB_CONFIG, and "base" for "default", as published) instead of this one.
-    ConfigError when it cannot be read or holds anything but dictionaries, and when a mount needs a user that
-    EAI_ACCOUNT_ID_TO_USER does not name.
+    file: a Python file with JOB_CONFIGS (or JOB_CONFIG, and "base" for "default", as published)
+    instead of this one. ConfigError when it cannot be read or holds anything but dictionaries, and
+    when a mount needs a user that EAI_ACCOUNT_ID_TO_USER does not name.
     """
     configs, users = (JOB_CONFIGS, EAI_ACCOUNT_ID_TO_USER) if file is None else _read(file)
     values = copy.deepcopy(configs.get("default", configs.get("base", {})))
@@ -60,7 +66,8 @@ def _with_user(mount: Any, users: Mapping[str, str], environ: Mapping[str, str])
     account = environ.get("EAI_ACCOUNT_ID")
     if account is None or account not in users:
         raise ConfigError(
-            f"data mount {mount!r} names a user, but EAI_ACCOUNT_ID={account!r} is not in EAI_ACCOUNT_ID_TO_USER "
+            f"data mount {mount!r} names a user, but EAI_ACCOUNT_ID={account!r} is not in "
+            "EAI_ACCOUNT_ID_TO_USER "
             f"({', '.join(sorted(users)) or 'empty'}). Add it there."
         )
     return mount.replace("{user}", users[account])
@@ -71,17 +78,30 @@ def _read(file: Path) -> tuple[dict[str, Values], dict[str, str]]:
     name = "JOB_CONFIG" if "JOB_CONFIG" in names and "JOB_CONFIGS" not in names else "JOB_CONFIGS"
     configs, users = names.get(name), names.get("EAI_ACCOUNT_ID_TO_USER", {})
     if not isinstance(configs, dict):
-        raise ConfigError(f"{file}: {name} is {userfile.kind(configs)}. Want a dictionary: group -> job dictionary.")
-    mistakes = [mistake for item in cast("dict[Any, Any]", configs).items() for mistake in _mistakes(name, *item)]
-    if not isinstance(users, dict) or not all(isinstance(text, str) for pair in users.items() for text in pair):
-        mistakes.append("EAI_ACCOUNT_ID_TO_USER: want a dictionary: account id -> user, both strings.")
+        raise ConfigError(
+            f"{file}: {name} is {userfile.kind(configs)}. Want a dictionary: group -> job "
+            "dictionary."
+        )
+    mistakes = [
+        mistake
+        for item in cast("dict[Any, Any]", configs).items()
+        for mistake in _mistakes(name, *item)
+    ]
+    if not isinstance(users, dict) or not all(
+        isinstance(text, str) for pair in users.items() for text in pair
+    ):
+        mistakes.append(
+            "EAI_ACCOUNT_ID_TO_USER: want a dictionary: account id -> user, both strings."
+        )
     if mistakes:
         raise ConfigError("\n".join(f"{file}: {mistake}" for mistake in mistakes))
     return cast("dict[str, Values]", configs), cast("dict[str, str]", users)
 
 
 def _mistakes(name: str, group: Any, values: Any) -> list[str]:
-    """What is wrong with one entry, as far as its keys can be told from their values: jobs/config.py checks those."""
+    """What is wrong with one entry, as far as its keys can be told from their values:
+    jobs/config.py checks those.
+    """
     if not isinstance(group, str):
         return [f"{name}[{group!r}]: want the name of a group, a string."]
     if not isinstance(values, dict):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from jobs.launch import Request
+    from jobs.submit.launch import Request
 
 EXIT_OK, EXIT_FAILED = 0, 1
 
@@ -32,72 +32,137 @@ def _switch(value: str) -> str:
     if text not in _SWITCHES:
         close = difflib.get_close_matches(text, _SWITCHES, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise typer.BadParameter(f"{value!r} is neither on nor off. Use one of {', '.join(_SWITCHES)}.{hint}")
+        raise typer.BadParameter(
+            f"{value!r} is neither on nor off. Use one of {', '.join(_SWITCHES)}.{hint}"
+        )
     return text
 
 
-_SWITCHES = {"true": True, "false": False, "on": True, "off": False, "yes": True, "no": False, "1": True, "0": False}
+_SWITCHES = {
+    "true": True,
+    "false": False,
+    "on": True,
+    "off": False,
+    "yes": True,
+    "no": False,
+    "1": True,
+    "0": False,
+}
 
 
 # The flags, spelled as researchers of this lineage know them.
-ExpGroup = Annotated[str | None, typer.Option("-e", "--exp_group", help="Group of experiments to run.")]
-SavedirBase = Annotated[Path | None, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")]
-Reset = Annotated[
-    int, typer.Option("-r", "--reset", min=0, max=1, help="1: move old folders aside and start over; 0: resume.")
+ExpGroup = Annotated[
+    str | None, typer.Option("-e", "--exp_group", help="Group of experiments to run.")
 ]
-ExpId = Annotated[str | None, typer.Option("--exp_id", help="Run this one; its dictionary is read from its folder.")]
+SavedirBase = Annotated[
+    Path | None, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")
+]
+Reset = Annotated[
+    int,
+    typer.Option(
+        "-r", "--reset", min=0, max=1, help="1: move old folders aside and start over; 0: resume."
+    ),
+]
+ExpId = Annotated[
+    str | None,
+    typer.Option("--exp_id", help="Run this one; its dictionary is read from its folder."),
+]
 ExpConfigs = Annotated[
-    Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS, instead of the built-in one.")
+    Path | None,
+    typer.Option("--exp_configs", help="Python file with EXP_GROUPS, instead of the built-in one."),
 ]
 DataPath = Annotated[Path | None, typer.Option("--data_path", help="Folder of the data set.")]
 CacheDir = Annotated[Path, typer.Option("--cache_dir", help="Token caches and tokenizers.")]
 Steps = Annotated[
-    int | None, typer.Option("--steps", min=1, help="Optimizer steps; shapes the schedule, so it changes the id.")
+    int | None,
+    typer.Option(
+        "--steps", min=1, help="Optimizer steps; shapes the schedule, so it changes the id."
+    ),
 ]
 LogEvery = Annotated[
-    int, typer.Option("--log_every", min=1, help="Log, evaluate and save where the dictionary does not say.")
+    int,
+    typer.Option(
+        "--log_every", min=1, help="Log, evaluate and save where the dictionary does not say."
+    ),
 ]
 DeepSpeed = Annotated[
     str | None,
     typer.Option(
-        "--deepspeed", help="DeepSpeed JSON, a name in ds_configs/, or auto: what fits; never changes the id."
+        "--deepspeed",
+        help="DeepSpeed JSON, a name in ds_configs/, or auto: what fits; never changes the id.",
     ),
 ]
 DeviceName = Annotated[
-    str | None, typer.Option("--device", help="Plan memory for it: h200, 24GiB, ...; default: the GPU here.")
+    str | None,
+    typer.Option("--device", help="Plan memory for it: h200, 24GiB, ...; default: the GPU here."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Run what does not fit by the memory plan.")]
-Entity = Annotated[str | None, typer.Option("--wandb_entity_name", help="With a project: wandb on.")]
-Project = Annotated[str | None, typer.Option("--wandb_project_name", help="With an entity: wandb on.")]
-RunName = Annotated[str | None, typer.Option("--wandb_run_name", help="Shown name; the id is the exp_id.")]
+Entity = Annotated[
+    str | None, typer.Option("--wandb_entity_name", help="With a project: wandb on.")
+]
+Project = Annotated[
+    str | None, typer.Option("--wandb_project_name", help="With an entity: wandb on.")
+]
+RunName = Annotated[
+    str | None, typer.Option("--wandb_run_name", help="Shown name; the id is the exp_id.")
+]
 LogGradients = Annotated[
     str,
-    typer.Option("--wandb_log_gradients", metavar="BOOL", callback=_switch, help="Gradient norms per parameter."),
+    typer.Option(
+        "--wandb_log_gradients",
+        metavar="BOOL",
+        callback=_switch,
+        help="Gradient norms per parameter.",
+    ),
 ]
 ExtraEvals = Annotated[
     str,
-    typer.Option("--do_extra_evals", metavar="BOOL", callback=_switch, help="Evaluate by generated answers too."),
+    typer.Option(
+        "--do_extra_evals",
+        metavar="BOOL",
+        callback=_switch,
+        help="Evaluate by generated answers too.",
+    ),
 ]
 SampleSize = Annotated[
-    int, typer.Option("--generation_eval_max_sample_size", min=1, help="Rows that are answered per evaluation.")
+    int,
+    typer.Option(
+        "--generation_eval_max_sample_size", min=1, help="Rows that are answered per evaluation."
+    ),
 ]
 PushToHub = Annotated[
-    str, typer.Option("--push_to_hub", metavar="BOOL", callback=_switch, help="Upload final/ when done.")
+    str,
+    typer.Option(
+        "--push_to_hub", metavar="BOOL", callback=_switch, help="Upload final/ when done."
+    ),
 ]
 JobScheduler = Annotated[
-    str | None, typer.Option("-j", "--j", "--job_scheduler", help="Submit the group instead of running it here.")
+    str | None,
+    typer.Option(
+        "-j", "--j", "--job_scheduler", help="Submit the group instead of running it here."
+    ),
 ]
 PythonBinary = Annotated[
-    str, typer.Option("--python_binary", help="With -j: launch line; NGPUS stands for the GPUs of the job.")
+    str,
+    typer.Option(
+        "--python_binary", help="With -j: launch line; NGPUS stands for the GPUs of the job."
+    ),
 ]
 JobConfigs = Annotated[
     Path | None,
-    typer.Option("--job_configs", help="With -j: Python file with JOB_CONFIGS, instead of the built-in one."),
+    typer.Option(
+        "--job_configs", help="With -j: Python file with JOB_CONFIGS, instead of the built-in one."
+    ),
 ]
 AllowDirty = Annotated[
-    bool, typer.Option("--allow_dirty", "--allow-dirty", help="With -j: send uncommitted code, with its patch.")
+    bool,
+    typer.Option(
+        "--allow_dirty", "--allow-dirty", help="With -j: send uncommitted code, with its patch."
+    ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry_run", help="Check everything, show what would run, train nothing.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry_run", help="Check everything, show what would run, train nothing.")
+]
 LocalRank = Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)]
 DistUrl = Annotated[str, typer.Option("--dist_url", hidden=True)]
 
@@ -134,14 +199,19 @@ def main(
     """Train every experiment of a group, in order, each in its own folder SAVEDIR_BASE/<exp_id>."""
     from trainer.errors import LatheError
 
-    del dist_url  # accepted because launch scripts of this lineage pass it; the launcher's environment decides
+    del (
+        dist_url
+    )  # accepted because launch scripts of this lineage pass it; the launcher's environment decides
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     _set_up_logging()
     text: str | None = None
     try:
         if savedir_base is None:
-            raise _bad("-sb/--savedir_base is required: the folder that holds all runs. For example -sb results")
+            raise _bad(
+                "-sb/--savedir_base is required: the folder that holds all runs. For example -sb "
+                "results"
+            )
         experiments = _experiments(exp_group, exp_id, exp_configs, savedir_base, steps)
         options = {
             "savedir_base": savedir_base,
@@ -159,14 +229,17 @@ def main(
         } | {"device": device, "force": force}
         if job_scheduler not in (None, "None", "0"):
             job = {"backend": job_scheduler, "file": job_configs, "python_binary": python_binary}
-            code = _submit(exp_group, experiments, options, is_dry=dry_run, allow_dirty=allow_dirty, **job)
+            code = _submit(
+                exp_group, experiments, options, is_dry=dry_run, allow_dirty=allow_dirty, **job
+            )
         else:
             code = _dry_run(experiments, options) if dry_run else _train(experiments, options)
     except LatheError as error:
         text = f"{type(error).__name__}: {error}"
         typer.echo(text, err=True)
         code = error.exit_code
-    except Exception as error:  # any: shown whole, and then gloo's threads must not turn the exit code into an abort
+    # any: shown whole, and then gloo's threads must not turn the exit code into an abort
+    except Exception as error:
         text = f"{type(error).__name__}: {error}"
         logging.exception("failed")
         code = EXIT_FAILED
@@ -175,20 +248,29 @@ def main(
 
 
 def _tell_wrapper(code: int, text: str | None) -> None:
-    """Leave the exit code where the wrapper of a job looks for it: torchrun turns every one but 0 into 1.
+    """Leave the exit code where the wrapper of a job looks for it: torchrun turns every one but 0
+    into 1.
 
     A rank that fails is believed at once, and the first one is; success is for rank 0 to tell.
     """
     path = os.environ.get("LATHE_OUTCOME")
     if path is None or (code == EXIT_OK and os.environ.get("RANK", "0") != "0"):
         return
-    with contextlib.suppress(OSError), open(path, "x") as file:  # FileExistsError: another rank was first
+    with (
+        contextlib.suppress(OSError),
+        open(path, "x") as file,
+    ):  # FileExistsError: another rank was first
         json.dump({"code": code, "error": text}, file)
 
 
 def _is_restart() -> bool:
-    """Whether a launcher or a scheduler runs this same command again: -r 1 was obeyed the first time."""
-    return any(int(os.environ.get(name, "0")) > 0 for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    """Whether a launcher or a scheduler runs this same command again: -r 1 was obeyed the first
+    time.
+    """
+    return any(
+        int(os.environ.get(name, "0")) > 0
+        for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    )
 
 
 def _experiments(
@@ -202,13 +284,20 @@ def _experiments(
         values = _stored(savedir_base, exp_id)
         if id_of(values) != exp_id:
             raise _bad(
-                f"--exp_id {exp_id}: the dictionary in that folder has id {id_of(values)}. Give the folder that name."
+                f"--exp_id {exp_id}: the dictionary in that folder has id {id_of(values)}. Give "
+                "the folder that name."
             )
         if steps is not None and steps != values.get("train", {}).get("steps"):
-            raise _bad(f"--steps {steps} with --exp_id: the folder's dictionary fixes its steps. Leave --steps out.")
+            raise _bad(
+                f"--steps {steps} with --exp_id: the folder's dictionary fixes its steps. Leave "
+                "--steps out."
+            )
         return [values]
     if group is None:
-        raise _bad("-e/--exp_group is required: the name of a group in exp_configs.py. For example -e crossattn_tiny")
+        raise _bad(
+            "-e/--exp_group is required: the name of a group in exp_configs.py. For example -e "
+            "crossattn_tiny"
+        )
     return experiments_of(group, file, steps)
 
 
@@ -219,7 +308,9 @@ def _stored(savedir_base: Path, exp_id: str) -> dict[str, Any]:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise _bad(f"--exp_id {exp_id}: {path} does not exist. Give the id of a run in {savedir_base}.") from None
+        raise _bad(
+            f"--exp_id {exp_id}: {path} does not exist. Give the id of a run in {savedir_base}."
+        ) from None
     except ValueError as error:
         raise _bad(f"--exp_id {exp_id}: {path} is not JSON ({error}).") from None
 
@@ -231,8 +322,8 @@ def _bad(text: str) -> Exception:
 
 
 def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
-    from trainer import distributed
-    from trainer.run import Options, plan, run_group
+    from trainer.runtime import distributed
+    from trainer.training.run import Options, plan, run_group
 
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     chosen = Options(**options)
@@ -242,8 +333,8 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
 
 
 def _dry_run(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
-    from trainer.preview import show
-    from trainer.run import Options, plan
+    from trainer.training.dry_run import show
+    from trainer.training.run import Options, plan
 
     chosen = Options(**options)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -263,11 +354,17 @@ def _submit(
     is_dry: bool,
     allow_dirty: bool,
 ) -> int:
-    """Send the group as `lathe-jobs submit` does, with this command's own flags. Imports no torch."""
-    from jobs import choice, launch, request
+    """Send the group as `lathe-jobs submit` does, with this command's own flags. Imports no
+    torch.
+    """
+    from jobs.report import selection
+    from jobs.submit import launch, request
 
     if group is None:
-        raise _bad("-j needs -e GROUP: an experiment that was sent before runs again by `lathe-jobs retry ID`.")
+        raise _bad(
+            "-j needs -e GROUP: an experiment that was sent before runs again by `lathe-jobs "
+            "retry ID`."
+        )
     base = options["savedir_base"]
     asked = request.make(
         group=group,
@@ -285,21 +382,33 @@ def _submit(
         if options["reset"]:
             _move_aside(asked)
         results = launch.submit(asked)
-    choice.show(results, as_json=False)
-    choice.fail_if_any(results)
+    selection.show(results, as_json=False)
+    selection.fail_if_any(results)
     return EXIT_OK
 
 
 def _move_aside(asked: Request) -> None:
-    """Begin a group anew: every folder that it has, sent or run by hand, gets another name. None when one is alive."""
-    from jobs import choice, control, launch
+    """Begin a group anew: every folder that it has, sent or run by hand, gets another name. None
+    when one is alive.
+    """
+    from jobs.report import selection
+    from jobs.submit import control, launch
 
-    launch.specs(asked)  # checks every dictionary and flag: nothing is moved for what cannot be sent
+    launch.specs(
+        asked
+    )  # checks every dictionary and flag: nothing is moved for what cannot be sent
     folders = [folder for name in asked.by_id if (folder := asked.base.run(name)).path.exists()]
-    choice.refuse_live(choice.rows(asked.base.path, None, [folder.path.name for folder in folders], by_hand=True))
+    selection.refuse_live(
+        selection.rows(
+            asked.base.path, None, [folder.path.name for folder in folders], by_hand=True
+        )
+    )
     for folder in folders:
         aside = folder.path.with_name(f"{folder.path.name}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
-        choice.show([control.reset(asked.base, folder.path.name, asked.backend_of, aside=aside)], as_json=False)
+        selection.show(
+            [control.reset(asked.base, folder.path.name, asked.backend_of, aside=aside)],
+            as_json=False,
+        )
 
 
 def _passed_on(options: dict[str, Any]) -> dict[str, str]:
@@ -327,13 +436,17 @@ def _set_up_logging() -> None:
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
     for name in ("httpx", "filelock", "DeepSpeed", "torch", "wandb", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # an unreachable Hub ends in one ConfigError of ours
+    logging.getLogger("huggingface_hub").setLevel(
+        logging.ERROR
+    )  # an unreachable Hub ends in one ConfigError of ours
 
 
 def _leave(code: int) -> None:
-    """Exit with `code`. Once torch.distributed is up the interpreter's own way out can abort (see distributed)."""
+    """Exit with `code`. Once torch.distributed is up the interpreter's own way out can abort (see
+    distributed).
+    """
     if "torch" in sys.modules:
-        from trainer import distributed
+        from trainer.runtime import distributed
 
         distributed.shutdown(code)
     raise typer.Exit(code)

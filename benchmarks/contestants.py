@@ -1,8 +1,10 @@
-"""The same small fine-tuning by our loop, by a bare torch loop and by the Hugging Face Trainer, one step at a turn.
+"""The same small fine-tuning by our loop, by a bare torch loop and by the Hugging Face Trainer, one
+step at a turn.
 
-Every contestant calls `between()` after each optimizer step, once the step's work is done. The time from the return of
-one call to the next call is a whole step as a run pays it, with fetching the batch and all Python in between; what
-happens inside the call (the other contestants' turns) is on nobody's clock.
+Every contestant calls `between()` after each optimizer step, once the step's work is done. The time
+from the return of one call to the next call is a whole step as a run pays it, with fetching the
+batch and all Python in between; what happens inside the call (the other contestants' turns) is on
+nobody's clock.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from trainer import deepspeed_config, distributed, rng, tasks
-from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding, step_rows
-from trainer.engine import Engine
-from trainer.loop import Cadence, Progress, Session, fit
-from trainer.meter import Meter
-from trainer.task import Places
-from trainer.telemetry import METRICS, Preemption, Run
+from trainer import tasks
+from trainer.config import deepspeed_config
+from trainer.data.order import Sharding, step_rows
+from trainer.data.token_store import TokenStore, open_store
+from trainer.runtime import distributed, rng
+from trainer.tasks.protocol import Places
+from trainer.telemetry.meter import Meter
+from trainer.telemetry.run_record import METRICS, Preemption, Run
+from trainer.training.engine import Engine
+from trainer.training.loop import Cadence, Progress, Session, fit
 
 Between = Callable[[], None]
 
@@ -107,8 +111,14 @@ class Work:
     def rows_BT(self) -> list[Tensor]:
         """The (batch, TOKENS) ids of every step, those that our loop trains on."""
         store = self.store("train")
-        order = [step_rows(step, len(store), global_batch=self.batch, seed=SEED) for step in range(self.total)]
-        return [torch.stack([torch.from_numpy(store[int(row)]["ids"]).long() for row in rows]) for rows in order]
+        order = [
+            step_rows(step, len(store), global_batch=self.batch, seed=SEED)
+            for step in range(self.total)
+        ]
+        return [
+            torch.stack([torch.from_numpy(store[int(row)]["ids"]).long() for row in rows])
+            for rows in order
+        ]
 
     def network(self) -> nn.Module:
         """The stock transformers model, with the same random weights at every call."""
@@ -116,7 +126,9 @@ class Work:
 
 
 def write_data(work: Work) -> None:
-    """Random texts of TOKENS - 1 words (the end of a text is the last token), and a tokenizer of one id a word."""
+    """Random texts of TOKENS - 1 words (the end of a text is the last token), and a tokenizer of
+    one id a word.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -125,19 +137,27 @@ def write_data(work: Work) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|pad|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>", pad_token="<|pad|>"
+        tokenizer_object=tokenizer,
+        eos_token="<|endoftext|>",
+        bos_token="<|endoftext|>",
+        pad_token="<|pad|>",
     ).save_pretrained(work.folder / "tokenizer")
     draw = random.Random(SEED)
     for split, count in (("train", work.batch * work.total), ("valid", work.batch)):
         texts = [" ".join(draw.choices(words, k=TOKENS - 1)) for _ in range(count)]
-        (work.folder / f"{split}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (work.folder / f"{split}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
 
 
-# Ours -------------------------------------------------------------------------------------------------------------
+# Ours
+# -------------------------------------------------------------------------------------------------------------
 
 
 class TurnTaking(Meter):
-    """The meter of a run, whose `add` (called by `fit` once a step) also lets the others have their turn."""
+    """The meter of a run, whose `add` (called by `fit` once a step) also lets the others have their
+    turn.
+    """
 
     def __init__(self, between: Between) -> None:
         super().__init__()
@@ -149,16 +169,22 @@ class TurnTaking(Meter):
 
 
 def lathe(work: Work, stage: int, between: Between) -> list[float]:
-    """Train by trainer.loop.fit, prefetching thread and records included. Returns the CHECKED first losses, as logged.
+    """Train by trainer.training.loop.fit, prefetching thread and records included. Returns the
+    CHECKED first losses, as logged.
 
     The process group must be there already (`distributed.init`).
     """
     rng.seed_everything(SEED, distributed.rank())
     cfg = tasks.parse(work.experiment(stage, CHECKED))
     preset = deepspeed_config.read(cfg.deepspeed)
-    complete = deepspeed_config.build(preset, train=cfg.train, optim=cfg.optim, world=1, source=cfg.deepspeed)
+    complete = deepspeed_config.build(
+        preset, train=cfg.train, optim=cfg.optim, world=1, source=cfg.deepspeed
+    )
     live = Engine(work.task.model(), deepspeed_config.for_engine(complete), cfg.optim)
-    run, progress = Run(work.folder / f"run-{socket.gethostname()}-{id(live)}", total=work.total), Progress()
+    run, progress = (
+        Run(work.folder / f"run-{socket.gethostname()}-{id(live)}", total=work.total),
+        Progress(),
+    )
     preemption = Preemption()
     session = Session(
         cfg=cfg,
@@ -185,11 +211,14 @@ def lathe(work: Work, stage: int, between: Between) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line][:CHECKED]
 
 
-# Bare torch -------------------------------------------------------------------------------------------------------
+# Bare torch
+# -------------------------------------------------------------------------------------------------------
 
 
 class BareTorch:
-    """The loop that anybody writes: forward, mean cross-entropy, backward, clip, AdamW, zero_grad. No padding mask."""
+    """The loop that anybody writes: forward, mean cross-entropy, backward, clip, AdamW, zero_grad.
+    No padding mask.
+    """
 
     def __init__(self, work: Work, **adamw: Any) -> None:
         """adamw: arguments of torch.optim.AdamW, on all parameters at once."""
@@ -201,7 +230,9 @@ class BareTorch:
         """One step on the next batch; its loss, still on the device."""
         ids_BT = next(self._batches).to(distributed.device())
         logits_BTV = self._model(input_ids=ids_BT, use_cache=False).logits
-        loss = nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten()
+        )
         loss.backward()
         nn.utils.clip_grad_norm_(self._model.parameters(), CLIP)
         self._optimizer.step()
@@ -209,14 +240,16 @@ class BareTorch:
         return loss.detach()
 
 
-# Hugging Face -----------------------------------------------------------------------------------------------------
+# Hugging Face
+# -----------------------------------------------------------------------------------------------------
 
 
 def hugging_face(work: Work, stage: int, between: Between) -> list[float]:
-    """Train by transformers.Trainer with our DeepSpeed file of `stage`. Returns the CHECKED first losses.
+    """Train by transformers.Trainer with our DeepSpeed file of `stage`. Returns the CHECKED first
+    losses.
 
     RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set. This file's import of
-    trainer.engine has kept deepspeed from compiling an operator at every start (31 s).
+    trainer.training.engine has kept deepspeed from compiling an operator at every start (31 s).
     """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -255,6 +288,9 @@ def hugging_face(work: Work, stage: int, between: Between) -> list[float]:
     )
     rows = [{"input_ids": ids_T, "labels": ids_T} for ids_BT in work.rows_BT() for ids_T in ids_BT]
     Watched(
-        model=cast(Any, work.network()), args=arguments, train_dataset=cast(Any, rows), callbacks=[TakeTurns()]
+        model=cast(Any, work.network()),
+        args=arguments,
+        train_dataset=cast(Any, rows),
+        callbacks=[TakeTurns()],
     ).train()
     return [float(loss) for loss in losses]

@@ -1,7 +1,8 @@
-"""The same cross-attention training and the same answers: our run on prepared states, our run that encodes online, and
-the Hugging Face Trainer as published.
+"""The same cross-attention training and the same answers: our run on prepared states, our run that
+encodes online, and the Hugging Face Trainer as published.
 
-All take the same rows in the same order, from the same random weights; a step is handed out by its number.
+All take the same rows in the same order, from the same random weights; a step is handed out by its
+number.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer import distributed, tasks
+from trainer import tasks
 from trainer.data import sources
-from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding, Sizes, sizes_of, window_rows
-from trainer.packing import grids_of
-from trainer.task import Batch, Places
+from trainer.data.order import Sharding, Sizes, sizes_of, window_rows
+from trainer.data.token_store import TokenStore, open_store
+from trainer.models.packed.layout import grids_of
+from trainer.runtime import distributed
 from trainer.tasks.cross_attention import preparation
-from trainer.tasks.cross_attention.generation import greedy
+from trainer.tasks.cross_attention.decoder.generation import greedy
+from trainer.tasks.protocol import Batch, Places
 
 # B rows, T decoder tokens, L context tokens, G generated tokens
 
@@ -117,7 +119,9 @@ class Work:
         return Sharding(self.batch, self.batch, 1, 0, **tokens)
 
     def prepare(self) -> None:
-        """The first rows of the train split of NaturalQuestions, and the states of their contexts."""
+        """The first rows of the train split of NaturalQuestions, and the states of their
+        contexts.
+        """
         rows = list(islice(sources.nq_rows(self.data_path, "train"), self.batch * self.num_batches))
         raw = self.folder / "raw"
         raw.mkdir()
@@ -161,30 +165,48 @@ class Ours:
 
     def _rows(self, number: int) -> list[np.ndarray]:
         """The rows of each micro-batch of step `number`."""
-        seed = SEED if self._work.bucket_steps > 1 else None  # None: the rows of the reference's step
+        seed = (
+            SEED if self._work.bucket_steps > 1 else None
+        )  # None: the rows of the reference's step
         step = number % self._work.num_batches
         return window_rows(step, lengths=self._sizes, sharding=self._work.sharding, seed=seed)
 
     def _batches(self, rows: list[np.ndarray]) -> list[Batch]:
-        return [self.task.collate([self._rank.session.train[int(row)] for row in some]) for some in rows]
+        return [
+            self.task.collate([self._rank.session.train[int(row)] for row in some]) for some in rows
+        ]
 
     def padding(self) -> float:
-        """The share of padding in what is computed: by the tensors that the model gets, not by the rows' lengths."""
+        """The share of padding in what is computed: by the tensors that the model gets, not by the
+        rows' lengths.
+        """
         real = computed = 0
         for number in range(self._work.num_batches):
             for batch in self._batches(self._rows(number)):
-                ids = [x for name, x in batch.items() if name == "tokens" or name.endswith("input_ids")]
+                ids = [
+                    x for name, x in batch.items() if name == "tokens" or name.endswith("input_ids")
+                ]
                 states = [x[..., 0] for name, x in batch.items() if name == "encoder_hidden_states"]
                 masks = [x for name, x in batch.items() if name.endswith("attention_mask")]
                 computed += sum(x.numel() for x in ids + states)
-                real += sum(int(x.sum()) for x in masks) if masks else sum(x.numel() for x in ids + states)
+                real += (
+                    sum(int(x.sum()) for x in masks)
+                    if masks
+                    else sum(x.numel() for x in ids + states)
+                )
         return 1 - real / computed
 
     def padding_of_attention(self) -> float:
-        """The share of cells without a token in the rectangles that the decoder's attention alone needs."""
-        batches = [batch for n in range(self._work.num_batches) for batch in self._batches(self._rows(n))]
+        """The share of cells without a token in the rectangles that the decoder's attention alone
+        needs.
+        """
+        batches = [
+            batch for n in range(self._work.num_batches) for batch in self._batches(self._rows(n))
+        ]
         cells = [grid for batch in batches for grid in grids_of(batch)]
-        return 1 - sum(int(grid.sum()) for grid in cells) / max(1, sum(grid.numel() for grid in cells))
+        return 1 - sum(int(grid.sum()) for grid in cells) / max(
+            1, sum(grid.numel() for grid in cells)
+        )
 
     def close(self) -> None:
         self._rank.close()
@@ -216,8 +238,9 @@ class _MeanLoss(nn.Module):
 
 
 class Reference:
-    """The same model, stepped by the Hugging Face Trainer: micro-batches in the order of the rows, padded to their
-    longest, contexts encoded inside every forward. Rows are tokenised beforehand."""
+    """The same model, stepped by the Hugging Face Trainer: micro-batches in the order of the rows,
+    padded to their longest, contexts encoded inside every forward. Rows are tokenised beforehand.
+    """
 
     def __init__(self, work: Work) -> None:
         from transformers import Trainer, TrainingArguments
@@ -240,7 +263,9 @@ class Reference:
             report_to="none",
         )
         self._trainer: Any = Trainer(model=self._model, args=arguments)
-        self._trainer.current_gradient_accumulation_steps = work.batch // work.micro_batch  # which train() sets
+        self._trainer.current_gradient_accumulation_steps = (
+            work.batch // work.micro_batch
+        )  # which train() sets
         self._optimizer = self._trainer.create_optimizer()
 
     @property
@@ -266,16 +291,27 @@ class Reference:
     def token_mean(self, number: int) -> float:
         """The loss of step `number` per token, which is what ours reports; nothing is trained."""
         self._model.train()
-        batches = [{name: t.to(distributed.device()) for name, t in b.items()} for b in self._batches(number)]
+        batches = [
+            {name: t.to(distributed.device()) for name, t in b.items()}
+            for b in self._batches(number)
+        ]
         units = [int(self.task.units(batch)) for batch in batches]
-        losses = [float(self._model(**batch)["loss"]) * count for batch, count in zip(batches, units, strict=True)]
+        losses = [
+            float(self._model(**batch)["loss"]) * count
+            for batch, count in zip(batches, units, strict=True)
+        ]
         return sum(losses) / sum(units)
 
     def padding(self) -> float:
         """The share of padding in what is computed."""
-        rows = np.arange(self._work.batch * self._work.num_batches).reshape(-1, self._work.micro_batch)
+        rows = np.arange(self._work.batch * self._work.num_batches).reshape(
+            -1, self._work.micro_batch
+        )
         parts = [self.sizes.axes_NA[some] for some in rows]
-        real, padded = sum(part.sum() for part in parts), sum(len(part) * part.max(axis=0).sum() for part in parts)
+        real, padded = (
+            sum(part.sum() for part in parts),
+            sum(len(part) * part.max(axis=0).sum() for part in parts),
+        )
         return 1 - real / padded
 
 
@@ -290,7 +326,9 @@ class Answers:
         self._model = task.model().to(distributed.device(), dtype).eval()
         ids = np.concatenate([store[index]["context"] for index in range(len(store))])
         ids = np.resize(ids, rows * context_tokens).reshape(rows, context_tokens)
-        prompts = [store[index]["decoder"][: int(store[index]["answer_start"][0])] for index in range(rows)]
+        prompts = [
+            store[index]["decoder"][: int(store[index]["answer_start"][0])] for index in range(rows)
+        ]
         width = min(map(len, prompts))
         self._prompts_BT = torch.tensor(np.stack([prompt[-width:] for prompt in prompts])).long()
         self._contexts_BL = torch.tensor(ids).long()
@@ -314,7 +352,9 @@ class Answers:
 
     @torch.no_grad()
     def reference(self, number: int) -> Tensor:
-        """(B, G): as published, the context and the whole text so far are read again for every token."""
+        """(B, G): as published, the context and the whole text so far are read again for every
+        token.
+        """
         text_BT, contexts_BL = self._inputs()
         start = text_BT.shape[1]
         for _ in range(self.new_tokens):

@@ -1,10 +1,13 @@
-"""How long a step of our loop takes, against a bare torch loop and against the Hugging Face Trainer with DeepSpeed.
+"""How long a step of our loop takes, against a bare torch loop and against the Hugging Face Trainer
+with DeepSpeed.
 
-    python benchmarks/engine_overhead.py [--rounds N] [--steps N] [--batch 8 2] [--clock cpu] [--json]
+    python benchmarks/engine_overhead.py [--rounds N] [--steps N] [--batch 8 2] [--clock cpu]
+    [--json]
 
-Prints a table of median step times and ratios, and exits 0; exits 1 when the contestants' losses differ, for then they
-do not do the same work. Contestants take turns step by step, so that the noise of the machine hits all alike; each
-round starts new processes, so that the luck of one memory layout is not measured.
+Prints a table of median step times and ratios, and exits 0; exits 1 when the contestants' losses
+differ, for then they do not do the same work. Contestants take turns step by step, so that the
+noise of the machine hits all alike; each round starts new processes, so that the luck of one memory
+layout is not measured.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # runs from a checkout that is not installed
 
 import torch
 from contestants import CHECKED, TOKENS, BareTorch, Work, hugging_face, lathe, write_data
 
-from trainer import distributed
+from trainer.runtime import distributed
 
 OURS, DEFAULT, FUSED = "lathe", "bare torch, AdamW", "bare torch, AdamW fused"
 TRAINER = "Trainer + DeepSpeed"
@@ -60,19 +65,29 @@ class Match:
 
     def lines(self) -> list[Line]:
         ours = self.seconds[OURS]
-        return [Line.of(self, name, ours, theirs) for name, theirs in self.seconds.items() if name != OURS]
+        return [
+            Line.of(self, name, ours, theirs)
+            for name, theirs in self.seconds.items()
+            if name != OURS
+        ]
 
 
 def disagreement(losses: Losses) -> float:
-    """The largest difference between contestants over the CHECKED first steps; infinite when a loss is not finite."""
-    if not all(len(values) == CHECKED and all(map(math.isfinite, values)) for values in losses.values()):
+    """The largest difference between contestants over the CHECKED first steps; infinite when a loss
+    is not finite.
+    """
+    if not all(
+        len(values) == CHECKED and all(map(math.isfinite, values)) for values in losses.values()
+    ):
         return math.inf
     return max(max(column) - min(column) for column in zip(*losses.values(), strict=True))
 
 
 @dataclass(frozen=True)
 class Line:
-    """Our step time against one other's. low, high: quartiles of the ratio over neighbouring turns."""
+    """Our step time against one other's. low, high: quartiles of the ratio over
+    neighbouring turns.
+    """
 
     batch: int
     stage: int
@@ -86,22 +101,38 @@ class Line:
 
     @classmethod
     def of(cls, match: Match, against: str, ours: list[float], theirs: list[float]) -> Line:
-        low, _, high = statistics.quantiles([one / two for one, two in zip(ours, theirs, strict=True)], n=4)
+        low, _, high = statistics.quantiles(
+            [one / two for one, two in zip(ours, theirs, strict=True)], n=4
+        )
         ours_ms, theirs_ms = 1e3 * statistics.median(ours), 1e3 * statistics.median(theirs)
         return cls(
-            match.batch, match.stage, against, ours_ms, theirs_ms, ours_ms / theirs_ms, low, high, TARGETS[against]
+            match.batch,
+            match.stage,
+            against,
+            ours_ms,
+            theirs_ms,
+            ours_ms / theirs_ms,
+            low,
+            high,
+            TARGETS[against],
         )
 
     def __str__(self) -> str:
-        times = f"{self.ours_ms:9.1f} {self.theirs_ms:9.1f} {self.ratio:8.3f}   {self.low:.3f}-{self.high:.3f}"
+        times = (
+            f"{self.ours_ms:9.1f} {self.theirs_ms:9.1f} {self.ratio:8.3f}   "
+            f"{self.low:.3f}-{self.high:.3f}"
+        )
         return f"{self.batch:5d} {self.stage:5d}   {self.against:24s}{times}   {self.target:.2f}"
 
 
-# Against bare torch: one process, in turns inside our loop ---------------------------------------------------------
+# Against bare torch: one process, in turns inside our loop
+# ---------------------------------------------------------
 
 
 def against_bare_torch(work: Work, connection: Any) -> None:
-    """Train our loop at stage 0; between its steps the bare loops take theirs. Sends (seconds, losses)."""
+    """Train our loop at stage 0; between its steps the bare loops take theirs. Sends (seconds,
+    losses).
+    """
     distributed.init()
     others = {DEFAULT: BareTorch(work), FUSED: BareTorch(work, fused=True)}
     losses = {name: [float(other.step()) for _ in range(CHECKED)] for name, other in others.items()}
@@ -121,15 +152,26 @@ def against_bare_torch(work: Work, connection: Any) -> None:
     connection.send((seconds, losses))
 
 
-# Against the Trainer: a process each, a step of one and then a step of the other -----------------------------------
+# Against the Trainer: a process each, a step of one and then a step of the other
+# -----------------------------------
 
 
-def in_turns(contestant: Callable[..., list[float]], work: Work, stage: int, connection: Any) -> None:
-    """Train, one step each time that something is received; sends its seconds. At the end sends the losses."""
+def in_turns(
+    contestant: Callable[..., list[float]], work: Work, stage: int, connection: Any
+) -> None:
+    """Train, one step each time that something is received; sends its seconds. At the end sends the
+    losses.
+    """
     if contestant is lathe:
         distributed.init()
     else:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+        os.environ.update(
+            RANK="0",
+            LOCAL_RANK="0",
+            WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=_free_port(),
+        )
     began: list[float] = []
 
     def between() -> None:
@@ -162,7 +204,8 @@ def _free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-# Processes --------------------------------------------------------------------------------------------------------
+# Processes
+# --------------------------------------------------------------------------------------------------------
 
 
 def _start(function: Callable[..., None], *args: Any) -> Any:
@@ -175,7 +218,9 @@ def _start(function: Callable[..., None], *args: Any) -> Any:
 
 
 def _child(function: Callable[..., None], args: tuple[Any, ...], connection: Any) -> None:
-    quiet = os.open(os.devnull, os.O_WRONLY)  # what deepspeed and our console say would break the table
+    quiet = os.open(
+        os.devnull, os.O_WRONLY
+    )  # what deepspeed and our console say would break the table
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     try:
@@ -193,20 +238,25 @@ def _receive(end: Any) -> Any:
     try:
         value = end.recv()
     except EOFError:
-        raise SystemExit("a contestant's process died without a word: is there memory for three models?") from None
+        raise SystemExit(
+            "a contestant's process died without a word: is there memory for three models?"
+        ) from None
     if isinstance(value, ChildFailed):
         raise SystemExit(f"a contestant failed:\n{value}")
     return value
 
 
-# The command ------------------------------------------------------------------------------------------------------
+# The command
+# ------------------------------------------------------------------------------------------------------
 
 
 def measure(batch: int, *, rounds: int, steps: int, clock: str) -> list[Match]:
     """All matches at one batch size: bare torch at stage 0, the Trainer at stages 0 and 2."""
     bare, trainers = Match(batch, 0), {stage: Match(batch, stage) for stage in (0, 2)}
     with tempfile.TemporaryDirectory() as folder:
-        work = Work(Path(folder), batch, steps + SETTLING + 1, clock)  # the step before the first turn is not timed
+        work = Work(
+            Path(folder), batch, steps + SETTLING + 1, clock
+        )  # the step before the first turn is not timed
         write_data(work)
         for _ in range(rounds):
             bare.add(*_receive(_start(against_bare_torch, work)))
@@ -223,30 +273,53 @@ def environment() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Step time of our loop against bare torch and the Trainer.")
+    parser = argparse.ArgumentParser(
+        description="Step time of our loop against bare torch and the Trainer."
+    )
     parser.add_argument("--rounds", type=int, default=3, help="new processes each")
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each round")
-    parser.add_argument("--batch", type=int, nargs="+", default=[8, 2], help=f"rows of {TOKENS} tokens a step")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a busy machine, one thread")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[8, 2], help=f"rows of {TOKENS} tokens a step"
+    )
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: for a busy machine, one thread",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
     options = parser.parse_args()
     shape = {"rounds": options.rounds, "steps": options.steps, "clock": options.clock}
     matches = [match for batch in options.batch for match in measure(batch, **shape)]
     lines = [line for match in matches for line in match.lines()]
     worst = max(disagreement(losses) for match in matches for losses in match.losses)
     if options.json:
-        found = {"environment": environment(), "loss_difference": worst, "lines": [asdict(line) for line in lines]}
+        found = {
+            "environment": environment(),
+            "loss_difference": worst,
+            "lines": [asdict(line) for line in lines],
+        }
         print(json.dumps(found, indent=1))
     else:
         print(environment())
-        print(f"{options.rounds} round(s) of {options.steps} steps, {options.clock} clock, fp32, clip 1.0")
-        print("batch stage   against                      ours ms  theirs ms   ratio   quartiles     target")
+        print(
+            f"{options.rounds} round(s) of {options.steps} steps, {options.clock} clock, fp32, "
+            "clip 1.0"
+        )
+        print(
+            "batch stage   against                      ours ms  theirs ms   ratio   quartiles   "
+            "  target"
+        )
         print("\n".join(str(line) for line in lines))
         print(f"losses of the first {CHECKED} steps differ by at most {worst:.1e}")
     if not worst <= TOLERANCE:
         for match in matches:
             print(f"batch {match.batch} stage {match.stage}: {match.losses}", file=sys.stderr)
-        raise SystemExit(f"the losses differ by {worst:.1e}, more than {TOLERANCE}: this compares different work")
+        raise SystemExit(
+            f"the losses differ by {worst:.1e}, more than {TOLERANCE}: this compares different work"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""How fast we train and answer with Fusion-in-Decoder, against stock transformers T5 used as minFiD uses it.
+"""How fast we train and answer with Fusion-in-Decoder, against stock transformers T5 used as minFiD
+uses it.
 
-    python benchmarks/fid.py --data_path DIR [--contexts 10] [--passage_tokens 250] [--batch 2] [--rounds 8]
+    python benchmarks/fid.py --data_path DIR [--contexts 10] [--passage_tokens 250] [--batch 2]
+    [--rounds 8]
                              [--size small] [--answer_tokens 9 50] [--clock wall|cpu] [--json]
 
-DIR holds queries.jsonl and corpus.tsv (NaturalQuestions with passages ranked by BM25); tokenizers/t5 stands beside it.
-Prints a table of examples/s, of seconds on the clock and of the processor, and of peak memory; exits 1 when the two do
-not give the same losses and the same answers, for then they do not do the same work. They take turns, so that the noise
-of the machine hits both alike; memory is measured in a new process for each.
+DIR holds queries.jsonl and corpus.tsv (NaturalQuestions with passages ranked by BM25);
+tokenizers/t5 stands beside it. Prints a table of examples/s, of seconds on the clock and of the
+processor, and of peak memory; exits 1 when the two do not give the same losses and the same
+answers, for then they do not do the same work. They take turns, so that the noise of the machine
+hits both alike; memory is measured in a new process for each.
 """
 
 from __future__ import annotations
@@ -27,13 +30,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # runs from a checkout that is not installed
 
 import torch
 from fid_contestants import CLIP, SEED, SIZES, Ours, Reference, Work
 
-from trainer import distributed
-from trainer.meter import Meter
+from trainer.runtime import distributed
+from trainer.telemetry.meter import Meter
 
 OURS, REFERENCE = "ours", "reference"
 CONTESTANTS: dict[str, Callable[[Work], Any]] = {OURS: Ours, REFERENCE: Reference}
@@ -64,14 +69,23 @@ class Race:
         return self
 
     def summary(self) -> dict[str, Any]:
-        """Medians of both, and how many times faster we are, with its quartiles over the pairs of turns."""
+        """Medians of both, and how many times faster we are, with its quartiles over the pairs of
+        turns.
+        """
         found: dict[str, Any] = {"work": self.name, "target": self.target}
         for clock, seconds in (("wall", self.wall_s), ("cpu", self.cpu_s)):
-            ratios = [theirs / ours for ours, theirs in zip(seconds[OURS], seconds[REFERENCE], strict=True)]
+            ratios = [
+                theirs / ours
+                for ours, theirs in zip(seconds[OURS], seconds[REFERENCE], strict=True)
+            ]
             low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
             found |= {f"{clock}_ratio": median, f"{clock}_low": low, f"{clock}_high": high}
-            found |= {f"{clock}_s_{name}": statistics.median(values) for name, values in seconds.items()}
-        return found | {f"examples_per_s_{name}": self.batch / found[f"wall_s_{name}"] for name in CONTESTANTS}
+            found |= {
+                f"{clock}_s_{name}": statistics.median(values) for name, values in seconds.items()
+            }
+        return found | {
+            f"examples_per_s_{name}": self.batch / found[f"wall_s_{name}"] for name in CONTESTANTS
+        }
 
 
 def _timed(turn: Callable[[int], object], number: int) -> tuple[float, float]:
@@ -88,30 +102,40 @@ def _synchronise() -> None:
         torch.cuda.synchronize()
 
 
-# Equality ---------------------------------------------------------------------------------------------------------
+# Equality
+# ---------------------------------------------------------------------------------------------------------
 
 
 def check(work: Work, answer_tokens: int) -> dict[str, float]:
-    """By how much the losses of the first steps differ, without dropout, and how many answers were compared before.
+    """By how much the losses of the first steps differ, without dropout, and how many answers were
+    compared before.
 
     Exits 1 when the losses differ by more than TOLERANCE or an answer is another.
     """
     ours, reference = Ours(work), Reference(work)
     answers = [
-        [answer for number in range(work.num_batches) for answer in contestant.answers(number, answer_tokens)]
+        [
+            answer
+            for number in range(work.num_batches)
+            for answer in contestant.answers(number, answer_tokens)
+        ]
         for contestant in (ours, reference)
     ]
     losses = [(float(ours.step(number)), reference.step(number)) for number in range(CHECKED)]
     ours.close()
     worst = max(abs(one - other) for one, other in losses)
     if not (all(map(math.isfinite, sum(losses, ()))) and worst <= TOLERANCE):
-        raise SystemExit(f"the losses are {losses}, {worst:.1e} apart, more than {TOLERANCE}: this is different work")
+        raise SystemExit(
+            f"the losses are {losses}, {worst:.1e} apart, more than {TOLERANCE}: this is "
+            "different work"
+        )
     if answers[0] != answers[1]:
         raise SystemExit(f"the answers differ: ours {answers[0]}, the reference's {answers[1]}")
     return {"loss_difference": worst, "equal_answers": len(answers[0])}
 
 
-# Memory -----------------------------------------------------------------------------------------------------------
+# Memory
+# -----------------------------------------------------------------------------------------------------------
 
 
 def peak_gib(work: Work, name: str, rounds: int) -> float:
@@ -132,21 +156,28 @@ def peak_gib_of_new_process(name: str) -> float:
     return json.loads(done.stdout.splitlines()[-1])["peak_gib"]
 
 
-# The command ------------------------------------------------------------------------------------------------------
+# The command
+# ------------------------------------------------------------------------------------------------------
 
 
-def measure(work: Work, *, rounds: int, answer_tokens: list[int]) -> tuple[list[dict[str, Any]], float]:
+def measure(
+    work: Work, *, rounds: int, answer_tokens: list[int]
+) -> tuple[list[dict[str, Any]], float]:
     """What each race came to, and the share of padding in what the reference reads."""
     torch.manual_seed(SEED)
     contestants: dict[str, Any] = {name: make(work) for name, make in CONTESTANTS.items()}
     answering = []  # before training, for then the weights and so the answers are the same
     for count in answer_tokens:
         turns = {name: _answering(contestant, count) for name, contestant in contestants.items()}
-        answering.append(Race(f"{count - 1} new tokens", ANSWERING_TARGET, work.batch).run(turns, rounds))
+        answering.append(
+            Race(f"{count - 1} new tokens", ANSWERING_TARGET, work.batch).run(turns, rounds)
+        )
     steps = {name: contestant.step for name, contestant in contestants.items()}
     training = Race("training step", TRAINING_TARGET, work.batch).run(steps, rounds)
     contestants[OURS].close()
-    return [race.summary() for race in (training, *answering)], contestants[REFERENCE].share_of_padding()
+    return [race.summary() for race in (training, *answering)], contestants[
+        REFERENCE
+    ].share_of_padding()
 
 
 def _answering(contestant: Any, answer_tokens: int) -> Callable[[int], object]:
@@ -154,7 +185,9 @@ def _answering(contestant: Any, answer_tokens: int) -> Callable[[int], object]:
 
 
 def environment() -> str:
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers"))
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("torch", "deepspeed", "transformers")
+    )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return f"{versions}; {device}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s)"
 
@@ -169,31 +202,59 @@ def table(found: dict[str, Any], judge: str) -> str:
             seconds = f"{race[f'{clock}_s_{OURS}']:9.3f}{race[f'{clock}_s_{REFERENCE}']:11.3f}"
             spread = f"{race[f'{clock}_low']:.2f}-{race[f'{clock}_high']:.2f}"
             met = f"{target:.1f} {'met' if ratio >= target else 'missed'}" if clock == judge else ""
-            lines.append(f"{race['work']:18s}{clock + ' s':8s}{seconds}{ratio:8.2f}   {spread}    {met}")
+            lines.append(
+                f"{race['work']:18s}{clock + ' s':8s}{seconds}{ratio:8.2f}   {spread}    {met}"
+            )
         rates = f"{race[f'examples_per_s_{OURS}']:9.3f}{race[f'examples_per_s_{REFERENCE}']:11.3f}"
         lines.append(f"{'':18s}{'ex./s':8s}{rates}")
     if found["peak_gib"]:
         ours, theirs = found["peak_gib"][OURS], found["peak_gib"][REFERENCE]
         verdict = f"lower {'met' if ours < theirs else 'missed'}"
         lines.append(
-            f"{'peak memory':18s}{'GiB':8s}{ours:9.2f}{theirs:11.2f}{theirs / ours:8.2f}   {'':9s}    {verdict}"
+            f"{'peak memory':18s}{'GiB':8s}{ours:9.2f}{theirs:11.2f}{theirs / ours:8.2f}   "
+            f"{'':9s}    {verdict}"
         )
     return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description="Fusion-in-Decoder, ours against stock T5 as minFiD uses it.")
-    made.add_argument("--data_path", type=Path, required=True, help="a folder with queries.jsonl and corpus.tsv")
+    made = argparse.ArgumentParser(
+        description="Fusion-in-Decoder, ours against stock T5 as minFiD uses it."
+    )
+    made.add_argument(
+        "--data_path", type=Path, required=True, help="a folder with queries.jsonl and corpus.tsv"
+    )
     made.add_argument("--contexts", type=int, default=10, help="passages per question, at most 20")
     made.add_argument("--passage_tokens", type=int, default=250)
     made.add_argument("--batch", type=int, default=2, help="questions a step")
-    made.add_argument("--rounds", type=int, default=8, help="timed turns of each; each takes another batch")
-    made.add_argument("--size", choices=tuple(SIZES), default="small", help="of a T5 with random weights")
-    made.add_argument("--answer_tokens", type=int, nargs="+", default=[9, 50], help="at most, with the start token")
-    made.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: judge by it, on a busy machine")
-    made.add_argument("--only", choices=tuple(CONTESTANTS), help="one of them alone, with --measure_memory")
-    made.add_argument("--measure_memory", action="store_true", help="print the peak of --only and stop")
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    made.add_argument(
+        "--rounds", type=int, default=8, help="timed turns of each; each takes another batch"
+    )
+    made.add_argument(
+        "--size", choices=tuple(SIZES), default="small", help="of a T5 with random weights"
+    )
+    made.add_argument(
+        "--answer_tokens",
+        type=int,
+        nargs="+",
+        default=[9, 50],
+        help="at most, with the start token",
+    )
+    made.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: judge by it, on a busy machine",
+    )
+    made.add_argument(
+        "--only", choices=tuple(CONTESTANTS), help="one of them alone, with --measure_memory"
+    )
+    made.add_argument(
+        "--measure_memory", action="store_true", help="print the peak of --only and stop"
+    )
+    made.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
     return made
 
 
@@ -201,7 +262,9 @@ def main() -> None:
     options = parser().parse_args()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        shape = {name: getattr(options, name) for name in ("size", "contexts", "passage_tokens", "batch")}
+        shape = {
+            name: getattr(options, name) for name in ("size", "contexts", "passage_tokens", "batch")
+        }
         work = Work(options.data_path, Path(folder), num_batches=options.rounds, **shape)
         if options.measure_memory:
             print(json.dumps({"peak_gib": peak_gib(work, options.only, min(options.rounds, 3))}))
@@ -214,19 +277,27 @@ def report(options: argparse.Namespace, work: Work) -> None:
     checked = check(replace(work, dropout=0.0), max(options.answer_tokens))
     races, padding = measure(work, rounds=options.rounds, answer_tokens=options.answer_tokens)
     memory = {name: peak_gib_of_new_process(name) for name in CONTESTANTS}
-    found = {"environment": environment(), **checked, "padding": padding, "races": races, "peak_gib": memory}
+    found = {
+        "environment": environment(),
+        **checked,
+        "padding": padding,
+        "races": races,
+        "peak_gib": memory,
+    }
     if options.json:
         print(json.dumps(found, indent=1))
         return
     print(found["environment"])
     print(
         f"T5 {work.size}, random weights (they never end an answer, so all new tokens are made); "
-        f"{work.contexts} passages of at most {work.passage_tokens} tokens, batch {work.batch}, fp32, "
+        f"{work.contexts} passages of at most {work.passage_tokens} tokens, batch {work.batch}, "
+        "fp32, "
         f"dropout {work.dropout}, clip {CLIP}; {options.rounds} rounds"
     )
     print(f"padding in the reference's encoder: {padding:.1%}, real tokens {1 - padding:.1%}")
     print(
-        f"without dropout, losses of {CHECKED} steps differ by at most {checked['loss_difference']:.1e}, "
+        f"without dropout, losses of {CHECKED} steps differ by at most "
+        f"{checked['loss_difference']:.1e}, "
         f"all {checked['equal_answers']} answers are equal"
     )
     print(table(found, options.clock))

@@ -1,7 +1,9 @@
-"""The same FiD training and the same answers by our task and engine, and by stock transformers used as minFiD uses it.
+"""The same FiD training and the same answers by our task and engine, and by stock transformers used
+as minFiD uses it.
 
-Both take the same questions and passages in the same order, from the same random weights; a step is handed out by its
-number. What only one of them needs is imported by it alone, for a process is measured whole where memory is.
+Both take the same questions and passages in the same order, from the same random weights; a step is
+handed out by its number. What only one of them needs is imported by it alone, for a process is
+measured whole where memory is.
 """
 
 from __future__ import annotations
@@ -15,15 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer import base_model, distributed, tasks
+from trainer import tasks
 from trainer.data import retrieved
-from trainer.losses import IGNORED
-from trainer.task import Places, Row
+from trainer.models import base_model
+from trainer.models.losses import IGNORED
+from trainer.runtime import distributed
+from trainer.tasks.protocol import Places, Row
 
-# B questions, N passages of each, L tokens of each passage, T target tokens, G generated tokens, D width
+# B questions, N passages of each, L tokens of each passage, T target tokens, G generated tokens, D
+# width
 
 LR, DECAY, CLIP, SEED = 1e-4, 1e-2, 1.0, 5  # the published recipe, but for its schedule
-SIZES: dict[str, dict[str, Any]] = {  # small and base as in google-t5/t5-small and t5-base; tiny to try this out
+SIZES: dict[
+    str, dict[str, Any]
+] = {  # small and base as in google-t5/t5-small and t5-base; tiny to try this out
     "tiny": {"d_model": 256, "d_ff": 1024, "d_kv": 32, "num_heads": 8, "num_layers": 4},
     "small": {"d_model": 512, "d_ff": 2048, "d_kv": 64, "num_heads": 8, "num_layers": 6},
     "base": {"d_model": 768, "d_ff": 3072, "d_kv": 64, "num_heads": 12, "num_layers": 12},
@@ -65,7 +72,12 @@ class Work:
                 "seed": SEED,
             },
             "tokenizer": "../tokenizers/t5",
-            "train": {"steps": 1, "global_batch": self.batch, "micro_batch": self.batch, "precision": "fp32"},
+            "train": {
+                "steps": 1,
+                "global_batch": self.batch,
+                "micro_batch": self.batch,
+                "precision": "fp32",
+            },
             "optim": {"lr": LR, "weight_decay": DECAY, "decay": "all", "clip": CLIP},
             "schedule": {"shape": "constant"},
             "data": {
@@ -86,26 +98,34 @@ class Work:
     @cached_property
     def questions(self) -> list[Row]:
         """The questions of all batches, their passages with title and text."""
-        found = retrieved.rows(self.data_path, "train", source="nq", contexts=self.contexts, sort_by_score=False)
+        found = retrieved.rows(
+            self.data_path, "train", source="nq", contexts=self.contexts, sort_by_score=False
+        )
         questions = list(islice(found, self.batch * self.num_batches))
         passages = {row["id"]: row for row in retrieved.corpus(self.data_path, "corpus.tsv")}
-        return [{**row, "ctxs": [passages[passage["id"]] for passage in row["ctxs"]]} for row in questions]
+        return [
+            {**row, "ctxs": [passages[passage["id"]] for passage in row["ctxs"]]}
+            for row in questions
+        ]
 
 
 @torch.no_grad()
 def shrink_embeddings(t5: Any) -> None:
-    """Make a random T5 heed what it reads: as it is drawn, its tied embedding outweighs every layer, and it repeats its
-    start token for ever, so that any two answers would be equal."""
+    """Make a random T5 heed what it reads: as it is drawn, its tied embedding outweighs every
+    layer, and it repeats its start token for ever, so that any two answers would be equal.
+    """
     t5.shared.weight.mul_(0.05)
 
 
 class Ours:
-    """What a run does at ZeRO 0 on one rank, without its prefetching thread: collation is on the clock."""
+    """What a run does at ZeRO 0 on one rank, without its prefetching thread: collation is on the
+    clock.
+    """
 
     def __init__(self, work: Work) -> None:
         from one_rank import OneRank, store_of
 
-        from trainer.data.windows import Sharding
+        from trainer.data.order import Sharding
 
         self._work = work
         self._task: Any = tasks.load(tasks.parse(work.experiment(2)), work.places)
@@ -114,11 +134,15 @@ class Ours:
         shrink_embeddings(model.t5)
         store = store_of(self._task, lambda: self._task.rows("train"), work.places.cache_dir)
         sharding = Sharding(work.batch, work.batch, 1, 0)
-        self._rank = OneRank(self._task, store, sharding=sharding, folder=work.folder / "run", model=model)
+        self._rank = OneRank(
+            self._task, store, sharding=sharding, folder=work.folder / "run", model=model
+        )
 
     def step(self, number: int) -> Tensor:
         """Train on batch `number`; its loss, still on the device, as in a run."""
-        batch = self._task.collate([self._rank.session.train[row] for row in self._work.rows(number)])
+        batch = self._task.collate(
+            [self._rank.session.train[row] for row in self._work.rows(number)]
+        )
         return self._rank.step(number, [batch], lr=LR)
 
     @torch.no_grad()
@@ -129,15 +153,24 @@ class Ours:
             self._answering[answer_tokens] = tasks.load(cfg, self._work.places)
         self._rank.engine.eval()
         rows = self._work.rows(number)
-        encoded, raw = [self._rank.session.train[row] for row in rows], [self._work.questions[row] for row in rows]
-        return self._answering[answer_tokens].answers(self._rank.engine.model, encoded, raw).predictions
+        encoded, raw = (
+            [self._rank.session.train[row] for row in rows],
+            [self._work.questions[row] for row in rows],
+        )
+        return (
+            self._answering[answer_tokens]
+            .answers(self._rank.engine.model, encoded, raw)
+            .predictions
+        )
 
     def close(self) -> None:
         self._rank.close()
 
 
 class Reference:
-    """Stock T5 used as minFiD uses it; tokenised and padded beforehand, which minFiD does during a step."""
+    """Stock T5 used as minFiD uses it; tokenised and padded beforehand, which minFiD does during a
+    step.
+    """
 
     def __init__(self, work: Work) -> None:
         cfg = tasks.parse(work.experiment(2))
@@ -145,7 +178,9 @@ class Reference:
         self._tokenizer = base_model.tokenizer_of(cfg, work.places)
         t5: Any = base_model.load(cfg.base, work.places, precision="fp32", kind="seq2seq_lm")
         shrink_embeddings(t5)
-        assert t5.config._attn_implementation == "sdpa", "the default of transformers, which minFiD would run"
+        assert t5.config._attn_implementation == "sdpa", (
+            "the default of transformers, which minFiD would run"
+        )
         self._t5 = t5.to(distributed.device())
         self._optimizer = torch.optim.AdamW(self._t5.parameters(), lr=LR, weight_decay=DECAY)
         self._batches = [self._padded(number) for number in range(work.num_batches)]
@@ -167,7 +202,9 @@ class Reference:
             return_tensors="pt",
         )
         shape = (work.batch, work.contexts, work.passage_tokens)
-        written = self._tokenizer([row["answers"][0] for row in rows], padding=True, return_tensors="pt")
+        written = self._tokenizer(
+            [row["answers"][0] for row in rows], padding=True, return_tensors="pt"
+        )
         return {
             "ids": read["input_ids"].view(shape),
             "mask": read["attention_mask"].view(shape),
@@ -180,12 +217,18 @@ class Reference:
         return 1.0 - masks.double().mean().item()
 
     def _encoded(self, number: int) -> dict[str, Any]:
-        """The encoder's states of all tokens, padding included, as T5's forward and generate take them."""
+        """The encoder's states of all tokens, padding included, as T5's forward and generate take
+        them.
+        """
         from transformers.modeling_outputs import BaseModelOutput
 
-        batch = {name: tensor.to(distributed.device()) for name, tensor in self._batches[number].items()}
+        batch = {
+            name: tensor.to(distributed.device()) for name, tensor in self._batches[number].items()
+        }
         ids_BNL, mask_BNL = batch["ids"], batch["mask"]
-        states = self._t5.encoder(input_ids=ids_BNL.flatten(0, 1), attention_mask=mask_BNL.flatten(0, 1))
+        states = self._t5.encoder(
+            input_ids=ids_BNL.flatten(0, 1), attention_mask=mask_BNL.flatten(0, 1)
+        )
         fused_BSD = states.last_hidden_state.view(len(ids_BNL), -1, self._t5.config.d_model)
         return {
             "encoder_outputs": BaseModelOutput(last_hidden_state=fused_BSD),
@@ -209,5 +252,9 @@ class Reference:
         self._t5.eval()
         inputs = self._encoded(number % self._work.num_batches)
         del inputs["labels"]
-        made_BG = self._t5.generate(**inputs, max_length=answer_tokens, num_beams=1, do_sample=False)
-        return self._tokenizer.batch_decode(made_BG, skip_special_tokens=True, clean_up_tokenization_spaces=True)
+        made_BG = self._t5.generate(
+            **inputs, max_length=answer_tokens, num_beams=1, do_sample=False
+        )
+        return self._tokenizer.batch_decode(
+            made_BG, skip_special_tokens=True, clean_up_tokenization_spaces=True
+        )

@@ -1,11 +1,13 @@
-"""How right the memory plan is: bytes predicted by a fake step, against those that the CPU's allocator handed out.
+"""How right the memory plan is: bytes predicted by a fake step, against those that the CPU's
+allocator handed out.
 
     python benchmarks/memory_plan.py [--only NAME ...] [--json]
 
-Every case is two real training steps of a plain transformers model on the CPU, recorded by torch.profiler, and the same
-two steps on the plan's fake device, each in a process of its own. Exits 1 when one is predicted more than 1.5% wrong.
-Then it prints what a plan costs: the seconds of the processor and of the clock for a fake training step of published
-T5 shapes. About six minutes on two cores, and 7 GiB of memory for t5-base.
+Every case is two real training steps of a plain transformers model on the CPU, recorded by
+torch.profiler, and the same two steps on the plan's fake device, each in a process of its own.
+Exits 1 when one is predicted more than 1.5% wrong. Then it prints what a plan costs: the seconds of
+the processor and of the clock for a fake training step of published T5 shapes. About six minutes on
+two cores, and 7 GiB of memory for t5-base.
 """
 
 from __future__ import annotations
@@ -22,21 +24,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # runs from a checkout that is not installed
 
 import torch
 from torch import Tensor, nn
 
 from trainer.memory.fake_device import FAKE_GPU, fake_device
-from trainer.memory.shapes import T5_SHAPES
+from trainer.memory.published_shapes import T5_SHAPES
 
 TOLERANCE = 0.015
 STEPS = 2
 TARGETS_S = {"t5-base": 5.0, "t5-v1_1-xxl": 20.0}
-Precision = Literal["fp32", "master", "autocast"]  # master: bf16 weights, and fp32 ones that the optimizer updates
+Precision = Literal[
+    "fp32", "master", "autocast"
+]  # master: bf16 weights, and fp32 ones that the optimizer updates
 
 TINY = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 1024}
-BIGCODE = {"n_embd": 256, "n_layer": 4, "n_head": 8, "n_inner": 1024, "vocab_size": 2048, "n_positions": 1024}
+BIGCODE = {
+    "n_embd": 256,
+    "n_layer": 4,
+    "n_head": 8,
+    "n_inner": 1024,
+    "vocab_size": 2048,
+    "n_positions": 1024,
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        parts = [self.model, f"{self.source}/{self.target}", f"b{self.batch}", self.precision, self.attention]
+        parts = [
+            self.model,
+            f"{self.source}/{self.target}",
+            f"b{self.batch}",
+            self.precision,
+            self.attention,
+        ]
         return " ".join([*parts, *(["ckpt"] if self.recompute else [])])
 
     def model_on(self, device: str) -> nn.Module:
@@ -63,14 +82,20 @@ class Case:
         kind, shape = transformers.T5Config, T5_SHAPES.get(self.model, TINY)
         build: Any = transformers.T5ForConditionalGeneration
         if self.model == "bigcode":
-            kind, shape, build = transformers.GPTBigCodeConfig, BIGCODE, transformers.GPTBigCodeForCausalLM
+            kind, shape, build = (
+                transformers.GPTBigCodeConfig,
+                BIGCODE,
+                transformers.GPTBigCodeForCausalLM,
+            )
         config = kind(**shape, attn_implementation=self.attention)
         if self.model != "bigcode":
             config.decoder_start_token_id = 0
         with torch.device(device):
             model = build(config)
         if self.recompute:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         return (model.bfloat16() if self.precision == "master" else model).train()
 
     def rows(self) -> dict[str, Tensor]:
@@ -98,7 +123,9 @@ CASES = [
 
 
 class Training:
-    """Steps of AdamW over a model that is real or fake. foreach, as on a GPU: it takes memory of its own."""
+    """Steps of AdamW over a model that is real or fake. foreach, as on a GPU: it takes memory of
+    its own.
+    """
 
     def __init__(self, case: Case, model: nn.Module, device: str) -> None:
         self.model, self._case, self._device = model, case, device
@@ -110,7 +137,11 @@ class Training:
 
     def step(self, batch: dict[str, Tensor]) -> None:
         is_autocast = self._case.precision == "autocast"
-        with torch.autocast(self._device, torch.bfloat16) if is_autocast else contextlib.nullcontext():
+        with (
+            torch.autocast(self._device, torch.bfloat16)
+            if is_autocast
+            else contextlib.nullcontext()
+        ):
             loss = self.model(**batch).loss
         loss.backward()
         del loss
@@ -128,7 +159,9 @@ class Training:
 def real_bytes(case: Case) -> int:
     """The most that the CPU's allocator had handed out at once, weights and buffers included."""
     model = case.model_on("cpu")
-    resident = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
+    resident = {
+        tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]
+    }
     with recorded() as profiler:
         batch = {name: tensor.clone() for name, tensor in case.rows().items()}
         training = Training(case, model, "cpu")
@@ -139,7 +172,9 @@ def real_bytes(case: Case) -> int:
 
 def recorded() -> Any:
     """A profiler that records what the CPU's allocator does."""
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    return torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    )
 
 
 def events_of(profiler: Any) -> Iterator[Any]:
@@ -152,10 +187,13 @@ def events_of(profiler: Any) -> Iterator[Any]:
 
 
 def live_bytes(profiler: Any, resident: dict[int, int]) -> Iterator[tuple[int, int]]:
-    """(time, bytes alive) after everything that was allocated or freed; what was neither resident nor allocated within
-    the record is left out of it."""
+    """(time, bytes alive) after everything that was allocated or freed; what was neither resident
+    nor allocated within the record is left out of it.
+    """
     live, total = dict(resident), sum(resident.values())
-    allocations = [e for e in events_of(profiler) if e.tag == torch._C._profiler._EventType.Allocation]
+    allocations = [
+        e for e in events_of(profiler) if e.tag == torch._C._profiler._EventType.Allocation
+    ]
     for event in sorted(allocations, key=lambda event: event.start_time_ns):
         place, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size > 0:
@@ -180,7 +218,9 @@ def predicted_bytes(case: Case, device: Literal["fakegpu", "cpu"] = "cpu") -> in
 
 
 def seconds_of_a_plan(model: str) -> dict[str, float]:
-    """How long one fake training step of a published T5 takes: on the clock, and of the processor."""
+    """How long one fake training step of a published T5 takes: on the clock, and of the
+    processor.
+    """
     case = Case(model, 512, 128, precision="master", attention="sdpa")
     skeleton, rows = case.model_on("meta"), case.rows()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -191,11 +231,14 @@ def seconds_of_a_plan(model: str) -> dict[str, float]:
     return {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu}
 
 
-# The command ------------------------------------------------------------------------------------------------------
+# The command
+# ------------------------------------------------------------------------------------------------------
 
 
 def in_new_process(what: str, name: str) -> Any:
-    """`what` of one case or model by this command in a process of its own: memory and devices are of a process."""
+    """`what` of one case or model by this command in a process of its own: memory and devices are
+    of a process.
+    """
     command = [sys.executable, "-W", "ignore", __file__, "--measure", what, name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -221,13 +264,21 @@ def main() -> None:
     for case in chosen:
         real, predicted = in_new_process("real", case.name), in_new_process("predicted", case.name)
         error = predicted / real - 1
-        found["cases"].append({"case": case.name, "real": real, "predicted": predicted, "error": error})
+        found["cases"].append(
+            {"case": case.name, "real": real, "predicted": predicted, "error": error}
+        )
         if not options.json:
-            print(f"{case.name:42s} {real / 2**30:8.4f} {predicted / 2**30:8.4f} GiB {error:+8.2%}", flush=True)
+            print(
+                f"{case.name:42s} {real / 2**30:8.4f} {predicted / 2**30:8.4f} GiB {error:+8.2%}",
+                flush=True,
+            )
     for model, target in {} if options.only else TARGETS_S.items():
         found["seconds"][model] = took = in_new_process("seconds", model)
         if not options.json:
-            print(f"a plan of {model}: {took['cpu_s']:.1f} s of the processor, {took['wall_s']:.1f} s, target {target}")
+            print(
+                f"a plan of {model}: {took['cpu_s']:.1f} s of the processor, "
+                f"{took['wall_s']:.1f} s, target {target}"
+            )
     if options.json:
         print(json.dumps(found, indent=1))
     if any(abs(case["error"]) > TOLERANCE for case in found["cases"]):
@@ -235,9 +286,13 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description="Predicted memory against the CPU allocator's own record.")
+    made = argparse.ArgumentParser(
+        description="Predicted memory against the CPU allocator's own record."
+    )
     made.add_argument("--only", nargs="+", metavar="NAME", help="these cases only, by their names")
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    made.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
     made.add_argument("--measure", nargs=2, metavar=("WHAT", "NAME"), help=argparse.SUPPRESS)
     return made
 

@@ -1,5 +1,6 @@
-"""Our side of the benchmarks that take turns with a reference: the engine and the loop's step on one rank, without the
-prefetching thread, so that collation is on the clock."""
+"""Our side of the benchmarks that take turns with a reference: the engine and the loop's step on
+one rank, without the prefetching thread, so that collation is on the clock.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +12,38 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer import deepspeed_config, distributed
-from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding, Window
-from trainer.engine import Engine
-from trainer.loop import Cadence, Session, train_step
-from trainer.meter import Meter
-from trainer.task import Batch, Row
-from trainer.telemetry import Preemption, Run
+from trainer.config import deepspeed_config
+from trainer.data.order import Sharding, Window
+from trainer.data.token_store import TokenStore, open_store
+from trainer.runtime import distributed
+from trainer.tasks.protocol import Batch, Row
+from trainer.telemetry.meter import Meter
+from trainer.telemetry.run_record import Preemption, Run
+from trainer.training.engine import Engine
+from trainer.training.loop import Cadence, Session, train_step
 
 
 class OneRank:
-    """A task under its own DeepSpeed file, which states what is trained how; steps come from the caller."""
+    """A task under its own DeepSpeed file, which states what is trained how; steps come from the
+    caller.
+    """
 
     def __init__(
-        self, task: Any, store: TokenStore, *, sharding: Sharding, folder: Path, model: nn.Module | None = None
+        self,
+        task: Any,
+        store: TokenStore,
+        *,
+        sharding: Sharding,
+        folder: Path,
+        model: nn.Module | None = None,
     ) -> None:
         """folder: of the run. model: None is task.model()."""
         distributed.init()
         cfg = task.cfg
         preset = deepspeed_config.read(cfg.deepspeed)
-        complete = deepspeed_config.build(preset, train=cfg.train, optim=cfg.optim, world=1, source=cfg.deepspeed)
+        complete = deepspeed_config.build(
+            preset, train=cfg.train, optim=cfg.optim, world=1, source=cfg.deepspeed
+        )
         made = task.model() if model is None else model
         self.engine = Engine(made, deepspeed_config.for_engine(complete), cfg.optim)
         self.session = Session(
@@ -50,8 +62,12 @@ class OneRank:
         )
         self._sound = torch.zeros((), dtype=torch.int64, device=distributed.device())
 
-    def step(self, number: int, batches: Sequence[Batch], rows: Sequence[np.ndarray] = (), *, lr: float) -> Tensor:
-        """Train on the micro-batches of step `number`; () fp64, the loss, still on the device, as in a run."""
+    def step(
+        self, number: int, batches: Sequence[Batch], rows: Sequence[np.ndarray] = (), *, lr: float
+    ) -> Tensor:
+        """Train on the micro-batches of step `number`; () fp64, the loss, still on the device, as
+        in a run.
+        """
         self.engine.train()
         units = torch.stack([self.session.task.units(batch) for batch in batches]).sum()
         window = Window(step=number, batches=list(batches), rows=list(rows), units=units)

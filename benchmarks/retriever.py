@@ -1,15 +1,19 @@
-"""What GradCache costs a dense retriever, how much memory it takes, and how fast it is beside the published algorithm.
+"""What GradCache costs a dense retriever, how much memory it takes, and how fast it is beside the
+published algorithm.
 
-    python benchmarks/retriever.py --data_path DIR --tokenizer DIR [--size small] [--batch 64] [--micro_batch 16]
-                                   [--passages 2] [--published_chunks 4 32] [--rounds 6] [--memory 16 32 64 128]
+    python benchmarks/retriever.py --data_path DIR --tokenizer DIR [--size small] [--batch 64]
+    [--micro_batch 16]
+                                   [--passages 2] [--published_chunks 4 32] [--rounds 6] [--memory
+                                   16 32 64 128]
                                    [--clock wall|cpu] [--json]
 
-DIR holds queries.jsonl and corpus.tsv (NaturalQuestions with gold passages and BM25's); the tokenizer is BERT's. Five
-ways of the same step: ours directly, --batch queries at once; ours with GradCache over micro-batches of like length,
-and over chunks of one micro-batch, which pad as the direct step does; and GradCache in plain torch, every text padded
-to its limit, with the published chunks and with ours. They take turns, so that the noise of the machine hits all alike;
-memory is measured in a new process for each size. Prints tables, and exits 1 when losses differ, for then they do not
-do the same work.
+DIR holds queries.jsonl and corpus.tsv (NaturalQuestions with gold passages and BM25's); the
+tokenizer is BERT's. Five ways of the same step: ours directly, --batch queries at once; ours with
+GradCache over micro-batches of like length, and over chunks of one micro-batch, which pad as the
+direct step does; and GradCache in plain torch, every text padded to its limit, with the published
+chunks and with ours. They take turns, so that the noise of the machine hits all alike; memory is
+measured in a new process for each size. Prints tables, and exits 1 when losses differ, for then
+they do not do the same work.
 """
 
 from __future__ import annotations
@@ -28,7 +32,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # runs from a checkout that is not installed
 
 import psutil
 import torch
@@ -36,17 +42,19 @@ from fid import environment
 from retriever_contestants import CLIP, LR, SEED, SIZES, Contestant, Maker, Ours, Reference, Work
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainer import distributed
-from trainer.meter import Meter
+from trainer.runtime import distributed
+from trainer.telemetry.meter import Meter
 
 DIRECT, WINDOW, CHUNKS = "direct", "micro-batches", "chunks"
 CHECKED = 2  # steps without dropout, whose losses must agree
-TOLERANCE = 1e-5  # of those losses, relative: AdamW makes a whole step of what is noise in a gradient
+TOLERANCE = (
+    1e-5  # of those losses, relative: AdamW makes a whole step of what is noise in a gradient
+)
 SETTLING = 1  # turns that are not timed
 MOST_COST, LEAST_GAIN, MOST_GROWTH = 1.30, 1.2, 1.1
 
-# Makes glibc give freed tensors back at once. By itself it learns to keep them, and a process then holds up to twice of
-# what is alive (man mallopt, M_MMAP_THRESHOLD). Without meaning on a GPU.
+# Makes glibc give freed tensors back at once. By itself it learns to keep them, and a process then
+# holds up to twice of what is alive (man mallopt, M_MMAP_THRESHOLD). Without meaning on a GPU.
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 Seconds = dict[str, dict[str, list[float]]]  # by clock and contestant
@@ -67,7 +75,9 @@ def contestants(options: argparse.Namespace) -> dict[str, Maker]:
 
 
 def check(work: Work, makers: dict[str, Maker]) -> dict[str, float]:
-    """The first loss, and by how much those of the first steps differ, without dropout; exits 1 beyond TOLERANCE."""
+    """The first loss, and by how much those of the first steps differ, without dropout; exits 1
+    beyond TOLERANCE.
+    """
     torch.manual_seed(SEED)
     everyone = [make(work) for make in makers.values()]
     worst, first = 0.0, 0.0
@@ -75,13 +85,16 @@ def check(work: Work, makers: dict[str, Maker]) -> dict[str, float]:
         losses = [contestant.step(number) for contestant in everyone]
         worst, first = max(worst, (max(losses) - min(losses)) / max(losses)), first or losses[0]
         if not (all(map(math.isfinite, losses)) and worst <= TOLERANCE):
-            raise SystemExit(f"step {number}: the losses are {losses}, {worst:.1e} apart: this is different work")
+            raise SystemExit(
+                f"step {number}: the losses are {losses}, {worst:.1e} apart: this is different work"
+            )
     for contestant in everyone:
         contestant.close()
     return {"loss": first, "loss_difference": worst}
 
 
-# Time -------------------------------------------------------------------------------------------------------------
+# Time
+# -------------------------------------------------------------------------------------------------------------
 
 
 def race(everyone: dict[str, Contestant], rounds: int) -> Seconds:
@@ -112,8 +125,9 @@ def flops(contestant: Contestant) -> int:
 
 
 def measure(work: Work, makers: dict[str, Maker], rounds: int) -> dict[str, Any]:
-    """Median seconds of each contestant, its share of padding, its ratios by the clock to the direct step and to ours,
-    and that of its arithmetic to the direct step's."""
+    """Median seconds of each contestant, its share of padding, its ratios by the clock to the
+    direct step and to ours, and that of its arithmetic to the direct step's.
+    """
     everyone = {name: make(work) for name, make in makers.items()}
     torch.manual_seed(SEED)
     counted = {name: flops(contestant) for name, contestant in everyone.items()}
@@ -131,12 +145,14 @@ def measure(work: Work, makers: dict[str, Maker], rounds: int) -> dict[str, Any]
     return found
 
 
-# Memory -----------------------------------------------------------------------------------------------------------
+# Memory
+# -----------------------------------------------------------------------------------------------------------
 
 
 def peak_mib(work: Work, make: Maker) -> float:
-    """The most memory of a step above what was held before it, in this process; the first step makes the gradients and
-    the optimizer's state, three times the weights, which is in it."""
+    """The most memory of a step above what was held before it, in this process; the first step
+    makes the gradients and the optimizer's state, three times the weights, which is in it.
+    """
     contestant = make(work)
     meter = Meter()
     has_gpu = torch.cuda.is_available()
@@ -149,13 +165,16 @@ def peak_mib(work: Work, make: Maker) -> float:
 
 def peak_mib_of_new_process(name: str, batch: int) -> float:
     command = [sys.executable, __file__, *sys.argv[1:], "--only", name, "--batch", str(batch)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | RETURNING)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | RETURNING
+    )
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stderr}")
     return float(done.stdout.splitlines()[-1])
 
 
-# The command ------------------------------------------------------------------------------------------------------
+# The command
+# ------------------------------------------------------------------------------------------------------
 
 
 def table(found: dict[str, Any], batch: int, clock: str) -> str:
@@ -163,16 +182,26 @@ def table(found: dict[str, Any], batch: int, clock: str) -> str:
     columns = f"{'wall s':>8s}{'cpu s':>8s}{'queries/s':>11s}{'padding':>9s}{'FLOPs':>7s}"
     lines = [f"{'':18s}{columns}   / direct (quartiles)   / ours"]
     for name, of_name in found.items():
-        numbers = f"{of_name['wall_s']:8.3f}{of_name['cpu_s']:8.3f}{batch / of_name[f'{clock}_s']:11.2f}"
+        numbers = (
+            f"{of_name['wall_s']:8.3f}{of_name['cpu_s']:8.3f}{batch / of_name[f'{clock}_s']:11.2f}"
+        )
         ratios = [of_name[f"{clock}_over_{other}"] for other in (DIRECT, WINDOW)]
         shown = "   ".join(f"{r['median']:5.2f} ({r['low']:.2f}-{r['high']:.2f})" for r in ratios)
-        lines.append(f"{name:18s}{numbers}{of_name['padding']:9.1%}{of_name['flops']:7.2f}   {shown}")
+        lines.append(
+            f"{name:18s}{numbers}{of_name['padding']:9.1%}{of_name['flops']:7.2f}   {shown}"
+        )
     *ours, published, _ = found
     for name in ours[1:]:
         cost = found[name][f"{clock}_over_{DIRECT}"]["median"]
-        lines.append(f"GradCache over {name} costs {cost:.2f} of the direct step, at most {_against(cost, MOST_COST)}")
+        lines.append(
+            f"GradCache over {name} costs {cost:.2f} of the direct step, at most "
+            f"{_against(cost, MOST_COST)}"
+        )
     gain = found[published][f"{clock}_over_{WINDOW}"]["median"]
-    lines.append(f"{gain:.2f} times the queries/s of {published}, at least {_against(gain, LEAST_GAIN, is_least=True)}")
+    lines.append(
+        f"{gain:.2f} times the queries/s of {published}, at least "
+        f"{_against(gain, LEAST_GAIN, is_least=True)}"
+    )
     return "\n".join(lines)
 
 
@@ -182,32 +211,79 @@ def _against(value: float, target: float, *, is_least: bool = False) -> str:
 
 
 def memory_table(found: dict[str, dict[int, float]]) -> str:
-    """Peak memory by contestant and batch, and how much the largest batch takes of the smallest one's."""
-    lines = [f"{'peak MiB at batch':18s}" + "".join(f"{batch:>8}" for batch in next(iter(found.values())))]
+    """Peak memory by contestant and batch, and how much the largest batch takes of the smallest
+    one's.
+    """
+    lines = [
+        f"{'peak MiB at batch':18s}"
+        + "".join(f"{batch:>8}" for batch in next(iter(found.values())))
+    ]
     for name, of_name in found.items():
         smallest, *_, largest = of_name.values()
         growth = f"   x {largest / smallest:.2f}"
-        verdict = f", flat (at most {_against(largest / smallest, MOST_GROWTH)})" if name != DIRECT else ""
-        lines.append(f"{name:18s}" + "".join(f"{value:8.0f}" for value in of_name.values()) + growth + verdict)
+        verdict = (
+            f", flat (at most {_against(largest / smallest, MOST_GROWTH)})"
+            if name != DIRECT
+            else ""
+        )
+        lines.append(
+            f"{name:18s}"
+            + "".join(f"{value:8.0f}" for value in of_name.values())
+            + growth
+            + verdict
+        )
     return "\n".join(lines)
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description="A dense retriever: GradCache's cost and memory, and as published.")
-    made.add_argument("--data_path", type=Path, required=True, help="a folder with queries.jsonl and corpus.tsv")
-    made.add_argument("--tokenizer", type=Path, required=True, help="a folder with BERT's tokenizer")
-    made.add_argument("--size", choices=tuple(SIZES), default="small", help="of a BERT with random weights")
+    made = argparse.ArgumentParser(
+        description="A dense retriever: GradCache's cost and memory, and as published."
+    )
+    made.add_argument(
+        "--data_path", type=Path, required=True, help="a folder with queries.jsonl and corpus.tsv"
+    )
+    made.add_argument(
+        "--tokenizer", type=Path, required=True, help="a folder with BERT's tokenizer"
+    )
+    made.add_argument(
+        "--size", choices=tuple(SIZES), default="small", help="of a BERT with random weights"
+    )
     made.add_argument("--batch", type=int, default=64, help="queries a step")
-    made.add_argument("--micro_batch", type=int, default=16, help="queries at a time, with GradCache")
+    made.add_argument(
+        "--micro_batch", type=int, default=16, help="queries at a time, with GradCache"
+    )
     made.add_argument("--passages", type=int, default=2, help="of a query")
     made.add_argument("--query_tokens", type=int, default=32)
     made.add_argument("--passage_tokens", type=int, default=156)
-    made.add_argument("--published_chunks", type=int, nargs=2, default=[4, 32], help="queries and passages at a time")
-    made.add_argument("--rounds", type=int, default=6, help="timed turns of each; each takes another batch")
-    made.add_argument("--memory", type=int, nargs="*", default=[16, 32, 64, 128], help="queries a step; none: left out")
-    made.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: judge by it, on a busy machine")
-    made.add_argument("--only", choices=(DIRECT, WINDOW, CHUNKS), help="print the peak memory of one, and stop")
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
+    made.add_argument(
+        "--published_chunks",
+        type=int,
+        nargs=2,
+        default=[4, 32],
+        help="queries and passages at a time",
+    )
+    made.add_argument(
+        "--rounds", type=int, default=6, help="timed turns of each; each takes another batch"
+    )
+    made.add_argument(
+        "--memory",
+        type=int,
+        nargs="*",
+        default=[16, 32, 64, 128],
+        help="queries a step; none: left out",
+    )
+    made.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: judge by it, on a busy machine",
+    )
+    made.add_argument(
+        "--only", choices=(DIRECT, WINDOW, CHUNKS), help="print the peak memory of one, and stop"
+    )
+    made.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the tables"
+    )
     return made
 
 
@@ -215,7 +291,15 @@ def main() -> None:
     options = parser().parse_args()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     makers = contestants(options)
-    names = ("data_path", "tokenizer", "size", "batch", "passages", "query_tokens", "passage_tokens")
+    names = (
+        "data_path",
+        "tokenizer",
+        "size",
+        "batch",
+        "passages",
+        "query_tokens",
+        "passage_tokens",
+    )
     with tempfile.TemporaryDirectory() as folder:
         shape = {name: getattr(options, name) for name in names}
         batches = 1 if options.only else max(options.rounds, CHECKED)
@@ -229,7 +313,11 @@ def main() -> None:
 
 def report(options: argparse.Namespace, work: Work, makers: dict[str, Maker]) -> None:
     checked = check(replace(work, dropout=0.0), makers)
-    found = {"environment": environment(), **checked, "steps": measure(work, makers, options.rounds)}
+    found = {
+        "environment": environment(),
+        **checked,
+        "steps": measure(work, makers, options.rounds),
+    }
     memory = {
         name: {batch: peak_mib_of_new_process(name, batch) for batch in options.memory}
         for name in (DIRECT, WINDOW, CHUNKS)
@@ -239,12 +327,15 @@ def report(options: argparse.Namespace, work: Work, makers: dict[str, Maker]) ->
         return
     print(found["environment"])
     print(
-        f"BERT {work.size} {SIZES[work.size]}, random weights, fp32, dropout {work.dropout}; {work.batch} queries of "
-        f"at most {work.query_tokens} tokens, {work.passages} passages each of {work.passage_tokens}; AdamW {LR}, clip "
+        f"BERT {work.size} {SIZES[work.size]}, random weights, fp32, dropout {work.dropout}; "
+        f"{work.batch} queries of "
+        f"at most {work.query_tokens} tokens, {work.passages} passages each of "
+        f"{work.passage_tokens}; AdamW {LR}, clip "
         f"{CLIP}; ours {options.micro_batch} queries at a time; {options.rounds} rounds"
     )
     print(
-        f"without dropout, losses of {CHECKED} steps (the first {checked['loss']:.4f}) differ by at most "
+        f"without dropout, losses of {CHECKED} steps (the first {checked['loss']:.4f}) differ by "
+        "at most "
         f"{checked['loss_difference']:.1e} of them"
     )
     print(table(found["steps"], work.batch, options.clock))

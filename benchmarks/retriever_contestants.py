@@ -1,8 +1,8 @@
-"""The same training of a dense retriever: by our task and engine, in one piece or with GradCache, and by plain torch as
-GradCache was published.
+"""The same training of a dense retriever: by our task and engine, in one piece or with GradCache,
+and by plain torch as GradCache was published.
 
-All take the same queries and passages in the same order, from the same random weights; a step is handed out by its
-number. Ours collates on the clock; the reference's tensors are made beforehand.
+All take the same queries and passages in the same order, from the same random weights; a step is
+handed out by its number. Ours collates on the clock; the reference's tensors are made beforehand.
 """
 
 from __future__ import annotations
@@ -20,17 +20,37 @@ import torch.nn.functional as F
 from one_rank import OneRank, store_of
 from torch import Tensor, nn
 
-from trainer import distributed, tasks
-from trainer.data.windows import Sharding, sizes_of, window_rows
-from trainer.task import DRAW, EPOCH, Batch, Places, Row
+from trainer import tasks
+from trainer.data.order import Sharding, sizes_of, window_rows
+from trainer.runtime import distributed
+from trainer.tasks.protocol import DRAW, EPOCH, Batch, Places, Row
 
 # Q queries, P passages, L tokens, D width
 
-LR, CLIP, SEED = 1e-5, 1.0, 5  # the published learning rate, constant, and clipping; no weight decay
+LR, CLIP, SEED = (
+    1e-5,
+    1.0,
+    5,
+)  # the published learning rate, constant, and clipping; no weight decay
 SIZES: dict[str, dict[str, int]] = {  # base as google-bert/bert-base-uncased; tiny to try this out
-    "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
-    "small": {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024},
-    "base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+    "tiny": {
+        "num_hidden_layers": 2,
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "intermediate_size": 512,
+    },
+    "small": {
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "intermediate_size": 1024,
+    },
+    "base": {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+    },
 }
 
 
@@ -94,24 +114,36 @@ class Work:
         """The queries of all batches, each with so many passages as are trained on."""
         wanted = self.batch * self.num_batches
         negatives = self.passages - 1
-        found = (row for row in self.task(self.batch, {}).rows("train") if len(row["negatives"]) >= negatives)
+        found = (
+            row
+            for row in self.task(self.batch, {}).rows("train")
+            if len(row["negatives"]) >= negatives
+        )
         cut = [
             {**row, "positives": row["positives"][:1], "negatives": row["negatives"][:negatives]}
             for row in islice(found, wanted)
         ]
         if len(cut) < wanted:
-            raise SystemExit(f"{self.data_path}: {len(cut)} queries, want {wanted}. Lower --rounds or --batch.")
+            raise SystemExit(
+                f"{self.data_path}: {len(cut)} queries, want {wanted}. Lower --rounds or --batch."
+            )
         return cut
 
 
 class Ours:
-    """What a run does at ZeRO 0 on one rank, without its prefetching thread: collation is on the clock."""
+    """What a run does at ZeRO 0 on one rank, without its prefetching thread: collation is on the
+    clock.
+    """
 
     def __init__(self, work: Work, micro_batch: int, **loss: int) -> None:
-        """loss: keys of the experiment's block, such as query_chunk. With micro_batch = work.batch and none of them
-        the step is the direct one."""
+        """loss: keys of the experiment's block, such as query_chunk. With micro_batch = work.batch
+        and none of them the step is the direct one.
+        """
         self._work, self._task = work, work.task(micro_batch, loss)
-        store, folder = store_of(self._task, lambda: work.rows, work.folder / "cache"), work.folder / f"run-{id(self)}"
+        store, folder = (
+            store_of(self._task, lambda: work.rows, work.folder / "cache"),
+            work.folder / f"run-{id(self)}",
+        )
         sharding = Sharding(work.batch, micro_batch, 1, 0)
         self._rank = OneRank(self._task, store, sharding=sharding, folder=folder)
         self._sizes = sizes_of(store, self._task)
@@ -122,16 +154,26 @@ class Ours:
         return float(self._rank.step(number, batches, rows, lr=LR))
 
     def _batches(self, number: int) -> tuple[list[Batch], list[np.ndarray]]:
-        rows = window_rows(number, lengths=self._sizes, sharding=self._rank.session.sharding, seed=None)
-        first = {DRAW: np.zeros(1, dtype=np.int64), EPOCH: np.zeros(1, dtype=np.int64)}  # nothing is drawn
+        rows = window_rows(
+            number, lengths=self._sizes, sharding=self._rank.session.sharding, seed=None
+        )
+        first = {
+            DRAW: np.zeros(1, dtype=np.int64),
+            EPOCH: np.zeros(1, dtype=np.int64),
+        }  # nothing is drawn
         return [
-            self._task.collate([{**self._rank.session.train[int(row)], **first} for row in some]) for some in rows
+            self._task.collate([{**self._rank.session.train[int(row)], **first} for row in some])
+            for some in rows
         ], rows
 
     def padding(self) -> float:
         """The share of padding in what is encoded."""
-        batches = [batch for number in range(self._work.num_batches) for batch in self._batches(number)[0]]
-        return _padding([batch[f"{side}_mask"] for batch in batches for side in ("query", "passage")])
+        batches = [
+            batch for number in range(self._work.num_batches) for batch in self._batches(number)[0]
+        ]
+        return _padding(
+            [batch[f"{side}_mask"] for batch in batches for side in ("query", "passage")]
+        )
 
     def close(self) -> None:
         self._rank.close()
@@ -146,8 +188,10 @@ class _Chunk:
 
 
 class Reference:
-    """Gao et al. 2021 in plain torch, as Tevatron v1 runs it: queries, then passages, each padded to the limit of its
-    side and cut into chunks; every chunk is encoded without a graph, and again with one."""
+    """Gao et al. 2021 in plain torch, as Tevatron v1 runs it: queries, then passages, each padded
+    to the limit of its side and cut into chunks; every chunk is encoded without a graph, and again
+    with one.
+    """
 
     def __init__(self, work: Work, query_chunk: int, passage_chunk: int) -> None:
         self._work, self._chunks = work, (query_chunk, passage_chunk)
@@ -156,8 +200,11 @@ class Reference:
         self._encoder: Any = task.model().query_model.to(distributed.device())
         assert type(self._encoder).__name__ == "BertModel", "stock, of transformers"
         assert self._encoder.config._attn_implementation == "sdpa", "the default of transformers"
-        # fused as ours is: the default loops over the tensors on a CPU, which is not what is compared here
-        self._optimizer = torch.optim.AdamW(self._encoder.parameters(), lr=LR, weight_decay=0.0, fused=True)
+        # fused as ours is: the default loops over the tensors on a CPU, which is not what is
+        # compared here
+        self._optimizer = torch.optim.AdamW(
+            self._encoder.parameters(), lr=LR, weight_decay=0.0, fused=True
+        )
         self._batches = [self._padded(number) for number in range(work.num_batches)]
 
     def _padded(self, number: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -166,23 +213,32 @@ class Reference:
         rows = work.rows[start : start + work.batch]
         passages = [passage for row in rows for passage in (*row["positives"], *row["negatives"])]
         texts = [
-            f"{passage['title']} {passage['text']}" if passage.get("title") else passage["text"] for passage in passages
+            f"{passage['title']} {passage['text']}" if passage.get("title") else passage["text"]
+            for passage in passages
         ]
         queries = [row["query"] for row in rows]
         return self._read(queries, work.query_tokens), self._read(texts, work.passage_tokens)
 
     def _read(self, texts: list[str], limit: int) -> dict[str, Tensor]:
-        read = self._tokenizer(texts, padding="max_length", truncation=True, max_length=limit, return_tensors="pt")
+        read = self._tokenizer(
+            texts, padding="max_length", truncation=True, max_length=limit, return_tensors="pt"
+        )
         return {"input_ids": read["input_ids"], "attention_mask": read["attention_mask"]}
 
     def step(self, number: int) -> float:
         """Train on batch `number`; its loss."""
         self._encoder.train()
         sides = [
-            self._cut(*side) for side in zip(self._batches[number % self._work.num_batches], self._chunks, strict=True)
+            self._cut(*side)
+            for side in zip(
+                self._batches[number % self._work.num_batches], self._chunks, strict=True
+            )
         ]
         with torch.no_grad():
-            vectors = [torch.cat([self._first(chunk) for chunk in chunks]).requires_grad_() for chunks in sides]
+            vectors = [
+                torch.cat([self._first(chunk) for chunk in chunks]).requires_grad_()
+                for chunks in sides
+            ]
         queries_QD, passages_PD = vectors
         target_Q = torch.arange(len(queries_QD), device=queries_QD.device) * self._work.passages
         loss = F.cross_entropy(queries_QD @ passages_PD.T, target_Q)
@@ -198,8 +254,13 @@ class Reference:
         return loss.item()
 
     def _cut(self, side: dict[str, Tensor], size: int) -> list[_Chunk]:
-        ids, mask = (side[name].to(distributed.device()).split(size) for name in ("input_ids", "attention_mask"))
-        return [_Chunk({"input_ids": i, "attention_mask": m}) for i, m in zip(ids, mask, strict=True)]
+        ids, mask = (
+            side[name].to(distributed.device()).split(size)
+            for name in ("input_ids", "attention_mask")
+        )
+        return [
+            _Chunk({"input_ids": i, "attention_mask": m}) for i, m in zip(ids, mask, strict=True)
+        ]
 
     def _first(self, chunk: _Chunk) -> Tensor:
         chunk.state.append(torch.get_rng_state())

@@ -1,12 +1,14 @@
 """How fast and in how much memory we search vectors exactly, against numpy and FAISS's flat index.
 
-    python benchmarks/search.py [--passages 1000000] [--width 768] [--queries 64] [--depth 100] [--rounds 5]
+    python benchmarks/search.py [--passages 1000000] [--width 768] [--queries 64] [--depth 100]
+    [--rounds 5]
                                 [--dtype float32|float16] [--clock wall|cpu] [--json]
 
-Random vectors. numpy: all scores at once by matmul, argpartition, and a sort of what is left. FAISS: IndexFlatIP, whose
-copy of the vectors is made before the clock starts. They take turns, so that the noise of the machine hits all alike;
-memory is measured in a new process for each, above the vectors themselves. Prints a table, and exits 1 when one finds
-other scores than the others, for then they do not do the same work.
+Random vectors. numpy: all scores at once by matmul, argpartition, and a sort of what is left.
+FAISS: IndexFlatIP, whose copy of the vectors is made before the clock starts. They take turns, so
+that the noise of the machine hits all alike; memory is measured in a new process for each, above
+the vectors themselves. Prints a table, and exits 1 when one finds other scores than the others, for
+then they do not do the same work.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # runs from a checkout that is not installed
 
 import numpy as np
 import torch
 
-from trainer.search import search
+from trainer.retrieval.exact_search import search
 
 OURS, NUMPY, FAISS = "ours", "numpy", "faiss"
 SEED = 5
@@ -38,7 +42,9 @@ TOLERANCE = 1e-5  # of a score, relative to the largest one
 SETTLING = 1  # turns that are not timed
 GIB = 2**30
 
-Searcher = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # queries -> rows and scores, best first
+Searcher = Callable[
+    [np.ndarray], tuple[np.ndarray, np.ndarray]
+]  # queries -> rows and scores, best first
 
 
 def ours(passages: np.ndarray, depth: int) -> Searcher:
@@ -75,7 +81,11 @@ def by_faiss(passages: np.ndarray, depth: int) -> Searcher:
     return run
 
 
-CONTESTANTS: dict[str, Callable[[np.ndarray, int], Searcher]] = {OURS: ours, NUMPY: by_numpy, FAISS: by_faiss}
+CONTESTANTS: dict[str, Callable[[np.ndarray, int], Searcher]] = {
+    OURS: ours,
+    NUMPY: by_numpy,
+    FAISS: by_faiss,
+}
 
 
 def vectors(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
@@ -83,25 +93,35 @@ def vectors(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     drawn = np.random.default_rng(SEED)
     queries = drawn.standard_normal((options.queries, options.width), dtype=np.float32)
     passages = np.empty((options.passages, options.width), dtype=options.dtype)
-    for start in range(0, len(passages), 1024):  # few at a time: peak memory is counted from here on
+    for start in range(
+        0, len(passages), 1024
+    ):  # few at a time: peak memory is counted from here on
         block = passages[start : start + 1024]
         block[:] = drawn.standard_normal(block.shape, dtype=np.float32)
     return queries, passages
 
 
 def check(searchers: dict[str, Searcher], queries: np.ndarray) -> float:
-    """The largest difference of a score from ours, relative to the largest score; exits 1 beyond TOLERANCE."""
+    """The largest difference of a score from ours, relative to the largest score; exits 1 beyond
+    TOLERANCE.
+    """
     found = {name: run(queries)[1] for name, run in searchers.items()}
     largest = float(np.abs(found[OURS]).max())
     worst = max(float(np.abs(scores - found[OURS]).max()) / largest for scores in found.values())
     if worst > TOLERANCE:
-        raise SystemExit(f"scores are {worst:.1e} apart, more than {TOLERANCE}: this is different work")
+        raise SystemExit(
+            f"scores are {worst:.1e} apart, more than {TOLERANCE}: this is different work"
+        )
     return worst
 
 
-def race(searchers: dict[str, Searcher], queries: np.ndarray, rounds: int) -> dict[str, dict[str, list[float]]]:
+def race(
+    searchers: dict[str, Searcher], queries: np.ndarray, rounds: int
+) -> dict[str, dict[str, list[float]]]:
     """Seconds of every turn, by contestant and clock."""
-    seconds: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in searchers}
+    seconds: dict[str, dict[str, list[float]]] = {
+        name: {"wall": [], "cpu": []} for name in searchers
+    }
     for number in range(SETTLING + rounds):
         for name in list(searchers) if number % 2 else list(searchers)[::-1]:
             wall, cpu = time.perf_counter(), time.process_time()
@@ -128,13 +148,17 @@ def peak_gib_of_new_process(name: str) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-def summary(seconds: dict[str, dict[str, list[float]]], num_queries: int) -> dict[str, dict[str, float]]:
+def summary(
+    seconds: dict[str, dict[str, list[float]]], num_queries: int
+) -> dict[str, dict[str, float]]:
     """Medians, and how many times faster we are, with quartiles over the pairs of turns."""
     found: dict[str, dict[str, float]] = {}
     for name, by_clock in seconds.items():
         found[name] = {}
         for clock, values in by_clock.items():
-            ratios = [theirs / mine for mine, theirs in zip(seconds[OURS][clock], values, strict=True)]
+            ratios = [
+                theirs / mine for mine, theirs in zip(seconds[OURS][clock], values, strict=True)
+            ]
             low, ratio, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
             median = statistics.median(values)
             found[name] |= {f"{clock}_s": median, f"queries_per_{clock}_s": num_queries / median}
@@ -143,12 +167,14 @@ def summary(seconds: dict[str, dict[str, list[float]]], num_queries: int) -> dic
 
 
 def table(found: dict[str, dict[str, float]], clock: str) -> str:
-    lines = [f"{'':8s}{clock + ' s':>9s}{'queries/s':>11s}{'ratio':>8s}   quartiles   peak GiB above the vectors"]
+    lines = [
+        f"{'':8s}{clock + ' s':>9s}{'queries/s':>11s}{'ratio':>8s}   quartiles   peak GiB above "
+        "the vectors"
+    ]
     for name, of_name in found.items():
         spread = f"{of_name[f'{clock}_low']:.2f}-{of_name[f'{clock}_high']:.2f}"
-        numbers = (
-            f"{of_name[f'{clock}_s']:9.3f}{of_name[f'queries_per_{clock}_s']:11.1f}{of_name[f'{clock}_ratio']:8.2f}"
-        )
+        seconds, rate = of_name[f"{clock}_s"], of_name[f"queries_per_{clock}_s"]
+        numbers = f"{seconds:9.3f}{rate:11.1f}{of_name[f'{clock}_ratio']:8.2f}"
         lines.append(f"{name:8s}{numbers}   {spread:11s}{of_name['peak_gib']:9.2f}")
     return "\n".join(lines)
 
@@ -157,13 +183,29 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description="Exact search, ours against numpy and FAISS.")
     made.add_argument("--passages", type=int, default=1_000_000)
     made.add_argument("--width", type=int, default=768)
-    made.add_argument("--queries", type=int, default=64, help="numpy holds all scores: 4 MB each at 1,000,000 passages")
+    made.add_argument(
+        "--queries",
+        type=int,
+        default=64,
+        help="numpy holds all scores: 4 MB each at 1,000,000 passages",
+    )
     made.add_argument("--depth", type=int, default=100)
     made.add_argument("--rounds", type=int, default=5, help="timed turns of each")
-    made.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="of the passages")
-    made.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: judge by it, on a busy machine")
-    made.add_argument("--only", choices=tuple(CONTESTANTS), help="print the peak memory of one, in GiB, and stop")
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    made.add_argument(
+        "--dtype", choices=("float32", "float16"), default="float32", help="of the passages"
+    )
+    made.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: judge by it, on a busy machine",
+    )
+    made.add_argument(
+        "--only", choices=tuple(CONTESTANTS), help="print the peak memory of one, in GiB, and stop"
+    )
+    made.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
     return made
 
 
@@ -180,16 +222,25 @@ def main() -> None:
     found = summary(race(searchers, queries, options.rounds), options.queries)
     found = {name: {**of_name, "peak_gib": memory[name]} for name, of_name in found.items()}
     versions = ", ".join(
-        f"{name} {version(name)}" for name in ("numpy", "torch", "faiss-cpu") if name != "faiss-cpu" or FAISS in names
+        f"{name} {version(name)}"
+        for name in ("numpy", "torch", "faiss-cpu")
+        if name != "faiss-cpu" or FAISS in names
     )
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    environment = f"{versions}; {device}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s)"
+    environment = (
+        f"{versions}; {device}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s)"
+    )
     if options.json:
-        print(json.dumps({"environment": environment, "difference": worst, "contestants": found}, indent=1))
+        print(
+            json.dumps(
+                {"environment": environment, "difference": worst, "contestants": found}, indent=1
+            )
+        )
         return
     print(environment)
     print(
-        f"{options.passages} x {options.width} {options.dtype}, {options.queries} queries, the best {options.depth}; "
+        f"{options.passages} x {options.width} {options.dtype}, {options.queries} queries, the "
+        f"best {options.depth}; "
         f"{options.rounds} rounds; scores differ by at most {worst:.1e} of the largest"
     )
     print(table(found, options.clock))

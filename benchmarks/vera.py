@@ -1,13 +1,16 @@
-"""How fast we train and evaluate a statement verifier, against the same encoder fed with the original's padding.
+"""How fast we train and evaluate a statement verifier, against the same encoder fed with the
+original's padding.
 
-    python benchmarks/vera.py --data_path DIR [--tasks comve_a creak] [--tokenizer DIR] [--batch 16] [--rounds 8]
+    python benchmarks/vera.py --data_path DIR [--tasks comve_a creak] [--tokenizer DIR] [--batch 16]
+    [--rounds 8]
                               [--size small] [--clock wall|cpu] [--json]
 
-DIR holds <task>/train.json as `python -m trainer convert` writes them. The original encodes 4 slots of 128 tokens for
-every group in training and 11 in evaluation, whatever is in them. Its Python loops over anchors are left out: both
-sides compute our vectorised form of its loss, so that only padding differs. Prints a table of real statements/s and of
-seconds on the clock and of the processor; exits 1 when the two do not give the same losses and the same logits, for
-then they do not do the same work. They take turns, so that the noise of the machine hits both alike.
+DIR holds <task>/train.json as `python -m trainer convert` writes them. The original encodes 4 slots
+of 128 tokens for every group in training and 11 in evaluation, whatever is in them. Its Python
+loops over anchors are left out: both sides compute our vectorised form of its loss, so that only
+padding differs. Prints a table of real statements/s and of seconds on the clock and of the
+processor; exits 1 when the two do not give the same losses and the same logits, for then they do
+not do the same work. They take turns, so that the noise of the machine hits both alike.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout that is not installed
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # runs from a checkout that is not installed
 
 import torch
 from fid import OURS, REFERENCE, SETTLING, Race, environment
@@ -39,7 +44,7 @@ from vera_contestants import (
     Work,
 )
 
-from trainer import distributed
+from trainer.runtime import distributed
 
 CHECKED = 2  # steps without dropout, whose losses must agree
 TOLERANCE = 1e-5  # of those losses, and of the logits before them
@@ -47,22 +52,31 @@ TARGET = 4.0  # times the reference's statements/s
 
 
 def check(work: Work) -> dict[str, float]:
-    """By how much the logits of a batch and then the losses of the first steps differ, without dropout.
+    """By how much the logits of a batch and then the losses of the first steps differ, without
+    dropout.
 
     Exits 1 when one of them differs by more than TOLERANCE.
     """
     ours, reference = Ours(work), Reference(work)
     logits_R, expected_R = ours.evaluate(0).float(), reference.evaluate(0)
-    losses = [(float(ours.step(number)), float(reference.step(number))) for number in range(CHECKED)]
+    losses = [
+        (float(ours.step(number)), float(reference.step(number))) for number in range(CHECKED)
+    ]
     ours.close()
     if not all(map(math.isfinite, sum(losses, ()))):
         raise SystemExit(
-            f"the losses are {losses}: in a batch so small a statement is alone in its class. Raise --batch"
+            f"the losses are {losses}: in a batch so small a statement is alone in its class. "
+            "Raise --batch"
         )
     worst = max(abs(one - other) for one, other in losses)
     if worst > TOLERANCE:
-        raise SystemExit(f"the losses are {losses}, {worst:.1e} apart, more than {TOLERANCE}: this is different work")
-    if logits_R.shape != expected_R.shape or not torch.allclose(logits_R, expected_R, rtol=0, atol=TOLERANCE):
+        raise SystemExit(
+            f"the losses are {losses}, {worst:.1e} apart, more than {TOLERANCE}: this is "
+            "different work"
+        )
+    if logits_R.shape != expected_R.shape or not torch.allclose(
+        logits_R, expected_R, rtol=0, atol=TOLERANCE
+    ):
         raise SystemExit(f"the logits differ: ours {logits_R}, the reference's {expected_R}")
     return {
         "loss": losses[0][0],
@@ -111,7 +125,8 @@ def table(found: dict[str, Any], judge: str) -> str:
             seconds = f"{race[f'{clock}_s_{OURS}']:9.3f}{race[f'{clock}_s_{REFERENCE}']:11.3f}"
             met = f"{TARGET:.1f} {'met' if ratio >= TARGET else 'missed'}" if clock == judge else ""
             lines.append(
-                f"{race['work']:15s}{clock + ' s':14s}{seconds}{ratio:8.2f}   {f'{low:.2f}-{high:.2f}':14s}{met}"
+                f"{race['work']:15s}{clock + ' s':14s}{seconds}{ratio:8.2f}   "
+                f"{f'{low:.2f}-{high:.2f}':14s}{met}"
             )
         rates = [race[f"statements_per_s_{name}"] for name in (OURS, REFERENCE)]
         lines.append(f"{'':15s}{'statements/s':14s}{rates[0]:9.2f}{rates[1]:11.2f}")
@@ -121,15 +136,39 @@ def table(found: dict[str, Any], judge: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description="A statement verifier, ours against the original's padding.")
-    made.add_argument("--data_path", type=Path, required=True, help="a folder with <task>/train.json")
-    made.add_argument("--tasks", nargs="+", default=["comve_a", "creak"], help="all mixed, as published")
-    made.add_argument("--tokenizer", default="../tokenizers/t5", help="a folder, looked for here and in --data_path")
+    made = argparse.ArgumentParser(
+        description="A statement verifier, ours against the original's padding."
+    )
+    made.add_argument(
+        "--data_path", type=Path, required=True, help="a folder with <task>/train.json"
+    )
+    made.add_argument(
+        "--tasks", nargs="+", default=["comve_a", "creak"], help="all mixed, as published"
+    )
+    made.add_argument(
+        "--tokenizer",
+        default="../tokenizers/t5",
+        help="a folder, looked for here and in --data_path",
+    )
     made.add_argument("--batch", type=int, default=16, help="groups a step")
-    made.add_argument("--rounds", type=int, default=8, help="timed turns of each; each takes another batch")
-    made.add_argument("--size", choices=tuple(SIZES), default="small", help="of a T5 v1.1 encoder with random weights")
-    made.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: judge by it, on a busy machine")
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    made.add_argument(
+        "--rounds", type=int, default=8, help="timed turns of each; each takes another batch"
+    )
+    made.add_argument(
+        "--size",
+        choices=tuple(SIZES),
+        default="small",
+        help="of a T5 v1.1 encoder with random weights",
+    )
+    made.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: judge by it, on a busy machine",
+    )
+    made.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of the table"
+    )
     return made
 
 
@@ -137,8 +176,12 @@ def main() -> None:
     options = parser().parse_args()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        shape = {name: getattr(options, name) for name in ("data_path", "tokenizer", "size", "batch")}
-        work = Work(folder=Path(folder), tasks=tuple(options.tasks), num_batches=options.rounds, **shape)
+        shape = {
+            name: getattr(options, name) for name in ("data_path", "tokenizer", "size", "batch")
+        }
+        work = Work(
+            folder=Path(folder), tasks=tuple(options.tasks), num_batches=options.rounds, **shape
+        )
         report(options, work)
     distributed.shutdown()
 
@@ -151,14 +194,18 @@ def report(options: argparse.Namespace, work: Work) -> None:
         return
     print(found["environment"])
     print(
-        f"T5 v1.1 {work.size} encoder, random weights; {', '.join(work.tasks)}, batch {work.batch} groups, fp32, "
+        f"T5 v1.1 {work.size} encoder, random weights; {', '.join(work.tasks)}, batch "
+        f"{work.batch} groups, fp32, "
         f"dropout {work.dropout}, Adam {LR}, no clipping; {options.rounds} rounds\n"
         f"the reference pads every group to {TRAINED_SLOTS} x {MAX_TOKENS} tokens in training, "
-        f"{EVALUATED_SLOTS} x {MAX_TOKENS} in evaluation; both sides compute our vectorised form of its loss"
+        f"{EVALUATED_SLOTS} x {MAX_TOKENS} in evaluation; both sides compute our vectorised form "
+        "of its loss"
     )
     print(
-        f"without dropout, losses of {CHECKED} steps (the first {checked['loss']:.4f}) differ by at most "
-        f"{checked['loss_difference']:.1e}, {checked['num_logits']} logits by {checked['logit_difference']:.1e}"
+        f"without dropout, losses of {CHECKED} steps (the first {checked['loss']:.4f}) differ by "
+        "at most "
+        f"{checked['loss_difference']:.1e}, {checked['num_logits']} logits by "
+        f"{checked['logit_difference']:.1e}"
     )
     print(table(found, options.clock))
 

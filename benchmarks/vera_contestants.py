@@ -1,8 +1,10 @@
-"""The same training and evaluation of a statement verifier, by our task and engine, and with the original's padding.
+"""The same training and evaluation of a statement verifier, by our task and engine, and with the
+original's padding.
 
-Both take the same groups in the same order and start from the same random weights; a step is handed out by its number.
-The loss is `losses.original` on both sides, without the Python loops of the published program: only padding differs,
-and who tokenises when. Ours collates on the clock; the reference's tensors are made beforehand.
+Both take the same groups in the same order and start from the same random weights; a step is handed
+out by its number. The loss is `losses.original` on both sides, without the Python loops of the
+published program: only padding differs, and who tokenises when. Ours collates on the clock; the
+reference's tensors are made beforehand.
 """
 
 from __future__ import annotations
@@ -18,19 +20,22 @@ import torch
 from one_rank import OneRank, store_of
 from torch import Tensor
 
-from trainer import distributed, tasks
-from trainer.data.windows import Sharding
-from trainer.loop import to_device
-from trainer.packing import grids_of
-from trainer.task import DRAW, Batch, Places, Row
+from trainer import tasks
+from trainer.data.order import Sharding
+from trainer.models.packed.layout import grids_of
+from trainer.runtime import distributed
+from trainer.tasks.protocol import DRAW, Batch, Places, Row
 from trainer.tasks.vera import groups, losses
+from trainer.training.loop import to_device
 
 # B groups, C slots of each, S statements (of which R are real), L tokens, D width
 
 LR, SEED = 1e-5, 5  # the published learning rate, constant, without clipping
 MAX_TOKENS, TRAINED_SLOTS, EVALUATED_SLOTS = 128, 4, 11  # what the original pads to
 ABSENT = -1e9  # its logit of an empty slot
-SIZES: dict[str, dict[str, Any]] = {  # small and base as in google/t5-v1_1-small and -base; tiny to try this out
+SIZES: dict[
+    str, dict[str, Any]
+] = {  # small and base as in google/t5-v1_1-small and -base; tiny to try this out
     "tiny": {"d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4, "num_layers": 2},
     "small": {"d_model": 512, "d_ff": 1024, "d_kv": 64, "num_heads": 6, "num_layers": 8},
     "base": {"d_model": 768, "d_ff": 2048, "d_kv": 64, "num_heads": 12, "num_layers": 12},
@@ -100,7 +105,9 @@ class Work:
 
     @cached_property
     def task(self) -> Any:
-        return tasks.load(self.cfg, Places(self.data_path, self.folder / "cache", self.folder / "results"))
+        return tasks.load(
+            self.cfg, Places(self.data_path, self.folder / "cache", self.folder / "results")
+        )
 
     @cached_property
     def groups(self) -> list[Row]:
@@ -108,9 +115,15 @@ class Work:
         wanted = self.batch * self.num_batches
         found = list(islice(self.task.rows("train"), wanted))
         if len(found) < wanted:
-            raise SystemExit(f"{', '.join(self.tasks)}: {len(found)} groups, want {wanted}. Lower --rounds or --batch.")
+            raise SystemExit(
+                f"{', '.join(self.tasks)}: {len(found)} groups, want {wanted}. Lower --rounds or "
+                "--batch."
+            )
         if max(map(_num_statements, found)) > EVALUATED_SLOTS:
-            raise SystemExit(f"a group has more than the {EVALUATED_SLOTS} statements that the original evaluates")
+            raise SystemExit(
+                f"a group has more than the {EVALUATED_SLOTS} statements that the original "
+                "evaluates"
+            )
         return found
 
     def num_statements(self, number: int, slots: int) -> int:
@@ -123,7 +136,9 @@ def _num_statements(row: Row) -> int:
 
 
 class Ours:
-    """What a run does at ZeRO 0 on one rank, without its prefetching thread: collation is on the clock."""
+    """What a run does at ZeRO 0 on one rank, without its prefetching thread: collation is on the
+    clock.
+    """
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -137,21 +152,31 @@ class Ours:
 
     @torch.no_grad()
     def evaluate(self, number: int) -> Tensor:
-        """(R,) logits of all statements of batch `number`; the pool of `task.scores` has them in its fourth column."""
+        """(R,) logits of all statements of batch `number`; the pool of `task.scores` has them in
+        its fourth column.
+        """
         self._rank.engine.eval()
         batch = to_device(self.batch(number, is_trained=False))
         return self._work.task.scores(self._rank.engine.model, batch)["statements"].values[:, 3]
 
     def batch(self, number: int, *, is_trained: bool) -> Batch:
-        """Batch `number` as the task collates it: in training at most TRAINED_SLOTS statements of a group."""
-        rows: list[dict[str, Any]] = [self._rank.session.train[row] for row in self._work.rows(number)]
+        """Batch `number` as the task collates it: in training at most TRAINED_SLOTS statements of a
+        group.
+        """
+        rows: list[dict[str, Any]] = [
+            self._rank.session.train[row] for row in self._work.rows(number)
+        ]
         if is_trained:
-            rows = [{**row, DRAW: np.zeros(1, dtype=np.int64)} for row in rows]  # what is drawn is not looked at
+            rows = [
+                {**row, DRAW: np.zeros(1, dtype=np.int64)} for row in rows
+            ]  # what is drawn is not looked at
         return self._work.task.collate(rows)
 
     def share_of_real_tokens(self, *, is_trained: bool) -> float:
         """Of the cells of attention in all batches; everything else reads real tokens only."""
-        batches = [self.batch(number, is_trained=is_trained) for number in range(self._work.num_batches)]
+        batches = [
+            self.batch(number, is_trained=is_trained) for number in range(self._work.num_batches)
+        ]
         cells = sum(grid.numel() for batch in batches for grid in grids_of(batch))
         return sum(len(batch["tokens"]) for batch in batches) / cells
 
@@ -161,7 +186,9 @@ class Ours:
 
 @dataclass(frozen=True)
 class Padded:
-    """B groups of C slots, each MAX_TOKENS long; an empty slot holds the end of a text and padding."""
+    """B groups of C slots, each MAX_TOKENS long; an empty slot holds the end of a text and
+    padding.
+    """
 
     ids_SL: Tensor
     mask_SL: Tensor
@@ -173,7 +200,9 @@ class Padded:
         return self.mask_SL.sum(-1) > 1
 
     def on_device(self) -> Padded:
-        return Padded(**{name: tensor.to(distributed.device()) for name, tensor in vars(self).items()})
+        return Padded(
+            **{name: tensor.to(distributed.device()) for name, tensor in vars(self).items()}
+        )
 
 
 class Reference:
@@ -185,9 +214,13 @@ class Reference:
         self._encoder, self._head = model.encoder, model.head
         assert type(self._encoder).__name__ == "T5EncoderModel", "stock, of transformers"
         assert self._encoder.config._attn_implementation == "sdpa", "the default of transformers"
-        self._optimizer = torch.optim.Adam([*self._encoder.parameters(), *self._head.parameters()], lr=LR)
+        self._optimizer = torch.optim.Adam(
+            [*self._encoder.parameters(), *self._head.parameters()], lr=LR
+        )
         self._trained = [self._padded(number, TRAINED_SLOTS) for number in range(work.num_batches)]
-        self._evaluated = [self._padded(number, EVALUATED_SLOTS) for number in range(work.num_batches)]
+        self._evaluated = [
+            self._padded(number, EVALUATED_SLOTS) for number in range(work.num_batches)
+        ]
 
     def _padded(self, number: int, slots: int) -> Padded:
         rows = [self._work.groups[row] for row in self._work.rows(number)]
@@ -202,10 +235,17 @@ class Reference:
         is_gold_BC = torch.zeros(len(rows), slots, dtype=torch.bool)
         is_gold_BC[:, 0] = torch.tensor([bool(row["golds"]) for row in rows])
         is_boolean = [groups.is_boolean(row["task"], self._work.cfg.data) for row in rows]
-        return Padded(read["input_ids"], read["attention_mask"], is_gold_BC.flatten(), ~torch.tensor(is_boolean))
+        return Padded(
+            read["input_ids"],
+            read["attention_mask"],
+            is_gold_BC.flatten(),
+            ~torch.tensor(is_boolean),
+        )
 
     def share_of_real_tokens(self, *, is_trained: bool) -> float:
-        """Of the tokens that the encoder reads in all batches; the ends that fill empty slots are not real."""
+        """Of the tokens that the encoder reads in all batches; the ends that fill empty slots are
+        not real.
+        """
         batches = self._trained if is_trained else self._evaluated
         real = sum(int(batch.mask_SL[batch.is_present_S].sum()) for batch in batches)
         return real / sum(batch.mask_SL.numel() for batch in batches)
@@ -248,7 +288,9 @@ class Reference:
 
     def _forward(self, batch: Padded) -> tuple[Tensor, Tensor]:
         """(S,) logits of all slots and the (S, D) states of their ends."""
-        states_SLD = self._encoder(input_ids=batch.ids_SL, attention_mask=batch.mask_SL).last_hidden_state
+        states_SLD = self._encoder(
+            input_ids=batch.ids_SL, attention_mask=batch.mask_SL
+        ).last_hidden_state
         last_S = batch.mask_SL.sum(-1) - 1
         hidden_SD = states_SLD[torch.arange(len(last_S), device=last_S.device), last_S]
         logits_S = self._head(hidden_SD).squeeze(-1)

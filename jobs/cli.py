@@ -1,7 +1,8 @@
 """The command: `python -m jobs`, or `lathe-jobs`.
 
-Exit codes: 0 all is as asked, 2 bad input, 3 some experiments failed to be dealt with, 4 a scheduler cannot be reached,
-5 nothing matched. Nothing is ever asked: what is dangerous needs --yes. With --json stdout holds JSON and nothing else.
+Exit codes: 0 all is as asked, 2 bad input, 3 some experiments failed to be dealt with, 4 a
+scheduler cannot be reached, 5 nothing matched. Nothing is ever asked: what is dangerous needs
+--yes. With --json stdout holds JSON and nothing else.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from typing import Annotated, Any, ParamSpec, cast, get_args
 
 import typer
 
-from jobs import backends, choice
-from jobs.control import Again, again, cancel, reconcile, reset
+from jobs import backends
 from jobs.errors import NothingMatched, Unreachable
-from jobs.launch import RESEND_S, Request, Result, plan, rendered, submit
-from jobs.layout import BaseFolder
-from jobs.policy import Limits
-from jobs.request import BackendCache, check_base, job_config, make, training_flags
-from jobs.spec import ACTIVE, ENDED_BADLY
-from jobs.status import Row
+from jobs.record.paths import BaseFolder
+from jobs.record.status import Row
+from jobs.report import selection
+from jobs.submit.control import Again, again, cancel, reconcile, reset
+from jobs.submit.launch import RESEND_S, Request, Result, plan, rendered, submit
+from jobs.submit.policy import Limits
+from jobs.submit.request import BackendCache, check_base, job_config, make, training_flags
+from jobs.submit.spec import ACTIVE, ENDED_BADLY
 from trainer.config import exp_id, nearest
 from trainer.errors import ConfigError, LatheError, StorageError
 
@@ -51,16 +53,32 @@ Base = Annotated[Path, typer.Option("-sb", "--savedir_base", help="Root of all r
 Group = Annotated[str | None, typer.Option("-e", "--exp_group", help="Group of experiments.")]
 NeededGroup = Annotated[str, typer.Option("-e", "--exp_group", help="Group of experiments.")]
 BackendName = Annotated[str, typer.Option("-j", "--job_scheduler", help="Where they run.")]
-ExpConfigs = Annotated[Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS.")]
-JobConfigs = Annotated[Path | None, typer.Option("--job_configs", "--profile", help="Python file with JOB_CONFIGS.")]
-Steps = Annotated[int | None, typer.Option("--steps", min=1, help="Written into the dictionaries: changes their ids.")]
-PythonBinary = Annotated[str, typer.Option("--python_binary", help="Launch line, parsed and never given to a shell.")]
-Only = Annotated[list[str] | None, typer.Option("--only", help="Only this id (or its beginning); may be repeated.")]
-JsonLines = Annotated[bool, typer.Option("--json", help="One JSON document per line on stdout, for scripts.")]
+ExpConfigs = Annotated[
+    Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS.")
+]
+JobConfigs = Annotated[
+    Path | None, typer.Option("--job_configs", "--profile", help="Python file with JOB_CONFIGS.")
+]
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", min=1, help="Written into the dictionaries: changes their ids."),
+]
+PythonBinary = Annotated[
+    str, typer.Option("--python_binary", help="Launch line, parsed and never given to a shell.")
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", help="Only this id (or its beginning); may be repeated."),
+]
+JsonLines = Annotated[
+    bool, typer.Option("--json", help="One JSON document per line on stdout, for scripts.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it.")]
 Ids = Annotated[list[str] | None, typer.Argument(help="Ids of experiments, or their beginnings.")]
-Flags = Annotated[list[str] | None, typer.Argument(help="After --: flags of trainval.py, such as --data_path D.")]
+Flags = Annotated[
+    list[str] | None, typer.Argument(help="After --: flags of trainval.py, such as --data_path D.")
+]
 
 
 def _guarded(function: Callable[P, None]) -> Callable[P, None]:
@@ -79,20 +97,24 @@ def _guarded(function: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(0) from None
         except OSError as error:  # a folder that is a file, or not ours to read
             raise _told(
-                StorageError(f"{error.filename or 'disk'}: {error.strerror or error}. Check --savedir_base.")
+                StorageError(
+                    f"{error.filename or 'disk'}: {error.strerror or error}. Check --savedir_base."
+                )
             ) from None
 
     return run
 
 
 def _told(error: LatheError) -> typer.Exit:
-    typer.echo(choice.shown(f"{type(error).__name__}: {error}"), err=True)
+    typer.echo(selection.shown(f"{type(error).__name__}: {error}"), err=True)
     return typer.Exit(error.exit_code)
 
 
 @contextlib.contextmanager
 def _json_alone(as_json: bool) -> Generator[None]:
-    """While the block lasts, what a process that it starts prints (`-j inline`) goes to stderr: stdout is for JSON."""
+    """While the block lasts, what a process that it starts prints (`-j inline`) goes to stderr:
+    stdout is for JSON.
+    """
     if not as_json:
         yield
         return
@@ -117,7 +139,9 @@ def plan_command(
     steps: Steps = None,
     python_binary: PythonBinary = "",
     only: Only = None,
-    show_rendered: Annotated[bool, typer.Option("--show-rendered", help="The text each scheduler would get.")] = False,
+    show_rendered: Annotated[
+        bool, typer.Option("--show-rendered", help="The text each scheduler would get.")
+    ] = False,
     as_json: Json = False,
     flags: Flags = None,
 ) -> None:
@@ -127,7 +151,7 @@ def plan_command(
     """
     request = make(
         group=exp_group,
-        experiments=choice.experiments(exp_group, exp_configs, steps, only),
+        experiments=selection.experiments(exp_group, exp_configs, steps, only),
         base=savedir_base,
         backend=job_scheduler,
         job=job_config(exp_group, job_configs, python_binary),
@@ -137,8 +161,8 @@ def plan_command(
     )
     results = plan(request)
     texts = dict(zip(request.by_id, rendered(request), strict=True)) if show_rendered else None
-    choice.show(results, as_json, rendered=texts)
-    choice.fail_if_any(results)
+    selection.show(results, as_json, rendered=texts)
+    selection.fail_if_any(results)
 
 
 @app.command("submit", epilog=RETRIES)
@@ -152,23 +176,38 @@ def submit_command(
     steps: Steps = None,
     python_binary: PythonBinary = "",
     only: Only = None,
-    retry: Annotated[str, typer.Option("--retry", help="States to run again: failed,preempted,lost,...")] = "",
-    max_parallel: Annotated[int | None, typer.Option("--max-parallel", min=1, help="At most so many at once.")] = None,
+    retry: Annotated[
+        str, typer.Option("--retry", help="States to run again: failed,preempted,lost,...")
+    ] = "",
+    max_parallel: Annotated[
+        int | None, typer.Option("--max-parallel", min=1, help="At most so many at once.")
+    ] = None,
     array: Annotated[bool, typer.Option("--array", help="One submission for all (Slurm).")] = False,
-    after: Annotated[list[str] | None, typer.Option("--after", help="Scheduler id that must succeed first.")] = None,
-    allow_dirty: Annotated[bool, typer.Option("--allow-dirty", help="Send uncommitted code, with its patch.")] = False,
+    after: Annotated[
+        list[str] | None, typer.Option("--after", help="Scheduler id that must succeed first.")
+    ] = None,
+    allow_dirty: Annotated[
+        bool, typer.Option("--allow-dirty", help="Send uncommitted code, with its patch.")
+    ] = False,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Cancel what is alive in this group but no longer in it. Needs --yes.")
+        bool,
+        typer.Option(
+            "--prune", help="Cancel what is alive in this group but no longer in it. Needs --yes."
+        ),
     ] = False,
     yes: Yes = False,
     resend_after: Annotated[float, typer.Option("--resend_after", hidden=True)] = RESEND_S,
     as_json: Json = False,
     flags: Flags = None,
 ) -> None:
-    """Send every experiment of the group that is neither done nor alive. Safe to repeat, and to run many at once."""
+    """Send every experiment of the group that is neither done nor alive. Safe to repeat, and to run
+    many at once.
+    """
     if prune and not yes:
-        raise ConfigError("--prune: this cancels whatever is alive and no longer in the group. Say --yes.")
-    experiments = choice.experiments(exp_group, exp_configs, steps, only)
+        raise ConfigError(
+            "--prune: this cancels whatever is alive and no longer in the group. Say --yes."
+        )
+    experiments = selection.experiments(exp_group, exp_configs, steps, only)
     request = make(
         group=exp_group,
         experiments=experiments,
@@ -177,7 +216,7 @@ def submit_command(
         job=job_config(exp_group, job_configs, python_binary),
         flags=training_flags(flags or []),
         allow_dirty=allow_dirty,
-        retry=choice.states(retry),
+        retry=selection.states(retry),
         max_parallel=max_parallel,
         use_array=array,
         after=after or [],
@@ -186,15 +225,15 @@ def submit_command(
     with _json_alone(as_json):
         results = submit(request)
         if prune:  # of the whole group: what --only left out is still in it
-            results += _prune(request, choice.experiments(exp_group, exp_configs, steps, None))
-    choice.show(results, as_json)
-    choice.fail_if_any(results)
+            results += _prune(request, selection.experiments(exp_group, exp_configs, steps, None))
+    selection.show(results, as_json)
+    selection.fail_if_any(results)
 
 
 def _prune(request: Request, whole: Collection[dict[str, Any]]) -> list[Result]:
     """Cancel what is alive under the group's name and is none of its experiments."""
     kept = {exp_id(values) for values in whole}
-    rows = choice.rows(request.base.path, request.group, None)
+    rows = selection.rows(request.base.path, request.group, None)
     strays = [row for row in rows if row.state in ACTIVE and row.exp_id not in kept]
     return cancel(request.base, strays, request.backend_of)
 
@@ -204,23 +243,27 @@ def _prune(request: Request, whole: Collection[dict[str, Any]]) -> list[Result]:
 def status_command(
     savedir_base: Base,
     exp_group: Group = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")
+    ] = False,
     every: Annotated[str, typer.Option("--every", help="Between two looks: 5s, 1m.")] = "5s",
-    by_hand: Annotated[bool, typer.Option("--all", help="Also what was run without being submitted.")] = False,
+    by_hand: Annotated[
+        bool, typer.Option("--all", help="Also what was run without being submitted.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """State, step, last metrics, time left, host, attempts and GPU-hours of every experiment."""
     from rich.console import Console
 
-    from jobs import table
+    from jobs.report import table
 
     def look() -> list[Row]:
-        return choice.rows(savedir_base, exp_group, None, by_hand=by_hand)
+        return selection.rows(savedir_base, exp_group, None, by_hand=by_hand)
 
     if watch and as_json:
         raise ConfigError("status: --watch is for a terminal and --json for a script; keep one.")
     if watch:
-        table.watch(look, choice.seconds(every))
+        table.watch(look, selection.seconds(every))
         return
     rows = look()
     if as_json:
@@ -228,17 +271,19 @@ def status_command(
     else:
         table.show(rows, Console())
     if not rows:
-        raise NothingMatched(f"no experiment of {exp_group or 'any group'} was ever submitted from {savedir_base}.")
+        raise NothingMatched(
+            f"no experiment of {exp_group or 'any group'} was ever submitted from {savedir_base}."
+        )
 
 
 @app.command("show")
 @_guarded
 def show_command(exp_id: str, savedir_base: Base, as_json: Json = False) -> None:
     """All that is known of one experiment: its record, its attempts, its files."""
-    from jobs import table
+    from jobs.report import table
 
-    row = choice.one(savedir_base, exp_id)
-    typer.echo(json.dumps(table.as_json([row])[0], indent=1) if as_json else choice.details(row))
+    row = selection.one(savedir_base, exp_id)
+    typer.echo(json.dumps(table.as_json([row])[0], indent=1) if as_json else selection.details(row))
 
 
 @app.command("logs")
@@ -246,16 +291,20 @@ def show_command(exp_id: str, savedir_base: Base, as_json: Json = False) -> None
 def logs_command(
     exp_id: str,
     savedir_base: Base,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the attempt ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Go on until the attempt ends.")
+    ] = False,
     err: Annotated[bool, typer.Option("--err", help="stderr instead of stdout.")] = False,
-    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Which attempt; the last.")] = None,
+    attempt: Annotated[
+        int | None, typer.Option("--attempt", min=1, help="Which attempt; the last.")
+    ] = None,
     tail: Annotated[int | None, typer.Option("--tail", min=1, help="Only the last lines.")] = None,
     as_json: JsonLines = False,
 ) -> None:
     """What the training printed."""
-    from jobs import logs
+    from jobs.report import logs
 
-    row = choice.one(savedir_base, exp_id)
+    row = selection.one(savedir_base, exp_id)
     folder = BaseFolder(savedir_base.absolute()).run(row.exp_id)
     backend = BackendCache()(row.backend or "inline")
     lines = logs.show(folder, backend, attempt=attempt, err=err, tail=tail, follow=follow)
@@ -266,15 +315,21 @@ def logs_command(
 @app.command("cancel")
 @_guarded
 def cancel_command(
-    savedir_base: Base, ids: Ids = None, exp_group: Group = None, yes: Yes = False, as_json: Json = False
+    savedir_base: Base,
+    ids: Ids = None,
+    exp_group: Group = None,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
-    """Ask for the end of live jobs; the training saves first. A group, or several ids, need --yes."""
-    rows = choice.chosen(savedir_base, ids, exp_group)
+    """Ask for the end of live jobs; the training saves first. A group, or several ids, need
+    --yes.
+    """
+    rows = selection.chosen(savedir_base, ids, exp_group)
     if not yes and (exp_group or len(rows) > 1):
         raise ConfigError(f"cancel: this ends up to {len(rows)} experiments. Say --yes.")
     results = cancel(BaseFolder(savedir_base.absolute()), rows, BackendCache())
-    choice.show(results, as_json)
-    choice.fail_if_any(results)
+    selection.show(results, as_json)
+    selection.fail_if_any(results)
 
 
 @app.command("retry", epilog=RETRIES)
@@ -283,14 +338,16 @@ def retry_command(
     savedir_base: Base,
     ids: Ids = None,
     exp_group: Group = None,
-    state: Annotated[str, typer.Option("--state", help="Every experiment in one of these states.")] = "",
+    state: Annotated[
+        str, typer.Option("--state", help="Every experiment in one of these states.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Run ended experiments again, from their last checkpoint, as they were sent before."""
-    states = choice.states(state)
+    states = selection.states(state)
     rows = [
         row
-        for row in choice.chosen(savedir_base, ids, exp_group, is_all=bool(state))
+        for row in selection.chosen(savedir_base, ids, exp_group, is_all=bool(state))
         if not states or row.state in states
     ]
     if not rows:
@@ -300,20 +357,26 @@ def retry_command(
     )  # by its id: somebody has mended it
     with _json_alone(as_json):
         results = again(Again(BaseFolder(savedir_base.absolute()), BackendCache(), limits), rows)
-    choice.show(results, as_json)
-    choice.fail_if_any(results)
+    selection.show(results, as_json)
+    selection.fail_if_any(results)
 
 
 @app.command("reset")
 @_guarded
 def reset_command(ids: Ids, savedir_base: Base, yes: Yes = False, as_json: Json = False) -> None:
-    """Move the folders of experiments to deleted/, so that they can start over. Nothing is overwritten."""
-    rows = choice.chosen(savedir_base, ids, None)
+    """Move the folders of experiments to deleted/, so that they can start over. Nothing is
+    overwritten.
+    """
+    rows = selection.chosen(savedir_base, ids, None)
     if not yes:
-        raise ConfigError(f"reset: this moves {len(rows)} run folder(s) away, checkpoints and all. Say --yes.")
-    choice.refuse_live(rows)
-    results = [reset(BaseFolder(savedir_base.absolute()), row.exp_id, BackendCache()) for row in rows]
-    choice.show(results, as_json)
+        raise ConfigError(
+            f"reset: this moves {len(rows)} run folder(s) away, checkpoints and all. Say --yes."
+        )
+    selection.refuse_live(rows)
+    results = [
+        reset(BaseFolder(savedir_base.absolute()), row.exp_id, BackendCache()) for row in rows
+    ]
+    selection.show(results, as_json)
 
 
 @app.command("reconcile")
@@ -324,20 +387,23 @@ def reconcile_command(
     resend_after: Annotated[float, typer.Option("--resend_after", hidden=True)] = RESEND_S,
     as_json: Json = False,
 ) -> None:
-    """Adopt what was never answered, run preempted experiments again, send what waited for its turn.
+    """Adopt what was never answered, run preempted experiments again, send what waited for its
+    turn.
 
     --every with --json: one JSON document a round, each in one line.
     """
-    pause_s = choice.seconds(every) if every is not None else None
+    pause_s = selection.seconds(every) if every is not None else None
     cache = BackendCache()
     while True:
         with _json_alone(as_json):
-            results = reconcile(Again(BaseFolder(savedir_base.absolute()), cache, resend_s=resend_after))
-        choice.show(results, as_json, is_line=pause_s is not None)
+            results = reconcile(
+                Again(BaseFolder(savedir_base.absolute()), cache, resend_s=resend_after)
+            )
+        selection.show(results, as_json, is_line=pause_s is not None)
         if pause_s is None:
             break
         time.sleep(pause_s)
-    choice.fail_if_any(results)
+    selection.fail_if_any(results)
 
 
 @app.command("doctor")
@@ -362,24 +428,26 @@ def results_command(
     savedir_base: Base,
     exp_group: Group = None,
     csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a report with loss curves to this file.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a report with loss curves to this file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """What differs between the experiments, and what they reached."""
     from rich.console import Console
 
-    from jobs import results as tables
+    from jobs.report import scores as tables
 
     if sum((csv, html is not None, as_json)) > 1:
         raise ConfigError("results: of --csv, --html and --json keep one.")
     base = BaseFolder(savedir_base.absolute())
-    rows = choice.rows(savedir_base, exp_group, None, by_hand=True)
+    rows = selection.rows(savedir_base, exp_group, None, by_hand=True)
     if not rows:
         raise NothingMatched(f"{savedir_base} holds no experiment of {exp_group or 'any group'}.")
     gathered = tables.gather(base, [row.exp_id for row in rows])
     if html is not None:
-        from jobs.report import report
-        from trainer.disk import replace_file
+        from jobs.report.html import report
+        from trainer.files.atomic import replace_file
 
         replace_file(html, report(base, rows, gathered).encode())
         typer.echo(str(html))
@@ -396,12 +464,16 @@ def results_command(
 @_guarded
 def gc_command(
     savedir_base: Base,
-    older_than_days: Annotated[int, typer.Option("--older-than", min=0, help="Days, for deleted runs.")] = 30,
+    older_than_days: Annotated[
+        int, typer.Option("--older-than", min=0, help="Days, for deleted runs.")
+    ] = 30,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Code snapshots that no run refers to, and old deleted runs: listed, and with --yes removed."""
-    from jobs import gc
+    """Code snapshots that no run refers to, and old deleted runs: listed, and with --yes
+    removed.
+    """
+    from jobs.code import gc
 
     garbage = gc.plan_gc(BaseFolder(savedir_base.absolute()), older_than_days=older_than_days)
     lines = [{"path": str(item.path), "bytes": item.bytes, "why": item.why} for item in garbage]
@@ -426,16 +498,18 @@ def export_command(
     only: Only = None,
     flags: Flags = None,
 ) -> None:
-    """The text that another tool could submit. Nothing is written or sent; such jobs are not in the record."""
-    from jobs.export import Kind, export
-    from jobs.launch import specs
+    """The text that another tool could submit. Nothing is written or sent; such jobs are not in the
+    record.
+    """
+    from jobs.code.export import Kind, export
+    from jobs.submit.launch import specs
 
     kinds: tuple[Kind, ...] = get_args(Kind)
     if to not in kinds:
         raise ConfigError(f"--to {to}: {nearest(to, list(kinds))}")
     request = make(
         group=exp_group,
-        experiments=choice.experiments(exp_group, exp_configs, steps, only),
+        experiments=selection.experiments(exp_group, exp_configs, steps, only),
         base=savedir_base,
         backend="local",
         job=job_config(exp_group, job_configs, python_binary),

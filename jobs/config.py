@@ -1,4 +1,6 @@
-"""The job dictionary: where an experiment runs, never what it is. Keys as haven and Slurm users know them."""
+"""The job dictionary: where an experiment runs, never what it is. Keys as haven and Slurm users
+know them.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,16 @@ from pydantic import Field, field_validator, model_validator
 from trainer.config import Positive, Strict
 from trainer.errors import ConfigError
 
-# What may stand in a name, a path, a mount or an #SBATCH value. No space, no quote, nothing a shell or an option
-# parser could read as more than text; no leading dash.
-Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/@+=,%\[\]{}!~][A-Za-z0-9_.:/@+=,%\[\]{}!~-]{0,254}$")]
+# What may stand in a name, a path, a mount or an #SBATCH value. No space, no quote, nothing a shell
+# or an option parser could read as more than text; no leading dash.
+Word = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_.:/@+=,%\[\]{}!~][A-Za-z0-9_.:/@+=,%\[\]{}!~-]{0,254}$")
+]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.][A-Za-z0-9_.-]{0,63}$")]
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-SECRET = re.compile(r"(_|\b)(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|\b)", re.IGNORECASE)
+SECRET = re.compile(
+    r"(_|\b)(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|\b)", re.IGNORECASE
+)
 
 
 class Resources(Strict):
@@ -30,13 +36,21 @@ class Resources(Strict):
 
 
 class JobConfig(Strict):
-    """One job dictionary. A key that the chosen backend does not know is an error, never ignored."""
+    """One job dictionary. A key that the chosen backend does not know is an error, never
+    ignored.
+    """
 
     resources: Resources = Resources()
     nodes: Positive = 1
-    python_binary: str = ""  # launch line, as --python_binary; "": torchrun when there are several GPUs, else python
-    python: Word | None = None  # interpreter that runs the wrapper on the node; None: the submitter's own
-    environment_vars: dict[str, str] = Field(default_factory=dict)  # or haven's list of "NAME=value"
+    python_binary: str = (
+        ""  # launch line, as --python_binary; "": torchrun when there are several GPUs, else python
+    )
+    python: Word | None = (
+        None  # interpreter that runs the wrapper on the node; None: the submitter's own
+    )
+    environment_vars: dict[str, str] = Field(
+        default_factory=dict
+    )  # or haven's list of "NAME=value"
     max_run_time: Positive | None = None  # seconds
     grace_s: Positive = 120  # between asking a job to stop and killing it
     max_retries: Annotated[int, Field(ge=0)] = 0  # after failures that were not bad input
@@ -62,7 +76,9 @@ class JobConfig(Strict):
     reservation: Word | None = None
     exclude: Word | None = None
     nodelist: Word | None = None
-    time: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{2}){0,2}$")] | None = None  # as sbatch --time
+    time: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{2}){0,2}$")] | None = (
+        None  # as sbatch --time
+    )
     requeue: bool = True
     signal_s: Positive | None = None  # SIGUSR1 so many seconds before the time limit
     # ray and k8s
@@ -92,7 +108,8 @@ class JobConfig(Strict):
                 raise ValueError(f"the value of {name} holds a NUL or a line break")
             if SECRET.search(name):
                 raise ValueError(
-                    f"{name} looks like a secret, and job dictionaries are stored and shown. Use wandb_key_file, or "
+                    f"{name} looks like a secret, and job dictionaries are stored and shown. Use "
+                    "wandb_key_file, or "
                     "the platform's own secret"
                 )
         return value
@@ -100,25 +117,32 @@ class JobConfig(Strict):
     @model_validator(mode="after")
     def _one_gpu_count(self) -> JobConfig:
         if self.gres is not None and self.resources.gpu:
-            raise ValueError(f"gres={self.gres!r} and resources.gpu={self.resources.gpu} are both set; keep one")
+            raise ValueError(
+                f"gres={self.gres!r} and resources.gpu={self.resources.gpu} are both set; keep one"
+            )
         return self
 
     @property
     def gpus(self) -> int:
-        """GPUs of one node, whether stated in `resources` or as Slurm's `gres` ("gpu:4", "gpu:a100:4")."""
+        """GPUs of one node, whether stated in `resources` or as Slurm's `gres` ("gpu:4",
+        "gpu:a100:4").
+        """
         if self.gres is None:
             return self.resources.gpu
         parts = self.gres.split(":")
         return int(parts[-1]) if parts[-1].isdigit() else 1
 
     def refuse_foreign(self, backend: str, own: Collection[str]) -> None:
-        """ConfigError for every key that is set and that `backend` neither shares with all others nor calls its own."""
+        """ConfigError for every key that is set and that `backend` neither shares with all others
+        nor calls its own.
+        """
         changed = [key for key, value in self if value != getattr(_UNTOUCHED, key)]
         foreign = [key for key in changed if key not in SHARED and key not in own]
         if foreign:
             known = ", ".join(sorted({*SHARED, *own}))
             raise ConfigError(
-                f"job dictionary: {backend} knows no {', '.join(foreign)}. Remove them. It knows: {known}"
+                f"job dictionary: {backend} knows no {', '.join(foreign)}. Remove them. It "
+                f"knows: {known}"
             )
 
 

@@ -1,9 +1,11 @@
-"""What can go wrong with a scheduler. The rest of the tree, and ConfigError, is in trainer/errors.py.
+"""What can go wrong with a scheduler. The rest of the tree, and ConfigError, is in
+trainer/errors.py.
 
 LatheError
 ├── UserError
 │   └── Refused      2  the scheduler looked at the job and said no: nothing was started
-├── Unreachable      4  the scheduler cannot be seen; whatever was asked may or may not have happened
+├── Unreachable      4  the scheduler cannot be seen; whatever was asked may or may not have
+                     happened
 ├── SomeFailed       3  some experiments of the group could not be submitted or ended badly
 └── NothingMatched   5  no experiment is what the command asked for
 """
@@ -20,7 +22,9 @@ class Refused(UserError):
 
 
 class Unreachable(LatheError):
-    """The scheduler cannot be seen. Never a statement about a job: a submission may have arrived."""
+    """The scheduler cannot be seen. Never a statement about a job: a submission may have
+    arrived.
+    """
 
     exit_code = EXIT_UNREACHABLE
 

@@ -1,4 +1,6 @@
-"""Small made-up facts to learn and look up: the same on every machine and Python, unlike the embedded corpus."""
+"""Small made-up facts to learn and look up: the same on every machine and Python, unlike the
+embedded corpus.
+"""
 
 from __future__ import annotations
 
@@ -36,17 +38,29 @@ def facts(start: int, stop: int) -> list[dict[str, Any]]:
     for n in range(start, stop):
         who, what = PEOPLE[n % 8], f"{COLOURS[n % 5]} {THINGS[n % 6]}"
         place, other = PLACES[n * 3 % 7], PLACES[(n * 5 + 1) % 7]
-        context = f"{who} keeps the {what} in the {place}. " + "It has been there for years. " * (n % 4)
+        context = f"{who} keeps the {what} in the {place}. " + "It has been there for years. " * (
+            n % 4
+        )
         context += f"The {other} is empty."
         question, answer = f"Where does {who} keep the {what}?", f"in the {place}"
-        passages = [{"title": who, "text": context}, {"title": place, "text": f"The {other} is far from the {place}."}]
-        row = {"question": question, "answer": answer, "context": context, "text": f"{context} {question}"}
+        passages = [
+            {"title": who, "text": context},
+            {"title": place, "text": f"The {other} is far from the {place}."},
+        ]
+        row = {
+            "question": question,
+            "answer": answer,
+            "context": context,
+            "text": f"{context} {question}",
+        }
         rows.append(row | {"ctxs": passages[: n % 3] if n % 2 else passages[::-1]})
     return rows
 
 
 def write_facts(folder: Path, *, train: int = 64, valid: int = 22) -> Path:
-    """train.jsonl and valid.jsonl of disjoint facts, and tokenizer/: a byte-level BPE of 384 ids trained on them."""
+    """train.jsonl and valid.jsonl of disjoint facts, and tokenizer/: a byte-level BPE of 384 ids
+    trained on them.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -67,14 +81,22 @@ def write_facts(folder: Path, *, train: int = 64, valid: int = 22) -> Path:
     )
     tokenizer.train_from_iterator((row["text"] for row in facts(0, train)), trainer)
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>", pad_token="<|pad|>"
+        tokenizer_object=tokenizer,
+        eos_token="<|endoftext|>",
+        bos_token="<|endoftext|>",
+        pad_token="<|pad|>",
     ).save_pretrained(folder / "tokenizer")
     return folder
 
 
 def _write_groups(folder: Path, split: str, rows: list[dict[str, Any]]) -> None:
-    """Half of the facts as statement groups: choices/ of one true place and others, judged/ of one true or false."""
-    statements = [f"{row['question'].removeprefix('Where does ').rstrip('?')} {row['answer']}." for row in rows]
+    """Half of the facts as statement groups: choices/ of one true place and others, judged/ of one
+    true or false.
+    """
+    statements = [
+        f"{row['question'].removeprefix('Where does ').rstrip('?')} {row['answer']}."
+        for row in rows
+    ]
     other = [
         f"{row['question'].removeprefix('Where does ').rstrip('?')} in the {PLACES[n % 7]}."
         for n, row in enumerate(rows)
@@ -93,19 +115,29 @@ def _write_groups(folder: Path, split: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _write_queries(folder: Path, split: str, rows: list[dict[str, Any]]) -> None:
-    """queries/<split>.jsonl: questions with one or two passages that answer them, and some that do not."""
+    """queries/<split>.jsonl: questions with one or two passages that answer them, and some that do
+    not.
+    """
     (folder / "queries").mkdir(exist_ok=True)
-    passages = [{"docid": str(n), "title": row["answer"], "text": row["context"]} for n, row in enumerate(rows)]
+    passages = [
+        {"docid": str(n), "title": row["answer"], "text": row["context"]}
+        for n, row in enumerate(rows)
+    ]
     lines = [
         {
             "query_id": f"q{n}",
             "query": row["question"],
-            "positive_passages": [passages[n], {**passages[n], "text": passages[n]["text"].upper()}][: 1 + n % 2],
+            "positive_passages": [
+                passages[n],
+                {**passages[n], "text": passages[n]["text"].upper()},
+            ][: 1 + n % 2],
             "negative_passages": [passages[(n + step) % len(rows)] for step in range(1, 3 + n % 3)],
         }
         for n, row in enumerate(rows)
     ]
-    (folder / "queries" / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "queries" / f"{split}.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines)
+    )
 
 
 TINY_BASE = {
@@ -163,7 +195,12 @@ _TRAIN |= {"eval_every": 3, "save_every": 3, "eval_batch": 4, "seed": 5}
 OF_TASK = {
     "cross_attention": {
         "layers": {"count": 2, "stride": 2, "width": 16, "heads": 2, "initialisation": "published"},
-        "data": {"source": "jsonl", "decoder_tokens": 48, "context_tokens": 64, "shuffled_context": True},
+        "data": {
+            "source": "jsonl",
+            "decoder_tokens": 48,
+            "context_tokens": 64,
+            "shuffled_context": True,
+        },
     },
     "causal_lm": {"data": {"source": "jsonl", "max_tokens": 64}},
     "fid": {
@@ -201,14 +238,21 @@ OF_TASK = {
             "passage_tokens": 48,
             "passages": 2,
         },
-        "encoder": {"pooling": "mean", "projection": {"width": 16}, "normalize": True, "temperature": 0.1},
+        "encoder": {
+            "pooling": "mean",
+            "projection": {"width": 16},
+            "normalize": True,
+            "temperature": 0.1,
+        },
         "loss": {"query_chunk": 1, "passage_chunk": 3},
     },
 }
 
 
 def experiment(task: str, folder: Path, **changes: object) -> dict[str, object]:
-    """A six-step experiment of `task` on the facts in `folder`; blocks in `changes` are merged one level deep."""
+    """A six-step experiment of `task` on the facts in `folder`; blocks in `changes` are merged one
+    level deep.
+    """
     values: dict[str, object] = {
         "task": task,
         "base": TINY_BASE,
@@ -223,9 +267,14 @@ def experiment(task: str, folder: Path, **changes: object) -> dict[str, object]:
 
 
 def with_dropout(values: dict[str, object]) -> dict[str, object]:
-    """The same experiment with every dropout of its base (and so of its added layers) switched on."""
+    """The same experiment with every dropout of its base (and so of its added layers)
+    switched on.
+    """
     config: dict[str, Any] = values["base"]["config"]  # type: ignore[index]
-    changed = {**values, "base": {"config": config | {key: 0.1 for key in _DROPOUTS if key in config}, "seed": 1}}
+    changed = {
+        **values,
+        "base": {"config": config | {key: 0.1 for key in _DROPOUTS if key in config}, "seed": 1},
+    }
     if values["task"] == "cross_attention":
         changed["layers"] = {**values["layers"], "key_dropout": 0.3}  # type: ignore[dict-item]
     return changed

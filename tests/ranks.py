@@ -1,4 +1,6 @@
-"""Run a function on several gloo ranks for real, quickly: children fork from a server that has imported everything."""
+"""Run a function on several gloo ranks for real, quickly: children fork from a server that has
+imported everything.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,35 @@ from typing import Any
 
 import torch
 
-PRELOAD = ["torch", "torch.distributed", "transformers", "transformers.models.gpt_bigcode.modeling_gpt_bigcode"]
-PRELOAD += ["torch._dynamo", "deepspeed", "trainer.engine", "transformers.models.t5.modeling_t5", "sklearn.metrics"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "transformers",
+    "transformers.models.gpt_bigcode.modeling_gpt_bigcode",
+]
+PRELOAD += [
+    "torch._dynamo",
+    "deepspeed",
+    "trainer.training.engine",
+    "transformers.models.t5.modeling_t5",
+    "sklearn.metrics",
+]
 
 
-def run_on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
-    """What `function(*args)` returned on each of `world` ranks, by rank. It must be a module-level function."""
+def run_on_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240
+) -> list[Any]:
+    """What `function(*args)` returned on each of `world` ranks, by rank. It must be a module-level
+    function.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         queue: Any = context.Queue()
         children = [
-            context.Process(target=_child, args=(rank, world, store, queue, function, args)) for rank in range(world)
+            context.Process(target=_child, args=(rank, world, store, queue, function, args))
+            for rank in range(world)
         ]
         for child in children:
             child.start()
@@ -45,14 +63,25 @@ def run_on_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s
     return [results[rank] for rank in range(world)]
 
 
-def _child(rank: int, world: int, store: str, queue: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _child(
+    rank: int,
+    world: int,
+    store: str,
+    queue: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=120)
+            "gloo",
+            store=dist.FileStore(store, world),
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=120),
         )
         value = function(*args)
         dist.barrier()

@@ -1,10 +1,12 @@
-"""What is done besides training: `python -m trainer COMMAND`. Imports no torch until a command really runs."""
+"""What is done besides training: `python -m trainer COMMAND`. Imports no torch until a command
+really runs.
+"""
 
 from __future__ import annotations
 
 import typer
 
-from trainer.commands import evaluation, models, planning, preparation, retrieval, statistics, verifier
+from trainer.commands import evaluate, models, plan, prepare, retrieval, stats, verifier
 
 app = typer.Typer(
     add_completion=False,
@@ -22,8 +24,8 @@ def _about() -> None:
 
 app.command("import")(models.import_)
 app.command()(models.export)
-app.command()(evaluation.evaluate)
-app.command()(preparation.prepare)
+app.command()(evaluate.evaluate)
+app.command()(prepare.prepare)
 app.command()(retrieval.encode)
 app.command()(retrieval.search)
 app.command()(retrieval.bm25)
@@ -33,8 +35,8 @@ app.command()(retrieval.contexts)
 app.command()(verifier.convert)
 app.command()(verifier.calibrate)
 app.command()(verifier.score)
-app.command()(statistics.stats)
-app.command()(planning.plan)
+app.command()(stats.stats)
+app.command()(plan.plan)
 
 if __name__ == "__main__":
     app(prog_name="python -m trainer")

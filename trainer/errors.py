@@ -1,7 +1,9 @@
-"""The error tree. Every error says what was got, what is wanted and how to fix it; trainval.py exits with its code.
+"""The error tree. Every error says what was got, what is wanted and how to fix it; trainval.py
+exits with its code.
 
 LatheError             1  something went wrong that no dictionary can mend
-├── UserError          2  bad input: the same command fails the same way until somebody changes something
+├── UserError          2  bad input: the same command fails the same way until somebody changes
+                       something
 │   ├── ConfigError       an experiment dictionary, a flag or a DeepSpeed file
 │   ├── DataError         a data file or a row of it (file and line are named)
 │   ├── ResumeError       a run folder that belongs to another dictionary, other data or another base model

@@ -1,23 +1,27 @@
-"""The file is the registration: jobs/backends/<name>.py exists if and only if `-j <name>` is legal."""
+"""The name is the registration: `-j <name>` is legal if and only if jobs/backends/ holds <name>.py or <name>/."""
 
 from __future__ import annotations
 
 import importlib
 from pathlib import Path
 
-from jobs.spec import Backend
+from jobs.submit.spec import Backend
 from trainer.config import nearest
 from trainer.errors import ConfigError
+
+_HERE = Path(__file__).parent
 
 
 def names() -> list[str]:
     """All backends, sorted."""
-    return sorted(file.stem for file in Path(__file__).parent.glob("*.py") if file.stem != "__init__")
+    files = [file.stem for file in _HERE.glob("*.py") if file.stem != "__init__"]
+    return sorted(files + [file.parent.name for file in _HERE.glob("*/backend.py")])
 
 
 def load(name: str) -> Backend:
-    """The backend of that name: the one class of its file, named alike. ConfigError for any other name."""
+    """The backend of that name: the one class of its file, named alike. ConfigError for others."""
     if name not in names():
         raise ConfigError(f"-j {name}: there is no such backend. {nearest(name, names())}")
-    module = importlib.import_module(f"jobs.backends.{name}")
+    file = f"{name}.backend" if (_HERE / name).is_dir() else name
+    module = importlib.import_module(f"jobs.backends.{file}")
     return next(kind for kind in vars(module).values() if getattr(kind, "name", None) == name)()

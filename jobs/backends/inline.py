@@ -1,4 +1,6 @@
-"""This process, one experiment after the other, with this terminal: to debug. The submission ends when they have."""
+"""This process, one experiment after the other, with this terminal: to debug. The submission ends
+when they have.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from jobs import run
-from jobs.spec import Finding, JobSpec, Observed, Rendered
+from jobs.node import wrapper
+from jobs.submit.spec import Finding, JobSpec, Observed, Rendered
 from trainer.errors import ConfigError
 
 
@@ -22,14 +24,20 @@ class Inline:
 
     def check(self) -> list[Finding]:
         """Nothing is needed."""
-        return [Finding("inline", True, "runs here, one after the other; a debugger has the terminal")]
+        return [
+            Finding("inline", True, "runs here, one after the other; a debugger has the terminal")
+        ]
 
     def render(self, spec: JobSpec) -> Rendered:
         """Which attempt to run."""
         if spec.job.nodes > 1 or spec.after:
-            raise ConfigError("inline: one machine, one experiment after the other. Leave nodes and --after out.")
+            raise ConfigError(
+                "inline: one machine, one experiment after the other. Leave nodes and --after out."
+            )
         return Rendered(
-            spec.token, "rendered.inline.json", json.dumps({"folder": spec.folder, "attempt": spec.attempt}) + "\n"
+            spec.token,
+            "rendered.inline.json",
+            json.dumps({"folder": spec.folder, "attempt": spec.attempt}) + "\n",
         )
 
     def rehearse(self, rendered: Rendered) -> str | None:
@@ -40,7 +48,7 @@ class Inline:
         """Run it now, to its end; what became of it is in its exit file."""
         job = json.loads(rendered.text)
         job_id = f"{socket.gethostname()}:{os.getpid()}"
-        run.run(Path(job["folder"]), job["attempt"], has_terminal=True)
+        wrapper.run(Path(job["folder"]), job["attempt"], has_terminal=True)
         return job_id
 
     def find(self, token: str) -> list[str]:

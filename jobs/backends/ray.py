@@ -1,8 +1,9 @@
 """Ray: one job of a Ray cluster for each attempt, through Ray's own JobSubmissionClient.
 
-The submission id is the attempt's token, and Ray refuses a second job of that id: that one is adopted. Ray's client has
-no time limit of its own, so each call runs in a thread that is waited for only so long. An id is the token, with
-"<address>/" before it when the job dictionary names the cluster.
+The submission id is the attempt's token, and Ray refuses a second job of that id: that one is
+adopted. Ray's client has no time limit of its own, so each call runs in a thread that is waited for
+only so long. An id is the token, with "<address>/" before it when the job dictionary names the
+cluster.
 """
 
 from __future__ import annotations
@@ -22,13 +23,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 from urllib.parse import urlsplit
 
+from jobs.backends.k8s.manifest import (
+    FOREIGN,
+    GRACE_MARGIN_S,
+    K8S_ONLY,
+    refuse_foreign,
+    text_faults,
+)
 from jobs.errors import Refused, Unreachable
-from jobs.manifest import FOREIGN, GRACE_MARGIN_S, K8S_ONLY, refuse_foreign, text_faults
-from jobs.spec import Finding, JobSpec, JobState, Observed, Rendered
+from jobs.submit.spec import Finding, JobSpec, JobState, Observed, Rendered
 from trainer.errors import ConfigError
 
 TIMEOUT_S = 60.0  # for one request; Ray 2.60 answers a submission in 3 s
-OVERRIDES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")  # these win over an address that is given to Ray's client
+OVERRIDES = (
+    "RAY_API_SERVER_ADDRESS",
+    "RAY_ADDRESS",
+)  # these win over an address that is given to Ray's client
 STATUS = re.compile(r"status code (\d{3})\b")
 STATES: dict[str, JobState] = {
     "PENDING": "queued",
@@ -40,7 +50,8 @@ STATES: dict[str, JobState] = {
 # The job is as good as before and may go on elsewhere: Ray never starts one again by itself.
 RUN_AGAIN = {
     "JOB_SUPERVISOR_ACTOR_DIED": "its node or Ray's process on it died",
-    "JOB_SUPERVISOR_ACTOR_START_TIMEOUT": "Ray found no room for it in time (RAY_JOB_START_TIMEOUT_SECONDS)",
+    "JOB_SUPERVISOR_ACTOR_START_TIMEOUT": "Ray found no room for it in time "
+    "(RAY_JOB_START_TIMEOUT_SECONDS)",
 }
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,10 +61,14 @@ class Ray:
     """A Ray cluster: job.address, else $RAY_ADDRESS, else the one of this machine."""
 
     name: ClassVar[str] = "ray"
-    validation: ClassVar[str] = "by hand on one real Ray 2.60 head without GPU; a loopback HTTP server in the tests"
+    validation: ClassVar[str] = (
+        "by hand on one real Ray 2.60 head without GPU; a loopback HTTP server in the tests"
+    )
 
     def __init__(self, address: str | None = None) -> None:
-        """address: of the dashboard, for `find` and `check`; ids and submissions carry their own."""
+        """address: of the dashboard, for `find` and `check`; ids and submissions carry
+        their own.
+        """
         self.address = address
 
     def check(self) -> list[Finding]:
@@ -67,17 +82,30 @@ class Ray:
             remote = _asked(self.address, lambda client: client.get_version())
         except (Unreachable, Answer) as error:
             return [*found, Finding("cluster", False, str(error))]
-        return [*found, Finding("cluster", True, f"{self.address or 'the default one'} answers (version {remote})")]
+        return [
+            *found,
+            Finding(
+                "cluster", True, f"{self.address or 'the default one'} answers (version {remote})"
+            ),
+        ]
 
     def render(self, spec: JobSpec) -> Rendered:
         """The submission as JSON. ConfigError names what Ray cannot do."""
         refuse_foreign(spec, (*FOREIGN, *K8S_ONLY), backend="ray")
         faults = [*text_faults(spec), *_address_faults(spec.job.address)]
         if spec.job.nodes > 1:
-            faults.append(f"nodes: {spec.job.nodes}, but a Ray job's entry point has one node. Use slurm or k8s.")
+            faults.append(
+                f"nodes: {spec.job.nodes}, but a Ray job's entry point has one node. Use slurm "
+                "or k8s."
+            )
         if faults:
-            raise ConfigError(f"job for ray: {len(faults)} mistake(s)\n" + "\n".join(f"  {fault}" for fault in faults))
-        return Rendered(spec.token, "rendered.ray.json", json.dumps(_submission(spec), indent=2) + "\n")
+            raise ConfigError(
+                f"job for ray: {len(faults)} mistake(s)\n"
+                + "\n".join(f"  {fault}" for fault in faults)
+            )
+        return Rendered(
+            spec.token, "rendered.ray.json", json.dumps(_submission(spec), indent=2) + "\n"
+        )
 
     def rehearse(self, rendered: Rendered) -> str | None:
         """Ray has no dry run."""
@@ -102,8 +130,8 @@ class Ray:
     def find(self, token: str) -> list[str]:
         """The id, when the cluster knows the token.
 
-        When no address is known and none answers at the default one, there is nobody to ask. Then nothing is found,
-        which is safe: a submission under the same token is adopted.
+        When no address is known and none answers at the default one, there is nobody to ask. Then
+        nothing is found, which is safe: a submission under the same token is adopted.
         """
         is_guess = self.address is None and not any(os.environ.get(name) for name in OVERRIDES)
         try:
@@ -131,13 +159,16 @@ class Ray:
                 raise Unreachable(f"cannot list the jobs: {answer}") from None
             by_token = {job.submission_id: job for job in listed if job.submission_id}
             known = [(job_id, by_token.get(_parts(job_id)[1])) for job_id in members]
-            found.update({job_id: observe(details) for job_id, details in known if details is not None})
+            found.update(
+                {job_id: observe(details) for job_id, details in known if details is not None}
+            )
         return {job_id: found[job_id] for job_id in ids if job_id in found}
 
     def cancel(self, job_id: str) -> None:
         """Ask Ray to stop it: SIGTERM to all its processes, and SIGKILL after the job's own grace.
 
-        Ray 2.60 shows STOPPED only when that grace is over, and stops a job that still waits once it starts.
+        Ray 2.60 shows STOPPED only when that grace is over, and stops a job that still waits once
+        it starts.
         """
         address, token = _parts(job_id)
         try:
@@ -154,7 +185,9 @@ class Ray:
                 _asked(address, lambda client: client.get_job_info(token))
                 yield from _lines(_tail(address, token))
             else:
-                yield from str(_asked(address, lambda client: client.get_job_logs(token))).splitlines()
+                yield from str(
+                    _asked(address, lambda client: client.get_job_logs(token))
+                ).splitlines()
         except Answer as answer:
             if answer.status != 404:
                 raise Unreachable(f"no log of {job_id}: {answer}") from None
@@ -172,7 +205,9 @@ def observe(details: Any) -> Observed:
     """What Ray's JobDetails say."""
     status = str(getattr(details.status, "value", details.status))
     state = STATES.get(status, "submitted")
-    message = str(details.message or "").partition(", last available logs")[0]  # it ends with 20 kB of log
+    message = str(details.message or "").partition(", last available logs")[
+        0
+    ]  # it ends with 20 kB of log
     again = RUN_AGAIN.get(str(details.error_type or ""))
     if status == "FAILED" and again is not None:
         state, message = "preempted", f"{again}: {message}"
@@ -184,8 +219,9 @@ def observe(details: Any) -> Observed:
 def _submission(spec: JobSpec) -> dict[str, Any]:
     """Arguments of submit_job, and where to.
 
-    Ray hands the entry point to a shell, so it is joined of words that are each quoted. It runs in a folder of Ray's;
-    env -C enters the snapshot, with neither a shell's `cd` nor an upload of it (the file system is shared).
+    Ray hands the entry point to a shell, so it is joined of words that are each quoted. It runs in
+    a folder of Ray's; env -C enters the snapshot, with neither a shell's `cd` nor an upload of it
+    (the file system is shared).
     """
     job = spec.job
     job_id = _id(job.address, spec.token)
@@ -205,7 +241,9 @@ def _submission(spec: JobSpec) -> dict[str, Any]:
 
 def _address_faults(address: str | None) -> list[str]:
     """Ray's client imports a module for some other schemes, and starts nothing for these two."""
-    if address is None or re.fullmatch(r"https?://[A-Za-z0-9.\[\]:-]+(/[A-Za-z0-9._/-]*)?", address):
+    if address is None or re.fullmatch(
+        r"https?://[A-Za-z0-9.\[\]:-]+(/[A-Za-z0-9._/-]*)?", address
+    ):
         return []
     return [f'address: {address!r}, want the dashboard\'s, for example "http://head:8265".']
 
@@ -220,19 +258,29 @@ def _parts(job_id: str) -> tuple[str | None, str]:
 
 
 def _connected(address: str | None) -> Any:
-    """Ray's client. Unreachable when the environment would send it to another cluster than the job dictionary."""
+    """Ray's client. Unreachable when the environment would send it to another cluster than the job
+    dictionary.
+    """
     try:
         package = importlib.import_module("ray.job_submission")
     except ModuleNotFoundError:
         raise ConfigError("the ray backend needs Ray. pip install 'lathe[ray]'") from None
     winner = next((name for name in OVERRIDES if os.environ.get(name)), None)
-    if address is not None and winner is not None and os.environ[winner].rstrip("/") != address.rstrip("/"):
-        raise Unreachable(f"{winner}={os.environ[winner]} overrides the job's address {address} in Ray. Unset it.")
+    if (
+        address is not None
+        and winner is not None
+        and os.environ[winner].rstrip("/") != address.rstrip("/")
+    ):
+        raise Unreachable(
+            f"{winner}={os.environ[winner]} overrides the job's address {address} in Ray. Unset it."
+        )
     return package.JobSubmissionClient(address)
 
 
 def _asked(address: str | None, call: Callable[[Any], T]) -> T:
-    """The reply to one request. Answer for a status that is no success, Unreachable for everything else."""
+    """The reply to one request. Answer for a status that is no success, Unreachable for everything
+    else.
+    """
     return _within(TIMEOUT_S, lambda: call(_connected(address)))
 
 
@@ -265,7 +313,9 @@ def _translated(error: BaseException) -> BaseException:
 
 
 def _tail(address: str | None, token: str) -> Iterator[str]:
-    """Pieces of the log as they come, until the job has ended. Waits between two pieces without limit."""
+    """Pieces of the log as they come, until the job has ended. Waits between two pieces without
+    limit.
+    """
     client = _within(TIMEOUT_S, lambda: _connected(address))
     loop = asyncio.new_event_loop()
     pieces = client.tail_job_logs(token)
@@ -275,7 +325,9 @@ def _tail(address: str | None, token: str) -> Iterator[str]:
     except Exception as error:
         raise _translated(error) from None
     finally:
-        with contextlib.suppress(RuntimeError):  # interrupted while it waited: it cannot be closed in order
+        with contextlib.suppress(
+            RuntimeError
+        ):  # interrupted while it waited: it cannot be closed in order
             loop.run_until_complete(pieces.aclose())
         loop.close()
 

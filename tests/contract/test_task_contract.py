@@ -1,4 +1,6 @@
-"""What every task promises. Parametrised over the task folders: a new task is tested by being there."""
+"""What every task promises. Parametrised over the task folders: a new task is tested by being
+there.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ import torch
 import exp_configs
 from tests.facts import OF_TASK, experiment, with_dropout, write_facts
 from tests.ranks import run_on_ranks
-from trainer import base_model, tasks
+from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.task import Places
+from trainer.models import base_model
+from trainer.tasks.protocol import Places
 
 TASKS = tasks.names()
 TIMINGS = ("step_s", "peak_gib")
@@ -36,18 +39,27 @@ def encoded(task: Any, split: str = "train") -> list[dict[str, Any]]:
     return [task.encode(row) for row in task.rows(split)]
 
 
-def train(values: dict[str, Any], folder: Path, savedir: Path, stage: int | None = None) -> list[dict[str, Any]]:
-    """Run an experiment to its end on the ranks of this process group; the lines of its metrics.jsonl."""
-    from trainer import distributed
-    from trainer.run import Options, plan, run
-    from trainer.telemetry import Preemption
+def train(
+    values: dict[str, Any], folder: Path, savedir: Path, stage: int | None = None
+) -> list[dict[str, Any]]:
+    """Run an experiment to its end on the ranks of this process group; the lines of its
+    metrics.jsonl.
+    """
+    from trainer.runtime import distributed
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan, run
 
     options = Options(
-        savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}" if stage else None
+        savedir,
+        data_path=folder,
+        cache_dir=folder / "cache",
+        deepspeed=f"zero{stage}" if stage else None,
     )
     planned = plan(values, options, world=distributed.world(), rank=distributed.rank())
     assert run(planned, options, Preemption()) == 0
-    return [json.loads(line) for line in (planned.folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (planned.folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def losses(lines: list[dict[str, Any]]) -> list[float]:
@@ -56,7 +68,13 @@ def losses(lines: list[dict[str, Any]]) -> list[float]:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_tiny_group_parses_and_a_misspelt_key_is_refused(name: str) -> None:
-    tiny = [d for group, d in exp_configs.EXP_GROUPS.items() if group.endswith("_tiny") for d in d if d["task"] == name]
+    tiny = [
+        d
+        for group, d in exp_configs.EXP_GROUPS.items()
+        if group.endswith("_tiny")
+        for d in d
+        if d["task"] == name
+    ]
     assert tiny, f"exp_configs.py has no *_tiny group of task {name}"
     tasks.parse(tiny[0])
     with pytest.raises(ConfigError, match="micro_batch"):
@@ -95,7 +113,9 @@ def test_only_the_trainable_weights_move_and_all_of_them_do(name: str, folder: P
     task = load(name, folder)
     model = task.model().train()
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0
+    )
     for loss in task.losses(model, [task.collate(encoded(task)[:8])]):
         loss.backward()
     optimizer.step()
@@ -105,19 +125,23 @@ def test_only_the_trainable_weights_move_and_all_of_them_do(name: str, folder: P
     still = [key for key in trainable if key not in moved]
     if os.environ.get("LATHE_WRITE_GOLDEN"):
         written = json.loads(golden.read_text()) if golden.exists() else {}
-        golden.write_text(json.dumps({**written, "trainable": trainable, "unmoved": still}, indent=1) + "\n")
+        golden.write_text(
+            json.dumps({**written, "trainable": trainable, "unmoved": still}, indent=1) + "\n"
+        )
     known = json.loads(golden.read_text())
     assert trainable == known["trainable"]
     assert set(moved) <= set(trainable)
     assert set(still) <= set(known.get("unmoved", [])), (
-        f"{golden.name} names under `unmoved` the trainable weights whose gradient is always 0, such as a bias of keys "
+        f"{golden.name} names under `unmoved` the trainable weights whose gradient is always 0, "
+        "such as a bias of keys "
         "that softmax takes no notice of. The others have to move."
     )
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
 
 
 def _scores(name: str, folder: Path, batch: int) -> dict[str, float]:
-    from trainer import distributed, loop
+    from trainer.runtime import distributed
+    from trainer.training import loop
 
     task = load(name, folder)
     rows = encoded(task, "valid")
@@ -138,12 +162,17 @@ def _scores(name: str, folder: Path, batch: int) -> dict[str, float]:
 @pytest.mark.parametrize("name", TASKS)
 def test_scores_do_not_depend_on_batches_or_ranks(name: str, folder: Path) -> None:
     alone = run_on_ranks(1, _scores, name, folder, 22)[0]
-    for shared in run_on_ranks(2, _scores, name, folder, 5):  # 22 rows: five batches, of which the last is short
+    for shared in run_on_ranks(
+        2, _scores, name, folder, 5
+    ):  # 22 rows: five batches, of which the last is short
         assert shared == pytest.approx(alone, rel=1e-6)
 
 
 def _stages(values: dict[str, Any], folder: Path, savedir: Path) -> dict[int, list[float]]:
-    return {stage: losses(train(values, folder, savedir / f"zero{stage}", stage)) for stage in (0, 1, 2, 3)}
+    return {
+        stage: losses(train(values, folder, savedir / f"zero{stage}", stage))
+        for stage in (0, 1, 2, 3)
+    }
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -153,7 +182,8 @@ def test_stages_ranks_and_accumulation_agree(name: str, folder: Path, tmp_path: 
     (wanted,) = run_on_ranks(1, _one_run, at_once, folder, tmp_path / "at_once")
     assert len(wanted) == 6
     assert wanted[-1] < wanted[0], (
-        "the loss has to fall within six steps of eight rows, or this test could not tell training from standing "
+        "the loss has to fall within six steps of eight rows, or this test could not tell "
+        "training from standing "
         "still: make this task's rows in tests/facts.py easier, or raise optim.lr there"
     )
     for world in (1, 2):
@@ -168,12 +198,18 @@ def test_a_base_from_a_folder_gives_the_same_losses_partitioned_while_it_is_read
 ) -> None:
     saved = tmp_path / "base"
     task = load(name, folder)
-    kind = "seq2seq_lm" if base_model.config_of(task.cfg.base, task.places).is_encoder_decoder else "causal_lm"
+    kind = (
+        "seq2seq_lm"
+        if base_model.config_of(task.cfg.base, task.places).is_encoder_decoder
+        else "causal_lm"
+    )
     base_model.load(task.cfg.base, task.places, precision="fp32", kind=kind).save_pretrained(saved)
     values = experiment(name, folder, base=str(saved), train={"steps": 2})
     found = run_on_ranks(2, _stages, values, folder, tmp_path)[0]
     assert found[3] == pytest.approx(found[0], abs=1e-5)
-    assert found[0] == pytest.approx(run_on_ranks(1, _one_run, values, folder, tmp_path / "one")[0], abs=1e-5)
+    assert found[0] == pytest.approx(
+        run_on_ranks(1, _one_run, values, folder, tmp_path / "one")[0], abs=1e-5
+    )
 
 
 def _one_run(values: dict[str, Any], folder: Path, savedir: Path) -> list[float]:
@@ -186,13 +222,17 @@ def test_ten_golden_losses(name: str, folder: Path, tmp_path: Path) -> None:
     (found,) = run_on_ranks(1, _one_run, values, folder, tmp_path)
     golden = Path(__file__).parent.parent / "golden" / f"{name}.json"
     if os.environ.get("LATHE_WRITE_GOLDEN"):
-        golden.write_text(json.dumps({**json.loads(golden.read_text()), "losses": found}, indent=1) + "\n")
+        golden.write_text(
+            json.dumps({**json.loads(golden.read_text()), "losses": found}, indent=1) + "\n"
+        )
     assert found == pytest.approx(json.loads(golden.read_text())["losses"], rel=2e-5)
 
 
-def _killed_then_resumed(values: dict[str, Any], folder: Path, savedir: Path, stage: int, kill: bool) -> str:
+def _killed_then_resumed(
+    values: dict[str, Any], folder: Path, savedir: Path, stage: int, kill: bool
+) -> str:
     """Train; with `kill`, die without a word inside step 5, two steps after a checkpoint."""
-    from trainer import loop
+    from trainer.training import loop
 
     original, seen = loop.train_step, []
 
@@ -215,7 +255,9 @@ def _killed_then_resumed(values: dict[str, Any], folder: Path, savedir: Path, st
 def _undisturbed_and_killed(values: dict[str, Any], folder: Path, root: Path) -> list[str]:
     outcomes = []
     for stage in (0, 1, 2, 3):
-        outcomes.append(_killed_then_resumed(values, folder, root / f"straight{stage}", stage, False))
+        outcomes.append(
+            _killed_then_resumed(values, folder, root / f"straight{stage}", stage, False)
+        )
         outcomes.append(_killed_then_resumed(values, folder, root / f"killed{stage}", stage, True))
         outcomes.append(_killed_then_resumed(values, folder, root / f"killed{stage}", stage, False))
     return outcomes
@@ -239,4 +281,7 @@ def test_a_killed_run_resumes_bit_for_bit_with_dropout_at_every_stage(
 
 def untimed(path: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in TIMINGS and not k.endswith("_per_s")} for line in lines]
+    return [
+        {k: v for k, v in line.items() if k not in TIMINGS and not k.endswith("_per_s")}
+        for line in lines
+    ]

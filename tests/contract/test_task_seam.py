@@ -1,4 +1,6 @@
-"""What generic code asks of a task by name: its limits, a made-up row, and what a batch says. For every task."""
+"""What generic code asks of a task by name: its limits, a made-up row, and what a batch says. For
+every task.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,15 @@ from typing import Any
 import pytest
 
 from tests.facts import experiment, write_facts
-from trainer import deepspeed_config, tasks
-from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding
+from trainer import tasks
+from trainer.config import deepspeed_config
+from trainer.data.order import Sharding
+from trainer.data.token_store import TokenStore, open_store
 from trainer.memory.measure import measure
-from trainer.memory.measured import Request
 from trainer.memory.plan import Subject, binding_limit, changed
-from trainer.memory.prepare import subject_of
-from trainer.task import Answers, Encoded, Places, ShowsCuts, Task, question_of
+from trainer.memory.records import Request
+from trainer.memory.subject import subject_of
+from trainer.tasks.protocol import Answers, Encoded, Places, ShowsCuts, Task, question_of
 
 TASKS = tasks.names()
 
@@ -44,7 +47,9 @@ def test_limits_are_keys_of_the_dictionary_with_their_values(name: str, folder: 
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_made_up_row_is_as_long_as_any_and_shorter_under_a_lower_limit(name: str, folder: Path) -> None:
+def test_a_made_up_row_is_as_long_as_any_and_shorter_under_a_lower_limit(
+    name: str, folder: Path
+) -> None:
     values = experiment(name, folder)
     task = load(values, folder)
     specimen = task.encode(task.specimen())
@@ -63,7 +68,9 @@ def test_a_described_batch_says_what_was_read(name: str, folder: Path) -> None:
     texts = task.describe(batch)
     assert any("keep" in task.decode(text.ids.flatten().tolist()) for text in texts.values())
     for text in texts.values():
-        assert all(mask is None or mask.shape == text.ids.shape for mask in (text.is_real, text.in_loss))
+        assert all(
+            mask is None or mask.shape == text.ids.shape for mask in (text.is_real, text.in_loss)
+        )
     if task.unit == "tokens":
         in_loss = [text.in_loss for text in texts.values() if text.in_loss is not None]
         assert sum(int(mask.sum()) for mask in in_loss) >= int(task.units(batch)) > 0
@@ -79,7 +86,11 @@ def test_the_ledger_sees_a_cut_wherever_encoding_says_so(name: str, folder: Path
         pytest.skip("an optional ability")
     for row in list(task.rows("train"))[:8]:
         uncut = task.untruncated(row).values()
-        longest = [max(map(len, text.texts), default=0) - text.limit for text in uncut if text.limit is not None]
+        longest = [
+            max(map(len, text.texts), default=0) - text.limit
+            for text in uncut
+            if text.limit is not None
+        ]
         if max(longest, default=0) > 0:
             assert task.encode(row).is_truncated
 
@@ -117,15 +128,23 @@ def test_every_task_is_planned_for_without_data(folder: Path, tmp_path: Path) ->
         subject = planned_without_data(name, folder, tmp_path)
         assert "every row is taken to fill its limits" in subject.notes[-1], name
         rows = subject.train.encoded([0, 1], is_drawn=True)
-        requests += [Request(subject.values, "train", rows), Request(subject.values, "evaluate", rows)]
+        requests += [
+            Request(subject.values, "train", rows),
+            Request(subject.values, "evaluate", rows),
+        ]
         if isinstance(subject.task, Answers):
             raw = [question_of(subject.task, row) for row in subject.valid.raw([0, 1])]
             rows = subject.valid.encoded([0, 1], is_drawn=False)
-            requests += [Request(subject.values, "answer", rows, raw, answer_tokens=tokens) for tokens in (4, 8)]
+            requests += [
+                Request(subject.values, "answer", rows, raw, answer_tokens=tokens)
+                for tokens in (4, 8)
+            ]
     steps = measure(requests, Places(None, tmp_path, tmp_path))
     peaks = [(request, step.peak.total) for request, step in zip(requests, steps, strict=True)]
     assert all(total > 0 for _, total in peaks)
     answers = [total for request, total in peaks if request.kind == "answer"]
     pairs = list(zip(answers[::2], answers[1::2], strict=True))
     assert all(few <= more for few, more in pairs)
-    assert any(few < more for few, more in pairs), "at least one task's answers need most at their end"
+    assert any(few < more for few, more in pairs), (
+        "at least one task's answers need most at their end"
+    )

@@ -1,4 +1,6 @@
-"""The memory plan against torch's allocator on a CUDA device. Nothing here runs on a CPU machine."""
+"""The memory plan against torch's allocator on a CUDA device. Nothing here runs on a CPU
+machine.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,22 @@ from tests.facts import experiment, write_facts
 ROOT = Path(__file__).resolve().parent.parent.parent
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none is visible here"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device; none is visible here"
+    ),
 ]
 T5 = {"vocab_size": 32128, "decoder_start_token_id": 0}
 SHAPES: dict[str, dict[str, Any]] = {
     "t5-base": T5 | {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
     "t5-large": T5 | {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_heads": 16},
     "t5-3b": T5 | {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32},
-    "gpt_bigcode-1b": {"n_embd": 2048, "n_layer": 24, "n_head": 16, "n_inner": 8192, "n_positions": 8192},
+    "gpt_bigcode-1b": {
+        "n_embd": 2048,
+        "n_layer": 24,
+        "n_head": 16,
+        "n_inner": 8192,
+        "n_positions": 8192,
+    },
     "bert-base": {},
 }
 OVER, UNDER = 0.05, 0.02  # how much too high, and too low, a prediction may be
@@ -42,7 +52,11 @@ class Case:
         import transformers
 
         kinds = {"t5": "T5", "gp": "GPTBigCode", "be": "Bert"}
-        heads = {"t5": "T5ForConditionalGeneration", "gp": "GPTBigCodeForCausalLM", "be": "BertForMaskedLM"}
+        heads = {
+            "t5": "T5ForConditionalGeneration",
+            "gp": "GPTBigCodeForCausalLM",
+            "be": "BertForMaskedLM",
+        }
         family = self.model[:2]
         config = getattr(transformers, f"{kinds[family]}Config")(
             **SHAPES[self.model], attn_implementation=self.attention
@@ -50,7 +64,9 @@ class Case:
         with torch.device(device):
             model = getattr(transformers, heads[family])(config).bfloat16().train()
         if self.recompute:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         return model
 
     def rows(self) -> dict[str, torch.Tensor]:
@@ -85,7 +101,9 @@ with fake_device("fakegpu") as device:
     peak = max(moment.total for moment in tracker.moments) + device.scratch
     print(tracker.live["weights"] + tracker.live["buffers"] + peak)
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return int(done.stdout.splitlines()[-1])
 
@@ -103,7 +121,9 @@ def test_a_step_is_predicted_within_five_percent_and_hardly_ever_too_low(case: C
     here = device_here()
     assert here is not None
     wanted = predicted(case) + here.cublas_nbytes
-    assert -UNDER <= wanted / real - 1 <= OVER, f"planned {wanted / 2**30:.2f}, measured {real / 2**30:.2f} GiB"
+    assert -UNDER <= wanted / real - 1 <= OVER, (
+        f"planned {wanted / 2**30:.2f}, measured {real / 2**30:.2f} GiB"
+    )
 
 
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
@@ -111,17 +131,37 @@ def test_a_step_is_predicted_within_five_percent_and_hardly_ever_too_low(case: C
 def test_a_run_stays_within_its_plan(stage: str, precision: str, tmp_path: Path) -> None:
     import json
 
-    from trainer import distributed
-    from trainer.run import Options, plan, run
-    from trainer.telemetry import Preemption
+    from trainer.runtime import distributed
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan, run
 
     distributed.init()
     folder = write_facts(tmp_path / "facts")
-    base = {"config": {"model_type": "gpt_bigcode", "n_embd": 1024, "n_layer": 8, "n_head": 8, "n_inner": 4096}}
+    base = {
+        "config": {
+            "model_type": "gpt_bigcode",
+            "n_embd": 1024,
+            "n_layer": 8,
+            "n_head": 8,
+            "n_inner": 4096,
+        }
+    }
     base["config"] |= {"n_positions": 128, "vocab_size": 384, "bos_token_id": 0, "eos_token_id": 0}
     values = experiment("causal_lm", folder, train={"precision": precision}) | {"base": base}
-    planned = plan(values, Options(tmp_path / "out", folder, tmp_path / "cache", deepspeed=stage), world=1, rank=0)
-    assert run(planned, Options(tmp_path / "out", folder, tmp_path / "cache", deepspeed=stage), Preemption()) == 0
+    planned = plan(
+        values,
+        Options(tmp_path / "out", folder, tmp_path / "cache", deepspeed=stage),
+        world=1,
+        rank=0,
+    )
+    assert (
+        run(
+            planned,
+            Options(tmp_path / "out", folder, tmp_path / "cache", deepspeed=stage),
+            Preemption(),
+        )
+        == 0
+    )
     found = json.loads((planned.folder / "memory_plan.json").read_text())
     peak = max(sum(phase["peak"].values()) for phase in found["plan"]["phases"])
     assert peak == pytest.approx(found["measured"], rel=0.08)

@@ -1,4 +1,6 @@
-"""The same promises on a CUDA device. Run by hand where there is one: nothing here runs on a CPU machine."""
+"""The same promises on a CUDA device. Run by hand where there is one: nothing here runs on a CPU
+machine.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +16,39 @@ from tests.facts import experiment, write_facts
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none is visible here"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device; none is visible here"
+    ),
 ]
 
 
 def train(values: dict[str, Any], folder: Path, savedir: Path, stage: int) -> list[dict[str, Any]]:
-    from trainer import distributed
-    from trainer.run import Options, plan, run
-    from trainer.telemetry import Preemption
+    from trainer.runtime import distributed
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan, run
 
     distributed.init()
-    options = Options(savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}")
+    options = Options(
+        savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}"
+    )
     planned = plan(values, options, world=1, rank=0)
     assert run(planned, options, Preemption()) == 0
     return untimed(planned.folder / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "cross_attention"])
-@pytest.mark.parametrize(("precision", "stage"), [("fp32", 0), ("fp32", 3), ("bf16", 0), ("bf16", 2), ("fp16", 2)])
+@pytest.mark.parametrize(
+    ("precision", "stage"), [("fp32", 0), ("fp32", 3), ("bf16", 0), ("bf16", 2), ("fp16", 2)]
+)
 def test_golden_losses_hold_on_cuda(task: str, precision: str, stage: int, tmp_path: Path) -> None:
     folder = write_facts(tmp_path / "facts")
     values = experiment(task, folder, train={"steps": 10, "precision": precision})
-    found = [line["loss"] for line in train(values, folder, tmp_path / "out", stage) if "loss" in line]
-    golden = json.loads((Path(__file__).parent.parent / "golden" / f"{task}.json").read_text())["losses"]
+    found = [
+        line["loss"] for line in train(values, folder, tmp_path / "out", stage) if "loss" in line
+    ]
+    golden = json.loads((Path(__file__).parent.parent / "golden" / f"{task}.json").read_text())[
+        "losses"
+    ]
     assert found == pytest.approx(golden, rel=1e-4 if precision == "fp32" else 3e-2)
 
 

@@ -1,4 +1,6 @@
-"""Submitting for real: a queue of one's own, and a `python` that acts like a training in milliseconds."""
+"""Submitting for real: a queue of one's own, and a `python` that acts like a training in
+milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from typing import Any, TypeVar
 import pytest
 from typer.testing import CliRunner
 
+from jobs.backends.local.queue import birth
 from jobs.cli import app
-from jobs.queue import birth
 
 GROUPS = """
 from exp_configs import EXP_GROUPS as BUILT_IN, vary
@@ -26,8 +28,8 @@ EXP_GROUPS = {
 }
 """
 
-# What a training leaves behind, in 30 ms: one line in `starts` each time it begins, then what STUB says: an exit code,
-# "sleep" (until SIGTERM, then 75), "stubborn" (until SIGKILL) or "ok".
+# What a training leaves behind, in 30 ms: one line in `starts` each time it begins, then what STUB
+# says: an exit code, "sleep" (until SIGTERM, then 75), "stubborn" (until SIGKILL) or "ok".
 STUB = """#!{python} -S
 import json, os, signal, sys, time
 flags = dict(word[2:].split("=", 1) for word in sys.argv[2:] if word.startswith("--") and "=" in word)
@@ -102,8 +104,19 @@ class Place:
 
     def submit(self, *words: str, backend: str = "local") -> Outcome:
         """Submit the group `sweep`."""
-        common = ["-e", "sweep", "-sb", str(self.base), "-j", backend, "--exp_configs", str(self.groups)]
-        return self.lathe("submit", *common, "--python_binary", str(self.python), "--allow-dirty", *words)
+        common = [
+            "-e",
+            "sweep",
+            "-sb",
+            str(self.base),
+            "-j",
+            backend,
+            "--exp_configs",
+            str(self.groups),
+        ]
+        return self.lathe(
+            "submit", *common, "--python_binary", str(self.python), "--allow-dirty", *words
+        )
 
     def status(self) -> list[dict[str, Any]]:
         """Rows of `status --json`, by id."""
@@ -114,13 +127,17 @@ class Place:
         path = self.base / "starts"
         return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
 
-    def until(self, is_so: Callable[[list[dict[str, Any]]], bool], *, within_s: float = 30) -> list[dict[str, Any]]:
+    def until(
+        self, is_so: Callable[[list[dict[str, Any]]], bool], *, within_s: float = 30
+    ) -> list[dict[str, Any]]:
         """Rows as soon as `is_so(rows)`; fails after `within_s`."""
         return wait_until(self.status, is_so, within_s=within_s)
 
     def until_all(self, *states: str, within_s: float = 30) -> list[dict[str, Any]]:
         """Rows as soon as every one is in one of `states`."""
-        return self.until(lambda rows: all(row["state"] in states for row in rows), within_s=within_s)
+        return self.until(
+            lambda rows: all(row["state"] in states for row in rows), within_s=within_s
+        )
 
 
 @pytest.fixture
@@ -128,7 +145,11 @@ def place(tmp_path: Path, queue: Path) -> Callable[[int], Place]:
     """A Place with so many experiments."""
 
     def make(count: int) -> Place:
-        groups, python, what = tmp_path / "groups.py", tmp_path / "bin" / "python", tmp_path / "what"
+        groups, python, what = (
+            tmp_path / "groups.py",
+            tmp_path / "bin" / "python",
+            tmp_path / "what",
+        )
         groups.write_text(GROUPS.replace("COUNT", str(count)))
         python.parent.mkdir()
         python.write_text(STUB.format(python=sys.executable, what=str(what)))
@@ -141,7 +162,9 @@ def place(tmp_path: Path, queue: Path) -> Callable[[int], Place]:
 
 @pytest.fixture
 def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A local queue that belongs to this test: four cores, no GPU; whatever it started is stopped afterwards."""
+    """A local queue that belongs to this test: four cores, no GPU; whatever it started is stopped
+    afterwards.
+    """
     folder = tmp_path / "queue"
     monkeypatch.setenv("LATHE_QUEUE", str(folder))
     monkeypatch.setenv("LATHE_QUEUE_CPUS", "4")

@@ -6,14 +6,53 @@ from collections.abc import Iterator
 from typing import Any
 
 from jobs.config import JobConfig
-from jobs.spec import JobSpec
+from jobs.submit.spec import JobSpec
 
 EXP_ID = "9f2c" * 8
 TOKEN = "ft_9f2c9f2c9f2c_a1b2c3_1"
 CORPUS = (
-    *("it's", 'a"b', "a;touch pwned", "$(touch pwned)", "`touch pwned`", "$HOME", "$$(HOME)", "a\nb: c", "a\0b", "a b"),
-    *("é中‮", "../../etc", "/a/../../etc", "-rf", "--help", "a&&b", "a|b", ">x", "*", "~", "#x", "!tag", "&a", "{a: b}"),
-    *("yes", "null", "1e3", "", "x" * 300, "\ud800", "\x1b[31m", "a\rb", "a\tb", "%s", "${X}", "A=b"),
+    *(
+        "it's",
+        'a"b',
+        "a;touch pwned",
+        "$(touch pwned)",
+        "`touch pwned`",
+        "$HOME",
+        "$$(HOME)",
+        "a\nb: c",
+        "a\0b",
+        "a b",
+    ),
+    *(
+        "é中‮",
+        "../../etc",
+        "/a/../../etc",
+        "-rf",
+        "--help",
+        "a&&b",
+        "a|b",
+        ">x",
+        "*",
+        "~",
+        "#x",
+        "!tag",
+        "&a",
+        "{a: b}",
+    ),
+    *(
+        "yes",
+        "null",
+        "1e3",
+        "",
+        "x" * 300,
+        "\ud800",
+        "\x1b[31m",
+        "a\rb",
+        "a\tb",
+        "%s",
+        "${X}",
+        "A=b",
+    ),
 )
 FIELDS = (
     "token",
@@ -42,7 +81,7 @@ def make(job: dict[str, Any] | None = None, **changes: Any) -> JobSpec:
         "backend": "k8s",
         "folder": folder,
         "workdir": "/shared/code/tree",
-        "wrapper": ["python", "-m", "jobs.run", folder, "1"],
+        "wrapper": ["python", "-m", "jobs.node.wrapper", folder, "1"],
         "launcher": ["python"],
         "program": ["trainval.py", "--exp_id", EXP_ID],
         "job": JobConfig.model_validate(job or {}),

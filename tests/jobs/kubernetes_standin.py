@@ -1,4 +1,6 @@
-"""A loopback stand-in for the Kubernetes API server: objects in a dictionary, over real HTTP, with the real paths."""
+"""A loopback stand-in for the Kubernetes API server: objects in a dictionary, over real HTTP, with
+the real paths.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ REASONS = {
 
 
 class Cluster:
-    """What the stand-in holds and how it behaves; `fail` is one reply for the next request that changes something."""
+    """What the stand-in holds and how it behaves; `fail` is one reply for the next request that
+    changes something.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}  # (plural, namespace, name)
@@ -44,9 +48,13 @@ class Cluster:
     def kubeconfig(self) -> str:
         """The text of a kubeconfig that names this server."""
         named = [("clusters", "cluster", {"server": self.url}), ("users", "user", {"token": "t"})]
-        config: dict[str, Any] = {kind: [{"name": "here", one: value}] for kind, one, value in named}
+        config: dict[str, Any] = {
+            kind: [{"name": "here", one: value}] for kind, one, value in named
+        }
         config["contexts"] = [{"name": "here", "context": {"cluster": "here", "user": "here"}}]
-        return yaml.safe_dump({"apiVersion": "v1", "kind": "Config", "current-context": "here", **config})
+        return yaml.safe_dump(
+            {"apiVersion": "v1", "kind": "Config", "current-context": "here", **config}
+        )
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -59,10 +67,17 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, status: int, body: Any, reason: str | None = None) -> None:
         if status >= 400:
             message = body if isinstance(body, str) else "no"
-            body = {"kind": "Status", "reason": reason or REASONS.get(status, ""), "message": message, "code": status}
+            body = {
+                "kind": "Status",
+                "reason": reason or REASONS.get(status, ""),
+                "message": message,
+                "code": status,
+            }
         content = body.encode() if isinstance(body, str) else json.dumps(body).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "text/plain" if isinstance(body, str) else "application/json")
+        self.send_header(
+            "Content-Type", "text/plain" if isinstance(body, str) else "application/json"
+        )
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -73,7 +88,9 @@ class Handler(BaseHTTPRequestHandler):
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         length = int(self.headers.get("Content-Length") or 0)
         body = json.loads(self.rfile.read(length) or "null")
-        if self.cluster.fail is not None and (self.command != "GET" or self.cluster.fail[0] in (401, 500)):
+        if self.cluster.fail is not None and (
+            self.command != "GET" or self.cluster.fail[0] in (401, 500)
+        ):
             status, reason = self.cluster.fail
             self.cluster.fail = None
             return self.reply(status, "the server says no", reason)
@@ -96,7 +113,9 @@ class Handler(BaseHTTPRequestHandler):
         chosen = [
             item
             for (plural, namespace, _), item in objects.items()
-            if plural == at["plural"] and at["ns"] in (None, namespace) and fits(item, query.get("labelSelector", ""))
+            if plural == at["plural"]
+            and at["ns"] in (None, namespace)
+            and fits(item, query.get("labelSelector", ""))
         ]
         return self.reply(200, {"kind": "List", "items": chosen})
 

@@ -1,23 +1,31 @@
-"""A real Slurm for tests: munged, slurmctld and two slurmd as child processes on loopback, up in a second or two.
+"""A real Slurm for tests: munged, slurmctld and two slurmd as child processes on loopback, up in a
+second or two.
 
     with real_slurm(folder) as cluster:               # SLURM_CONF is set inside the block
-        ...                                           # sbatch, squeue, ... and the backend talk to it
+        ...                                           # sbatch, squeue, ... and the backend talk to
+        it
 
 cluster.conf, cluster.env     slurm.conf, and {"SLURM_CONF": ...} for other processes
-cluster.nodes                 ("n1", "n2"): two virtual nodes of 2 CPUs, 4 GiB and 2 (pretended) GPUs each
-partitions                    `low` (the default; requeued when `high` needs the node), `high`, and `off` (down)
-cluster.kill_controller()     SIGKILL to slurmctld; cluster.start_controller() starts it again with its saved state
+cluster.nodes                 ("n1", "n2"): two virtual nodes of 2 CPUs, 4 GiB and 2 (pretended)
+                              GPUs each
+partitions                    `low` (the default; requeued when `high` needs the node), `high`, and
+                              `off` (down)
+cluster.kill_controller()     SIGKILL to slurmctld; cluster.start_controller() starts it again with
+                              its saved state
 cluster.restart_controller()  both
-cluster.has_saved(name)       whether a running job of this name would survive that: the controller saves up to 5 s late
+cluster.has_saved(name)       whether a running job of this name would survive that: the controller
+                              saves up to 5 s late
 cluster.processes(job_id)     what runs of this job, or of all jobs, by process id
-cluster.wait_gone(job_id)     return once nothing of this job runs any more; it fails the test when something does
+cluster.wait_gone(job_id)     return once nothing of this job runs any more; it fails the test when
+                              something does
 cluster.start_now(job_id)     let a requeued job start at once instead of some 6 s later
 cluster.command(*argv)        what a client prints; it fails the test when the client fails
 cluster.logs()                the last lines of every daemon, for the message of a failing test
 
-When the block ends all jobs are cancelled and every process that this module started is stopped, by its id. A process
-of a job that lives on all the same is killed, and fails the test.
-Works as root and as anybody else; needs munge and slurm-wlm (Debian: apt-get install slurm-wlm munge), no network.
+When the block ends all jobs are cancelled and every process that this module started is stopped, by
+its id. A process of a job that lives on all the same is killed, and fails the test. Works as root
+and as anybody else; needs munge and slurm-wlm (Debian: apt-get install slurm-wlm munge), no
+network.
 """
 
 from __future__ import annotations
@@ -38,17 +46,30 @@ from pathlib import Path
 
 import pytest
 
-from jobs.node import die_with_parent
+from jobs.node.host import die_with_parent
 
-BINARIES = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun")
-DAEMON_PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin", "/sbin"))
+BINARIES = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "squeue",
+    "scontrol",
+    "scancel",
+    "sinfo",
+    "srun",
+)
+DAEMON_PATH = os.pathsep.join(
+    (os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin", "/sbin")
+)
 NODES = ("n1", "n2")
 CPUS, MEMORY_MIB, GPUS = 2, 4096, 2
 UP_S, DOWN_S = 20.0, 30.0
 
-# cred_expire: a requeued job otherwise waits 120 s for its old credential to expire; 5 is the least that works.
-# MessageTimeout: clients of a dead controller give up after 3 s instead of 9 (some try twice).
-# NoCtldInAddrAny, NoInAddrAny: listen on 127.0.0.1 alone. config_overrides: believe the nodes' pretended sizes.
+# cred_expire: a requeued job otherwise waits 120 s for its old credential to expire; 5 is the least
+# that works. MessageTimeout: clients of a dead controller give up after 3 s instead of 9 (some try
+# twice). NoCtldInAddrAny, NoInAddrAny: listen on 127.0.0.1 alone. config_overrides: believe the
+# nodes' pretended sizes.
 CONF = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -98,14 +119,18 @@ def missing() -> list[str]:
 
 
 def need_slurm() -> None:
-    """Skip the test where Slurm is not installed; fail it where LATHE_REQUIRE_SLURM=1 says that it must be."""
+    """Skip the test where Slurm is not installed; fail it where LATHE_REQUIRE_SLURM=1 says that it
+    must be.
+    """
     if lacking := missing():
         text = f"this machine has no {', '.join(lacking)}: apt-get install slurm-wlm munge"
         (pytest.fail if os.environ.get("LATHE_REQUIRE_SLURM") == "1" else pytest.skip)(text)
 
 
 def wait_for(claim: Callable[[], object], *, within_s: float, what: str) -> None:
-    """Return once `claim()` is true; AssertionError naming `what` when it is not within the time."""
+    """Return once `claim()` is true; AssertionError naming `what` when it is not within the
+    time.
+    """
     end = time.monotonic() + within_s
     while not claim():
         assert time.monotonic() < end, f"not within {within_s:.0f} s: {what}"
@@ -132,18 +157,28 @@ class RealSlurm:
     def command(self, *argv: str) -> str:
         """What a client prints; AssertionError with the daemons' logs when it fails."""
         done = subprocess.run(
-            argv, env={**os.environ, **self.env}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30
+            argv,
+            env={**os.environ, **self.env},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=30,
         )
         assert done.returncode == 0, f"{argv}: {done.stderr}{self.logs()}"
         return done.stdout
 
     def logs(self) -> str:
         """The last lines of every daemon."""
-        tails = [f"\n== {path.name}\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("*.log"))]
+        tails = [
+            f"\n== {path.name}\n{path.read_text()[-1500:]}"
+            for path in sorted(self.folder.glob("*.log"))
+        ]
         return "".join(tails)
 
     def start_controller(self, *, is_first: bool = False) -> None:
-        """Start slurmctld; returns when it answers, some seconds before the nodes have reported to it again."""
+        """Start slurmctld; returns when it answers, some seconds before the nodes have reported to
+        it again.
+        """
         self._start("slurmctld", "-D", *(["-i"] if is_first else []), "-f", str(self.conf))
         self.wait_for(self._is_answering, within_s=UP_S, what="slurmctld answers")
 
@@ -159,30 +194,43 @@ class RealSlurm:
         self.start_controller()
 
     def has_saved(self, name: str, *, is_waiting: bool = False) -> bool:
-        """Whether the controller's saved state says that a job of this name runs (or: that it still waits).
+        """Whether the controller's saved state says that a job of this name runs (or: that it still
+        waits).
 
-        A job that it lacks is lost with a kill -9; one that it takes for waiting is killed and started once more.
+        A job that it lacks is lost with a kill -9; one that it takes for waiting is killed and
+        started once more.
         """
         saved = self.folder / "state" / "job_state"
         if not saved.exists():
             return False
-        # Slurm 22.05 packs nodes, partition and name one after the other, each behind its length of four bytes.
+        # Slurm 22.05 packs nodes, partition and name one after the other, each behind its length of
+        # four bytes.
         nodes = rb"\0{4}" if is_waiting else rb"n[12]\0"
         record = nodes + rb".{4}[a-z]+\0.{4}" + re.escape(name.encode()) + rb"\0"
         return re.search(record, saved.read_bytes(), re.DOTALL) is not None
 
     def start_now(self, job_id: str) -> None:
         """Let a requeued job start within a second or two, instead of after cred_expire."""
-        # A node refuses what was signed in the second in which it killed the job: the job would end with code 1.
+        # A node refuses what was signed in the second in which it killed the job: the job would end
+        # with code 1.
         time.sleep(1.1)
         self.command("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
     def start(self) -> None:
         """Start all; returns when both nodes are idle."""
         socket_file = self.folder / "munge.sock"
-        files = {"socket": socket_file, "pid-file": self.folder / "munge.pid", "log-file": self.folder / "munge.log"}
+        files = {
+            "socket": socket_file,
+            "pid-file": self.folder / "munge.pid",
+            "log-file": self.folder / "munge.log",
+        }
         files |= {"key-file": self.folder / "munge.key", "seed-file": self.folder / "munge.seed"}
-        self._start("munged", "--foreground", "--force", *[f"--{name}={path}" for name, path in files.items()])
+        self._start(
+            "munged",
+            "--foreground",
+            "--force",
+            *[f"--{name}={path}" for name, path in files.items()],
+        )
         self.wait_for(socket_file.exists, within_s=UP_S, what="munged listens")
         for node in self.nodes:
             self._start("slurmd", "-D", "-f", str(self.conf), "-N", node, name=node)
@@ -197,25 +245,43 @@ class RealSlurm:
             raise AssertionError(f"{error}{self.logs()}") from None
 
     def processes(self, job_id: str = "") -> dict[int, str]:
-        """Command lines of this job's processes ("": of all jobs), slurmstepd with them, by process id."""
+        """Command lines of this job's processes ("": of all jobs), slurmstepd with them, by process
+        id.
+        """
         alive: dict[int, str] = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):  # it has just ended, or belongs to somebody else
                 variables = (folder / "environ").read_bytes().split(b"\0")
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                if f"SLURM_CONF={self.conf}".encode() in variables and _is_of(job_id, variables, command):
+                command = (
+                    (folder / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
+                if f"SLURM_CONF={self.conf}".encode() in variables and _is_of(
+                    job_id, variables, command
+                ):
                     alive[int(folder.name)] = command
         return alive
 
     def wait_gone(self, job_id: str = "") -> None:
-        """Return once nothing of this job ("": of any job) runs; AssertionError that names what still does."""
+        """Return once nothing of this job ("": of any job) runs; AssertionError that names what
+        still does.
+        """
         try:
-            wait_for(lambda: not self.processes(job_id), within_s=DOWN_S, what="all processes of its jobs are gone")
+            wait_for(
+                lambda: not self.processes(job_id),
+                within_s=DOWN_S,
+                what="all processes of its jobs are gone",
+            )
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.processes(job_id)}{self.logs()}") from None
 
     def stop(self) -> None:
-        """Cancel all jobs and stop all daemons; what outlives that is killed, and AssertionError names it."""
+        """Cancel all jobs and stop all daemons; what outlives that is killed, and AssertionError
+        names it.
+        """
         try:
             with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
                 self._end_jobs()
@@ -244,12 +310,15 @@ class RealSlurm:
 
     def _end_jobs(self) -> None:
         if self.daemons.get("slurmctld") is None or self.daemons["slurmctld"].poll() is not None:
-            self.start_controller()  # a test killed it; jobs outlive the daemons unless they are cancelled first
+            # a test killed it; jobs outlive the daemons unless they are cancelled first
+            self.start_controller()
         jobs = self.command("squeue", "-h", "-o", "%A").split()
         if jobs:
             self.command("scancel", "--signal=KILL", "--full", *jobs)
             self.command("scancel", *jobs)
-        self.wait_for(lambda: not self.command("squeue", "-h"), within_s=DOWN_S, what="all jobs have ended")
+        self.wait_for(
+            lambda: not self.command("squeue", "-h"), within_s=DOWN_S, what="all jobs have ended"
+        )
 
     @staticmethod
     def _stop(daemon: subprocess.Popen[bytes]) -> None:
@@ -263,18 +332,26 @@ class RealSlurm:
     def _is_answering(self) -> bool:
         assert self.daemons["slurmctld"].poll() is None, f"slurmctld ended{self.logs()}"
         asked = ["scontrol", "ping"]
-        done = subprocess.run(asked, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            asked, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=30
+        )
         return done.returncode == 0 and "is UP" in done.stdout
 
     def _is_idle(self) -> bool:
-        return self.command("sinfo", "-h", "-N", "-p", "low", "-o", "%t").split() == ["idle"] * len(self.nodes)
+        return self.command("sinfo", "-h", "-N", "-p", "low", "-o", "%t").split() == ["idle"] * len(
+            self.nodes
+        )
 
 
 def _is_of(job_id: str, variables: list[bytes], command: str) -> bool:
     """Whether a process of the cluster belongs to this job ("": to any), and not to its daemons."""
     if command.startswith("slurmstepd: ["):
         return command.startswith(f"slurmstepd: [{job_id}." if job_id else "slurmstepd: [")
-    own = [word.removeprefix(b"SLURM_JOB_ID=") for word in variables if word.startswith(b"SLURM_JOB_ID=")]
+    own = [
+        word.removeprefix(b"SLURM_JOB_ID=")
+        for word in variables
+        if word.startswith(b"SLURM_JOB_ID=")
+    ]
     return bool(own) and job_id in ("", own[0].decode())
 
 
@@ -295,20 +372,33 @@ def _free_ports(count: int) -> int:
 def real_slurm(
     *, kill_wait_s: int = 3, min_job_age_s: int = 300, scheduler: str = "", accounting: str = ""
 ) -> Iterator[RealSlurm]:
-    """A cluster of two nodes on loopback, with SLURM_CONF set in this process for as long as it lives.
+    """A cluster of two nodes on loopback, with SLURM_CONF set in this process for as long as it
+    lives.
 
-    kill_wait_s: between TERM and KILL (30 for tests that save a checkpoint). min_job_age_s: how long ended jobs are
-    remembered. scheduler, accounting: further SchedulerParameters, and further lines of slurm.conf.
+    kill_wait_s: between TERM and KILL (30 for tests that save a checkpoint). min_job_age_s: how
+    long ended jobs are remembered. scheduler, accounting: further SchedulerParameters, and further
+    lines of slurm.conf.
     """
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: a path of a socket has at most 108 bytes
+    folder = Path(
+        tempfile.mkdtemp(prefix="slurm-")
+    )  # short: a path of a socket has at most 108 bytes
     port = _free_ports(1 + len(NODES))
     for name in ("state", *(f"spool-{node}" for node in NODES)):
         (folder / name).mkdir()
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))
-    values = {"ctld_port": port, "node_port": port + 1, "last_node_port": port + len(NODES), "folder": folder}
-    values |= {"host": socket.gethostname().split(".")[0], "user": getpass.getuser(), "scheduler": scheduler}
+    values = {
+        "ctld_port": port,
+        "node_port": port + 1,
+        "last_node_port": port + len(NODES),
+        "folder": folder,
+    }
+    values |= {
+        "host": socket.gethostname().split(".")[0],
+        "user": getpass.getuser(),
+        "scheduler": scheduler,
+    }
     values |= {"cpus": CPUS, "memory": MEMORY_MIB, "gpus": GPUS, "accounting": accounting}
     values |= {"kill_wait_s": kill_wait_s, "min_job_age_s": min_job_age_s}
     cluster = RealSlurm(folder)

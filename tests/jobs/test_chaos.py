@@ -1,4 +1,6 @@
-"""Three submitters at once, killed at random and started again, until all is done: each experiment starts once."""
+"""Three submitters at once, killed at random and started again, until all is done: each experiment
+starts once.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,29 @@ class Storm:
 
 
 def storm(here: Place, backend: str, *words: str, within_s: float, seed: int) -> Storm:
-    """Keep three submitters alive, killing one every now and then, until three have ended well after the last kill."""
+    """Keep three submitters alive, killing one every now and then, until three have ended well
+    after the last kill.
+    """
     random_ = random.Random(seed)
-    argv = [sys.executable, "-m", "jobs", "submit", "-e", "sweep", "-sb", str(here.base), "-j", backend]
-    argv += ["--exp_configs", str(here.groups), "--python_binary", str(here.python), "--allow-dirty"]
+    argv = [
+        sys.executable,
+        "-m",
+        "jobs",
+        "submit",
+        "-e",
+        "sweep",
+        "-sb",
+        str(here.base),
+        "-j",
+        backend,
+    ]
+    argv += [
+        "--exp_configs",
+        str(here.groups),
+        "--python_binary",
+        str(here.python),
+        "--allow-dirty",
+    ]
     argv += ["--resend_after", "2", *words]
     log = (here.base.parent / "submitters.log").open("ab")
     happened, deadline = Storm(), time.monotonic() + within_s
@@ -59,7 +80,9 @@ def storm(here: Place, backend: str, *words: str, within_s: float, seed: int) ->
                 next_kill = time.monotonic() + random_.uniform(0.1, 0.9)
             for process in [process for process in live if process.poll() is not None]:
                 live.remove(process)
-                assert process.returncode in (0, 3, 4, -signal.SIGKILL), Path(log.name).read_text()[-2000:]
+                assert process.returncode in (0, 3, 4, -signal.SIGKILL), Path(log.name).read_text()[
+                    -2000:
+                ]
                 if process.returncode == 0 and happened.kills >= KILLS:
                     happened.finished += 1
                 live.append(begin())
@@ -75,7 +98,9 @@ def check(here: Place, rows: list[dict[str, Any]], count: int) -> None:
     """Each experiment was accepted once, under one id, started once, and has its own result."""
     assert len(rows) == count
     for row in rows:  # of an array that was killed before it was sent, the experiments went alone
-        earlier = [Path(row["folder"]) / "attempts" / str(number) for number in range(1, row["attempts"])]
+        earlier = [
+            Path(row["folder"]) / "attempts" / str(number) for number in range(1, row["attempts"])
+        ]
         assert all((folder / "given-up").exists() for folder in earlier)
         assert not any(list(folder.glob("started-*")) for folder in earlier)
     assert len({row["job_id"] for row in rows}) == count
@@ -83,7 +108,9 @@ def check(here: Place, rows: list[dict[str, Any]], count: int) -> None:
     assert sorted(row["metrics"]["loss"] for row in rows) == list(range(count))
 
 
-def test_on_the_toolkit_that_loses_replies(place: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_toolkit_that_loses_replies(
+    place: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, count = place(40), 40
     configs = tmp_path / "jobs.py"
     configs.write_text(

@@ -1,4 +1,6 @@
-"""The command itself: what it refuses, its exit codes, its --json, and what it must never do by accident."""
+"""The command itself: what it refuses, its exit codes, its --json, and what it must never do by
+accident.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ from typing import Any
 import pytest
 
 from exp_configs import experiments_of
-from jobs import choice, cli, record, request
+from jobs import cli
 from jobs.errors import NothingMatched
-from jobs.layout import BaseFolder
-from jobs.record import Sent
-from jobs.status import Row
+from jobs.record import events as record
+from jobs.record.events import Sent
+from jobs.record.paths import BaseFolder
+from jobs.record.status import Row
+from jobs.report import selection
+from jobs.submit import request
 from tests.jobs.conftest import Place
 from trainer.config import exp_id
 from trainer.errors import ConfigError
@@ -39,7 +44,9 @@ def ids_of(here: Place) -> list[str]:
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
     """A command of its own process, with streams of its own."""
-    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
 
 
 # Help
@@ -110,12 +117,16 @@ def test_exit_code_2_for_bad_input(place: Make) -> None:
 def test_exit_code_3_when_some_experiment_was_not_dealt_with(place: Make, tmp_path: Path) -> None:
     here = place(1)
     configs = tmp_path / "configs.py"
-    configs.write_text('JOB_CONFIGS = {"default": {"resources": {"gpu": 4}}}')  # the queue of the tests has none
+    configs.write_text(
+        'JOB_CONFIGS = {"default": {"resources": {"gpu": 4}}}'
+    )  # the queue of the tests has none
     said = here.submit("--job_configs", str(configs))
     assert (said.code, "SomeFailed: 1 of 1" in said.out) == (3, True)
 
 
-def test_exit_code_4_when_the_scheduler_cannot_be_reached(place: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_code_4_when_the_scheduler_cannot_be_reached(
+    place: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = place(1)
     monkeypatch.setenv("PATH", str(here.base))  # no sbatch there
     said = here.lathe("plan", *words(here, backend="slurm"))
@@ -136,11 +147,23 @@ def test_exit_code_5_when_nothing_matched(command: str, place: Make) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "complaint"),
     [
-        ("x.txt", "JOB_CONFIGS = {}", "want the path of a Python file (.py) that defines JOB_CONFIGS"),
-        ("a.py", 'JOB_CONFIGS = {"default": [1]}', "JOB_CONFIGS['default'] is a list. Want a dictionary"),
+        (
+            "x.txt",
+            "JOB_CONFIGS = {}",
+            "want the path of a Python file (.py) that defines JOB_CONFIGS",
+        ),
+        (
+            "a.py",
+            'JOB_CONFIGS = {"default": [1]}',
+            "JOB_CONFIGS['default'] is a list. Want a dictionary",
+        ),
         ("a.py", 'JOB_CONFIGS = {"sweep": None}', "JOB_CONFIGS['sweep'] is None"),
         ("a.py", "\n\nJOB_CONFIGS = {\n  'a': ]\n", "a.py:4: SyntaxError"),
-        ("a.py", 'JOB_CONFIGS = {"sweep": {"cpu": 1}}', "a.py: job dictionary of 'sweep': 1 mistake(s)"),
+        (
+            "a.py",
+            'JOB_CONFIGS = {"sweep": {"cpu": 1}}',
+            "a.py: job dictionary of 'sweep': 1 mistake(s)",
+        ),
         ("a.py", "raise SystemExit", "a.py:1: SystemExit"),
     ],
 )
@@ -164,14 +187,29 @@ def test_a_pause_that_is_no_pause_is_refused(text: str, place: Make) -> None:
 
 
 def test_pauses_are_read() -> None:
-    assert [choice.seconds(text) for text in ("30s", "5m", "2h", "0.5", "7")] == [30, 300, 7200, 0.5, 7]
+    assert [selection.seconds(text) for text in ("30s", "5m", "2h", "0.5", "7")] == [
+        30,
+        300,
+        7200,
+        0.5,
+        7,
+    ]
 
 
 @pytest.mark.parametrize("command", ["submit", "plan"])
 def test_a_base_folder_that_is_no_text_is_refused(command: str, place: Make) -> None:
     here = place(1)
     base = str(here.base) + "\udcff"  # what Python makes of the byte 0xff
-    more = ["-e", "sweep", "-j", "local", "--exp_configs", str(here.groups), "--python_binary", str(here.python)]
+    more = [
+        "-e",
+        "sweep",
+        "-j",
+        "local",
+        "--exp_configs",
+        str(here.groups),
+        "--python_binary",
+        str(here.python),
+    ]
     said = here.lathe(command, *more, "-sb", base)
     assert said.code == 2, said.out
     assert "--savedir_base" in said.out
@@ -182,7 +220,17 @@ def test_words_that_are_no_text_are_told_and_do_not_end_in_a_traceback(place: Ma
     here = place(1)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     for more in (["-e", b"\xff\x1b[31m"], ["-e", "sweep", "--", "--data_path", b"/\xff"]):
-        argv = [sys.executable, "-m", "jobs", "plan", "-sb", str(here.base), "--exp_configs", str(here.groups), *more]
+        argv = [
+            sys.executable,
+            "-m",
+            "jobs",
+            "plan",
+            "-sb",
+            str(here.base),
+            "--exp_configs",
+            str(here.groups),
+            *more,
+        ]
         done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, timeout=60)
         assert done.returncode == 2, done.stderr
         assert b"Traceback" not in done.stderr
@@ -198,11 +246,14 @@ def test_a_base_folder_that_is_a_file_is_one_error(place: Make) -> None:
     assert str(here.base) in said.out
 
 
-def test_a_job_that_picks_its_own_gpus_is_refused_by_the_local_queue(place: Make, tmp_path: Path) -> None:
+def test_a_job_that_picks_its_own_gpus_is_refused_by_the_local_queue(
+    place: Make, tmp_path: Path
+) -> None:
     here = place(1)
     configs = tmp_path / "configs.py"
     text = (
-        'JOB_CONFIGS = {{"default": {{"resources": {{"gpu": {}}}, "environment_vars": ["CUDA_VISIBLE_DEVICES={}"]}}}}'
+        'JOB_CONFIGS = {{"default": {{"resources": {{"gpu": {}}}, "environment_vars": '
+        '["CUDA_VISIBLE_DEVICES={}"]}}}}'
     )
     configs.write_text(text.format(1, "0"))
     said = here.lathe("plan", *words(here), "--job_configs", str(configs))
@@ -274,7 +325,9 @@ def test_nothing_is_reset_when_one_of_them_is_alive(place: Make) -> None:
 def test_a_plan_as_json_holds_the_rendered_texts(place: Make) -> None:
     here = place(2)
     results = here.lathe("plan", *words(here), "--json", "--show-rendered").json
-    assert [json.loads(result["rendered"])["group"] for result in results] == [f"{here.base}:sweep"] * 2
+    assert [json.loads(result["rendered"])["group"] for result in results] == [
+        f"{here.base}:sweep"
+    ] * 2
     assert not here.base.exists()
     assert "rendered" not in here.lathe("plan", *words(here), "--json").json[0]
     assert '"cpus": 1' in here.lathe("plan", *words(here), "--show-rendered").out
@@ -282,7 +335,17 @@ def test_a_plan_as_json_holds_the_rendered_texts(place: Make) -> None:
 
 def test_reconcile_for_ever_prints_one_json_line_a_round(place: Make) -> None:
     here = place(1)
-    command = [sys.executable, "-m", "jobs", "reconcile", "-sb", str(here.base), "--every", "0.1s", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "jobs",
+        "reconcile",
+        "-sb",
+        str(here.base),
+        "--every",
+        "0.1s",
+        "--json",
+    ]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         try:
@@ -304,7 +367,9 @@ def test_what_an_inline_training_prints_stays_out_of_the_json(place: Make) -> No
 def test_stdout_of_every_json_command_is_json_alone(place: Make) -> None:
     here = place(1)
     base = ["-sb", str(here.base), "--json"]
-    (sent,) = json.loads(run("-m", "jobs", "submit", *words(here, "--allow-dirty", "--json")).stdout)
+    (sent,) = json.loads(
+        run("-m", "jobs", "submit", *words(here, "--allow-dirty", "--json")).stdout
+    )
     here.until_all("succeeded")
     name = sent["exp_id"]
     lines: dict[str, list[str]] = {
@@ -349,11 +414,11 @@ def row_of(**changes: Any) -> Row:
 @pytest.mark.parametrize(("index", "is_told"), [(0, True), (3, True), (None, False)])
 def test_details_name_the_part_of_an_array(index: int | None, is_told: bool) -> None:
     sent = Sent(1, "t", "fta_1", index, "slurm", "2026-01-01T00:00:00+00:00", id="7_0")
-    assert (f"part {index} of fta_1" in choice.details(row_of(history=(sent,)))) == is_told
+    assert (f"part {index} of fta_1" in selection.details(row_of(history=(sent,)))) == is_told
 
 
 def test_details_cannot_drive_the_terminal() -> None:
-    assert "\x1b" not in choice.details(row_of(reason="a \x1b[2J b"))
+    assert "\x1b" not in selection.details(row_of(reason="a \x1b[2J b"))
 
 
 def test_one_experiment_named_twice_is_chosen_once(place: Make) -> None:
@@ -361,11 +426,11 @@ def test_one_experiment_named_twice_is_chosen_once(place: Make) -> None:
     here.submit()
     here.until_all("succeeded")
     (name,) = ids_of(here)
-    assert len(choice.chosen(here.base, [name, name[:9]], None)) == 1
+    assert len(selection.chosen(here.base, [name, name[:9]], None)) == 1
     with pytest.raises(NothingMatched):
-        choice.chosen(here.base, ["f" * 33], None)
+        selection.chosen(here.base, ["f" * 33], None)
     with pytest.raises(ConfigError):
-        choice.chosen(here.base, [], None)
+        selection.chosen(here.base, [], None)
 
 
 # The GPU that the queue gave
@@ -378,7 +443,10 @@ def test_a_training_sees_the_gpu_that_the_queue_gave_it(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     configs = tmp_path / "configs.py"
     configs.write_text('JOB_CONFIGS = {"default": {"resources": {"gpu": 1}}}')
-    told = 'open(os.path.join(folder, "gpu"), "w").write(os.environ["CUDA_VISIBLE_DEVICES"])\nprint("training with"'
+    told = (
+        'open(os.path.join(folder, "gpu"), '
+        '"w").write(os.environ["CUDA_VISIBLE_DEVICES"])\nprint("training with"'
+    )
     here.python.write_text(here.python.read_text().replace('print("training with"', told))
     here.says("sleep")
     here.submit("--job_configs", str(configs))
@@ -407,7 +475,9 @@ def trainval(here: Place, *more: str) -> subprocess.CompletedProcess[str]:
     return run("trainval.py", *words(here), "--allow_dirty", *more)
 
 
-@pytest.mark.parametrize("status", [{"state": "failed", "step": 3, "total": 9}, {}], ids=["failed", "nothing said"])
+@pytest.mark.parametrize(
+    "status", [{"state": "failed", "step": 3, "total": 9}, {}], ids=["failed", "nothing said"]
+)
 def test_reset_moves_a_folder_that_a_local_run_left(status: dict[str, Any], place: Make) -> None:
     here = place(1)
     folder = by_hand(here, **status)

@@ -17,13 +17,17 @@ from pydantic import ValidationError
 
 pytest.importorskip("kubernetes", reason="the extra `k8s` is not installed")
 
-from jobs.export import Kind, export
-from jobs.spec import JobSpec
+from jobs.code.export import Kind, export
+from jobs.submit.spec import JobSpec
 from tests.jobs import hostile
 from tests.jobs.hostile import CORPUS, TOKEN, make
 from trainer.errors import ConfigError
 
-POD: dict[str, Any] = {"image": "registry.example/lathe:1", "volumes": ["data:/shared"], "resources": {"gpu": 2}}
+POD: dict[str, Any] = {
+    "image": "registry.example/lathe:1",
+    "volumes": ["data:/shared"],
+    "resources": {"gpu": 2},
+}
 SKY: dict[str, Any] = {"resources": {"cpu": 8, "mem": 64, "gpu": 2, "gpu_model": "A100"}}
 JOBS: dict[Kind, dict[str, Any]] = {
     "sbatch": {"partition": "gpu"},
@@ -52,7 +56,7 @@ def test_an_export_holds_the_wrapper_of_the_experiment(kind: Kind) -> None:
     spec = make(JOBS[kind])
     text = export(spec, kind)
     assert spec.folder in text
-    assert "jobs.run" in text
+    assert "jobs.node.wrapper" in text
 
 
 def test_a_kind_that_does_not_exist_is_refused_with_the_legal_ones() -> None:
@@ -61,8 +65,19 @@ def test_a_kind_that_does_not_exist_is_refused_with_the_legal_ones() -> None:
 
 
 def test_a_trainjob_survives_a_round_trip_through_kubeflows_models() -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="the extra `dev` is not installed")
-    for job in (POD, {**POD, "nodes": 2, "queue": "gold", "service_account": "s", "wandb_key_secret": "wandb/key"}):
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="the extra `dev` is not installed"
+    )
+    for job in (
+        POD,
+        {
+            **POD,
+            "nodes": 2,
+            "queue": "gold",
+            "service_account": "s",
+            "wandb_key_secret": "wandb/key",
+        },
+    ):
         body = trainjob(make(job))
         assert models.TrainerV1alpha1TrainJob.from_dict(body).to_dict() == body
 
@@ -72,7 +87,9 @@ def test_a_trainjob_runs_the_wrapper_in_the_snapshot_as_argv() -> None:
     trainer = trainjob(spec)["spec"]["trainer"]
     assert trainer["command"] == ["env", "-C", spec.workdir, *spec.wrapper]
     assert trainer["numNodes"] == 2
-    assert {"LATHE_JOB_ID", "LATHE_NODE_RANK", "LATHE_HEAD_NODE"} == {item["name"] for item in trainer["env"]}
+    assert {"LATHE_JOB_ID", "LATHE_NODE_RANK", "LATHE_HEAD_NODE"} == {
+        item["name"] for item in trainer["env"]
+    }
 
 
 def test_a_sky_task_asks_for_the_gpu_by_name() -> None:
@@ -88,7 +105,9 @@ def test_a_sky_task_without_the_name_of_its_gpu_is_refused(model: str | None) ->
         export(make({"resources": resources}), "sky")
 
 
-@pytest.mark.parametrize(("key", "value"), [("image", "i"), ("partition", "p"), ("address", "http://h"), ("bid", 1)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("image", "i"), ("partition", "p"), ("address", "http://h"), ("bid", 1)]
+)
 def test_a_key_that_sky_does_not_know_is_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"does not know {key}"):
         export(make({**SKY, key: value}), "sky")
@@ -131,12 +150,15 @@ def test_bash_runs_a_sky_task_as_the_wrapper_and_nothing_else(tmp_path: Path) ->
     words = [text for text in CORPUS if text.isprintable()]
     program = (
         "import json, os, sys; e = os.environ; "
-        "print(json.dumps([os.getcwd(), e['LATHE_NODE_RANK'], e['LATHE_HEAD_NODE'], *sys.argv[1:]]))"
+        "print(json.dumps([os.getcwd(), e['LATHE_NODE_RANK'], e['LATHE_HEAD_NODE'], "
+        "*sys.argv[1:]]))"
     )
     spec = make(SKY, workdir=str(tmp_path), wrapper=[sys.executable, "-c", program, *words])
     env = {**os.environ, "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
     argv = ["bash", "-c", sky(spec)["run"]]
-    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30, check=True
+    )
     assert json.loads(done.stdout) == [str(tmp_path), "1", "10.0.0.1", *words]
     assert not [*tmp_path.iterdir()]
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs import gc, record
-from jobs.gc import collect, plan_gc
-from jobs.layout import BaseFolder, RunFolder
-from jobs.snapshot import STAGING, Snapshot, link, take
-from jobs.spec import ACTIVE, ENDED_BADLY, JobState
+from jobs.code import gc
+from jobs.code.gc import collect, plan_gc
+from jobs.code.snapshot import STAGING, Snapshot, link, take
+from jobs.record import events as record
+from jobs.record.paths import BaseFolder, RunFolder
+from jobs.submit.spec import ACTIVE, ENDED_BADLY, JobState
 from trainer.errors import ConfigError
 
 EXP_ID = "9f2c" * 8
@@ -81,14 +82,18 @@ def test_code_that_no_run_uses_is_garbage(base: BaseFolder, tmp_path: Path) -> N
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("place", [EXP_ID, f"deleted/{EXP_ID}-1", f"{EXP_ID}.bak-1", "my own name"])
 @pytest.mark.parametrize("how", ["link", "spec"])
-def test_code_is_used_wherever_a_run_folder_lies(base: BaseFolder, tmp_path: Path, place: str, how: str) -> None:
+def test_code_is_used_wherever_a_run_folder_lies(
+    base: BaseFolder, tmp_path: Path, place: str, how: str
+) -> None:
     snapshot = stored(base, tmp_path)
     folder = RunFolder(base.path / place)
     if how == "link":
         link(folder, snapshot)
     else:
         folder.attempt(3).folder.mkdir(parents=True)
-        folder.attempt(3).spec.write_text(json.dumps({"workdir": str(snapshot.tree)})[:-1])  # torn, and it counts
+        folder.attempt(3).spec.write_text(
+            json.dumps({"workdir": str(snapshot.tree)})[:-1]
+        )  # torn, and it counts
     assert f"_jobs/code/{snapshot.digest}" not in planned(base)
 
 
@@ -140,7 +145,9 @@ def test_leftovers_of_the_killed_are_garbage_after_an_hour(base: BaseFolder, nam
 
 
 @pytest.mark.usefixtures("later")
-@pytest.mark.parametrize("name", [f"deleted/{EXP_ID}-20260101", f"deleted/{EXP_ID}", f"{EXP_ID}.bak-20260101"])
+@pytest.mark.parametrize(
+    "name", [f"deleted/{EXP_ID}-20260101", f"deleted/{EXP_ID}", f"{EXP_ID}.bak-20260101"]
+)
 def test_what_was_set_aside_is_garbage_after_so_many_days(base: BaseFolder, name: str) -> None:
     (base.path / name).mkdir(parents=True)
     assert planned(base, days=9) == [name]
@@ -150,7 +157,9 @@ def test_what_was_set_aside_is_garbage_after_so_many_days(base: BaseFolder, name
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("state", ACTIVE)
 @pytest.mark.parametrize("where", ["its run folder", "the entry itself"])
-def test_nothing_of_an_active_experiment_is_garbage(base: BaseFolder, state: JobState, where: str) -> None:
+def test_nothing_of_an_active_experiment_is_garbage(
+    base: BaseFolder, state: JobState, where: str
+) -> None:
     for name in (f"deleted/{EXP_ID}-1", f"{EXP_ID}.bak-1"):
         (base.path / name).mkdir(parents=True)
         if where == "the entry itself":
@@ -178,7 +187,9 @@ def test_a_record_that_does_not_tell_keeps_its_folder(base: BaseFolder, content:
 
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("state", ["succeeded", *ENDED_BADLY])
-def test_the_index_of_an_array_is_garbage_once_all_its_jobs_have_ended(base: BaseFolder, state: JobState) -> None:
+def test_the_index_of_an_array_is_garbage_once_all_its_jobs_have_ended(
+    base: BaseFolder, state: JobState
+) -> None:
     recorded(base.run(EXP_ID), state)
     array_of(base, base.run(EXP_ID), base.run("0" * 32))
     assert planned(base) == ["_jobs/arrays/fta_1.json"]
@@ -186,7 +197,9 @@ def test_the_index_of_an_array_is_garbage_once_all_its_jobs_have_ended(base: Bas
 
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("state", [*ACTIVE, "preempted", "pending"])
-def test_the_index_of_an_array_is_kept_while_one_of_its_jobs_may_start(base: BaseFolder, state: JobState) -> None:
+def test_the_index_of_an_array_is_kept_while_one_of_its_jobs_may_start(
+    base: BaseFolder, state: JobState
+) -> None:
     recorded(base.run(EXP_ID), state)
     array_of(base, base.run("0" * 32), base.run(EXP_ID))
     assert planned(base) == []
@@ -208,13 +221,22 @@ def test_a_file_among_the_arrays_that_is_no_index_is_kept(base: BaseFolder, cont
 @pytest.mark.usefixtures("later")
 def test_run_folders_and_files_of_others_are_never_garbage(base: BaseFolder) -> None:
     recorded(base.run(EXP_ID), "failed")
-    for name in ("notes", f"{EXP_ID}-copy", "data.bak-1", "_jobs/code/mine", "_jobs/other", f".{EXP_ID}.job.lock"):
+    for name in (
+        "notes",
+        f"{EXP_ID}-copy",
+        "data.bak-1",
+        "_jobs/code/mine",
+        "_jobs/other",
+        f".{EXP_ID}.job.lock",
+    ):
         (base.path / name).mkdir(parents=True)
     assert planned(base, days=0) == []
 
 
 @pytest.mark.usefixtures("later")
-def test_collecting_deletes_what_was_planned_and_counts_it(base: BaseFolder, tmp_path: Path) -> None:
+def test_collecting_deletes_what_was_planned_and_counts_it(
+    base: BaseFolder, tmp_path: Path
+) -> None:
     used, unused = stored(base, tmp_path, "x = 1\n"), stored(base, tmp_path, "x = 2\n")
     link(base.run(EXP_ID), used)
     (base.deleted / EXP_ID).mkdir(parents=True)
@@ -241,7 +263,11 @@ def test_links_are_neither_followed_nor_garbage(base: BaseFolder, tmp_path: Path
     (tmp_path / "outside" / "precious").write_text("x")
     base.deleted.mkdir()
     base.snapshots.mkdir(parents=True)
-    for place in (base.deleted / EXP_ID, base.path / f"{EXP_ID}.bak-1", base.snapshots / ("0" * 64)):
+    for place in (
+        base.deleted / EXP_ID,
+        base.path / f"{EXP_ID}.bak-1",
+        base.snapshots / ("0" * 64),
+    ):
         place.symlink_to(tmp_path / "outside")
     assert planned(base, days=0) == []
 
@@ -257,7 +283,9 @@ def test_a_link_inside_of_garbage_costs_only_the_link(base: BaseFolder, tmp_path
 
 
 @pytest.mark.usefixtures("later")
-def test_garbage_that_became_a_link_after_the_plan_is_kept(base: BaseFolder, tmp_path: Path) -> None:
+def test_garbage_that_became_a_link_after_the_plan_is_kept(
+    base: BaseFolder, tmp_path: Path
+) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "precious").write_text("x")
     (base.deleted / EXP_ID).mkdir(parents=True)
@@ -270,14 +298,18 @@ def test_garbage_that_became_a_link_after_the_plan_is_kept(base: BaseFolder, tmp
 
 
 @pytest.mark.usefixtures("later")
-def test_a_deleted_folder_that_is_a_link_out_of_the_base_is_left_alone(base: BaseFolder, tmp_path: Path) -> None:
+def test_a_deleted_folder_that_is_a_link_out_of_the_base_is_left_alone(
+    base: BaseFolder, tmp_path: Path
+) -> None:
     (tmp_path / "outside" / EXP_ID).mkdir(parents=True)
     base.deleted.symlink_to(tmp_path / "outside")
     assert planned(base, days=0) == []
 
 
 @pytest.mark.usefixtures("later")
-def test_the_plan_for_a_thousand_experiments_takes_under_two_seconds(base: BaseFolder, tmp_path: Path) -> None:
+def test_the_plan_for_a_thousand_experiments_takes_under_two_seconds(
+    base: BaseFolder, tmp_path: Path
+) -> None:
     snapshot = stored(base, tmp_path)
     for i in range(1000):
         folder = base.run(f"{i:032x}")

@@ -1,4 +1,6 @@
-"""jobs/haven.py against the real haven-ai 0.7.3: its ids, its groups, its ResultManager and its JobManager."""
+"""jobs/backends/toolkit/haven.py against the real haven-ai 0.7.3: its ids, its groups, its
+ResultManager and its JobManager.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exp_configs import EXP_GROUPS, cartesian_exp_group
-from jobs import haven
-from jobs.backends.toolkit import Toolkit
-from jobs.eai import STATES, EaiJob
+from jobs.backends.toolkit import haven
+from jobs.backends.toolkit.backend import Toolkit
+from jobs.backends.toolkit.eai import STATES, EaiJob
 from tests.jobs.toolkit_standin import Standin, standin
 from trainer.config import exp_id
 from trainer.errors import ConfigError
-from trainer.telemetry import Run
+from trainer.telemetry.run_record import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_HAVEN = importlib.util.find_spec("haven") is not None
-needs_haven = pytest.mark.skipif(not HAS_HAVEN, reason="haven is an extra: pip install 'lathe[haven]'")
+needs_haven = pytest.mark.skipif(
+    not HAS_HAVEN, reason="haven is an extra: pip install 'lathe[haven]'"
+)
 EXPERIMENTS = [{"lr": 0.1, "model": {"name": "a"}}, {"lr": 0.2, "model": {"name": "a"}}]
 
 
@@ -50,13 +54,17 @@ def havens(name: str) -> Any:
     return importlib.import_module(f"haven.{name}")
 
 
-def written(base: Path, values: dict[str, Any], *, job_id: str | None = None, loss: float | None = None) -> Path:
+def written(
+    base: Path, values: dict[str, Any], *, job_id: str | None = None, loss: float | None = None
+) -> Path:
     """A run folder as the trainer and the launcher leave it."""
     folder = base / exp_id(values)
     folder.mkdir(parents=True)
     (folder / "exp_dict.json").write_text(json.dumps(values, indent=2, sort_keys=True))
     if job_id is not None:
-        (folder / "job_dict.json").write_text(json.dumps({"job_id": job_id, "command": "python trainval.py"}))
+        (folder / "job_dict.json").write_text(
+            json.dumps({"job_id": job_id, "command": "python trainval.py"})
+        )
     if loss is not None:
         run = Run(folder, total=20)
         run.score(10, **{"valid/loss": 2 * loss, "valid/accuracy": 0.1})
@@ -69,11 +77,21 @@ def written(base: Path, values: dict[str, Any], *, job_id: str | None = None, lo
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 KEYS = TEXT.filter(lambda key: "." not in key)
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT
-LISTS = st.recursive(st.lists(SCALARS, max_size=4), lambda inner: st.lists(inner | SCALARS, max_size=3), max_leaves=8)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXT
+)
+LISTS = st.recursive(
+    st.lists(SCALARS, max_size=4), lambda inner: st.lists(inner | SCALARS, max_size=3), max_leaves=8
+)
 BLOCKS = st.recursive(
     st.dictionaries(KEYS, SCALARS | LISTS, max_size=4),
-    lambda inner: st.dictionaries(KEYS, inner | st.lists(inner, max_size=3) | SCALARS | LISTS, max_size=4),
+    lambda inner: st.dictionaries(
+        KEYS, inner | st.lists(inner, max_size=3) | SCALARS | LISTS, max_size=4
+    ),
     max_leaves=12,
 )
 
@@ -97,10 +115,16 @@ def test_the_id_of_every_group_is_havens() -> None:
 
 @needs_haven
 @settings(max_examples=60, deadline=None)
-@given(st.dictionaries(TEXT, SCALARS | st.lists(SCALARS | LISTS, min_size=1, max_size=3) | BLOCKS, max_size=4))
+@given(
+    st.dictionaries(
+        TEXT, SCALARS | st.lists(SCALARS | LISTS, min_size=1, max_size=3) | BLOCKS, max_size=4
+    )
+)
 def test_our_product_is_havens(form: dict[str, Any]) -> None:
     theirs = havens("haven_utils").cartesian_exp_group
-    assert [list(each.items()) for each in cartesian_exp_group(form)] == [list(each.items()) for each in theirs(form)]
+    assert [list(each.items()) for each in cartesian_exp_group(form)] == [
+        list(each.items()) for each in theirs(form)
+    ]
     assert cartesian_exp_group(form, remove_none=True) == theirs(form, remove_none=True)
 
 
@@ -108,8 +132,13 @@ def test_our_product_is_havens(form: dict[str, Any]) -> None:
 
 
 def test_to_import_our_module_does_not_import_haven() -> None:
-    code = "import sys, jobs.haven; print([name for name in sys.modules if name.startswith(('haven', 'pandas'))])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    code = (
+        "import sys, jobs.backends.toolkit.haven; print([name for name in sys.modules if "
+        "name.startswith(('haven', 'pandas'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -136,14 +165,18 @@ def test_the_result_manager_reads_our_folders(tmp_path: Path) -> None:
     (tmp_path / "_jobs").mkdir()
     (tmp_path / "deleted").mkdir()
     table = haven.result_manager(tmp_path, verbose=False).get_score_df()
-    assert sorted(zip(table["lr"].astype(float), table["valid/loss"].astype(float), strict=True)) == [
+    assert sorted(
+        zip(table["lr"].astype(float), table["valid/loss"].astype(float), strict=True)
+    ) == [
         (0.1, 0.5),
         (0.2, 0.25),
     ]
 
 
 @needs_haven
-def test_a_table_of_results_does_not_move_the_time_zone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_of_results_does_not_move_the_time_zone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TZ", raising=False)
     before = time.strftime("%z")
     written(tmp_path, EXPERIMENTS[0], loss=0.5)
@@ -164,7 +197,12 @@ def code(tmp_path: Path, script: str = "import time; print('hello'); time.sleep(
 
 
 def manager(tmp_path: Path, **job: Any) -> Any:
-    keys = {"image": "registry/image:1", "data": [f"org.acct.home:{tmp_path}"], "name": "mine_<exp_id>", **job}
+    keys = {
+        "image": "registry/image:1",
+        "data": [f"org.acct.home:{tmp_path}"],
+        "name": "mine_<exp_id>",
+        **job,
+    }
     made = haven.job_manager(tmp_path / "base", EXPERIMENTS, workdir=tmp_path / "code", **keys)
     made.verbose = False
     return made
@@ -263,7 +301,9 @@ def test_no_state_is_one_that_haven_does_not_know(state: str) -> None:
 # The seam
 
 
-@pytest.mark.parametrize("command", ["a ; b", "a;b", "a && b", "a | b", "a > b", "a `b`", "a $(b)", "a $HOME", "", "'"])
+@pytest.mark.parametrize(
+    "command", ["a ; b", "a;b", "a && b", "a | b", "a > b", "a `b`", "a $(b)", "a $HOME", "", "'"]
+)
 def test_a_command_that_wants_a_shell_is_refused(command: str) -> None:
     with pytest.raises(ConfigError, match="command"):
         haven.submit_job(Toolkit(retry_s=0), None, command, {"image": "i"}, "/code")

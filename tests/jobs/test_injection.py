@@ -1,4 +1,6 @@
-"""Hostile text in every value of the dictionary, the job dictionary and the flags: nothing is executed."""
+"""Hostile text in every value of the dictionary, the job dictionary and the flags: nothing is
+executed.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,15 @@ def corpus(trap: Path) -> list[str]:
     ]
 
 
-KEYS = [name for name, field in JobConfig.model_fields.items() if field.annotation not in (bool, int)]
+KEYS = [
+    name for name, field in JobConfig.model_fields.items() if field.annotation not in (bool, int)
+]
 
 
 @pytest.mark.parametrize("key", [*KEYS, "unknown"])
-def test_every_key_of_a_job_dictionary_refuses_or_carries_it_as_text(key: str, tmp_path: Path) -> None:
+def test_every_key_of_a_job_dictionary_refuses_or_carries_it_as_text(
+    key: str, tmp_path: Path
+) -> None:
     carried: list[object] = []
     for text in [*corpus(tmp_path / "trap"), "x\0y"]:
         for value in (text, [text], {"cpu": text}, {text: "1"}, {"A": text}):
@@ -59,7 +65,10 @@ def test_every_key_of_a_job_dictionary_refuses_or_carries_it_as_text(key: str, t
                 assert key in refusal  # by name
             else:
                 carried.append(getattr(job, key))
-    if key not in ("python_binary", "environment_vars"):  # these are read further, by parsers of their own
+    if key not in (
+        "python_binary",
+        "environment_vars",
+    ):  # these are read further, by parsers of their own
         assert {str(value) for value in carried} <= INERT
 
 
@@ -85,16 +94,22 @@ def test_flags_and_dictionaries_reach_the_training_as_they_are(
         "from exp_configs import EXP_GROUPS as BUILT_IN, vary\n"
         f"TEXTS = {texts!r}\n"
         'SMALL = BUILT_IN["causal_lm_tiny"][0]\n'
-        'EXP_GROUPS = {"sweep": [vary(SMALL, base=f"{i}{text}", train={"seed": i}) for i, text in enumerate(TEXTS)]}\n'
+        'EXP_GROUPS = {"sweep": [vary(SMALL, base=f"{i}{text}", train={"seed": i}) for i, text '
+        "in enumerate(TEXTS)]}\n"
     )
     configs = tmp_path / "jobs.py"
-    job = {"environment_vars": {"HOSTILE": f"$(touch {trap}); 'x' \"y\""}, "resources": {"cpu": 1, "mem": 1}}
+    job = {
+        "environment_vars": {"HOSTILE": f"$(touch {trap}); 'x' \"y\""},
+        "resources": {"cpu": 1, "mem": 1},
+    }
     if backend == "toolkit":
         job |= {"image": "i", "data": [f"org.a.x:{tmp_path}"], "python": sys.executable}
     configs.write_text(f"JOB_CONFIGS = {{'default': {job!r}}}")
     with standin(own_process=True, slots=8):
         for text in (texts[2], texts[4], texts[9]):
-            said = here.submit("--job_configs", str(configs), "--", f"--wandb_run_name={text}", backend=backend)
+            said = here.submit(
+                "--job_configs", str(configs), "--", f"--wandb_run_name={text}", backend=backend
+            )
             assert said.code == 0, said.out
         rows = here.until_all("succeeded", within_s=60)
     assert len(rows) == len(texts)
@@ -119,13 +134,20 @@ def test_ids_and_groups_that_are_none_match_nothing(place: Make, name: str) -> N
     here = place(1)
     here.submit()
     here.until_all("succeeded")
-    for words in (["show", "--", name], ["logs", "--", name], ["cancel", "--", name], ["reset", "--yes", "--", name]):
+    for words in (
+        ["show", "--", name],
+        ["logs", "--", name],
+        ["cancel", "--", name],
+        ["reset", "--yes", "--", name],
+    ):
         said = here.lathe(words[0], "-sb", str(here.base), *words[1:])
         assert said.code in (2, 5), (words, said.out)
     assert here.lathe("submit", "-e", f"no{name}", "-sb", str(here.base), "-j", "local").code == 2
 
 
-def test_a_savedir_with_spaces_and_quotes_works_and_a_line_break_is_refused(place: Make, tmp_path: Path) -> None:
+def test_a_savedir_with_spaces_and_quotes_works_and_a_line_break_is_refused(
+    place: Make, tmp_path: Path
+) -> None:
     here = place(2)
     here.base = tmp_path / 'it\'s a "base" $(touch trap) ; x'
     assert here.submit().code == 0
@@ -136,9 +158,21 @@ def test_a_savedir_with_spaces_and_quotes_works_and_a_line_break_is_refused(plac
     assert not list(tmp_path.rglob("trap"))
 
 
-def test_the_published_line_gives_nothing_to_a_shell(place: Make, tmp_path: Path, queue: Path) -> None:
+def test_the_published_line_gives_nothing_to_a_shell(
+    place: Make, tmp_path: Path, queue: Path
+) -> None:
     here, trap = place(1), tmp_path / "trap"
-    line = ["-e", "sweep", "-sb", str(here.base), "--exp_configs", str(here.groups), "-j", "local", "--allow_dirty"]
+    line = [
+        "-e",
+        "sweep",
+        "-sb",
+        str(here.base),
+        "--exp_configs",
+        str(here.groups),
+        "-j",
+        "local",
+        "--allow_dirty",
+    ]
     for text in corpus(trap):
         done = subprocess.run(
             [sys.executable, "trainval.py", *line, f"--python_binary={text}", "--dry_run"],

@@ -16,13 +16,29 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_submission_saves_and_starts_no_other(place: Callable[[int], Place], number: signal.Signals) -> None:
+def test_a_stopped_submission_saves_and_starts_no_other(
+    place: Callable[[int], Place], number: signal.Signals
+) -> None:
     here = place(3)
     here.says("sleep")
-    words = ["submit", "-e", "sweep", "-sb", str(here.base), "-j", "inline", "--exp_configs", str(here.groups)]
+    words = [
+        "submit",
+        "-e",
+        "sweep",
+        "-sb",
+        str(here.base),
+        "-j",
+        "inline",
+        "--exp_configs",
+        str(here.groups),
+    ]
     words += ["--python_binary", str(here.python), "--allow-dirty"]
     submitter = subprocess.Popen(
-        [sys.executable, "-m", "jobs", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "jobs", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     wait_until(here.starts, bool)
     submitter.send_signal(number)

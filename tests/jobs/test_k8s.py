@@ -1,4 +1,6 @@
-"""Manifests of the k8s backend, against the schemas of Kubernetes and JobSet. test_k8s_requests.py has the rest."""
+"""Manifests of the k8s backend, against the schemas of Kubernetes and JobSet. test_k8s_requests.py
+has the rest.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,10 @@ from pydantic import ValidationError
 
 pytest.importorskip("kubernetes", reason="the extra `k8s` is not installed")
 
-from jobs import manifest
-from jobs.backends.k8s import K8s
+from jobs.backends.k8s import manifest
+from jobs.backends.k8s.backend import K8s
 from jobs.config import JobConfig
-from jobs.spec import JobSpec
+from jobs.submit.spec import JobSpec
 from tests.jobs import hostile
 from tests.jobs.hostile import CORPUS, TOKEN, make
 from trainer.errors import ConfigError
@@ -50,19 +52,25 @@ def pod_of(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def expanded(text: str, known: dict[str, str]) -> str:
-    """What a kubelet makes of argv: $(NAME) is replaced, $$ is one $. Kubernetes' expansion rules, written anew."""
+    """What a kubelet makes of argv: $(NAME) is replaced, $$ is one $. Kubernetes' expansion rules,
+    written anew.
+    """
     rule = re.compile(r"\$(?:(\$)|\(([^)]*)\))")
     return rule.sub(lambda m: "$" if m[1] else known.get(m[2], m[0]), text)
 
 
 def test_a_job_passes_the_strict_schema_of_kubernetes() -> None:
-    validator = pytest.importorskip("kubernetes_validate", reason="the extra `dev` is not installed")
+    validator = pytest.importorskip(
+        "kubernetes_validate", reason="the extra `dev` is not installed"
+    )
     for of in (spec(), make({"image": "i", "volumes": ["c:/shared"]})):
         validator.validate(rendered(of), validator.latest_version(), strict=True)
 
 
 def test_the_schema_would_have_caught_a_misspelt_field() -> None:
-    validator = pytest.importorskip("kubernetes_validate", reason="the extra `dev` is not installed")
+    validator = pytest.importorskip(
+        "kubernetes_validate", reason="the extra `dev` is not installed"
+    )
     body = rendered(spec())
     body["spec"]["backofLimit"] = body["spec"].pop("backoffLimit")
     with pytest.raises(validator.ValidationError):
@@ -70,13 +78,19 @@ def test_the_schema_would_have_caught_a_misspelt_field() -> None:
 
 
 def test_a_jobset_survives_a_round_trip_through_kubeflows_models() -> None:
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="the extra `dev` is not installed")
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="the extra `dev` is not installed"
+    )
     body = rendered(spec(nodes=2))
-    assert models.JobsetV1alpha2JobSet.from_dict(body).to_dict() == body  # a field that it does not know is dropped
+    assert (
+        models.JobsetV1alpha2JobSet.from_dict(body).to_dict() == body
+    )  # a field that it does not know is dropped
 
 
 def test_the_child_job_of_a_jobset_passes_the_strict_schema_of_kubernetes() -> None:
-    validator = pytest.importorskip("kubernetes_validate", reason="the extra `dev` is not installed")
+    validator = pytest.importorskip(
+        "kubernetes_validate", reason="the extra `dev` is not installed"
+    )
     body = rendered(spec(nodes=2))
     child = body["spec"]["replicatedJobs"][0]["template"]
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "child"}, **child}
@@ -97,19 +111,29 @@ def test_a_token_that_is_no_object_name_is_refused(token: str) -> None:
 def test_one_node_runs_one_wrapper_that_is_never_restarted_after_a_failure() -> None:
     body = rendered(spec())
     job, pod = body["spec"], pod_of(body)
-    assert (body["kind"], job["completionMode"], job["completions"], job["backoffLimit"]) == ("Job", "Indexed", 1, 0)
+    assert (body["kind"], job["completionMode"], job["completions"], job["backoffLimit"]) == (
+        "Job",
+        "Indexed",
+        1,
+        0,
+    )
     assert pod["restartPolicy"] == "Never"
     assert pod["containers"][0]["command"] == spec().wrapper
     assert pod["containers"][0]["workingDir"] == "/shared/code/tree"
     bad_input, disrupted = job["podFailurePolicy"]["rules"]
     assert (bad_input["action"], bad_input["onExitCodes"]["values"]) == ("FailJob", [2])
-    assert (disrupted["action"], disrupted["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert (disrupted["action"], disrupted["onPodConditions"][0]["type"]) == (
+        "Ignore",
+        "DisruptionTarget",
+    )
 
 
 def test_the_pod_outlives_the_wrappers_own_limits() -> None:
     pod = pod_of(rendered(spec()))
     assert pod["terminationGracePeriodSeconds"] == 90 + 15
-    assert pod["activeDeadlineSeconds"] > 3600 + 90  # the wrapper ends it as a timeout before this does
+    assert (
+        pod["activeDeadlineSeconds"] > 3600 + 90
+    )  # the wrapper ends it as a timeout before this does
 
 
 def test_a_job_without_a_limit_has_no_deadline() -> None:
@@ -131,7 +155,10 @@ def test_volumes_are_mounted_and_gpu_jobs_get_shared_memory() -> None:
         {"name": "claim-1", "persistentVolumeClaim": {"claimName": "code"}},
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
     ]
-    mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in pod["containers"][0]["volumeMounts"]}
+    mounts = {
+        mount["mountPath"]: mount.get("readOnly", False)
+        for mount in pod["containers"][0]["volumeMounts"]
+    }
     assert mounts == {"/shared/results": False, "/shared/code": True, "/dev/shm": False}
 
 
@@ -144,7 +171,11 @@ def test_kueue_gets_a_suspended_job_with_its_label() -> None:
 
 
 def test_the_wandb_key_is_a_reference_and_no_variable_of_the_training_is_in_the_pod() -> None:
-    text = K8s().render(make(JOB, environment={"HF_HOME": "/shared/hf", "MY_VALUE": "hidden-value"})).text
+    text = (
+        K8s()
+        .render(make(JOB, environment={"HF_HOME": "/shared/hf", "MY_VALUE": "hidden-value"}))
+        .text
+    )
     env = {item["name"]: item for item in pod_of(yaml.safe_load(text))["containers"][0]["env"]}
     reference = {"secretKeyRef": {"name": "wandb", "key": "api-key"}}
     assert env["WANDB_API_KEY"] == {"name": "WANDB_API_KEY", "valueFrom": reference}
@@ -176,9 +207,28 @@ def test_losing_a_node_restarts_all_of_them_and_a_failure_ends_them() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *[("partition", "gpu"), ("bid", 1), ("account_id", "a"), ("qos", "high"), ("gres", "gpu:1"), ("time", "1:00")],
-        *[("constraint", "a100"), ("data", ["a:/b"]), ("preemptable", True), ("requeue", False), ("signal_s", 60)],
-        *[("account", "a"), ("reservation", "r"), ("exclude", "n1"), ("nodelist", "n1"), ("restartable", True)],
+        *[
+            ("partition", "gpu"),
+            ("bid", 1),
+            ("account_id", "a"),
+            ("qos", "high"),
+            ("gres", "gpu:1"),
+            ("time", "1:00"),
+        ],
+        *[
+            ("constraint", "a100"),
+            ("data", ["a:/b"]),
+            ("preemptable", True),
+            ("requeue", False),
+            ("signal_s", 60),
+        ],
+        *[
+            ("account", "a"),
+            ("reservation", "r"),
+            ("exclude", "n1"),
+            ("nodelist", "n1"),
+            ("restartable", True),
+        ],
         ("address", "http://head:8265"),
     ],
 )
@@ -188,8 +238,28 @@ def test_a_key_of_another_backend_is_refused_by_name(key: str, value: Any) -> No
 
 
 def test_every_key_of_the_job_dictionary_is_either_rendered_or_refused() -> None:
-    known = {*("resources", "nodes", "python_binary", "python", "environment_vars", "max_run_time", "grace_s", "image")}
-    known |= {*("max_retries", "max_preemptions", "wandb_key_file", "wandb_key_secret", "namespace", "queue")}
+    known = {
+        *(
+            "resources",
+            "nodes",
+            "python_binary",
+            "python",
+            "environment_vars",
+            "max_run_time",
+            "grace_s",
+            "image",
+        )
+    }
+    known |= {
+        *(
+            "max_retries",
+            "max_preemptions",
+            "wandb_key_file",
+            "wandb_key_secret",
+            "namespace",
+            "queue",
+        )
+    }
     known |= {*("service_account", "volumes", "interactive")}
     assert {*JobConfig.model_fields} == known | {"address", *manifest.FOREIGN}
 
@@ -215,7 +285,9 @@ def test_every_key_of_the_job_dictionary_is_either_rendered_or_refused() -> None
         ({"resources": {"gpu": 1, "gpu_model": "A100"}}, "gpu_model"),
     ],
 )
-def test_what_the_cluster_would_refuse_later_is_refused_now(job: dict[str, Any], named: str) -> None:
+def test_what_the_cluster_would_refuse_later_is_refused_now(
+    job: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         K8s().render(spec(**job))
 
@@ -225,7 +297,9 @@ def test_a_job_cannot_wait_for_another() -> None:
         K8s().render(make(JOB, after=["team/job/x"]))
 
 
-def refused_or_rendered(make_it: Callable[[], JobSpec], named: str) -> tuple[JobSpec, dict[str, Any]] | None:
+def refused_or_rendered(
+    make_it: Callable[[], JobSpec], named: str
+) -> tuple[JobSpec, dict[str, Any]] | None:
     """The spec and its manifest, or None when it was refused, which must have been by name."""
     try:
         of = make_it()
@@ -248,7 +322,10 @@ def test_a_hostile_text_is_refused_by_name_or_is_only_data(field: str) -> None:
         assert [expanded(part, {"HOME": "/home/user"}) for part in command] == of.wrapper
         assert shape(body, skip="command") == plain, f"{text!r} in {field}"
         for key, value in body["metadata"]["labels"].items():
-            assert re.fullmatch(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?", value), (key, value)
+            assert re.fullmatch(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?", value), (
+                key,
+                value,
+            )
 
 
 def test_what_only_the_wrapper_reads_is_not_in_the_manifest() -> None:
@@ -257,7 +334,9 @@ def test_what_only_the_wrapper_reads_is_not_in_the_manifest() -> None:
         assert K8s().render(hostile.with_text(field, "$(touch pwned)", JOB)).text == plain
 
 
-@pytest.mark.parametrize("key", ["image", "namespace", "queue", "service_account", "volumes", "wandb_key_secret"])
+@pytest.mark.parametrize(
+    "key", ["image", "namespace", "queue", "service_account", "volumes", "wandb_key_secret"]
+)
 def test_a_hostile_text_in_the_job_dictionary_is_refused_by_name_or_is_a_name(key: str) -> None:
     for text in CORPUS:
         job = {key: [*JOB["volumes"], text] if key == "volumes" else text}
@@ -269,4 +348,6 @@ def shape(value: Any, skip: str = "") -> Any:
     """Keys, lengths and types of a nested value, but not its texts."""
     if isinstance(value, dict):
         return {key: "..." if key == skip else shape(item, skip) for key, item in value.items()}
-    return [shape(item, skip) for item in value] if isinstance(value, list) else type(value).__name__
+    return (
+        [shape(item, skip) for item in value] if isinstance(value, list) else type(value).__name__
+    )

@@ -1,4 +1,6 @@
-"""The k8s backend's requests, by the real client to a loopback server, and what it makes of the answers."""
+"""The k8s backend's requests, by the real client to a loopback server, and what it makes of the
+answers.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,19 @@ import pytest
 
 pytest.importorskip("kubernetes", reason="the extra `k8s` is not installed")
 
-from jobs import manifest
-from jobs.backends.k8s import K8s, observe
+from jobs.backends.k8s import manifest
+from jobs.backends.k8s.backend import K8s, observe
 from jobs.errors import Refused, Unreachable
-from jobs.spec import JobSpec
+from jobs.submit.spec import JobSpec
 from tests.jobs import kubernetes_standin
 from tests.jobs.hostile import TOKEN, make
 from trainer.errors import ConfigError
 
-JOB: dict[str, Any] = {"image": "registry.example/lathe:1", "volumes": ["data:/shared"], "namespace": "team"}
+JOB: dict[str, Any] = {
+    "image": "registry.example/lathe:1",
+    "volumes": ["data:/shared"],
+    "namespace": "team",
+}
 NAME = TOKEN.replace("_", "-")
 ID = f"team/job/{NAME}"
 GANG_ID = f"team/jobset/{NAME}"
@@ -29,7 +35,9 @@ def spec(**job: Any) -> JobSpec:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[kubernetes_standin.Cluster]:
+def cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[kubernetes_standin.Cluster]:
     with kubernetes_standin.running() as found:
         config = tmp_path / "kubeconfig"
         config.write_text(found.kubeconfig())
@@ -65,7 +73,9 @@ def test_an_object_of_somebody_else_is_not_adopted(cluster: kubernetes_standin.C
         submit()
 
 
-def test_a_lost_reply_is_unreachable_and_the_object_is_found_after_it(cluster: kubernetes_standin.Cluster) -> None:
+def test_a_lost_reply_is_unreachable_and_the_object_is_found_after_it(
+    cluster: kubernetes_standin.Cluster,
+) -> None:
     cluster.loses_reply = True
     with pytest.raises(Unreachable):
         submit()
@@ -76,18 +86,25 @@ def test_a_lost_reply_is_unreachable_and_the_object_is_found_after_it(cluster: k
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 422])
-def test_what_the_server_refuses_is_refused_in_its_words(cluster: kubernetes_standin.Cluster, status: int) -> None:
+def test_what_the_server_refuses_is_refused_in_its_words(
+    cluster: kubernetes_standin.Cluster, status: int
+) -> None:
     cluster.fail = (status, "")
     with pytest.raises(Refused, match="the server says no"):
         submit()
     assert not cluster.objects
 
 
-@pytest.mark.parametrize(("status", "reason"), [(401, ""), (409, "Conflict"), (429, ""), (500, ""), (503, "")])
+@pytest.mark.parametrize(
+    ("status", "reason"), [(401, ""), (409, "Conflict"), (429, ""), (500, ""), (503, "")]
+)
 def test_any_other_answer_says_nothing_of_the_job(
     cluster: kubernetes_standin.Cluster, status: int, reason: str
 ) -> None:
-    cluster.fail = (status, reason)  # 409 Conflict: the quota changed meanwhile, not that the object exists
+    cluster.fail = (
+        status,
+        reason,
+    )  # 409 Conflict: the quota changed meanwhile, not that the object exists
     with pytest.raises(Unreachable):
         submit()
 
@@ -100,9 +117,18 @@ def test_a_cluster_without_jobset_says_what_is_missing(cluster: kubernetes_stand
     assert K8s().find(TOKEN) == [ID]
 
 
-def test_a_server_that_is_down_is_unreachable(cluster: kubernetes_standin.Cluster, tmp_path: Path) -> None:
-    (tmp_path / "kubeconfig").write_text(cluster.kubeconfig().replace(cluster.url, "http://127.0.0.1:9"))
-    for ask in (submit, lambda: K8s().find(TOKEN), lambda: K8s().query([ID]), lambda: K8s().cancel(ID)):
+def test_a_server_that_is_down_is_unreachable(
+    cluster: kubernetes_standin.Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "kubeconfig").write_text(
+        cluster.kubeconfig().replace(cluster.url, "http://127.0.0.1:9")
+    )
+    for ask in (
+        submit,
+        lambda: K8s().find(TOKEN),
+        lambda: K8s().query([ID]),
+        lambda: K8s().cancel(ID),
+    ):
         with pytest.raises(Unreachable):
             ask()
     assert [finding.is_good for finding in K8s().check()] == [True, False]
@@ -123,7 +149,9 @@ def test_a_rehearsal_makes_nothing(cluster: kubernetes_standin.Cluster) -> None:
         K8s().rehearse(K8s().render(spec()))
 
 
-def test_who_may_not_see_all_namespaces_looks_in_their_own(cluster: kubernetes_standin.Cluster) -> None:
+def test_who_may_not_see_all_namespaces_looks_in_their_own(
+    cluster: kubernetes_standin.Cluster,
+) -> None:
     cluster.sees_all_namespaces = False
     submit()
     assert K8s("team").find(TOKEN) == [ID]
@@ -136,11 +164,15 @@ def test_cancelling_deletes_and_a_second_time_is_fine(cluster: kubernetes_standi
     assert K8s().query([ID]) == {}
 
 
-def test_a_query_leaves_out_what_the_cluster_does_not_know(cluster: kubernetes_standin.Cluster) -> None:
+def test_a_query_leaves_out_what_the_cluster_does_not_know(
+    cluster: kubernetes_standin.Cluster,
+) -> None:
     submit()
     cluster.pods = [pod(phase="Running")]
     other = ID.replace("a1b2c3", "ffffff")
-    assert {job_id: seen.state for job_id, seen in K8s().query([other, ID]).items()} == {ID: "running"}
+    assert {job_id: seen.state for job_id, seen in K8s().query([other, ID]).items()} == {
+        ID: "running"
+    }
     assert K8s().query([ID])[ID].host == "node-a"
 
 
@@ -156,7 +188,11 @@ def test_many_ids_are_asked_for_together(cluster: kubernetes_standin.Cluster) ->
 
 def test_the_log_is_the_newest_pods_of_the_first_node(cluster: kubernetes_standin.Cluster) -> None:
     submit()
-    cluster.pods = [pod("old", born="1"), pod("new", born="2"), pod("second-node", born="3", rank="1")]
+    cluster.pods = [
+        pod("old", born="1"),
+        pod("new", born="2"),
+        pod("second-node", born="3", rank="1"),
+    ]
     assert list(K8s().logs(ID, follow=False)) == []
     cluster.logs = {"old": "no\n", "new": "step 1\nstep 2", "second-node": "no\n"}
     assert list(K8s().logs(ID, follow=False)) == ["step 1", "step 2"]
@@ -165,7 +201,10 @@ def test_the_log_is_the_newest_pods_of_the_first_node(cluster: kubernetes_standi
 
 def test_check_says_what_the_cluster_has(cluster: kubernetes_standin.Cluster) -> None:
     cluster.has_jobset = False
-    assert [(finding.name, finding.is_good) for finding in K8s().check()][1:] == [("jobs", True), ("jobsets", True)]
+    assert [(finding.name, finding.is_good) for finding in K8s().check()][1:] == [
+        ("jobs", True),
+        ("jobsets", True),
+    ]
 
 
 @pytest.mark.parametrize("job_id", ["", "x", "a/b/c", "a/job/"])
@@ -174,7 +213,9 @@ def test_an_id_that_is_not_ours_is_refused(job_id: str) -> None:
         K8s().cancel(job_id)
 
 
-def pod(name: str = "p", *, phase: str = "Pending", born: str = "1", rank: str = "0", **status: Any) -> dict[str, Any]:
+def pod(
+    name: str = "p", *, phase: str = "Pending", born: str = "1", rank: str = "0", **status: Any
+) -> dict[str, Any]:
     meta = {"name": name, "labels": {manifest.TOKEN: TOKEN}, "annotations": {manifest.RANK: rank}}
     meta["creationTimestamp"] = born
     return {"metadata": meta, "spec": {"nodeName": "node-a"}, "status": {"phase": phase, **status}}
@@ -186,13 +227,28 @@ def ended(code: int, reason: str = "Error") -> dict[str, Any]:
 
 
 def job(*conditions: tuple[str, str], suspend: bool = False, **meta: Any) -> dict[str, Any]:
-    listed = [{"type": kind, "status": "True", "reason": reason, "message": "m"} for kind, reason in conditions]
-    return {"metadata": {"name": NAME, **meta}, "spec": {"suspend": suspend}, "status": {"conditions": listed}}
+    listed = [
+        {"type": kind, "status": "True", "reason": reason, "message": "m"}
+        for kind, reason in conditions
+    ]
+    return {
+        "metadata": {"name": NAME, **meta},
+        "spec": {"suspend": suspend},
+        "status": {"conditions": listed},
+    }
 
 
 FAILED = ("Failed", "BackoffLimitExceeded")
-WAITING = {"name": "wrapper", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}
-UNSCHEDULABLE = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+WAITING = {
+    "name": "wrapper",
+    "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}},
+}
+UNSCHEDULABLE = {
+    "type": "PodScheduled",
+    "status": "False",
+    "reason": "Unschedulable",
+    "message": "0/3 nodes",
+}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from jobs.code.secret_keys import (
+    check_key_file,
+    find_key_source,
+    is_secret_file,
+    minimal_environment,
+    redact,
+    secret_in,
+    sync_hint,
+)
 from jobs.config import JobConfig
-from jobs.keys import check_key_file, find_key_source, is_secret_file, minimal_environment, redact, secret_in, sync_hint
-from jobs.layout import RunFolder
+from jobs.record.paths import RunFolder
 from trainer.errors import ConfigError
 
 KEY = "0123456789" + "abcdef0123" * 3  # looks like one, in no file of this tree
@@ -70,7 +78,9 @@ def test_without_a_key_wandb_runs_offline() -> None:
 @pytest.mark.parametrize("kind", ["file", "environment"])
 def test_no_text_about_a_key_holds_it(kind: str, key_file: Path) -> None:
     environ = {"HOME": "/nowhere", "WANDB_API_KEY": KEY}
-    source = find_key_source(job(wandb_key_file=str(key_file)) if kind == "file" else job(), environ)
+    source = find_key_source(
+        job(wandb_key_file=str(key_file)) if kind == "file" else job(), environ
+    )
     assert source.kind == kind
     assert KEY not in repr(source)
 
@@ -89,7 +99,8 @@ def test_any_other_mode_is_refused_with_the_cure(mode: int, key_file: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["", "\n", "short", f"{KEY}\n{KEY}\n", f"WANDB_API_KEY={KEY}", f"{KEY} # mine", "\xff" * 60]
+    "text",
+    ["", "\n", "short", f"{KEY}\n{KEY}\n", f"WANDB_API_KEY={KEY}", f"{KEY} # mine", "\xff" * 60],
 )
 def test_what_is_no_single_key_is_refused_without_showing_it(text: str, key_file: Path) -> None:
     key_file.write_text(text)
@@ -130,12 +141,19 @@ def test_a_job_inherits_what_it_needs_and_nothing_else() -> None:
         "WANDB_MODE": "offline",
         "LATHE_X": "1",
     }
-    foreign = {"SSH_AUTH_SOCK": "/s", "DISPLAY": ":0", "RANK": "3", "TORCHELASTIC_RUN_ID": "x", "WANDB_RUN_ID": "other"}
+    foreign = {
+        "SSH_AUTH_SOCK": "/s",
+        "DISPLAY": ":0",
+        "RANK": "3",
+        "TORCHELASTIC_RUN_ID": "x",
+        "WANDB_RUN_ID": "other",
+    }
     assert minimal_environment({**needed, **foreign}) == needed
 
 
 @pytest.mark.parametrize(
-    "name", ["WANDB_API_KEY", "HF_TOKEN", "HF_HUB_TOKEN", "LATHE_SECRET", "CONDA_TOKEN", "WANDB_PASSWORD"]
+    "name",
+    ["WANDB_API_KEY", "HF_TOKEN", "HF_HUB_TOKEN", "LATHE_SECRET", "CONDA_TOKEN", "WANDB_PASSWORD"],
 )
 def test_no_variable_that_is_called_like_a_secret_is_inherited(name: str) -> None:
     assert minimal_environment({name: "x"}) == {}
@@ -167,7 +185,9 @@ def test_facts_of_this_machine_are_inherited_on_this_machine_only() -> None:
 @pytest.mark.parametrize("is_same_machine", [True, False])
 def test_the_devices_of_the_submitter_are_never_inherited(is_same_machine: bool) -> None:
     """They would go over those that the queue gives to each job: all would run on the first GPU."""
-    assert minimal_environment({"CUDA_VISIBLE_DEVICES": "0,1"}, is_same_machine=is_same_machine) == {}
+    assert (
+        minimal_environment({"CUDA_VISIBLE_DEVICES": "0,1"}, is_same_machine=is_same_machine) == {}
+    )
 
 
 def test_secrets_are_blotted_out_also_when_one_begins_another() -> None:
@@ -182,7 +202,8 @@ def test_short_secrets_do_not_blot_out_the_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["WANDB_API_KEY={}", "--api_key {}", "wandb.login(key={!r}) password: {}", '"api_key": "{}"']
+    "text",
+    ["WANDB_API_KEY={}", "--api_key {}", "wandb.login(key={!r}) password: {}", '"api_key": "{}"'],
 )
 def test_what_looks_like_a_key_is_blotted_out_unasked(text: str) -> None:
     assert KEY not in redact(text.format(KEY, KEY).replace(f"key='{KEY}'", ""), [])
@@ -192,8 +213,23 @@ def test_what_looks_like_a_key_is_blotted_out_unasked(text: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *(".env", ".env.local", "a/.ENV", "server.pem", "x/tls.key", "id_rsa", ".ssh/known_hosts", ".netrc"),
-        *("wandb_key.txt", "my_wandb_api_key", "gcp-credentials.json", ".aws/config", "credentials"),
+        *(
+            ".env",
+            ".env.local",
+            "a/.ENV",
+            "server.pem",
+            "x/tls.key",
+            "id_rsa",
+            ".ssh/known_hosts",
+            ".netrc",
+        ),
+        *(
+            "wandb_key.txt",
+            "my_wandb_api_key",
+            "gcp-credentials.json",
+            ".aws/config",
+            "credentials",
+        ),
         *(".git-credentials", "copy_wandb_key.sh"),
     ],
 )
@@ -202,7 +238,14 @@ def test_files_called_like_a_secret_are_known(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["trainval.py", "jobs/keys.py", "tests/test_wandb_key.py", "docs/credentials.md", "keys"]
+    "path",
+    [
+        "trainval.py",
+        "jobs/code/secret_keys.py",
+        "tests/test_wandb_key.py",
+        "docs/credentials.md",
+        "keys",
+    ],
 )
 def test_modules_and_texts_about_secrets_are_none(path: str) -> None:
     assert not is_secret_file(path)

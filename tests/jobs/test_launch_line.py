@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jobs.config import JobConfig, Resources
-from jobs.launch_line import processes, read
+from jobs.submit.launch_line import processes, read
 from trainer.errors import ConfigError
 
 EXP_ID = "ab12cd" + "0" * 26
@@ -28,12 +28,18 @@ def job(gpu: int = 0, nodes: int = 1) -> JobConfig:
         ("deepspeed --num_gpus NGPUS", 2, None, ["deepspeed", "--num_gpus", "2"]),
         # the published forms
         (
-            "source activate /mnt/home/envs/p2 ; /mnt/home/envs/p2/bin/torchrun --nproc-per-node NGPUS ",
+            "source activate /mnt/home/envs/p2 ; /mnt/home/envs/p2/bin/torchrun --nproc-per-node "
+            "NGPUS ",
             4,
             "/mnt/home/envs/p2",
             ["/mnt/home/envs/p2/bin/torchrun", "--nproc-per-node", "4"],
         ),
-        ("conda activate lathe; torchrun --nproc-per-node NGPUS", 2, "lathe", ["torchrun", "--nproc-per-node", "2"]),
+        (
+            "conda activate lathe; torchrun --nproc-per-node NGPUS",
+            2,
+            "lathe",
+            ["torchrun", "--nproc-per-node", "2"],
+        ),
         ("source /envs/a/bin/activate; python", 0, "/envs/a/bin/activate", ["python"]),
     ],
 )
@@ -54,8 +60,20 @@ def test_launch_lines_are_read(text: str, gpu: int, activate: str | None, argv: 
             "`touch x`",
             "python > x",
         ),
-        *("python\ntouch x", "python\0", "source activate a; source activate b; python", "source activate -x; python"),
-        *("source a b c; python", "bash -c python", "'", "python &", "source activate $HOME; python", "sh python"),
+        *(
+            "python\ntouch x",
+            "python\0",
+            "source activate a; source activate b; python",
+            "source activate -x; python",
+        ),
+        *(
+            "source a b c; python",
+            "bash -c python",
+            "'",
+            "python &",
+            "source activate $HOME; python",
+            "sh python",
+        ),
     ],
 )
 def test_what_a_shell_would_run_is_refused(text: str) -> None:
@@ -86,6 +104,8 @@ def test_several_nodes_meet_at_the_first() -> None:
         ("torchrun", 4, 1, 1),
     ],
 )
-def test_the_world_size_is_known_before_anything_is_sent(text: str, gpu: int, nodes: int, world: int | None) -> None:
+def test_the_world_size_is_known_before_anything_is_sent(
+    text: str, gpu: int, nodes: int, world: int | None
+) -> None:
     config = job(gpu, nodes)
     assert processes(read(text, config, python="python", exp_id=EXP_ID).argv, config) == world

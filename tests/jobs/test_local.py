@@ -1,4 +1,6 @@
-"""Groups of experiments through the command and the local queue, with a stand-in for the training."""
+"""Groups of experiments through the command and the local queue, with a stand-in for the
+training.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.queue import Queue, birth
+from jobs.backends.local.queue import Queue, birth
 from tests.jobs.conftest import Place, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +32,7 @@ def runner_pid(queue: Path) -> int:
             words = entry.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"jobs.runner" in words and str(queue).encode() in words:
+        if b"jobs.backends.local.runner" in words and str(queue).encode() in words:
             return int(entry.parent.name)
     raise AssertionError("no runner lives")
 
@@ -54,7 +56,14 @@ def test_the_run_folder_holds_what_the_layout_says(place: Make) -> None:
     folder = Path(row["folder"])
     attempt = folder / "attempts" / "1"
     assert {path.name for path in attempt.iterdir()} == {
-        *("spec.json", "rendered.local.json", "env.json", "started-1.json", "heartbeat.json", "exit.json"),
+        *(
+            "spec.json",
+            "rendered.local.json",
+            "env.json",
+            "started-1.json",
+            "heartbeat.json",
+            "exit.json",
+        ),
         *("logs.txt", "err.txt"),
     }
     assert (attempt / "logs.txt").read_text().startswith("training with ['trainval.py', '--exp_id=")
@@ -111,11 +120,15 @@ def test_a_cancelled_job_may_save_and_a_waiting_one_never_starts(place: Make) ->
     here.submit()
     here.until(lambda rows: len(here.starts()) == 4)  # four cores
     assert Counter(row["state"] for row in here.status()) == {"running": 4, "queued": 2}
-    assert here.lathe("cancel", "-e", "sweep", "-sb", str(here.base)).code == 2  # six at once need --yes
+    assert (
+        here.lathe("cancel", "-e", "sweep", "-sb", str(here.base)).code == 2
+    )  # six at once need --yes
     assert here.lathe("cancel", "-e", "sweep", "-sb", str(here.base), "--yes").code == 0
     rows = here.until_all("cancelled")
     assert len(here.starts()) == 4
-    codes = [json.loads(path.read_text())["code"] for path in here.base.glob("*/attempts/1/exit.json")]
+    codes = [
+        json.loads(path.read_text())["code"] for path in here.base.glob("*/attempts/1/exit.json")
+    ]
     assert codes == [75] * 4
     assert {row["reason"] for row in rows} >= {"cancelled before it started"}
     assert "nothing runs" in here.lathe("cancel", rows[0]["exp_id"], "-sb", str(here.base)).out
@@ -136,7 +149,9 @@ def test_a_killed_runner_loses_nothing_and_starts_nothing_twice(place: Make, que
     assert max(Counter(here.starts()).values()) == 1
 
 
-def test_a_killed_wrapper_takes_its_training_along_and_is_reported(place: Make, queue: Path) -> None:
+def test_a_killed_wrapper_takes_its_training_along_and_is_reported(
+    place: Make, queue: Path
+) -> None:
     here = place(1)
     here.says("sleep")
     here.submit()
@@ -146,14 +161,18 @@ def test_a_killed_wrapper_takes_its_training_along_and_is_reported(place: Make, 
     births = {int(pid): birth(int(pid)) for pid in children}
     os.kill(started["pid"], signal.SIGKILL)
     (row,) = here.until_all("failed")
-    assert "ended with -9" in row["reason"] or "killed" in row["reason"]  # said by its runner, or seen before that
+    assert (
+        "ended with -9" in row["reason"] or "killed" in row["reason"]
+    )  # said by its runner, or seen before that
     deadline = time.monotonic() + 5
     while any(birth(pid) == born for pid, born in births.items()):
         assert time.monotonic() < deadline, "the training outlived its wrapper"
         time.sleep(0.05)
 
 
-def test_a_training_that_ignores_sigterm_is_killed_after_its_grace(place: Make, tmp_path: Path) -> None:
+def test_a_training_that_ignores_sigterm_is_killed_after_its_grace(
+    place: Make, tmp_path: Path
+) -> None:
     here = place(1)
     here.says("stubborn")
     configs = tmp_path / "jobs.py"
@@ -194,7 +213,10 @@ def test_a_job_runs_after_the_one_it_needs(place: Make) -> None:
     (first,) = here.until_all("running")
     here.submit("--only", ids[1], "--after", first["job_id"])
     time.sleep(0.5)
-    assert {row["exp_id"]: row["state"] for row in here.status()} == {ids[0]: "running", ids[1]: "queued"}
+    assert {row["exp_id"]: row["state"] for row in here.status()} == {
+        ids[0]: "running",
+        ids[1]: "queued",
+    }
     here.lathe("cancel", ids[0], "-sb", str(here.base))
     rows = here.until_all("cancelled")
     assert "did not succeed" in next(row["reason"] for row in rows if row["exp_id"] == ids[1])
@@ -270,7 +292,9 @@ def test_what_left_the_group_is_cancelled_by_prune(place: Make) -> None:
     here.groups.write_text(here.groups.read_text().replace("range(3)", "range(2)"))
     here.submit("--prune", "--yes")
     kept = {result["exp_id"] for result in here.lathe(*_plan(here), "--json").json}
-    rows = here.until(lambda rows: Counter(row["state"] for row in rows) == {"running": 2, "cancelled": 1})
+    rows = here.until(
+        lambda rows: Counter(row["state"] for row in rows) == {"running": 2, "cancelled": 1}
+    )
     assert {row["exp_id"] for row in rows if row["state"] == "cancelled"} == before - kept
     here.lathe("cancel", "-e", "sweep", "-sb", str(here.base), "--yes")
     here.until_all("cancelled")
@@ -282,7 +306,9 @@ def test_inline_runs_here_to_the_end(place: Make) -> None:
     assert [row["state"] for row in here.status()] == ["succeeded", "succeeded"]
 
 
-def test_a_queue_on_another_machine_is_unseen_and_never_lost(place: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_on_another_machine_is_unseen_and_never_lost(
+    place: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = place(1)
     here.says("sleep")
     here.submit()
@@ -297,9 +323,13 @@ def test_a_queue_on_another_machine_is_unseen_and_never_lost(place: Make, monkey
 
 
 def long_ago(folder: Path, *kinds: str) -> None:
-    """Leave only such events in the record, and make them old. Without `submitted`, its submitter had died."""
+    """Leave only such events in the record, and make them old. Without `submitted`, its submitter
+    had died.
+    """
     events = [json.loads(line) for line in (folder / "job.jsonl").read_text().splitlines()]
-    kept = [{**event, "at": "2020-01-01T00:00:00+00:00"} for event in events if event["event"] in kinds]
+    kept = [
+        {**event, "at": "2020-01-01T00:00:00+00:00"} for event in events if event["event"] in kinds
+    ]
     (folder / "job.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
 
 
@@ -373,7 +403,9 @@ def test_a_job_seen_with_another_queue_is_unseen_and_never_lost(
         assert (said.code != 0, "can only be seen there" in said.json[0]["text"]) == (True, True)
 
 
-def test_whoever_looks_starts_a_runner_for_a_job_that_lost_its_own_and_is_to_end(place: Make, queue: Path) -> None:
+def test_whoever_looks_starts_a_runner_for_a_job_that_lost_its_own_and_is_to_end(
+    place: Make, queue: Path
+) -> None:
     here = place(1)
     here.says("sleep")
     here.submit()
@@ -384,7 +416,9 @@ def test_whoever_looks_starts_a_runner_for_a_job_that_lost_its_own_and_is_to_end
     (job / "cancel").touch()  # as a `cancel` that still saw the dying runner leaves it
     (row,) = here.until_all("preempted", "cancelled", "failed", "succeeded")
     assert row["state"] in ("preempted", "cancelled")
-    assert json.loads((job / "ended.json").read_text())["reason"] == "its runner was killed before it"
+    assert (
+        json.loads((job / "ended.json").read_text())["reason"] == "its runner was killed before it"
+    )
 
 
 def test_a_job_in_another_container_is_unseen_and_never_failed(place: Make, queue: Path) -> None:
@@ -404,9 +438,13 @@ def test_a_job_in_another_container_is_unseen_and_never_failed(place: Make, queu
 
 
 @pytest.mark.parametrize("before", ["nonsense", "HOST:0123abcd:ft_b_b_1", "HOST:QUEUE:ft_b_b_1"])
-def test_waiting_for_what_is_not_in_this_queue_is_refused(place: Make, queue: Path, before: str) -> None:
+def test_waiting_for_what_is_not_in_this_queue_is_refused(
+    place: Make, queue: Path, before: str
+) -> None:
     here = place(1)
-    before = before.replace("HOST", socket.gethostname()).replace("QUEUE", Queue(queue).identity["id"])
+    before = before.replace("HOST", socket.gethostname()).replace(
+        "QUEUE", Queue(queue).identity["id"]
+    )
     said = here.submit("--after", before)
     assert (said.code, "no job of this queue" in " ".join(said.out.split())) == (3, True)
     assert [row["state"] for row in here.status()] == ["pending"]
@@ -432,11 +470,17 @@ def test_no_secret_of_the_shell_reaches_the_runner_or_a_job(
     here.until_all("cancelled")
 
 
-def test_a_number_of_cores_that_is_none_is_bad_input(place: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_cores_that_is_none_is_bad_input(
+    place: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = place(1)
     monkeypatch.setenv("LATHE_QUEUE_CPUS", "abc")
     said = here.submit()
-    assert (said.code, "ConfigError: LATHE_QUEUE_CPUS=abc" in said.out, here.status()) == (2, True, [])
+    assert (said.code, "ConfigError: LATHE_QUEUE_CPUS=abc" in said.out, here.status()) == (
+        2,
+        True,
+        [],
+    )
 
 
 def test_hundreds_of_experiments_are_submitted_and_shown_without_torch(place: Make) -> None:
@@ -453,7 +497,9 @@ except SystemExit as end:
     assert not end.code, end.code
 assert "torch" not in sys.modules
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert len(json.loads(done.stdout)) == 300
     assert len(here.status()) == 300
     here.lathe("cancel", "-e", "sweep", "-sb", str(here.base), "--yes")

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs import logs, record
 from jobs.errors import NothingMatched, Unreachable
-from jobs.layout import Attempt, BaseFolder, RunFolder
-from jobs.logs import last_lines, show, visible
-from jobs.spec import Observed
+from jobs.record import events as record
+from jobs.record.paths import Attempt, BaseFolder, RunFolder
+from jobs.report import logs
+from jobs.report.logs import last_lines, show, visible
+from jobs.submit.spec import Observed
 
 EXP_ID = "a" * 32
 EXIT = '{"at": "2026-01-01T00:00:00+00:00", "code": 0}'
@@ -25,7 +26,9 @@ EXIT = '{"at": "2026-01-01T00:00:00+00:00", "code": 0}'
 class Scheduler:
     """Answers from memory; `states` are given one after the other, the last one for ever."""
 
-    def __init__(self, *states: Observed | None, own: Sequence[str] = (), is_reachable: bool = True) -> None:
+    def __init__(
+        self, *states: Observed | None, own: Sequence[str] = (), is_reachable: bool = True
+    ) -> None:
         self.states, self.own, self.is_reachable = list(states or (None,)), own, is_reachable
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
@@ -62,8 +65,12 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sent(run: RunFolder, number: int) -> Attempt:
-    record.append(run, record.intent(number, f"token{number}", name="n", index=None, backend="slurm"))
-    record.append(run, {"event": "submitted", "attempt": number, "id": str(number), "adopted": False})
+    record.append(
+        run, record.intent(number, f"token{number}", name="n", index=None, backend="slurm")
+    )
+    record.append(
+        run, {"event": "submitted", "attempt": number, "id": str(number), "adopted": False}
+    )
     attempt = run.attempt(number)
     attempt.folder.mkdir(parents=True)
     return attempt
@@ -90,7 +97,9 @@ def add(path: Path, text: str) -> None:
 # ---------------------------------------------------------------- what is shown
 
 
-def test_the_last_attempt_is_shown_unless_another_is_asked_for(run: RunFolder, attempt: Attempt) -> None:
+def test_the_last_attempt_is_shown_unless_another_is_asked_for(
+    run: RunFolder, attempt: Attempt
+) -> None:
     attempt.logs.write_text("one\n")
     sent(run, 2).logs.write_text("two\n")
     assert list(show(run, None)) == ["two"]
@@ -103,7 +112,9 @@ def test_stderr_is_its_own_file(run: RunFolder, attempt: Attempt) -> None:
     assert list(show(run, None, err=True)) == ["err"]
 
 
-def test_an_attempt_that_is_not_there_is_an_error_that_names_those_that_are(run: RunFolder, attempt: Attempt) -> None:
+def test_an_attempt_that_is_not_there_is_an_error_that_names_those_that_are(
+    run: RunFolder, attempt: Attempt
+) -> None:
     with pytest.raises(NothingMatched, match=r"no attempt 3\. It has 1\."):
         show(run, None, attempt=3)
 
@@ -123,14 +134,18 @@ def test_without_a_file_the_schedulers_own_log_is_shown(run: RunFolder, attempt:
 
 @pytest.mark.parametrize("tail", [0, 1, 2, 3, 999, 1000, 1001, 5000])
 @pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
-def test_the_tail_is_as_many_lines_as_asked_for(run: RunFolder, attempt: Attempt, tail: int, ending: str) -> None:
+def test_the_tail_is_as_many_lines_as_asked_for(
+    run: RunFolder, attempt: Attempt, tail: int, ending: str
+) -> None:
     lines = [f"line {number} " + "x" * (number % 97) for number in range(1000)]
     attempt.logs.write_bytes(((ending or "\n").join(lines) + ending).encode())
     assert list(show(run, None, tail=tail)) == lines[max(1000 - tail, 0) :]
 
 
 def test_the_tail_of_a_long_file_is_read_from_its_end(run: RunFolder, attempt: Attempt) -> None:
-    attempt.logs.write_bytes(b"x" * 40 + b"\n" + b"y" * 199 + b"\n" * 1 + b"z" * (3 * logs.BLOCK) + b"\nlast\n")
+    attempt.logs.write_bytes(
+        b"x" * 40 + b"\n" + b"y" * 199 + b"\n" * 1 + b"z" * (3 * logs.BLOCK) + b"\nlast\n"
+    )
     shown = list(show(run, None, tail=2))
     assert shown[-1] == "last"
     assert len(shown) == 2
@@ -144,7 +159,9 @@ def test_a_line_without_end_comes_in_pieces_and_whole(run: RunFolder, attempt: A
     assert "".join(pieces) == "z" * (5 * logs.LONGEST_LINE + 7)
 
 
-def test_a_progress_bar_is_one_line_for_each_of_its_states(run: RunFolder, attempt: Attempt) -> None:
+def test_a_progress_bar_is_one_line_for_each_of_its_states(
+    run: RunFolder, attempt: Attempt
+) -> None:
     attempt.logs.write_bytes(b"\r 10%\r 20%\r\nend\r\n")
     assert list(show(run, None)) == ["", " 10%", " 20%", "end"]
 
@@ -171,10 +188,14 @@ def test_the_last_lines_for_a_report_are_few_and_without_colours(tmp_path: Path)
 # ---------------------------------------------------------------- following
 
 
-def test_following_ends_with_the_exit_file_and_misses_nothing(run: RunFolder, attempt: Attempt) -> None:
+def test_following_ends_with_the_exit_file_and_misses_nothing(
+    run: RunFolder, attempt: Attempt
+) -> None:
     attempt.logs.write_text("one\ntw")
     thread = later(
-        lambda: add(attempt.logs, "o\nthr"), lambda: add(attempt.logs, "ee"), lambda: attempt.exit.write_text(EXIT)
+        lambda: add(attempt.logs, "o\nthr"),
+        lambda: add(attempt.logs, "ee"),
+        lambda: attempt.exit.write_text(EXIT),
     )
     assert list(show(run, stand_in(Observed("running")), follow=True)) == ["one", "two", "three"]
     thread.join()
@@ -188,15 +209,26 @@ def test_following_shows_the_tail_first(run: RunFolder, attempt: Attempt) -> Non
 
 
 def test_a_log_that_appears_later_is_waited_for(run: RunFolder, attempt: Attempt) -> None:
-    thread = later(lambda: None, lambda: attempt.logs.write_text("late\n"), lambda: attempt.exit.write_text(EXIT))
+    thread = later(
+        lambda: None,
+        lambda: attempt.logs.write_text("late\n"),
+        lambda: attempt.exit.write_text(EXIT),
+    )
     assert list(show(run, stand_in(Observed("queued")), follow=True)) == ["late"]
     thread.join()
 
 
 def test_a_log_that_is_cut_is_read_again_from_its_start(run: RunFolder, attempt: Attempt) -> None:
     attempt.logs.write_text("a long first line\n")
-    thread = later(lambda: None, lambda: attempt.logs.write_text("new\n"), lambda: attempt.exit.write_text(EXIT))
-    assert list(show(run, stand_in(Observed("running")), follow=True)) == ["a long first line", "new"]
+    thread = later(
+        lambda: None,
+        lambda: attempt.logs.write_text("new\n"),
+        lambda: attempt.exit.write_text(EXIT),
+    )
+    assert list(show(run, stand_in(Observed("running")), follow=True)) == [
+        "a long first line",
+        "new",
+    ]
     thread.join()
 
 
@@ -204,21 +236,32 @@ def test_a_log_that_is_replaced_is_read_anew(run: RunFolder, attempt: Attempt) -
     attempt.logs.write_text("old\n")
     other = attempt.folder / "other"
     other.write_text("new and longer than before\n")
-    thread = later(lambda: None, lambda: other.rename(attempt.logs), lambda: attempt.exit.write_text(EXIT))
-    assert list(show(run, stand_in(Observed("running")), follow=True)) == ["old", "new and longer than before"]
+    thread = later(
+        lambda: None, lambda: other.rename(attempt.logs), lambda: attempt.exit.write_text(EXIT)
+    )
+    assert list(show(run, stand_in(Observed("running")), follow=True)) == [
+        "old",
+        "new and longer than before",
+    ]
     thread.join()
 
 
-def test_following_ends_when_the_scheduler_says_that_it_is_over(run: RunFolder, attempt: Attempt) -> None:
+def test_following_ends_when_the_scheduler_says_that_it_is_over(
+    run: RunFolder, attempt: Attempt
+) -> None:
     attempt.logs.write_text("one\n")
     states = Observed("running"), Observed("failed", "NODE_FAIL")
     assert list(show(run, stand_in(*states), follow=True)) == ["one"]
 
 
-def test_following_goes_on_while_the_scheduler_cannot_be_seen(run: RunFolder, attempt: Attempt) -> None:
+def test_following_goes_on_while_the_scheduler_cannot_be_seen(
+    run: RunFolder, attempt: Attempt
+) -> None:
     attempt.logs.write_text("one\n")
     steps = [lambda: None] * 4
-    thread = later(*steps, lambda: add(attempt.logs, "two\n"), lambda: attempt.exit.write_text(EXIT))
+    thread = later(
+        *steps, lambda: add(attempt.logs, "two\n"), lambda: attempt.exit.write_text(EXIT)
+    )
     assert list(show(run, stand_in(is_reachable=False), follow=True)) == ["one", "two"]
     thread.join()
 
@@ -227,7 +270,9 @@ def test_a_job_on_another_file_system_is_followed_through_its_scheduler(
     run: RunFolder, attempt: Attempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "ELSEWHERE_S", 0.02)
-    assert list(show(run, stand_in(Observed("running"), own=["from afar"]), follow=True)) == ["from afar"]
+    assert list(show(run, stand_in(Observed("running"), own=["from afar"]), follow=True)) == [
+        "from afar"
+    ]
 
 
 def test_an_earlier_attempt_is_not_waited_for(run: RunFolder, attempt: Attempt) -> None:
@@ -262,13 +307,19 @@ def test_colours_are_kept_where_wanted_and_end_with_the_line() -> None:
     assert visible("\x1b[1;31mred\x1b[2J", keep_colours=True) == "\x1b[1;31mred␛[2J\x1b[0m"
 
 
-@given(text=st.text(alphabet=st.one_of(st.sampled_from("\x1b[]0123456789;:mJ\x9b\x07\\"), st.characters())))
+@given(
+    text=st.text(
+        alphabet=st.one_of(st.sampled_from("\x1b[]0123456789;:mJ\x9b\x07\\"), st.characters())
+    )
+)
 def test_no_text_sends_more_than_colours(text: str) -> None:
     assert not logs.CONTROL.search(visible(text))
     assert not logs.CONTROL.search(logs.COLOUR.sub("", visible(text, keep_colours=True)))
     visible(text).encode()
 
 
-def test_bytes_that_are_no_text_are_shown_as_what_they_are(run: RunFolder, attempt: Attempt) -> None:
+def test_bytes_that_are_no_text_are_shown_as_what_they_are(
+    run: RunFolder, attempt: Attempt
+) -> None:
     attempt.logs.write_bytes(b"\xff\xfe\n\x00\n")
     assert list(show(run, None)) == ["\\xff\\xfe", "␀"]

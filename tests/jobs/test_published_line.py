@@ -1,4 +1,6 @@
-"""The published line, `trainval.py ... -j toolkit`, against the stand-in: real trainings, read by haven itself."""
+"""The published line, `trainval.py ... -j toolkit`, against the stand-in: real trainings, read by
+haven itself.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs import haven
-from jobs.layout import BaseFolder
-from jobs.request import BackendCache
-from jobs.status import survey
+from jobs.backends.toolkit import haven
+from jobs.record.paths import BaseFolder
+from jobs.record.status import survey
+from jobs.submit.request import BackendCache
 from tests.jobs.conftest import wait_until
 from tests.jobs.toolkit_standin import standin
 from trainer.config import exp_id
@@ -45,7 +47,9 @@ JOB_CONFIG = {{
 """
 
 
-@pytest.mark.skipif(find_spec("haven") is None, reason="haven is an extra: pip install 'lathe[haven]'")
+@pytest.mark.skipif(
+    find_spec("haven") is None, reason="haven is an extra: pip install 'lathe[haven]'"
+)
 def test_two_dictionaries_of_one_group_train_two_configurations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,10 +57,36 @@ def test_two_dictionaries_of_one_group_train_two_configurations(
     groups.write_text(GROUPS)
     configs.write_text(CONFIGS.format(mount=tmp_path, python=sys.executable))
     monkeypatch.setenv("EAI_ACCOUNT_ID", "123")
-    line = ["--exp_group", "published", "--savedir_base", str(base), "-r", "1", "--data_path", str(tmp_path)]
-    line += ["--python_binary", f"source activate {sys.prefix} ; {sys.prefix}/bin/torchrun --nproc-per-node NGPUS "]
-    line += ["--exp_configs", str(groups), "--job_configs", str(configs), "--cache_dir", str(tmp_path / "cache")]
-    line += ["--wandb_entity_name", "None", "--wandb_project_name", "None", "--wandb_log_gradients", "false"]
+    line = [
+        "--exp_group",
+        "published",
+        "--savedir_base",
+        str(base),
+        "-r",
+        "1",
+        "--data_path",
+        str(tmp_path),
+    ]
+    line += [
+        "--python_binary",
+        f"source activate {sys.prefix} ; {sys.prefix}/bin/torchrun --nproc-per-node NGPUS ",
+    ]
+    line += [
+        "--exp_configs",
+        str(groups),
+        "--job_configs",
+        str(configs),
+        "--cache_dir",
+        str(tmp_path / "cache"),
+    ]
+    line += [
+        "--wandb_entity_name",
+        "None",
+        "--wandb_project_name",
+        "None",
+        "--wandb_log_gradients",
+        "false",
+    ]
     with standin(own_process=True, slots=1) as toolkit:
         done = subprocess.run(
             [sys.executable, "trainval.py", *line, "--j", "toolkit", "--allow_dirty"],
@@ -72,10 +102,15 @@ def test_two_dictionaries_of_one_group_train_two_configurations(
         )
         assert set(toolkit.stats()["starts"].values()) == {1}
     for row in rows:
-        assert row.state == "succeeded", (Path(row.folder) / "attempts/1/err.txt").read_text()[-3000:]
+        assert row.state == "succeeded", (Path(row.folder) / "attempts/1/err.txt").read_text()[
+            -3000:
+        ]
         spec = json.loads((Path(row.folder) / "attempts/1/spec.json").read_text())
         assert spec["launcher"] == [f"{sys.prefix}/bin/torchrun", "--nproc-per-node", "1"]
-    trained = {row.exp_id: json.loads((Path(row.folder) / "resolved.json").read_text())["optim"]["lr"] for row in rows}
+    trained = {
+        row.exp_id: json.loads((Path(row.folder) / "resolved.json").read_text())["optim"]["lr"]
+        for row in rows
+    }
     assert sorted(trained.values()) == [1e-5, 1e-3]
     assert len({row.metrics["loss"] for row in rows}) == 2
     dictionaries = [json.loads((Path(row.folder) / "exp_dict.json").read_text()) for row in rows]
@@ -86,4 +121,6 @@ def test_two_dictionaries_of_one_group_train_two_configurations(
     )
     scores = haven.result_manager(base).get_score_df()
     expected = {row.metrics["valid/loss"]: trained[row.exp_id] for row in rows}
-    assert dict(zip(scores["valid/loss"], scores["optim.lr"], strict=True)) == pytest.approx(expected)
+    assert dict(zip(scores["valid/loss"], scores["optim.lr"], strict=True)) == pytest.approx(
+        expected
+    )

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from jobs import queue as queue_module
-from jobs import runner as runner_module
-from jobs.backends.local import Local
+from jobs.backends.local import queue as queue_module
+from jobs.backends.local import runner as runner_module
+from jobs.backends.local.backend import Local
+from jobs.backends.local.queue import Queue, birth, default_folder, namespace, runner_lock
+from jobs.backends.local.runner import CANCELLED, Capacity, Runner, main, serve
 from jobs.errors import Unreachable
-from jobs.queue import Queue, birth, default_folder, namespace, runner_lock
-from jobs.runner import CANCELLED, Capacity, Runner, main, serve
 from tests.jobs.conftest import wait_until
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError
 
@@ -98,7 +98,9 @@ def started(queue: Queue, token: str, **changes: Any) -> None:
     add(queue, token)
     facts = {"pid": os.getpid(), "birth": birth(os.getpid()), "gpus": []}
     place = {"host": socket.gethostname(), "namespace": namespace()}
-    (queue.entry(token).folder / "started.json").write_text(json.dumps({**facts, **place, **changes}))
+    (queue.entry(token).folder / "started.json").write_text(
+        json.dumps({**facts, **place, **changes})
+    )
 
 
 def turned(queue: Queue, *, until: Callable[[Runner], bool] = lambda runner: True) -> Runner:
@@ -118,7 +120,8 @@ def code_of(queue: Queue, token: str) -> int | None:
     return (queue.entry(token).ended() or {}).get("code")
 
 
-# Whose queue it is -------------------------------------------------------------------------------------------------
+# Whose queue it is
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_queue_has_one_id_whoever_asks_first(tmp_path: Path) -> None:
@@ -148,8 +151,12 @@ def test_no_runner_serves_the_queue_of_another_host(
     assert (spawned, own.entry("ft_a_a_1").started()) == ([], None)
 
 
-@pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"namespace": "pid:[1]"}, {"host": None}])
-def test_a_job_out_of_sight_is_neither_ended_nor_started_again(own: Queue, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change", [{"host": "elsewhere"}, {"namespace": "pid:[1]"}, {"host": None}]
+)
+def test_a_job_out_of_sight_is_neither_ended_nor_started_again(
+    own: Queue, change: dict[str, Any]
+) -> None:
     started(own, "ft_a_a_1", pid=999_999_999, **change)
     before = own.entry("ft_a_a_1").started()
     runner = turned(own)
@@ -160,7 +167,10 @@ def test_a_job_out_of_sight_is_neither_ended_nor_started_again(own: Queue, chang
 def test_what_ran_before_the_machine_was_restarted_is_to_be_run_again(own: Queue) -> None:
     started(own, "ft_a_a_1", birth="of-another-boot:17")
     turned(own)
-    assert own.entry("ft_a_a_1").ended() == {"code": EXIT_PREEMPTED, "reason": "the machine was restarted"}
+    assert own.entry("ft_a_a_1").ended() == {
+        "code": EXIT_PREEMPTED,
+        "reason": "the machine was restarted",
+    }
 
 
 def test_a_job_that_another_runner_starts_at_this_moment_is_not_ended(
@@ -187,7 +197,8 @@ def test_a_wrapper_that_does_not_exist_ends_its_job(own: Queue) -> None:
     assert "cannot start /no/such/program" in (own.entry("ft_a_a_1").ended() or {})["reason"]
 
 
-# What waits --------------------------------------------------------------------------------------------------------
+# What waits
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_job_too_big_for_the_runner_ends_with_the_reason_and_stops_nobody(own: Queue) -> None:
@@ -223,7 +234,9 @@ def test_a_job_that_waits_for_another_lets_those_behind_it_pass(own: Queue) -> N
         ({1: 1, 2: EXIT_PREEMPTED, 10: EXIT_OK}, "runs"),
     ],
 )
-def test_any_attempt_of_the_one_before_counts(own: Queue, ends: dict[int, int | None], expected: str) -> None:
+def test_any_attempt_of_the_one_before_counts(
+    own: Queue, ends: dict[int, int | None], expected: str
+) -> None:
     for number, code in ends.items():
         if code is None:
             started(own, f"ft_before_a_{number}")
@@ -246,7 +259,8 @@ def test_nothing_runs_after_a_job_that_was_cancelled_and_could_save(own: Queue) 
     assert "did not succeed" in (own.entry("ft_after_a_1").ended() or {})["reason"]
 
 
-# Waking ------------------------------------------------------------------------------------------------------------
+# Waking
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_many_wakes_start_one_runner(own: Queue, spawned: Spawned) -> None:
@@ -255,7 +269,9 @@ def test_many_wakes_start_one_runner(own: Queue, spawned: Spawned) -> None:
     assert len(spawned) == 1
 
 
-def test_a_runner_that_was_killed_before_it_looked_is_replaced_at_once(own: Queue, spawned: Spawned) -> None:
+def test_a_runner_that_was_killed_before_it_looked_is_replaced_at_once(
+    own: Queue, spawned: Spawned
+) -> None:
     own.wake()
     spawned[0].kill()
     spawned[0].wait()
@@ -270,7 +286,9 @@ def test_whoever_looks_for_a_runner_is_not_taken_for_one(own: Queue, spawned: Sp
     assert len(spawned) == 1
 
 
-def test_no_job_is_forgotten_that_comes_as_the_runner_leaves(own: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_job_is_forgotten_that_comes_as_the_runner_leaves(
+    own: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(queue_module, "IDLE_S", 0.02)
     monkeypatch.setattr(runner_module, "POLL_S", 0.004)
     random_, errors = random.Random(7), [0]
@@ -316,7 +334,8 @@ def test_a_job_of_a_killed_runner_is_adopted(own: Queue) -> None:
     assert code_of(own, "ft_a_a_1") in (-signal.SIGTERM, -1)
 
 
-# Devices -----------------------------------------------------------------------------------------------------------
+# Devices
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "1.5", " 4"])
@@ -325,7 +344,9 @@ def test_a_number_of_cores_that_is_none_says_what_to_do(text: str) -> None:
         Capacity.here({"LATHE_QUEUE_CPUS": text, "CUDA_VISIBLE_DEVICES": ""})
 
 
-def test_a_folder_that_cannot_be_made_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_made_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("LATHE_QUEUE", str(tmp_path / "file" / "queue"))
     (finding,) = Local().check()
@@ -335,21 +356,29 @@ def test_a_folder_that_cannot_be_made_says_what_to_do(tmp_path: Path, monkeypatc
 
 
 def test_visible_devices_bound_the_queue() -> None:
-    assert Capacity.here({"LATHE_QUEUE_CPUS": "3", "CUDA_VISIBLE_DEVICES": "0, 2,-1"}) == Capacity(3, ("0", "2"))
+    assert Capacity.here({"LATHE_QUEUE_CPUS": "3", "CUDA_VISIBLE_DEVICES": "0, 2,-1"}) == Capacity(
+        3, ("0", "2")
+    )
 
 
-# What the backend says of it -----------------------------------------------------------------------------------------
+# What the backend says of it
+# -----------------------------------------------------------------------------------------
 
 
 def test_jobs_of_elsewhere_do_not_hide_those_of_here(idle: Queue) -> None:
     own = add(idle, "ft_a_a_1")
     other = "elsewhere:0123abcd:ft_b_b_1"
     found = Local().query([own, other, idle.id_of("ft_c_c_1")])
-    assert {job_id: observed.state for job_id, observed in found.items()} == {own: "queued", other: "submitted"}
+    assert {job_id: observed.state for job_id, observed in found.items()} == {
+        own: "queued",
+        other: "submitted",
+    }
     assert "0123abcd of elsewhere" in (found[other].reason or "")
 
 
-@pytest.mark.parametrize("job_id", ["elsewhere:0123abcd:ft_b_b_1", "HOST:0123abcd:ft_b_b_1", "HOST:ft_b_b_1", "8"])
+@pytest.mark.parametrize(
+    "job_id", ["elsewhere:0123abcd:ft_b_b_1", "HOST:0123abcd:ft_b_b_1", "HOST:ft_b_b_1", "8"]
+)
 def test_a_job_of_elsewhere_alone_is_unreachable(idle: Queue, job_id: str) -> None:
     job_id = job_id.replace("HOST", socket.gethostname())
     add(idle, "ft_b_b_1")
@@ -363,7 +392,9 @@ def test_a_job_of_elsewhere_alone_is_unreachable(idle: Queue, job_id: str) -> No
     assert not idle.entry("ft_b_b_1").is_cancelled()
 
 
-def test_a_queue_of_another_host_never_says_that_it_knows_nothing(idle: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_of_another_host_never_says_that_it_knows_nothing(
+    idle: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job_id = add(idle, "ft_a_a_1")
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     assert Local().find("ft_a_a_1") == [job_id]
@@ -374,7 +405,13 @@ def test_a_queue_of_another_host_never_says_that_it_knows_nothing(idle: Queue, m
 
 def test_what_ran_before_a_restart_of_the_machine_is_preempted(idle: Queue) -> None:
     job_id = add(idle, "ft_a_a_1")
-    facts = {"pid": 1, "birth": "another-boot:1", "gpus": [], "host": socket.gethostname(), "namespace": "pid:[1]"}
+    facts = {
+        "pid": 1,
+        "birth": "another-boot:1",
+        "gpus": [],
+        "host": socket.gethostname(),
+        "namespace": "pid:[1]",
+    }
     (idle.entry("ft_a_a_1").folder / "started.json").write_text(json.dumps(facts))
     observed = Local().query([job_id])[job_id]
     assert (observed.state, observed.reason) == ("preempted", "the machine was restarted")
@@ -392,14 +429,26 @@ def test_adoption_wakes_the_queue(own: Queue, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("changes", "free", "reason"),
     [
-        ({"cpus": 2}, {"cpus": 1, "gpus": 0, "groups": {}}, "waits for devices: needs 2 cores, 1 free"),
-        ({"gpus": 1}, {"cpus": 4, "gpus": 0, "groups": {}}, "waits for devices: needs 1 GPU, 0 free"),
+        (
+            {"cpus": 2},
+            {"cpus": 1, "gpus": 0, "groups": {}},
+            "waits for devices: needs 2 cores, 1 free",
+        ),
+        (
+            {"gpus": 1},
+            {"cpus": 4, "gpus": 0, "groups": {}},
+            "waits for devices: needs 1 GPU, 0 free",
+        ),
         (
             {"max_parallel": 2},
             {"cpus": 4, "gpus": 0, "groups": {"group": 2}},
             "waits for its group: 2 of at most 2 run",
         ),
-        ({"after": ["HOST:ft_b_b_1"], "cpus": 2}, {"cpus": 1, "gpus": 0, "groups": {}}, "waits for HOST:ft_b_b_1"),
+        (
+            {"after": ["HOST:ft_b_b_1"], "cpus": 2},
+            {"cpus": 1, "gpus": 0, "groups": {}},
+            "waits for HOST:ft_b_b_1",
+        ),
         ({}, {"cpus": 4, "gpus": 0, "groups": {}}, "waits for its turn"),
         ({}, None, "waits for its turn"),
     ],

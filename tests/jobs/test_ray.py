@@ -1,4 +1,6 @@
-"""Ray: what is rendered, by itself; what is sent, by Ray's real client to a loopback stand-in of its REST server."""
+"""Ray: what is rendered, by itself; what is sent, by Ray's real client to a loopback stand-in of
+its REST server.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +20,28 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from jobs import manifest
 from jobs.backends import ray as module
+from jobs.backends.k8s import manifest
 from jobs.backends.ray import Ray, observe
 from jobs.errors import Refused, Unreachable
-from jobs.spec import JobSpec
+from jobs.submit.spec import JobSpec
 from tests.jobs import hostile
 from tests.jobs.hostile import CORPUS, TOKEN, make
 from trainer.errors import ConfigError
 
 JOB: dict[str, Any] = {"resources": {"cpu": 4, "mem": 32, "gpu": 2}, "grace_s": 90}
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra `ray` is not installed")
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="the extra `ray` is not installed"
+)
 
 
 def submission(spec: JobSpec) -> dict[str, Any]:
     return json.loads(Ray().render(spec).text)["submission"]
 
 
-def test_the_submission_id_is_the_token_and_the_entry_point_is_the_wrapper_in_the_snapshot() -> None:
+def test_the_submission_id_is_the_token_and_the_entry_point_is_the_wrapper_in_the_snapshot() -> (
+    None
+):
     spec = make(JOB)
     sent = submission(spec)
     assert sent["submission_id"] == TOKEN
@@ -51,7 +57,9 @@ def test_resources_are_ray_s_own_units() -> None:
 
 def test_ray_waits_for_the_grace_of_the_job_and_gets_no_variable_of_the_training() -> None:
     sent = submission(make(JOB, environment={"HF_HOME": "/shared/hf"}))
-    assert sent["runtime_env"] == {"env_vars": {"LATHE_JOB_ID": TOKEN, "RAY_JOB_STOP_WAIT_TIME_S": "105"}}
+    assert sent["runtime_env"] == {
+        "env_vars": {"LATHE_JOB_ID": TOKEN, "RAY_JOB_STOP_WAIT_TIME_S": "105"}
+    }
 
 
 def test_an_id_names_the_cluster_when_the_job_dictionary_does() -> None:
@@ -62,8 +70,20 @@ def test_an_id_names_the_cluster_when_the_job_dictionary_does() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *[("partition", "gpu"), ("bid", 1), ("account_id", "a"), ("image", "i"), ("namespace", "team"), ("queue", "q")],
-        *[("volumes", ["c:/m"]), ("service_account", "s"), ("wandb_key_secret", "n/k"), ("requeue", False)],
+        *[
+            ("partition", "gpu"),
+            ("bid", 1),
+            ("account_id", "a"),
+            ("image", "i"),
+            ("namespace", "team"),
+            ("queue", "q"),
+        ],
+        *[
+            ("volumes", ["c:/m"]),
+            ("service_account", "s"),
+            ("wandb_key_secret", "n/k"),
+            ("requeue", False),
+        ],
     ],
 )
 def test_a_key_of_another_backend_is_refused_by_name(key: str, value: Any) -> None:
@@ -84,7 +104,9 @@ def test_a_key_of_another_backend_is_refused_by_name(key: str, value: Any) -> No
         ({}, {"wrapper": ["-S", "python"]}, "wrapper"),
     ],
 )
-def test_what_ray_cannot_do_is_refused(job: dict[str, Any], changes: dict[str, Any], named: str) -> None:
+def test_what_ray_cannot_do_is_refused(
+    job: dict[str, Any], changes: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigError, match=named):
         Ray().render(make({**JOB, **job}, **changes))
 
@@ -103,14 +125,18 @@ def test_a_hostile_text_is_refused_by_name_or_is_only_a_word(field: str) -> None
         assert field in message
 
 
-def test_a_shell_makes_the_words_of_the_wrapper_of_the_entry_point_and_nothing_else(tmp_path: Path) -> None:
+def test_a_shell_makes_the_words_of_the_wrapper_of_the_entry_point_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     words = [text for text in CORPUS if text.isprintable()]
     program = "import json, os, sys; print(json.dumps([os.getcwd(), *sys.argv[1:]]))"
     folder = tmp_path / "it's; touch pwned $(touch pwned)"
     folder.mkdir()
     spec = make(JOB, workdir=str(folder), wrapper=[sys.executable, "-c", program, *words])
     argv = ["sh", "-c", submission(spec)["entrypoint"]]  # as Ray does
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(
+        argv, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
+    )
     assert json.loads(done.stdout) == [str(folder), *words]
     assert [path.name for path in tmp_path.rglob("*")] == [folder.name]
 
@@ -118,7 +144,12 @@ def test_a_shell_makes_the_words_of_the_wrapper_of_the_entry_point_and_nothing_e
 def details(status: str, **changes: Any) -> SimpleNamespace:
     defaults = {"message": "m", "error_type": None, "driver_exit_code": None}
     return SimpleNamespace(
-        **{**defaults, "driver_agent_http_address": "http://node-a:52365", "status": status, **changes}
+        **{
+            **defaults,
+            "driver_agent_http_address": "http://node-a:52365",
+            "status": status,
+            **changes,
+        }
     )
 
 
@@ -136,7 +167,9 @@ def details(status: str, **changes: Any) -> SimpleNamespace:
         (details("SOMETHING_NEW"), "submitted", None),
     ],
 )
-def test_what_ray_says_is_one_of_our_states(seen: SimpleNamespace, state: str, code: int | None) -> None:
+def test_what_ray_says_is_one_of_our_states(
+    seen: SimpleNamespace, state: str, code: int | None
+) -> None:
     found = observe(seen)
     assert (found.state, found.exit_code, found.host) == (state, code, "node-a")
 
@@ -171,7 +204,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/api/version":
-            return self.reply(200, {"version": "4", "ray_version": "2.60.0", "ray_commit": "", "session_name": "s"})
+            return self.reply(
+                200,
+                {"version": "4", "ray_version": "2.60.0", "ray_commit": "", "session_name": "s"},
+            )
         if self.path == "/api/jobs/":
             return self.reply(200, [*self.jobs.values()])
         _, _, name, *rest = self.path.strip("/").split("/")
@@ -184,12 +220,17 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.endswith("/stop"):
             name = self.path.split("/")[3]
             known = name in self.jobs
-            return self.reply(200 if known else 404, {"stopped": True} if known else f"Job {name} does not exist")
+            return self.reply(
+                200 if known else 404, {"stopped": True} if known else f"Job {name} does not exist"
+            )
         if self.knobs.status is not None:
             return self.reply(self.knobs.status, "the server says no")
         name = body["submission_id"]
         if name in self.jobs:
-            text = f"ValueError: Job with submission_id {name} already exists. Please use a different submission_id."
+            text = (
+                f"ValueError: Job with submission_id {name} already exists. Please use a "
+                "different submission_id."
+            )
             return self.reply(500, f"Traceback (most recent call last):\n{text}\n")
         self.jobs[name] = {"type": "SUBMISSION", "submission_id": name, "status": "RUNNING", **body}
         if self.knobs.loses_reply:
@@ -251,7 +292,9 @@ def test_a_lost_reply_is_unreachable_and_the_job_is_adopted_after_it(head: Simpl
 @pytest.mark.parametrize(
     ("status", "kind"), [(400, Refused), (403, Unreachable), (500, Unreachable), (503, Unreachable)]
 )
-def test_only_a_clear_no_is_a_refusal(head: SimpleNamespace, status: int, kind: type[Exception]) -> None:
+def test_only_a_clear_no_is_a_refusal(
+    head: SimpleNamespace, status: int, kind: type[Exception]
+) -> None:
     head.status = status
     with pytest.raises(kind, match="the server says no"):
         submit(head)
@@ -318,4 +361,6 @@ def test_without_ray_every_request_says_what_to_install() -> None:
 
 
 def test_every_key_that_ray_does_not_know_is_listed_once() -> None:
-    assert len({*manifest.FOREIGN, *manifest.K8S_ONLY}) == len(manifest.FOREIGN) + len(manifest.K8S_ONLY)
+    assert len({*manifest.FOREIGN, *manifest.K8S_ONLY}) == len(manifest.FOREIGN) + len(
+        manifest.K8S_ONLY
+    )

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs import record
-from jobs.layout import RunFolder
-from jobs.spec import array_token, token_of
+from jobs.record import events as record
+from jobs.record.paths import RunFolder
+from jobs.submit.spec import array_token, token_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +28,9 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def sent(folder: RunFolder, number: int = 1) -> None:
-    record.append(folder, record.intent(number, f"t{number}", name=f"t{number}", index=None, backend="local"))
+    record.append(
+        folder, record.intent(number, f"t{number}", name=f"t{number}", index=None, backend="local")
+    )
 
 
 def test_an_empty_folder_has_no_record(tmp_path: Path) -> None:
@@ -38,7 +40,10 @@ def test_an_empty_folder_has_no_record(tmp_path: Path) -> None:
 def test_events_add_up_to_attempts(folder: RunFolder) -> None:
     sent(folder)
     record.append(folder, {"event": "submitted", "attempt": 1, "id": "8", "adopted": False})
-    record.append(folder, {"event": "observed", "attempt": 1, "state": "preempted", "reason": "r", "host": "n1"})
+    record.append(
+        folder,
+        {"event": "observed", "attempt": 1, "state": "preempted", "reason": "r", "host": "n1"},
+    )
     sent(folder, 2)
     job = record.read(folder)
     assert job is not None
@@ -49,11 +54,15 @@ def test_events_add_up_to_attempts(folder: RunFolder) -> None:
     assert job.state == "submitting"
 
 
-def test_a_torn_last_line_is_ignored_and_the_next_event_starts_on_a_line_of_its_own(folder: RunFolder) -> None:
+def test_a_torn_last_line_is_ignored_and_the_next_event_starts_on_a_line_of_its_own(
+    folder: RunFolder,
+) -> None:
     sent(folder)
     whole = folder.record.read_bytes()
     for length in range(1, 60):  # a writer killed after so many bytes of its line
-        folder.record.write_bytes(whole + b'{"at": "x", "event": "submitted", "attempt": 1, "id": "9", "ad'[:length])
+        folder.record.write_bytes(
+            whole + b'{"at": "x", "event": "submitted", "attempt": 1, "id": "9", "ad'[:length]
+        )
         record.append(folder, {"event": "submitted", "attempt": 1, "id": "8", "adopted": False})
         job = record.read(folder)
         assert job is not None
@@ -82,24 +91,31 @@ def test_unseen_keeps_its_first_time_until_seen(folder: RunFolder) -> None:
     assert third.unseen_since is None
 
 
-def test_tokens_are_deterministic_unique_to_the_record_and_made_of_letters_that_all_schedulers_allow() -> None:
+def test_tokens_are_deterministic_unique_to_the_record_and_made_of_letters_that_all_schedulers_allow() -> (
+    None
+):
     token = token_of("abcdef0123456789" * 2, "00ff00", 3)
     assert token == "ft_abcdef012345_00ff00_3"
     assert array_token(["a", "b"]) == array_token(["a", "b"]) != array_token(["b", "a"])
-    assert all(letter.islower() or letter.isdigit() or letter == "_" for letter in token + array_token(["a"]))
+    assert all(
+        letter.islower() or letter.isdigit() or letter == "_"
+        for letter in token + array_token(["a"])
+    )
 
 
 def test_a_lock_whose_holder_was_killed_is_free(folder: RunFolder) -> None:
     code = f"""
 import time
 from pathlib import Path
-from jobs import record
-from jobs.layout import RunFolder
+from jobs.record import events as record
+from jobs.record.paths import RunFolder
 with record.locked(RunFolder(Path({str(folder.path)!r})), wait_s=1):
     print("held", flush=True)
     time.sleep(60)
 """
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(record.Busy, match="another process"), record.locked(folder, wait_s=0.1):
@@ -114,8 +130,8 @@ def test_processes_that_append_at_once_lose_no_event(folder: RunFolder) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from jobs import record
-from jobs.layout import RunFolder
+from jobs.record import events as record
+from jobs.record.paths import RunFolder
 folder = RunFolder(Path({str(folder.path)!r}))
 for number in range(20):
     with record.locked(folder, wait_s=30):

@@ -16,14 +16,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from jobs import curves, record, results
-from jobs.layout import BaseFolder, RunFolder
-from jobs.page import SCRIPT
-from jobs.record import Sent
-from jobs.report import MOST_CARDS, report
-from jobs.results import Results, gather
-from jobs.spec import JobState
-from jobs.status import Row, Start
+from jobs.record import events as record
+from jobs.record.events import Sent
+from jobs.record.paths import BaseFolder, RunFolder
+from jobs.record.status import Row, Start
+from jobs.report import curves
+from jobs.report import scores as results
+from jobs.report.html import MOST_CARDS, report
+from jobs.report.page import SCRIPT
+from jobs.report.scores import Results, gather
+from jobs.submit.spec import JobState
 
 IDS = [f"{number:032x}" for number in range(1, 6)]
 HOSTILE = [
@@ -67,8 +69,12 @@ def cells(text: str) -> list[dict[str, str]]:
 
 
 def test_only_the_hyper_parameters_that_differ_become_columns(base: BaseFolder) -> None:
-    experiment(base, IDS[0], {"task": "t", "optim": {"lr": 1e-4, "eps": 1e-8}, "data": {"files": [1, 2]}})
-    experiment(base, IDS[1], {"task": "t", "optim": {"lr": 3e-4, "eps": 1e-8}, "data": {"files": [1, 2]}})
+    experiment(
+        base, IDS[0], {"task": "t", "optim": {"lr": 1e-4, "eps": 1e-8}, "data": {"files": [1, 2]}}
+    )
+    experiment(
+        base, IDS[1], {"task": "t", "optim": {"lr": 3e-4, "eps": 1e-8}, "data": {"files": [1, 2]}}
+    )
     assert gather(base).parameters == ("optim.lr",)
 
 
@@ -80,7 +86,9 @@ def test_a_key_that_only_some_have_is_a_difference(base: BaseFolder) -> None:
     assert cells(results.as_csv(found))[1]["base"] == ""
 
 
-@pytest.mark.parametrize(("one", "other"), [(1, True), (1, "1"), (1, 1.0), (None, "null"), ([], {}), (0, False)])
+@pytest.mark.parametrize(
+    ("one", "other"), [(1, True), (1, "1"), (1, 1.0), (None, "null"), ([], {}), (0, False)]
+)
 def test_values_of_other_types_are_other_values(one: Any, other: Any) -> None:
     assert results.differing([{"key": one}, {"key": other}]) == ("key",)
 
@@ -117,9 +125,13 @@ def test_the_experiment_itself_says_which_way_its_metric_is_best(base: BaseFolde
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "[", "[]"])
-def test_without_a_score_list_the_evaluations_are_those_of_the_metrics(base: BaseFolder, content: str | None) -> None:
+def test_without_a_score_list_the_evaluations_are_those_of_the_metrics(
+    base: BaseFolder, content: str | None
+) -> None:
     folder = experiment(base, IDS[0], {"task": "t"})
-    logged(folder, [{"step": 1, "loss": 9.0}, {"step": 1, "valid/loss": 4.0}, {"step": 2, "loss": 8.0}])
+    logged(
+        folder, [{"step": 1, "loss": 9.0}, {"step": 1, "valid/loss": 4.0}, {"step": 2, "loss": 8.0}]
+    )
     if content is not None:
         (folder.path / "score_list.json").write_text(content)
     found = gather(base)
@@ -137,7 +149,11 @@ def test_experiments_without_or_with_other_metrics_stand_in_one_table(base: Base
     console.print(results.as_table(found))
     rows = cells(results.as_csv(found))
     assert [row["valid/loss best"] for row in rows] == ["1.0", "", ""]
-    assert [sorted(each["metrics"]) for each in results.as_json(found)] == [["valid/loss"], ["valid/em"], []]
+    assert [sorted(each["metrics"]) for each in results.as_json(found)] == [
+        ["valid/loss"],
+        ["valid/em"],
+        [],
+    ]
 
 
 def test_a_narrow_terminal_gets_fewer_parameters_and_is_told_so(base: BaseFolder) -> None:
@@ -182,7 +198,11 @@ def test_no_cell_of_the_csv_is_a_formula(base: BaseFolder, text: str) -> None:
     experiment(base, IDS[1], {"value": -0.5})
     lines = list(csv.reader(io.StringIO(results.as_csv(gather(base)))))
     assert "'" + text in lines[1]
-    assert not any(cell.strip(" ").startswith(("=", "@", "+", "\t", "\r", "＝")) for line in lines for cell in line)
+    assert not any(
+        cell.strip(" ").startswith(("=", "@", "+", "\t", "\r", "＝"))
+        for line in lines
+        for cell in line
+    )
     assert "-0.5" in lines[2]  # a number stays one
 
 
@@ -223,7 +243,9 @@ def test_any_curve_is_drawn_within_its_picture(values: list[float], step: int) -
     svg = curves.chart(curves.Curves(points, {"valid/loss": points[:3]}))
     assert "nan" not in svg
     assert "inf" not in svg
-    places = [pair.split(",") for line in re.findall(r'points="([^"]+)"', svg) for pair in line.split()]
+    places = [
+        pair.split(",") for line in re.findall(r'points="([^"]+)"', svg) for pair in line.split()
+    ]
     assert all(0 <= float(x) <= curves.WIDTH and 0 <= float(y) <= curves.HEIGHT for x, y in places)
     assert len(re.findall("<text", svg)) < 30
 
@@ -260,10 +282,19 @@ def row(base: BaseFolder, exp_id: str, state: JobState = "succeeded", **facts: A
 
 
 def test_the_report_asks_for_nothing_from_outside(base: BaseFolder) -> None:
-    logged(experiment(base, IDS[0], {"seed": 1}), [{"step": step, "loss": 1 / (step + 1)} for step in range(20)])
+    logged(
+        experiment(base, IDS[0], {"seed": 1}),
+        [{"step": step, "loss": 1 / (step + 1)} for step in range(20)],
+    )
     html = report(base, [row(base, IDS[0])], gather(base))
     page = Page(html)
-    assert not {name for name, _ in page.attributes} & {"src", "srcset", "action", "data", "xlink:href"}
+    assert not {name for name, _ in page.attributes} & {
+        "src",
+        "srcset",
+        "action",
+        "data",
+        "xlink:href",
+    }
     assert all((value or "").startswith("#") for name, value in page.attributes if name == "href")
     assert not {"link", "iframe", "img", "object", "embed", "base"} & set(page.tags)
     assert "url(" not in html
@@ -279,11 +310,26 @@ def test_no_text_becomes_markup(base: BaseFolder, text: str) -> None:
     attempt = folder.attempt(1)
     attempt.folder.mkdir(parents=True)
     attempt.err.write_text(text, errors="replace")
-    sent = Sent(1, "t", "n", None, text, "2026-01-01T00:00:00+00:00", id=text, state="failed", host=text)
+    sent = Sent(
+        1, "t", "n", None, text, "2026-01-01T00:00:00+00:00", id=text, state="failed", host=text
+    )
     start = Start(1, 1, "2026-01-01T00:00:00+00:00", "2026-01-01T01:00:00+00:00", text, 1, 1)
-    facts = {"group": text, "reason": text, "host": text, "attempt": 1, "history": (sent,), "starts": (start,)}
-    html = report(base, [row(base, IDS[0], "failed", unseen_since=text, unseen_reason=text, **facts)], gather(base))
-    plain = report(base, [row(base, IDS[0], "failed", **{**facts, "group": "g"})], Results((), (), ()))
+    facts = {
+        "group": text,
+        "reason": text,
+        "host": text,
+        "attempt": 1,
+        "history": (sent,),
+        "starts": (start,),
+    }
+    html = report(
+        base,
+        [row(base, IDS[0], "failed", unseen_since=text, unseen_reason=text, **facts)],
+        gather(base),
+    )
+    plain = report(
+        base, [row(base, IDS[0], "failed", **{**facts, "group": "g"})], Results((), (), ())
+    )
     assert Page(html).tags.count("script") == Page(plain).tags.count("script") == 1
     assert not {"img"} & set(Page(html).tags)
     assert not [name for name, _ in Page(html).attributes if name.startswith("on")]
@@ -295,14 +341,20 @@ def test_a_failed_experiment_shows_why_and_the_end_of_its_log(base: BaseFolder) 
     folder = experiment(base, IDS[0], {"seed": 1})
     attempt = folder.attempt(2)
     attempt.folder.mkdir(parents=True)
-    attempt.err.write_text("".join(f"line {number}\n" for number in range(1000)) + "\x1b[31mValueError: bad\x1b[0m\n")
-    page = Page(report(base, [row(base, IDS[0], "failed", reason="exit code 1", attempt=2)], gather(base)))
+    attempt.err.write_text(
+        "".join(f"line {number}\n" for number in range(1000)) + "\x1b[31mValueError: bad\x1b[0m\n"
+    )
+    page = Page(
+        report(base, [row(base, IDS[0], "failed", reason="exit code 1", attempt=2)], gather(base))
+    )
     assert "exit code 1" in page.text
     assert "line 999\nValueError: bad" in page.text
     assert "line 900\n" not in page.text
 
 
-def test_experiments_past_the_limit_are_in_the_table_and_said_to_be_left_out(base: BaseFolder) -> None:
+def test_experiments_past_the_limit_are_in_the_table_and_said_to_be_left_out(
+    base: BaseFolder,
+) -> None:
     rows = [row(base, f"{number:032x}") for number in range(MOST_CARDS + 50)]
     html = report(base, rows, Results((), (), ()))
     page = Page(html)
@@ -314,7 +366,10 @@ def test_experiments_past_the_limit_are_in_the_table_and_said_to_be_left_out(bas
 def test_the_report_of_long_runs_stays_small(base: BaseFolder) -> None:
     logged(
         experiment(base, IDS[0], {"seed": 1}),
-        [{"step": step, "loss": 5 - step / 5000, "valid/loss": 5 - step / 6000} for step in range(20_000)],
+        [
+            {"step": step, "loss": 5 - step / 5000, "valid/loss": 5 - step / 6000}
+            for step in range(20_000)
+        ],
     )
     assert len(report(base, [row(base, IDS[0])], gather(base))) < 60_000
 
@@ -326,4 +381,6 @@ def test_what_has_not_begun_says_so(base: BaseFolder) -> None:
 
 def test_the_script_builds_no_markup_from_text() -> None:
     assert SCRIPT.count("innerHTML") == 2  # kept before, put back after
-    assert not {"eval(", "document.write", "insertAdjacentHTML"} & set(re.findall(r"[\w.]+\(?", SCRIPT))
+    assert not {"eval(", "document.write", "insertAdjacentHTML"} & set(
+        re.findall(r"[\w.]+\(?", SCRIPT)
+    )

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from jobs import node, run
-from jobs.layout import RunFolder
-from jobs.queue import birth
+from jobs.backends.local.queue import birth
+from jobs.node import host as node
+from jobs.node import wrapper as run
+from jobs.record.paths import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,12 +37,20 @@ os.path.exists(path) or json.dump({"code": 0}, open(path, "x"))
 
 
 def spec(folder: Path, code: str, number: int = 1, **changes: Any) -> None:
-    """Write an attempt whose training is a line of Python; when it comes to its end it tells that all is well."""
+    """Write an attempt whose training is a line of Python; when it comes to its end it tells that
+    all is well.
+    """
     attempt = RunFolder(folder).attempt(number)
     attempt.folder.mkdir(parents=True)
     job = {"grace_s": 5, "nodes": 1, **changes.pop("job", {})}
-    facts = {"launcher": [sys.executable, "-S", "-c", code + GOOD_END], "program": ["--flag"], "workdir": str(folder)}
-    attempt.spec.write_text(json.dumps({**facts, "environment": {}, "activate": None, "job": job, **changes}))
+    facts = {
+        "launcher": [sys.executable, "-S", "-c", code + GOOD_END],
+        "program": ["--flag"],
+        "workdir": str(folder),
+    }
+    attempt.spec.write_text(
+        json.dumps({**facts, "environment": {}, "activate": None, "job": job, **changes})
+    )
 
 
 def outcome(folder: Path, number: int = 1) -> dict[str, Any]:
@@ -51,7 +60,7 @@ def outcome(folder: Path, number: int = 1) -> dict[str, Any]:
 def start(folder: Path, number: int = 1, **environment: str) -> subprocess.Popen[bytes]:
     """The wrapper as the scheduler runs it."""
     return subprocess.Popen(
-        [sys.executable, "-m", "jobs.run", str(folder), str(number)],
+        [sys.executable, "-m", "jobs.node.wrapper", str(folder), str(number)],
         cwd=ROOT,
         env={**os.environ, **environment},
         stdout=subprocess.DEVNULL,
@@ -79,9 +88,15 @@ TELL = "import os, json; json.dump({}, open(os.environ['LATHE_OUTCOME'], 'x')); 
         ("import os; os.kill(os.getpid(), 9)", (1, "failed")),
         # what the training says of itself counts more than its launcher's exit code
         (TELL.format({"code": 75, "error": "x"}) + "raise SystemExit(1)", (75, "preempted")),
-        (TELL.format({"code": 2, "error": "ConfigError: x"}) + "raise SystemExit(1)", (2, "failed")),
+        (
+            TELL.format({"code": 2, "error": "ConfigError: x"}) + "raise SystemExit(1)",
+            (2, "failed"),
+        ),
         (TELL.format({"code": 0, "error": "x"}) + "raise SystemExit(1)", (0, "succeeded")),
-        (TELL.format({"code": 1, "error": "OutOfMemoryError: CUDA"}) + "raise SystemExit(1)", (1, "oom")),
+        (
+            TELL.format({"code": 1, "error": "OutOfMemoryError: CUDA"}) + "raise SystemExit(1)",
+            (1, "oom"),
+        ),
     ],
 )
 def test_each_way_to_end_has_its_code(folder: Path, code: str, expected: tuple[int, str]) -> None:
@@ -114,13 +129,17 @@ def test_a_finished_attempt_is_never_run_again(folder: Path) -> None:
     assert (folder / "ran").read_text() == "x"
 
 
-def test_a_second_copy_of_an_attempt_does_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_copy_of_an_attempt_does_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec(folder, "open('ran', 'a').write('x'); raise SystemExit(75)")
     monkeypatch.setenv("LATHE_JOB_ID", "8")
     assert run.run(folder, 1) == 75
     monkeypatch.setenv("LATHE_JOB_ID", "9")
     assert run.run(folder, 1) == run.EXIT_DUPLICATE
-    monkeypatch.setenv("LATHE_JOB_ID", "8")  # the scheduler starts the same job again: that is no copy
+    monkeypatch.setenv(
+        "LATHE_JOB_ID", "8"
+    )  # the scheduler starts the same job again: that is no copy
     assert run.run(folder, 1) == 75
     assert (folder / "ran").read_text() == "xx"
     assert {path.name for path in (folder / "attempts/1").glob("*-*.json")} == {
@@ -162,7 +181,9 @@ def test_an_attempt_after_one_that_reached_the_end_trains_nothing(folder: Path) 
     assert (folder / "ran").read_text() == "x"
 
 
-def test_a_job_started_again_while_it_is_alive_does_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_started_again_while_it_is_alive_does_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "PATIENCE_S", 0.5)
     spec(folder, "open('ran', 'a').write('x'); import time; time.sleep(30)")
     first = start(folder, LATHE_JOB_ID="8")
@@ -227,7 +248,8 @@ def test_ranks_in_sessions_of_their_own_are_stopped_and_none_is_left(folder: Pat
     spec(
         folder,
         "import subprocess, sys, time;"
-        f"subprocess.Popen([sys.executable, '-S', '-c', {rank!r}], start_new_session=True); time.sleep(60)",
+        f"subprocess.Popen([sys.executable, '-S', '-c', {rank!r}], start_new_session=True); "
+        "time.sleep(60)",
     )
     wrapper = start(folder)
     until(lambda: (folder / "rank").exists() and (folder / "rank").read_text())
@@ -242,8 +264,10 @@ def test_orphans_of_a_launcher_that_ended_are_killed(folder: Path) -> None:
     spec(
         folder,
         "import subprocess, sys, time, os;"
-        f"subprocess.Popen([sys.executable, '-S', '-c', {rank!r}], start_new_session=True, stdout=subprocess.DEVNULL,"
-        "stderr=subprocess.DEVNULL)\nwhile not (os.path.exists('rank') and open('rank').read()): time.sleep(0.01)",
+        f"subprocess.Popen([sys.executable, '-S', '-c', {rank!r}], start_new_session=True, "
+        "stdout=subprocess.DEVNULL,"
+        "stderr=subprocess.DEVNULL)\nwhile not (os.path.exists('rank') and open('rank').read()): "
+        "time.sleep(0.01)",
     )
     assert start(folder).wait(timeout=10) == 0
     pid = int((folder / "rank").read_text())
@@ -262,7 +286,11 @@ def test_the_key_reaches_the_training_and_no_file(folder: Path, tmp_path: Path) 
     key, path = "k" * 40, tmp_path / "key"
     path.write_text(key + "\n")
     path.chmod(0o600)
-    spec(folder, "import os; assert os.environ['WANDB_API_KEY'] == 'k' * 40", job={"wandb_key_file": str(path)})
+    spec(
+        folder,
+        "import os; assert os.environ['WANDB_API_KEY'] == 'k' * 40",
+        job={"wandb_key_file": str(path)},
+    )
     assert run.run(folder, 1) == 0
     assert not [file for file in folder.rglob("*") if file.is_file() and key in file.read_text()]
     assert "WANDB_API_KEY" not in os.environ
@@ -281,7 +309,9 @@ def test_a_key_file_that_others_can_read_is_bad_input(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("form", ["", "/bin/activate"])
-def test_an_environment_is_activated_without_a_shell(folder: Path, tmp_path: Path, form: str) -> None:
+def test_an_environment_is_activated_without_a_shell(
+    folder: Path, tmp_path: Path, form: str
+) -> None:
     program = tmp_path / "env" / "bin" / "python"
     program.parent.mkdir(parents=True)
     program.symlink_to(sys.executable)
@@ -289,22 +319,33 @@ def test_an_environment_is_activated_without_a_shell(folder: Path, tmp_path: Pat
     attempt = RunFolder(folder).attempt(1)
     values = json.loads(attempt.spec.read_text())
     code = "import os, shutil; print(shutil.which('python'), os.environ['VIRTUAL_ENV'])"
-    attempt.spec.write_text(json.dumps({**values, "launcher": ["python", "-S", "-c", code + GOOD_END]}))
+    attempt.spec.write_text(
+        json.dumps({**values, "launcher": ["python", "-S", "-c", code + GOOD_END]})
+    )
     assert run.run(folder, 1) == 0
     assert attempt.logs.read_text() == f"{program} {tmp_path / 'env'}\n"
 
 
-def test_an_environment_that_is_not_there_says_where_it_was_looked_for(folder: Path, tmp_path: Path) -> None:
+def test_an_environment_that_is_not_there_says_where_it_was_looked_for(
+    folder: Path, tmp_path: Path
+) -> None:
     spec(
-        folder, "pass", activate="nowhere", environment={"HOME": str(tmp_path), "PATH": "/bin", "CONDA_ENVS_PATH": "/a"}
+        folder,
+        "pass",
+        activate="nowhere",
+        environment={"HOME": str(tmp_path), "PATH": "/bin", "CONDA_ENVS_PATH": "/a"},
     )
     assert run.run(folder, 1) == 1
     assert "/a/nowhere" in outcome(folder)["reason"]
 
 
-def test_an_element_of_an_array_finds_its_experiment(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_element_of_an_array_finds_its_experiment(
+    folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     spec(folder, "open('ran', 'w').close()")
-    (tmp_path / "index.json").write_text(json.dumps({"0": ["/elsewhere", 1], "3": [str(folder), 1]}))
+    (tmp_path / "index.json").write_text(
+        json.dumps({"0": ["/elsewhere", 1], "3": [str(folder), 1]})
+    )
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "8")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     assert run.main(["--array", str(tmp_path / "index.json")]) == 0
@@ -317,7 +358,9 @@ def test_an_element_of_an_array_finds_its_experiment(folder: Path, tmp_path: Pat
 def test_several_nodes_start_one_launcher_each_under_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     monkeypatch.setenv("LATHE_HEAD_NODE", "n1")
-    argv = node.launcher({"launcher": ["torchrun", "--rdzv-endpoint", "HEAD_NODE:29400"], "job": {"nodes": 2}})
+    argv = node.launcher(
+        {"launcher": ["torchrun", "--rdzv-endpoint", "HEAD_NODE:29400"], "job": {"nodes": 2}}
+    )
     assert argv[0] == "srun"
     assert "--ntasks=2" in argv
     assert argv[-1] == "n1:29400"
@@ -325,7 +368,10 @@ def test_several_nodes_start_one_launcher_each_under_slurm(monkeypatch: pytest.M
 
 def test_the_wrapper_needs_nothing_but_the_standard_library() -> None:
     code = (
-        "import sys, jobs.run; print(sorted(m for m in ('pydantic', 'torch', 'typer', 'filelock') if m in sys.modules))"
+        "import sys, jobs.node.wrapper; print(sorted(m for m in ('pydantic', 'torch', 'typer', "
+        "'filelock') if m in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"

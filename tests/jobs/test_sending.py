@@ -1,4 +1,6 @@
-"""Sending, adopting, giving up: against a scheduler that lives in memory and loses what it is told to lose."""
+"""Sending, adopting, giving up: against a scheduler that lives in memory and loses what it is told
+to lose.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,15 @@ from typing import Any, ClassVar
 
 import pytest
 
-from jobs import record
 from jobs.config import JobConfig
-from jobs.control import Again, again, cancel, reconcile, reset
 from jobs.errors import Refused, Unreachable
-from jobs.launch import Request, submit
-from jobs.layout import BaseFolder
-from jobs.policy import Limits
-from jobs.spec import ENDED_BADLY, Finding, JobSpec, Observed, Rendered
-from jobs.status import Row, survey
+from jobs.record import events as record
+from jobs.record.paths import BaseFolder
+from jobs.record.status import Row, survey
+from jobs.submit.control import Again, again, cancel, reconcile, reset
+from jobs.submit.launch import Request, submit
+from jobs.submit.policy import Limits
+from jobs.submit.spec import ENDED_BADLY, Finding, JobSpec, Observed, Rendered
 from trainer.errors import ConfigError
 
 TINY = {
@@ -50,7 +52,9 @@ class Memory:
     def render(self, spec: JobSpec) -> Rendered:
         return Rendered(spec.token, "rendered.txt", spec.token)
 
-    def render_array(self, specs: Sequence[JobSpec], *, token: str, index_file: str, max_parallel: Any) -> Rendered:
+    def render_array(
+        self, specs: Sequence[JobSpec], *, token: str, index_file: str, max_parallel: Any
+    ) -> Rendered:
         return Rendered(token, "rendered.txt", token)
 
     def max_array(self) -> int:
@@ -120,7 +124,9 @@ def rows(base: BaseFolder, scheduler: Memory) -> list[Row]:
     return survey(base, backend_of=lambda name: scheduler)
 
 
-def test_a_lost_reply_is_adopted_and_nothing_is_sent_twice(base: BaseFolder, scheduler: Memory) -> None:
+def test_a_lost_reply_is_adopted_and_nothing_is_sent_twice(
+    base: BaseFolder, scheduler: Memory
+) -> None:
     scheduler.lose_replies = 1
     (result,) = submit(request(base, scheduler))
     assert (result.action, result.is_bad) == ("settle", False)
@@ -129,7 +135,9 @@ def test_a_lost_reply_is_adopted_and_nothing_is_sent_twice(base: BaseFolder, sch
     assert (row.job_id, row.history[0].was_adopted) == ("0", True)
 
 
-def test_what_was_run_to_its_end_by_hand_is_left_alone_and_gets_no_record(base: BaseFolder, scheduler: Memory) -> None:
+def test_what_was_run_to_its_end_by_hand_is_left_alone_and_gets_no_record(
+    base: BaseFolder, scheduler: Memory
+) -> None:
     asked = request(base, scheduler)
     folder = base.run(next(iter(asked.by_id)))
     folder.path.mkdir(parents=True)
@@ -140,7 +148,9 @@ def test_what_was_run_to_its_end_by_hand_is_left_alone_and_gets_no_record(base: 
     assert not folder.record.exists()
 
 
-def test_a_lost_request_is_sent_again_under_the_same_name(base: BaseFolder, scheduler: Memory) -> None:
+def test_a_lost_request_is_sent_again_under_the_same_name(
+    base: BaseFolder, scheduler: Memory
+) -> None:
     scheduler.lose_requests = 2
     submit(request(base, scheduler, resend_s=0.05))
     assert len(scheduler.sent) == 3
@@ -155,11 +165,15 @@ def rows_record(base: BaseFolder) -> list[str]:
 
 def test_nothing_is_sent_again_before_its_time(base: BaseFolder, scheduler: Memory) -> None:
     scheduler.lose_requests = 99
-    submit(request(base, scheduler, resend_s=0.5))  # gives up after three times as long and a second
+    submit(
+        request(base, scheduler, resend_s=0.5)
+    )  # gives up after three times as long and a second
     assert 2 <= len(scheduler.sent) <= 6
 
 
-def test_a_refused_job_is_sent_anew_when_the_cause_is_mended(base: BaseFolder, scheduler: Memory) -> None:
+def test_a_refused_job_is_sent_anew_when_the_cause_is_mended(
+    base: BaseFolder, scheduler: Memory
+) -> None:
     scheduler.refuse = "no such partition"
     (result,) = submit(request(base, scheduler))
     assert (result.is_bad, result.text) == (True, "refused: no such partition")
@@ -170,7 +184,9 @@ def test_a_refused_job_is_sent_anew_when_the_cause_is_mended(base: BaseFolder, s
     assert reconcile(Again(base, lambda name: scheduler)) == []
 
 
-def test_an_array_whose_reply_was_lost_is_adopted_element_by_element(base: BaseFolder, scheduler: Memory) -> None:
+def test_an_array_whose_reply_was_lost_is_adopted_element_by_element(
+    base: BaseFolder, scheduler: Memory
+) -> None:
     scheduler.lose_replies = 1
     submit(request(base, scheduler, 3, use_array=True))
     assert sorted(str(row.job_id) for row in rows(base, scheduler)) == ["0_0", "0_1", "0_2"]
@@ -196,7 +212,9 @@ def test_to_cancel_one_element_of_an_unanswered_array_leaves_the_others_alone(
         request(base, scheduler, 3, use_array=True, resend_s=0.0),
     )
     for folder in base.recorded():  # as if the adoption had not been written
-        lines = [line for line in folder.record.read_text().splitlines(True) if '"submitted"' not in line]
+        lines = [
+            line for line in folder.record.read_text().splitlines(True) if '"submitted"' not in line
+        ]
         folder.record.write_text("".join(lines))
     one = rows(base, scheduler)[1]
     cancel(base, [one], lambda name: scheduler)
@@ -204,7 +222,9 @@ def test_to_cancel_one_element_of_an_unanswered_array_leaves_the_others_alone(
     assert scheduler.cancelled == [f"0_{index}"]
 
 
-def test_a_cancelled_submission_that_nobody_has_seen_must_not_start_later(base: BaseFolder, scheduler: Memory) -> None:
+def test_a_cancelled_submission_that_nobody_has_seen_must_not_start_later(
+    base: BaseFolder, scheduler: Memory
+) -> None:
     scheduler.lose_requests = 99
     submit(request(base, scheduler, resend_s=0.01))
     (row,) = rows(base, scheduler)
@@ -217,7 +237,9 @@ def test_a_cancelled_submission_that_nobody_has_seen_must_not_start_later(base: 
     assert len(scheduler.sent) == sends
 
 
-def test_a_job_that_ends_while_the_scheduler_is_asked_has_not_failed(base: BaseFolder, scheduler: Memory) -> None:
+def test_a_job_that_ends_while_the_scheduler_is_asked_has_not_failed(
+    base: BaseFolder, scheduler: Memory
+) -> None:
     submit(request(base, scheduler))
     folder = base.recorded()[0]
     query = scheduler.query
@@ -231,7 +253,9 @@ def test_a_job_that_ends_while_the_scheduler_is_asked_has_not_failed(base: BaseF
     assert rows(base, scheduler)[0].state == "succeeded"
 
 
-def test_a_retry_sees_that_the_experiment_has_succeeded_since(base: BaseFolder, scheduler: Memory) -> None:
+def test_a_retry_sees_that_the_experiment_has_succeeded_since(
+    base: BaseFolder, scheduler: Memory
+) -> None:
     submit(request(base, scheduler))
     scheduler.states["0"] = Observed("failed")
     (stale,) = rows(base, scheduler)
@@ -246,7 +270,9 @@ def test_what_has_started_since_cannot_be_reset(base: BaseFolder, scheduler: Mem
         reset(base, base.recorded()[0].path.name, lambda name: scheduler)
 
 
-def test_a_record_that_nobody_can_read_can_be_moved_away(base: BaseFolder, scheduler: Memory) -> None:
+def test_a_record_that_nobody_can_read_can_be_moved_away(
+    base: BaseFolder, scheduler: Memory
+) -> None:
     submit(request(base, scheduler))
     folder = base.recorded()[0]
     folder.record.write_text('{"event": "created"}\n')
@@ -261,30 +287,44 @@ def test_a_spec_of_another_version_is_one_clear_error(base: BaseFolder, schedule
     scheduler.states["0"] = Observed("failed")
     spec = base.recorded()[0].attempt(1).spec
     spec.write_text(json.dumps({**json.loads(spec.read_text()), "colour": "blue"}))
-    (result,) = again(Again(base, lambda name: scheduler, Limits(retry=ENDED_BADLY)), rows(base, scheduler))
+    (result,) = again(
+        Again(base, lambda name: scheduler, Limits(retry=ENDED_BADLY)), rows(base, scheduler)
+    )
     assert "Submit the group again" in result.text
     assert result.is_bad
 
 
-def test_bad_input_is_sent_again_by_retry_when_what_is_sent_has_changed(base: BaseFolder, scheduler: Memory) -> None:
+def test_bad_input_is_sent_again_by_retry_when_what_is_sent_has_changed(
+    base: BaseFolder, scheduler: Memory
+) -> None:
     submit(request(base, scheduler))
-    base.recorded()[0].attempt(1).exit.write_text(json.dumps({"code": 2, "kind": "failed", "reason": "no such folder"}))
+    base.recorded()[0].attempt(1).exit.write_text(
+        json.dumps({"code": 2, "kind": "failed", "reason": "no such folder"})
+    )
     submit(request(base, scheduler, retry=["failed"]))
     assert len(scheduler.sent) == 1
     submit(request(base, scheduler, retry=["failed"], flags=["--data_path=/"]))
     assert len(scheduler.sent) == 2
 
 
-def test_the_limit_of_a_group_holds_over_all_its_submissions(base: BaseFolder, scheduler: Memory) -> None:
+def test_the_limit_of_a_group_holds_over_all_its_submissions(
+    base: BaseFolder, scheduler: Memory
+) -> None:
     scheduler_elsewhere = scheduler
     type(scheduler_elsewhere).name = "elsewhere"  # not the local queue, which counts by itself
     try:
         results = submit(request(base, scheduler, 3, max_parallel=2))
         assert sorted(result.action for result in results) == ["send", "send", "wait"]
-        assert [result.action for result in reconcile(Again(base, lambda name: scheduler))] == ["wait"]
+        assert [result.action for result in reconcile(Again(base, lambda name: scheduler))] == [
+            "wait"
+        ]
         done = next(row for row in rows(base, scheduler) if row.job_id == "0")
-        base.run(done.exp_id).attempt(1).exit.write_text(json.dumps({"code": 0, "kind": "succeeded"}))
-        assert [result.action for result in reconcile(Again(base, lambda name: scheduler))] == ["send"]
+        base.run(done.exp_id).attempt(1).exit.write_text(
+            json.dumps({"code": 0, "kind": "succeeded"})
+        )
+        assert [result.action for result in reconcile(Again(base, lambda name: scheduler))] == [
+            "send"
+        ]
     finally:
         type(scheduler_elsewhere).name = "local"
     assert record.read(base.recorded()[0]) is not None

@@ -1,4 +1,6 @@
-"""The Slurm backend against a real Slurm: two virtual nodes on loopback (tests/jobs/real_slurm.py)."""
+"""The Slurm backend against a real Slurm: two virtual nodes on loopback
+(tests/jobs/real_slurm.py).
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from jobs.backends.slurm import Slurm
+from jobs.backends.slurm.backend import Slurm
 from jobs.config import JobConfig
 from jobs.errors import Refused, Unreachable
-from jobs.spec import ArrayBackend, Backend, JobSpec, Observed
+from jobs.submit.spec import ArrayBackend, Backend, JobSpec, Observed
 from tests.jobs.real_slurm import RealSlurm, need_slurm, real_slurm, wait_for
 from trainer.config import validate
 from trainer.errors import ConfigError
@@ -73,7 +75,9 @@ class Specs:
     def __init__(self, base: Path) -> None:
         self.base, self.made = base, 0
 
-    def __call__(self, code: str = "pass", *arguments: str, folder: str | None = None, **job: Any) -> JobSpec:
+    def __call__(
+        self, code: str = "pass", *arguments: str, folder: str | None = None, **job: Any
+    ) -> JobSpec:
         self.made += 1
         run = self.base / (folder or f"{self.made:032x}")
         (run / "attempts" / "1").mkdir(parents=True, exist_ok=True)
@@ -175,7 +179,7 @@ def test_slurms_own_text_lies_in_the_folder_of_the_attempt(slurm: Slurm, make: S
 def test_a_log_can_be_followed_until_the_job_has_ended(
     slurm: Slurm, make: Specs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.backends.slurm.ALIVE_S", 0.2)
+    monkeypatch.setattr("jobs.backends.slurm.backend.ALIVE_S", 0.2)
     job_id = sent(slurm, make("import time; print('one', flush=True); time.sleep(1); print('two')"))
     assert list(slurm.logs(job_id, follow=True)) == ["one", "two"]
 
@@ -216,17 +220,24 @@ def test_a_job_is_found_by_its_token_alive_and_dead(slurm: Slurm, make: Specs) -
     assert slurm.find(spec.token) == [job_id]
 
 
-def test_an_array_runs_no_more_than_k_at_once_and_is_found_by_its_token(slurm: Slurm, make: Specs) -> None:
+def test_an_array_runs_no_more_than_k_at_once_and_is_found_by_its_token(
+    slurm: Slurm, make: Specs
+) -> None:
     specs = [make(), make(), make()]
-    (Path(specs[0].workdir) / "jobs").mkdir()  # what `python -m jobs.run --array INDEX` finds there
+    (
+        Path(specs[0].workdir) / "jobs"
+    ).mkdir()  # what `python -m jobs.node.wrapper --array INDEX` finds there
     (Path(specs[0].workdir) / "jobs" / "run.py").write_text(
         "import os, sys, time; from pathlib import Path; me = os.environ['SLURM_ARRAY_TASK_ID']\n"
         "here = Path(sys.argv[2]).parent; (here / f'on-{me}').touch(); time.sleep(0.3)\n"
-        "assert len(list(here.glob('on-*'))) == 1; (here / f'on-{me}').rename(here / f'done-{me}'); sys.exit(int(me))\n"
+        "assert len(list(here.glob('on-*'))) == 1; (here / f'on-{me}').rename(here / "
+        "f'done-{me}'); sys.exit(int(me))\n"
     )
     specs = [spec.model_copy(update={"workdir": specs[0].workdir}) for spec in specs]
     index_file = make.base / "array.json"
-    array = slurm.render_array(specs, token="fta_" + specs[0].token[3:], index_file=str(index_file), max_parallel=1)
+    array = slurm.render_array(
+        specs, token="fta_" + specs[0].token[3:], index_file=str(index_file), max_parallel=1
+    )
     array_id = slurm.submit(array)
     elements = [slurm.element(array_id, index) for index in range(3)]
     assert slurm.find(array.token) == [array_id]
@@ -242,7 +253,9 @@ def test_an_element_of_an_array_is_cancelled_alone(slurm: Slurm, make: Specs) ->
     (make.base / "jobs" / "run.py").write_text(SLEEP)
     specs = [make().model_copy(update={"workdir": str(make.base)}) for _ in range(2)]
     index_file = str(make.base / "array.json")
-    array_id = slurm.submit(slurm.render_array(specs, token="fta_alone", index_file=index_file, max_parallel=None))
+    array_id = slurm.submit(
+        slurm.render_array(specs, token="fta_alone", index_file=index_file, max_parallel=None)
+    )
     elements = [slurm.element(array_id, index) for index in range(2)]
     for element in elements:
         reached(slurm, element, "running")
@@ -272,7 +285,9 @@ def test_a_held_job_names_its_cure(slurm: Slurm, cluster: RealSlurm, make: Specs
     slurm.cancel(job_id)
 
 
-def test_a_drained_node_is_told_with_its_cure(slurm: Slurm, cluster: RealSlurm, make: Specs) -> None:
+def test_a_drained_node_is_told_with_its_cure(
+    slurm: Slurm, cluster: RealSlurm, make: Specs
+) -> None:
     cluster.command("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=Duplicate jobid")
     try:
         two_nodes, named, other = (
@@ -285,7 +300,9 @@ def test_a_drained_node_is_told_with_its_cure(slurm: Slurm, cluster: RealSlurm, 
             assert "n1 (Duplicate jobid)" in reason
             assert "`scontrol update NodeName=n1 State=RESUME`" in reason
         assert reached(slurm, other, "running").host == "n2"
-        waiting = sent(slurm, make(resources={"cpu": 2, "mem": 1}))  # the other node is in use, and will be free
+        waiting = sent(
+            slurm, make(resources={"cpu": 2, "mem": 1})
+        )  # the other node is in use, and will be free
         assert reached(slurm, waiting, "queued", "held").state == "queued"
     finally:
         cluster.command("scontrol", "update", "NodeName=n1", "State=RESUME")
@@ -294,7 +311,9 @@ def test_a_drained_node_is_told_with_its_cure(slurm: Slurm, cluster: RealSlurm, 
         reached(slurm, job_id, "succeeded")
 
 
-def test_a_dependent_job_waits_and_is_cancelled_when_what_it_waits_for_fails(slurm: Slurm, make: Specs) -> None:
+def test_a_dependent_job_waits_and_is_cancelled_when_what_it_waits_for_fails(
+    slurm: Slurm, make: Specs
+) -> None:
     first = sent(slurm, make("import time; time.sleep(0.5); raise SystemExit(1)"))
     second = sent(slurm, make().model_copy(update={"after": [first]}))
     assert slurm.query([second])[second].reason == "Dependency"
@@ -308,7 +327,9 @@ def test_preempted_jobs_are_rerun_or_end_as_preempted(slurm: Slurm, make: Specs)
     ids = [sent(slurm, again), sent(slurm, once)]
     for job_id in ids:
         reached(slurm, job_id, "running")
-    urgent = sent(slurm, make("import time; time.sleep(1)", resources=whole, partition="high", nodes=2))
+    urgent = sent(
+        slurm, make("import time; time.sleep(1)", resources=whole, partition="high", nodes=2)
+    )
     observed = reached(slurm, ids[0], "queued")
     assert (observed.restarts, observed.will_rerun) == (1, True)
     assert "PREEMPTED" in str(reached(slurm, ids[1], "preempted").reason)
@@ -316,9 +337,12 @@ def test_preempted_jobs_are_rerun_or_end_as_preempted(slurm: Slurm, make: Specs)
     slurm.cancel(ids[0])
 
 
-def test_a_requeued_job_keeps_its_id_and_counts_its_restarts(slurm: Slurm, cluster: RealSlurm, make: Specs) -> None:
+def test_a_requeued_job_keeps_its_id_and_counts_its_restarts(
+    slurm: Slurm, cluster: RealSlurm, make: Specs
+) -> None:
     spec = make(
-        "import os, time; n = os.environ.get('SLURM_RESTART_COUNT', '0'); print(n); time.sleep(0 if n > '0' else 60)"
+        "import os, time; n = os.environ.get('SLURM_RESTART_COUNT', '0'); print(n); time.sleep(0 "
+        "if n > '0' else 60)"
     )
     job_id = sent(slurm, spec)
     reached(slurm, job_id, "running")
@@ -330,7 +354,9 @@ def test_a_requeued_job_keeps_its_id_and_counts_its_restarts(slurm: Slurm, clust
     assert list(slurm.logs(job_id, follow=False))[-1] == "1"
 
 
-def test_the_launcher_runs_once_on_every_node_and_meets_at_the_first(slurm: Slurm, make: Specs) -> None:
+def test_the_launcher_runs_once_on_every_node_and_meets_at_the_first(
+    slurm: Slurm, make: Specs
+) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -350,8 +376,8 @@ def test_the_launcher_runs_once_on_every_node_and_meets_at_the_first(slurm: Slur
     )
     launcher = [*PYTHON[:-1], str(rank), f"HEAD_NODE:{port}"]
     code = (
-        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from jobs import node; "
-        f"argv = node.launcher({{'launcher': {launcher!r}, 'job': {{'nodes': 2}}}}); "
+        f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); from jobs.node import host; "
+        f"argv = host.launcher({{'launcher': {launcher!r}, 'job': {{'nodes': 2}}}}); "
         "assert argv[0] == 'srun'; os.execvp(argv[0], argv)"
     )
     spec = make(code, nodes=2, resources={"cpu": 2, "mem": 1, "gpu": 1})
@@ -383,7 +409,9 @@ def test_a_dry_run_says_when_the_job_would_start(slurm: Slurm, make: Specs) -> N
     ],
     ids=str,
 )
-def test_what_slurm_cannot_run_is_refused_in_its_own_words(slurm: Slurm, make: Specs, job: dict[str, Any]) -> None:
+def test_what_slurm_cannot_run_is_refused_in_its_own_words(
+    slurm: Slurm, make: Specs, job: dict[str, Any]
+) -> None:
     try:
         rendered = slurm.render(make(**job))
     except ConfigError:
@@ -391,8 +419,12 @@ def test_what_slurm_cannot_run_is_refused_in_its_own_words(slurm: Slurm, make: S
     for send in (slurm.rehearse, slurm.submit):
         with pytest.raises(Refused, match=r"nvalid|specification|not available"):
             send(rendered)
-    found = slurm.query(slurm.find(rendered.token))  # Slurm keeps some of what it refuses, as failed from the start
-    assert all((job.state, job.host, job.exit_code) == ("failed", None, None) for job in found.values()), found
+    found = slurm.query(
+        slurm.find(rendered.token)
+    )  # Slurm keeps some of what it refuses, as failed from the start
+    assert all(
+        (job.state, job.host, job.exit_code) == ("failed", None, None) for job in found.values()
+    ), found
 
 
 @pytest.mark.parametrize(
@@ -413,15 +445,37 @@ def test_a_key_of_another_scheduler_is_named(make: Specs, job: dict[str, Any], n
 
 
 def test_every_wish_of_the_job_dictionary_becomes_one_argument(make: Specs) -> None:
-    values: dict[str, Any] = {"account": "a", "qos": "q", "constraint": "c", "reservation": "r", "exclude": "n[1-2]"}
+    values: dict[str, Any] = {
+        "account": "a",
+        "qos": "q",
+        "constraint": "c",
+        "reservation": "r",
+        "exclude": "n[1-2]",
+    }
     values |= {"max_run_time": 3600, "grace_s": 100, "signal_s": 90, "requeue": False, "nodes": 3}
     argv = Slurm().render(make(**values, resources={"cpu": 4, "mem": 5, "gpu": 2})).argv
-    wanted = {"--account=a", "--qos=q", "--constraint=c", "--reservation=r", "--exclude=n[1-2]", "--time=1:02:40"}
-    wanted |= {"--signal=B:USR1@90", "--no-requeue", "--nodes=3", "--cpus-per-task=4", "--mem=5G", "--gres=gpu:2"}
+    wanted = {
+        "--account=a",
+        "--qos=q",
+        "--constraint=c",
+        "--reservation=r",
+        "--exclude=n[1-2]",
+        "--time=1:02:40",
+    }
+    wanted |= {
+        "--signal=B:USR1@90",
+        "--no-requeue",
+        "--nodes=3",
+        "--cpus-per-task=4",
+        "--mem=5G",
+        "--gres=gpu:2",
+    }
     assert wanted <= set(argv)
 
 
-@pytest.mark.parametrize("key", ["partition", "account", "qos", "gres", "constraint", "nodelist", "exclude", "time"])
+@pytest.mark.parametrize(
+    "key", ["partition", "account", "qos", "gres", "constraint", "nodelist", "exclude", "time"]
+)
 def test_no_value_of_the_job_dictionary_is_more_than_a_value(
     slurm: Slurm, make: Specs, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,8 +526,10 @@ def test_accounting_tells_of_jobs_that_the_controller_has_forgotten(
 ) -> None:
     sacct = make.base / "sacct"  # prints what sacct 22.05.8 with a slurmdbd printed
     sacct.write_text(
-        "#!/bin/sh\nexec cat <<'END'\n9000001|COMPLETED|0:0|n1\n9000002|FAILED|75:0|n1\n9000003|FAILED|0:9|n2\n"
-        "9000004|CANCELLED by 0|0:0|None assigned\n9000005|NODE_FAIL|0:0|n[1-2]\n9000006_1|OUT_OF_MEMORY|0:125|n1\n"
+        "#!/bin/sh\nexec cat "
+        "<<'END'\n9000001|COMPLETED|0:0|n1\n9000002|FAILED|75:0|n1\n9000003|FAILED|0:9|n2\n"
+        "9000004|CANCELLED by 0|0:0|None "
+        "assigned\n9000005|NODE_FAIL|0:0|n[1-2]\n9000006_1|OUT_OF_MEMORY|0:125|n1\n"
         "9000007|RUNNING|0:0|n1\nEND\n"
     )
     sacct.chmod(0o755)
@@ -515,7 +571,9 @@ def test_a_killed_controller_is_unreachable_and_knows_the_jobs_when_it_is_back(
     job_id = sent(slurm, spec)
     reached(slurm, job_id, "running")
     rendered = slurm.render(make())
-    cluster.wait_for(lambda: cluster.has_saved(spec.token), within_s=SOON_S, what="the job is saved")
+    cluster.wait_for(
+        lambda: cluster.has_saved(spec.token), within_s=SOON_S, what="the job is saved"
+    )
     cluster.kill_controller()
     try:
         asks: list[Callable[[], object]] = [
@@ -542,7 +600,9 @@ def test_a_job_that_slurm_has_forgotten_is_left_out(cluster: RealSlurm, make: Sp
         slurm, spec = Slurm(), make()
         job_id = sent(slurm, spec)
         reached(slurm, job_id, "succeeded")
-        forgetful.wait_for(lambda: slurm.query([job_id]) == {}, within_s=SOON_S, what="the job is forgotten")
+        forgetful.wait_for(
+            lambda: slurm.query([job_id]) == {}, within_s=SOON_S, what="the job is forgotten"
+        )
         assert slurm.query([job_id, "77"]) == {}
         assert slurm.find(spec.token) == []
         assert list(slurm.logs(job_id, follow=False)) == []

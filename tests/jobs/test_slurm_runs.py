@@ -1,4 +1,6 @@
-"""Groups of experiments on a real Slurm: preempted, requeued, cancelled, held, forgotten, and arrays of them."""
+"""Groups of experiments on a real Slurm: preempted, requeued, cancelled, held, forgotten, and
+arrays of them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def here(place: Make, tmp_path: Path, cluster: RealSlurm) -> Callable[..., Place
 
 
 def submit(place: Place, *words: str) -> Any:
-    said = place.submit("--job_configs", str(place.base.parent / "jobs.py"), *words, backend="slurm")
+    said = place.submit(
+        "--job_configs", str(place.base.parent / "jobs.py"), *words, backend="slurm"
+    )
     assert said.code in (0, 4), said.out
     return said
 
@@ -60,7 +64,9 @@ def step_of(folder: Path) -> int:
 def test_a_two_rank_training_is_preempted_requeued_and_ends_as_if_nothing_had_been(
     here: Callable[..., Place], cluster: RealSlurm, tmp_path: Path
 ) -> None:
-    made = here(0, resources={"cpu": 2, "mem": 2}, environment_vars={"OMP_NUM_THREADS": "1"}, nodelist="n1")
+    made = here(
+        0, resources={"cpu": 2, "mem": 2}, environment_vars={"OMP_NUM_THREADS": "1"}, nodelist="n1"
+    )
     made.groups.write_text(
         "from exp_configs import EXP_GROUPS as BUILT_IN, vary\n"
         'STEPS = {"steps": 60, "log_every": 1, "eval_every": 60, "save_every": 5}\n'
@@ -74,13 +80,16 @@ def test_a_two_rank_training_is_preempted_requeued_and_ends_as_if_nothing_had_be
     wait_until(lambda: step_of(folder), lambda step: step >= 8, within_s=90)
     urgent = tmp_path / "urgent"
     urgent.write_text("#!/bin/sh\nexec sleep 1\n")
-    cluster.command("sbatch", "-p", "high", "-w", "n1", "-c", "2", "--mem=64", "-o", "/dev/null", str(urgent))
+    cluster.command(
+        "sbatch", "-p", "high", "-w", "n1", "-c", "2", "--mem=64", "-o", "/dev/null", str(urgent)
+    )
     stopped = wait_until(lambda: [*folder.glob("attempts/1/exit*.json")], bool, within_s=60)
     assert json.loads(stopped[0].read_text())["code"] == 75
     wait_until(lambda: (folder / "attempts/1/started-2.json").exists(), bool, within_s=60)
     saved_at = step_of(folder)
     wait_until(lambda: step_of(folder), lambda step: step >= saved_at + 8, within_s=60)
-    cluster.kill_controller()  # where Slurm has not saved that the job runs, it kills it and starts it once more
+    # where Slurm has not saved that the job runs, it kills it and starts it once more
+    cluster.kill_controller()
     cluster.start_controller()
     (row,) = made.until_all("succeeded", "failed", within_s=120)
     assert row["state"] == "succeeded", row["reason"]
@@ -92,7 +101,10 @@ def test_a_two_rank_training_is_preempted_requeued_and_ends_as_if_nothing_had_be
     assert undisturbed.submit(*words, backend="inline").code == 0
     (other,) = undisturbed.status()
     assert metrics_of(folder) == metrics_of(Path(other["folder"]))
-    weights = [next(Path(each).glob("final/*.safetensors")).read_bytes() for each in (folder, other["folder"])]
+    weights = [
+        next(Path(each).glob("final/*.safetensors")).read_bytes()
+        for each in (folder, other["folder"])
+    ]
     assert weights[0] == weights[1]
 
 
@@ -111,7 +123,9 @@ def test_an_array_of_twenty_runs_each_once_two_at_a_time(here: Callable[..., Pla
     assert {(result["action"]) for result in submit(made, "--array", "--json").json} == {"skip"}
 
 
-def test_scancel_is_reported_as_cancelled_and_not_run_again(here: Callable[..., Place], cluster: RealSlurm) -> None:
+def test_scancel_is_reported_as_cancelled_and_not_run_again(
+    here: Callable[..., Place], cluster: RealSlurm
+) -> None:
     made = here(1)
     made.says("sleep")
     submit(made)
@@ -144,7 +158,9 @@ def test_a_job_that_a_killed_controller_takes_for_waiting_is_cancelled_once_it_h
     cluster.command("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=not yet")
     submit(made)
     (row,) = made.status()
-    cluster.wait_for(lambda: cluster.has_saved(made_token(row), is_waiting=True), within_s=20, what="saved")
+    cluster.wait_for(
+        lambda: cluster.has_saved(made_token(row), is_waiting=True), within_s=20, what="saved"
+    )
     waiting = (cluster.folder / "state" / "job_state").read_bytes()
     cluster.command("scontrol", "update", "NodeName=n2", "State=RESUME")
     wait_until(made.starts, bool)
@@ -159,7 +175,9 @@ def test_a_job_that_a_killed_controller_takes_for_waiting_is_cancelled_once_it_h
     assert len(made.starts()) == 1
 
 
-def test_a_drained_node_and_a_held_job_are_explained(here: Callable[..., Place], cluster: RealSlurm) -> None:
+def test_a_drained_node_and_a_held_job_are_explained(
+    here: Callable[..., Place], cluster: RealSlurm
+) -> None:
     made = here(1, nodelist="n2")
     cluster.command("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=broken-fan")
     try:
@@ -176,9 +194,11 @@ def test_a_job_that_slurm_has_forgotten_is_lost_unless_it_left_an_outcome(
     place: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     need_slurm()
-    monkeypatch.setattr("jobs.states.FRESH_S", 0.0)
+    monkeypatch.setattr("jobs.record.verdict.FRESH_S", 0.0)
     made = place(2)
-    (tmp_path / "jobs.py").write_text("JOB_CONFIGS = {'default': {'resources': {'cpu': 1, 'mem': 1}}}")
+    (tmp_path / "jobs.py").write_text(
+        "JOB_CONFIGS = {'default': {'resources': {'cpu': 1, 'mem': 1}}}"
+    )
     with real_slurm(min_job_age_s=2) as cluster:
         submit(made)
         rows = made.until_all("succeeded")
@@ -191,7 +211,10 @@ def test_a_job_that_slurm_has_forgotten_is_lost_unless_it_left_an_outcome(
         ):
             path.unlink()
         _forget_the_end(folder)
-        wait_until(lambda: cluster.command("squeue", "-h", "-t", "all", "-o", "%i"), lambda text: not text.strip())
+        wait_until(
+            lambda: cluster.command("squeue", "-h", "-t", "all", "-o", "%i"),
+            lambda text: not text.strip(),
+        )
         states = {row["exp_id"]: row["state"] for row in made.status()}
     assert states == {lost["exp_id"]: "lost", rows[1]["exp_id"]: "succeeded"}
 
@@ -199,28 +222,48 @@ def test_a_job_that_slurm_has_forgotten_is_lost_unless_it_left_an_outcome(
 def _forget_the_end(folder: Path) -> None:
     """As if nobody had looked since the job was accepted, and its heart had stopped long ago."""
     record = folder / "job.jsonl"
-    lines = [line for line in record.read_text().splitlines(keepends=True) if json.loads(line)["event"] != "observed"]
+    lines = [
+        line
+        for line in record.read_text().splitlines(keepends=True)
+        if json.loads(line)["event"] != "observed"
+    ]
     record.write_text("".join(lines))
     started = folder / "attempts/1/started-1.json"
-    started.write_text(json.dumps({**json.loads(started.read_text()), "at": "2020-01-01T00:00:00+00:00"}))
+    started.write_text(
+        json.dumps({**json.loads(started.read_text()), "at": "2020-01-01T00:00:00+00:00"})
+    )
 
 
 def test_a_dry_run_asks_slurm_itself(here: Callable[..., Place]) -> None:
     made = here(1, partition="nowhere")
-    plan = ["plan", "-e", "sweep", "-sb", str(made.base), "--exp_configs", str(made.groups), "-j", "slurm"]
+    plan = [
+        "plan",
+        "-e",
+        "sweep",
+        "-sb",
+        str(made.base),
+        "--exp_configs",
+        str(made.groups),
+        "-j",
+        "slurm",
+    ]
     said = made.lathe(*plan, "--job_configs", str(made.base.parent / "jobs.py"))
     assert said.code == 2
     assert "invalid partition" in said.out.lower()
     assert not made.base.exists()
 
 
-def test_a_controller_that_is_away_loses_nothing(here: Callable[..., Place], cluster: RealSlurm) -> None:
+def test_a_controller_that_is_away_loses_nothing(
+    here: Callable[..., Place], cluster: RealSlurm
+) -> None:
     made = here(2)
     made.says("sleep")
     submit(made)
     made.until(lambda rows: len(made.starts()) == 2)
     cluster.wait_for(
-        lambda: all(cluster.has_saved(made_token(row)) for row in made.status()), within_s=20, what="saved"
+        lambda: all(cluster.has_saved(made_token(row)) for row in made.status()),
+        within_s=20,
+        what="saved",
     )
     cluster.kill_controller()
     try:

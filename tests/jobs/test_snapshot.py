@@ -17,16 +17,39 @@ from pathlib import Path
 
 import pytest
 
-from jobs import repository, snapshot
-from jobs.layout import BaseFolder
-from jobs.snapshot import link, take, verify
+from jobs.code import repository, snapshot
+from jobs.code.snapshot import link, take, verify
+from jobs.record.paths import BaseFolder
 from trainer.errors import ConfigError, StorageError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEY = "0123456789" + "abcdef0123" * 3  # looks like one, in no file of this tree
 NAMES = (
-    *("it's.py", 'a"b.py', "a\nb.py", "a\rb\tc.py", "-rf", "--help", "$(touch pwned)", "`touch pwned`", ";touch pwned"),
-    *("*.py", "[ab].py", ":(exclude)x", ":!x", "~", "#x", "a\\b.py", " lead", "trail ", "é中‮.py", "\udcff\udcfe", "%s"),
+    *(
+        "it's.py",
+        'a"b.py',
+        "a\nb.py",
+        "a\rb\tc.py",
+        "-rf",
+        "--help",
+        "$(touch pwned)",
+        "`touch pwned`",
+        ";touch pwned",
+    ),
+    *(
+        "*.py",
+        "[ab].py",
+        ":(exclude)x",
+        ":!x",
+        "~",
+        "#x",
+        "a\\b.py",
+        " lead",
+        "trail ",
+        "é中‮.py",
+        "\udcff\udcfe",
+        "%s",
+    ),
     *("\x1b[31m", "deep/'/\"/\n/-x/é.py", "x" * 200, "sub/" * 40 + "long.py"),
 )
 
@@ -43,7 +66,11 @@ def plain_git(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def git(folder: Path, *arguments: str) -> str:
     command = ["git", "-c", "protocol.file.allow=always", "-C", str(folder), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, timeout=30).stdout.decode(errors="replace").strip()
+    return (
+        subprocess.run(command, check=True, capture_output=True, timeout=30)
+        .stdout.decode(errors="replace")
+        .strip()
+    )
 
 
 def write(path: Path, text: str | bytes = "x = 1\n") -> Path:
@@ -66,7 +93,17 @@ def repository_of_one_commit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / ".gitignore", "ignored/\n")
     git(folder, "init", "--quiet", "--template=", "--initial-branch=main")
     git(folder, "add", "--all")
-    git(folder, "-c", "user.name=A", "-c", "user.email=a@example.org", "commit", "--quiet", "--message", "first")
+    git(
+        folder,
+        "-c",
+        "user.name=A",
+        "-c",
+        "user.email=a@example.org",
+        "commit",
+        "--quiet",
+        "--message",
+        "first",
+    )
     return folder
 
 
@@ -82,7 +119,11 @@ def base(tmp_path: Path) -> BaseFolder:
 
 
 def files(tree: Path) -> set[str]:
-    return {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_symlink() or path.is_file()}
+    return {
+        str(path.relative_to(tree))
+        for path in tree.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
 
 
 def manifest(base: BaseFolder, digest: str) -> dict[str, object]:
@@ -94,7 +135,9 @@ def stored_bytes(folder: Path) -> bytes:
     parts = [os.fsencode(path.relative_to(folder)) + b"\n" for path in folder.rglob("*")]
     for path in folder.rglob("*"):
         if path.is_file():
-            parts.append(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes())
+            parts.append(
+                gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            )
     return b"".join(parts)
 
 
@@ -103,9 +146,13 @@ def stored_bytes(folder: Path) -> bytes:
 
 def test_a_clean_repository_is_taken_as_it_is(project: Path, base: BaseFolder) -> None:
     taken = take(project, base, allow_dirty=False)
-    assert files(taken.tree) == {"trainval.py", "trainer/loop.py", ".gitignore"}
+    assert files(taken.tree) == {"trainval.py", "trainer/training/loop.py", ".gitignore"}
     assert taken.commit == git(project, "rev-parse", "HEAD")
-    assert (taken.is_dirty, taken.files, taken.bytes) == (False, 3, len("print('train')\nx = 1\nignored/\n"))
+    assert (taken.is_dirty, taken.files, taken.bytes) == (
+        False,
+        3,
+        len("print('train')\nx = 1\nignored/\n"),
+    )
     assert taken.workdir == taken.tree == base.snapshot(taken.digest)
     assert verify(base, taken.digest) == []
 
@@ -114,10 +161,16 @@ def test_the_manifest_tells_commit_branch_and_every_file(project: Path, base: Ba
     taken = take(project, base, allow_dirty=False)
     told = manifest(base, taken.digest)
     assert (told["commit"], told["branch"], told["patch"]) == (taken.commit, "main", None)
-    assert [entry["path"] for entry in told["files"]] == [".gitignore", "trainer/loop.py", "trainval.py"]  # type: ignore[attr-defined]
+    assert [entry["path"] for entry in told["files"]] == [
+        ".gitignore",
+        "trainer/training/loop.py",
+        "trainval.py",
+    ]  # type: ignore[attr-defined]
 
 
-def test_the_same_content_is_stored_once_whatever_its_commit(project: Path, base: BaseFolder) -> None:
+def test_the_same_content_is_stored_once_whatever_its_commit(
+    project: Path, base: BaseFolder
+) -> None:
     first = take(project, base, allow_dirty=False)
     git(project, "commit", "--quiet", "--allow-empty", "--message", "other")
     second = take(project, base, allow_dirty=False)
@@ -138,7 +191,9 @@ def test_other_content_is_another_snapshot(project: Path, base: BaseFolder) -> N
 @pytest.mark.parametrize("change", ["mode", "name"])
 def test_modes_and_names_are_content(project: Path, base: BaseFolder, change: str) -> None:
     first = take(project, base, allow_dirty=False)
-    (project / "trainval.py").chmod(0o755) if change == "mode" else (project / "trainval.py").rename(project / "x.py")
+    (project / "trainval.py").chmod(0o755) if change == "mode" else (
+        project / "trainval.py"
+    ).rename(project / "x.py")
     commit(project)
     assert take(project, base, allow_dirty=False).digest != first.digest
 
@@ -148,28 +203,46 @@ def test_the_archive_is_the_same_bytes_for_the_same_content(project: Path, tmp_p
     archives: list[bytes] = []
     for base in bases:
         os.utime(project / "trainval.py", (len(archives), 10**9))
-        archives.append((base.snapshots / take(project, base, allow_dirty=False).digest / "code.tar.gz").read_bytes())
+        archives.append(
+            (
+                base.snapshots / take(project, base, allow_dirty=False).digest / "code.tar.gz"
+            ).read_bytes()
+        )
     assert archives[0] == archives[1]
 
 
-def test_the_archive_holds_the_tree_sorted_without_times_and_owners(project: Path, base: BaseFolder) -> None:
+def test_the_archive_holds_the_tree_sorted_without_times_and_owners(
+    project: Path, base: BaseFolder
+) -> None:
     (project / "trainval.py").chmod(0o755)
     (project / "again.py").symlink_to("trainval.py")
     commit(project)
     taken = take(project, base, allow_dirty=False)
     with tarfile.open(base.snapshots / taken.digest / "code.tar.gz") as archive:
         members = archive.getmembers()
-    assert [member.name for member in members] == [".gitignore", "again.py", "trainer/loop.py", "trainval.py"]
-    assert {(member.mtime, member.uid, member.gid, member.uname) for member in members} == {(0, 0, 0, "")}
+    assert [member.name for member in members] == [
+        ".gitignore",
+        "again.py",
+        "trainer/training/loop.py",
+        "trainval.py",
+    ]
+    assert {(member.mtime, member.uid, member.gid, member.uname) for member in members} == {
+        (0, 0, 0, "")
+    }
     assert [member.mode for member in members] == [0o644, 0o777, 0o644, 0o755]
 
 
-def test_files_of_the_tree_are_read_only_and_keep_their_executable_bit(project: Path, base: BaseFolder) -> None:
+def test_files_of_the_tree_are_read_only_and_keep_their_executable_bit(
+    project: Path, base: BaseFolder
+) -> None:
     (project / "trainval.py").chmod(0o755)
     commit(project)
     taken = take(project, base, allow_dirty=False)
-    modes = {name: (taken.tree / name).stat().st_mode & 0o777 for name in ("trainval.py", "trainer/loop.py")}
-    assert modes == {"trainval.py": 0o555, "trainer/loop.py": 0o444}
+    modes = {
+        name: (taken.tree / name).stat().st_mode & 0o777
+        for name in ("trainval.py", "trainer/training/loop.py")
+    }
+    assert modes == {"trainval.py": 0o555, "trainer/training/loop.py": 0o444}
 
 
 def test_hostile_file_names_survive_and_run_nothing(project: Path, base: BaseFolder) -> None:
@@ -177,21 +250,27 @@ def test_hostile_file_names_survive_and_run_nothing(project: Path, base: BaseFol
         write(project / name, f"{NAMES.index(name)}\n")
     commit(project)
     taken = take(project, base, allow_dirty=False)
-    assert files(taken.tree) == {*NAMES, "trainval.py", "trainer/loop.py", ".gitignore"}
+    assert files(taken.tree) == {*NAMES, "trainval.py", "trainer/training/loop.py", ".gitignore"}
     assert all((taken.tree / name).read_text() == f"{i}\n" for i, name in enumerate(NAMES))
-    with tarfile.open(base.snapshots / taken.digest / "code.tar.gz", errors="surrogateescape") as archive:
+    with tarfile.open(
+        base.snapshots / taken.digest / "code.tar.gz", errors="surrogateescape"
+    ) as archive:
         assert set(archive.getnames()) == files(taken.tree)
     assert verify(base, taken.digest) == []
     assert not list(project.rglob("pwned"))
 
 
-def test_a_project_in_a_folder_of_its_repository_runs_in_that_folder(project: Path, base: BaseFolder) -> None:
+def test_a_project_in_a_folder_of_its_repository_runs_in_that_folder(
+    project: Path, base: BaseFolder
+) -> None:
     taken = take(project / "trainer", base, allow_dirty=False)
-    assert files(taken.tree) == {"trainval.py", "trainer/loop.py", ".gitignore"}
+    assert files(taken.tree) == {"trainval.py", "trainer/training/loop.py", ".gitignore"}
     assert taken.workdir == taken.tree / "trainer"
 
 
-def test_submodules_are_taken_with_their_files(project: Path, base: BaseFolder, tmp_path: Path) -> None:
+def test_submodules_are_taken_with_their_files(
+    project: Path, base: BaseFolder, tmp_path: Path
+) -> None:
     write(tmp_path / "other" / "module.py")
     git(tmp_path, "init", "--quiet", "other")
     commit(tmp_path / "other")
@@ -229,7 +308,7 @@ def test_a_dirty_tree_is_refused_and_its_files_named(project: Path, base: BaseFo
     (project / "trainval.py").unlink()
     with pytest.raises(ConfigError, match=r"3 file.*allow-dirty") as refused:
         take(project, base, allow_dirty=False)
-    for words in ("M trainer/loop.py", "D trainval.py", r"?? new\n.py"):
+    for words in ("M trainer/training/loop.py", "D trainval.py", r"?? new\n.py"):
         assert words in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not base.snapshots.exists()
@@ -240,18 +319,24 @@ def test_ignored_files_are_neither_dirty_nor_taken(project: Path, base: BaseFold
     assert take(project, base, allow_dirty=False).files == 3
 
 
-def test_with_leave_a_dirty_tree_is_taken_with_its_patch(project: Path, base: BaseFolder, tmp_path: Path) -> None:
+def test_with_leave_a_dirty_tree_is_taken_with_its_patch(
+    project: Path, base: BaseFolder, tmp_path: Path
+) -> None:
     write(project / "trainer" / "loop.py", b"\0binary\xff\n")
     write(project / "new.py")
     (project / "trainval.py").unlink()
     taken = take(project, base, allow_dirty=True)
     assert taken.is_dirty
-    assert files(taken.tree) == {"new.py", "trainer/loop.py", ".gitignore"}
+    assert files(taken.tree) == {"new.py", "trainer/training/loop.py", ".gitignore"}
     git(tmp_path, "clone", "--quiet", str(project), "clone")
     git(tmp_path / "clone", "apply", str(base.snapshots / taken.digest / "dirty.patch"))
     assert (tmp_path / "clone" / "trainer" / "loop.py").read_bytes() == b"\0binary\xff\n"
     assert not (tmp_path / "clone" / "trainval.py").exists()
-    assert manifest(base, taken.digest)["dirty"] == {"trainer/loop.py": " M", "trainval.py": " D", "new.py": "??"}
+    assert manifest(base, taken.digest)["dirty"] == {
+        "trainer/training/loop.py": " M",
+        "trainval.py": " D",
+        "new.py": "??",
+    }
 
 
 def test_a_patch_does_not_depend_on_the_settings_of_git(project: Path, base: BaseFolder) -> None:
@@ -291,7 +376,15 @@ def test_a_repository_without_a_commit_is_dirty(tmp_path: Path, base: BaseFolder
 
 def test_a_folder_without_git_needs_leave(tmp_path: Path, base: BaseFolder) -> None:
     folder = tmp_path / "plain"
-    for name in ("trainval.py", "a/b.py", ".venv/x.py", "a/__pycache__/b.pyc", "results/r.json", "wandb/run", ".env"):
+    for name in (
+        "trainval.py",
+        "a/b.py",
+        ".venv/x.py",
+        "a/__pycache__/b.pyc",
+        "results/r.json",
+        "wandb/run",
+        ".env",
+    ):
         write(folder / name)
     with pytest.raises(ConfigError, match="not in a git repository"):
         take(folder, base, allow_dirty=False)
@@ -300,7 +393,9 @@ def test_a_folder_without_git_needs_leave(tmp_path: Path, base: BaseFolder) -> N
     assert (taken.commit, taken.is_dirty) == (None, True)
 
 
-def test_a_project_that_the_repository_around_it_ignores_counts_as_without_git(project: Path, base: BaseFolder) -> None:
+def test_a_project_that_the_repository_around_it_ignores_counts_as_without_git(
+    project: Path, base: BaseFolder
+) -> None:
     write(project / "ignored" / "trainval.py")
     taken = take(project / "ignored", base, allow_dirty=True)
     assert files(taken.tree) == {"trainval.py"}
@@ -314,7 +409,12 @@ def test_a_folder_without_files_is_refused(tmp_path: Path, base: BaseFolder) -> 
 
 
 def test_untracked_litter_is_not_dirt(project: Path, base: BaseFolder) -> None:
-    for name in ("__pycache__/a.pyc", ".venv/lib/x.py", "wandb/run/x", "trainer/.ipynb_checkpoints/a.py"):
+    for name in (
+        "__pycache__/a.pyc",
+        ".venv/lib/x.py",
+        "wandb/run/x",
+        "trainer/.ipynb_checkpoints/a.py",
+    ):
         write(project / name)
     assert take(project, base, allow_dirty=False).files == 3
 
@@ -353,7 +453,7 @@ def test_planted_secrets_are_in_no_stored_byte(
     write(project / "trainval.py", "changed = 1\n")
     with caplog.at_level(logging.WARNING):
         taken = take(project, base, allow_dirty=True)
-    assert files(taken.tree) == {"trainval.py", "trainer/loop.py", ".gitignore"}
+    assert files(taken.tree) == {"trainval.py", "trainer/training/loop.py", ".gitignore"}
     stored = stored_bytes(base.path)
     assert b"changed = 1" in stored
     assert b"hush-hush" not in stored
@@ -369,16 +469,23 @@ def test_left_out_files_do_not_make_a_tree_dirty(project: Path, base: BaseFolder
 
 
 def test_the_git_folder_is_never_taken(project: Path, base: BaseFolder) -> None:
-    write(project / ".git" / "config", (project / ".git" / "config").read_text() + "[remote]\n\tpassword = hush-hush\n")
+    write(
+        project / ".git" / "config",
+        (project / ".git" / "config").read_text() + "[remote]\n\tpassword = hush-hush\n",
+    )
     take(project, base, allow_dirty=False)
     assert not list(base.path.rglob(".git"))
     assert b"hush-hush" not in stored_bytes(base.path)
 
 
-def test_a_file_that_holds_a_key_is_refused_without_showing_it(project: Path, base: BaseFolder) -> None:
+def test_a_file_that_holds_a_key_is_refused_without_showing_it(
+    project: Path, base: BaseFolder
+) -> None:
     write(project / "launch.sh", f"echo\nexport WANDB_API_KEY={KEY}\n")
     commit(project)
-    with pytest.raises(ConfigError, match=r"launch\.sh, line 2: a key of W&B.*wandb_key_file") as refused:
+    with pytest.raises(
+        ConfigError, match=r"launch\.sh, line 2: a key of W&B.*wandb_key_file"
+    ) as refused:
         take(project, base, allow_dirty=False)
     assert KEY not in str(refused.value)
     assert not base.snapshots.exists()
@@ -403,11 +510,18 @@ def test_a_key_that_a_change_removes_is_not_in_the_patch(project: Path, base: Ba
 
 
 @pytest.mark.parametrize("suffix", repository.WEIGHTS)
-def test_weights_are_left_out_and_small_fixtures_kept(project: Path, base: BaseFolder, suffix: str) -> None:
+def test_weights_are_left_out_and_small_fixtures_kept(
+    project: Path, base: BaseFolder, suffix: str
+) -> None:
     write(project / f"model{suffix}", bytes(repository.MAX_WEIGHTS + 1))
     write(project / f"fixture{suffix}", bytes(100))
     taken = take(project, base, allow_dirty=True)
-    assert files(taken.tree) == {f"fixture{suffix}", "trainval.py", "trainer/loop.py", ".gitignore"}
+    assert files(taken.tree) == {
+        f"fixture{suffix}",
+        "trainval.py",
+        "trainer/training/loop.py",
+        ".gitignore",
+    }
     assert manifest(base, taken.digest)["left_out"] == {f"model{suffix}": "weights"}
 
 
@@ -416,7 +530,11 @@ def test_a_savedir_inside_the_project_is_neither_taken_nor_dirty(project: Path) 
     write(base.path / "0" / "exp_dict.json")
     digests = {take(project, base, allow_dirty=False).digest for _ in range(2)}
     assert len(digests) == 1
-    assert files(base.snapshot(digests.pop())) == {"trainval.py", "trainer/loop.py", ".gitignore"}
+    assert files(base.snapshot(digests.pop())) == {
+        "trainval.py",
+        "trainer/training/loop.py",
+        ".gitignore",
+    }
 
 
 def test_a_savedir_reached_by_a_link_is_not_taken_either(project: Path, tmp_path: Path) -> None:
@@ -432,9 +550,12 @@ def test_the_project_itself_as_savedir_is_refused(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["../outside", "/etc/passwd", "trainer/../../outside", "../project/trainval.py", "hop"]
+    "target",
+    ["../outside", "/etc/passwd", "trainer/../../outside", "../project/trainval.py", "hop"],
 )
-def test_links_out_of_the_project_are_left_out(project: Path, base: BaseFolder, tmp_path: Path, target: str) -> None:
+def test_links_out_of_the_project_are_left_out(
+    project: Path, base: BaseFolder, tmp_path: Path, target: str
+) -> None:
     write(tmp_path / "outside", "planted")
     (project / "hop").symlink_to("../outside")
     (project / "link").symlink_to(target)
@@ -463,11 +584,15 @@ def test_pipes_neither_hang_nor_enter(tmp_path: Path, base: BaseFolder) -> None:
 def test_a_big_file_is_refused_by_name_and_size(project: Path, base: BaseFolder) -> None:
     with write(project / "data.jsonl").open("wb") as file:
         file.truncate(repository.MAX_FILE + 1)
-    with pytest.raises(ConfigError, match=r"data\.jsonl \(20\.0 MiB\); want at most 20 MiB.*gitignore"):
+    with pytest.raises(
+        ConfigError, match=r"data\.jsonl \(20\.0 MiB\); want at most 20 MiB.*gitignore"
+    ):
         take(project, base, allow_dirty=True)
 
 
-def test_too_much_together_is_refused_with_the_largest_files(project: Path, base: BaseFolder) -> None:
+def test_too_much_together_is_refused_with_the_largest_files(
+    project: Path, base: BaseFolder
+) -> None:
     for i in range(11):
         with write(project / f"{i}.jsonl").open("wb") as file:
             file.truncate(repository.MAX_FILE - i)
@@ -482,7 +607,9 @@ def test_an_unreadable_file_is_named(project: Path, base: BaseFolder) -> None:
         take(project, base, allow_dirty=True)
 
 
-def test_a_repository_that_git_refuses_is_no_folder_without_git(project: Path, base: BaseFolder) -> None:
+def test_a_repository_that_git_refuses_is_no_folder_without_git(
+    project: Path, base: BaseFolder
+) -> None:
     write(project / ".git" / "config", "[broken")
     with pytest.raises(ConfigError, match="git rev-parse says"):
         take(project, base, allow_dirty=True)
@@ -494,8 +621,8 @@ def test_a_repository_that_git_refuses_is_no_folder_without_git(project: Path, b
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from jobs import snapshot
-from jobs.layout import BaseFolder
+from jobs.code import snapshot
+from jobs.record.paths import BaseFolder
 
 project, base, killed_at = sys.argv[1:]
 if killed_at:
@@ -510,12 +637,16 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(project: Path, base: BaseFolder) -> Start:
-    """Start a process that takes a snapshot when it reads a line; `killed_at` names where it is killed."""
+    """Start a process that takes a snapshot when it reads a line; `killed_at` names where it is
+    killed.
+    """
     children: list[subprocess.Popen[str]] = []
 
     def run(killed_at: str = "") -> subprocess.Popen[str]:
         command = [sys.executable, "-c", CHILD, str(project), str(base.path), killed_at]
-        child = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         children.append(child)
         return child
 
@@ -550,12 +681,17 @@ def test_a_submission_killed_at_any_point_leaves_nothing_that_counts(
     assert verify(base, taken.digest) == []
 
 
-def test_kill_9_in_the_middle_of_writing_leaves_no_half_snapshot(project: Path, base: BaseFolder, start: Start) -> None:
+def test_kill_9_in_the_middle_of_writing_leaves_no_half_snapshot(
+    project: Path, base: BaseFolder, start: Start
+) -> None:
     write(project / "noise.txt", os.urandom(15 * repository.MIB))  # half a second of compression
     child = start()
     go(child)
     deadline = time.monotonic() + 20
-    while not list(base.snapshots.glob(f"{snapshot.STAGING}*/tree/noise.txt")) and time.monotonic() < deadline:
+    while (
+        not list(base.snapshots.glob(f"{snapshot.STAGING}*/tree/noise.txt"))
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.002)
     child.kill()
     assert child.wait(timeout=10) == -signal.SIGKILL
@@ -615,7 +751,9 @@ def test_a_full_disk_is_a_storage_error_and_leaves_nothing(
 # Links and verification
 
 
-def test_a_run_folder_links_to_its_code_by_a_relative_path(project: Path, base: BaseFolder, tmp_path: Path) -> None:
+def test_a_run_folder_links_to_its_code_by_a_relative_path(
+    project: Path, base: BaseFolder, tmp_path: Path
+) -> None:
     taken = take(project, base, allow_dirty=False)
     folder = base.run("0" * 32)
     link(folder, taken)

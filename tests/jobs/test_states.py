@@ -1,4 +1,6 @@
-"""Three witnesses, one verdict: the table of jobs/states.py, and what is done about each state."""
+"""Three witnesses, one verdict: the table of jobs/record/verdict.py, and what is done about each
+state.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from jobs.policy import Limits, decide
-from jobs.record import Job, Sent
-from jobs.spec import ENDED_BADLY, JobState, Observed
-from jobs.states import Witnesses, settle
-from jobs.status import Row
+from jobs.record.events import Job, Sent
+from jobs.record.status import Row
+from jobs.record.verdict import Witnesses, settle
+from jobs.submit.policy import Limits, decide
+from jobs.submit.spec import ENDED_BADLY, JobState, Observed
 
 LONG_AGO = "2020-01-01T00:00:00+00:00"
 
@@ -22,7 +24,17 @@ def ago(seconds: float) -> str:
 
 
 def job(**changes: Any) -> Job:
-    sent = Sent(1, "ft_a_b_1", "ft_a_b_1", None, "slurm", at=LONG_AGO, id="8", submitted_at=LONG_AGO, state="running")
+    sent = Sent(
+        1,
+        "ft_a_b_1",
+        "ft_a_b_1",
+        None,
+        "slurm",
+        at=LONG_AGO,
+        id="8",
+        submitted_at=LONG_AGO,
+        state="running",
+    )
     return Job("a" * 32, "d", "g", "b", LONG_AGO, attempts=(replace(sent, **changes),))
 
 
@@ -52,7 +64,11 @@ SILENT = Witnesses(starts=1, started={"host": "n1"}, heartbeat_age_s=10_000)
         (exit_file(75), Observed("preempted"), "preempted"),
         (exit_file(75), Observed("preempted", will_rerun=True), "queued"),
         (exit_file(75), None, "preempted"),
-        (exit_file(75), Observed("cancelled"), "cancelled"),  # by somebody who went to the scheduler itself
+        (
+            exit_file(75),
+            Observed("cancelled"),
+            "cancelled",
+        ),  # by somebody who went to the scheduler itself
         (exit_file(75), Observed("timeout"), "timeout"),
         # no exit file: the scheduler
         (Witnesses(), Observed("queued"), "queued"),
@@ -69,7 +85,11 @@ SILENT = Witnesses(starts=1, started={"host": "n1"}, heartbeat_age_s=10_000)
         (SILENT, Observed("cancelled", never_ran=True), "cancelled"),
         (Witnesses(), Observed("cancelled", never_ran=True), "cancelled"),
         (ALIVE, Observed("cancelled"), "cancelled"),
-        (Witnesses(), Observed("succeeded"), "failed"),  # it ended well and left no outcome: nobody believes that
+        (
+            Witnesses(),
+            Observed("succeeded"),
+            "failed",
+        ),  # it ended well and left no outcome: nobody believes that
         # the scheduler has forgotten it: the heartbeat
         (ALIVE, None, "running"),
         (SILENT, None, "lost"),
@@ -82,7 +102,9 @@ def test_a_running_job_is_judged_by_exit_file_then_scheduler_then_heartbeat(
     assert settle(job(), found, observed, is_seen=True).state == expected
 
 
-@pytest.mark.parametrize("state", ["submitted", "queued", "running", "held", "failed", "preempted", "cancelled"])
+@pytest.mark.parametrize(
+    "state", ["submitted", "queued", "running", "held", "failed", "preempted", "cancelled"]
+)
 def test_a_scheduler_that_cannot_be_seen_changes_nothing(state: JobState) -> None:
     verdict = settle(job(state=state, reason="as it was"), Witnesses(), None, is_seen=False)
     assert (verdict.state, verdict.reason) == (state, "as it was")
@@ -99,21 +121,29 @@ def test_an_exit_file_counts_even_when_the_scheduler_cannot_be_seen() -> None:
     assert settle(job(), exit_file(0), None, is_seen=False).state == "succeeded"
 
 
-def test_a_preempted_start_says_nothing_while_only_the_scheduler_knows_whether_it_runs_again() -> None:
+def test_a_preempted_start_says_nothing_while_only_the_scheduler_knows_whether_it_runs_again() -> (
+    None
+):
     assert settle(job(), exit_file(75), None, is_seen=False).state == "running"
 
 
 def test_a_job_accepted_a_moment_ago_is_not_lost_when_the_scheduler_lags() -> None:
     fresh = job(state="submitted", submitted_at=ago(5))
     assert settle(fresh, Witnesses(), None, is_seen=True).state == "submitted"
-    assert settle(job(state="submitted", submitted_at=ago(500)), Witnesses(), None, is_seen=True).state == "lost"
+    assert (
+        settle(job(state="submitted", submitted_at=ago(500)), Witnesses(), None, is_seen=True).state
+        == "lost"
+    )
 
 
 def test_what_somebody_cancelled_is_cancelled_however_it_ended() -> None:
     asked = job(is_cancelled=True)
     assert settle(asked, exit_file(75), None, is_seen=True).state == "cancelled"
     assert settle(asked, exit_file(1), None, is_seen=True).state == "cancelled"
-    assert settle(asked, Witnesses(), Observed("failed", exit_code=143), is_seen=True).state == "cancelled"
+    assert (
+        settle(asked, Witnesses(), Observed("failed", exit_code=143), is_seen=True).state
+        == "cancelled"
+    )
     assert settle(asked, Witnesses(), None, is_seen=True).state == "cancelled"
     assert settle(asked, exit_file(0), None, is_seen=True).state == "succeeded"
 
@@ -151,7 +181,8 @@ def test_what_has_ended_stays_ended_when_the_scheduler_forgets_it() -> None:
         assert settle(job(state=state), Witnesses(), None, is_seen=True).state == state
 
 
-# What is done about it ---------------------------------------------------------------------------------------------
+# What is done about it
+# ---------------------------------------------------------------------------------------------
 
 
 def row(state: JobState, *, history: int = 1, job_id: str | None = "8", **changes: Any) -> Row:
@@ -161,7 +192,10 @@ def row(state: JobState, *, history: int = 1, job_id: str | None = "8", **change
 
 @pytest.mark.parametrize("state", ["submitted", "queued", "running", "held"])
 def test_what_is_alive_is_left_alone(state: JobState) -> None:
-    assert decide(row(state), Limits(retry=(*ENDED_BADLY, "preempted")), is_finished=False).action == "skip"
+    assert (
+        decide(row(state), Limits(retry=(*ENDED_BADLY, "preempted")), is_finished=False).action
+        == "skip"
+    )
 
 
 def test_what_is_done_is_left_alone_even_if_it_was_run_by_hand() -> None:
@@ -171,7 +205,12 @@ def test_what_is_done_is_left_alone_even_if_it_was_run_by_hand() -> None:
 
 def test_what_was_never_sent_or_was_refused_is_sent() -> None:
     assert decide(None, Limits(), is_finished=False).action == "send"
-    assert decide(row("pending", job_id=None, reason="no such partition"), Limits(), is_finished=False).action == "send"
+    assert (
+        decide(
+            row("pending", job_id=None, reason="no such partition"), Limits(), is_finished=False
+        ).action
+        == "send"
+    )
 
 
 @pytest.mark.parametrize("state", ["submitting", "running"])
@@ -193,14 +232,32 @@ def test_max_retries_runs_failures_again_but_never_bad_input_nor_what_was_cancel
     bad = row("failed", reason="bad input: no such file")
     assert decide(bad, limits, is_finished=False).action == "skip"
     assert decide(bad, Limits(retry=["failed"]), is_finished=False).action == "skip"
-    assert decide(bad, Limits(retry=["failed"], with_bad_input=True), is_finished=False).action == "send"
+    assert (
+        decide(bad, Limits(retry=["failed"], with_bad_input=True), is_finished=False).action
+        == "send"
+    )
 
 
 def test_preemptions_are_run_again_at_once_then_ever_later_then_not_at_all() -> None:
     limits = Limits(max_preemptions=3)
     assert decide(row("preempted", ended_at=ago(0)), limits, is_finished=False).action == "send"
-    assert decide(row("preempted", history=2, ended_at=ago(5)), limits, is_finished=False).action == "skip"  # 15 s
-    assert decide(row("preempted", history=2, ended_at=ago(16)), limits, is_finished=False).action == "send"
-    assert decide(row("preempted", history=3, ended_at=ago(16)), limits, is_finished=False).action == "skip"  # 30 s
-    assert decide(row("preempted", history=4, ended_at=ago(9999)), limits, is_finished=False).action == "skip"
-    assert decide(row("preempted", history=4), Limits(retry=["preempted"]), is_finished=False).action == "send"
+    assert (
+        decide(row("preempted", history=2, ended_at=ago(5)), limits, is_finished=False).action
+        == "skip"
+    )  # 15 s
+    assert (
+        decide(row("preempted", history=2, ended_at=ago(16)), limits, is_finished=False).action
+        == "send"
+    )
+    assert (
+        decide(row("preempted", history=3, ended_at=ago(16)), limits, is_finished=False).action
+        == "skip"
+    )  # 30 s
+    assert (
+        decide(row("preempted", history=4, ended_at=ago(9999)), limits, is_finished=False).action
+        == "skip"
+    )
+    assert (
+        decide(row("preempted", history=4), Limits(retry=["preempted"]), is_finished=False).action
+        == "send"
+    )

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs import record, table
 from jobs.errors import Unreachable
-from jobs.layout import BaseFolder, RunFolder
-from jobs.spec import Observed
-from jobs.status import Row, last_metrics, survey
+from jobs.record import events as record
+from jobs.record.paths import BaseFolder, RunFolder
+from jobs.record.status import Row, last_metrics, survey
+from jobs.report import table
+from jobs.submit.spec import Observed
 
 IDS = [f"{number:032x}" for number in range(1, 8)]
 
@@ -25,7 +26,9 @@ IDS = [f"{number:032x}" for number in range(1, 8)]
 class Scheduler:
     """Answers `query` from memory, and counts what it was asked."""
 
-    def __init__(self, known: dict[str, Observed] | None = None, *, is_reachable: bool = True) -> None:
+    def __init__(
+        self, known: dict[str, Observed] | None = None, *, is_reachable: bool = True
+    ) -> None:
         self.known, self.is_reachable = known or {}, is_reachable
         self.questions: list[list[str]] = []
 
@@ -40,17 +43,23 @@ class Scheduler:
 
 
 def at(hours_ago: float) -> str:
-    return (datetime.now(timezone.utc) - timedelta(hours=hours_ago)).isoformat(timespec="milliseconds")
+    return (datetime.now(timezone.utc) - timedelta(hours=hours_ago)).isoformat(
+        timespec="milliseconds"
+    )
 
 
-def submitted(base: BaseFolder, exp_id: str, job_id: str, *, attempt: int = 1, group: str = "g") -> RunFolder:
+def submitted(
+    base: BaseFolder, exp_id: str, job_id: str, *, attempt: int = 1, group: str = "g"
+) -> RunFolder:
     folder = base.run(exp_id)
     folder.path.mkdir(parents=True, exist_ok=True)
     if not folder.record.exists():
         record.create(folder, exp_id=exp_id, digest="d" * 64, group=group)
     token = f"ft_{exp_id[:12]}_abcdef_{attempt}"
     record.append(folder, record.intent(attempt, token, name=token, index=None, backend="slurm"))
-    record.append(folder, {"event": "submitted", "attempt": attempt, "id": job_id, "adopted": False})
+    record.append(
+        folder, {"event": "submitted", "attempt": attempt, "id": job_id, "adopted": False}
+    )
     return folder
 
 
@@ -59,23 +68,45 @@ def write(path: Path, values: Any) -> None:
     path.write_text(json.dumps(values))
 
 
-def started(folder: RunFolder, hours_ago: float, *, attempt: int = 1, start: int = 1, gpus: int = 2) -> None:
+def started(
+    folder: RunFolder, hours_ago: float, *, attempt: int = 1, start: int = 1, gpus: int = 2
+) -> None:
     files = folder.attempt(attempt)
     write(files.spec, {"job": {"nodes": 2, "resources": {"gpu": gpus}}})
-    write(files.started(start), {"at": at(hours_ago), "host": f"node-{start}", "id": "7", "restarts": start - 1})
+    write(
+        files.started(start),
+        {"at": at(hours_ago), "host": f"node-{start}", "id": "7", "restarts": start - 1},
+    )
     write(files.heartbeat, {"at": at(0), "step": 1})
 
 
 def ended(
-    folder: RunFolder, hours_ago: float, code: int, *, attempt: int = 1, start: int = 1, name: str = "exit"
+    folder: RunFolder,
+    hours_ago: float,
+    code: int,
+    *,
+    attempt: int = 1,
+    start: int = 1,
+    name: str = "exit",
 ) -> None:
-    facts = {"at": at(hours_ago), "code": code, "kind": "failed", "reason": f"exit code {code}", "start": start}
+    facts = {
+        "at": at(hours_ago),
+        "code": code,
+        "kind": "failed",
+        "reason": f"exit code {code}",
+        "start": start,
+    }
     write(folder.attempt(attempt).folder / f"{name}.json", facts)
 
 
-def trained(folder: RunFolder, lines: Sequence[dict[str, Any]], *, step: int, total: int = 100) -> None:
+def trained(
+    folder: RunFolder, lines: Sequence[dict[str, Any]], *, step: int, total: int = 100
+) -> None:
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write(folder.status, {"state": "running", "step": step, "total": total, "host": "n", "updated_at": at(0)})
+    write(
+        folder.status,
+        {"state": "running", "step": step, "total": total, "host": "n", "updated_at": at(0)},
+    )
 
 
 @pytest.fixture
@@ -98,10 +129,14 @@ def test_a_base_folder_that_does_not_exist_has_no_experiments(base: BaseFolder) 
 def test_one_question_is_asked_about_all_jobs_of_a_backend(base: BaseFolder) -> None:
     for number, exp_id in enumerate(IDS):
         submitted(base, exp_id, str(number))
-    scheduler = Scheduler({str(number): Observed("queued", "Priority") for number in range(len(IDS))})
+    scheduler = Scheduler(
+        {str(number): Observed("queued", "Priority") for number in range(len(IDS))}
+    )
     rows = survey(base, backend_of=scheduler)
     assert [(row.state, row.reason) for row in rows] == [("queued", "Priority")] * len(IDS)
-    assert [sorted(asked) for asked in scheduler.questions] == [[str(number) for number in range(len(IDS))]]
+    assert [sorted(asked) for asked in scheduler.questions] == [
+        [str(number) for number in range(len(IDS))]
+    ]
 
 
 def test_an_experiment_that_has_ended_is_not_asked_about(base: BaseFolder) -> None:
@@ -159,11 +194,16 @@ def test_a_changed_state_is_recorded_once(base: BaseFolder) -> None:
 def test_a_look_without_record_changes_nothing_on_the_disk(base: BaseFolder) -> None:
     folder = submitted(base, IDS[0], "7")
     before = folder.record.read_bytes()
-    assert only_row(base, Scheduler({"7": Observed("running")}), record_changes=False).state == "running"
+    assert (
+        only_row(base, Scheduler({"7": Observed("running")}), record_changes=False).state
+        == "running"
+    )
     assert folder.record.read_bytes() == before
 
 
-def test_a_folder_that_another_process_decides_about_is_shown_but_not_written(base: BaseFolder) -> None:
+def test_a_folder_that_another_process_decides_about_is_shown_but_not_written(
+    base: BaseFolder,
+) -> None:
     folder = submitted(base, IDS[0], "7")
     before = folder.record.read_bytes()
     with record.locked(folder, wait_s=0):
@@ -176,7 +216,9 @@ def test_a_record_that_has_moved_on_meanwhile_is_not_written(base: BaseFolder) -
 
     class Slow(Scheduler):
         def query(self, ids: Sequence[str]) -> dict[str, Observed]:
-            submitted(base, IDS[0], "8", attempt=2)  # another process submits while the scheduler thinks
+            submitted(
+                base, IDS[0], "8", attempt=2
+            )  # another process submits while the scheduler thinks
             return {"7": Observed("failed")}
 
     survey(base, backend_of=Slow())
@@ -199,14 +241,18 @@ def test_a_scheduler_that_cannot_be_seen_changes_no_state(base: BaseFolder) -> N
     assert kinds == ["created", "intent", "submitted", "observed", "unseen", "seen"]
 
 
-def test_a_job_that_still_waits_is_seen_anew_each_time_and_not_written_down(base: BaseFolder) -> None:
+def test_a_job_that_still_waits_is_seen_anew_each_time_and_not_written_down(
+    base: BaseFolder,
+) -> None:
     folder = submitted(base, IDS[0], "7")
     before = folder.record.read_bytes()
     assert only_row(base, Scheduler({"7": Observed("queued")})).state == "queued"
     assert folder.record.read_bytes() == before
 
 
-def test_a_preempted_start_is_not_called_ended_while_its_scheduler_cannot_be_seen(base: BaseFolder) -> None:
+def test_a_preempted_start_is_not_called_ended_while_its_scheduler_cannot_be_seen(
+    base: BaseFolder,
+) -> None:
     folder = submitted(base, IDS[0], "7")
     started(folder, 1)
     assert only_row(base, Scheduler({"7": Observed("running")})).state == "running"
@@ -218,8 +264,12 @@ def test_a_preempted_start_is_not_called_ended_while_its_scheduler_cannot_be_see
 def test_one_folder_that_cannot_be_read_does_not_hide_the_others(base: BaseFolder) -> None:
     submitted(base, IDS[0], "7")
     base.run(IDS[1]).record.mkdir(parents=True)  # a record that is no file
-    submitted(base, IDS[2], "8").record.write_text('{"event": "created"}\n')  # and one that lacks its facts
-    rows = {row.exp_id: row for row in survey(base, backend_of=Scheduler({"7": Observed("queued")}))}
+    submitted(base, IDS[2], "8").record.write_text(
+        '{"event": "created"}\n'
+    )  # and one that lacks its facts
+    rows = {
+        row.exp_id: row for row in survey(base, backend_of=Scheduler({"7": Observed("queued")}))
+    }
     assert rows[IDS[0]].state == "queued"
     assert [rows[each].state for each in IDS[1:3]] == ["held", "held"]
     assert "cannot be read" in (rows[IDS[1]].reason or "")
@@ -233,7 +283,9 @@ def test_what_was_run_by_hand_appears_when_asked_for(base: BaseFolder) -> None:
     row = only_row(base, Scheduler(), include_unsubmitted=True)
     assert (row.state, row.step, row.metrics["loss"], row.eta_s) == ("running", 10, 2.5, 180.0)
     write(folder.status, {"state": "running", "step": 5, "total": 100, "updated_at": at(1)})
-    assert only_row(base, Scheduler(), include_unsubmitted=True).reason == "no sign of life for 60 min"
+    assert (
+        only_row(base, Scheduler(), include_unsubmitted=True).reason == "no sign of life for 60 min"
+    )
 
 
 def test_gpu_hours_count_every_start_of_every_attempt(base: BaseFolder) -> None:
@@ -246,7 +298,12 @@ def test_gpu_hours_count_every_start_of_every_attempt(base: BaseFolder) -> None:
     started(folder, 0.5, attempt=2)  # runs since half an hour
     row = only_row(base, Scheduler({"8": Observed("running")}))
     assert row.gpu_hours == pytest.approx((1 + 2 + 0.5) * 4, abs=0.01)  # two nodes of two GPUs
-    assert (row.attempts, row.attempt, row.job_id, row.started_at) == (2, 2, "8", row.starts[-1].began_at)
+    assert (row.attempts, row.attempt, row.job_id, row.started_at) == (
+        2,
+        2,
+        "8",
+        row.starts[-1].began_at,
+    )
     assert [start.code for start in row.starts] == [75, 75, None]
 
 
@@ -270,7 +327,9 @@ def test_a_start_that_died_without_a_word_ends_with_its_last_heartbeat(base: Bas
 def test_the_time_that_is_left_follows_from_the_speed(base: BaseFolder) -> None:
     folder = submitted(base, IDS[0], "7")
     started(folder, 1)
-    trained(folder, [{"step": 40, "loss": 1.0, "step_s": 3.0}, {"step": 40, "valid/loss": 1.5}], step=30)
+    trained(
+        folder, [{"step": 40, "loss": 1.0, "step_s": 3.0}, {"step": 40, "valid/loss": 1.5}], step=30
+    )
     row = only_row(base, Scheduler({"7": Observed("running", host="node-9")}))
     assert (row.step, row.total, row.eta_s, row.host) == (40, 100, 180.0, "node-9")
     assert row.metrics == {"loss": 1.0, "step_s": 3.0, "valid/loss": 1.5}
@@ -303,11 +362,15 @@ def test_a_thousand_experiments_are_surveyed_in_well_under_a_second(base: BaseFo
 # ---------------------------------------------------------------- the end of metrics.jsonl
 
 
-def test_the_last_value_of_each_metric_is_found_without_reading_the_whole_file(base: BaseFolder) -> None:
+def test_the_last_value_of_each_metric_is_found_without_reading_the_whole_file(
+    base: BaseFolder,
+) -> None:
     folder = base.run(IDS[0])
     folder.path.mkdir(parents=True)
     lines = [{"step": step, "loss": step / 1000, "lr": 1e-4} for step in range(2000)]
-    trained(folder, [{"step": 5, "valid/loss": 9.0}, *lines, {"step": 1999, "valid/em": 0.5}], step=1999)
+    trained(
+        folder, [{"step": 5, "valid/loss": 9.0}, *lines, {"step": 1999, "valid/em": 0.5}], step=1999
+    )
     with folder.metrics.open("a") as file:
         file.write('{"step": 2000, "loss": 99')  # being written
     assert last_metrics(folder) == {"step": 1999, "loss": 1.999, "lr": 1e-4, "valid/em": 0.5}
@@ -317,11 +380,16 @@ def test_evaluations_out_of_reach_come_from_the_score_list(base: BaseFolder) -> 
     folder = base.run(IDS[0])
     folder.path.mkdir(parents=True)
     trained(folder, [{"step": step, "loss": 1.0} for step in range(2000)], step=1999)
-    write(folder.path / "score_list.json", [{"step": 1, "valid/loss": 3.0}, {"step": 2, "valid/loss": 2.0}])
+    write(
+        folder.path / "score_list.json",
+        [{"step": 1, "valid/loss": 3.0}, {"step": 2, "valid/loss": 2.0}],
+    )
     assert last_metrics(folder) == {"step": 1999, "loss": 1.0, "valid/loss": 2.0}
 
 
-def test_a_line_of_gradient_norms_longer_than_the_tail_does_not_hide_the_loss(base: BaseFolder) -> None:
+def test_a_line_of_gradient_norms_longer_than_the_tail_does_not_hide_the_loss(
+    base: BaseFolder,
+) -> None:
     folder = base.run(IDS[0])
     folder.path.mkdir(parents=True)
     norms = {f"grad_norm/layer.{number}.weight": 1.0 for number in range(1000)}
@@ -329,7 +397,9 @@ def test_a_line_of_gradient_norms_longer_than_the_tail_does_not_hide_the_loss(ba
     assert last_metrics(folder) == {"step": 1, "loss": 4.0}
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xff\xfe\n", b"[1]\n", b'{"step": NaN, "loss": 1e999}\n', b"7\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n\n", b"\xff\xfe\n", b"[1]\n", b'{"step": NaN, "loss": 1e999}\n', b"7\n"]
+)
 def test_damaged_metrics_are_no_metrics(base: BaseFolder, content: bytes) -> None:
     folder = base.run(IDS[0])
     folder.path.mkdir(parents=True)
@@ -353,15 +423,27 @@ def printed(rows: Sequence[Row], width: int) -> str:
 
 
 def test_the_summary_counts_states_and_names_what_cannot_be_reached() -> None:
-    rows = [*rows_of("succeeded", "succeeded", "running"), *rows_of("queued", backend="slurm", unseen_since=at(1))]
-    assert table.summary(rows) == "2 succeeded, 1 running, 1 queued; slurm cannot be reached: 1 may have moved on"
+    rows = [
+        *rows_of("succeeded", "succeeded", "running"),
+        *rows_of("queued", backend="slurm", unseen_since=at(1)),
+    ]
+    assert (
+        table.summary(rows)
+        == "2 succeeded, 1 running, 1 queued; slurm cannot be reached: 1 may have moved on"
+    )
     assert table.summary([]) == "no experiments"
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
 def test_the_table_fits_the_terminal(width: int) -> None:
-    facts: dict[str, Any] = {"step": 1200, "total": 20000, "metrics": {"loss": 1.23456, "valid/loss": 2.0}}
-    rows = rows_of("succeeded", "running", "submitting", reason="x" * 300, host="h" * 90, attempts=12, **facts)
+    facts: dict[str, Any] = {
+        "step": 1200,
+        "total": 20000,
+        "metrics": {"loss": 1.23456, "valid/loss": 2.0},
+    }
+    rows = rows_of(
+        "succeeded", "running", "submitting", reason="x" * 300, host="h" * 90, attempts=12, **facts
+    )
     lines = printed([*rows, *rows_of("failed", reason="a long reason " * 20)], width).splitlines()
     assert max(map(len, lines)) <= width
     assert all(row.exp_id[:8] in "\n".join(lines) for row in rows)
@@ -369,12 +451,22 @@ def test_the_table_fits_the_terminal(width: int) -> None:
 
 
 def test_what_is_wrong_is_said_in_full_once_for_all_that_it_befell() -> None:
-    text = printed(rows_of("failed", "failed", "failed", "failed", reason="DataError: train.jsonl:7: no label"), 80)
+    text = printed(
+        rows_of(
+            "failed", "failed", "failed", "failed", reason="DataError: train.jsonl:7: no label"
+        ),
+        80,
+    )
     assert "00000000, 00000000, 00000000 and 1 more: DataError: train.jsonl:7: no label" in text
 
 
 def test_text_from_files_can_neither_drive_the_terminal_nor_style_it() -> None:
-    text = printed(rows_of("failed", reason="[bold]x[/bold] \x1b]0;title\x07 \x1b[2J [/nothing]", host="\x9b2J"), 120)
+    text = printed(
+        rows_of(
+            "failed", reason="[bold]x[/bold] \x1b]0;title\x07 \x1b[2J [/nothing]", host="\x9b2J"
+        ),
+        120,
+    )
     assert not {"\x1b", "\x07", "\x9b"} & set(text)
     assert "[bold]x[/bold]" in text
 
@@ -385,7 +477,10 @@ def test_the_watch_prints_plain_tables_and_ends_when_all_is_decided() -> None:
     table.watch(lambda: next(looks), 0.001, console=console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
-    assert (text.count("1 running"), text.count("1 succeeded")) == (1, 1)  # again only after a change
+    assert (text.count("1 running"), text.count("1 succeeded")) == (
+        1,
+        1,
+    )  # again only after a change
     assert "\x1b" not in text
 
 
@@ -415,7 +510,8 @@ def test_rows_become_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(45, "45 s"), (59.9, "1 min"), (720, "12 min"), (11100, "3 h 05"), (187200, "2 d 4 h")]
+    ("seconds", "text"),
+    [(45, "45 s"), (59.9, "1 min"), (720, "12 min"), (11100, "3 h 05"), (187200, "2 d 4 h")],
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert table.duration(seconds) == text

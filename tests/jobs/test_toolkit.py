@@ -1,4 +1,6 @@
-"""jobs/backends/toolkit.py against the stand-in: real processes, lost replies, outages, rotated tokens, preemption."""
+"""jobs/backends/toolkit/backend.py against the stand-in: real processes, lost replies, outages,
+rotated tokens, preemption.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from jobs.backends.toolkit import Toolkit
-from jobs.eai import EaiJob, parsed
+from jobs.backends.toolkit.backend import Toolkit
+from jobs.backends.toolkit.eai import EaiJob, parsed
 from jobs.errors import Refused, Unreachable
-from jobs.spec import Observed, Rendered
+from jobs.submit.spec import Observed, Rendered
 from tests.jobs.toolkit_standin import Standin, standin
 from tests.jobs.toolkit_standin.specs import TOKEN, UNKNOWN_ID, spec
 
@@ -49,16 +51,42 @@ def in_state(state: str) -> Callable[[Observed], bool]:
 # submit, find
 
 
-def test_a_job_runs_where_and_how_it_was_sent(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
-    code = "import os, sys; open('seen', 'w').write(repr((sys.argv[1:], os.environ['A'], 'EAI_STANDIN' in os.environ)))"
-    words = ["a b", "; touch injected", "$(touch injected)", "`touch injected`", "-x", "--", "'", '"', "\n", "é"]
-    job_id = sent(backend, tmp_path, sys.executable, "-c", code, *words, environment={"A": "$HOME; touch injected"})
+def test_a_job_runs_where_and_how_it_was_sent(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
+    code = (
+        "import os, sys; open('seen', 'w').write(repr((sys.argv[1:], os.environ['A'], "
+        "'EAI_STANDIN' in os.environ)))"
+    )
+    words = [
+        "a b",
+        "; touch injected",
+        "$(touch injected)",
+        "`touch injected`",
+        "-x",
+        "--",
+        "'",
+        '"',
+        "\n",
+        "é",
+    ]
+    job_id = sent(
+        backend,
+        tmp_path,
+        sys.executable,
+        "-c",
+        code,
+        *words,
+        environment={"A": "$HOME; touch injected"},
+    )
     assert until(backend, job_id, in_state("succeeded")).exit_code == 0
     assert (tmp_path / "seen").read_text() == repr((words, "$HOME; touch injected", False))
     assert not (tmp_path / "injected").exists()
 
 
-def test_a_group_with_strange_letters_is_still_a_tag(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+def test_a_group_with_strange_letters_is_still_a_tag(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
     assert sent(backend, tmp_path, "true", group="--evil name\n=;$(x)")
     assert backend.listed("--tag", "group=--evil_name_____x_")
 
@@ -82,15 +110,23 @@ def test_a_submission_is_tried_once(service: Standin, backend: Toolkit, tmp_path
     assert sent(backend, tmp_path, "true")
 
 
-def test_the_same_job_sent_twice_is_one_job(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+def test_the_same_job_sent_twice_is_one_job(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
     rendered = backend.render(spec(tmp_path, "true"))
     first = backend.submit(rendered)
     until(backend, first, in_state("succeeded"))
     assert backend.submit(rendered) == first  # the name of a dead job is still taken
-    assert service.stats() | {"clashes": 0} == service.stats() | {"created": 1, "starts": {TOKEN: 1}, "clashes": 0}
+    assert service.stats() | {"clashes": 0} == service.stats() | {
+        "created": 1,
+        "starts": {TOKEN: 1},
+        "clashes": 0,
+    }
 
 
-def test_submitters_at_once_make_one_job(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+def test_submitters_at_once_make_one_job(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
     rendered = backend.render(spec(tmp_path, "sleep", "60"))
     with ThreadPoolExecutor(4) as pool:
         ids = list(pool.map(lambda _: backend.submit(rendered), range(4)))
@@ -121,7 +157,9 @@ def test_nothing_is_lost_or_doubled_when_half_of_the_replies_are(
     assert stats["lost"] > 0
 
 
-def test_a_job_is_found_by_its_whole_name_only(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+def test_a_job_is_found_by_its_whole_name_only(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
     """-N lists every name that holds the text."""
     first = sent(backend, tmp_path, "true", token="ft_a_1")
     sent(backend, tmp_path, "true", token="ft_a_11")
@@ -129,7 +167,9 @@ def test_a_job_is_found_by_its_whole_name_only(service: Standin, backend: Toolki
     assert backend.find("ft_a") == []
 
 
-def test_what_the_service_refuses_is_refused_in_its_words(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+def test_what_the_service_refuses_is_refused_in_its_words(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
     with pytest.raises(Refused, match="at most 8 GPUs"):
         sent(backend, tmp_path, "true", resources={"gpu": 9})
 
@@ -138,7 +178,12 @@ def test_an_option_that_eai_does_not_know_is_refused_or_unknown_but_never_sent(
     service: Standin, backend: Toolkit, tmp_path: Path
 ) -> None:
     rendered = backend.render(spec(tmp_path, "true"))
-    bad = Rendered(rendered.token, rendered.file, rendered.text, (*rendered.argv[:3], "--no-such", *rendered.argv[3:]))
+    bad = Rendered(
+        rendered.token,
+        rendered.file,
+        rendered.text,
+        (*rendered.argv[:3], "--no-such", *rendered.argv[3:]),
+    )
     with pytest.raises((Refused, Unreachable), match="no-such"):
         backend.submit(bad)
     assert service.stats()["created"] == 0
@@ -224,7 +269,9 @@ def test_a_job_that_is_preempted_for_good_asks_to_be_sent_again(
         ({}, "queued", False),
     ],
 )
-def test_a_state_that_says_nothing_is_never_a_failure(shown: dict[str, Any], state: str, will_rerun: bool) -> None:
+def test_a_state_that_says_nothing_is_never_a_failure(
+    shown: dict[str, Any], state: str, will_rerun: bool
+) -> None:
     seen = EaiJob.of({"id": UNKNOWN_ID, **shown}).observed()
     assert (seen.state, seen.will_rerun, seen.exit_code) == (state, will_rerun, None)
 
@@ -236,7 +283,11 @@ def test_an_answer_that_is_not_understood_says_nothing(text: str) -> None:
 
 
 def test_an_answer_may_be_lines_or_one_array_of_objects() -> None:
-    for text in ('{"id": "a"}\n{"id": "b"}\n', '[\n {"id": "a"},\n {"id": "b"}\n]', '[{"id": "a"}, {"id": "b"}]'):
+    for text in (
+        '{"id": "a"}\n{"id": "b"}\n',
+        '[\n {"id": "a"},\n {"id": "b"}\n]',
+        '[{"id": "a"}, {"id": "b"}]',
+    ):
         assert [item.id for item in parsed(text, "")] == ["a", "b"]
 
 
@@ -258,16 +309,24 @@ def test_reading_outlives_a_rotated_token(service: Standin, tmp_path: Path) -> N
     assert service.stats()["unauthorised"] > 0
 
 
-def test_sending_with_a_rotated_token_leaves_it_open(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+def test_sending_with_a_rotated_token_leaves_it_open(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
     service.rotate_token(window_s=60)
     with pytest.raises(Unreachable, match="token is invalid"):
         sent(backend, tmp_path, "true")
 
 
-def test_an_outage_that_lasts_makes_no_statement_about_a_job(service: Standin, tmp_path: Path) -> None:
+def test_an_outage_that_lasts_makes_no_statement_about_a_job(
+    service: Standin, tmp_path: Path
+) -> None:
     backend = Toolkit(retry_s=0.2)
     service.fail_next(1000)
-    for look in (lambda: backend.query([UNKNOWN_ID]), lambda: backend.find(TOKEN), lambda: backend.cancel(UNKNOWN_ID)):
+    for look in (
+        lambda: backend.query([UNKNOWN_ID]),
+        lambda: backend.find(TOKEN),
+        lambda: backend.cancel(UNKNOWN_ID),
+    ):
         with pytest.raises(Unreachable, match=r"502.*Tried for"):
             look()
 
@@ -304,7 +363,9 @@ def is_still(path: Path) -> bool:
     return path.read_text() == before
 
 
-def test_a_running_job_is_cancelled_with_all_its_processes(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+def test_a_running_job_is_cancelled_with_all_its_processes(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
     job_id = sent(backend, tmp_path, "sh", "-c", BEATS)
     wait_for(tmp_path / "beat")
     backend.cancel(job_id)
@@ -332,7 +393,9 @@ def test_to_cancel_a_job_that_has_ended_or_never_was_is_fine(
     assert backend.query([job_id])[job_id].state == "succeeded"
 
 
-def test_logs_can_be_followed_to_the_end(service: Standin, backend: Toolkit, tmp_path: Path) -> None:
+def test_logs_can_be_followed_to_the_end(
+    service: Standin, backend: Toolkit, tmp_path: Path
+) -> None:
     job_id = sent(backend, tmp_path, "sh", "-c", "echo one; sleep 0.2; echo two >&2")
     assert list(backend.logs(job_id, follow=True)) == ["one", "two"]
     assert list(backend.logs(job_id, follow=False)) == ["one", "two"]
@@ -348,9 +411,15 @@ def test_an_unknown_job_has_no_logs(service: Standin, backend: Toolkit) -> None:
     assert [list(backend.logs(UNKNOWN_ID, follow=follow)) for follow in (False, True)] == [[], []]
 
 
-def test_the_doctor_looks_at_command_login_and_account_and_shows_no_token(service: Standin, backend: Toolkit) -> None:
+def test_the_doctor_looks_at_command_login_and_account_and_shows_no_token(
+    service: Standin, backend: Toolkit
+) -> None:
     findings = backend.check()
-    assert [(found.name, found.is_good) for found in findings] == [("eai", True), ("login", True), ("account", True)]
+    assert [(found.name, found.is_good) for found in findings] == [
+        ("eai", True),
+        ("login", True),
+        ("account", True),
+    ]
     assert "lathe.tests" in findings[2].text
     assert "Bearer" not in "".join(found.text for found in findings)
 

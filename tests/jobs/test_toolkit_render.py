@@ -1,4 +1,4 @@
-"""What jobs/backends/toolkit.py sends, and what it refuses to send; nothing is started."""
+"""What jobs/backends/toolkit/backend.py sends, and what it refuses to send; nothing is started."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jobs import backends
-from jobs.backends.toolkit import Toolkit
+from jobs.backends.toolkit.backend import Toolkit
 from tests.jobs.toolkit_standin.specs import TOKEN, UNKNOWN_ID, spec
 from trainer.errors import ConfigError
 
@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 def test_a_job_is_rendered_as_one_argument_list(tmp_path: Path) -> None:
     wanted = spec(
         tmp_path,
-        *("python", "-m", "jobs.run", "folder", "1"),
+        *("python", "-m", "jobs.node.wrapper", "folder", "1"),
         resources={"cpu": 4, "mem": 64, "gpu": 2, "gpu_mem": 32, "gpu_model": "!A100"},
         account_id="org.acct",
         restartable=True,
@@ -28,12 +28,33 @@ def test_a_job_is_rendered_as_one_argument_list(tmp_path: Path) -> None:
     )
     rendered = Toolkit().render(wanted)
     assert rendered.argv == (
-        *("eai", "job", "new", "--account", "org.acct", "--name", TOKEN, "--image", "registry/image:1"),
-        *("--cpu", "4", "--mem", "64", "--gpu", "2", "--gpu-mem", "32", "--gpu-model-filter", "!A100"),
+        *(
+            "eai",
+            "job",
+            "new",
+            "--account",
+            "org.acct",
+            "--name",
+            TOKEN,
+            "--image",
+            "registry/image:1",
+        ),
+        *(
+            "--cpu",
+            "4",
+            "--mem",
+            "64",
+            "--gpu",
+            "2",
+            "--gpu-mem",
+            "32",
+            "--gpu-model-filter",
+            "!A100",
+        ),
         *("--data", f"org.acct.home:{tmp_path}:rw", "--env", "A=1", "--env", "B=two words"),
         *("--tag", f"exp_id={wanted.exp_id}", "--tag", "group=tiny", "--tag", "restartable=yes"),
         *("--workdir", str(tmp_path), "--max-run-time", "3600", "--bid", "5", "--restartable"),
-        *("--field", "id", "--no-header", "--", "python", "-m", "jobs.run", "folder", "1"),
+        *("--field", "id", "--no-header", "--", "python", "-m", "jobs.node.wrapper", "folder", "1"),
     )
     assert (rendered.token, rendered.file) == (TOKEN, "rendered.eai.json")
     text = json.loads(rendered.text)
@@ -48,7 +69,11 @@ def test_rendering_is_pure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("kind", "option"),
-    [({}, "--non-preemptable"), ({"preemptable": True}, "--preemptable"), ({"restartable": True}, "--restartable")],
+    [
+        ({}, "--non-preemptable"),
+        ({"preemptable": True}, "--preemptable"),
+        ({"restartable": True}, "--restartable"),
+    ],
 )
 def test_a_job_is_of_one_kind(tmp_path: Path, kind: dict[str, bool], option: str) -> None:
     argv = Toolkit().render(spec(tmp_path, "true", **kind)).argv
@@ -69,16 +94,24 @@ def test_every_launch_needs_the_literal_name(tmp_path: Path) -> None:
         ({"namespace": "mine"}, r"knows no namespace"),
         ({"nodes": 2}, r"nodes=2: jobs of several nodes"),
         ({"image": None}, r"image: a job is a container"),
-        ({"max_run_time": 48 * 3600 + 1}, r"neither preemptable nor restartable has at most 172800 s"),
+        (
+            {"max_run_time": 48 * 3600 + 1},
+            r"neither preemptable nor restartable has at most 172800 s",
+        ),
         ({"data": ["nowhere"]}, r"data 'nowhere': want NAME:/mount"),
         ({"data": []}, r"run is in no mount of `data` that can be written"),
         ({"after": [UNKNOWN_ID]}, r"Toolkit has no dependencies"),
         ({"environment": {"HF_TOKEN": "x"}}, r"HF_TOKEN looks like a secret"),
         ({"wandb_key_file": "/home/me/key"}, r"/home/me/key is in no mount of `data`"),
-        ({"wandb_key_secret": "org.me.key:/keys:ro"}, r"wandb_key_file must name the file in it. Got None"),
+        (
+            {"wandb_key_secret": "org.me.key:/keys:ro"},
+            r"wandb_key_file must name the file in it. Got None",
+        ),
     ],
 )
-def test_what_toolkit_cannot_do_is_refused(tmp_path: Path, keys: dict[str, Any], complaint: str) -> None:
+def test_what_toolkit_cannot_do_is_refused(
+    tmp_path: Path, keys: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         Toolkit().render(spec(tmp_path, "true", **keys))
 

@@ -44,16 +44,21 @@ def problem(root: Path, fault: Fault) -> str | None:
         compile(content.replace(fault.text, fault.replacement), fault.file, "exec")
     except SyntaxError as error:
         return f"{fault.file}: with {fault.replacement!r} it is no Python ({error})"
-    missing = [word for word in fault.tests.split() if word.startswith("tests/") and not (root / word).exists()]
+    missing = [
+        word
+        for word in fault.tests.split()
+        if word.startswith("tests/") and not (root / word).exists()
+    ]
     return f"{fault.file}: {', '.join(missing)} does not exist" if missing else None
 
 
 @contextmanager
 def applied(root: Path, fault: Fault, *, number: int) -> Iterator[None]:
-    """Inside, the file at `root` has the fault; afterwards it is as it was, its time of change included.
+    """Inside, the file at `root` has the fault; afterwards it is as it was, its time of change
+    included.
 
-    number: another one for each fault. It becomes the time of change, because Python takes bytecode that it compiled
-    before for that of a file of the same size and of the same second.
+    number: another one for each fault. It becomes the time of change, because Python takes bytecode
+    that it compiled before for that of a file of the same size and of the same second.
     """
     wrong = problem(root, fault)
     if wrong is not None:

@@ -1,9 +1,11 @@
-"""`python -m tests.mutants.run`: put every fault of the list into a copy of the project, and see whether tests fail.
+"""`python -m tests.mutants.run`: put every fault of the list into a copy of the project, and see
+whether tests fail.
 
-Each fault is tried alone, with the tests that belong to its file, those that `make test` runs (no long ones). A fault
-is killed when a test fails; it has survived when all pass; it is broken when its text is not in the file exactly once,
-when the file cannot be imported with it, or when the tests cannot be collected or do not end. Before that, every
-selection of tests must be green without any fault. Exit code 0: all killed; 1: not all; 2: the list is wrong.
+Each fault is tried alone, with the tests that belong to its file, those that `make test` runs (no
+long ones). A fault is killed when a test fails; it has survived when all pass; it is broken when
+its text is not in the file exactly once, when the file cannot be imported with it, or when the
+tests cannot be collected or do not end. Before that, every selection of tests must be green without
+any fault. Exit code 0: all killed; 1: not all; 2: the list is wrong.
 """
 
 from __future__ import annotations
@@ -29,12 +31,42 @@ from tests.mutants.fault import BadFault, Fault, applied, problem
 from tests.mutants.faults import FAULTS
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_OUT = (".git", ".venv", "results", "out", "tmp-cache", "build", "*.egg-info", ".*_cache", ".hypothesis", "wandb")
-PYTEST = ("-x", "-q", "-m", "not long and not gpu", "-p", "no:cacheprovider", "-p", "no:randomly", "--no-header")
+LEFT_OUT = (
+    ".git",
+    ".venv",
+    "results",
+    "out",
+    "tmp-cache",
+    "build",
+    "*.egg-info",
+    ".*_cache",
+    ".hypothesis",
+    "wandb",
+)
+PYTEST = (
+    "-x",
+    "-q",
+    "-m",
+    "not long and not gpu",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:randomly",
+    "--no-header",
+)
 LIBRARIES = (
     *("numpy", "torch", "torch.distributed", "torch._dynamo", "torch.utils.flop_counter"),
-    *("transformers", "transformers.models.t5.modeling_t5", "transformers.models.llama.modeling_llama"),
-    *("transformers.models.gpt_bigcode.modeling_gpt_bigcode", "deepspeed", "safetensors.torch", "tokenizers"),
+    *(
+        "transformers",
+        "transformers.models.t5.modeling_t5",
+        "transformers.models.llama.modeling_llama",
+    ),
+    *(
+        "transformers.models.gpt_bigcode.modeling_gpt_bigcode",
+        "deepspeed",
+        "safetensors.torch",
+        "tokenizers",
+    ),
     *("sklearn.metrics", "pydantic", "typer", "rich.console", "filelock", "ijson", "regex"),
     *("hypothesis.strategies", "hypothesis.core", "hypothesis.internal.conjecture.engine"),
 )
@@ -63,10 +95,21 @@ class Server:
         if (root.parent / "shared").is_dir():  # reference data of some tests
             (scratch / "shared").symlink_to(root.parent / "shared")
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
-        environment |= {"TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1"}
-        environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's: a fork wants one thread only
+        environment |= {
+            "TOKENIZERS_PARALLELISM": "false",
+            "WANDB_MODE": "offline",
+            "HF_HUB_OFFLINE": "1",
+        }
+        environment["JE_ARROW_MALLOC_CONF"] = (
+            "background_thread:false"  # pyarrow's: a fork wants one thread only
+        )
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("server.py")), str(self.folder), *libraries],
+            [
+                sys.executable,
+                str(Path(__file__).with_name("server.py")),
+                str(self.folder),
+                *libraries,
+            ],
             cwd=self.folder,
             env=environment,
             stdin=subprocess.PIPE,
@@ -77,7 +120,11 @@ class Server:
 
     def run(self, tests: str, *, module: str | None, timeout_s: float) -> dict[str, Any]:
         """What pytest says to a selection of tests, see tests/mutants/server.py."""
-        request = {"arguments": [*PYTEST, *shlex.split(tests)], "module": module, "timeout_s": timeout_s}
+        request = {
+            "arguments": [*PYTEST, *shlex.split(tests)],
+            "module": module,
+            "timeout_s": timeout_s,
+        }
         assert self._process.stdin is not None, "it was started with a pipe"
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -107,7 +154,9 @@ def without_fault(server: Server, tests: str, *, timeout_s: float = TIMEOUT_S) -
     return Outcome("red", f"{tests}\n    {first[0]}: {first[1]}", *times)
 
 
-def with_fault(server: Server, fault: Fault, number: int, *, timeout_s: float = TIMEOUT_S) -> Outcome:
+def with_fault(
+    server: Server, fault: Fault, number: int, *, timeout_s: float = TIMEOUT_S
+) -> Outcome:
     """What the tests say to a fault. number: another one for each fault."""
     try:
         with applied(server.folder, fault, number=number):
@@ -121,18 +170,26 @@ def with_fault(server: Server, fault: Fault, number: int, *, timeout_s: float = 
     if answer["code"] == 0:
         return Outcome("survived", fault.tests, *times)
     if not answer["failures"]:
-        return Outcome("broken", f"pytest ended with {answer['code']} and no test failed: {answer['output']}", *times)
+        return Outcome(
+            "broken",
+            f"pytest ended with {answer['code']} and no test failed: {answer['output']}",
+            *times,
+        )
     name, text = answer["failures"][0]
     return Outcome("killed", f"{name} ({text})", *times)
 
 
 @contextmanager
-def servers(root: Path, count: int, *, libraries: Sequence[str] = LIBRARIES) -> Iterator[list[Server]]:
+def servers(
+    root: Path, count: int, *, libraries: Sequence[str] = LIBRARIES
+) -> Iterator[list[Server]]:
     """So many copies of the project with a process each, which has the libraries loaded."""
     with ExitStack() as stack:
         started: list[Server] = []
         for _ in range(count):
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True))
+            scratch = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True)
+            )
             server = Server(root, Path(scratch), libraries)
             stack.callback(server.close)
             started.append(server)
@@ -170,17 +227,29 @@ def in_parallel(pool: Sequence[Server], tasks: Sequence[Callable[[Server], T]]) 
 
 def chosen(faults: Sequence[Fault], only: str | None) -> list[Fault]:
     """Those whose file, text, reason or tests have `only` in them; None: all."""
-    return [one for one in faults if only is None or only in "\n".join((one.file, one.text, one.why, one.tests))]
+    return [
+        one
+        for one in faults
+        if only is None or only in "\n".join((one.file, one.text, one.why, one.tests))
+    ]
 
 
-def try_all(root: Path, faults: Sequence[Fault], *, jobs: int, libraries: Sequence[str] = LIBRARIES) -> int:
-    """Try the faults on copies of the project at `root`, and print what became of each. Returns the exit code."""
+def try_all(
+    root: Path, faults: Sequence[Fault], *, jobs: int, libraries: Sequence[str] = LIBRARIES
+) -> int:
+    """Try the faults on copies of the project at `root`, and print what became of each. Returns the
+    exit code.
+    """
     began = time.monotonic()
     selections = list(dict.fromkeys(fault.tests for fault in faults))
     with servers(root, min(jobs, len(faults)), libraries=libraries) as pool:
         print(f"{len(selections)} selections of tests, to be green without any fault")
         green = in_parallel(
-            pool, [lambda server, tests=tests: _told(without_fault(server, tests)) for tests in selections]
+            pool,
+            [
+                lambda server, tests=tests: _told(without_fault(server, tests))
+                for tests in selections
+            ],
         )
         if any(outcome.kind == "red" for outcome in green):
             print("tests fail without any fault: what they say to faults would mean nothing")
@@ -189,7 +258,9 @@ def try_all(root: Path, faults: Sequence[Fault], *, jobs: int, libraries: Sequen
         outcomes = in_parallel(
             pool,
             [
-                lambda server, fault=fault, number=number: _told(with_fault(server, fault, number), fault)
+                lambda server, fault=fault, number=number: _told(
+                    with_fault(server, fault, number), fault
+                )
                 for number, fault in enumerate(faults)
             ],
         )
@@ -199,23 +270,36 @@ def try_all(root: Path, faults: Sequence[Fault], *, jobs: int, libraries: Sequen
     for kind in ("survived", "broken"):
         for fault, outcome in zip(faults, outcomes, strict=True):
             if outcome.kind == kind:
-                print(f"{kind.upper()} {fault.file}: {fault.text!r} -> {fault.replacement!r}\n    {outcome.text}")
+                print(
+                    f"{kind.upper()} {fault.file}: {fault.text!r} -> {fault.replacement!r}\n    "
+                    f"{outcome.text}"
+                )
     print(f"{killed} of {len(faults)} killed in {minutes:.1f} min ({cpu_minutes:.1f} CPU min)")
     return 0 if killed == len(faults) else 1
 
 
 def _told(outcome: Outcome, fault: Fault | None = None) -> Outcome:
     subject = f"{fault.file}: {fault.replacement.strip()!r} " if fault is not None else ""
-    print(f"{outcome.kind:8} {outcome.seconds:5.1f} s {outcome.cpu_s:5.1f} CPU s  {subject}{outcome.text}", flush=True)
+    print(
+        f"{outcome.kind:8} {outcome.seconds:5.1f} s {outcome.cpu_s:5.1f} CPU s  "
+        f"{subject}{outcome.text}",
+        flush=True,
+    )
     return outcome
 
 
 def main(arguments: Sequence[str]) -> int:
     """The command; its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants.run", description="Try the list of faults.")
-    parser.add_argument("--only", metavar="TEXT", help="faults with this in file, text, reason or tests")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants.run", description="Try the list of faults."
+    )
+    parser.add_argument(
+        "--only", metavar="TEXT", help="faults with this in file, text, reason or tests"
+    )
     parser.add_argument("--list", action="store_true", help="show the faults and try none")
-    parser.add_argument("--check", action="store_true", help="see whether every fault can be tried, and try none")
+    parser.add_argument(
+        "--check", action="store_true", help="see whether every fault can be tried, and try none"
+    )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="how many at a time (2)")
     given = parser.parse_args(arguments)
     faults = chosen(FAULTS, given.only)
@@ -223,10 +307,17 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"--only {given.only}: no fault has that in it, see --list")
     if given.list:
         for fault in faults:
-            print(f"{fault.file}: {fault.text!r} -> {fault.replacement!r}\n    {fault.why}\n    {fault.tests}")
+            print(
+                f"{fault.file}: {fault.text!r} -> {fault.replacement!r}\n    {fault.why}\n    "
+                f"{fault.tests}"
+            )
         return 0
     problems = [text for fault in faults if (text := problem(ROOT, fault)) is not None]
-    print("\n".join([*problems, f"{len(faults) - len(problems)} of {len(faults)} faults can be tried"]))
+    print(
+        "\n".join(
+            [*problems, f"{len(faults) - len(problems)} of {len(faults)} faults can be tried"]
+        )
+    )
     if problems:
         return 2
     return 0 if given.check else try_all(ROOT, faults, jobs=given.jobs)

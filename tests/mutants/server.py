@@ -1,8 +1,9 @@
 """A process that has the libraries loaded and runs pytest in a fork of itself for each request.
 
-`python server.py FOLDER LIBRARY ...`. FOLDER is a copy of the project. One JSON object a line comes in, {"arguments",
-"module", "timeout_s"}, and one goes out, {"code", "failures", "errors", "seconds", "cpu_s"}. Nothing of the project is
-imported here, only in the forks, so that each of them sees the files as they are when it begins.
+`python server.py FOLDER LIBRARY ...`. FOLDER is a copy of the project. One JSON object a line comes
+in, {"arguments", "module", "timeout_s"}, and one goes out, {"code", "failures", "errors",
+"seconds", "cpu_s"}. Nothing of the project is imported here, only in the forks, so that each of
+them sees the files as they are when it begins.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ import psutil
 from _pytest.config import default_plugins
 
 OURS = ("trainer", "jobs", "tests", "exp_configs", "job_configs", "trainval")
-NOT_THE_TESTS = (ImportError, SyntaxError, NameError)  # a fault that does not even run shows nothing about the tests
+NOT_THE_TESTS = (
+    ImportError,
+    SyntaxError,
+    NameError,
+)  # a fault that does not even run shows nothing about the tests
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 POLL_S = 0.05
 
@@ -59,15 +64,21 @@ def _last_line(text: str) -> str:
 
 def serve(folder: Path, libraries: Sequence[str]) -> None:
     """Answer requests until the input ends."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as trainer/engine.py does before it imports deepspeed
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # as trainer/training/engine.py does before it imports deepspeed
     for name in (*libraries, *(f"_pytest.{name}" for name in default_plugins)):
         importlib.import_module(name)
     for plugin in importlib.metadata.entry_points(group="pytest11"):
         plugin.load()
     loaded = [name for name in sys.modules if name.partition(".")[0] in OURS]
     assert not loaded, f"{loaded} would be the same in every fork"
-    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has one thread only: other threads' locks stay"
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # whatever a test leaves behind is ours to end
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, (
+        "a fork has one thread only: other threads' locks stay"
+    )
+    ctypes.CDLL(None).prctl(
+        PR_SET_CHILD_SUBREAPER, 1
+    )  # whatever a test leaves behind is ours to end
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         print(json.dumps(_answered(folder, json.loads(line))), flush=True)
@@ -88,7 +99,9 @@ def _answered(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     elif code is None:
         answer["errors"] = [["", f"not done after {request['timeout_s']} s"]]
     else:
-        answer["errors"] = [["", f"pytest died with exit status {code}: {_last_line(output.read_text())}"]]
+        answer["errors"] = [
+            ["", f"pytest died with exit status {code}: {_last_line(output.read_text())}"]
+        ]
     return answer | {"seconds": time.monotonic() - began, "cpu_s": _cpu_s() - cpu_before}
 
 
@@ -109,7 +122,9 @@ def _become_pytest(folder: Path, request: dict[str, Any], result: Path, output: 
             try:
                 importlib.import_module(request["module"])
             except Exception as error:
-                recorder.errors.append([request["module"], f"{type(error).__name__}: {_first_line(str(error))}"])
+                recorder.errors.append(
+                    [request["module"], f"{type(error).__name__}: {_first_line(str(error))}"]
+                )
         code = 2 if recorder.errors else int(pytest.main(request["arguments"], plugins=[recorder]))
         facts = {"code": code, "failures": recorder.failures, "errors": recorder.errors}
         result.write_text(json.dumps(facts))
@@ -135,7 +150,9 @@ def _waited(child: int, timeout_s: float) -> int | None:
 
 
 def _end_descendants() -> None:
-    """Kill and reap every process that a test has left behind; their parents may be gone, then they are ours."""
+    """Kill and reap every process that a test has left behind; their parents may be gone, then they
+    are ours.
+    """
     for _ in range(100):
         left = psutil.Process().children(recursive=True)
         if not left:

@@ -1,4 +1,6 @@
-"""The slow, obvious twin of the cross-attention model on a Llama or Mistral base: plain tensor operations in fp32."""
+"""The slow, obvious twin of the cross-attention model on a Llama or Mistral base: plain tensor
+operations in fp32.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ def rotary_twin_logits(
     kept: Tensor,
     context_places: Tensor,
 ) -> Tensor:
-    """(B, T) ids at `places` -> (B, T, V) logits. weights: by the names of CrossAttentionModel.named_parameters().
+    """(B, T) ids at `places` -> (B, T, V) logits. weights: by the names of
+    CrossAttentionModel.named_parameters().
 
-    states: for each added layer bottom-up its (B, L, D) states; kept (B, L) bool: the keys seen, at context_places.
+    states: for each added layer bottom-up its (B, L, D) states; kept (B, L) bool: the keys seen, at
+    context_places.
     """
     num_blocks = config.num_hidden_layers
     indices = [num_blocks - 1 - k * layers.stride for k in range(layers.count)][::-1]
@@ -40,23 +44,33 @@ def rotary_twin_logits(
             elif i in indices:
                 slot = indices[0] if layers.shared_weights else i
                 own = states[indices.index(i)]
-                hidden = _added(weights, config, layers, slot, hidden, own, kept, places, context_places)
+                hidden = _added(
+                    weights, config, layers, slot, hidden, own, kept, places, context_places
+                )
     return _rms_norm(weights, config, "base.model.norm", hidden) @ weights["base.lm_head.weight"].T
 
 
-def _base_block(weights: Weights, config: Any, i: int, hidden: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+def _base_block(
+    weights: Weights, config: Any, i: int, hidden: Tensor, mask: Tensor, places: Tensor
+) -> Tensor:
     name = f"base.model.layers.{i}"
     length = hidden.shape[1]
     visible = torch.ones(length, length, dtype=torch.bool).tril() & mask.bool()[:, None, :]
     if getattr(config, "sliding_window", None):
-        visible = visible & torch.ones(length, length, dtype=torch.bool).triu(1 - config.sliding_window)
+        visible = visible & torch.ones(length, length, dtype=torch.bool).triu(
+            1 - config.sliding_window
+        )
     normed = _rms_norm(weights, config, f"{name}.input_layernorm", hidden)
     heads = (config.num_attention_heads, config.num_key_value_heads)
     theta = config.rope_parameters["rope_theta"]
     hidden = hidden + _attention(
         weights, f"{name}.self_attn", heads, theta, (normed, places), (normed, places), visible
     )
-    return hidden + _mlp(weights, f"{name}.mlp", _rms_norm(weights, config, f"{name}.post_attention_layernorm", hidden))
+    return hidden + _mlp(
+        weights,
+        f"{name}.mlp",
+        _rms_norm(weights, config, f"{name}.post_attention_layernorm", hidden),
+    )
 
 
 def _added(
@@ -79,7 +93,13 @@ def _added(
     visible = kept[:, None, :].expand(-1, hidden.shape[1], -1)
     theta = config.rope_parameters["rope_theta"]
     out = hidden + _attention(
-        weights, f"{name}.crossattention", heads, theta, (normed, places), (states, context_places), visible
+        weights,
+        f"{name}.crossattention",
+        heads,
+        theta,
+        (normed, places),
+        (states, context_places),
+        visible,
     )
     out = out + _mlp(weights, f"{name}.mlp", _layer_norm(weights, config, f"{name}.ln_2", out))
     return hidden + out if layers.skip else out
@@ -110,7 +130,9 @@ def _attention(
 
 
 def _turned(x: Tensor, places: Tensor, theta: float) -> Tensor:
-    """(B, L, K) of one head: number j and number j + K/2 are a point, turned by place * theta^(-2j/K)."""
+    """(B, L, K) of one head: number j and number j + K/2 are a point, turned by place *
+    theta^(-2j/K).
+    """
     half = x.shape[-1] // 2
     columns: list[Any] = [None] * (2 * half)
     for j in range(half):
@@ -123,11 +145,19 @@ def _turned(x: Tensor, places: Tensor, theta: float) -> Tensor:
 
 def _mlp(weights: Weights, name: str, x: Tensor) -> Tensor:
     gate = _linear(weights, f"{name}.gate_proj", x)
-    return _linear(weights, f"{name}.down_proj", gate / (1 + torch.exp(-gate)) * _linear(weights, f"{name}.up_proj", x))
+    return _linear(
+        weights,
+        f"{name}.down_proj",
+        gate / (1 + torch.exp(-gate)) * _linear(weights, f"{name}.up_proj", x),
+    )
 
 
 def _rms_norm(weights: Weights, config: Any, name: str, x: Tensor) -> Tensor:
-    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * weights[f"{name}.weight"]
+    return (
+        x
+        / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps)
+        * weights[f"{name}.weight"]
+    )
 
 
 def _layer_norm(weights: Weights, config: Any, name: str, x: Tensor) -> Tensor:

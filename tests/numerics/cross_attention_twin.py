@@ -1,7 +1,9 @@
-"""The slow, obvious twin of the cross-attention model: plain tensor operations, no module, no fused kernel.
+"""The slow, obvious twin of the cross-attention model: plain tensor operations, no module, no fused
+kernel.
 
-It follows the published arithmetic to the letter: masked scores are replaced, not added to; the softmax is in fp32
-with the scores divided by (layer index + 1) before and multiplied back inside when the model is in half precision.
+It follows the published arithmetic to the letter: masked scores are replaced, not added to; the
+softmax is in fp32 with the scores divided by (layer index + 1) before and multiplied back inside
+when the model is in half precision.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ def twin_logits(
     kept: Sequence[Tensor],
     record: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """(B, T) ids -> (B, T, V) logits. weights: by the names of CrossAttentionModel.named_parameters().
+    """(B, T) ids -> (B, T, V) logits. weights: by the names of
+    CrossAttentionModel.named_parameters().
 
-    states, kept: for each added layer bottom-up its (B, L, D) states and (B, L) bool mask of the keys it sees.
+    states, kept: for each added layer bottom-up its (B, L, D) states and (B, L) bool mask of the
+    keys it sees.
     """
     indices = [config.n_layer - 1 - k * layers.stride for k in range(layers.count)][::-1]
     hidden = _embed(weights, ids, mask)
@@ -44,8 +48,12 @@ def twin_logits(
             elif i in indices:
                 j = indices.index(i)
                 slot = indices[0] if layers.shared_weights else i
-                hidden = _added(weights, config, layers, slot, i, hidden, states[j], kept[j], record)
-    return _linear(weights, "base.transformer.wte", _norm(weights, config, "base.transformer.ln_f", hidden))
+                hidden = _added(
+                    weights, config, layers, slot, i, hidden, states[j], kept[j], record
+                )
+    return _linear(
+        weights, "base.transformer.wte", _norm(weights, config, "base.transformer.ln_f", hidden)
+    )
 
 
 def twin_states(weights: Weights, config: Any, ids: Tensor, mask: Tensor) -> Tensor:
@@ -74,7 +82,9 @@ def _embed(weights: Weights, ids: Tensor, mask: Tensor) -> Tensor:
         for t in range(ids.shape[1]):
             places[b, t] = seen if mask[b, t] else 1
             seen += int(mask[b, t])
-    return weights["base.transformer.wte.weight"][ids] + weights["base.transformer.wpe.weight"][places]
+    return (
+        weights["base.transformer.wte.weight"][ids] + weights["base.transformer.wpe.weight"][places]
+    )
 
 
 def _base_block(weights: Weights, config: Any, i: int, hidden: Tensor, mask: Tensor) -> Tensor:
@@ -86,7 +96,10 @@ def _base_block(weights: Weights, config: Any, i: int, hidden: Tensor, mask: Ten
     heads_out = []
     for h in range(heads):
         if config.multi_query:  # all queries, then the one key and the one value
-            query, (key, value) = fused[..., h * size : (h + 1) * size], fused[..., heads * size :].split(size, dim=-1)
+            query, (key, value) = (
+                fused[..., h * size : (h + 1) * size],
+                fused[..., heads * size :].split(size, dim=-1),
+            )
         else:  # per head: its query, its key, its value
             query, key, value = fused[..., 3 * h * size : 3 * (h + 1) * size].split(size, dim=-1)
         heads_out.append(_attend(query, key, value, visible, divisor=i + 1))
@@ -115,7 +128,9 @@ def _added(
     split = [x.chunk(heads, dim=-1) for x in (query, key, value)]
     visible = kept.bool()[:, None, :].expand(-1, hidden.shape[1], -1)
     divisor = config.n_layer if layers.shared_weights else index + 1
-    attended = torch.cat([_attend(q, k, v, visible, divisor=divisor) for q, k, v in zip(*split, strict=True)], dim=-1)
+    attended = torch.cat(
+        [_attend(q, k, v, visible, divisor=divisor) for q, k, v in zip(*split, strict=True)], dim=-1
+    )
     attended = _linear(weights, f"{name}.crossattention.c_proj", attended)
     _note(record, f"cross_attn_out.{index}", attended)
     out = hidden + attended
@@ -138,7 +153,9 @@ def _mlp(weights: Weights, config: Any, name: str, hidden: Tensor) -> Tensor:
     if config.activation_function == "gelu":
         inner = 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
     else:
-        inner = 0.5 * inner * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
+        inner = (
+            0.5 * inner * (1 + torch.tanh(math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)))
+        )
     return _linear(weights, f"{name}.mlp.c_proj", inner)
 
 
@@ -146,7 +163,9 @@ def _norm(weights: Weights, config: Any, name: str, x: Tensor) -> Tensor:
     wide = x.float()
     centred = wide - wide.mean(-1, keepdim=True)
     normed = centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + config.layer_norm_epsilon)
-    return (normed * weights[f"{name}.weight"].float() + weights[f"{name}.bias"].float()).to(x.dtype)
+    return (normed * weights[f"{name}.weight"].float() + weights[f"{name}.bias"].float()).to(
+        x.dtype
+    )
 
 
 def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:

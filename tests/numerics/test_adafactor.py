@@ -1,4 +1,6 @@
-"""Adafactor under the engine against torch's own step and the paper's formulas, its state, and where it is refused."""
+"""Adafactor under the engine against torch's own step and the paper's formulas, its state, and
+where it is refused.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
-from trainer import deepspeed_config, optimizers
-from trainer.config import Optim, Train, validate
+from trainer.config import Optim, Train, deepspeed_config, validate
 from trainer.errors import ConfigError
+from trainer.training import optimizers
 
 STEPS, ROWS = 6, 8
 OPTIM = Optim(name="adafactor", lr=0.02, weight_decay=0.1, clip=0.5)
@@ -21,35 +23,43 @@ OPTIM = Optim(name="adafactor", lr=0.02, weight_decay=0.1, clip=0.5)
 def network() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
+        net = nn.Sequential(
+            nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)
+        )
     net[0].requires_grad_(False)
     return net
 
 
 def data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(STEPS, ROWS, 5, generator=generator), torch.randn(STEPS, ROWS, generator=generator)
+    return torch.randn(STEPS, ROWS, 5, generator=generator), torch.randn(
+        STEPS, ROWS, generator=generator
+    )
 
 
 def built(optim: Optim, stage: int, precision: str, world: int) -> dict[str, Any]:
     train = Train(steps=STEPS, global_batch=ROWS, micro_batch=2, precision=precision)  # pyright: ignore
     preset = deepspeed_config.read(f"zero{stage}")
-    return deepspeed_config.build(preset, train=train, optim=optim, world=world, source="test", hidden_size=8)
+    return deepspeed_config.build(
+        preset, train=train, optim=optim, world=world, source="test", hidden_size=8
+    )
 
 
 def make(precision: str, weights: dict[str, Tensor] | None = None) -> Any:
-    from trainer import distributed
-    from trainer.engine import Engine, load_weights
+    from trainer.runtime import distributed
+    from trainer.training.engine import Engine, load_weights
 
     net = network().to({"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
     if weights is not None:
         load_weights(net, weights)
-    return Engine(net, deepspeed_config.for_engine(built(OPTIM, 0, precision, distributed.world())), OPTIM)
+    return Engine(
+        net, deepspeed_config.for_engine(built(OPTIM, 0, precision, distributed.world())), OPTIM
+    )
 
 
 def train(live: Any, steps: range) -> list[float]:
     """This rank's losses, each a sum over its rows divided by all rows."""
-    from trainer import distributed
+    from trainer.runtime import distributed
 
     inputs, targets = data()
     share = slice(distributed.rank(), None, distributed.world())
@@ -85,8 +95,14 @@ def by_torch() -> dict[str, Tensor]:
         nn.utils.clip_grad_norm_(list(named.values()), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    state = {f"{name}|{key}": value for name, p in named.items() for key, value in optimizer.state[p].items()}
-    return {name: p.detach() for name, p in named.items()} | {k: v for k, v in state.items() if "|step" not in k}
+    state = {
+        f"{name}|{key}": value
+        for name, p in named.items()
+        for key, value in optimizer.state[p].items()
+    }
+    return {name: p.detach() for name, p in named.items()} | {
+        k: v for k, v in state.items() if "|step" not in k
+    }
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -111,17 +127,28 @@ def test_bf16_keeps_fp32_weights_in_their_own_shapes() -> None:
             assert found[name].shape == tensor.shape
 
 
-def _through_a_checkpoint(precision: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float]]:
+def _through_a_checkpoint(
+    precision: str,
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float], list[float]]:
     live = make(precision)
     train(live, range(3))
-    weights, state, scalars = live.weights(lambda k: True), live.optimizer_state(lambda k: True), live.scalars()
+    weights, state, scalars = (
+        live.weights(lambda k: True),
+        live.optimizer_state(lambda k: True),
+        live.scalars(),
+    )
     straight = train(live, range(3, STEPS))
     one = live.weights(lambda k: True) | live.optimizer_state(lambda k: True)
     live.destroy()
     again = make(precision, weights)
     again.restore(state, scalars)
     resumed = train(again, range(3, STEPS))
-    return one, again.weights(lambda k: True) | again.optimizer_state(lambda k: True), straight, resumed
+    return (
+        one,
+        again.weights(lambda k: True) | again.optimizer_state(lambda k: True),
+        straight,
+        resumed,
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -132,12 +159,17 @@ def test_a_restored_state_continues_bit_for_bit(precision: str) -> None:
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def paper_step(weight: list[list[float]], gradient: list[list[float]], *, lr: float) -> list[list[float]]:
-    """Algorithm 4 of Shazeer & Stern 2018 at step 1, element by element: no epsilon, beta2 = 0, relative step lr."""
+def paper_step(
+    weight: list[list[float]], gradient: list[list[float]], *, lr: float
+) -> list[list[float]]:
+    """Algorithm 4 of Shazeer & Stern 2018 at step 1, element by element: no epsilon, beta2 = 0,
+    relative step lr.
+    """
     rows = [sum(g * g for g in row) for row in gradient]
     columns = [sum(row[j] ** 2 for row in gradient) for j in range(len(gradient[0]))]
     update = [
-        [g / math.sqrt(rows[i] * columns[j] / sum(rows)) for j, g in enumerate(row)] for i, row in enumerate(gradient)
+        [g / math.sqrt(rows[i] * columns[j] / sum(rows)) for j, g in enumerate(row)]
+        for i, row in enumerate(gradient)
     ]
     flat = [u for row in update for u in row]
     rms = math.sqrt(sum(u * u for u in flat) / len(flat))
@@ -190,21 +222,28 @@ def test_stages_that_flatten_weights_are_refused(stage: int) -> None:
 
 
 def _shapes_at_stage_1() -> list[int]:
-    from trainer.engine import Engine
+    from trainer.training.engine import Engine
 
-    ds = deepspeed_config.for_engine(built(Optim(lr=0.02), 1, "fp32", 1))  # as if it were not refused
+    ds = deepspeed_config.for_engine(
+        built(Optim(lr=0.02), 1, "fp32", 1)
+    )  # as if it were not refused
     live = Engine(network(), ds, OPTIM)
     return [p.ndim for group in live._inner().param_groups for p in group["params"]]
 
 
 def test_deepspeed_does_flatten_weights_at_stage_1() -> None:
-    """Why Adafactor is refused there: when this fails, DeepSpeed keeps shapes, and the refusal may go."""
+    """Why Adafactor is refused there: when this fails, DeepSpeed keeps shapes, and the refusal may
+    go.
+    """
     assert run_on_ranks(1, _shapes_at_stage_1) == [[1, 1]]
 
 
 def test_an_optimizer_block_of_the_file_is_refused() -> None:
     train = Train(steps=1, global_batch=2, micro_batch=2, precision="fp32")
-    preset = {**deepspeed_config.read("zero0"), "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    preset = {
+        **deepspeed_config.read("zero0"),
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    }
     with pytest.raises(ConfigError, match=r"optim\.name='adafactor'. Delete the block"):
         deepspeed_config.build(preset, train=train, optim=OPTIM, world=1, source="test")
 

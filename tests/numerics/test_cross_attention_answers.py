@@ -1,4 +1,6 @@
-"""A trained model answers a split, and is taken elsewhere: `evaluate`, `export`, and the script of the README."""
+"""A trained model answers a split, and is taken elsewhere: `evaluate`, `export`, and the script of
+the README.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from tests.ranks import run_on_ranks
 from trainer.__main__ import app
 from trainer.config import exp_id
 from trainer.errors import ConfigError, ResumeError
-from trainer.metrics import answer_scores
-from trainer.task import Search
-from trainer.tasks.cross_attention.questions import with_another_context
+from trainer.evaluation.mergeable import answer_scores
 from trainer.tasks.cross_attention.reader import Reader
+from trainer.tasks.cross_attention.text.questions import with_another_context
+from trainer.tasks.protocol import Search
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_ROWS = 17  # on two ranks in batches of 4: uneven
@@ -29,9 +31,14 @@ MEASURES = ("em", "f1", "precision", "recall", "recall_em")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Facts; the validation rows name a data set, all but one "nq", and the second asks what the first does."""
+    """Facts; the validation rows name a data set, all but one "nq", and the second asks what the
+    first does.
+    """
     made = write_facts(tmp_path_factory.mktemp("facts"))
-    rows = [{**row, "dataset": "squad" if n == 5 else "nq"} for n, row in enumerate(facts(64, 64 + NUM_ROWS))]
+    rows = [
+        {**row, "dataset": "squad" if n == 5 else "nq"}
+        for n, row in enumerate(facts(64, 64 + NUM_ROWS))
+    ]
     rows[1] = {**rows[0], "answer": "of"}
     for split in ("valid", "test"):
         (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -51,8 +58,8 @@ def values(folder: Path) -> dict[str, Any]:
 
 
 def train(values: dict[str, Any], folder: Path, savedir: Path) -> None:
-    from trainer.run import Options, plan, run
-    from trainer.telemetry import Preemption
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan, run
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
     assert run(plan(values, options, world=1, rank=0), options, Preemption()) == 0
@@ -65,9 +72,11 @@ def savedir(values: dict[str, Any], folder: Path, tmp_path_factory: pytest.TempP
     return made
 
 
-def evaluated(values: dict[str, Any], folder: Path, savedir: Path, pred: Path, changes: dict[str, Any]) -> Any:
-    from trainer.evaluation import Question, run
-    from trainer.run import Options
+def evaluated(
+    values: dict[str, Any], folder: Path, savedir: Path, pred: Path, changes: dict[str, Any]
+) -> Any:
+    from trainer.evaluation.run import Question, run
+    from trainer.training.run import Options
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
     flags = {name: changes[name] for name in changes if name.startswith("wandb")}
@@ -115,20 +124,38 @@ def test_answers_under_another_context_are_those_of_rows_that_have_it(
     swapped = tmp_path / "swapped"
     shutil.copytree(folder, swapped)
     rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
-    mixed = [{**row, "context": found["other"][0]} for row, found in zip(rows, with_another_context(rows), strict=True)]
+    mixed = [
+        {**row, "context": found["other"][0]}
+        for row, found in zip(rows, with_another_context(rows), strict=True)
+    ]
     (swapped / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
-    evaluated({**values, "tokenizer": str(folder / "tokenizer")}, swapped, savedir, tmp_path / "mixed.jsonl", own)
+    evaluated(
+        {**values, "tokenizer": str(folder / "tokenizer")},
+        swapped,
+        savedir,
+        tmp_path / "mixed.jsonl",
+        own,
+    )
     predictions = {
-        name: [row["prediction"] for row in rows_of(tmp_path / f"{name}.jsonl")] for name in ("own", "other", "mixed")
+        name: [row["prediction"] for row in rows_of(tmp_path / f"{name}.jsonl")]
+        for name in ("own", "other", "mixed")
     }
     assert predictions["other"] == predictions["mixed"] != predictions["own"]
 
 
-def test_a_task_without_contexts_is_not_evaluated_under_others(folder: Path, savedir: Path, tmp_path: Path) -> None:
+def test_a_task_without_contexts_is_not_evaluated_under_others(
+    folder: Path, savedir: Path, tmp_path: Path
+) -> None:
     from trainer.errors import ConfigError
 
     with pytest.raises(ConfigError, match="answers from no context"):
-        evaluated(experiment("causal_lm", folder), folder, savedir, tmp_path / "out.jsonl", {"another_context": True})
+        evaluated(
+            experiment("causal_lm", folder),
+            folder,
+            savedir,
+            tmp_path / "out.jsonl",
+            {"another_context": True},
+        )
 
 
 def test_a_row_is_written_for_every_question_and_a_summary_beside_them(
@@ -136,7 +163,9 @@ def test_a_row_is_written_for_every_question_and_a_summary_beside_them(
 ) -> None:
     found = evaluated(values, folder, savedir, tmp_path / "out.jsonl", {})
     rows = rows_of(tmp_path / "out.jsonl")
-    assert [row["question"] for row in rows[2:]] == [row["question"] for row in facts(66, 64 + NUM_ROWS)]
+    assert [row["question"] for row in rows[2:]] == [
+        row["question"] for row in facts(66, 64 + NUM_ROWS)
+    ]
     assert all(row["scores"].keys() == set(MEASURES) for row in rows)
     summary = json.loads((tmp_path / "out.summary.json").read_text())
     assert summary["scores"] == found
@@ -157,14 +186,18 @@ def test_answers_are_cut_before_they_are_scored_and_measured_by_rouge(
     values: dict[str, Any], folder: Path, savedir: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("rouge_score")
-    found = evaluated(values, folder, savedir, tmp_path / "out.jsonl", {"cut_at": [" "], "measures": ["rouge"]})
+    found = evaluated(
+        values, folder, savedir, tmp_path / "out.jsonl", {"cut_at": [" "], "measures": ["rouge"]}
+    )
     rows = rows_of(tmp_path / "out.jsonl")
     assert not any(" " in row["prediction"] for row in rows)
     assert found["rouge1"] == pytest.approx(sum(row["scores"]["rouge1"] for row in rows) / NUM_ROWS)
     assert {name: found[name] for name in MEASURES} == pytest.approx(scores_of(rows), abs=1e-12)
 
 
-def test_draws_depend_on_their_seed_alone(values: dict[str, Any], folder: Path, savedir: Path, tmp_path: Path) -> None:
+def test_draws_depend_on_their_seed_alone(
+    values: dict[str, Any], folder: Path, savedir: Path, tmp_path: Path
+) -> None:
     drawn = [Search(temperature=1.5, seed=seed, num_answers=2) for seed in (1, 1, 2)]
     texts = []
     for number, search in enumerate(drawn):
@@ -173,7 +206,9 @@ def test_draws_depend_on_their_seed_alone(values: dict[str, Any], folder: Path, 
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_beams_are_synchronised_over_ranks(values: dict[str, Any], folder: Path, savedir: Path, tmp_path: Path) -> None:
+def test_beams_are_synchronised_over_ranks(
+    values: dict[str, Any], folder: Path, savedir: Path, tmp_path: Path
+) -> None:
     search = {"search": Search(num_beams=2, num_answers=2)}
     evaluated(values, folder, savedir, tmp_path / "one.jsonl", search)
     run_on_ranks(2, evaluated, values, folder, savedir, tmp_path / "two.jsonl", search)
@@ -184,18 +219,27 @@ def test_beams_are_synchronised_over_ranks(values: dict[str, Any], folder: Path,
     ("changes", "complaint"),
     [
         ({"search": Search(top_p=0.5)}, r"--top_p 0.5 says what is drawn from, but nothing is"),
-        ({"search": Search(num_beams=2, temperature=1.0)}, r"--temperature draws, --num_beams 2 searches"),
+        (
+            {"search": Search(num_beams=2, temperature=1.0)},
+            r"--temperature draws, --num_beams 2 searches",
+        ),
         ({"measures": ["rogue"]}, r"--measure rogue: no such measure. Did you mean 'rouge'"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(
-    changes: dict[str, Any], complaint: str, values: dict[str, Any], folder: Path, savedir: Path, tmp_path: Path
+    changes: dict[str, Any],
+    complaint: str,
+    values: dict[str, Any],
+    folder: Path,
+    savedir: Path,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
         evaluated(values, folder, savedir, tmp_path / "out.jsonl", changes)
 
 
-# Elsewhere ------------------------------------------------------------------------------------------------------------
+# Elsewhere
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -215,10 +259,17 @@ def asked_of(folder: Path) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("flags", [[], ["--merge"]], ids=["referring", "merged"])
 def test_an_exported_folder_answers_as_evaluation_does(
-    flags: list[str], wanted: list[dict[str, Any]], values: dict[str, Any], folder: Path, savedir: Path, tmp_path: Path
+    flags: list[str],
+    wanted: list[dict[str, Any]],
+    values: dict[str, Any],
+    folder: Path,
+    savedir: Path,
+    tmp_path: Path,
 ) -> None:
     final, out = savedir / exp_id(values) / "final", tmp_path / "out"
-    done = CliRunner().invoke(app, ["export", "cross_attention", str(final), "--out", str(out), *flags])
+    done = CliRunner().invoke(
+        app, ["export", "cross_attention", str(final), "--out", str(out), *flags]
+    )
     assert (done.exit_code, done.stderr) == (0, "")
     assert (out / "base" / "model.safetensors").is_file() == bool(flags)
     moved = shutil.move(out, tmp_path / "moved")
@@ -239,7 +290,11 @@ def test_a_merged_folder_whose_base_was_changed_is_refused(
 
 
 def test_the_script_of_the_readme_answers(
-    values: dict[str, Any], savedir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    values: dict[str, Any],
+    savedir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
     (script,) = re.findall(r"```python\n([^`]*Reader\([^`]*)```", (ROOT / "README.md").read_text())
     assert len(script.splitlines()) <= 10
@@ -247,21 +302,42 @@ def test_the_script_of_the_readme_answers(
     exec(script.replace("results/ID/final", str(savedir / exp_id(values) / "final")), {})
     context = "Ada keeps the red key in the cellar. The attic is empty."
     reader = Reader(savedir / exp_id(values) / "final", cache_dir=tmp_path / "cache")
-    assert capsys.readouterr().out == reader.answer("Where does Ada keep the red key?", context) + "\n"
+    assert (
+        capsys.readouterr().out == reader.answer("Where does Ada keep the red key?", context) + "\n"
+    )
 
 
 def test_an_evaluation_is_told_to_the_run_in_wandb(
-    values: dict[str, Any], folder: Path, savedir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    values: dict[str, Any],
+    folder: Path,
+    savedir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    evaluated(values, folder, savedir, tmp_path / "p.jsonl", {"wandb_entity": "someone", "wandb_project": "something"})
+    evaluated(
+        values,
+        folder,
+        savedir,
+        tmp_path / "p.jsonl",
+        {"wandb_entity": "someone", "wandb_project": "something"},
+    )
     (record,) = (savedir / exp_id(values)).glob("wandb/offline-run-*/*.wandb")
     content = record.read_bytes()
-    assert all(name in content for name in (b"evaluate/test/em", b"evaluate/test/f1_squad", b"evaluate/test/answers"))
+    assert all(
+        name in content
+        for name in (b"evaluate/test/em", b"evaluate/test/f1_squad", b"evaluate/test/answers")
+    )
 
 
 def test_half_of_where_wandb_is_is_refused_before_anything_is_read(
     values: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="want both"):
-        evaluated(values, folder, tmp_path / "nowhere", tmp_path / "p.jsonl", {"wandb_project": "something"})
+        evaluated(
+            values,
+            folder,
+            tmp_path / "nowhere",
+            tmp_path / "p.jsonl",
+            {"wandb_project": "something"},
+        )

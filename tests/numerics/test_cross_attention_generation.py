@@ -1,4 +1,6 @@
-"""Cached decoding, greedy and by beams, against recomputing everything for every token; and draws."""
+"""Cached decoding, greedy and by beams, against recomputing everything for every token; and
+draws.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ from tests.numerics.tiny_cross_attention import (
     without,
 )
 from trainer.errors import ConfigError
-from trainer.task import Search
 from trainer.tasks.cross_attention.config import Layers
-from trainer.tasks.cross_attention.generation import greedy, searched
-from trainer.tasks.cross_attention.model import CrossAttentionModel
+from trainer.tasks.cross_attention.decoder.generation import greedy, searched
+from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
+from trainer.tasks.protocol import Search
 
 
 def prompts() -> Batch:
@@ -53,7 +55,9 @@ def test_greedy_encodes_and_projects_a_context_once(layers: Layers) -> None:
     with counted_calls(model) as calls:
         greedy(model, **prompts(), max_new_tokens=6, pad_token_id=0)
     first = f"cross_attn_layers.{model.indices[0]}"
-    assert calls["base.transformer.h.0"] == 1 + 6  # the context, then the prompt and five single tokens
+    assert (
+        calls["base.transformer.h.0"] == 1 + 6
+    )  # the context, then the prompt and five single tokens
     assert calls[f"{first}.crossattention.v_attn"] == 1
 
 
@@ -72,21 +76,28 @@ def test_greedy_makes_every_forward_when_ranks_must_agree() -> None:
     end = int(greedy(model, **batch, max_new_tokens=1, pad_token_id=0).tokens_BG[0, 0])
     lengths = []
     for always in (False, True):
-        made = greedy(model, **batch, max_new_tokens=5, pad_token_id=0, eos_token_id=end, always_steps=always)
+        made = greedy(
+            model, **batch, max_new_tokens=5, pad_token_id=0, eos_token_id=end, always_steps=always
+        )
         lengths.append(made.tokens_BG.shape[1])
     assert lengths == [1, 5]
 
 
 def test_prompts_padded_on_the_right_are_refused() -> None:
     with pytest.raises(ConfigError, match="padded on the right"):
-        greedy(build(LAYOUTS["after"]), **without(inputs(), "labels"), max_new_tokens=2, pad_token_id=0)
+        greedy(
+            build(LAYOUTS["after"]), **without(inputs(), "labels"), max_new_tokens=2, pad_token_id=0
+        )
 
 
-# Beams and draws, by transformers ------------------------------------------------------------------------------------
+# Beams and draws, by transformers
+# ------------------------------------------------------------------------------------
 
 
 @every_layout
-def test_one_beam_of_transformers_equals_our_greedy_loop_on_prompts_padded_on_the_left(layers: Layers) -> None:
+def test_one_beam_of_transformers_equals_our_greedy_loop_on_prompts_padded_on_the_left(
+    layers: Layers,
+) -> None:
     model, batch = build(layers), prompts()
     want = greedy(model, **batch, max_new_tokens=9, pad_token_id=0, eos_token_id=3).tokens_BG
     got = searched(model, batch, Search(), max_new_tokens=9, pad_token_id=0, eos_token_id=3)
@@ -96,12 +107,20 @@ def test_one_beam_of_transformers_equals_our_greedy_loop_on_prompts_padded_on_th
 
 @pytest.mark.parametrize("family", ["gpt_bigcode", "llama", "mistral"])
 def test_beams_find_the_continuation_that_recomputing_every_beam_finds(family: str) -> None:
-    model = build(LAYOUTS["after"]) if family == "gpt_bigcode" else build_rotary(LAYOUTS["after"], family)
+    model = (
+        build(LAYOUTS["after"])
+        if family == "gpt_bigcode"
+        else build_rotary(LAYOUTS["after"], family)
+    )
     batch = prompts()
-    got = searched(model, batch, Search(num_beams=3, num_answers=3), max_new_tokens=4, pad_token_id=0)
+    got = searched(
+        model, batch, Search(num_beams=3, num_answers=3), max_new_tokens=4, pad_token_id=0
+    )
     for row in range(3):
         alone = {name: tensor[row : row + 1] for name, tensor in batch.items()}
-        assert got[3 * row : 3 * row + 3].tolist() == beams_recomputed(model, alone, num_beams=3, max_new_tokens=4)
+        assert got[3 * row : 3 * row + 3].tolist() == beams_recomputed(
+            model, alone, num_beams=3, max_new_tokens=4
+        )
 
 
 def beams_recomputed(
@@ -113,9 +132,13 @@ def beams_recomputed(
         grown: list[tuple[float, list[int]]] = []
         for score, tokens in beams:
             ids = torch.cat([batch["input_ids"], torch.tensor([tokens], dtype=torch.int64)], dim=1)
-            mask = torch.cat([batch["attention_mask"], torch.ones(1, len(tokens), dtype=torch.int64)], dim=1)
+            mask = torch.cat(
+                [batch["attention_mask"], torch.ones(1, len(tokens), dtype=torch.int64)], dim=1
+            )
             logits = model(**(batch | {"input_ids": ids, "attention_mask": mask})).logits[0, -1]
-            grown += [(score + p, [*tokens, t]) for t, p in enumerate(logits.log_softmax(-1).tolist())]
+            grown += [
+                (score + p, [*tokens, t]) for t, p in enumerate(logits.log_softmax(-1).tolist())
+            ]
         beams = sorted(grown, reverse=True)[:num_beams]
     return [tokens for _, tokens in beams]
 
@@ -130,7 +153,9 @@ def test_generate_encodes_and_projects_a_context_once_however_many_beams_and_tok
     model = build(layers)
     with counted_calls(model) as calls:
         searched(model, prompts(), search, max_new_tokens=6, pad_token_id=0)
-    assert calls["base.transformer.h.0"] == 1 + 6  # the context, then the prompt and five single tokens
+    assert (
+        calls["base.transformer.h.0"] == 1 + 6
+    )  # the context, then the prompt and five single tokens
     for index in model.indices[: 1 if layers.shared_weights else None]:
         assert calls[f"cross_attn_layers.{index}.crossattention.v_attn"] == 1
 
@@ -148,7 +173,9 @@ def test_draws_follow_the_probabilities_of_the_model() -> None:
 
 def test_a_small_top_p_leaves_the_most_likely_token_alone() -> None:
     model, batch = build(LAYOUTS["after"]), prompts()
-    drawn = searched(model, batch, Search(temperature=5.0, top_p=1e-6), max_new_tokens=5, pad_token_id=0)
+    drawn = searched(
+        model, batch, Search(temperature=5.0, top_p=1e-6), max_new_tokens=5, pad_token_id=0
+    )
     assert torch.equal(drawn, greedy(model, **batch, max_new_tokens=5, pad_token_id=0).tokens_BG)
 
 

@@ -1,4 +1,6 @@
-"""The cross-attention model against its slow twin and against itself: padding, chunks, dropout, initialisation."""
+"""The cross-attention model against its slow twin and against itself: padding, chunks, dropout,
+initialisation.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,17 @@ from tests.numerics.tiny_cross_attention import (
     without,
 )
 from trainer.errors import ConfigError
-from trainer.losses import next_token_loss
-from trainer.tasks.cross_attention.attention import KeyMask
+from trainer.models.losses import next_token_loss
 from trainer.tasks.cross_attention.config import Layers
-from trainer.tasks.cross_attention.model import CrossAttentionModel, added_indices, positions
+from trainer.tasks.cross_attention.decoder.attention import KeyMask
+from trainer.tasks.cross_attention.decoder.model import (
+    CrossAttentionModel,
+    added_indices,
+    positions,
+)
 
-# Against the twin -----------------------------------------------------------------------------------------------------
+# Against the twin
+# -----------------------------------------------------------------------------------------------------
 
 BASES: dict[str, dict[str, Any]] = {
     "mqa": {},
@@ -45,8 +52,13 @@ def test_loss_and_gradients_equal_those_of_the_twin(layers: Layers, base: dict[s
     states = torch.randn(layers.count, 3, 11, WIDTH, generator=torch.Generator().manual_seed(5))
     kept = batch["context_attention_mask"].bool()
     plain = without(batch, "context_input_ids", "context_attention_mask")
-    _, got = gradients(model, **plain, encoder_hidden_states=list(states), encoder_attention_mask=kept)
-    weights = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    _, got = gradients(
+        model, **plain, encoder_hidden_states=list(states), encoder_attention_mask=kept
+    )
+    weights = {
+        name: p.detach().clone().requires_grad_(p.requires_grad)
+        for name, p in model.named_parameters()
+    }
     logits = twin_logits(
         weights,
         model.base.config,
@@ -67,10 +79,18 @@ def test_chunked_contexts_equal_chunks_read_one_by_one_and_joined() -> None:
     generator = torch.Generator().manual_seed(9)
     chunks = torch.randint(1, VOCABULARY, (3, 4, 6), generator=generator)
     chunk_mask = torch.ones_like(chunks)
-    chunk_mask[0, 1, 3:], chunk_mask[2, 0, :2], chunk_mask[1, 3] = 0, 0, 0  # right, left, a row with a chunk less
-    got = model(**(batch | {"context_input_ids": chunks, "context_attention_mask": chunk_mask})).logits
+    chunk_mask[0, 1, 3:], chunk_mask[2, 0, :2], chunk_mask[1, 3] = (
+        0,
+        0,
+        0,
+    )  # right, left, a row with a chunk less
+    got = model(
+        **(batch | {"context_input_ids": chunks, "context_attention_mask": chunk_mask})
+    ).logits
     weights = dict(model.named_parameters())
-    states = [twin_states(weights, model.base.config, chunks[:, n], chunk_mask[:, n]) for n in range(4)]
+    states = [
+        twin_states(weights, model.base.config, chunks[:, n], chunk_mask[:, n]) for n in range(4)
+    ]
     want = twin_logits(
         weights,
         model.base.config,
@@ -90,7 +110,10 @@ def test_a_sample_whose_keys_are_all_hidden_attends_uniformly_with_the_right_gra
     kept = torch.ones(3, 11, dtype=torch.bool)
     kept[1] = False
     _, got = gradients(model, **batch, key_masks={2: kept, 4: kept})
-    weights = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    weights = {
+        name: p.detach().clone().requires_grad_(p.requires_grad)
+        for name, p in model.named_parameters()
+    }
     visible = kept & batch["context_attention_mask"].bool()
     context = twin_states(
         weights, model.base.config, batch["context_input_ids"], batch["context_attention_mask"]
@@ -109,9 +132,14 @@ def test_a_sample_whose_keys_are_all_hidden_attends_uniformly_with_the_right_gra
     assert_same(got, {name: w.grad for name, w in weights.items() if w.grad is not None}, 1e-4)
 
 
-def test_next_token_loss_is_the_sum_of_the_twins_terms_and_its_head_sees_scored_positions_only() -> None:
+def test_next_token_loss_is_the_sum_of_the_twins_terms_and_its_head_sees_scored_positions_only() -> (
+    None
+):
     generator = torch.Generator().manual_seed(3)
-    hidden, matrix = torch.randn(2, 6, 8, generator=generator), torch.randn(8, 12, generator=generator)
+    hidden, matrix = (
+        torch.randn(2, 6, 8, generator=generator),
+        torch.randn(8, 12, generator=generator),
+    )
     labels = torch.tensor([[-100, -100, 4, 5, -100, 7], [3, 1, 2, -100, -100, -100]])
     seen: list[int] = []
 
@@ -126,7 +154,9 @@ def test_next_token_loss_is_the_sum_of_the_twins_terms_and_its_head_sees_scored_
 
 def test_next_token_loss_of_nothing_is_zero_and_still_calls_the_head() -> None:
     hidden, calls = torch.randn(2, 6, 8, requires_grad=True), []
-    loss = next_token_loss(hidden, torch.full((2, 6), -100), lambda rows_ND: calls.append(1) or rows_ND)
+    loss = next_token_loss(
+        hidden, torch.full((2, 6), -100), lambda rows_ND: calls.append(1) or rows_ND
+    )
     loss.backward()
     assert loss.item() == 0.0
     assert calls == [1]
@@ -137,7 +167,8 @@ def test_next_token_loss_is_summed_in_fp32_for_a_bf16_model() -> None:
     assert next_token_loss(hidden, labels, lambda rows_ND: rows_ND).dtype == torch.float32
 
 
-# Initialisation -------------------------------------------------------------------------------------------------------
+# Initialisation
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layers", [LAYOUTS["after"], LAYOUTS["before"], LAYOUTS["shared"]])
@@ -157,7 +188,9 @@ def test_published_initialisation_draws_every_matrix_and_zeroes_every_bias() -> 
 
 
 def test_equal_seeds_give_equal_layers_and_leave_the_random_state_alone() -> None:
-    base = GPTBigCodeForCausalLM(GPTBigCodeConfig(n_embd=8, n_layer=2, n_head=2, n_positions=8, vocab_size=10))
+    base = GPTBigCodeForCausalLM(
+        GPTBigCodeConfig(n_embd=8, n_layer=2, n_head=2, n_positions=8, vocab_size=10)
+    )
     layers = Layers(count=2, stride=1)
     torch.manual_seed(0)
     first = CrossAttentionModel(base, layers, seed=4).cross_attn_layers.state_dict()
@@ -179,7 +212,8 @@ def test_an_added_layer_has_the_published_number_of_parameters() -> None:
     assert sum(p.numel() for p in shared.parameters()) == 11 * d * c + 6 * c + 6 * d
 
 
-# Against itself -------------------------------------------------------------------------------------------------------
+# Against itself
+# -------------------------------------------------------------------------------------------------------
 
 
 @every_layout
@@ -194,7 +228,9 @@ def test_left_and_right_padding_give_the_same_loss_and_gradients(layers: Layers)
 def test_training_mode_reaches_the_added_layers_only() -> None:
     model = build(LAYOUTS["after"]).train()
     training = {name for name, module in model.named_modules() if module.training and name}
-    assert training == {name for name, _ in model.named_modules() if name.startswith("cross_attn_layers")}
+    assert training == {
+        name for name, _ in model.named_modules() if name.startswith("cross_attn_layers")
+    }
 
 
 def drawn_masks(model: CrossAttentionModel, batch: dict[str, Tensor]) -> list[Tensor]:
@@ -253,17 +289,22 @@ def test_fp32_layers_work_on_a_bf16_base() -> None:
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# What is refused
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_stride_that_does_not_fit_is_refused_and_the_documented_6x6_on_36_blocks_is_not() -> None:
     assert added_indices(Layers(count=6, stride=6), 36) == [5, 11, 17, 23, 29, 35]
-    with pytest.raises(ConfigError, match=r"count=6 x layers\.stride=7 = 42 blocks: the base has 36.*count <= 5"):
+    with pytest.raises(
+        ConfigError, match=r"count=6 x layers\.stride=7 = 42 blocks: the base has 36.*count <= 5"
+    ):
         added_indices(Layers(count=6, stride=7), 36)
 
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"heads=5 does not divide layers\.width=16.*1, 2, 4, 8, 16"):
+    with pytest.raises(
+        ConfigError, match=r"heads=5 does not divide layers\.width=16.*1, 2, 4, 8, 16"
+    ):
         build(Layers(count=1, stride=1, width=16, heads=5))
 
 
@@ -278,7 +319,15 @@ def test_lengths_beyond_the_positions_are_refused_before_and_in_the_forward() ->
 
 def test_another_family_is_refused_with_the_supported_ones() -> None:
     config = GPTNeoConfig(
-        hidden_size=8, num_layers=2, num_heads=2, attention_types=[[["global"], 2]], vocab_size=8, intermediate_size=8
+        hidden_size=8,
+        num_layers=2,
+        num_heads=2,
+        attention_types=[[["global"], 2]],
+        vocab_size=8,
+        intermediate_size=8,
     )
-    with pytest.raises(ConfigError, match=r"got model_type 'gpt_neo', want one of 'gpt_bigcode', 'llama', 'mistral'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"got model_type 'gpt_neo', want one of 'gpt_bigcode', 'llama', 'mistral'",
+    ):
         CrossAttentionModel(GPTNeoForCausalLM(config), LAYOUTS["after"])

@@ -1,4 +1,6 @@
-"""Cross-attention layers in a Llama or Mistral base: against the slow twin, positions, and what does not fit."""
+"""Cross-attention layers in a Llama or Mistral base: against the slow twin, positions, and what
+does not fit.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ from tests.numerics.tiny_cross_attention import (
 )
 from trainer.errors import ConfigError
 from trainer.tasks.cross_attention.config import Layers
-from trainer.tasks.cross_attention.generation import greedy
-from trainer.tasks.cross_attention.model import CrossAttentionModel, positions
+from trainer.tasks.cross_attention.decoder.generation import greedy
+from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel, positions
 
 AFTER = ROTARY_LAYOUTS["after"]
 
@@ -38,8 +40,13 @@ def test_loss_and_gradients_equal_those_of_the_twin(layers: Layers, family: str)
     states = torch.randn(layers.count, 3, 11, WIDTH, generator=torch.Generator().manual_seed(5))
     kept = batch["context_attention_mask"].bool()
     plain = without(batch, "context_input_ids", "context_attention_mask")
-    _, got = gradients(model, **plain, encoder_hidden_states=list(states), encoder_attention_mask=kept)
-    weights = {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+    _, got = gradients(
+        model, **plain, encoder_hidden_states=list(states), encoder_attention_mask=kept
+    )
+    weights = {
+        name: p.detach().clone().requires_grad_(p.requires_grad)
+        for name, p in model.named_parameters()
+    }
     logits = rotary_twin_logits(
         weights,
         model.base.config,
@@ -57,7 +64,9 @@ def test_loss_and_gradients_equal_those_of_the_twin(layers: Layers, family: str)
 
 
 @every_rotary_family
-def test_left_and_right_padding_of_decoder_and_context_give_the_same_loss_and_gradients(family: str) -> None:
+def test_left_and_right_padding_of_decoder_and_context_give_the_same_loss_and_gradients(
+    family: str,
+) -> None:
     model, batch = build_rotary(AFTER, family), inputs()
     loss, want = gradients(model, **batch)
     left_loss, got = gradients(model, **padded_left(batch))
@@ -67,7 +76,10 @@ def test_left_and_right_padding_of_decoder_and_context_give_the_same_loss_and_gr
 
 def test_chunks_follow_one_another_without_counting_pads() -> None:
     """What a row gives must not depend on how long the chunks of the others in its batch are."""
-    model, batch = build_rotary(AFTER), without(inputs(rows=1), "labels", "context_input_ids", "context_attention_mask")
+    model, batch = (
+        build_rotary(AFTER),
+        without(inputs(rows=1), "labels", "context_input_ids", "context_attention_mask"),
+    )
     chunks = torch.randint(1, VOCABULARY, (1, 2, 6), generator=torch.Generator().manual_seed(9))
     padded, mask = torch.zeros(1, 3, 9, dtype=torch.int64), torch.zeros(1, 3, 9, dtype=torch.int64)
     padded[:, :2, :6], mask[:, :2, :6] = chunks, 1
@@ -77,14 +89,21 @@ def test_chunks_follow_one_another_without_counting_pads() -> None:
 
 
 def test_the_order_of_a_context_matters_to_its_positions_alone() -> None:
-    model, batch = build_rotary(AFTER), without(inputs(), "labels", "context_input_ids", "context_attention_mask")
+    model, batch = (
+        build_rotary(AFTER),
+        without(inputs(), "labels", "context_input_ids", "context_attention_mask"),
+    )
     states = torch.randn(3, 11, WIDTH, generator=torch.Generator().manual_seed(5))
     order = torch.randperm(11, generator=torch.Generator().manual_seed(6))
     places = torch.arange(11).expand(3, 11)
     want = model(**batch, encoder_hidden_states=states).logits
-    shuffled = model(**batch, encoder_hidden_states=states[:, order], context_position_ids=places[:, order]).logits
+    shuffled = model(
+        **batch, encoder_hidden_states=states[:, order], context_position_ids=places[:, order]
+    ).logits
     torch.testing.assert_close(shuffled, want, rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(model(**batch, encoder_hidden_states=states[:, order]).logits, want, atol=1e-3)
+    assert not torch.allclose(
+        model(**batch, encoder_hidden_states=states[:, order]).logits, want, atol=1e-3
+    )
 
 
 def test_casting_the_base_to_bf16_leaves_the_angles_of_late_positions_right() -> None:
@@ -98,7 +117,9 @@ def test_casting_the_base_to_bf16_leaves_the_angles_of_late_positions_right() ->
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("layers", [AFTER, ROTARY_LAYOUTS["before_shared"], ROTARY_LAYOUTS["as_base"]])
+@pytest.mark.parametrize(
+    "layers", [AFTER, ROTARY_LAYOUTS["before_shared"], ROTARY_LAYOUTS["as_base"]]
+)
 @every_rotary_family
 def test_zero_initialisation_keeps_the_logits_of_the_base(layers: Layers, family: str) -> None:
     model, batch = build_rotary(layers, family, randomise=False), without(inputs(), "labels")
@@ -112,7 +133,9 @@ def test_an_added_layer_has_the_published_number_of_parameters() -> None:
     layer = build_rotary(AFTER).added_layer(2)
     assert sum(p.numel() for p in layer.parameters()) == 16 * d * c + 4 * d
     as_base = build_rotary(ROTARY_LAYOUTS["as_base"], "mistral").added_layer(3)
-    assert sum(p.numel() for p in as_base.parameters()) == 3 * d * d + 12 * d * 8 + 4 * d  # two of four key-value heads
+    assert (
+        sum(p.numel() for p in as_base.parameters()) == 3 * d * d + 12 * d * 8 + 4 * d
+    )  # two of four key-value heads
 
 
 def recomputed(model: CrossAttentionModel, batch: Batch, max_new_tokens: int) -> Tensor:
@@ -135,23 +158,38 @@ def test_cached_greedy_decoding_equals_recomputing_everything_on_prompts_padded_
     assert len(made.unique()) > 3
 
 
-# What is refused ------------------------------------------------------------------------------------------------------
+# What is refused
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"shared_projections": True}, r"layers\.shared_projections=True: the layers of a llama base have no such"),
-        ({"heads": 4, "kv_heads": 3}, r"layers\.kv_heads=3 does not divide layers\.heads=4\. Use one of 1, 2, 4"),
+        (
+            {"shared_projections": True},
+            r"layers\.shared_projections=True: the layers of a llama base have no such",
+        ),
+        (
+            {"heads": 4, "kv_heads": 3},
+            r"layers\.kv_heads=3 does not divide layers\.heads=4\. Use one of 1, 2, 4",
+        ),
         ({"width": 12, "heads": 4}, r"3 numbers a head: rotary positions turn pairs"),
-        ({"base_attention": True, "heads": 2}, r"layers\.heads=2: layers\.base_attention takes the base's 4"),
+        (
+            {"base_attention": True, "heads": 2},
+            r"layers\.heads=2: layers\.base_attention takes the base's 4",
+        ),
     ],
 )
-def test_layers_that_do_not_fit_a_rotary_base_are_refused(changes: dict[str, object], complaint: str) -> None:
+def test_layers_that_do_not_fit_a_rotary_base_are_refused(
+    changes: dict[str, object], complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         build_rotary(Layers(count=1, stride=1).model_copy(update=changes))
 
 
 def test_layers_of_a_rotary_base_are_refused_by_gptbigcode() -> None:
-    with pytest.raises(ConfigError, match=r"layers\.kv_heads=2, layers\.base_attention=True: the layers of a gpt_big"):
+    with pytest.raises(
+        ConfigError,
+        match=r"layers\.kv_heads=2, layers\.base_attention=True: the layers of a gpt_big",
+    ):
         build(Layers(count=1, stride=1, kv_heads=2, base_attention=True))

@@ -1,4 +1,6 @@
-"""Prepared states train and answer like contexts that are encoded online, and nothing but the right ones is read."""
+"""Prepared states train and answer like contexts that are encoded online, and nothing but the right
+ones is read.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ import torch
 
 from tests.facts import experiment, write_facts
 from trainer import tasks
-from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding, padding_share, sizes_of
+from trainer.data.order import Sharding, padding_share, sizes_of
+from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError, StorageError
-from trainer.states import writing
-from trainer.states.reading import StateCache
-from trainer.task import Batch, Places
 from trainer.tasks.cross_attention import preparation
+from trainer.tasks.cross_attention.encoder_states import writing
+from trainer.tasks.cross_attention.encoder_states.reading import StateCache
 from trainer.tasks.cross_attention.preparation import Prepared, Wanted
 from trainer.tasks.cross_attention.task import Task
+from trainer.tasks.protocol import Batch, Places
 
 Values = dict[str, Any]
 
@@ -82,7 +84,9 @@ def trained(task: Task, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
     torch.manual_seed(3)  # key dropout
     (loss,) = task.losses(model, [batch])
     loss.backward()
-    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 VARIANTS: dict[str, Values] = {
@@ -94,11 +98,16 @@ VARIANTS: dict[str, Values] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_in_fp32_cached_losses_and_gradients_are_the_online_ones(folder: Path, tmp_path: Path, variant: str) -> None:
+def test_in_fp32_cached_losses_and_gradients_are_the_online_ones(
+    folder: Path, tmp_path: Path, variant: str
+) -> None:
     values = values_of(folder, **VARIANTS[variant])
     raw = chunked(folder) if variant == "chunked" else folder
     prepare(values, raw, tmp_path / "out")
-    online, read = task_of(values, raw, tmp_path / "c"), task_of(cached(values), tmp_path / "out", tmp_path / "c")
+    online, read = (
+        task_of(values, raw, tmp_path / "c"),
+        task_of(cached(values), tmp_path / "out", tmp_path / "c"),
+    )
     store = store_of(online, "train")
     rows = [store[index] for index in (0, 1, 5, len(store) - 1)]
     batches = [task.collate(rows) for task in (online, read)]
@@ -113,22 +122,34 @@ def test_in_fp32_cached_losses_and_gradients_are_the_online_ones(folder: Path, t
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 2e-3), ("int8", 1e-2)])
-def test_smaller_states_lose_little(folder: Path, tmp_path: Path, dtype: str, tolerance: float) -> None:
+def test_smaller_states_lose_little(
+    folder: Path, tmp_path: Path, dtype: str, tolerance: float
+) -> None:
     values = values_of(folder, state_dtype=dtype)
     prepare(values, folder, tmp_path / "out")
-    online, read = task_of(values, folder, tmp_path / "c"), task_of(cached(values), tmp_path / "out", tmp_path / "c")
+    online, read = (
+        task_of(values, folder, tmp_path / "c"),
+        task_of(cached(values), tmp_path / "out", tmp_path / "c"),
+    )
     rows = [store_of(online, "train")[index] for index in range(4)]
     want, got = (trained(task, task.collate(rows))[0] for task in (online, read))
     assert 0 < abs(got - want) < tolerance * want
 
 
-def test_scores_under_the_own_and_another_context_are_the_online_ones(folder: Path, tmp_path: Path) -> None:
+def test_scores_under_the_own_and_another_context_are_the_online_ones(
+    folder: Path, tmp_path: Path
+) -> None:
     values = values_of(folder)
     prepare(values, folder, tmp_path / "out")
     found = []
-    for task in (task_of(values, folder, tmp_path / "c"), task_of(cached(values), tmp_path / "out", tmp_path / "c")):
+    for task in (
+        task_of(values, folder, tmp_path / "c"),
+        task_of(cached(values), tmp_path / "out", tmp_path / "c"),
+    ):
         store = store_of(task, "valid")
-        scores = task.scores(task.model().eval(), task.collate([store[index] for index in range(5)]))
+        scores = task.scores(
+            task.model().eval(), task.collate([store[index] for index in range(5)])
+        )
         found.append({name: float(score.num) / float(score.den) for name, score in scores.items()})
     assert found[0].keys() == {"loss", "shuffled_loss"}
     assert found[1] == pytest.approx(found[0], rel=1e-5)
@@ -139,17 +160,26 @@ def test_answers_from_states_are_the_online_ones(folder: Path, tmp_path: Path) -
     values = values_of(folder, answer_tokens=6)
     prepare(values, folder, tmp_path / "out")
     answers = []
-    for task in (task_of(values, folder, tmp_path / "c"), task_of(cached(values), tmp_path / "out", tmp_path / "c")):
+    for task in (
+        task_of(values, folder, tmp_path / "c"),
+        task_of(cached(values), tmp_path / "out", tmp_path / "c"),
+    ):
         store = store_of(task, "valid")
-        raw = [{"question": row["question"], "answers": row["answers"]} for row in task.rows("valid")]
-        answers.append(task.answers(task.model().eval(), [store[n] for n in range(4)], raw[:4]).predictions)
+        raw = [
+            {"question": row["question"], "answers": row["answers"]} for row in task.rows("valid")
+        ]
+        answers.append(
+            task.answers(task.model().eval(), [store[n] for n in range(4)], raw[:4]).predictions
+        )
     assert answers[0] == answers[1]
 
 
 # What prepare writes
 
 
-def test_prepared_rows_are_the_raw_ones_and_their_tokens_are_not_made_again(folder: Path, tmp_path: Path) -> None:
+def test_prepared_rows_are_the_raw_ones_and_their_tokens_are_not_made_again(
+    folder: Path, tmp_path: Path
+) -> None:
     values = values_of(folder)
     made = prepare(values, folder, tmp_path / "out")
     raw, out = (task_of(values, place, tmp_path / "c") for place in (folder, tmp_path / "out"))
@@ -187,18 +217,26 @@ def test_a_lost_shard_is_made_again_byte_by_byte(folder: Path, tmp_path: Path) -
     assert lost.read_bytes() == before
 
 
-def test_sets_in_their_publishers_form_become_rows_of_a_jsonl_group(folder: Path, tmp_path: Path) -> None:
+def test_sets_in_their_publishers_form_become_rows_of_a_jsonl_group(
+    folder: Path, tmp_path: Path
+) -> None:
     asked = [
         {"id": "1", "question": "Who?", "answers": [{"text": "Ann"}]},
         {"id": "2", "question": "Why?", "answers": []},
     ]
-    squad = {"version": "v2.0", "data": [{"title": "T", "paragraphs": [{"context": "Ann wrote it.", "qas": asked}]}]}
+    squad = {
+        "version": "v2.0",
+        "data": [{"title": "T", "paragraphs": [{"context": "Ann wrote it.", "qas": asked}]}],
+    }
     (tmp_path / "raw/squad_v2").mkdir(parents=True)
     for part in ("train", "dev"):
         (tmp_path / f"raw/squad_v2/{part}-v2.0.json").write_text(json.dumps(squad))
     made = prepare(values_of(folder), tmp_path / "raw", tmp_path / "out")
     assert made.rows == {"train": 2, "valid": 2}
-    assert (made.met, made.plan.count) == (2 + 2 * 2, 1)  # evaluation also reads another row's context
+    assert (made.met, made.plan.count) == (
+        2 + 2 * 2,
+        1,
+    )  # evaluation also reads another row's context
     read = task_of(cached(values_of(folder)), tmp_path / "out", tmp_path / "c")
     assert [row["answers"] for row in read.rows("train")] == [["Ann"], ["UNANSWERABLE"]]
 
@@ -206,9 +244,13 @@ def test_sets_in_their_publishers_form_become_rows_of_a_jsonl_group(folder: Path
 # What is refused
 
 
-def test_a_cached_run_without_states_is_refused_before_anything_is_read(folder: Path, tmp_path: Path) -> None:
+def test_a_cached_run_without_states_is_refused_before_anything_is_read(
+    folder: Path, tmp_path: Path
+) -> None:
     task = task_of(cached(values_of(folder)), folder, tmp_path / "c")
-    with pytest.raises(ConfigError, match=r"holds none. Run `python -m trainer prepare` with this group"):
+    with pytest.raises(
+        ConfigError, match=r"holds none. Run `python -m trainer prepare` with this group"
+    ):
         task.rows("train")
 
 
@@ -235,12 +277,17 @@ def test_states_of_another_base_are_refused(folder: Path, tmp_path: Path) -> Non
         task_of(other, tmp_path / "out", tmp_path / "c").rows("train")
 
 
-def test_a_row_that_was_not_prepared_is_refused_with_the_command(folder: Path, tmp_path: Path) -> None:
+def test_a_row_that_was_not_prepared_is_refused_with_the_command(
+    folder: Path, tmp_path: Path
+) -> None:
     values = values_of(folder)
     prepare(values, folder, tmp_path / "out")
     task = task_of(cached(values), tmp_path / "out", tmp_path / "c")
     row = task.encode({"question": "q", "answers": ["a"], "context": "A new context."})
-    with pytest.raises(DataError, match=r"The data changed since they were prepared: run `python -m trainer prepare`"):
+    with pytest.raises(
+        DataError,
+        match=r"The data changed since they were prepared: run `python -m trainer prepare`",
+    ):
         task.collate([row])
 
 
@@ -253,7 +300,9 @@ def test_states_are_also_found_in_the_cache_folder(folder: Path, tmp_path: Path)
     assert "encoder_hidden_states" in task.collate([store[0]])
 
 
-def test_other_rows_are_not_written_into_a_folder_that_was_begun(folder: Path, tmp_path: Path) -> None:
+def test_other_rows_are_not_written_into_a_folder_that_was_begun(
+    folder: Path, tmp_path: Path
+) -> None:
     prepare(values_of(folder), folder, tmp_path / "out")
     with pytest.raises(ConfigError, match=r"was begun with other train rows. Name a new folder"):
         prepare(values_of(folder), chunked(folder), tmp_path / "out")
@@ -276,9 +325,13 @@ def test_a_full_disk_is_refused_before_the_base_is_loaded(
         prepare(values_of(folder), folder, tmp_path / "out")
 
 
-def test_sets_are_not_prepared_for_a_group_that_reads_something_else(folder: Path, tmp_path: Path) -> None:
+def test_sets_are_not_prepared_for_a_group_that_reads_something_else(
+    folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"--source: the group reads data.source='stdlib_docs'"):
-        prepare(values_of(folder, source="stdlib_docs"), folder, tmp_path / "out", sources={"nq": "x"})
+        prepare(
+            values_of(folder, source="stdlib_docs"), folder, tmp_path / "out", sources={"nq": "x"}
+        )
 
 
 # Batches
@@ -292,4 +345,6 @@ def test_questions_and_contexts_share_no_micro_batch(folder: Path, tmp_path: Pat
     assert sizes.lengths_N.tolist() == store.lengths.tolist()
     sharding = Sharding(40, 40, 1, 0, micro_tokens=500)
     kept_apart = padding_share(sizes, sharding, seed=1, steps=1)
-    assert kept_apart < padding_share(sizes, replace(sharding, micro_tokens=None, micro_batch=20), seed=None, steps=1)
+    assert kept_apart < padding_share(
+        sizes, replace(sharding, micro_tokens=None, micro_batch=20), seed=None, steps=1
+    )

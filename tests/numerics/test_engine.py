@@ -1,4 +1,6 @@
-"""The engine against plain torch, for every ZeRO stage on one and two ranks, and its state through save and restore."""
+"""The engine against plain torch, for every ZeRO stage on one and two ranks, and its state through
+save and restore.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +11,35 @@ import torch
 from torch import nn
 
 from tests.ranks import run_on_ranks
-from trainer import deepspeed_config
-from trainer.config import Optim, Train
+from trainer.config import Optim, Train, deepspeed_config
 
 STEPS, ROWS = 6, 8
 OPTIM = Optim(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, clip=0.5)
 
 
 def network() -> nn.Module:
-    """A frozen first layer, odd sizes (ZeRO-3 has to pad), a norm and biases that must not decay."""
+    """A frozen first layer, odd sizes (ZeRO-3 has to pad), a norm and biases that must not
+    decay.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1))
+        net = nn.Sequential(
+            nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)
+        )
     net[0].requires_grad_(False)
     return net
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(STEPS, ROWS, 5, generator=generator), torch.randn(STEPS, ROWS, generator=generator)
+    return torch.randn(STEPS, ROWS, 5, generator=generator), torch.randn(
+        STEPS, ROWS, generator=generator
+    )
 
 
-def reference(dtype: torch.dtype = torch.float32) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def reference(
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """The same recipe in a dozen lines of torch: losses, gradient norms, final weights."""
     net, (inputs, targets) = network().to(dtype), data()
     named = {name: p for name, p in net.named_parameters() if p.requires_grad}
@@ -38,7 +47,9 @@ def reference(dtype: torch.dtype = torch.float32) -> tuple[list[float], list[flo
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": OPTIM.weight_decay},
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps, foreach=False)
+    optimizer = torch.optim.AdamW(
+        groups, lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps, foreach=False
+    )
     losses, norms = [], []
     for x, y in zip(inputs, targets, strict=True):
         loss = ((net(x).squeeze(-1) - y) ** 2).mean()
@@ -54,7 +65,11 @@ def ds_for(stage: int, precision: str, world: int, *, offload: bool = False) -> 
     train = Train(steps=STEPS, global_batch=ROWS, micro_batch=2, precision=precision)  # pyright: ignore
     name = f"zero{stage}_offload" if offload else f"zero{stage}"
     preset = deepspeed_config.read(name)
-    for key in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"):
+    for key in (
+        "reduce_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+    ):
         if preset["zero_optimization"].get(key) == "auto":
             preset["zero_optimization"][key] = 1000 if key == "reduce_bucket_size" else 0
     return deepspeed_config.for_engine(
@@ -62,8 +77,15 @@ def ds_for(stage: int, precision: str, world: int, *, offload: bool = False) -> 
     )
 
 
-def make(stage: int, precision: str, weights: dict[str, torch.Tensor] | None = None, *, offload: bool = False) -> Any:
-    from trainer import distributed, engine
+def make(
+    stage: int,
+    precision: str,
+    weights: dict[str, torch.Tensor] | None = None,
+    *,
+    offload: bool = False,
+) -> Any:
+    from trainer.runtime import distributed
+    from trainer.training import engine
 
     net = network()
     if weights is not None:
@@ -72,8 +94,10 @@ def make(stage: int, precision: str, weights: dict[str, torch.Tensor] | None = N
 
 
 def train(live: Any, steps: range) -> tuple[list[float], list[float]]:
-    """Uneven micro-batches: each rank takes its share of the rows of a step in pieces of 3 and 1, or 5 and 3."""
-    from trainer import distributed
+    """Uneven micro-batches: each rank takes its share of the rows of a step in pieces of 3 and 1,
+    or 5 and 3.
+    """
+    from trainer.runtime import distributed
 
     inputs, targets = data()
     per_rank = ROWS // distributed.world()
@@ -96,7 +120,8 @@ def train(live: Any, steps: range) -> tuple[list[float], list[float]]:
 
 def _shrinks(decay: str) -> dict[int, dict[str, float]]:
     """By how much one step with a gradient of zero shrinks the weights that began at one."""
-    from trainer import distributed, engine
+    from trainer.runtime import distributed
+    from trainer.training import engine
 
     found: dict[int, dict[str, float]] = {}
     for stage in (0, 3):
@@ -106,7 +131,9 @@ def _shrinks(decay: str) -> dict[int, dict[str, float]]:
         before = live.weights(lambda k: True)
         live.step(1.0)  # AdamW multiplies by 1 - lr x decay, and its own step is 0
         after = live.weights(lambda k: True)
-        found[stage] = {name: float(1 - (after[name] / before[name]).flatten()[0]) for name in after}
+        found[stage] = {
+            name: float(1 - (after[name] / before[name]).flatten()[0]) for name in after
+        }
         live.destroy()
     return found
 
@@ -138,7 +165,9 @@ def _run(stage: int, precision: str) -> tuple[list[float], list[float], dict[str
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_uneven_micro_batches_equal_one_full_batch_of_plain_torch_at_every_stage(world: int) -> None:
+def test_uneven_micro_batches_equal_one_full_batch_of_plain_torch_at_every_stage(
+    world: int,
+) -> None:
     wanted_losses, wanted_norms, wanted = reference()
     for stage, (losses, norms, weights) in run_on_ranks(world, _plain_runs, "fp32")[0].items():
         assert losses == pytest.approx(wanted_losses, abs=1e-6), f"stage {stage}"
@@ -160,14 +189,24 @@ def _resumes(pairs: list[tuple[int, int]], precision: str) -> dict[tuple[int, in
 def _through_a_checkpoint(stage: int, precision: str, at: int, resume_stage: int) -> dict[str, Any]:
     live = make(stage, precision)
     train(live, range(at))
-    weights, state, scalars = live.weights(lambda k: True), live.optimizer_state(lambda k: True), live.scalars()
+    weights, state, scalars = (
+        live.weights(lambda k: True),
+        live.optimizer_state(lambda k: True),
+        live.scalars(),
+    )
     straight = train(live, range(at, STEPS))
-    straight_weights, straight_state = live.weights(lambda k: True), live.optimizer_state(lambda k: True)
+    straight_weights, straight_state = (
+        live.weights(lambda k: True),
+        live.optimizer_state(lambda k: True),
+    )
     live.destroy()
     again = make(resume_stage, precision, weights)
     again.restore(state, scalars)
     resumed = train(again, range(at, STEPS))
-    resumed_weights, resumed_state = again.weights(lambda k: True), again.optimizer_state(lambda k: True)
+    resumed_weights, resumed_state = (
+        again.weights(lambda k: True),
+        again.optimizer_state(lambda k: True),
+    )
     again.destroy()
     return {
         "losses": (straight, resumed),
@@ -191,7 +230,9 @@ def test_restored_state_continues_bit_for_bit_at_every_stage(precision: str, wor
 
 
 def test_state_saved_at_one_stage_continues_at_another() -> None:
-    for pair, result in run_on_ranks(2, _resumes, [(0, 3), (3, 1), (2, 0), (1, 2)], "fp32")[0].items():
+    for pair, result in run_on_ranks(2, _resumes, [(0, 3), (3, 1), (2, 0), (1, 2)], "fp32")[
+        0
+    ].items():
         assert result["losses"][0][0] == pytest.approx(result["losses"][1][0], abs=1e-6), pair
 
 
@@ -205,7 +246,9 @@ def _before_the_first_step() -> dict[int, dict[str, torch.Tensor]]:
 
 
 def test_building_an_engine_moves_no_weight_at_any_stage() -> None:
-    """deepspeed 0.19.8 steps the optimizer while it builds stage 0 in bf16; our groups start at learning rate 0."""
+    """deepspeed 0.19.8 steps the optimizer while it builds stage 0 in bf16; our groups start at
+    learning rate 0.
+    """
     for found in run_on_ranks(2, _before_the_first_step)[0].values():
         for name, parameter in network().named_parameters():
             if parameter.requires_grad:
@@ -219,12 +262,14 @@ def _watched_gradients() -> dict[str, dict[str, torch.Tensor]]:
         for stage in STAGES:
             live, seen = make(stage, precision), {}
             inputs, targets = data()
-            from trainer import distributed
+            from trainer.runtime import distributed
 
             mine = slice(distributed.rank(), ROWS, distributed.world())
             output = live.model(inputs[0, mine].to(next(live.model.parameters()).dtype)).float()
             live.backward(((output.squeeze(-1) - targets[0, mine]) ** 2).sum() / ROWS)
-            live.step(0.01, lambda named, seen=seen: seen.update({name: g.clone() for name, g in named}))
+            live.step(
+                0.01, lambda named, seen=seen: seen.update({name: g.clone() for name, g in named})
+            )
             found[f"{precision} stage {stage}"] = seen
             live.destroy()
     return found
@@ -240,4 +285,6 @@ def test_watched_gradients_are_full_reduced_and_unclipped_at_every_stage(world: 
             assert seen.keys() == wanted.keys(), case
             tolerance = 1e-6 if case.startswith("fp32") else 0.03
             for name, gradient in wanted.items():
-                torch.testing.assert_close(seen[name], gradient, atol=tolerance, rtol=tolerance, msg=f"{case} {name}")
+                torch.testing.assert_close(
+                    seen[name], gradient, atol=tolerance, rtol=tolerance, msg=f"{case} {name}"
+                )

@@ -1,4 +1,6 @@
-"""Answers by generation during training: the same on any ranks and stages, and nothing else changes."""
+"""Answers by generation during training: the same on any ranks and stages, and nothing else
+changes.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,14 @@ from tests.facts import experiment, facts, with_dropout, write_facts
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.loop import first_questions
-from trainer.metrics import answer_scores
-from trainer.task import Places
-from trainer.telemetry import Run, WandbSettings
+from trainer.evaluation.mergeable import answer_scores
+from trainer.tasks.protocol import Places
+from trainer.telemetry.run_record import Run, WandbSettings
+from trainer.training.loop import first_questions
 
 MEASURES = ("em", "f1", "precision", "recall", "recall_em")
-ANSWERED = 17  # of 22 rows, in batches of 8: three, so that of two ranks one repeats a batch that must not count
+# of 22 rows, in batches of 8: three, so that of two ranks one repeats a batch that must not count
+ANSWERED = 17
 
 
 @pytest.fixture(scope="session")
@@ -45,14 +48,20 @@ def loaded(folder: Path, task: str = "cross_attention", **changes: Any) -> Any:
     return tasks.load(cfg, Places(folder, folder / "cache", folder / "runs"))
 
 
-def trained(values: dict[str, Any], folder: Path, savedir: Path, stage: int, extra_evals: int) -> Path:
+def trained(
+    values: dict[str, Any], folder: Path, savedir: Path, stage: int, extra_evals: int
+) -> Path:
     """Run an experiment to its end on the ranks of this process group; its folder."""
-    from trainer import distributed
-    from trainer.run import Options, plan, run
-    from trainer.telemetry import Preemption
+    from trainer.runtime import distributed
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan, run
 
     options = Options(
-        savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}", extra_evals=extra_evals
+        savedir,
+        data_path=folder,
+        cache_dir=folder / "cache",
+        deepspeed=f"zero{stage}",
+        extra_evals=extra_evals,
     )
     planned = plan(values, options, world=distributed.world(), rank=distributed.rank())
     assert run(planned, options, Preemption()) == 0
@@ -88,28 +97,40 @@ def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     return found
 
 
-def test_answers_and_their_scores_are_the_same_on_any_ranks_and_stages(runs: dict[str, Path]) -> None:
+def test_answers_and_their_scores_are_the_same_on_any_ranks_and_stages(
+    runs: dict[str, Path],
+) -> None:
     alone, *others = runs
     wanted = evaluations(runs[alone])
     assert list(wanted) == [4]
     assert 0 < wanted[4]["f1"] < 1
-    assert len({row["prediction"] for row in table(runs[alone], 4)}) > 1, "equal answers would hide a wrong count"
+    assert len({row["prediction"] for row in table(runs[alone], 4)}) > 1, (
+        "equal answers would hide a wrong count"
+    )
     for other in others:
-        assert evaluations(runs[other]) == {step: pytest.approx(each, abs=1e-12) for step, each in wanted.items()}, (
-            other
-        )
+        assert evaluations(runs[other]) == {
+            step: pytest.approx(each, abs=1e-12) for step, each in wanted.items()
+        }, other
         assert table(runs[other], 4) == table(runs[alone], 4), other
 
 
-def test_the_scores_are_those_of_the_written_answers_each_counted_once(runs: dict[str, Path]) -> None:
+def test_the_scores_are_those_of_the_written_answers_each_counted_once(
+    runs: dict[str, Path],
+) -> None:
     for name, run_folder in runs.items():
         for step, found in evaluations(run_folder).items():
             rows = table(run_folder, step)
-            wanted = answer_scores([row["prediction"] for row in rows], [row["references"] for row in rows])
-            assert found == pytest.approx({key: ratio.value() for key, ratio in wanted.items()}, abs=1e-12), name
+            wanted = answer_scores(
+                [row["prediction"] for row in rows], [row["references"] for row in rows]
+            )
+            assert found == pytest.approx(
+                {key: ratio.value() for key, ratio in wanted.items()}, abs=1e-12
+            ), name
 
 
-def test_the_written_answers_are_of_the_first_validation_rows_in_their_order(runs: dict[str, Path]) -> None:
+def test_the_written_answers_are_of_the_first_validation_rows_in_their_order(
+    runs: dict[str, Path],
+) -> None:
     first = facts(64, 64 + ANSWERED)  # tests.facts: the validation rows follow the 64 of training
     for run_folder in runs.values():
         rows = table(run_folder, 4)
@@ -119,7 +140,11 @@ def test_the_written_answers_are_of_the_first_validation_rows_in_their_order(run
 
 def test_scores_of_answers_stand_on_the_line_of_the_evaluation(runs: dict[str, Path]) -> None:
     for run_folder in runs.values():
-        assert [line["step"] for line in lines(run_folder) if "valid/loss" in line and "valid/f1" in line] == [4]
+        assert [
+            line["step"]
+            for line in lines(run_folder)
+            if "valid/loss" in line and "valid/f1" in line
+        ] == [4]
         scores = json.loads((run_folder / "score_list.json").read_text())
         assert all("valid/recall_em" in entry for entry in scores)
 
@@ -133,11 +158,19 @@ def test_answering_changes_no_training_loss_by_a_single_bit_with_dropout(
     world: int, stage: int, folder: Path, tmp_path: Path
 ) -> None:
     train = {"steps": 2, "eval_every": 1, "save_every": 2, "micro_batch": 4, "eval_batch": 8}
-    values = experiment("cross_attention", folder, train=train, data={"answer_tokens": 2, "shuffled_context": False})
-    without, answered = run_on_ranks(world, with_and_without, with_dropout(values), folder, tmp_path, stage)[0]
-    losses = [[line["loss"] for line in lines(each) if "loss" in line] for each in (without, answered)]
+    values = experiment(
+        "cross_attention", folder, train=train, data={"answer_tokens": 2, "shuffled_context": False}
+    )
+    without, answered = run_on_ranks(
+        world, with_and_without, with_dropout(values), folder, tmp_path, stage
+    )[0]
+    losses = [
+        [line["loss"] for line in lines(each) if "loss" in line] for each in (without, answered)
+    ]
     assert losses[0] == losses[1]
-    assert (without / "final/model.safetensors").read_bytes() == (answered / "final/model.safetensors").read_bytes()
+    assert (without / "final/model.safetensors").read_bytes() == (
+        answered / "final/model.safetensors"
+    ).read_bytes()
     assert not evaluations(without)
     assert not (without / "answers").exists()
     assert len(table(answered, 2)) == 20  # of 22: the table is a sample
@@ -149,7 +182,10 @@ def test_an_answer_depends_on_neither_its_batch_nor_its_reference(folder: Path) 
     rows = [task.encode(row) for row in raw]
     together = task.answers(model, rows, raw).predictions
     assert len(set(together)) > 1
-    assert [task.answers(model, [row], [text]).predictions[0] for row, text in zip(rows, raw, strict=True)] == together
+    assert [
+        task.answers(model, [row], [text]).predictions[0]
+        for row, text in zip(rows, raw, strict=True)
+    ] == together
     other = [task.encode({**row, "answers": ["somewhere else"]}) for row in raw]
     assert task.answers(model, other, raw).predictions == together
 
@@ -188,7 +224,8 @@ def test_no_more_questions_than_rows_are_asked(folder: Path) -> None:
     }
 
 
-# What is written of them ------------------------------------------------------------------------------------------
+# What is written of them
+# ------------------------------------------------------------------------------------------
 
 ROWS = [{"question": "Où?", "prediction": "là", "references": ["là", "ici"]}]
 
@@ -198,11 +235,16 @@ def test_a_resumed_run_drops_the_answers_past_its_checkpoint(tmp_path: Path) -> 
     for step in (5, 10, 15):
         live.answers(step, ROWS)
     live.resume(10)
-    assert sorted(path.name for path in (tmp_path / "answers").iterdir()) == ["step-10.jsonl", "step-5.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "answers").iterdir()) == [
+        "step-10.jsonl",
+        "step-5.jsonl",
+    ]
     assert table(tmp_path, 10) == ROWS
 
 
-def test_wandb_gets_the_answers_as_a_table_with_the_next_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_the_answers_as_a_table_with_the_next_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import wandb
 
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):

@@ -1,4 +1,6 @@
-"""A reader's answers in training and afterwards: the same on any ranks and stages, every question once."""
+"""A reader's answers in training and afterwards: the same on any ranks and stages, every question
+once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tests.facts import experiment, write_facts
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.task import Places, Search
+from trainer.tasks.protocol import Places, Search
 
 NQ = Path(__file__).resolve().parents[3] / "shared" / "data" / "nq"
 
@@ -31,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learning(folder: Path) -> dict[str, Any]:
-    """An experiment after which some answers are right and others are not; its best is by exact match."""
+    """An experiment after which some answers are right and others are not; its best is by exact
+    match.
+    """
     return experiment(
         "fid",
         folder,
@@ -52,15 +56,15 @@ def learning(folder: Path) -> dict[str, Any]:
 
 
 def options(folder: Path, savedir: Path, stage: int = 0) -> Any:
-    from trainer.run import Options
+    from trainer.training.run import Options
 
     return Options(savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}")
 
 
 def trained(values: dict[str, Any], folder: Path, savedir: Path, stage: int = 0) -> Path:
-    from trainer import distributed
-    from trainer.run import plan, run
-    from trainer.telemetry import Preemption
+    from trainer.runtime import distributed
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import plan, run
 
     chosen = options(folder, savedir, stage)
     planned = plan(values, chosen, world=distributed.world(), rank=distributed.rank())
@@ -71,11 +75,15 @@ def trained(values: dict[str, Any], folder: Path, savedir: Path, stage: int = 0)
 def evaluations(run_folder: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     return [
-        {name: line[name] for name in ("valid/em", "valid/f1", "valid/loss")} for line in lines if "valid/em" in line
+        {name: line[name] for name in ("valid/em", "valid/f1", "valid/loss")}
+        for line in lines
+        if "valid/em" in line
     ]
 
 
-def at_stages(values: dict[str, Any], folder: Path, root: Path, stages: tuple[int, ...]) -> list[Path]:
+def at_stages(
+    values: dict[str, Any], folder: Path, root: Path, stages: tuple[int, ...]
+) -> list[Path]:
     return [trained(values, folder, root / f"zero{stage}", stage) for stage in stages]
 
 
@@ -96,8 +104,10 @@ def test_two_ranks_and_one_give_the_same_exact_match_and_losses(runs: list[Path]
             assert two["valid/loss"] == pytest.approx(one["valid/loss"], abs=1e-5)
 
 
-def evaluated(values: dict[str, Any], folder: Path, savedir: Path, out: Path, model: str, beams: int) -> Any:
-    from trainer.evaluation import Question, run
+def evaluated(
+    values: dict[str, Any], folder: Path, savedir: Path, out: Path, model: str, beams: int
+) -> Any:
+    from trainer.evaluation.run import Question, run
 
     asked = Question(
         values,
@@ -119,7 +129,14 @@ def test_evaluating_afterwards_repeats_what_the_run_said_and_writes_every_questi
     world: int, runs: list[Path], folder: Path, tmp_path: Path
 ) -> None:
     for scores in run_on_ranks(
-        world, evaluated, learning(folder), folder, runs[0].parent, tmp_path, str(runs[0] / "final"), 1
+        world,
+        evaluated,
+        learning(folder),
+        folder,
+        runs[0].parent,
+        tmp_path,
+        str(runs[0] / "final"),
+        1,
     ):
         assert scores["em"] == pytest.approx(evaluations(runs[0])[-1]["valid/em"], abs=1e-12)
     given = read_lines(folder / "valid.jsonl")
@@ -130,7 +147,9 @@ def test_evaluating_afterwards_repeats_what_the_run_said_and_writes_every_questi
     assert sum(row["scores"]["em"] for row in scored) / 20 == pytest.approx(scores["em"])
     assert written[3]["scores"] == {}
     ctxs = [row["ctxs"] for row in json.loads((tmp_path / "scores.json").read_text())]
-    assert [[ctx["text"] for ctx in of_row] for of_row in ctxs] == [[c["text"] for c in row["ctxs"]] for row in given]
+    assert [[ctx["text"] for ctx in of_row] for of_row in ctxs] == [
+        [c["text"] for c in row["ctxs"]] for row in given
+    ]
     assert all(isinstance(ctx["score"], float) for of_row in ctxs for ctx in of_row)
     assert len({ctx["score"] for of_row in ctxs for ctx in of_row}) > 10
 
@@ -153,7 +172,9 @@ def test_scoring_passages_changes_no_answer_and_a_file_of_scores_is_read_again(
     assert first["em"] == pytest.approx(evaluations(runs[0])[-1]["valid/em"], abs=1e-12)
 
 
-def test_beams_give_the_n_best_answers_and_greedy_ones_one(runs: list[Path], folder: Path, tmp_path: Path) -> None:
+def test_beams_give_the_n_best_answers_and_greedy_ones_one(
+    runs: list[Path], folder: Path, tmp_path: Path
+) -> None:
     run_on_ranks(1, evaluated, learning(folder), folder, runs[0].parent, tmp_path, "final", 3)
     for row in read_lines(tmp_path / "predictions.jsonl"):
         assert len(row["n_best"]) == 2
@@ -170,15 +191,17 @@ def test_beams_give_the_n_best_answers_and_greedy_ones_one(runs: list[Path], fol
         ({"model": "best"}, "Train it first"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(change: dict[str, Any], words: str, folder: Path, tmp_path: Path) -> None:
-    from trainer.evaluation import Question, run
+def test_what_cannot_be_evaluated_is_refused(
+    change: dict[str, Any], words: str, folder: Path, tmp_path: Path
+) -> None:
+    from trainer.evaluation.run import Question, run
 
     with pytest.raises(ConfigError, match=words):
         run(Question(learning(folder), **change), options(folder, tmp_path))
 
 
 def test_a_task_that_reads_no_passages_does_not_score_them(folder: Path, tmp_path: Path) -> None:
-    from trainer.evaluation import Question, run
+    from trainer.evaluation.run import Question, run
 
     asked = Question(experiment("causal_lm", folder), passage_scores=tmp_path / "scores.json")
     with pytest.raises(ConfigError, match="'causal_lm' reads no passages"):
@@ -186,9 +209,9 @@ def test_a_task_that_reads_no_passages_does_not_score_them(folder: Path, tmp_pat
 
 
 def _toy(world_folder: Path, cache: Path) -> list[dict[str, float]]:
-    from trainer import distributed
-    from trainer.run import Options, plan, run
-    from trainer.telemetry import Preemption
+    from trainer.runtime import distributed
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan, run
 
     (values,) = EXP_GROUPS["fid_toy"]
     chosen = Options(world_folder, data_path=NQ, cache_dir=cache)
@@ -198,28 +221,42 @@ def _toy(world_folder: Path, cache: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.skipif(not NQ.is_dir(), reason=f"{NQ} is absent")
-def test_the_toy_run_of_min_fid_answers_three_of_three_on_one_rank_and_on_two(tmp_path: Path) -> None:
-    found = [run_on_ranks(world, _toy, tmp_path / f"{world}", tmp_path / "cache")[0] for world in (1, 2)]
+def test_the_toy_run_of_min_fid_answers_three_of_three_on_one_rank_and_on_two(
+    tmp_path: Path,
+) -> None:
+    found = [
+        run_on_ranks(world, _toy, tmp_path / f"{world}", tmp_path / "cache")[0] for world in (1, 2)
+    ]
     assert [each[-1]["valid/em"] for each in found] == [1.0, 1.0]
     for one, two in zip(*found, strict=True):
         assert two["valid/em"] == one["valid/em"]
         assert two["valid/loss"] == pytest.approx(one["valid/loss"], abs=1e-5)
 
 
-# T5 v1.1 ------------------------------------------------------------------------------------------------------------
+# T5 v1.1
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _exported_v11(values: dict[str, Any], folder: Path, savedir: Path) -> Path:
     return trained(values, folder, savedir)
 
 
-def test_a_trained_t5_v11_is_exported_with_its_unscaled_output(folder: Path, tmp_path: Path) -> None:
+def test_a_trained_t5_v11_is_exported_with_its_unscaled_output(
+    folder: Path, tmp_path: Path
+) -> None:
     import torch
     from transformers import T5ForConditionalGeneration
 
     values = learning(folder)
-    config = values["base"]["config"] | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
-    values = vary(values, base={"config": config, "seed": 1}, train={"steps": 2, "eval_every": 2, "save_every": 2})
+    config = values["base"]["config"] | {
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    }
+    values = vary(
+        values,
+        base={"config": config, "seed": 1},
+        train={"steps": 2, "eval_every": 2, "save_every": 2},
+    )
     (run_folder,) = run_on_ranks(1, _exported_v11, values, folder, tmp_path)
     task = tasks.load(tasks.parse(values), Places(folder, folder / "cache", tmp_path))
     ours = task.exported(run_folder / "final").eval()
@@ -237,7 +274,9 @@ def _two_stages(values: dict[str, Any], folder: Path, root: Path) -> list[list[f
     found = []
     for stage in (0, 3):
         run_folder = trained(values, folder, root / f"zero{stage}", stage)
-        lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()
+        ]
         found.append([line["loss"] for line in lines if "loss" in line])
     return found
 
@@ -245,18 +284,27 @@ def _two_stages(values: dict[str, Any], folder: Path, root: Path) -> list[list[f
 def test_an_output_layer_of_its_own_survives_zero3(folder: Path, tmp_path: Path) -> None:
     import torch
 
-    from trainer import base_model
     from trainer.config import RandomBase
+    from trainer.models import base_model
 
     values = learning(folder)
-    config = values["base"]["config"] | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    config = values["base"]["config"] | {
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    }
     places = Places(folder, folder / "cache", tmp_path)
-    t5: Any = base_model.load(RandomBase(config=config, seed=1), places, precision="fp32", kind="seq2seq_lm")
+    t5: Any = base_model.load(
+        RandomBase(config=config, seed=1), places, precision="fp32", kind="seq2seq_lm"
+    )
     t5.lm_head.weight = torch.nn.Parameter(torch.randn_like(t5.lm_head.weight) * 0.1)
     weights = dict(t5.named_parameters())
-    base_model.export_folder(tmp_path / "base", t5.config, tasks.load(tasks.parse(values), places).tokenizer, weights)
+    base_model.export_folder(
+        tmp_path / "base", t5.config, tasks.load(tasks.parse(values), places).tokenizer, weights
+    )
     values = vary(
-        values, base=str(tmp_path / "base"), train={"steps": 3, "log_every": 1, "answers": None, "best": None}
+        values,
+        base=str(tmp_path / "base"),
+        train={"steps": 3, "log_every": 1, "answers": None, "best": None},
     )
     zero0, zero3 = run_on_ranks(2, _two_stages, values, folder, tmp_path / "runs")[0]
     assert len(zero0) == 3

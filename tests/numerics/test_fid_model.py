@@ -1,4 +1,6 @@
-"""The packed Fusion-in-Decoder against a stock T5 that is fed padded passages: its slow, obvious twin."""
+"""The packed Fusion-in-Decoder against a stock T5 that is fed padded passages: its slow, obvious
+twin.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ from tests.ranks import run_on_ranks
 from trainer.config import Optim
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
-from trainer.losses import IGNORED
-from trainer.task import Batch
+from trainer.models.losses import IGNORED
 from trainer.tasks.fid.config import Reader
+from trainer.tasks.fid.fused_layout import pack
 from trainer.tasks.fid.model import FiD, Generation
-from trainer.tasks.fid.packing import pack
+from trainer.tasks.protocol import Batch
 
 # B questions, P passages of all of them, L tokens of the longest, S tokens of a question, D width
 
@@ -40,9 +42,14 @@ SIZES: dict[str, Any] = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "t5": {},
-    "t5_v1_1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 2},
+    "t5_v1_1": {
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+        "num_decoder_layers": 2,
+    },
 }
-# Many passages beside a single one, passages of one token, and lengths on both sides of a bucket's edge.
+# Many passages beside a single one, passages of one token, and lengths on both sides of a bucket's
+# edge.
 LENGTHS = [[5, 1, 40, 17, 1, 33], [3], [32, 8]]
 LABELS = [[7, 20, 1], [9, 1], [30, 31, 32, 33, 1]]
 
@@ -57,14 +64,18 @@ def t5(family: str = "t5", *, dropout: float = 0.0) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model: Any = T5ForConditionalGeneration(config)
-        if not config.scale_decoder_outputs:  # T5 v1.1; transformers 5 ties all the same, until it loads two tensors
+        if (
+            not config.scale_decoder_outputs
+        ):  # T5 v1.1; transformers 5 ties all the same, until it loads two tensors
             model.lm_head.weight = nn.Parameter(torch.randn(VOCABULARY, 32) / 4)
         return lively(model)
 
 
 @torch.no_grad()
 def lively(model: Any) -> Any:
-    """Attention made to matter: with T5's own initialisation the last token alone decides the next one."""
+    """Attention made to matter: with T5's own initialisation the last token alone decides the next
+    one.
+    """
     for name, parameter in model.named_parameters():
         if name.endswith(".q.weight"):
             parameter *= 3
@@ -76,7 +87,12 @@ def lively(model: Any) -> Any:
 
 
 def reader(
-    family: str = "t5", attention: Any = "bucketed", *, dropout: float = 0.0, recompute: int | None = None, **how: Any
+    family: str = "t5",
+    attention: Any = "bucketed",
+    *,
+    dropout: float = 0.0,
+    recompute: int | None = None,
+    **how: Any,
 ) -> FiD:
     """recompute: every so many encoder blocks; None: none of them."""
     given = Reader(attention=attention, checkpoint_every=recompute or 1, **how)
@@ -86,7 +102,10 @@ def reader(
 def questions(lengths: Sequence[Sequence[int]] = LENGTHS, *, seed: int = 0) -> Questions:
     generator = torch.Generator().manual_seed(seed)
     return [
-        [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in of_question]
+        [
+            torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
+            for length in of_question
+        ]
         for of_question in lengths
     ]
 
@@ -96,21 +115,28 @@ def labels(targets: Sequence[Sequence[int]] = LABELS) -> Tensor:
     return ids.masked_fill(mask == 0, IGNORED)
 
 
-def packed(asked: Questions | None = None, targets: Sequence[Sequence[int]] = LABELS, **how: Any) -> Batch:
+def packed(
+    asked: Questions | None = None, targets: Sequence[Sequence[int]] = LABELS, **how: Any
+) -> Batch:
     return {**pack(asked or questions(), **{"bucketed": True, **how}), "labels": labels(targets)}
 
 
-# The twin -------------------------------------------------------------------------------------------------------------
+# The twin
+# -------------------------------------------------------------------------------------------------------------
 
 
 def padded_states(model: Any, asked: Questions) -> tuple[Tensor, Tensor]:
-    """(P, L, D) and (P, L): every passage through the stock encoder, padded on the right to the longest."""
+    """(P, L, D) and (P, L): every passage through the stock encoder, padded on the right to the
+    longest.
+    """
     ids, mask = pad_right([passage for question in asked for passage in question], 0)
     return model.encoder(input_ids=ids, attention_mask=mask).last_hidden_state, mask
 
 
 def fused(model: Any, asked: Questions) -> tuple[Tensor, Tensor]:
-    """(B, S, D) and (B, S): the passages of a question one after the other, padding included, as published."""
+    """(B, S, D) and (B, S): the passages of a question one after the other, padding included, as
+    published.
+    """
     states, mask = padded_states(model, asked)
     counts = [len(question) for question in asked]
     of_questions = [own.flatten(0, 1) for own in states.split(counts)]
@@ -122,24 +148,36 @@ def fused(model: Any, asked: Questions) -> tuple[Tensor, Tensor]:
 def padded_loss(model: Any, asked: Questions, targets: Tensor) -> Tensor:
     """() the sum over labelled tokens, by the stock model as it is."""
     states, mask = fused(model, asked)
-    out = model(encoder_outputs=BaseModelOutput(states), attention_mask=mask, labels=targets, use_cache=False)
+    out = model(
+        encoder_outputs=BaseModelOutput(states),
+        attention_mask=mask,
+        labels=targets,
+        use_cache=False,
+    )
     return out.loss * (targets != IGNORED).sum()
 
 
 def assert_same_gradients(ours: nn.Module, twin: nn.Module) -> None:
     want = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
-    got = {name.removeprefix("t5."): p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    got = {
+        name.removeprefix("t5."): p.grad
+        for name, p in ours.named_parameters()
+        if p.grad is not None
+    }
     assert got.keys() == want.keys()
     for name, gradient in want.items():
         assert (got[name] - gradient).norm() <= CLOSE * gradient.norm(), name
 
 
-# Encoder, loss and gradients ------------------------------------------------------------------------------------------
+# Encoder, loss and gradients
+# ------------------------------------------------------------------------------------------
 
 
 @every_attention
 @every_family
-def test_the_packed_encoder_equals_the_stock_one_and_so_do_its_gradients(family: str, attention: str) -> None:
+def test_the_packed_encoder_equals_the_stock_one_and_so_do_its_gradients(
+    family: str, attention: str
+) -> None:
     model, twin, asked = reader(family, attention), t5(family), questions()
     states, mask = padded_states(twin, asked)
     want, got = states[mask.bool()], model.encode(packed(asked, bucketed=attention == "bucketed"))
@@ -167,7 +205,9 @@ def test_flex_attention_refuses_to_train_without_cuda() -> None:
 
 @every_attention
 @every_family
-def test_loss_and_gradients_equal_those_of_padded_fusion_in_decoder(family: str, attention: str) -> None:
+def test_loss_and_gradients_equal_those_of_padded_fusion_in_decoder(
+    family: str, attention: str
+) -> None:
     model, twin = reader(family, attention), t5(family)
     loss = model(**packed(bucketed=attention == "bucketed"))["loss"]
     want = padded_loss(twin, questions(), labels())
@@ -180,7 +220,9 @@ def test_loss_and_gradients_equal_those_of_padded_fusion_in_decoder(family: str,
 def test_a_batch_of_single_tokens_works() -> None:
     asked, targets = [[[5]], [[6]]], [[1], [1]]
     want = padded_loss(t5(), asked, labels(targets))
-    assert reader()(**packed(asked, targets))["loss"].item() == pytest.approx(want.item(), rel=CLOSE)
+    assert reader()(**packed(asked, targets))["loss"].item() == pytest.approx(
+        want.item(), rel=CLOSE
+    )
 
 
 @torch.no_grad()
@@ -195,7 +237,9 @@ def test_the_order_of_passages_changes_neither_loss_nor_answers() -> None:
     turned = [[*question[2:], *question[:2]] for question in asked]
     one, other = (model(**packed(order))["loss"].item() for order in (asked, turned))
     assert other == pytest.approx(one, rel=CLOSE)
-    answers = [model(generation=Generation(9), **packed(order))["tokens"] for order in (asked, turned)]
+    answers = [
+        model(generation=Generation(9), **packed(order))["tokens"] for order in (asked, turned)
+    ]
     assert torch.equal(*answers)
 
 
@@ -217,12 +261,17 @@ def test_passage_scores_are_means_of_raw_attention_scores_at_the_first_step() ->
     states, mask = fused(model.t5, asked)
     inputs: list[tuple[Any, Tensor]] = []
     for block in model.t5.decoder.block:
-        block.layer[1].EncDecAttention.register_forward_pre_hook(lambda module, args: inputs.append((module, args[0])))
+        block.layer[1].EncDecAttention.register_forward_pre_hook(
+            lambda module, args: inputs.append((module, args[0]))
+        )
     start = torch.zeros(len(asked), 1, dtype=torch.int64)
     model.t5.decoder(input_ids=start, encoder_hidden_states=states, encoder_attention_mask=mask)
     raw: list[Tensor] = []  # (B, H, S) of each layer
     for module, hidden in inputs:
-        q, k = (part.unflatten(-1, (module.n_heads, -1)) for part in (module.q(hidden), module.k(states)))
+        q, k = (
+            part.unflatten(-1, (module.n_heads, -1))
+            for part in (module.q(hidden), module.k(states))
+        )
         raw.append(torch.einsum("bqhc,bshc->bhs", q, k))
     score = torch.stack(raw).mean((0, 2))
     longest = max(len(passage) for question in asked for passage in question)
@@ -231,10 +280,13 @@ def test_passage_scores_are_means_of_raw_attention_scores_at_the_first_step() ->
         for row, question in enumerate(asked)
         for place, passage in enumerate(question)
     ]
-    assert model(score_passages=True, **packed(asked))["passage_scores"].tolist() == pytest.approx(want, abs=CLOSE)
+    assert model(score_passages=True, **packed(asked))["passage_scores"].tolist() == pytest.approx(
+        want, abs=CLOSE
+    )
 
 
-# Recomputation --------------------------------------------------------------------------------------------------------
+# Recomputation
+# --------------------------------------------------------------------------------------------------------
 
 
 def loss_and_gradients(model: FiD, batch: Batch) -> tuple[Tensor, list[Tensor]]:
@@ -247,10 +299,13 @@ def loss_and_gradients(model: FiD, batch: Batch) -> tuple[Tensor, list[Tensor]]:
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("every", [1, 2])
 @every_attention
-def test_recomputing_blocks_gives_identical_gradients(attention: str, every: int, dropout: float) -> None:
+def test_recomputing_blocks_gives_identical_gradients(
+    attention: str, every: int, dropout: float
+) -> None:
     batch = packed(bucketed=attention == "bucketed")
     (loss, gradients), (again, recomputed) = (
-        loss_and_gradients(reader(attention=attention, dropout=dropout, recompute=how), batch) for how in (None, every)
+        loss_and_gradients(reader(attention=attention, dropout=dropout, recompute=how), batch)
+        for how in (None, every)
     )
     assert torch.equal(loss, again)
     assert len(gradients) == len(recomputed)
@@ -261,7 +316,9 @@ def test_recomputing_blocks_gives_identical_gradients(attention: str, every: int
 def test_backward_runs_every_so_many_blocks_once_more(every: int | None, runs: list[int]) -> None:
     model, calls = reader(recompute=every), Counter[int]()
     for number, block in enumerate(model.t5.encoder.block):
-        block.layer[0].SelfAttention.q.register_forward_hook(lambda *_, number=number: calls.update([number]))
+        block.layer[0].SelfAttention.q.register_forward_hook(
+            lambda *_, number=number: calls.update([number])
+        )
     loss_and_gradients(model, packed())
     assert [calls[number] for number in range(3)] == runs
     calls.clear()
@@ -269,14 +326,17 @@ def test_backward_runs_every_so_many_blocks_once_more(every: int | None, runs: l
     assert [calls[number] for number in range(3)] == [1, 1, 1]
 
 
-# Dropout --------------------------------------------------------------------------------------------------------------
+# Dropout
+# --------------------------------------------------------------------------------------------------------------
 
 
 def dropouts_run(model: nn.Module, run: Any) -> Counter[str]:
     """How often each nn.Dropout runs in `run()`, by its name in a stock T5."""
     counts = Counter[str]()
     hooks = [
-        module.register_forward_hook(lambda *_, name=name: counts.update([name.removeprefix("t5.")]))
+        module.register_forward_hook(
+            lambda *_, name=name: counts.update([name.removeprefix("t5.")])
+        )
         for name, module in model.named_modules()
         if isinstance(module, nn.Dropout)
     ]
@@ -327,12 +387,15 @@ def test_reader_dropout_replaces_the_bases_everywhere() -> None:
     one, other = (model(**packed())["loss"].item() for _ in range(2))
     assert one == other
     model = FiD(t5(), Reader(dropout=0.4))
-    attentions = [module for module in model.modules() if hasattr(module, "relative_attention_num_buckets")]
+    attentions = [
+        module for module in model.modules() if hasattr(module, "relative_attention_num_buckets")
+    ]
     assert {module.dropout for module in attentions} == {0.4}
     assert {module.p for module in model.modules() if isinstance(module, nn.Dropout)} == {0.4}
 
 
-# Generation -----------------------------------------------------------------------------------------------------------
+# Generation
+# -----------------------------------------------------------------------------------------------------------
 
 
 def eager_to_end(model: FiD) -> FiD:
@@ -345,9 +408,13 @@ def eager_to_end(model: FiD) -> FiD:
 @pytest.mark.parametrize(("beams", "answers"), [(1, 1), (3, 1), (4, 3)])
 @every_family
 @torch.no_grad()
-def test_answers_equal_those_of_stock_generation_on_padded_passages(family: str, beams: int, answers: int) -> None:
+def test_answers_equal_those_of_stock_generation_on_padded_passages(
+    family: str, beams: int, answers: int
+) -> None:
     model = eager_to_end(reader(family))
-    asked = [question for seed in range(6) for question in questions([[5, 9]], seed=seed)] + questions()
+    asked = [
+        question for seed in range(6) for question in questions([[5, 9]], seed=seed)
+    ] + questions()
     states, mask = fused(model.t5, asked)
     want = model.t5.generate(
         encoder_outputs=BaseModelOutput(states),
@@ -398,7 +465,8 @@ def test_the_old_position_bias_is_the_same_with_and_without_a_cache() -> None:
     assert not torch.equal(model(generation=Generation(10), **batch)["tokens"], cached)
 
 
-# Low precision --------------------------------------------------------------------------------------------------------
+# Low precision
+# --------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -419,9 +487,12 @@ def test_fp16_is_clamped_where_the_stock_model_clamps_it() -> None:
     torch.testing.assert_close(got, states[mask.bool()], atol=2e-2, rtol=2e-2)
 
 
-# Several ranks --------------------------------------------------------------------------------------------------------
+# Several ranks
+# --------------------------------------------------------------------------------------------------------
 
-RANK_QUESTIONS = [questions([[5, 9]], seed=seed) for seed in (3, 0)]  # their answers have unequal lengths
+RANK_QUESTIONS = [
+    questions([[5, 9]], seed=seed) for seed in (3, 0)
+]  # their answers have unequal lengths
 OPTIM = Optim(lr=0.1)
 
 
@@ -429,30 +500,41 @@ BEAMS = (1, 3)
 
 
 def _answers_under_zero3() -> tuple[list[list[list[int]]], bool]:
-    """This rank's answers to its own question, greedy and by beams, and whether the weights are spread over ranks."""
-    from trainer import distributed
-    from trainer.engine import Engine
+    """This rank's answers to its own question, greedy and by beams, and whether the weights are
+    spread over ranks.
+    """
+    from trainer.runtime import distributed
+    from trainer.training.engine import Engine
 
     live = Engine(eager_to_end(reader()), ds_for(3, "fp32", distributed.world()), OPTIM)
     live.eval()
     is_spread = all(parameter.numel() == 0 for parameter in live.model.parameters())
     batch = packed(RANK_QUESTIONS[distributed.rank()], [[1]])
     with torch.no_grad():
-        made = [live.model(generation=Generation(30, num_beams=beams, is_synced=True), **batch) for beams in BEAMS]
+        made = [
+            live.model(generation=Generation(30, num_beams=beams, is_synced=True), **batch)
+            for beams in BEAMS
+        ]
     live.destroy()
     return [found["tokens"].tolist() for found in made], is_spread
 
 
-def test_ranks_under_zero3_give_the_answers_of_one_rank_though_they_end_at_different_times() -> None:
+def test_ranks_under_zero3_give_the_answers_of_one_rank_though_they_end_at_different_times() -> (
+    None
+):
     model = eager_to_end(reader())
     with torch.no_grad():
         want = [
             [
-                model(generation=Generation(30, num_beams=beams), **packed(own, [[1]]))["tokens"].tolist()
+                model(generation=Generation(30, num_beams=beams), **packed(own, [[1]]))[
+                    "tokens"
+                ].tolist()
                 for beams in BEAMS
             ]
             for own in RANK_QUESTIONS
         ]
     for short, long in zip(*want, strict=True):
         assert len(short[0]) < len(long[0])
-    assert run_on_ranks(2, _answers_under_zero3, timeout_s=90) == [(answers, True) for answers in want]
+    assert run_on_ranks(2, _answers_under_zero3, timeout_s=90) == [
+        (answers, True) for answers in want
+    ]

@@ -1,4 +1,6 @@
-"""The step loop with a real engine on a small network: what it refuses, when it stops, what is the best so far."""
+"""The step loop with a real engine on a small network: what it refuses, when it stops, what is the
+best so far.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ class Case:
     steps: int = 6
     save_every: int = 1
     evaluate_every: int = 100
-    spoilt_gradient: dict[int, float] = field(default_factory=dict)  # step: what the gradient becomes
+    spoilt_gradient: dict[int, float] = field(
+        default_factory=dict
+    )  # step: what the gradient becomes
     spoilt_loss: dict[int, float] = field(default_factory=dict)
     scores: Sequence[float] = (1.0,)  # valid/loss of each evaluation; one comes after the last step
     schedule: dict[str, Any] = field(default_factory=lambda: {"shape": "constant"})
     clip: float = 0.0
-    fp16: dict[str, Any] = field(default_factory=lambda: {"initial_scale_power": 8})  # in DeepSpeed's file
+    fp16: dict[str, Any] = field(
+        default_factory=lambda: {"initial_scale_power": 8}
+    )  # in DeepSpeed's file
     stop_rank: int | None = None  # the rank that is asked to stop, after the step below
     stop_after: int = 0
 
@@ -66,7 +72,9 @@ class _SpoiltGradient(torch.autograd.Function):
 
 
 class Regression:
-    """A task whose row n belongs to step n // GLOBAL_BATCH + 1: so a fault of one step is a fault of its rows."""
+    """A task whose row n belongs to step n // GLOBAL_BATCH + 1: so a fault of one step is a fault
+    of its rows.
+    """
 
     unit: ClassVar[str] = "rows"
 
@@ -89,7 +97,7 @@ class Regression:
             yield (outputs.float() - 1.0).square().sum() * self.case.spoilt_loss.get(step, 1.0)
 
     def scores(self, model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
-        from trainer.metrics import Ratio
+        from trainer.evaluation.mergeable import Ratio
 
         self.evaluations += 1
         return {"loss": Ratio.of([self.case.scores[self.evaluations - 1]])}
@@ -129,10 +137,12 @@ def experiment(case: Case) -> Experiment:
 def _engine(case: Case, cfg: Experiment) -> Any:
     from deepspeed.accelerator import get_accelerator
 
-    from trainer import deepspeed_config, distributed
-    from trainer.engine import Engine
+    from trainer.config import deepspeed_config
+    from trainer.runtime import distributed
+    from trainer.training.engine import Engine
 
-    # Nothing of what is tested here depends on the device; DeepSpeed alone thinks that a CPU has no fp16.
+    # Nothing of what is tested here depends on the device; DeepSpeed alone thinks that a CPU has no
+    # fp16.
     get_accelerator().is_fp16_supported = lambda: True
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -146,11 +156,11 @@ def _engine(case: Case, cfg: Experiment) -> Any:
 
 
 def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
-    from trainer import distributed
-    from trainer.data.windows import Sharding
-    from trainer.loop import Cadence, Progress, Session
-    from trainer.meter import Meter
-    from trainer.telemetry import Run
+    from trainer.data.order import Sharding
+    from trainer.runtime import distributed
+    from trainer.telemetry.meter import Meter
+    from trainer.telemetry.run_record import Run
+    from trainer.training.loop import Cadence, Progress, Session
 
     cfg = experiment(case)
     live, asked, rank = _engine(case, cfg), Asked(), distributed.rank()
@@ -164,7 +174,9 @@ def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
     def save(progress: Progress) -> None:
         outcome.saved.append(progress.step)
         weights = live.weights(lambda k: True).values()
-        outcome.all_saved_are_finite &= all(bool(torch.isfinite(weight).all()) for weight in weights)
+        outcome.all_saved_are_finite &= all(
+            bool(torch.isfinite(weight).all()) for weight in weights
+        )
 
     live.step = step
     return Session(
@@ -174,7 +186,11 @@ def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
         train=Rows(case.steps * GLOBAL_BATCH),  # pyright: ignore[reportArgumentType]
         valid=Rows(distributed.world()),  # pyright: ignore[reportArgumentType]
         sharding=Sharding(GLOBAL_BATCH, 2, distributed.world(), rank),
-        cadence=Cadence(log=1 if case.save_every == 1 else 100, evaluate=case.evaluate_every, save=case.save_every),
+        cadence=Cadence(
+            log=1 if case.save_every == 1 else 100,
+            evaluate=case.evaluate_every,
+            save=case.save_every,
+        ),
         run=Run(folder, total=case.steps),
         meter=Meter(),
         preemption=asked,  # pyright: ignore[reportArgumentType]
@@ -185,7 +201,7 @@ def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
 
 def _fit(cases: dict[str, Case], root: Path) -> dict[str, Outcome]:
     from trainer.errors import LatheError
-    from trainer.loop import Progress, fit
+    from trainer.training.loop import Progress, fit
 
     outcomes: dict[str, Outcome] = {}
     for number, (name, case) in enumerate(cases.items()):
@@ -208,7 +224,9 @@ def fit_all(cases: dict[str, Case], *, world: int = 1) -> list[dict[str, Outcome
         return run_on_ranks(world, _fit, cases, Path(root))
 
 
-def test_a_gradient_that_is_not_finite_stops_every_precision_but_fp16_before_anything_is_saved() -> None:
+def test_a_gradient_that_is_not_finite_stops_every_precision_but_fp16_before_anything_is_saved() -> (
+    None
+):
     spoilt = [(stage, precision, NAN) for stage in range(4) for precision in ("fp32", "bf16")]
     spoilt.append((0, "fp32", INF))
     cases = {
@@ -219,15 +237,22 @@ def test_a_gradient_that_is_not_finite_stops_every_precision_but_fp16_before_any
     }
     for by_case in fit_all(cases, world=2):
         for name, outcome in by_case.items():
-            assert outcome.result.startswith("DivergedError: gradient norm is "), f"{name}: {outcome.result}"
+            assert outcome.result.startswith("DivergedError: gradient norm is "), (
+                f"{name}: {outcome.result}"
+            )
             assert "at step 2" in outcome.result, name
             assert (outcome.saved, outcome.exported) == ([1], []), name
             assert outcome.all_saved_are_finite, name
 
 
 def test_a_gradient_that_is_not_finite_is_noticed_between_two_saves() -> None:
-    """fp32 at stage 0 leaves no update out: its norm rides in the next step's all-reduce, as the loss does."""
-    cases = {f"zero{stage}": Case(stage=stage, spoilt_gradient={2: NAN}, steps=20, save_every=20) for stage in (0, 1)}
+    """fp32 at stage 0 leaves no update out: its norm rides in the next step's all-reduce, as the
+    loss does.
+    """
+    cases = {
+        f"zero{stage}": Case(stage=stage, spoilt_gradient={2: NAN}, steps=20, save_every=20)
+        for stage in (0, 1)
+    }
     cases["loss"] = Case(spoilt_loss={2: INF}, steps=20, save_every=20)
     for name, outcome in fit_all(cases)[0].items():
         assert "DivergedError" in outcome.result, name
@@ -237,9 +262,14 @@ def test_a_gradient_that_is_not_finite_is_noticed_between_two_saves() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_never_saved() -> None:
-    """With a learning rate of 0 the weights would stay sound, and only the check before a save sees anything."""
+    """With a learning rate of 0 the weights would stay sound, and only the check before a save sees
+    anything.
+    """
     still = {"shape": "constant", "warmup_steps": 6}
-    cases = {"first": Case(spoilt_loss={1: NAN}, schedule=still), "last": Case(spoilt_loss={6: NAN})}
+    cases = {
+        "first": Case(spoilt_loss={1: NAN}, schedule=still),
+        "last": Case(spoilt_loss={6: NAN}),
+    }
     outcomes = fit_all(cases)[0]
     assert all("DivergedError: loss is nan" in outcome.result for outcome in outcomes.values())
     assert outcomes["first"].saved == []
@@ -247,29 +277,46 @@ def test_a_loss_that_is_not_finite_is_never_saved() -> None:
 
 
 def test_fp16_goes_on_after_a_skipped_step_and_says_how_many_there_were() -> None:
-    cases = {f"zero{stage}": Case(stage=stage, precision="fp16", spoilt_gradient={2: INF, 3: INF}) for stage in (1, 3)}
+    cases = {
+        f"zero{stage}": Case(stage=stage, precision="fp16", spoilt_gradient={2: INF, 3: INF})
+        for stage in (1, 3)
+    }
     for name, outcome in fit_all(cases)[0].items():
         assert outcome.result == "finished", name
         assert outcome.saved == [1, 2, 3, 4, 5, 6], name
         lines = [line for line in outcome.lines if "loss" in line]
         assert [line["skipped_steps"] for line in lines] == [0, 1, 2, 2, 2, 2], name
         assert [line["loss_scale"] for line in lines] == [2.0**8, 2.0**8, *[2.0**7] * 4], name
-        assert ["grad_norm" in line for line in lines] == [True, False, False, True, True, True], name
+        assert ["grad_norm" in line for line in lines] == [True, False, False, True, True, True], (
+            name
+        )
 
 
 def test_fp16_stops_when_its_scale_never_fits() -> None:
     always = dict.fromkeys(range(1, 41), INF)
     many = dict.fromkeys(range(1, 121, 5), INF) | dict.fromkeys(range(1, 121, 2), INF)
     cases = {
-        "dynamic": Case(stage=1, precision="fp16", steps=40, spoilt_gradient=always, fp16={"initial_scale_power": 4}),
-        "static": Case(stage=2, precision="fp16", steps=40, spoilt_gradient=always, fp16={"loss_scale": 128}),
+        "dynamic": Case(
+            stage=1,
+            precision="fp16",
+            steps=40,
+            spoilt_gradient=always,
+            fp16={"initial_scale_power": 4},
+        ),
+        "static": Case(
+            stage=2, precision="fp16", steps=40, spoilt_gradient=always, fp16={"loss_scale": 128}
+        ),
         "short": Case(stage=1, precision="fp16", steps=8, save_every=8, spoilt_gradient=always),
         "most": Case(stage=1, precision="fp16", steps=120, save_every=120, spoilt_gradient=many),
-        "few": Case(stage=1, precision="fp16", steps=20, spoilt_gradient=dict.fromkeys(range(1, 10), INF)),
+        "few": Case(
+            stage=1, precision="fp16", steps=20, spoilt_gradient=dict.fromkeys(range(1, 10), INF)
+        ),
     }
     outcomes = fit_all(cases)[0]
     assert outcomes["few"].result == "finished"
-    assert len(outcomes["dynamic"].rates) == 14, "one of hysteresis, four halvings, of which the last is a first try"
+    assert len(outcomes["dynamic"].rates) == 14, (
+        "one of hysteresis, four halvings, of which the last is a first try"
+    )
     assert len(outcomes["static"].rates) == 10
     assert "8 of 8 steps were skipped (more than half)" in outcomes["short"].result
     assert "60 of 100 steps were skipped (more than half)" in outcomes["most"].result
@@ -298,4 +345,6 @@ def test_the_plateaus_factor_reaches_the_optimizer_and_the_log() -> None:
     case = Case(evaluate_every=2, save_every=1, scores=(2.0, 3.0, 3.0), schedule=schedule)
     (outcomes,) = fit_all({"plateau": case})
     assert outcomes["plateau"].rates == pytest.approx([0.01, 0.01, 0.01, 0.01, 0.005, 0.005])
-    assert [line["lr"] for line in outcomes["plateau"].lines if "lr" in line] == outcomes["plateau"].rates
+    assert [line["lr"] for line in outcomes["plateau"].lines if "lr" in line] == outcomes[
+        "plateau"
+    ].rates

@@ -1,4 +1,6 @@
-"""Pooled losses against one plain batch of everything: any cut, ranks and ZeRO stage, with and without dropout."""
+"""Pooled losses against one plain batch of everything: any cut, ranks and ZeRO stage, with and
+without dropout.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from torch import Tensor, nn
 
 from tests.numerics.test_engine import ds_for
 from tests.ranks import run_on_ranks
-from trainer import rng
 from trainer.config import Optim
-from trainer.gradcache import Pool, gather_tensors, pooled_losses
+from trainer.models.gradcache import Pool, gather_tensors, pooled_losses
+from trainer.runtime import rng
 
 QUERIES, WIDTH, PER_QUERY = 8, 6, 2
 OPTIM = Optim(lr=0.1, clip=0.0)
@@ -27,7 +29,9 @@ class Towers(nn.Module):
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(2)
-            self.layers = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 5))
+            self.layers = nn.Sequential(
+                nn.Linear(WIDTH, 7), nn.Tanh(), nn.Dropout(dropout), nn.Linear(7, 5)
+            )
 
     def forward(self, queries: Tensor, passages: Tensor) -> dict[str, Tensor]:
         return {
@@ -61,7 +65,9 @@ def plain() -> tuple[float, dict[str, Tensor]]:
     model = Towers()
     loss = in_batch(model(**everything())) / QUERIES
     loss.backward()
-    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 CUTS = {1: [[8], [4, 4], [2, 2, 2, 2], [3, 1, 4]], 2: [[4, 4], [2, 2, 2, 2], [1, 3, 2, 2]]}
@@ -69,7 +75,8 @@ CUTS = {1: [[8], [4, 4], [2, 2, 2, 2], [3, 1, 4]], 2: [[4, 4], [2, 2, 2, 2], [1,
 
 def stepped(stage: int, sizes: list[int]) -> tuple[float, dict[str, Tensor]]:
     """The loss, and the weights after one update, of this rank's share of the cuts."""
-    from trainer import distributed, engine
+    from trainer.runtime import distributed
+    from trainer.training import engine
 
     live = engine.Engine(Towers(), ds_for(stage, "fp32", distributed.world()), OPTIM)
     share = len(sizes) // distributed.world()
@@ -79,17 +86,23 @@ def stepped(stage: int, sizes: list[int]) -> tuple[float, dict[str, Tensor]]:
         live.backward(summed / QUERIES)
         total += (summed / QUERIES).detach()
     found: dict[str, Tensor] = {}
-    live.step(0.1, watch=lambda named: found.update({name: gradient.clone() for name, gradient in named}))
+    live.step(
+        0.1, watch=lambda named: found.update({name: gradient.clone() for name, gradient in named})
+    )
     live.destroy()
     return float(distributed.total(total)), found
 
 
 def at_every_stage(cuts: list[list[int]]) -> dict[tuple[int, tuple[int, ...]], Any]:
-    return {(stage, tuple(sizes)): stepped(stage, sizes) for sizes in cuts for stage in (0, 1, 2, 3)}
+    return {
+        (stage, tuple(sizes)): stepped(stage, sizes) for sizes in cuts for stage in (0, 1, 2, 3)
+    }
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_any_cut_on_any_ranks_has_the_loss_and_the_gradients_of_one_batch_at_every_stage(world: int) -> None:
+def test_any_cut_on_any_ranks_has_the_loss_and_the_gradients_of_one_batch_at_every_stage(
+    world: int,
+) -> None:
     loss, gradients = plain()
     for found in run_on_ranks(world, at_every_stage, CUTS[world]):
         for where, (got_loss, got) in found.items():
@@ -108,8 +121,12 @@ def test_dropout_is_drawn_once_and_both_passes_agree_on_it() -> None:
     after = torch.rand(3)
     rng.seed_everything(5, 0)
     parts = [direct(**batch) for batch in batches]
-    in_batch({name: torch.cat([part[name] for part in parts]) for name in ("queries", "passages")}).backward()
-    assert torch.equal(torch.rand(3), after), "random numbers go on as if every batch had been run once"
+    in_batch(
+        {name: torch.cat([part[name] for part in parts]) for name in ("queries", "passages")}
+    ).backward()
+    assert torch.equal(torch.rand(3), after), (
+        "random numbers go on as if every batch had been run once"
+    )
     for one, two in zip(cached.parameters(), direct.parameters(), strict=True):
         assert one.grad is not None
         assert two.grad is not None
@@ -149,7 +166,10 @@ def test_no_graph_is_built_beside_one_that_waits_for_its_backward_pass() -> None
 
 def test_each_part_of_the_loss_is_counted_once_whatever_the_cut() -> None:
     model = Towers()
-    values = [sum(float(x) for x in pooled_losses(lambda b: model(**b), cut(sizes), in_batch)) for sizes in CUTS[1]]
+    values = [
+        sum(float(x) for x in pooled_losses(lambda b: model(**b), cut(sizes), in_batch))
+        for sizes in CUTS[1]
+    ]
     assert values == pytest.approx([values[0]] * len(values), rel=1e-6)
 
 
@@ -166,12 +186,15 @@ def test_what_is_no_representation_is_passed_along_unchanged() -> None:
     assert seen[0].dtype == torch.int64
 
 
-# Each rank's part of the loss ---------------------------------------------------------------------------------------
+# Each rank's part of the loss
+# ---------------------------------------------------------------------------------------
 
 
 def _own_part(sizes: list[int], pool: Pool) -> tuple[float, dict[str, Tensor]]:
-    """The loss over all ranks and its gradients, where each rank computes the scores of its own queries only."""
-    from trainer import distributed
+    """The loss over all ranks and its gradients, where each rank computes the scores of its own
+    queries only.
+    """
+    from trainer.runtime import distributed
 
     model, share = Towers(), len(sizes) // distributed.world()
     mine = cut(sizes)[distributed.rank() * share : (distributed.rank() + 1) * share]
@@ -179,7 +202,11 @@ def _own_part(sizes: list[int], pool: Pool) -> tuple[float, dict[str, Tensor]]:
     for summed in pooled_losses(lambda batch: model(**batch), mine, in_batch, pool):
         (summed / QUERIES).backward()
         total += summed.detach() / QUERIES
-    gradients = {name: distributed.total(p.grad).float() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {
+        name: distributed.total(p.grad).float()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     return float(distributed.total(total)), gradients
 
 
@@ -208,7 +235,7 @@ def test_a_pool_for_each_rank_holds_nothing_of_the_others() -> None:
 
 
 def _gathered(wanted: list[int]) -> list[dict[str, Tensor]]:
-    from trainer import distributed
+    from trainer.runtime import distributed
 
     rows = wanted[distributed.rank()]
     return gather_tensors(

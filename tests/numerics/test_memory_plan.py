@@ -1,4 +1,6 @@
-"""The memory plan against what really is allocated: by the CPU's own record, and by a real engine."""
+"""The memory plan against what really is allocated: by the CPU's own record, and by a real
+engine.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,33 @@ import torch
 from torch import nn
 
 from tests.facts import OF_TASK, experiment, write_facts
-from trainer import deepspeed_config, distributed, tasks
-from trainer.config import Optim, Train
-from trainer.engine import Engine
+from trainer import tasks
+from trainer.config import Optim, Train, deepspeed_config
 from trainer.errors import DoesNotFitError
 from trainer.memory.deepspeed_terms import Zero, training
-from trainer.memory.fit import Parabola
+from trainer.memory.extrapolate import Parabola
 from trainer.memory.measure import measure
-from trainer.memory.measured import Measured, Moment, Request
-from trainer.task import DRAW, EPOCH, Answers, Places, question_of
+from trainer.memory.records import Measured, Moment, Request
+from trainer.runtime import distributed
+from trainer.tasks.protocol import DRAW, EPOCH, Answers, Places, question_of
+from trainer.training.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
-from memory_plan import TOLERANCE, Case, events_of, live_bytes, predicted_bytes, real_bytes, recorded
+from memory_plan import (
+    TOLERANCE,
+    Case,
+    events_of,
+    live_bytes,
+    predicted_bytes,
+    real_bytes,
+    recorded,
+)
 
 WIDTH, LAYERS, MICRO_BATCHES, STEPS, BUCKET = 256, 8, 2, 2, 100_000
 
 
-# Steps ------------------------------------------------------------------------------------------------------------
+# Steps
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -47,12 +59,16 @@ def test_a_step_is_predicted_within_the_tolerance(case: Case) -> None:
 
 
 def test_three_lengths_predict_one_that_is_twice_as_long() -> None:
-    found = {length: predicted_bytes(Case("t5-tiny", length, 32, batch=8)) for length in (1024, 1536, 2048, 4096)}
+    found = {
+        length: predicted_bytes(Case("t5-tiny", length, 32, batch=8))
+        for length in (1024, 1536, 2048, 4096)
+    }
     line = Parabola.through([(length, found[length]) for length in (1024, 1536, 2048)])
     assert line.at(4096) == pytest.approx(found[4096], rel=1e-3)
 
 
-# DeepSpeed --------------------------------------------------------------------------------------------------------
+# DeepSpeed
+# --------------------------------------------------------------------------------------------------------
 
 
 class Sum(nn.Module):
@@ -67,7 +83,9 @@ class Sum(nn.Module):
 
 
 def peak_of_an_engine(stage: int, precision: str) -> tuple[int, Zero]:
-    """Bytes that a real engine had at most while it trained, from the second step on, by the allocator's record."""
+    """Bytes that a real engine had at most while it trained, from the second step on, by the
+    allocator's record.
+    """
     distributed.init()
     train = Train(steps=4, global_batch=MICRO_BATCHES, micro_batch=1, precision=precision)  # pyright: ignore
     preset = deepspeed_config.read(f"zero{stage}")
@@ -78,7 +96,9 @@ def peak_of_an_engine(stage: int, precision: str) -> tuple[int, Zero]:
             "stage3_max_live_parameters": BUCKET,
         }
         preset["zero_optimization"] |= small | {"stage3_max_reuse_distance": BUCKET}
-    ds = deepspeed_config.build(preset, train=train, optim=(optim := Optim(lr=1e-3)), world=1, source="test")
+    ds = deepspeed_config.build(
+        preset, train=train, optim=(optim := Optim(lr=1e-3)), world=1, source="test"
+    )
     batch = torch.ones(1, WIDTH, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
     with recorded() as profiler:
         engine = Engine(Sum(), deepspeed_config.for_engine(ds), optim)
@@ -119,7 +139,8 @@ def test_the_terms_of_deepspeed_are_those_of_a_real_engine(stage: int, precision
     assert training(step, zero, cublas=0).total == pytest.approx(real, rel=0.05)
 
 
-# Tasks ------------------------------------------------------------------------------------------------------------
+# Tasks
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_task_trains_evaluates_and_answers_under_fake_tensors(tmp_path: Path) -> None:
@@ -130,11 +151,18 @@ def test_every_task_trains_evaluates_and_answers_under_fake_tensors(tmp_path: Pa
         values = experiment(name, folder)
         task = tasks.load(tasks.parse(values), places)
         raw = [row for row, _ in zip(task.rows("train"), range(4), strict=False)]
-        rows = [{field: [int(i) for i in ids] for field, ids in task.encode(row).items()} for row in raw]
+        rows = [
+            {field: [int(i) for i in ids] for field, ids in task.encode(row).items()} for row in raw
+        ]
         drawn = [{**row, DRAW: [5], EPOCH: [0]} for row in rows]
-        requests += [Request(values, "train", drawn, accumulates=True), Request(values, "evaluate", rows)]
+        requests += [
+            Request(values, "train", drawn, accumulates=True),
+            Request(values, "evaluate", rows),
+        ]
         if isinstance(task, Answers):
-            requests.append(Request(values, "answer", rows, [question_of(task, row) for row in raw]))
+            requests.append(
+                Request(values, "answer", rows, [question_of(task, row) for row in raw])
+            )
     found = measure(requests, places)
     assert len(found) == len(requests) >= 2 * len(OF_TASK)
     for request, step in zip(requests, found, strict=True):
@@ -143,20 +171,27 @@ def test_every_task_trains_evaluates_and_answers_under_fake_tensors(tmp_path: Pa
         assert (gradients > 0) == (request.kind == "train"), request
 
 
-# Runs -------------------------------------------------------------------------------------------------------------
+# Runs
+# -------------------------------------------------------------------------------------------------------------
 
 
 def run(tmp_path: Path, name: str, *, deepspeed: str, **options: Any) -> Path:
-    from trainer.run import Options, plan
-    from trainer.run import run as train
-    from trainer.telemetry import Preemption
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan
+    from trainer.training.run import run as train
 
     distributed.init()
     folder = tmp_path / "facts"
     if not folder.is_dir():
         write_facts(folder)
     values = experiment("causal_lm", folder, train=options.pop("train", {}))
-    given = Options(tmp_path / name, data_path=folder, cache_dir=tmp_path / "cache", deepspeed=deepspeed, **options)
+    given = Options(
+        tmp_path / name,
+        data_path=folder,
+        cache_dir=tmp_path / "cache",
+        deepspeed=deepspeed,
+        **options,
+    )
     planned = plan(values, given, world=1, rank=0)
     assert train(planned, given, Preemption()) == 0
     return planned.folder
@@ -174,14 +209,18 @@ def test_running_the_heaviest_batches_first_changes_no_loss(stage: str, tmp_path
     assert (rehearsed / "memory_plan.json").is_file()
 
 
-def test_a_run_that_cannot_fit_is_refused_before_it_begins_and_forced_all_the_same(tmp_path: Path) -> None:
+def test_a_run_that_cannot_fit_is_refused_before_it_begins_and_forced_all_the_same(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(DoesNotFitError, match=r"(?s)needs .* GiB per device.*--force"):
         run(tmp_path, "refused", deepspeed="zero2", device="513MiB")
     folder = run(tmp_path, "forced", deepspeed="zero2", device="513MiB", force=True)
     assert len(losses(folder)) == 6
 
 
-def test_auto_takes_the_largest_micro_batch_that_fits_and_keeps_the_global_batch(tmp_path: Path) -> None:
+def test_auto_takes_the_largest_micro_batch_that_fits_and_keeps_the_global_batch(
+    tmp_path: Path,
+) -> None:
     folder = run(tmp_path, "auto", deepspeed="auto", device="24GiB", train={"micro_batch": "auto"})
     ds = json.loads((folder / "ds_config.json").read_text())
     assert (ds["train_batch_size"], ds["train_micro_batch_size_per_gpu"]) == (8, 8)

@@ -1,6 +1,8 @@
-"""Offload with DeepSpeed's own CPU AdamW: the same numbers as without it, and the same bits after a resume.
+"""Offload with DeepSpeed's own CPU AdamW: the same numbers as without it, and the same bits after a
+resume.
 
-The kernel is compiled once (one to two minutes) into the virtual environment: only the first run of the tests pays.
+The kernel is compiled once (one to two minutes) into the virtual environment: only the first run of
+the tests pays.
 """
 
 from __future__ import annotations
@@ -19,12 +21,19 @@ from tests.numerics.test_engine import STEPS, make, train
 from tests.ranks import run_on_ranks
 
 EXTENSIONS = Path(sys.prefix) / "torch_extensions"
-BINARIES = Path(sys.executable).parent  # ninja is installed beside python, also where no environment is activated
+BINARIES = Path(
+    sys.executable
+).parent  # ninja is installed beside python, also where no environment is activated
 HALF = STEPS // 2
 
-no_compiler = [tool for tool in ("g++", "ninja") if not shutil.which(tool, path=f"{BINARIES}:{os.environ['PATH']}")]
+no_compiler = [
+    tool
+    for tool in ("g++", "ninja")
+    if not shutil.which(tool, path=f"{BINARIES}:{os.environ['PATH']}")
+]
 pytestmark = pytest.mark.skipif(
-    bool(no_compiler), reason=f"DeepSpeed compiles its CPU AdamW, and {' and '.join(no_compiler)} is not installed"
+    bool(no_compiler),
+    reason=f"DeepSpeed compiles its CPU AdamW, and {' and '.join(no_compiler)} is not installed",
 )
 
 
@@ -42,7 +51,9 @@ def _compile() -> None:
 
 @pytest.fixture(scope="module")
 def kernel() -> None:
-    """The compiled kernel. A build that was killed leaves torch's lock, for which the next one would wait forever."""
+    """The compiled kernel. A build that was killed leaves torch's lock, for which the next one
+    would wait forever.
+    """
     EXTENSIONS.mkdir(exist_ok=True)
     with FileLock(EXTENSIONS / "build.lock", timeout=300):
         (EXTENSIONS / "cpu_adam" / "lock").unlink(missing_ok=True)
@@ -53,7 +64,9 @@ Found = dict[tuple[str, int], Any]  # by precision and stage
 
 
 def _everything(cases: list[tuple[str, int]]) -> dict[str, Found]:
-    """All that the tests look at, from few engines: making one with DeepSpeed's AdamW takes it over a second."""
+    """All that the tests look at, from few engines: making one with DeepSpeed's AdamW takes it over
+    a second.
+    """
     _use_kernel_cache()
     plain = {case: _straight(*case, offload=False) for case in cases}
     offload = {case: _straight(*case, offload=True) for case in cases}
@@ -68,7 +81,11 @@ def _straight(precision: str, stage: int, *, offload: bool) -> dict[str, Any]:
     losses, norms = train(live, range(HALF))
     saved = live.weights(lambda k: True), live.optimizer_state(lambda k: True), live.scalars()
     found = _to_the_end(live)
-    return found | {"losses": losses + found["losses"], "norms": norms + found["norms"], "saved": saved}
+    return found | {
+        "losses": losses + found["losses"],
+        "norms": norms + found["norms"],
+        "saved": saved,
+    }
 
 
 def _resumed(precision: str, stage: int, saved: tuple[Any, Any, Any]) -> dict[str, Any]:
@@ -89,16 +106,23 @@ def _to_the_end(live: Any) -> dict[str, Any]:
 def of_ranks(kernel: None, request: pytest.FixtureRequest) -> list[dict[str, Found]]:
     precisions = ("fp32",) if request.param == 1 else ("fp32", "bf16")
     return run_on_ranks(
-        request.param, _everything, [(precision, stage) for precision in precisions for stage in (2, 3)]
+        request.param,
+        _everything,
+        [(precision, stage) for precision in precisions for stage in (2, 3)],
     )
 
 
-def test_losses_and_gradient_norms_with_offload_equal_those_without(of_ranks: list[dict[str, Found]]) -> None:
+def test_losses_and_gradient_norms_with_offload_equal_those_without(
+    of_ranks: list[dict[str, Found]],
+) -> None:
     found = of_ranks[0]
     for case, plain in found["plain"].items():
         tolerance = 1e-5 if case[0] == "fp32" else 2e-3
         for name in ("losses", "norms"):
-            assert found["offload"][case][name] == pytest.approx(plain[name], abs=tolerance), (name, case)
+            assert found["offload"][case][name] == pytest.approx(plain[name], abs=tolerance), (
+                name,
+                case,
+            )
 
 
 def test_resume_with_offload_is_bit_exact(of_ranks: list[dict[str, Found]]) -> None:
@@ -107,11 +131,16 @@ def test_resume_with_offload_is_bit_exact(of_ranks: list[dict[str, Found]]) -> N
             straight = found["offload"][case]
             assert resumed["losses"] == straight["losses"][HALF:], case
             assert resumed["tensors"].keys() == straight["tensors"].keys()
-            same = [torch.equal(tensor, straight["tensors"][name]) for name, tensor in resumed["tensors"].items()]
+            same = [
+                torch.equal(tensor, straight["tensors"][name])
+                for name, tensor in resumed["tensors"].items()
+            ]
             assert all(same), case
 
 
 def test_a_run_saved_without_offload_goes_on_with_it(of_ranks: list[dict[str, Found]]) -> None:
     found = of_ranks[0]
     for case, moved in found["moved"].items():
-        assert moved["losses"] == pytest.approx(found["plain"][case]["losses"][HALF:], abs=1e-5), case
+        assert moved["losses"] == pytest.approx(found["plain"][case]["losses"][HALF:], abs=1e-5), (
+            case
+        )

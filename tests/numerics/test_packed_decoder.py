@@ -1,4 +1,6 @@
-"""A packed step of the cross-attention model is the padded one: same loss, same gradients, no token seen elsewhere."""
+"""A packed step of the cross-attention model is the padded one: same loss, same gradients, no token
+seen elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,28 @@ from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
-from trainer.losses import IGNORED
-from trainer.task import DRAW, Batch, Places
+from trainer.models.losses import IGNORED
 from trainer.tasks.cross_attention import preparation
-from trainer.tasks.cross_attention.attention import CrossAttention, KeyMask
-from trainer.tasks.cross_attention.contexts import token_batch
-from trainer.tasks.cross_attention.model import CrossAttentionModel
-from trainer.tasks.cross_attention.packed import Rows
-from trainer.tasks.cross_attention.rotary import RotaryCrossAttention
-from trainer.tasks.cross_attention.streams import context_stream, decoder_stream
+from trainer.tasks.cross_attention.decoder.attention import CrossAttention, KeyMask
+from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
+from trainer.tasks.cross_attention.decoder.packed_batch import context_stream, decoder_stream
+from trainer.tasks.cross_attention.decoder.packed_blocks import Rows
+from trainer.tasks.cross_attention.decoder.rotary import RotaryCrossAttention
+from trainer.tasks.cross_attention.text.contexts import token_batch
+from trainer.tasks.protocol import DRAW, Batch, Places
 
-# The model ------------------------------------------------------------------------------------------------------------
+# The model
+# ------------------------------------------------------------------------------------------------------------
 
-DECODERS = [1, 70, 5, 33, 34, 40, 2]  # tokens of each row: several grids, and rows of one length or nearly
+DECODERS = [
+    1,
+    70,
+    5,
+    33,
+    34,
+    40,
+    2,
+]  # tokens of each row: several grids, and rows of one length or nearly
 CHUNKS = [[3], [40, 9], [1, 1, 1], [70], [8], [33, 1], [80, 12]]  # of each row's context
 MODELS: dict[str, Callable[[], CrossAttentionModel]] = {
     "multi-query": lambda: build(LAYOUTS["after"], n_positions=128),
@@ -66,7 +77,9 @@ def _rotary(layout: str, family: str, **base: Any) -> CrossAttentionModel:
     )
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = CrossAttentionModel(AutoModelForCausalLM.from_config(config), ROTARY_LAYOUTS[layout]).eval()
+        model = CrossAttentionModel(
+            AutoModelForCausalLM.from_config(config), ROTARY_LAYOUTS[layout]
+        ).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 is_norm = name.endswith("weight") and ("ln_" in name or "norm" in name)
@@ -78,16 +91,24 @@ def drawn_rows(seed: int = 3) -> tuple[list[list[int]], list[list[list[int]]]]:
     """Random ids of rows and of the chunks of their contexts."""
     random = np.random.default_rng(seed)
     decoders = [random.integers(1, VOCABULARY, length).tolist() for length in DECODERS]
-    chunks = [[random.integers(1, VOCABULARY, length).tolist() for length in lengths] for lengths in CHUNKS]
+    chunks = [
+        [random.integers(1, VOCABULARY, length).tolist() for length in lengths]
+        for lengths in CHUNKS
+    ]
     return decoders, chunks
 
 
-def padded_of(decoders: Sequence[list[int]], chunks: Sequence[list[list[int]]], labels_from: Sequence[int]) -> Batch:
+def padded_of(
+    decoders: Sequence[list[int]], chunks: Sequence[list[list[int]]], labels_from: Sequence[int]
+) -> Batch:
     ids, mask = pad_right(decoders, 0)
     labels = ids.masked_fill(mask == 0, IGNORED)
     for row, start in enumerate(labels_from):
         labels[row, :start] = IGNORED
-    encoded = [{"c": [i for chunk in row for i in chunk], "c_lengths": list(map(len, row))} for row in chunks]
+    encoded = [
+        {"c": [i for chunk in row for i in chunk], "c_lengths": list(map(len, row))}
+        for row in chunks
+    ]
     return {
         "input_ids": ids,
         "attention_mask": mask,
@@ -96,8 +117,12 @@ def padded_of(decoders: Sequence[list[int]], chunks: Sequence[list[list[int]]], 
     }
 
 
-def packed_of(decoders: Sequence[list[int]], chunks: Sequence[list[list[int]]], labels_from: Sequence[int]) -> Batch:
-    return decoder_stream(decoders, labels_from) | context_stream(chunks, [len(ids) for ids in decoders], cache=None)
+def packed_of(
+    decoders: Sequence[list[int]], chunks: Sequence[list[list[int]]], labels_from: Sequence[int]
+) -> Batch:
+    return decoder_stream(decoders, labels_from) | context_stream(
+        chunks, [len(ids) for ids in decoders], cache=None
+    )
 
 
 def stepped(model: CrossAttentionModel, **batch: Any) -> tuple[float, dict[str, Tensor]]:
@@ -106,10 +131,14 @@ def stepped(model: CrossAttentionModel, **batch: Any) -> tuple[float, dict[str, 
     labels = batch["packed"]["labels"] if "packed" in batch else batch["labels"][:, 1:]
     loss = model(**batch).loss / (labels != IGNORED).sum()
     loss.backward()
-    return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
-def assert_equal_steps(got: tuple[float, dict[str, Tensor]], want: tuple[float, dict[str, Tensor]]) -> None:
+def assert_equal_steps(
+    got: tuple[float, dict[str, Tensor]], want: tuple[float, dict[str, Tensor]]
+) -> None:
     assert got[0] == pytest.approx(want[0], rel=1e-6)
     assert got[1].keys() == want[1].keys()
     for name, gradient in want[1].items():
@@ -117,13 +146,17 @@ def assert_equal_steps(got: tuple[float, dict[str, Tensor]], want: tuple[float, 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("labels_from", [[0] * 7, [0, 66, 4, 1, 33, 20, 1]], ids=["every token", "answers only"])
+@pytest.mark.parametrize(
+    "labels_from", [[0] * 7, [0, 66, 4, 1, 33, 20, 1]], ids=["every token", "answers only"]
+)
 def test_packed_loss_and_gradients_are_the_padded_ones(name: str, labels_from: list[int]) -> None:
     model, rows = MODELS[name](), drawn_rows()
     packed = packed_of(*rows, labels_from)
     assert len([key for key in packed if key.startswith("grid_")]) >= 3
     assert len([key for key in packed if key.startswith("keys_grid_")]) >= 3
-    assert_equal_steps(stepped(model, packed=packed), stepped(model, **padded_of(*rows, labels_from)))
+    assert_equal_steps(
+        stepped(model, packed=packed), stepped(model, **padded_of(*rows, labels_from))
+    )
     assert model.base.config._attn_implementation == "sdpa", "put back after every block"
 
 
@@ -131,7 +164,9 @@ def test_packed_loss_and_gradients_are_the_padded_ones(name: str, labels_from: l
 def test_prepared_states_as_a_stream_give_the_step_of_the_padded_ones(name: str) -> None:
     model, (decoders, chunks) = MODELS[name](), drawn_rows()
     padded = padded_of(decoders, chunks, [0] * 7)
-    states, kept = model.encode(padded.pop("context_input_ids"), padded.pop("context_attention_mask"))
+    states, kept = model.encode(
+        padded.pop("context_input_ids"), padded.pop("context_attention_mask")
+    )
     names = ("context_input_ids", "context_position", "context_cells")
     packed = {key: x for key, x in packed_of(decoders, chunks, [0] * 7).items() if key not in names}
     packed["encoder_hidden_states"] = states[kept]
@@ -151,17 +186,24 @@ def test_hidden_keys_are_those_of_the_padded_step(name: str) -> None:
     in_stream = {index: mask[real][None] for index, mask in kept.items()}
     packed = stepped(model, packed=packed_of(*rows, [0] * 7), key_masks=in_stream)
     assert_equal_steps(packed, stepped(model, **padded, key_masks=kept))
-    assert abs(packed[0] - stepped(model, packed=packed_of(*rows, [0] * 7))[0]) > 1e-4, "the masks hide something"
+    assert abs(packed[0] - stepped(model, packed=packed_of(*rows, [0] * 7))[0]) > 1e-4, (
+        "the masks hide something"
+    )
 
 
 def test_a_row_whose_keys_are_all_hidden_attends_to_its_own_keys_uniformly() -> None:
     model = MODELS["multi-query"]()
     decoders, chunks = drawn_rows()
-    decoders, chunks = [decoders[1]], [chunks[1]]  # alone, and unchunked: no pads in the padded row either
+    decoders, chunks = (
+        [decoders[1]],
+        [chunks[1]],
+    )  # alone, and unchunked: no pads in the padded row either
     joined = [[[*chunks[0][0], *chunks[0][1]]]]
     none = {index: torch.zeros(1, 49, dtype=torch.bool) for index in model.indices}
     want = stepped(model, **padded_of(decoders, joined[0:1], [0]), key_masks=none)
-    assert_equal_steps(stepped(model, packed=packed_of(decoders, joined, [0]), key_masks=none), want)
+    assert_equal_steps(
+        stepped(model, packed=packed_of(decoders, joined, [0]), key_masks=none), want
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -170,7 +212,9 @@ def test_no_row_sees_another_rows_tokens_or_context(name: str) -> None:
     together = model(packed=packed_of(decoders, chunks, [0] * 7)).loss
     rows = [i for i in range(7) if len(decoders[i]) > 1]
     alone = [model(packed=packed_of([decoders[i]], [chunks[i]], [0])).loss for i in rows]
-    assert float(together.detach()) == pytest.approx(float(torch.stack(alone).sum().detach()), rel=2e-6)
+    assert float(together.detach()) == pytest.approx(
+        float(torch.stack(alone).sum().detach()), rel=2e-6
+    )
 
 
 def test_a_layout_with_a_wrong_row_boundary_gives_another_loss() -> None:
@@ -186,7 +230,9 @@ def test_a_layout_with_a_wrong_row_boundary_gives_another_loss() -> None:
 
 
 @pytest.mark.parametrize("name", ["multi-query", "mistral with a window of 4"])
-def test_recomputing_in_backward_changes_neither_loss_nor_gradients_under_dropout(name: str) -> None:
+def test_recomputing_in_backward_changes_neither_loss_nor_gradients_under_dropout(
+    name: str,
+) -> None:
     model = MODELS[name]()
     model.layers = model.layers.model_copy(update={"key_dropout": 0.3})
     for module in model.modules():
@@ -215,18 +261,23 @@ def test_key_dropout_hides_the_share_that_it_should(monkeypatch: pytest.MonkeyPa
     assert all(0.55 < share < 0.85 for share in shares), shares
 
 
-# The task -------------------------------------------------------------------------------------------------------------
+# The task
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Facts whose questions and contexts have very different lengths; every third has two contexts."""
+    """Facts whose questions and contexts have very different lengths; every third has two
+    contexts.
+    """
     made = write_facts(tmp_path_factory.mktemp("facts"), train=16, valid=8)
     for split in ("train", "valid"):
         rows = [json.loads(line) for line in (made / f"{split}.jsonl").read_text().splitlines()]
         for number, row in enumerate(rows):
             context = row.pop("context") * (1 + number % 5)
-            row["contexts"] = [context, "Elsewhere there is nothing."] if number % 3 == 0 else [context]
+            row["contexts"] = (
+                [context, "Elsewhere there is nothing."] if number % 3 == 0 else [context]
+            )
             row["useful_contexts"] = [1, 0] if number % 3 == 0 else [1]
         (made / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return made
@@ -258,8 +309,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def loaded(folder: Path, changes: dict[str, Any], *, data_path: Path | None = None, **data: Any) -> Any:
-    values = experiment("cross_attention", folder, **{**changes, "data": {**_DATA, **changes.get("data", {}), **data}})
+def loaded(
+    folder: Path, changes: dict[str, Any], *, data_path: Path | None = None, **data: Any
+) -> Any:
+    values = experiment(
+        "cross_attention",
+        folder,
+        **{**changes, "data": {**_DATA, **changes.get("data", {}), **data}},
+    )
     return tasks.load(tasks.parse(values), Places(data_path or folder, folder / "cache", folder))
 
 
@@ -281,7 +338,9 @@ def summed(task: Any, model: Any, rows: list[dict[str, Any]]) -> tuple[float, di
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_packed_task_trains_as_the_padded_one(folder: Path, variant: str) -> None:
-    padded, packed = (loaded(folder, VARIANTS[variant], packed=is_packed) for is_packed in (False, None))
+    padded, packed = (
+        loaded(folder, VARIANTS[variant], packed=is_packed) for is_packed in (False, None)
+    )
     model, rows = packed.model().train(), rows_of(packed)
     batches = padded.collate(rows), packed.collate(rows)
     assert "input_ids" in batches[0]
@@ -291,7 +350,9 @@ def test_a_packed_task_trains_as_the_padded_one(folder: Path, variant: str) -> N
     assert_equal_steps(summed(packed, model, rows), summed(padded, model, rows))
 
 
-def test_a_packed_task_on_prepared_states_trains_as_the_padded_one_that_encodes(folder: Path, tmp_path: Path) -> None:
+def test_a_packed_task_on_prepared_states_trains_as_the_padded_one_that_encodes(
+    folder: Path, tmp_path: Path
+) -> None:
     online = loaded(folder, VARIANTS["chunked"], packed=False)
     wanted = preparation.Wanted(tmp_path / "out", {})
     preparation.write_rows(online.cfg, online.places, wanted)
@@ -299,12 +360,16 @@ def test_a_packed_task_on_prepared_states_trains_as_the_padded_one_that_encodes(
     cached = loaded(folder, VARIANTS["chunked"], data_path=tmp_path / "out", encode="cached")
     model, rows = online.model().train(), rows_of(online)
     batch = cached.collate(rows)
-    assert batch["encoder_hidden_states"].shape[0] == sum(len(row["context"]) for row in rows), "real tokens only"
+    assert batch["encoder_hidden_states"].shape[0] == sum(len(row["context"]) for row in rows), (
+        "real tokens only"
+    )
     assert_equal_steps(summed(cached, model, rows), summed(online, model, rows))
 
 
 def test_packed_scores_are_the_padded_ones_under_both_contexts(folder: Path) -> None:
-    padded, packed = (loaded(folder, VARIANTS["chunked"], packed=is_packed) for is_packed in (False, True))
+    padded, packed = (
+        loaded(folder, VARIANTS["chunked"], packed=is_packed) for is_packed in (False, True)
+    )
     model, rows = packed.model().eval(), rows_of(packed, "valid")
     with torch.no_grad():
         for parameter in model.cross_attn_layers.parameters():
@@ -329,7 +394,7 @@ def test_a_batch_with_an_empty_context_stays_padded_and_trains(folder: Path) -> 
 def test_another_attention_implementation_of_the_base_keeps_the_padded_way(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer import base_model
+    from trainer.models import base_model
 
     config_of = base_model.config_of
 
@@ -343,17 +408,23 @@ def test_another_attention_implementation_of_the_base_keeps_the_padded_way(
     assert "input_ids" in task.collate(rows_of(task)[:2])
     task = loaded(folder, {}, packed=True)
     rows = rows_of(task)[:2]
-    with pytest.raises(ConfigError, match=r"data.packed=True: the base's attention is 'eager', want 'sdpa'"):
+    with pytest.raises(
+        ConfigError, match=r"data.packed=True: the base's attention is 'eager', want 'sdpa'"
+    ):
         task.collate(rows)
 
 
-# Ranks ----------------------------------------------------------------------------------------------------------------
+# Ranks
+# ----------------------------------------------------------------------------------------------------------------
 
 
-def trained(folder: Path, changes: dict[str, Any], stage: int, sizes: list[int]) -> tuple[float, dict[str, Tensor]]:
+def trained(
+    folder: Path, changes: dict[str, Any], stage: int, sizes: list[int]
+) -> tuple[float, dict[str, Tensor]]:
     """Loss and full gradients of 12 rows cut into these micro-batches over the ranks."""
-    from trainer import distributed, engine
     from trainer.config import Optim
+    from trainer.runtime import distributed
+    from trainer.training import engine
 
     task = loaded(folder, changes)
     rows, world = rows_of(task)[:12], distributed.world()
@@ -369,7 +440,9 @@ def trained(folder: Path, changes: dict[str, Any], stage: int, sizes: list[int])
         live.backward(loss / units)
         total += (loss / units).detach()
     found: dict[str, Tensor] = {}
-    live.step(0.1, watch=lambda named: found.update({name: gradient.clone() for name, gradient in named}))
+    live.step(
+        0.1, watch=lambda named: found.update({name: gradient.clone() for name, gradient in named})
+    )
     live.destroy()
     return float(distributed.total(total)), found
 
@@ -379,9 +452,13 @@ def several(folder: Path, changes: dict[str, Any], asked: list[tuple[int, list[i
 
 
 @pytest.mark.parametrize("variant", ["contexts too", "llama"])
-def test_one_rank_two_ranks_and_zero_3_have_one_loss_and_one_gradient(folder: Path, variant: str) -> None:
+def test_one_rank_two_ranks_and_zero_3_have_one_loss_and_one_gradient(
+    folder: Path, variant: str
+) -> None:
     changes = VARIANTS[variant]
-    (wanted, gradients), *others = run_on_ranks(1, several, folder, changes, [(0, [12]), (0, [5, 1, 6])])[0]
+    (wanted, gradients), *others = run_on_ranks(
+        1, several, folder, changes, [(0, [12]), (0, [5, 1, 6])]
+    )[0]
     others += run_on_ranks(2, several, folder, changes, [(0, [1, 4, 2, 5]), (3, [1, 4, 2, 5])])[0]
     assert gradients
     for got, found in others:
@@ -390,16 +467,25 @@ def test_one_rank_two_ranks_and_zero_3_have_one_loss_and_one_gradient(folder: Pa
             assert (found[name] - gradient).abs().max() < 2e-6, name
 
 
-# Layouts --------------------------------------------------------------------------------------------------------------
+# Layouts
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_every_token_of_a_layout_has_a_cell_of_its_own_in_its_row() -> None:
     decoders, chunks = drawn_rows()
     batch = packed_of(decoders, chunks, [0] * 7)
-    for name, lengths in (("queries_", DECODERS), ("keys_", [sum(row) for row in CHUNKS]), ("", DECODERS)):
-        rows = Rows.of({key.removeprefix(name): x for key, x in batch.items() if key.startswith(name)})
+    for name, lengths in (
+        ("queries_", DECODERS),
+        ("keys_", [sum(row) for row in CHUNKS]),
+        ("", DECODERS),
+    ):
+        rows = Rows.of(
+            {key.removeprefix(name): x for key, x in batch.items() if key.startswith(name)}
+        )
         assert sorted(rows.cells_M.tolist()) == sorted(set(rows.cells_M.tolist()))
         assert int(rows.cells_M.max()) < sum(height * width for height, width in rows.shapes)
         firsts = np.cumsum([0, *lengths])[:-1]
         steps = rows.cells_M.diff() == 1
-        assert all(steps[i] for i in range(sum(lengths) - 1) if i + 1 not in firsts), "a row lies in one piece"
+        assert all(steps[i] for i in range(sum(lengths) - 1) if i + 1 not in firsts), (
+            "a row lies in one piece"
+        )

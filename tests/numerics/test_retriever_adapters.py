@@ -1,4 +1,6 @@
-"""Adapters in a frozen decoder: the same losses at every ZeRO stage and on two ranks; only they train and are kept."""
+"""Adapters in a frozen decoder: the same losses at every ZeRO stage and on two ranks; only they
+train and are kept.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_facts(tmp_path_factory.mktemp("facts"))
 
 
-def _runs(values: dict[str, Any], folder: Path, savedir: Path, stages: tuple[int, ...]) -> dict[int, list[Any]]:
+def _runs(
+    values: dict[str, Any], folder: Path, savedir: Path, stages: tuple[int, ...]
+) -> dict[int, list[Any]]:
     return {stage: train(values, folder, savedir / f"zero{stage}", stage) for stage in stages}
 
 
 def test_adapters_train_alike_at_every_stage_and_are_exported(folder: Path, tmp_path: Path) -> None:
-    values = experiment("retriever", folder, **DECODER, lora={"r": 4, "dropout": 0.0}, train={"steps": 4})
+    values = experiment(
+        "retriever", folder, **DECODER, lora={"r": 4, "dropout": 0.0}, train={"steps": 4}
+    )
     (wanted,) = run_on_ranks(1, _runs, values, folder, tmp_path / "one", (0,))
     found = run_on_ranks(2, _runs, values, folder, tmp_path / "two", (0, 2, 3))[0]
     first = losses(wanted[0])
@@ -34,5 +40,10 @@ def test_adapters_train_alike_at_every_stage_and_are_exported(folder: Path, tmp_
         assert losses(lines) == pytest.approx(first, abs=1e-5), f"ZeRO {stage}"
     for final in tmp_path.glob("*/*/*/final"):
         names = {path.name for path in final.iterdir()}
-        assert {"adapter_config.json", "adapter_model.safetensors", "retriever_config.json", "pooler.pt"} <= names
+        assert {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "retriever_config.json",
+            "pooler.pt",
+        } <= names
         assert "model.safetensors" not in names, "the base is named, not copied"

@@ -1,4 +1,6 @@
-"""The verifier's vectorised losses against slow, obvious twins that look at one statement after the other."""
+"""The verifier's vectorised losses against slow, obvious twins that look at one statement after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ NORMS: tuple[Any, ...] = get_args(CrossEntropyNorm)
 LOSS_NAMES: tuple[Any, ...] = get_args(LossName)
 
 TRUE, FALSE = "true", "false"
-# A group is the number of its options, or the label of its only statement; one has lost its only distractor.
+# A group is the number of its options, or the label of its only statement; one has lost its only
+# distractor.
 BATCHES: dict[str, list[int | str]] = {
     "mixed": [2, TRUE, 4, FALSE, 1, FALSE, 3],
     "choices": [3, 2, 4],
@@ -66,10 +69,17 @@ def statements_of(groups: Sequence[int | str], seed: int = 0) -> Statements:
     sizes = [group if isinstance(group, int) else 1 for group in groups]
     numbers = [number for number, size in enumerate(sizes) for _ in range(size)]
     columns = [column for size in sizes for column in range(size)]
-    golds = [groups[number] != FALSE and column == 0 for number, column in zip(numbers, columns, strict=True)]
+    golds = [
+        groups[number] != FALSE and column == 0
+        for number, column in zip(numbers, columns, strict=True)
+    ]
     return Statements(
-        logits_S=torch.randn(len(numbers), generator=generator, dtype=torch.float64).requires_grad_(),
-        hidden_SD=torch.randn(len(numbers), WIDTH, generator=generator, dtype=torch.float64).requires_grad_(),
+        logits_S=torch.randn(
+            len(numbers), generator=generator, dtype=torch.float64
+        ).requires_grad_(),
+        hidden_SD=torch.randn(
+            len(numbers), WIDTH, generator=generator, dtype=torch.float64
+        ).requires_grad_(),
         group_S=torch.tensor(numbers),
         column_S=torch.tensor(columns),
         is_gold_S=torch.tensor(golds),
@@ -92,12 +102,15 @@ def assert_same(got: Tensor, want: Tensor, statements: Statements) -> None:
     torch.testing.assert_close(got, want, rtol=EXACT, atol=EXACT)
     weights = torch.linspace(1, 2, got.numel(), dtype=torch.float64).view(got.shape)
     connected = 0 * statements.logits_S.sum()  # a constant has no gradient to ask for
-    ours, theirs = (gradients((value * weights).sum() + connected, statements) for value in (got, want))
+    ours, theirs = (
+        gradients((value * weights).sum() + connected, statements) for value in (got, want)
+    )
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=EXACT)
 
 
-# The twins ----------------------------------------------------------------------------------------------------------
+# The twins
+# ----------------------------------------------------------------------------------------------------------
 
 
 def columns_of(statements: Statements) -> list[list[int]]:
@@ -122,7 +135,9 @@ def slow_bce(statements: Statements) -> Tensor:
         own = z[first].sigmoid()
         term = -own.log() if statements.is_gold_S[first] else -(1 - own).log()
         if others:
-            term = term + sum((-(1 - z[o].sigmoid()).log() for o in others), z.new_zeros(())) / len(others)
+            term = term + sum((-(1 - z[o].sigmoid()).log() for o in others), z.new_zeros(())) / len(
+                others
+            )
         terms.append(term)
     return torch.stack(terms)
 
@@ -144,10 +159,14 @@ def slow_similarity(one: Tensor, other: Tensor, contrastive_type: int) -> Tensor
 def slow_contrastive(
     hidden_AD: Tensor, keys: Keys, contrastive_type: int, *, infinite: bool = False
 ) -> tuple[list[Tensor], list[int]]:
-    """Terms and weights; `infinite`: as published, where an anchor without positives counts, and is infinite."""
+    """Terms and weights; `infinite`: as published, where an anchor without positives counts, and is
+    infinite.
+    """
     terms, weights = [], []
     for anchor, own in enumerate(keys.own_A.tolist()):
-        same = [k for k in range(len(keys.class_K)) if k != own and keys.class_K[k] == keys.class_K[own]]
+        same = [
+            k for k in range(len(keys.class_K)) if k != own and keys.class_K[k] == keys.class_K[own]
+        ]
         opposite = [k for k in range(len(keys.class_K)) if keys.class_K[k] != keys.class_K[own]]
         positives = [own] if contrastive_type in (1, 3) else same
         candidates = [own, *opposite] if contrastive_type in (1, 3) else [*same, *opposite]
@@ -157,16 +176,22 @@ def slow_contrastive(
             weights.append(int(infinite))
             continue
         powers = {
-            k: (slow_similarity(hidden_AD[anchor], keys.hidden_KD[k], contrastive_type) / TEMPERATURE).exp()
+            k: (
+                slow_similarity(hidden_AD[anchor], keys.hidden_KD[k], contrastive_type)
+                / TEMPERATURE
+            ).exp()
             for k in candidates
         }
         zero = hidden_AD.new_zeros(())
-        terms.append(-(sum((powers[k] for k in positives), zero) / sum(powers.values(), zero)).log())
+        terms.append(
+            -(sum((powers[k] for k in positives), zero) / sum(powers.values(), zero)).log()
+        )
         weights.append(1)
     return terms, weights
 
 
-# Terms --------------------------------------------------------------------------------------------------------------
+# Terms
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -189,24 +214,34 @@ def test_groups_that_are_not_multiple_choice_have_no_cross_entropy() -> None:
 
 def compared(statements: Statements, contrastive_type: Any, keys: Keys | None = None) -> Weighted:
     keys = keys or keys_by_label(statements)
-    return contrastive(statements.hidden_SD, keys=keys, contrastive_type=contrastive_type, temperature=TEMPERATURE)
+    return contrastive(
+        statements.hidden_SD, keys=keys, contrastive_type=contrastive_type, temperature=TEMPERATURE
+    )
 
 
 @every_type
 @every_batch
-def test_contrastive_terms_and_weights_equal_their_slow_twins(batch: str, contrastive_type: Any) -> None:
+def test_contrastive_terms_and_weights_equal_their_slow_twins(
+    batch: str, contrastive_type: Any
+) -> None:
     statements = mixed(batch)
     got = compared(statements, contrastive_type)
-    terms, weights = slow_contrastive(statements.hidden_SD, keys_by_label(statements), contrastive_type)
+    terms, weights = slow_contrastive(
+        statements.hidden_SD, keys_by_label(statements), contrastive_type
+    )
     assert got.weights_A.tolist() == weights
     assert_same(got.terms_A, torch.stack(terms), statements)
 
 
 @every_type
-def test_contrastive_terms_against_more_keys_than_anchors_equal_their_slow_twins(contrastive_type: Any) -> None:
+def test_contrastive_terms_against_more_keys_than_anchors_equal_their_slow_twins(
+    contrastive_type: Any,
+) -> None:
     statements, others = statements_of([TRUE, 2], seed=1), statements_of([3, FALSE], seed=2)
     hidden_KD = torch.cat([others.hidden_SD, statements.hidden_SD]).detach()
-    keys = Keys(hidden_KD, torch.cat([others.is_gold_S, statements.is_gold_S]), torch.tensor([4, 5, 6]))
+    keys = Keys(
+        hidden_KD, torch.cat([others.is_gold_S, statements.is_gold_S]), torch.tensor([4, 5, 6])
+    )
     got = compared(statements, contrastive_type, keys)
     terms, weights = slow_contrastive(statements.hidden_SD, keys, contrastive_type)
     assert got.weights_A.tolist() == weights
@@ -215,9 +250,13 @@ def test_contrastive_terms_against_more_keys_than_anchors_equal_their_slow_twins
 
 @every_type
 @every_batch
-def test_the_published_loss_equals_its_slow_twin_infinities_included(batch: str, contrastive_type: Any) -> None:
+def test_the_published_loss_equals_its_slow_twin_infinities_included(
+    batch: str, contrastive_type: Any
+) -> None:
     statements = mixed(batch)
-    terms, _ = slow_contrastive(statements.hidden_SD, keys_by_column(statements), contrastive_type, infinite=True)
+    terms, _ = slow_contrastive(
+        statements.hidden_SD, keys_by_column(statements), contrastive_type, infinite=True
+    )
     num_choices = max(int(statements.is_multiple_choice_G.sum()), 1)
     scoring = slow_cross_entropy(statements).sum() / num_choices + slow_bce(statements).mean()
     ours = published(statements, contrastive_type)
@@ -241,12 +280,16 @@ def test_gradients_of_scoring_terms_are_those_of_finite_differences(
     batch: str, term: Callable[[Statements], Tensor]
 ) -> None:
     statements = mixed(batch)
-    assert torch.autograd.gradcheck(lambda z: term(replace(statements, logits_S=z)), statements.logits_S)
+    assert torch.autograd.gradcheck(
+        lambda z: term(replace(statements, logits_S=z)), statements.logits_S
+    )
 
 
 @every_type
 @every_batch
-def test_gradients_of_contrastive_terms_are_those_of_finite_differences(batch: str, contrastive_type: Any) -> None:
+def test_gradients_of_contrastive_terms_are_those_of_finite_differences(
+    batch: str, contrastive_type: Any
+) -> None:
     statements = mixed(batch)
 
     def terms(hidden_SD: Tensor) -> Tensor:
@@ -255,7 +298,8 @@ def test_gradients_of_contrastive_terms_are_those_of_finite_differences(batch: s
     assert torch.autograd.gradcheck(terms, statements.hidden_SD)
 
 
-# The loss to train with ---------------------------------------------------------------------------------------------
+# The loss to train with
+# ---------------------------------------------------------------------------------------------
 
 
 def sums(statements: Statements, contrastive_type: Any = 4, **changes: Any) -> dict[str, Share]:
@@ -265,7 +309,10 @@ def sums(statements: Statements, contrastive_type: Any = 4, **changes: Any) -> d
 
 def total(shares: dict[str, Share]) -> Tensor:
     means = {name: share.sum / share.count.clamp(min=1) for name, share in shares.items()}
-    return sum((mean * (COEFFICIENT if n == "contrastive" else 1) for n, mean in means.items()), torch.zeros(()))
+    return sum(
+        (mean * (COEFFICIENT if n == "contrastive" else 1) for n, mean in means.items()),
+        torch.zeros(()),
+    )
 
 
 @every_type
@@ -279,7 +326,9 @@ def test_sums_and_counts_are_those_of_the_slow_twins(
     got = sums(statements, contrastive_type, loss_fn=loss_fn, ce_norm=ce_norm)
     num_choices, num_groups = int(statements.is_multiple_choice_G.sum()), statements.num_groups
     ce = slow_cross_entropy(statements).sum()
-    terms, weights = slow_contrastive(statements.hidden_SD, keys_by_label(statements), contrastive_type)
+    terms, weights = slow_contrastive(
+        statements.hidden_SD, keys_by_label(statements), contrastive_type
+    )
     want = {
         "margin": (slow_margin(statements).sum(), num_groups),
         "bce": (slow_bce(statements).sum(), num_groups),
@@ -290,7 +339,12 @@ def test_sums_and_counts_are_those_of_the_slow_twins(
         }[ce_norm],
         "contrastive": (torch.stack(terms).sum(), sum(weights)),
     }
-    parts = {"margin": ["margin"], "bce": ["bce"], "mce": ["cross_entropy"], "mce+bce": ["cross_entropy", "bce"]}
+    parts = {
+        "margin": ["margin"],
+        "bce": ["bce"],
+        "mce": ["cross_entropy"],
+        "mce+bce": ["cross_entropy", "bce"],
+    }
     assert list(got) == [*parts[loss_fn], "contrastive"]
     for name, share in got.items():
         assert share.count.dtype == torch.int64
@@ -311,7 +365,10 @@ def test_type_0_leaves_the_contrastive_loss_out() -> None:
 def test_counts_are_known_before_the_forward_pass(contrastive_type: Any, ce_norm: Any) -> None:
     statements, keys = mixed(), keys_by_label(mixed())
     shares = sums(statements, contrastive_type, ce_norm=ce_norm)
-    assert cross_entropy_count(statements.is_multiple_choice_G, norm=ce_norm) == shares["cross_entropy"].count
+    assert (
+        cross_entropy_count(statements.is_multiple_choice_G, norm=ce_norm)
+        == shares["cross_entropy"].count
+    )
     weights = anchor_weights(keys.class_K, own_A=keys.own_A, contrastive_type=contrastive_type)
     assert torch.equal(weights, compared(statements, contrastive_type).weights_A)
 
@@ -331,14 +388,22 @@ def test_the_order_of_statements_and_of_groups_changes_nothing(contrastive_type:
     )
     assert_same(margin(shuffled), margin(statements)[order_G], statements)
     for loss_fn in LOSS_NAMES:
-        before, after = (sums(each, contrastive_type, loss_fn=loss_fn) for each in (statements, shuffled))
-        assert {n: int(s.count) for n, s in before.items()} == {n: int(s.count) for n, s in after.items()}
+        before, after = (
+            sums(each, contrastive_type, loss_fn=loss_fn) for each in (statements, shuffled)
+        )
+        assert {n: int(s.count) for n, s in before.items()} == {
+            n: int(s.count) for n, s in after.items()
+        }
         assert_same(total(after), total(before), statements)
-        before, after = (published(each, contrastive_type, loss_fn).loss for each in (statements, shuffled))
+        before, after = (
+            published(each, contrastive_type, loss_fn).loss for each in (statements, shuffled)
+        )
         assert_same(after, before, statements)
 
 
-def pieces(statements: Statements, cuts: list[list[int]], keys: Keys | None) -> list[tuple[Statements, Keys | None]]:
+def pieces(
+    statements: Statements, cuts: list[list[int]], keys: Keys | None
+) -> list[tuple[Statements, Keys | None]]:
     """The groups of each cut as a batch of their own; `keys` whole, or each batch its own."""
     found = []
     for groups in cuts:
@@ -380,13 +445,16 @@ def test_rank_mc_is_the_mean_over_batches_of_their_means_over_choices() -> None:
     statements = mixed()
     batches = [piece for piece, _ in pieces(statements, [[0, 1, 2], [3, 5], [4, 6]], None)]
     shares = [sums(batch, ce_norm="rank_mc")["cross_entropy"] for batch in batches]
-    got = torch.stack([share.sum for share in shares]).sum() / sum(int(share.count) for share in shares)
+    got = torch.stack([share.sum for share in shares]).sum() / sum(
+        int(share.count) for share in shares
+    )
     terms_G = cross_entropy(statements)
     want = ((terms_G[0] + terms_G[2]) / 2 + 0 + (terms_G[4] + terms_G[6]) / 2) / 3
     torch.testing.assert_close(got, want)
 
 
-# What is corrected --------------------------------------------------------------------------------------------------
+# What is corrected
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_true_and_a_false_boolean_do_not_attract_each_other_by_label() -> None:
@@ -404,14 +472,18 @@ def test_a_true_and_a_false_boolean_attract_each_other_by_column() -> None:
         -gradients(compared(beside, 4, keys).terms_A[0], beside)[1][1]
         for keys in (keys_by_column(beside), keys_by_label(beside))
     )
-    towards = beside.hidden_SD[0].detach()  # but for a part that turns nothing: gradients of cosines are tangents
+    towards = beside.hidden_SD[
+        0
+    ].detach()  # but for a part that turns nothing: gradients of cosines are tangents
     assert by_column @ towards > 0  # descent turns the false one to the true one
     assert by_label @ towards < 0
 
 
 @pytest.mark.parametrize("contrastive_type", TYPES)
 @pytest.mark.parametrize("batch", [name for name, groups in BATCHES.items() if len(groups) < 3])
-def test_a_batch_of_one_or_two_groups_is_finite_with_finite_gradients(batch: str, contrastive_type: Any) -> None:
+def test_a_batch_of_one_or_two_groups_is_finite_with_finite_gradients(
+    batch: str, contrastive_type: Any
+) -> None:
     assert_finite(mixed(batch), contrastive_type)
 
 
@@ -433,18 +505,28 @@ def test_the_published_loss_of_one_group_is_infinite_with_the_gradient_of_its_ot
 
 
 @pytest.mark.parametrize("contrastive_type", TYPES)
-def test_states_of_zero_and_huge_logits_have_finite_losses_and_gradients(contrastive_type: Any) -> None:
+def test_states_of_zero_and_huge_logits_have_finite_losses_and_gradients(
+    contrastive_type: Any,
+) -> None:
     statements = mixed()
     is_zero_S1 = torch.arange(len(statements.group_S))[:, None] < 4
-    states_SD = torch.where(is_zero_S1, 0.0, 1e3 * statements.hidden_SD).detach().float().requires_grad_()
+    states_SD = (
+        torch.where(is_zero_S1, 0.0, 1e3 * statements.hidden_SD).detach().float().requires_grad_()
+    )
     logits_S = (1e4 * statements.logits_S).detach().float().requires_grad_()
     assert_finite(replace(statements, logits_S=logits_S, hidden_SD=states_SD), contrastive_type)
 
 
 def test_bf16_states_are_compared_in_fp32() -> None:
     statements = mixed()
-    halved = replace(statements, logits_S=statements.logits_S.bfloat16(), hidden_SD=statements.hidden_SD.bfloat16())
-    exact = replace(statements, logits_S=halved.logits_S.double(), hidden_SD=halved.hidden_SD.double())
+    halved = replace(
+        statements,
+        logits_S=statements.logits_S.bfloat16(),
+        hidden_SD=statements.hidden_SD.bfloat16(),
+    )
+    exact = replace(
+        statements, logits_S=halved.logits_S.double(), hidden_SD=halved.hidden_SD.double()
+    )
     got, want = total(sums(halved)), total(sums(exact))
     assert got.dtype == torch.float32
     assert got.item() == pytest.approx(want.item(), rel=1e-6)

@@ -1,4 +1,6 @@
-"""A verifier's loss is one mean over everything: ranks and micro-batches change neither it nor its gradients."""
+"""A verifier's loss is one mean over everything: ranks and micro-batches change neither it nor its
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from trainer import tasks
 from trainer.config import exp_id
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError, DataError
-from trainer.task import DRAW, Places
+from trainer.tasks.protocol import DRAW, Places
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Data
 from trainer.tasks.vera.task import _represented, _statements
@@ -31,7 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, **changes: Any) -> Any:
-    return tasks.load(tasks.parse(experiment("vera", folder, **changes)), Places(folder, folder / "cache", folder))
+    return tasks.load(
+        tasks.parse(experiment("vera", folder, **changes)), Places(folder, folder / "cache", folder)
+    )
 
 
 def rows_of(task: Any, count: int = 16) -> list[dict[str, Any]]:
@@ -42,10 +46,13 @@ def rows_of(task: Any, count: int = 16) -> list[dict[str, Any]]:
     return [{**row, DRAW: np.array([7 * number])} for number, row in enumerate(mixed)]
 
 
-def stepped(folder: Path, changes: dict[str, Any], sizes: list[int]) -> tuple[float, dict[str, Tensor]]:
+def stepped(
+    folder: Path, changes: dict[str, Any], sizes: list[int]
+) -> tuple[float, dict[str, Tensor]]:
     """Loss and full gradients of 16 groups cut into these micro-batches over the ranks."""
-    from trainer import distributed, engine
     from trainer.config import Optim
+    from trainer.runtime import distributed
+    from trainer.training import engine
 
     task = loaded(folder, **changes)
     rows, world = rows_of(task), distributed.world()
@@ -60,12 +67,16 @@ def stepped(folder: Path, changes: dict[str, Any], sizes: list[int]) -> tuple[fl
         live.backward(summed / len(rows))
         total += (summed / len(rows)).detach()
     found: dict[str, Tensor] = {}
-    live.step(0.1, watch=lambda named: found.update({name: gradient.clone() for name, gradient in named}))
+    live.step(
+        0.1, watch=lambda named: found.update({name: gradient.clone() for name, gradient in named})
+    )
     live.destroy()
     return float(distributed.total(total)), found
 
 
-def cuts(folder: Path, changes: dict[str, Any], all_sizes: list[list[int]]) -> list[tuple[float, dict[str, Tensor]]]:
+def cuts(
+    folder: Path, changes: dict[str, Any], all_sizes: list[list[int]]
+) -> list[tuple[float, dict[str, Tensor]]]:
     return [stepped(folder, changes, sizes) for sizes in all_sizes]
 
 
@@ -80,11 +91,16 @@ def cuts(folder: Path, changes: dict[str, Any], all_sizes: list[list[int]]) -> l
     ],
     ids=str,
 )
-def test_one_rank_two_ranks_and_accumulation_have_one_loss_and_one_gradient(loss: dict[str, Any], folder: Path) -> None:
+def test_one_rank_two_ranks_and_accumulation_have_one_loss_and_one_gradient(
+    loss: dict[str, Any], folder: Path
+) -> None:
     changes = {"loss": loss}
-    (wanted, gradients), *others = run_on_ranks(1, cuts, folder, changes, [[16], [4, 4, 4, 4], [1, 7, 6, 2]])[0]
+    (wanted, gradients), *others = run_on_ranks(
+        1, cuts, folder, changes, [[16], [4, 4, 4, 4], [1, 7, 6, 2]]
+    )[0]
     others += run_on_ranks(2, cuts, folder, changes, [[8, 8], [4, 4, 4, 4], [3, 5, 1, 7]])[0]
-    # Types 1 and 2 take dot products of about 32 / 0.05 = 640, which fp32 rounds by 3e-5 before the softmax.
+    # Types 1 and 2 take dot products of about 32 / 0.05 = 640, which fp32 rounds by 3e-5 before the
+    # softmax.
     bound = 1e-5 if loss.get("contrastive") == 2 else 1e-6
     for got, found in others:
         assert got == pytest.approx(wanted, abs=1e-6, rel=1e-6)
@@ -93,7 +109,9 @@ def test_one_rank_two_ranks_and_accumulation_have_one_loss_and_one_gradient(loss
 
 
 def test_a_llama_of_any_cut_and_ranks_has_one_loss_and_one_gradient(folder: Path) -> None:
-    (wanted, gradients), *others = run_on_ranks(1, cuts, folder, {"base": LLAMA}, [[16], [1, 7, 6, 2]])[0]
+    (wanted, gradients), *others = run_on_ranks(
+        1, cuts, folder, {"base": LLAMA}, [[16], [1, 7, 6, 2]]
+    )[0]
     others += run_on_ranks(2, cuts, folder, {"base": LLAMA}, [[3, 5, 1, 7]])[0]
     assert "encoder.layers.1.mlp.down_proj.weight" in gradients
     for got, found in others:
@@ -102,17 +120,24 @@ def test_a_llama_of_any_cut_and_ranks_has_one_loss_and_one_gradient(folder: Path
             assert (found[name] - gradient).abs().max() < 2e-6, name
 
 
-def test_a_llama_reads_the_state_of_a_statements_end_whatever_stands_beside_it(folder: Path) -> None:
+def test_a_llama_reads_the_state_of_a_statements_end_whatever_stands_beside_it(
+    folder: Path,
+) -> None:
     task = loaded(folder, base=LLAMA)
     model = task.model().eval()
-    statements = [task.statement_ids(text) for text in ("Ada keeps the key.", "The cellar is empty and far from here.")]
+    statements = [
+        task.statement_ids(text)
+        for text in ("Ada keeps the key.", "The cellar is empty and far from here.")
+    ]
     together = model(**task.read(statements))["logits"]
     for statement, logit in zip(statements, together, strict=True):
         states = model.encoder(input_ids=torch.tensor([statement])).last_hidden_state
         assert logit.item() == pytest.approx(model.head(states[0, -1]).item(), abs=1e-6)
 
 
-def test_a_trained_llama_is_exported_as_its_body_and_head_and_read_back(folder: Path, tmp_path: Path) -> None:
+def test_a_trained_llama_is_exported_as_its_body_and_head_and_read_back(
+    folder: Path, tmp_path: Path
+) -> None:
     task = loaded(folder, base=LLAMA)
     model = task.model().eval()
     task.export(dict(model.state_dict()), tmp_path / "final")
@@ -125,7 +150,10 @@ def test_a_trained_llama_is_exported_as_its_body_and_head_and_read_back(folder: 
 def test_packed_statements_have_the_states_of_padded_ones(folder: Path) -> None:
     task = loaded(folder)
     model = task.model().eval()
-    statements = [task.statement_ids(text) for text in ("A key.", "The cellar is empty.", "far " * 40, "It is.")]
+    statements = [
+        task.statement_ids(text)
+        for text in ("A key.", "The cellar is empty.", "far " * 40, "It is.")
+    ]
     packed = model(**task.read(statements))
     padded, mask = pad_right(statements, task.pad)
     rectangle = model(input_ids=padded, attention_mask=mask)
@@ -136,7 +164,10 @@ def test_packed_statements_have_the_states_of_padded_ones(folder: Path) -> None:
 def test_equal_statements_tie_to_the_last_bit_in_evaluation(folder: Path) -> None:
     task = loaded(folder)
     model = task.model().eval()
-    texts = [f"Ada keeps the {thing}." for thing in ("key", "map", "lamp and the coin", "key", "book", "key")]
+    texts = [
+        f"Ada keeps the {thing}."
+        for thing in ("key", "map", "lamp and the coin", "key", "book", "key")
+    ]
     logits = model(**task.read([task.statement_ids(text) for text in texts], once=True))["logits"]
     assert logits[0] == logits[3] == logits[5]
     assert len(set(logits.tolist())) == 4
@@ -207,7 +238,10 @@ def test_a_bf16_head_tells_close_statements_apart(folder: Path) -> None:
     ("changes", "words"),
     [
         ({"data": {"unseen1": ["choises"]}}, "Did you mean 'choices'"),
-        ({"data": {"valid_tasks": ["choices", "choices"]}}, "valid_tasks: choices stands there twice"),
+        (
+            {"data": {"valid_tasks": ["choices", "choices"]}},
+            "valid_tasks: choices stands there twice",
+        ),
         ({"data": {"order": "legacy"}}, 'set train.order="as_given"'),
         ({"loss": {"mode": "original", "classes": "column"}}, "leave both out"),
     ],
@@ -219,17 +253,22 @@ def test_a_dictionary_that_would_not_mean_what_it_says_is_refused(
         loaded(folder, **changes)
 
 
-def test_a_folder_without_a_head_is_not_scored_with_a_random_one(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_head_is_not_scored_with_a_random_one(
+    folder: Path, tmp_path: Path
+) -> None:
     task = loaded(folder)
     task.model().encoder.save_pretrained(tmp_path / "t5")
     with pytest.raises(ConfigError, match=r"holds no head.safetensors"):
         task.exported(tmp_path / "t5")
 
 
-# Data ---------------------------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------------------------
 
 
-def test_training_draws_other_distractors_in_another_epoch_and_evaluation_sees_all(folder: Path) -> None:
+def test_training_draws_other_distractors_in_another_epoch_and_evaluation_sees_all(
+    folder: Path,
+) -> None:
     task = loaded(folder, data={"statements": 2})
     row = max((task.encode(row) for row in task.rows("train")), key=lambda row: len(row["lengths"]))
     assert len(row["lengths"]) == 4
@@ -250,7 +289,9 @@ def test_legacy_order_and_the_cut_of_large_sets_are_pythons_own(tmp_path: Path) 
         made = [{"golds": [str(number)], "distractors": ["x"]} for number in range(count)]
         (tmp_path / task / f"{split}.json").write_text(json.dumps(made))
     data = Data(source="groups", train_tasks=["mc"], valid_tasks=["mc"], order="legacy")
-    assert [int(row["golds"][0]) for row in groups.rows(data, "train", tmp_path)] == wanted["shuffle_240"]
+    assert [int(row["golds"][0]) for row in groups.rows(data, "train", tmp_path)] == wanted[
+        "shuffle_240"
+    ]
     cut = [int(row["golds"][0]) for row in groups.rows(data, "valid", tmp_path)]
     assert len(cut) == 2000
     assert cut[:50] == wanted["sample_2000_of_10042_first50"]
@@ -260,12 +301,17 @@ def test_legacy_order_and_the_cut_of_large_sets_are_pythons_own(tmp_path: Path) 
     ("group", "words"),
     [
         ({"golds": ["a", "b"], "distractors": []}, "group 1: 2 golds"),
-        ({"golds": [], "distractors": ["a", "b"]}, "group 1: no gold, but its task is multiple-choice"),
+        (
+            {"golds": [], "distractors": ["a", "b"]},
+            "group 1: no gold, but its task is multiple-choice",
+        ),
         ({"golds": [" "], "distractors": []}, "group 1: golds is"),
         ({"gold": []}, "group 1: want an object with golds and distractors"),
     ],
 )
-def test_a_bad_group_is_named_with_its_file(group: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_bad_group_is_named_with_its_file(
+    group: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     (tmp_path / "mc").mkdir()
     (tmp_path / "mc" / "train.json").write_text(json.dumps([group]))
     data = Data(source="groups", train_tasks=["mc"], valid_tasks=["mc"])
@@ -281,12 +327,13 @@ def test_a_stage_without_its_data_is_refused_and_told_how_to_make_it(tmp_path: P
         groups.rows(data, "valid", tmp_path)
 
 
-# Afterwards ---------------------------------------------------------------------------------------------------------
+# Afterwards
+# ---------------------------------------------------------------------------------------------------------
 
 
 def trained(values: dict[str, Any], folder: Path, savedir: Path) -> str:
-    from trainer.run import Options, plan, run
-    from trainer.telemetry import Preemption
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan, run
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
     planned = plan(values, options, world=1, rank=0)
@@ -294,7 +341,9 @@ def trained(values: dict[str, Any], folder: Path, savedir: Path) -> str:
     return str(planned.folder)
 
 
-def test_a_second_stage_begins_with_the_encoder_and_the_head_of_the_first(folder: Path, tmp_path: Path) -> None:
+def test_a_second_stage_begins_with_the_encoder_and_the_head_of_the_first(
+    folder: Path, tmp_path: Path
+) -> None:
     first = experiment("vera", folder, train={"steps": 2, "best": None})
     run_folder = Path(run_on_ranks(1, trained, first, folder, tmp_path)[0])
     second = {**first, "base": {"experiment": first}}
@@ -302,20 +351,26 @@ def test_a_second_stage_begins_with_the_encoder_and_the_head_of_the_first(folder
     model = task.model()
     assert all(
         torch.equal(one, two)
-        for one, two in zip(model.parameters(), task.exported(run_folder / "final").parameters(), strict=True)
+        for one, two in zip(
+            model.parameters(), task.exported(run_folder / "final").parameters(), strict=True
+        )
     )
     fresh = tasks.load(tasks.parse(first), Places(folder, folder / "cache", tmp_path)).model()
     assert not torch.equal(fresh.head.weight, model.head.weight)
 
 
-def test_calibrating_stores_a_temperature_with_which_statements_are_scored(folder: Path, tmp_path: Path) -> None:
+def test_calibrating_stores_a_temperature_with_which_statements_are_scored(
+    folder: Path, tmp_path: Path
+) -> None:
     from trainer.__main__ import app
 
     values = experiment("vera", folder, train={"steps": 6, "best": None}, optim={"lr": 0.003})
     run_folder = Path(run_on_ranks(1, trained, values, folder, tmp_path)[0])
     places = ["-sb", str(tmp_path), "--exp_id", exp_id(values), "--data_path", str(folder)]
     places += ["--cache_dir", str(folder / "cache"), "--model", "final"]
-    lines = "Ada keeps the red key in the cellar.\n\nEmil keeps the map in the attic.\n".replace("\\\n", "\n")
+    lines = "Ada keeps the red key in the cellar.\n\nEmil keeps the map in the attic.\n".replace(
+        "\\\n", "\n"
+    )
     before = run_on_ranks(1, _invoked, ["score", *places], lines)[0].splitlines()
     printed = run_on_ranks(1, _invoked, ["calibrate", *places, "--objective", "nll"], "")[0]
     temperature = json.loads((run_folder / "final" / "vera.json").read_text())["temperature"]
@@ -323,7 +378,10 @@ def test_calibrating_stores_a_temperature_with_which_statements_are_scored(folde
     assert temperature != 1.0
     report = json.loads((run_folder / "calibration-final" / "calibration.json").read_text())
     assert report["nll_after"] <= report["nll_before"]
-    assert {path.name for path in (run_folder / "calibration-final").iterdir()} >= {"reliability.png", "scores.png"}
+    assert {path.name for path in (run_folder / "calibration-final").iterdir()} >= {
+        "reliability.png",
+        "scores.png",
+    }
     evaluated = run_on_ranks(1, _invoked, ["evaluate", *places], "")[0]
     assert "valid/ece_calibrated/all" in evaluated
     after = run_on_ranks(1, _invoked, ["score", *places], lines)[0].splitlines()
@@ -338,7 +396,7 @@ def test_calibrating_stores_a_temperature_with_which_statements_are_scored(folde
 def _invoked(arguments: list[str], given: str) -> str:
     """Run the command in a child of its own, which may leave by os._exit elsewhere but not here."""
     from trainer import __main__ as commands
-    from trainer import distributed
+    from trainer.runtime import distributed
 
     distributed.shutdown = lambda code=0: None  # pyright: ignore[reportAttributeAccessIssue]
     result = CliRunner().invoke(commands.app, arguments, input=given)
@@ -350,4 +408,6 @@ def test_a_folder_that_is_no_verifier_is_not_calibrated(tmp_path: Path) -> None:
     from trainer.tasks.vera.use import calibrate_model
 
     with pytest.raises(ConfigError, match="no trained verifier"):
-        calibrate_model(tmp_path, torch.zeros(1, 5), split="valid", objective="ece", report=tmp_path)
+        calibrate_model(
+            tmp_path, torch.zeros(1, 5), split="valid", objective="ece", report=tmp_path
+        )

@@ -1,4 +1,6 @@
-"""A tiny cross-attention model with random weights, a batch for it, and what the tests ask of it."""
+"""A tiny cross-attention model with random weights, a batch for it, and what the tests ask
+of it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPTBigCodeConfig, GPTBigCodeForCausalLM, LlamaConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+)
 
 from trainer.tasks.cross_attention.config import Layers
-from trainer.tasks.cross_attention.model import CrossAttentionModel
+from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 
 Batch = dict[str, Any]
 NUM_BLOCKS, WIDTH, VOCABULARY = 5, 24, 40
@@ -26,8 +34,12 @@ LAYOUTS = {
 every_layout = pytest.mark.parametrize("layers", LAYOUTS.values(), ids=LAYOUTS.keys())
 
 
-def build(layers: Layers, *, dropout: float = 0.0, randomise: bool = True, **base: Any) -> CrossAttentionModel:
-    """A tiny model in evaluation mode; every weight, biases and norms too, is random unless `randomise` is False."""
+def build(
+    layers: Layers, *, dropout: float = 0.0, randomise: bool = True, **base: Any
+) -> CrossAttentionModel:
+    """A tiny model in evaluation mode; every weight, biases and norms too, is random unless
+    `randomise` is False.
+    """
     sizes: dict[str, Any] = {"n_embd": WIDTH, "n_layer": NUM_BLOCKS, "n_head": 4, "n_positions": 48}
     sizes |= {"bos_token_id": 0, "eos_token_id": 0}
     dropouts: dict[str, Any] = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
@@ -38,7 +50,9 @@ def build(layers: Layers, *, dropout: float = 0.0, randomise: bool = True, **bas
         if randomise:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
-                    parameter.normal_(mean=float("ln_" in name and name.endswith("weight")), std=0.3)
+                    parameter.normal_(
+                        mean=float("ln_" in name and name.endswith("weight")), std=0.3
+                    )
     return model
 
 
@@ -49,20 +63,32 @@ ROTARY: dict[str, dict[str, Any]] = {
 ROTARY_LAYOUTS = {
     "after": Layers(count=2, stride=2, width=16, heads=2),
     "grouped": Layers(count=2, stride=2, heads=6, kv_heads=3, attention_bias=True, skip=True),
-    "before_shared": Layers(count=3, stride=1, shared_weights=True, after=False, width=16, heads=4, kv_heads=2),
+    "before_shared": Layers(
+        count=3, stride=1, shared_weights=True, after=False, width=16, heads=4, kv_heads=2
+    ),
     "as_base": Layers(count=2, stride=1, width=8, base_attention=True),
 }
-every_rotary_layout = pytest.mark.parametrize("layers", ROTARY_LAYOUTS.values(), ids=ROTARY_LAYOUTS.keys())
+every_rotary_layout = pytest.mark.parametrize(
+    "layers", ROTARY_LAYOUTS.values(), ids=ROTARY_LAYOUTS.keys()
+)
 every_rotary_family = pytest.mark.parametrize("family", ROTARY)
 
 
-def build_rotary(layers: Layers, family: str = "llama", *, randomise: bool = True) -> CrossAttentionModel:
+def build_rotary(
+    layers: Layers, family: str = "llama", *, randomise: bool = True
+) -> CrossAttentionModel:
     """The same with a Llama or Mistral base."""
-    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_hidden_layers": NUM_BLOCKS, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": NUM_BLOCKS,
+        "num_attention_heads": 4,
+    }
     sizes |= {"intermediate_size": 32, "max_position_embeddings": 48, "vocab_size": VOCABULARY}
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        config = {"llama": LlamaConfig, "mistral": MistralConfig}[family](**(sizes | ROTARY[family]))
+        config = {"llama": LlamaConfig, "mistral": MistralConfig}[family](
+            **(sizes | ROTARY[family])
+        )
         model = CrossAttentionModel(AutoModelForCausalLM.from_config(config), layers).eval()
         if randomise:
             with torch.no_grad():
@@ -73,7 +99,9 @@ def build_rotary(layers: Layers, family: str = "llama", *, randomise: bool = Tru
 
 
 def inputs(*, rows: int = 3, seed: int = 2) -> Batch:
-    """Rows of unequal length, padded on the right, every token but the first labelled, with a context each."""
+    """Rows of unequal length, padded on the right, every token but the first labelled, with a
+    context each.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCABULARY, (rows, 8), generator=generator)
     context = torch.randint(1, VOCABULARY, (rows, 11), generator=generator)
@@ -96,7 +124,9 @@ def gradients(model: CrossAttentionModel, **batch: Any) -> tuple[Tensor, dict[st
     model.zero_grad()
     loss = model(**batch).loss
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-5) -> None:
@@ -109,7 +139,10 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: floa
 def counted_calls(model: CrossAttentionModel) -> Iterator[Counter[str]]:
     """How often each submodule's forward runs inside, recomputation included."""
     calls: Counter[str] = Counter()
-    handles = [m.register_forward_pre_hook(lambda *_, n=name: calls.update([n])) for name, m in model.named_modules()]
+    handles = [
+        m.register_forward_pre_hook(lambda *_, n=name: calls.update([n]))
+        for name, m in model.named_modules()
+    ]
     yield calls
     for handle in handles:
         handle.remove()

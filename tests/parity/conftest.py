@@ -1,4 +1,6 @@
-"""Runs every parity test on every recorded case of its kind; without the recordings, the tests skip and say why."""
+"""Runs every parity test on every recorded case of its kind; without the recordings, the tests skip
+and say why.
+"""
 
 from __future__ import annotations
 

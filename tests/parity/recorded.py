@@ -1,4 +1,6 @@
-"""Recorded runs of the published cross-attention model: what a case folder holds, and how its inputs are to be read."""
+"""Recorded runs of the published cross-attention model: what a case folder holds, and how its
+inputs are to be read.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,25 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 from transformers.masking_utils import eager_mask
 
 from trainer.tasks.cross_attention.config import Layers
-from trainer.tasks.cross_attention.model import CrossAttentionModel
-from trainer.tasks.cross_attention.weights import load_added
+from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
+from trainer.tasks.cross_attention.decoder.weights import load_added
 
 PROJECT = Path(__file__).resolve().parents[2]
-ROOT = Path(os.environ.get("LATHE_PARITY", PROJECT.parent / "shared" / "parity")) / "cross_attention"
+ROOT = (
+    Path(os.environ.get("LATHE_PARITY", PROJECT.parent / "shared" / "parity")) / "cross_attention"
+)
 NEEDED = ("meta.json", "inputs.safetensors", "xattn.safetensors", "outputs.safetensors")
-# Longest first: "encoder_attention_mask" contains "attention_mask", "context_input_ids" contains "input_ids".
+# Longest first: "encoder_attention_mask" contains "attention_mask", "context_input_ids" contains
+# "input_ids".
 FIELDS = (
     "encoder_attention_mask",
     "context_attention_mask",
@@ -75,18 +85,34 @@ class Case:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """bf16 when anything recorded is, or says so: results of a bf16 model may have been stored as fp32."""
+        """bf16 when anything recorded is, or says so: results of a bf16 model may have been stored
+        as fp32.
+        """
         recorded = [*self.inputs.values(), *self.outputs.values(), *self.published.values()]
-        said = [self.folder.name, *(str(value) for key, value in self.meta.items() if key != "note")]
+        said = [
+            self.folder.name,
+            *(str(value) for key, value in self.meta.items() if key != "note"),
+        ]
         is_bf16 = any(tensor.dtype == torch.bfloat16 for tensor in recorded)
-        return torch.bfloat16 if is_bf16 or any(re.search("bf16|bfloat16", text) for text in said) else torch.float32
+        return (
+            torch.bfloat16
+            if is_bf16 or any(re.search("bf16|bfloat16", text) for text in said)
+            else torch.float32
+        )
 
     @property
     def scores_pads(self) -> bool:
-        """A label is predicted from a pad row, whose value and gradient depend on the attention kernel."""
+        """A label is predicted from a pad row, whose value and gradient depend on the attention
+        kernel.
+        """
         if self.kind != "forward":
             return False
-        return bool(((self.inputs["labels"][:, 1:] != -100) & (self.inputs["attention_mask"][:, :-1] == 0)).any())
+        return bool(
+            (
+                (self.inputs["labels"][:, 1:] != -100)
+                & (self.inputs["attention_mask"][:, :-1] == 0)
+            ).any()
+        )
 
     @property
     def layers(self) -> Layers:
@@ -96,11 +122,14 @@ class Case:
             stride=given["cross_attn_layers_stride"],
             shared_weights=given["cross_attn_shared_weights"],
             # accepted and ignored by the other two
-            shared_projections=self.family == "gpt_bigcode" and given["cross_attn_shared_projections"],
+            shared_projections=self.family == "gpt_bigcode"
+            and given["cross_attn_shared_projections"],
             after=given["cross_attn_final_layer"],
             width=given["cross_attn_hidden_size"],
             heads=None if self.family == "mistral" else given["cross_attn_num_attention_heads"],
-            kv_heads=None if self.family == "mistral" else given.get("cross_attn_num_key_value_heads"),
+            kv_heads=None
+            if self.family == "mistral"
+            else given.get("cross_attn_num_key_value_heads"),
             attention_bias=bool(given.get("cross_attn_attention_bias", False)),
             base_attention=self.family == "mistral",  # it ignored width and heads
             key_dropout=given["cross_attn_dropout_prob"],
@@ -109,7 +138,9 @@ class Case:
         )
 
     def call(self, batch: Batch) -> Batch:
-        """One recorded micro-batch as the arguments of forward; Llama and Mistral counted pads as positions."""
+        """One recorded micro-batch as the arguments of forward; Llama and Mistral counted pads as
+        positions.
+        """
         found = arguments(batch, self.dtype)
         if self.family == "gpt_bigcode" or self.kind == "generation":
             return found
@@ -121,7 +152,11 @@ class Case:
 
     @property
     def key_masks(self) -> dict[int, Tensor] | None:
-        masks = {int(name.rpartition(".")[2]): m for name, m in self.outputs.items() if name.startswith("kept_mask.")}
+        masks = {
+            int(name.rpartition(".")[2]): m
+            for name, m in self.outputs.items()
+            if name.startswith("kept_mask.")
+        }
         return masks or None
 
     def model(self, dtype: torch.dtype | None = None) -> CrossAttentionModel:
@@ -145,16 +180,26 @@ def recorded_cases() -> list[Case]:
 
 def load_base(folder: Path, *, kernel: str = "sdpa") -> PreTrainedModel:
     """A recorded base model, stock, in fp32."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=kernel)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=kernel
+    )
 
 
 def _published_eager(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers 4.39.1 computed it without a kernel: masked scores are replaced by the lowest number.
+    """Attention as transformers 4.39.1 computed it without a kernel: masked scores are replaced by
+    the lowest number.
 
-    transformers 5 adds the lowest number instead. Both make a row without any visible key uniform, but through the
-    addition a gradient still reaches its scores (global norm 1.1366 instead of the recorded 1.1392).
+    transformers 5 adds the lowest number instead. Both make a row without any visible key uniform,
+    but through the addition a gradient still reaches its scores (global norm 1.1366 instead of the
+    recorded 1.1392).
     """
     groups = module.num_key_value_groups
     scores = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scaling
@@ -168,13 +213,19 @@ AttentionInterface.register("published_eager", _published_eager)
 AttentionMaskInterface.register("published_eager", eager_mask)
 
 
-# Inputs, in whichever layout they were stored -------------------------------------------------------------------------
+# Inputs, in whichever layout they were stored
+# -------------------------------------------------------------------------
 
 
 def batches(inputs: dict[str, Tensor]) -> list[Batch]:
     """The micro-batches of a file: numbered keys, stacked leading axes, or a single one."""
     numbered, plain = _by_number(inputs)
-    context = {"context_input_ids", "encoder_hidden_states", "encoder_attention_mask", "context_attention_mask"}
+    context = {
+        "context_input_ids",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "context_attention_mask",
+    }
     if set(numbered) <= context:  # numbers count chunks or added layers, not batches
         return [one for stacked in _unstacked(inputs) for one in [stacked]]
     numbers = sorted({number for tensors in numbered.values() for number in tensors})
@@ -186,13 +237,19 @@ def _unstacked(inputs: dict[str, Tensor]) -> Iterator[Batch]:
     count = inputs["input_ids"].shape[:extra].numel()
     for k in range(count):
         yield {
-            name: t.flatten(0, extra - 1)[k] if extra and t.shape[:extra] == inputs["input_ids"].shape[:extra] else t
+            name: t.flatten(0, extra - 1)[k]
+            if extra and t.shape[:extra] == inputs["input_ids"].shape[:extra]
+            else t
             for name, t in inputs.items()
         }
 
 
-def _by_number(inputs: dict[str, Tensor]) -> tuple[dict[str, dict[tuple[int, ...], Tensor]], dict[str, Tensor]]:
-    """Keys with a number ("labels.3", "step0.micro1.labels") by field and number, and the keys without any."""
+def _by_number(
+    inputs: dict[str, Tensor],
+) -> tuple[dict[str, dict[tuple[int, ...], Tensor]], dict[str, Tensor]]:
+    """Keys with a number ("labels.3", "step0.micro1.labels") by field and number, and the keys
+    without any.
+    """
     numbered: dict[str, dict[tuple[int, ...], Tensor]] = {}
     plain: dict[str, Tensor] = {}
     for key, tensor in inputs.items():
@@ -210,7 +267,9 @@ def arguments(batch: Batch, dtype: torch.dtype) -> Batch:
     numbered, plain = _by_number(batch)
     lists = {field: [by[number] for number in sorted(by)] for field, by in numbered.items()}
     rows = len(plain["input_ids"])
-    found: Batch = {name: plain[name] for name in ("input_ids", "attention_mask", "labels") if name in plain}
+    found: Batch = {
+        name: plain[name] for name in ("input_ids", "attention_mask", "labels") if name in plain
+    }
     mask = plain.get("context_attention_mask", plain.get("encoder_attention_mask"))
     masks = lists.get("context_attention_mask", lists.get("encoder_attention_mask"))
     if "encoder_hidden_states" in lists or "encoder_hidden_states" in plain:
@@ -225,7 +284,11 @@ def arguments(batch: Batch, dtype: torch.dtype) -> Batch:
     lengths = [chunk.shape[1] for chunk in chunks]
     if masks is None:
         assert mask is not None, "a recorded context has a mask"
-        masks = list(mask.split(lengths, dim=1)) if mask.shape == (rows, sum(lengths)) else _chunks(mask, rows)
+        masks = (
+            list(mask.split(lengths, dim=1))
+            if mask.shape == (rows, sum(lengths))
+            else _chunks(mask, rows)
+        )
     if len(chunks) == 1:
         return found | {"context_input_ids": chunks[0], "context_attention_mask": masks[0]}
     return found | {"context_input_ids": _stack(chunks), "context_attention_mask": _stack(masks)}
@@ -241,4 +304,6 @@ def _chunks(tensor: Tensor, rows: int) -> list[Tensor]:
 def _stack(chunks: list[Tensor]) -> Tensor:
     """N times (B, L_n) -> (B, N, longest), padded with 0 on the left."""
     longest = max(chunk.shape[1] for chunk in chunks)
-    return torch.stack([torch.nn.functional.pad(chunk, (longest - chunk.shape[1], 0)) for chunk in chunks], dim=1)
+    return torch.stack(
+        [torch.nn.functional.pad(chunk, (longest - chunk.shape[1], 0)) for chunk in chunks], dim=1
+    )

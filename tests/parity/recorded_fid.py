@@ -1,7 +1,8 @@
-"""Recorded runs of the published Fusion-in-Decoder implementations: what their files hold, and how they are read.
+"""Recorded runs of the published Fusion-in-Decoder implementations: what their files hold, and how
+they are read.
 
-A reference is a folder with meta.json; forward_*.safetensors, trained_*.safetensors and best_toy*.safetensors beside it
-are its cases, and so is every training log in meta.json.
+A reference is a folder with meta.json; forward_*.safetensors, trained_*.safetensors and
+best_toy*.safetensors beside it are its cases, and so is every training log in meta.json.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch import Tensor
 from transformers import T5Tokenizer
 
 from trainer import tasks
-from trainer.losses import IGNORED
-from trainer.task import Encoded, Places
+from trainer.models.losses import IGNORED
 from trainer.tasks.fid.interchange import import_model
 from trainer.tasks.fid.task import Task
 from trainer.tasks.fid.tokens import flat
+from trainer.tasks.protocol import Encoded, Places
 
 PROJECT = Path(__file__).resolve().parents[2]
 ROOT = Path(os.environ.get("LATHE_PARITY", PROJECT.parent / "shared" / "parity")) / "fid"
@@ -55,10 +56,19 @@ class Reference:
 
     @property
     def has_slow_tokenizer(self) -> bool:
-        """Its ids are those of transformers 5; the fast tokenizer of 4.x finds an extra piece at spaces it drops."""
+        """Its ids are those of transformers 5; the fast tokenizer of 4.x finds an extra piece at
+        spaces it drops.
+        """
         return "Fast" not in self.meta.get("tokenizer_class", "")
 
-    def task(self, tokenizer: Path, *, base: Path | None = None, lengths: Mapping[str, Any], **reader: Any) -> Task:
+    def task(
+        self,
+        tokenizer: Path,
+        *,
+        base: Path | None = None,
+        lengths: Mapping[str, Any],
+        **reader: Any,
+    ) -> Task:
         """The task whose model and batches are this reference's; `reader` overrides how it runs."""
         given = {"dropout": 0.0, "compat_cross_bias": self.has_cross_bias, **reader}
         return task_of(tokenizer, base=base or INIT, reader=given, **lengths)
@@ -90,14 +100,19 @@ class Forward:
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        return {n.removeprefix(GRADIENT): t for n, t in self.tensors.items() if n.startswith(GRADIENT)}
+        return {
+            n.removeprefix(GRADIENT): t for n, t in self.tensors.items() if n.startswith(GRADIENT)
+        }
 
     def rows(self) -> list[Encoded]:
         """The recorded ids as Task.encode would give them; the question stands in every passage."""
         return [
             {
                 "question": [],
-                **flat([ids[real].tolist() for ids, real in zip(passages, masks, strict=True)], "passages"),
+                **flat(
+                    [ids[real].tolist() for ids, real in zip(passages, masks, strict=True)],
+                    "passages",
+                ),
                 **flat([labels[labels != IGNORED].tolist()], "targets"),
             }
             for passages, masks, labels in zip(
@@ -106,7 +121,9 @@ class Forward:
         ]
 
     def task(self, tokenizer: Path, *, base: Path | None = None, **reader: Any) -> Task:
-        """The task whose model and batches are the recorded ones; `reader` overrides how it runs."""
+        """The task whose model and batches are the recorded ones; `reader` overrides how it
+        runs.
+        """
         return self.reference.task(tokenizer, base=base, lengths=self.lengths, **reader)
 
     @property
@@ -116,7 +133,9 @@ class Forward:
 
 @dataclass(frozen=True)
 class Told:
-    """One recorded batch as far as meta.json tells of it, which it does of batches that have no file here as well."""
+    """One recorded batch as far as meta.json tells of it, which it does of batches that have no
+    file here as well.
+    """
 
     reference: Reference
     name: str
@@ -126,7 +145,9 @@ class Told:
         return self.reference.meta["cases"][self.name]
 
     def rows(self) -> list[Encoded]:
-        """Rows of the reference's own ids of prompts and targets, cut as the case says; three prompts a question."""
+        """Rows of the reference's own ids of prompts and targets, cut as the case says; three
+        prompts a question.
+        """
         said = recorded_json("tokenizer", f"ids_{self.reference.meta['transformers']}.json")
         targets = said["target_fb" if self.reference.has_slow_tokenizer else "target_default"]
         lengths = lengths_of(self.meta)
@@ -154,7 +175,9 @@ class Trained:
 
     @property
     def log(self) -> str | None:
-        """The training in meta.json that ended here: trained_acc1_bs1 with train_acc1_bs1, best_toy with train_toy."""
+        """The training in meta.json that ended here: trained_acc1_bs1 with train_acc1_bs1, best_toy
+        with train_toy.
+        """
         log = re.sub(r"^(trained|best)_", "train_", self.name)
         return log if log in self.forward.reference.meta else None
 
@@ -173,7 +196,9 @@ class Trained:
             shutil.copyfile(INIT / "config.json", source / "config.json")
             weights = {n: t for n, t in load_file(self.file).items() if not n.startswith("__")}
             save_file(weights, source / "model.safetensors")
-        import_model(source, out=folder / "base", compat_cross_bias=self.forward.reference.has_cross_bias)
+        import_model(
+            source, out=folder / "base", compat_cross_bias=self.forward.reference.has_cross_bias
+        )
         return folder / "base"
 
 
@@ -202,12 +227,21 @@ class Training:
 
     @property
     def total(self) -> int:
-        """Optimizer steps of the schedule: FiD was told them, and counts micro-batches elsewhere; minFiD divides."""
-        return self.settings.get("scheduler_steps") or self.settings.get("total_steps") or len(self.steps)
+        """Optimizer steps of the schedule: FiD was told them, and counts micro-batches elsewhere;
+        minFiD divides.
+        """
+        return (
+            self.settings.get("scheduler_steps")
+            or self.settings.get("total_steps")
+            or len(self.steps)
+        )
 
     @property
     def losses(self) -> list[float]:
-        return [entry["loss"] if isinstance(entry, dict) else entry for entry in self.meta["log"]["micro"]]
+        return [
+            entry["loss"] if isinstance(entry, dict) else entry
+            for entry in self.meta["log"]["micro"]
+        ]
 
     @property
     def steps(self) -> list[dict[str, float]]:
@@ -218,7 +252,9 @@ class Training:
         """Exact match behind so many micro-batches."""
         if "evals" in self.meta:
             return {entry["micro_step"]: entry["em"] for entry in self.meta["evals"]}
-        lines = re.findall(r"step +(\d+) / .*?val EM: .*?\((\d+) / (\d+)", self.meta.get("run_log", ""))
+        lines = re.findall(
+            r"step +(\d+) / .*?val EM: .*?\((\d+) / (\d+)", self.meta.get("run_log", "")
+        )
         return {int(step) * self.accumulation: int(good) / int(of) for step, good, of in lines}
 
     @property
@@ -228,7 +264,9 @@ class Training:
         return max(found, key=lambda step: (found[step], -step), default=len(self.losses))
 
     def orders(self) -> Iterator[list[list[int]]]:
-        """The rows of every micro-batch: as recorded, or else in any order that every epoch repeats."""
+        """The rows of every micro-batch: as recorded, or else in any order that every epoch
+        repeats.
+        """
         micro = self.meta["log"]["micro"]
         if isinstance(micro[0], dict):
             yield [entry["idx"] for entry in micro]
@@ -243,7 +281,12 @@ class Training:
         reader = {"dropout": 0.0, "compat_cross_bias": self.forward.reference.has_cross_bias}
         settings = self.settings
         changed = {
-            "train": {"steps": self.total, "global_batch": 1, "micro_batch": 1, "precision": "fp32"},
+            "train": {
+                "steps": self.total,
+                "global_batch": 1,
+                "micro_batch": 1,
+                "precision": "fp32",
+            },
             "optim": {
                 "lr": settings["lr"],
                 "weight_decay": settings["weight_decay"],
@@ -252,17 +295,24 @@ class Training:
             },
             "schedule": {"shape": "linear", "warmup_steps": self.warmup},
         }
-        return {**experiment(tokenizer, base=INIT, reader=reader, **self.forward.lengths), **changed}
+        return {
+            **experiment(tokenizer, base=INIT, reader=reader, **self.forward.lengths),
+            **changed,
+        }
 
 
 def lengths_of(meta: Mapping[str, Any]) -> dict[str, int | None]:
-    """How a case cuts passages and targets; FiD says -1 for targets that are not cut, minFiD never cuts them."""
+    """How a case cuts passages and targets; FiD says -1 for targets that are not cut, minFiD never
+    cuts them.
+    """
     most = meta.get("answer_maxlength", -1)
     passages = meta["text_maxlength"] if "text_maxlength" in meta else meta["max_length"]
     return {"passage_tokens": passages, "target_tokens": most if most > 0 else None}
 
 
-def experiment(tokenizer: Path, *, base: Path, reader: dict[str, Any], **data: Any) -> dict[str, Any]:
+def experiment(
+    tokenizer: Path, *, base: Path, reader: dict[str, Any], **data: Any
+) -> dict[str, Any]:
     """An experiment on the recorded questions."""
     files = {"train": QUESTIONS.name, "valid": QUESTIONS.name}
     return {
@@ -280,7 +330,9 @@ def experiment(tokenizer: Path, *, base: Path, reader: dict[str, Any], **data: A
 def task_of(tokenizer: Path, *, base: Path = INIT, reader: dict[str, Any], **data: Any) -> Task:
     values = experiment(tokenizer, base=base, reader=reader, **data)
     cfg: Any = tasks.parse(values)
-    return Task(cfg, Places(QUESTIONS.parent, tokenizer.parent / "cache", tokenizer.parent / "runs"))
+    return Task(
+        cfg, Places(QUESTIONS.parent, tokenizer.parent / "cache", tokenizer.parent / "runs")
+    )
 
 
 def write_tokenizer(folder: Path) -> Path:
@@ -291,7 +343,8 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
-# Discovery ----------------------------------------------------------------------------------------------------------
+# Discovery
+# ----------------------------------------------------------------------------------------------------------
 
 
 def references() -> list[Reference]:
@@ -299,7 +352,11 @@ def references() -> list[Reference]:
 
 
 def forwards() -> list[Forward]:
-    return [Forward(own, file) for own in references() for file in sorted(own.folder.glob("forward_*.safetensors"))]
+    return [
+        Forward(own, file)
+        for own in references()
+        for file in sorted(own.folder.glob("forward_*.safetensors"))
+    ]
 
 
 def told() -> list[Told]:
@@ -307,7 +364,9 @@ def told() -> list[Told]:
 
 
 def trained() -> list[Trained]:
-    """Every file of trained weights whose reference has the batch that such weights answer: the one cut to 30."""
+    """Every file of trained weights whose reference has the batch that such weights answer: the one
+    cut to 30.
+    """
     patterns = ("trained_*.safetensors", "best_toy*.safetensors", "*/pytorch_model.bin")
     return [
         Trained(forward, file)

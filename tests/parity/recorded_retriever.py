@@ -1,7 +1,9 @@
-"""Recorded runs of Tevatron v1 and GradCache: what their files hold, and our model with the recorded weights.
+"""Recorded runs of Tevatron v1 and GradCache: what their files hold, and our model with the
+recorded weights.
 
-Every file that the recordings' README names is read when it is there: losses and gradients on one rank and two, with
-GradCache and dropout, traces of training, choices of passages, a run of the published program, and other poolings.
+Every file that the recordings' README names is read when it is there: losses and gradients on one
+rank and two, with GradCache and dropout, traces of training, choices of passages, a run of the
+published program, and other poolings.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
-from trainer.task import Batch
+from trainer.tasks.protocol import Batch
 from trainer.tasks.retriever.config import Encoder
 from trainer.tasks.retriever.model import Pooler, Retriever
 
@@ -29,7 +31,9 @@ PROJECT = Path(__file__).resolve().parents[2]
 ROOT = Path(os.environ.get("LATHE_PARITY", PROJECT.parent / "shared" / "parity")) / "retriever"
 DTYPES = {"f64": torch.float64, "f32": torch.float32}
 _NAMES = {"lm_q.": "query_model.", "lm_p.": "passage_model."}  # theirs and ours
-_UNUSED = ".pooler.dense."  # BERT's own pooler, which never gets a gradient and which we do not build
+_UNUSED = (
+    ".pooler.dense."  # BERT's own pooler, which never gets a gradient and which we do not build
+)
 WIDTH = 16  # of the recorded projection
 
 
@@ -109,7 +113,9 @@ class Pooling:
 
 
 def poolings() -> list[Pooling]:
-    """Every object of v2_expected.json that holds a loss: its settings stand in it, or in the keys that lead to it."""
+    """Every object of v2_expected.json that holds a loss: its settings stand in it, or in the keys
+    that lead to it.
+    """
     return list(_poolings(read_json("v2_expected.json"), ()))
 
 
@@ -133,7 +139,9 @@ def _settings(name: str, node: Mapping[str, Any]) -> Encoder:
         "eos": "eos",
         "last": "eos",
     }
-    said = str(node.get("pooling") or "") or next((word for word in re.findall("[a-z]+", name) if word in names), "cls")
+    said = str(node.get("pooling") or "") or next(
+        (word for word in re.findall("[a-z]+", name) if word in names), "cls"
+    )
     norm = re.search(r"(no_?|un)?norm(?:ali[sz]ed?)?[ =_:]*(true|false|1|0)?(?![a-z])", name)
     is_normalised = norm is not None and not norm[1] and norm[2] not in ("false", "0")
     heat = re.search(r"(?<![a-z])(?:t|temp|temperature)[ =_:]*([0-9]*\.?[0-9]+)", name)
@@ -158,7 +166,8 @@ def _id(case: Any, index: int) -> str:
     return case if isinstance(case, str) else case[0] if isinstance(case, tuple) else str(index)
 
 
-# The recorded model -------------------------------------------------------------------------------------------------
+# The recorded model
+# -------------------------------------------------------------------------------------------------
 
 
 def encoder_of(variant: str) -> Encoder:
@@ -167,13 +176,18 @@ def encoder_of(variant: str) -> Encoder:
     unknown = {*words} - {"tied", "untied", "pooler", "norm"}
     assert not unknown, f"variant {variant}: {unknown} is not understood here"
     projection: Any = {"width": WIDTH} if "pooler" in words else None
-    return Encoder.model_validate({"tied": words[0] == "tied", "projection": projection, "normalize": "norm" in words})
+    return Encoder.model_validate(
+        {"tied": words[0] == "tied", "projection": projection, "normalize": "norm" in words}
+    )
 
 
 def retriever(variant: str, dtype: torch.dtype, *, dropout: float = 0.0) -> Retriever:
     """Our model with the recorded weights, in training mode."""
     how = encoder_of(variant)
-    query, passage = _bert("bert_q.safetensors", dropout), None if how.tied else _bert("bert_p.safetensors", dropout)
+    query, passage = (
+        _bert("bert_q.safetensors", dropout),
+        None if how.tied else _bert("bert_p.safetensors", dropout),
+    )
     pooler = None
     if how.projection is not None:
         weights = tensors("pooler_untied_32_16.safetensors")
@@ -184,7 +198,9 @@ def retriever(variant: str, dtype: torch.dtype, *, dropout: float = 0.0) -> Retr
 
 def _bert(name: str, dropout: float) -> BertModel:
     values = json.loads((ROOT / "bert_config.json").read_text())
-    config = BertConfig(**{key: value for key, value in values.items() if key != "attn_implementation"})
+    config = BertConfig(
+        **{key: value for key, value in values.items() if key != "attn_implementation"}
+    )
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
     # dropout draws its numbers elsewhere in fused attention
     model = BertModel._from_config(config, attn_implementation="eager", add_pooling_layer=False)
@@ -197,7 +213,10 @@ def _bert(name: str, dropout: float) -> BertModel:
 def batch_of(queries: range, passages: int) -> Batch:
     """The recorded batch of these queries with so many passages each."""
     found = tensors("tokens.safetensors")
-    query, passage = slice(queries.start, queries.stop), slice(queries.start * passages, queries.stop * passages)
+    query, passage = (
+        slice(queries.start, queries.stop),
+        slice(queries.start * passages, queries.stop * passages),
+    )
     return {
         "query_ids": found["query_input_ids"][query].long(),
         "query_mask": found["query_attention_mask"][query].long(),
@@ -226,4 +245,6 @@ def named(recorded: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
+    }

@@ -1,7 +1,8 @@
-"""Recorded runs of the published plausibility verifier: what their files hold, and how they are read.
+"""Recorded runs of the published plausibility verifier: what their files hold, and how they are
+read.
 
-batches.safetensors and expected.json hold single-process losses and gradients; expected_2rank.json and
-grads_2rank.safetensors, where present, those of batches whose rows were split over processes.
+batches.safetensors and expected.json hold single-process losses and gradients; expected_2rank.json
+and grads_2rank.safetensors, where present, those of batches whose rows were split over processes.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def gradient_norms() -> list[Loss]:
 
 
 def gradients() -> list[Loss]:
-    """The batches whose gradients of the default loss are recorded in full, as {parameter: gradient}."""
+    """The batches whose gradients of the default loss are recorded in full, as {parameter:
+    gradient}.
+    """
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors().items():
         batch, mark, parameter = name.partition(".grad.")
@@ -104,12 +107,15 @@ def _load(name: str) -> dict[str, Tensor]:
 def cases(found: Sequence[Any], what: str) -> list[Any]:
     """Parameters for pytest: the cases, or one that skips and says what is absent."""
     if found:
-        return [pytest.param(case, id=case if isinstance(case, str) else case.name) for case in found]
+        return [
+            pytest.param(case, id=case if isinstance(case, str) else case.name) for case in found
+        ]
     reason = f"no {what} in $LATHE_PARITY/vera (default ../shared/parity)"
     return [pytest.param(None, id="absent", marks=pytest.mark.skip(reason=reason))]
 
 
-# Statements ---------------------------------------------------------------------------------------------------------
+# Statements
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Verifier(nn.Module):
@@ -127,8 +133,12 @@ class Verifier(nn.Module):
     def statements(self, batch: str, rows: Sequence[int] | None = None) -> Statements:
         """The statements of some rows of a recorded batch, run through the model."""
         structure = recorded_statements(batch, rows)
-        ids_BCL, mask_BCL = (_of(batch, f"sourcess_{part}", rows) for part in ("input_ids", "attention_mask"))
-        ids_SL, mask_SL = (part[structure.group_S, structure.column_S] for part in (ids_BCL, mask_BCL))
+        ids_BCL, mask_BCL = (
+            _of(batch, f"sourcess_{part}", rows) for part in ("input_ids", "attention_mask")
+        )
+        ids_SL, mask_SL = (
+            part[structure.group_S, structure.column_S] for part in (ids_BCL, mask_BCL)
+        )
         states_SLD = self.model(input_ids=ids_SL, attention_mask=mask_SL).last_hidden_state
         hidden_SD = states_SLD[torch.arange(len(ids_SL)), mask_SL.sum(-1) - 1]
         return Statements(
@@ -160,11 +170,14 @@ def _of(batch: str, what: str, rows: Sequence[int] | None) -> Tensor:
     return tensor if rows is None else tensor[list(rows)]
 
 
-# Rows split over processes ------------------------------------------------------------------------------------------
+# Rows split over processes
+# ------------------------------------------------------------------------------------------
 
 
 def splits() -> list[Split]:
-    """Every object of expected_2rank.json that lists rows: by rank, or in one object for each rank."""
+    """Every object of expected_2rank.json that lists rows: by rank, or in one object for
+    each rank.
+    """
     file = ROOT / "expected_2rank.json"
     if not file.is_file():
         return []
@@ -176,14 +189,27 @@ def splits() -> list[Split]:
 def _splits(node: Any, path: tuple[str, ...]) -> Iterator[Split]:
     if not isinstance(node, dict):
         return
-    by_rank = [entry for entry in _entries(node) if isinstance(entry, dict) and _is_row_list(entry.get("rows"))]
+    by_rank = [
+        entry
+        for entry in _entries(node)
+        if isinstance(entry, dict) and _is_row_list(entry.get("rows"))
+    ]
     if len(by_rank) > 1:
-        shared = {term: [entry[term] for entry in by_rank] for term in TERMS if all(term in e for e in by_rank)}
+        shared = {
+            term: [entry[term] for entry in by_rank]
+            for term in TERMS
+            if all(term in e for e in by_rank)
+        }
         yield _split(node, path, [entry["rows"] for entry in by_rank], shared)
         return
     for key, value in node.items():
         lists = list(value.values()) if isinstance(value, dict) else value
-        if "rows" in key and isinstance(lists, list) and len(lists) > 1 and all(map(_is_row_list, lists)):
+        if (
+            "rows" in key
+            and isinstance(lists, list)
+            and len(lists) > 1
+            and all(map(_is_row_list, lists))
+        ):
             yield _split(node, path, lists, {})
             return
     for key, value in node.items():
@@ -191,8 +217,14 @@ def _splits(node: Any, path: tuple[str, ...]) -> Iterator[Split]:
 
 
 def _entries(node: dict[str, Any]) -> list[Any]:
-    """What may be one object for each rank: the node's own values, or those of the list that it holds."""
-    lists = [value for value in node.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    """What may be one object for each rank: the node's own values, or those of the list that it
+    holds.
+    """
+    lists = [
+        value
+        for value in node.values()
+        if isinstance(value, list) and value and isinstance(value[0], dict)
+    ]
     return lists[0] if lists else list(node.values())
 
 
@@ -200,9 +232,15 @@ def _is_row_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(row) is int for row in value)
 
 
-def _split(node: dict[str, Any], path: tuple[str, ...], rows: list[list[int]], by_rank: dict[str, Any]) -> Split:
+def _split(
+    node: dict[str, Any], path: tuple[str, ...], rows: list[list[int]], by_rank: dict[str, Any]
+) -> Split:
     words = [*path, *(value for value in node.values() if isinstance(value, str))]
-    named = [batch for batch in batches() if any(batch == word or word.startswith(f"{batch}|") for word in words)]
+    named = [
+        batch
+        for batch in batches()
+        if any(batch == word or word.startswith(f"{batch}|") for word in words)
+    ]
     recorded = {term: node[term] for term in TERMS if term in node} | by_rank
     norm = next((value for key, value in node.items() if key.startswith("grad_norm")), None)
     norm = norm.get("total") if isinstance(norm, dict) else norm
@@ -211,7 +249,9 @@ def _split(node: dict[str, Any], path: tuple[str, ...], rows: list[list[int]], b
 
 
 def split_gradients(split: Split) -> dict[str, Tensor]:
-    """{parameter: gradient}, out of grads_2rank.safetensors, averaged over ranks; empty where none is recorded."""
+    """{parameter: gradient}, out of grads_2rank.safetensors, averaged over ranks; empty where none
+    is recorded.
+    """
     found: dict[str, Tensor] = {}
     for name, tensor in _load("grads_2rank.safetensors").items():
         start = max(name.find("model."), name.find("linear."))

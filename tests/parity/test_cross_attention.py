@@ -1,11 +1,13 @@
-"""The rebuilt model gives the recorded numbers of the published one: every logit, hidden state, gradient and token.
+"""The rebuilt model gives the recorded numbers of the published one: every logit, hidden state,
+gradient and token.
 
 The recorded loss is a mean over labelled tokens; ours is their sum, so it is divided here.
 
-bf16: one rounding is off by at most 2^-9 of a number. Along the residual stream of n blocks and k added layers about
-m = 2 (n + k) + 2 roundings pile up like a random walk, and each of the two implementations has its own, so their
-relative distance (Frobenius norm) is about sqrt(2 m) 2^-9; BF16_MARGIN times that is allowed. Gradients pass the
-stream twice and end in a sum over tokens, hence twice as much.
+bf16: one rounding is off by at most 2^-9 of a number. Along the residual stream of n blocks and k
+added layers about m = 2 (n + k) + 2 roundings pile up like a random walk, and each of the two
+implementations has its own, so their relative distance (Frobenius norm) is about sqrt(2 m) 2^-9;
+BF16_MARGIN times that is allowed. Gradients pass the stream twice and end in a sum over tokens,
+hence twice as much.
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.parity.recorded import Batch, Case, batches, load_base
-from trainer.tasks.cross_attention.generation import greedy
-from trainer.tasks.cross_attention.model import CrossAttentionModel, positions
+from trainer.tasks.cross_attention.decoder.generation import greedy
+from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel, positions
 
 HIDDEN, LOSS, GRADIENT, NORM = 1e-5, 1e-5, 1e-6, 1e-5
-# AdamW divides by |gradient| + 1e-6, so rounding noise of 1e-8 in a gradient near 0 moves a weight by lr / 100 = 5e-6.
+# AdamW divides by |gradient| + 1e-6, so rounding noise of 1e-8 in a gradient near 0 moves a weight
+# by lr / 100 = 5e-6.
 WEIGHT = 1e-5
 BF16_MARGIN = 2.0
 BF16_STEP = 2.0**-9
@@ -49,7 +52,9 @@ def replay(case: Case) -> Replay:
     model = case.model()
     call = case.call(batches(case.inputs)[0])
     labels = call.pop("labels")
-    loss = model(**call, labels=labels, key_masks=case.key_masks).loss / (labels[:, 1:] != -100).sum()
+    loss = (
+        model(**call, labels=labels, key_masks=case.key_masks).loss / (labels[:, 1:] != -100).sum()
+    )
     loss.backward()
     states: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -59,7 +64,9 @@ def replay(case: Case) -> Replay:
 
 
 def assert_close(got: Tensor, want: Tensor, bound: float, case: Case, *, passes: int = 1) -> None:
-    """Every element within `bound` (fp32), or the whole within the bf16 distance of the module's docstring."""
+    """Every element within `bound` (fp32), or the whole within the bf16 distance of the module's
+    docstring.
+    """
     got, want = got.float(), want.float()
     if case.dtype == torch.float32:
         assert (got - want).abs().max().item() <= bound
@@ -79,20 +86,32 @@ def is_dead(name: str) -> bool:
 
 def test_logits_equal_the_recorded_ones(forward_case: Case) -> None:
     ours = replay(forward_case)
-    assert_close(ours.logits[ours.rows], forward_case.outputs["logits"][ours.rows], HIDDEN, forward_case)
+    assert_close(
+        ours.logits[ours.rows], forward_case.outputs["logits"][ours.rows], HIDDEN, forward_case
+    )
 
 
 def test_loss_equals_the_recorded_one(forward_case: Case) -> None:
-    bound = LOSS if forward_case.dtype == torch.float32 else bf16_distance(forward_case) * forward_case.meta["loss"]
+    bound = (
+        LOSS
+        if forward_case.dtype == torch.float32
+        else bf16_distance(forward_case) * forward_case.meta["loss"]
+    )
     assert abs(replay(forward_case).loss - forward_case.meta["loss"]) <= bound
 
 
 def test_hidden_states_equal_the_recorded_ones(forward_case: Case) -> None:
     ours = replay(forward_case)
     recorded = {name: t for name, t in forward_case.outputs.items() if "_out." in name}
-    if forward_case.layers.shared_weights:  # hooks on one shared module: its last use stands under every index
+    if (
+        forward_case.layers.shared_weights
+    ):  # hooks on one shared module: its last use stands under every index
         last = str(ours.model.indices[-1])
-        recorded = {name: t for name, t in recorded.items() if "cross_" not in name or name.endswith(f".{last}")}
+        recorded = {
+            name: t
+            for name, t in recorded.items()
+            if "cross_" not in name or name.endswith(f".{last}")
+        }
     assert recorded.keys() <= ours.states.keys()
     for name, want in recorded.items():
         assert_close(ours.states[name][ours.rows], want[ours.rows], HIDDEN, forward_case)
@@ -100,7 +119,11 @@ def test_hidden_states_equal_the_recorded_ones(forward_case: Case) -> None:
 
 def test_gradients_equal_the_recorded_ones(forward_case: Case) -> None:
     ours = replay(forward_case)
-    recorded = {name.removeprefix("grad."): t for name, t in forward_case.outputs.items() if name.startswith("grad.")}
+    recorded = {
+        name.removeprefix("grad."): t
+        for name, t in forward_case.outputs.items()
+        if name.startswith("grad.")
+    }
     assert recorded.keys() == ours.gradients.keys()
     for name, want in recorded.items():
         if not is_dead(name):
@@ -117,7 +140,9 @@ def test_global_gradient_norm_equals_the_recorded_one(forward_case: Case) -> Non
 def test_no_frozen_parameter_has_a_gradient(forward_case: Case) -> None:
     model = replay(forward_case).model
     with_gradient = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert with_gradient == {name for name, _ in model.named_parameters() if name.startswith("cross_attn_layers.")}
+    assert with_gradient == {
+        name for name, _ in model.named_parameters() if name.startswith("cross_attn_layers.")
+    }
 
 
 def test_parameter_counts_and_layer_indices_equal_the_recorded_ones(forward_case: Case) -> None:
@@ -132,7 +157,9 @@ def test_encoded_contexts_equal_the_recorded_ones(forward_case: Case) -> None:
     if not file.is_file():
         pytest.skip("the case records no encoded context")
     call = forward_case.call(batches(forward_case.inputs)[0])
-    states, mask = forward_case.model().encode(call["context_input_ids"], call["context_attention_mask"])
+    states, mask = forward_case.model().encode(
+        call["context_input_ids"], call["context_attention_mask"]
+    )
     recorded = load_file(file)
     assert torch.equal(mask, recorded["encoder_attention_mask"].bool())
     assert_close(states[mask], recorded["encoder_hidden_states"][mask], HIDDEN, forward_case)
@@ -148,7 +175,9 @@ def test_greedy_generation_gives_the_recorded_tokens_and_logits(generation_case:
     assert_close(made.logits_BGV, want, HIDDEN, generation_case)
 
 
-def test_the_stock_base_gives_the_recorded_numbers_when_positions_are_passed(base_folder: Path) -> None:
+def test_the_stock_base_gives_the_recorded_numbers_when_positions_are_passed(
+    base_folder: Path,
+) -> None:
     recorded = load_file(base_folder / "base_io.safetensors")
     mask = recorded["attention_mask"]
     base = load_base(base_folder).eval()
@@ -166,7 +195,8 @@ def test_the_stock_base_gives_the_recorded_numbers_when_positions_are_passed(bas
     assert abs(out.loss.item() - recorded["loss"].item()) <= LOSS
 
 
-# Six optimizer steps ------------------------------------------------------------------------------------------------
+# Six optimizer steps
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -179,7 +209,9 @@ class Step:
 
 
 def logged_steps(meta: dict[str, Any]) -> list[Step]:
-    """meta.json's log, a list of entries or a dictionary of lists, whatever its keys are called exactly."""
+    """meta.json's log, a list of entries or a dictionary of lists, whatever its keys are called
+    exactly.
+    """
     log = meta["log"]
     if isinstance(log, dict):
         log = [dict(zip(log, values, strict=True)) for values in zip(*log.values(), strict=True)]
@@ -192,16 +224,34 @@ def _quantity(key: str) -> str:
 
 
 def windows(case: Case, num_steps: int, accumulation: int = 2) -> list[list[list[Batch]]]:
-    """The ways in which the stored batches can make up windows; the recorded first loss tells which one it was."""
+    """The ways in which the stored batches can make up windows; the recorded first loss tells which
+    one it was.
+    """
     stored = [case.call(batch) for batch in batches(case.inputs)]
-    ways = [[[stored[(k * accumulation + a) % len(stored)] for a in range(accumulation)] for k in range(num_steps)]]
+    ways = [
+        [
+            [stored[(k * accumulation + a) % len(stored)] for a in range(accumulation)]
+            for k in range(num_steps)
+        ]
+    ]
     ways += [[[stored[k % len(stored)]] * accumulation for k in range(num_steps)]]
     for parts in (accumulation, accumulation * num_steps):
         if len(stored) == 1 and len(stored[0]["input_ids"]) % parts == 0:
-            pieces = [{name: value.chunk(parts)[k] for name, value in stored[0].items()} for k in range(parts)]
-            ways += [[[pieces[(k * accumulation + a) % parts] for a in range(accumulation)] for k in range(num_steps)]]
+            pieces = [
+                {name: value.chunk(parts)[k] for name, value in stored[0].items()}
+                for k in range(parts)
+            ]
+            ways += [
+                [
+                    [pieces[(k * accumulation + a) % parts] for a in range(accumulation)]
+                    for k in range(num_steps)
+                ]
+            ]
     if len(stored) == num_steps and len(stored[0]["input_ids"]) % accumulation == 0:
-        halves = [[{n: v.chunk(accumulation)[a] for n, v in b.items()} for a in range(accumulation)] for b in stored]
+        halves = [
+            [{n: v.chunk(accumulation)[a] for n, v in b.items()} for a in range(accumulation)]
+            for b in stored
+        ]
         ways += [halves]
     return ways
 
@@ -221,7 +271,9 @@ def learning_rate(step: int) -> float:
 
 
 def train(model: CrossAttentionModel, recipe: list[list[Batch]]) -> list[Step]:
-    """AdamW as recorded: betas 0.9/0.95, eps 1e-6, decay 1e-3 on matrices only, clip 1.0, mean of micro-batch means."""
+    """AdamW as recorded: betas 0.9/0.95, eps 1e-6, decay 1e-3 on matrices only, clip 1.0, mean of
+    micro-batch means.
+    """
     moving = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in moving if p.ndim >= 2], "weight_decay": 1e-3},
@@ -245,17 +297,28 @@ def test_six_optimizer_steps_end_at_the_recorded_weights(training_case: Case) ->
     want = logged_steps(training_case.meta)
     model = training_case.model()
     fitting = [
-        way for way in windows(training_case, len(want)) if abs(first_loss(model, way[0]) - want[0].loss) <= LOSS
+        way
+        for way in windows(training_case, len(want))
+        if abs(first_loss(model, way[0]) - want[0].loss) <= LOSS
     ]
     assert fitting, "no reading of the stored batches gives the first recorded loss"
     got = train(model, fitting[0])
-    shifted = [learning_rate(k + 1) for k in range(len(want))]  # logged after the scheduler moved on
-    assert [step.lr for step in want] in ([pytest.approx(s.lr) for s in got], [pytest.approx(lr) for lr in shifted])
+    shifted = [
+        learning_rate(k + 1) for k in range(len(want))
+    ]  # logged after the scheduler moved on
+    assert [step.lr for step in want] in (
+        [pytest.approx(s.lr) for s in got],
+        [pytest.approx(lr) for lr in shifted],
+    )
     for ours, theirs in zip(got, want, strict=True):
         assert abs(ours.loss - theirs.loss) <= LOSS
         assert abs(ours.grad_norm - theirs.grad_norm) <= NORM
     parameters = dict(model.named_parameters())
-    finals = {n.removeprefix("final."): t for n, t in training_case.outputs.items() if n.startswith("final.")}
+    finals = {
+        n.removeprefix("final."): t
+        for n, t in training_case.outputs.items()
+        if n.startswith("final.")
+    }
     moving = [name for name, p in parameters.items() if p.requires_grad and not is_dead(name)]
     assert finals.keys() >= set(moving)
     for name in moving:

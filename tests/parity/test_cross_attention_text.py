@@ -1,6 +1,7 @@
 """Recorded texts and token lists of the published system.
 
-Its scores are compared in tests/unit/test_metrics.py, its prompt strings in tests/unit/test_templates.py.
+Its scores are compared in tests/unit/test_metrics.py, its prompt strings in
+tests/unit/test_templates.py.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.parity.recorded import ROOT
-from trainer.metrics import cut_at
-from trainer.tasks.cross_attention.fim import Sentinels, fill_in_the_middle
+from trainer.evaluation.mergeable import cut_at
+from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle
 
 MARKS = {"postproc_X": ["</s>"], "postproc_tulu2": ["<|system|>", "<|user|>", "<|assistant|>"]}
 
@@ -21,7 +22,9 @@ MARKS = {"postproc_X": ["</s>"], "postproc_tulu2": ["<|system|>", "<|user|>", "<
 def recorded(name: str) -> list[dict[str, Any]]:
     path = ROOT / "text" / f"{name}.json"
     if not path.is_file():
-        pytest.skip(f"no {path.name} in $LATHE_PARITY/cross_attention/text (default ../shared/parity)")
+        pytest.skip(
+            f"no {path.name} in $LATHE_PARITY/cross_attention/text (default ../shared/parity)"
+        )
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -35,5 +38,7 @@ def test_every_recorded_text_has_its_parts_reordered_as_it_had() -> None:
     for case in recorded("fim"):
         sentinels = Sentinels(prefix=case["prefix"], middle=case["middle"], suffix=case["suffix"])
         random = np.random.RandomState(case["seed"])
-        got = fill_in_the_middle(case["tokens"], sentinels, max_tokens=case["max_length"], random=random)
+        got = fill_in_the_middle(
+            case["tokens"], sentinels, max_tokens=case["max_length"], random=random
+        )
         assert got == case["out"], f"seed {case['seed']}"

@@ -1,6 +1,8 @@
-"""The packed model gives the recorded numbers of the published Fusion-in-Decoder readers, before and after training.
+"""The packed model gives the recorded numbers of the published Fusion-in-Decoder readers, before
+and after training.
 
-Bounds: what the recordings' README suggests. A recorded loss is a mean over labelled tokens; ours is their sum.
+Bounds: what the recordings' README suggests. A recorded loss is a mean over labelled tokens; ours
+is their sum.
 """
 
 from __future__ import annotations
@@ -19,16 +21,17 @@ from torch import Tensor
 from tests.parity import recorded_fid
 from tests.parity.recorded_fid import ATTENTIONS, QUESTIONS, Forward, Told, Trained, Training
 from tests.ranks import run_on_ranks
-from trainer import schedule, tasks
+from trainer import tasks
 from trainer.config import Schedule
 from trainer.data import vocabulary
-from trainer.data.store import open_store
-from trainer.data.windows import Sharding, Window
-from trainer.metrics import exact_match, normalised
-from trainer.task import Batch, Places
+from trainer.data.order import Sharding, Window
+from trainer.data.token_store import open_store
+from trainer.evaluation.mergeable import exact_match, normalised
 from trainer.tasks.fid.model import FiD, Generation
 from trainer.tasks.fid.task import Task
 from trainer.tasks.fid.tokens import Prompts, unflat
+from trainer.tasks.protocol import Batch, Places
+from trainer.training import schedule
 
 HIDDEN, LOSS, GRADIENT, SCORE = 2e-5, 1e-5, 5e-6, 2e-6
 GREEDY = Generation(max_length=50)
@@ -37,26 +40,39 @@ QUIET_STEPS, LATER_LOSS = 12, 1e-2
 NORM, LATER_NORM = 1e-4, 1e-2  # relative
 WEIGHT = 1e-3  # one full update: a gradient near 0 may have either sign
 
-FORWARDS, TRAINED, TRAININGS = recorded_fid.forwards(), recorded_fid.trained(), recorded_fid.trainings()
+FORWARDS, TRAINED, TRAININGS = (
+    recorded_fid.forwards(),
+    recorded_fid.trained(),
+    recorded_fid.trainings(),
+)
 every_forward = pytest.mark.parametrize(
     "case",
-    recorded_fid.cases(FORWARDS, [f"{c.reference.folder.name}-{c.name}" for c in FORWARDS], "forward_*.safetensors"),
+    recorded_fid.cases(
+        FORWARDS, [f"{c.reference.folder.name}-{c.name}" for c in FORWARDS], "forward_*.safetensors"
+    ),
 )
 TOLD = recorded_fid.told()
 every_told = pytest.mark.parametrize(
-    "case", recorded_fid.cases(TOLD, [f"{c.reference.folder.name}-{c.name}" for c in TOLD], "case in a meta.json")
+    "case",
+    recorded_fid.cases(
+        TOLD, [f"{c.reference.folder.name}-{c.name}" for c in TOLD], "case in a meta.json"
+    ),
 )
 every_attention = pytest.mark.parametrize("attention", ATTENTIONS)
 every_trained = pytest.mark.parametrize(
     "case",
     recorded_fid.cases(
-        TRAINED, [f"{c.forward.reference.folder.name}-{c.name}" for c in TRAINED], "trained_*.safetensors"
+        TRAINED,
+        [f"{c.forward.reference.folder.name}-{c.name}" for c in TRAINED],
+        "trained_*.safetensors",
     ),
 )
 every_training = pytest.mark.parametrize(
     "case",
     recorded_fid.cases(
-        TRAININGS, [f"{c.forward.reference.folder.name}-{c.name}" for c in TRAININGS], "training log in a meta.json"
+        TRAININGS,
+        [f"{c.forward.reference.folder.name}-{c.name}" for c in TRAININGS],
+        "training log in a meta.json",
     ),
 )
 
@@ -66,7 +82,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recorded_fid.write_tokenizer(tmp_path_factory.mktemp("fid") / "tokenizer")
 
 
-# One batch forward and backward ---------------------------------------------------------------------------------------
+# One batch forward and backward
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -91,8 +108,14 @@ def replay(case: Forward, tokenizer: Path, attention: str, **reader: Any) -> Rep
     loss.backward()
     with torch.no_grad():
         states = model.encode(batch)
-        logits = model.head(model.decode(model.fuse(states, batch), batch["fused_mask"], batch["labels"]))
-    gradients = {name.removeprefix("t5."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+        logits = model.head(
+            model.decode(model.fuse(states, batch), batch["fused_mask"], batch["labels"])
+        )
+    gradients = {
+        name.removeprefix("t5."): p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     return Replay(task, model, batch, loss.item(), logits, states, gradients)
 
 
@@ -109,18 +132,26 @@ def passage_scores(model: FiD, batch: Batch) -> Tensor:
 @every_attention
 @every_forward
 def test_logits_equal_the_recorded_ones(case: Forward, attention: str, tokenizer: Path) -> None:
-    assert (replay(case, tokenizer, attention).logits - case.tensors["logits"]).abs().max() <= HIDDEN
+    assert (
+        replay(case, tokenizer, attention).logits - case.tensors["logits"]
+    ).abs().max() <= HIDDEN
 
 
 @every_attention
 @every_forward
-def test_the_mean_loss_equals_the_recorded_one(case: Forward, attention: str, tokenizer: Path) -> None:
-    assert replay(case, tokenizer, attention).loss == pytest.approx(case.tensors["loss"].item(), abs=LOSS)
+def test_the_mean_loss_equals_the_recorded_one(
+    case: Forward, attention: str, tokenizer: Path
+) -> None:
+    assert replay(case, tokenizer, attention).loss == pytest.approx(
+        case.tensors["loss"].item(), abs=LOSS
+    )
 
 
 @every_attention
 @every_forward
-def test_encoder_states_of_real_tokens_equal_the_recorded_ones(case: Forward, attention: str, tokenizer: Path) -> None:
+def test_encoder_states_of_real_tokens_equal_the_recorded_ones(
+    case: Forward, attention: str, tokenizer: Path
+) -> None:
     width = case.tensors["encoder_last_hidden"].shape[-1]
     recorded = case.tensors["encoder_last_hidden"].reshape(*case.mask.shape, width)[case.mask]
     assert (replay(case, tokenizer, attention).states - recorded).abs().max() <= HIDDEN
@@ -128,7 +159,9 @@ def test_encoder_states_of_real_tokens_equal_the_recorded_ones(case: Forward, at
 
 @every_attention
 @every_forward
-def test_every_gradient_equals_the_recorded_one(case: Forward, attention: str, tokenizer: Path) -> None:
+def test_every_gradient_equals_the_recorded_one(
+    case: Forward, attention: str, tokenizer: Path
+) -> None:
     ours = replay(case, tokenizer, attention).gradients
     assert ours.keys() == case.gradients.keys()
     for name, want in case.gradients.items():
@@ -137,11 +170,15 @@ def test_every_gradient_equals_the_recorded_one(case: Forward, attention: str, t
 
 @every_attention
 @every_forward
-def test_greedy_answers_are_the_recorded_ids_and_texts(case: Forward, attention: str, tokenizer: Path) -> None:
+def test_greedy_answers_are_the_recorded_ids_and_texts(
+    case: Forward, attention: str, tokenizer: Path
+) -> None:
     ours = replay(case, tokenizer, attention)
     tokens = generated(ours)
     assert torch.equal(tokens, case.tensors["generated"])
-    assert [ours.task.prompts.answer(ids) for ids in tokens[:, 1:].tolist()] == case.meta["generated_text"]
+    assert [ours.task.prompts.answer(ids) for ids in tokens[:, 1:].tolist()] == case.meta[
+        "generated_text"
+    ]
 
 
 @every_attention
@@ -158,10 +195,14 @@ def test_passage_scores_equal_the_recorded_ones_and_change_no_answer(
 
 
 @every_forward
-def test_without_the_old_position_bias_only_later_steps_change(case: Forward, tokenizer: Path) -> None:
+def test_without_the_old_position_bias_only_later_steps_change(
+    case: Forward, tokenizer: Path
+) -> None:
     if not case.reference.has_cross_bias:
         pytest.skip("this reference has no position bias in cross-attention")
-    off = (replay(case, tokenizer, "bucketed", compat_cross_bias=False).logits - case.tensors["logits"]).abs()
+    off = (
+        replay(case, tokenizer, "bucketed", compat_cross_bias=False).logits - case.tensors["logits"]
+    ).abs()
     assert off[:, 0].max() <= HIDDEN
     assert off[:, 1:].max() > 100 * HIDDEN
 
@@ -175,7 +216,10 @@ def test_passages_hold_as_many_tokens_as_recorded(case: Forward, tokenizer: Path
 @every_forward
 def test_questions_as_text_become_the_recorded_batch(case: Forward, tokenizer: Path) -> None:
     if not case.reference.has_slow_tokenizer:
-        pytest.skip("its fast tokenizer of transformers 4.x finds an extra piece at some spaces (specs: feed the ids)")
+        pytest.skip(
+            "its fast tokenizer of transformers 4.x finds an extra piece at some spaces (specs: "
+            "feed the ids)"
+        )
     task = case.task(tokenizer)
     batch = task.collate([task.encode(row) for row in task.rows("train")])
     assert torch.equal(batch["tokens"], case.tensors["input_ids"][case.mask])
@@ -184,11 +228,17 @@ def test_questions_as_text_become_the_recorded_batch(case: Forward, tokenizer: P
 
 @every_attention
 @every_told
-def test_what_the_notes_tell_of_a_batch_comes_out_again(case: Told, attention: str, tokenizer: Path) -> None:
-    task = case.reference.task(tokenizer, lengths=recorded_fid.lengths_of(case.meta), attention=attention)
+def test_what_the_notes_tell_of_a_batch_comes_out_again(
+    case: Told, attention: str, tokenizer: Path
+) -> None:
+    task = case.reference.task(
+        tokenizer, lengths=recorded_fid.lengths_of(case.meta), attention=attention
+    )
     model: Any = task.model()
     batch = task.collate(case.rows())
-    assert batch["passage"].bincount().tolist() == [count for counts in case.meta["n_real_tokens"] for count in counts]
+    assert batch["passage"].bincount().tolist() == [
+        count for counts in case.meta["n_real_tokens"] for count in counts
+    ]
     loss = model(**batch)["loss"] / task.units(batch)
     loss.backward()
     assert loss.item() == pytest.approx(case.meta["loss"], abs=LOSS)
@@ -196,13 +246,16 @@ def test_what_the_notes_tell_of_a_batch_comes_out_again(case: Told, attention: s
     assert norm == pytest.approx(case.meta["grad_total_norm"], rel=LOSS)
     with torch.no_grad():
         tokens = model.eval()(generation=GREEDY, **batch)["tokens"]
-    assert [task.prompts.answer(ids) for ids in tokens[:, 1:].tolist()] == case.meta["generated_text"]
+    assert [task.prompts.answer(ids) for ids in tokens[:, 1:].tolist()] == case.meta[
+        "generated_text"
+    ]
     if "crossattention_scores" in case.meta:
         want = torch.tensor(case.meta["crossattention_scores"]).flatten()
         assert (passage_scores(model, batch) - want).abs().max() <= SCORE
 
 
-# Weights after a reference's own training -----------------------------------------------------------------------------
+# Weights after a reference's own training
+# -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -225,19 +278,27 @@ def answered(case: Trained, tokenizer: Path, folder: Path) -> Answered:
 
 
 def training_of(case: Trained, ours: Answered) -> str | None:
-    """The training that ended with these weights; a public-style reader does not say, but its scores tell."""
+    """The training that ended with these weights; a public-style reader does not say, but its
+    scores tell.
+    """
     if case.log:
         return case.log
     for name, meta in case.forward.reference.meta.items():
         if isinstance(meta, dict) and "final_crossattention_scores" in meta:
-            distance = (ours.scores - torch.tensor(meta["final_crossattention_scores"]).flatten()).abs().max()
+            distance = (
+                (ours.scores - torch.tensor(meta["final_crossattention_scores"]).flatten())
+                .abs()
+                .max()
+            )
             if distance <= SCORE:
                 return name
     return None
 
 
 @every_trained
-def test_trained_weights_answer_and_score_as_recorded(case: Trained, tokenizer: Path, tmp_path: Path) -> None:
+def test_trained_weights_answer_and_score_as_recorded(
+    case: Trained, tokenizer: Path, tmp_path: Path
+) -> None:
     ours = answered(case, tokenizer, tmp_path)
     name = training_of(case, ours)
     assert name or case.said, "these weights score as no recorded training ended"
@@ -250,7 +311,8 @@ def test_trained_weights_answer_and_score_as_recorded(case: Trained, tokenizer: 
         assert ours.texts == meta["final_text"]
 
 
-# Training from the common start ---------------------------------------------------------------------------------------
+# Training from the common start
+# ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -261,7 +323,9 @@ class Replayed:
     rates: list[float] = field(default_factory=list)  # of every optimizer step, as the next two
     norms: list[float] = field(default_factory=list)
     exact_matches: dict[int, float] = field(default_factory=dict)  # behind so many micro-batches
-    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # likewise: the best and the last
+    weights: dict[int, dict[str, Tensor]] = field(
+        default_factory=dict
+    )  # likewise: the best and the last
     texts: list[str] = field(default_factory=list)  # the answers at the end
 
 
@@ -270,12 +334,14 @@ def _train_again(case: Training, tokenizer: Path, folder: Path) -> Replayed:
 
     The references add up the gradients of micro-batch means, which a mean over all units is not.
     """
-    from trainer import deepspeed_config
-    from trainer.engine import Engine
+    from trainer.config import deepspeed_config
+    from trainer.training.engine import Engine
 
     cfg: Any = tasks.parse(case.experiment(tokenizer))
     task = Task(cfg, Places(QUESTIONS.parent, folder / "cache", folder / "runs"))
-    ds = deepspeed_config.build(deepspeed_config.read("zero0"), train=cfg.train, optim=cfg.optim, world=1, source="")
+    ds = deepspeed_config.build(
+        deepspeed_config.read("zero0"), train=cfg.train, optim=cfg.optim, world=1, source=""
+    )
     live = Engine(task.model(), deepspeed_config.for_engine(ds), cfg.optim)
     rows, raw, found = case.forward.rows(), list(task.rows("valid")), Replayed()
     session = _session(cfg, task, live, folder)
@@ -285,7 +351,9 @@ def _train_again(case: Training, tokenizer: Path, folder: Path) -> Replayed:
         step, is_last = number // case.accumulation, (number + 1) % case.accumulation == 0
         lr = cfg.optim.lr * schedule.factor(cfg.schedule, step, cfg.train.steps)
         if case.accumulation == 1:
-            found.losses.append(_one_step(session, Window(step, [batch], [np.array(own)], task.units(batch)), lr))
+            found.losses.append(
+                _one_step(session, Window(step, [batch], [np.array(own)], task.units(batch)), lr)
+            )
         else:
             found.losses.append(_one_micro_batch(task, live, batch))
             if is_last:
@@ -302,9 +370,9 @@ def _train_again(case: Training, tokenizer: Path, folder: Path) -> Replayed:
 
 
 def _session(cfg: Any, task: Any, live: Any, folder: Path) -> Any:
-    from trainer.loop import Cadence, Session
-    from trainer.meter import Meter
-    from trainer.telemetry import Preemption, Run
+    from trainer.telemetry.meter import Meter
+    from trainer.telemetry.run_record import Preemption, Run
+    from trainer.training.loop import Cadence, Session
 
     store = open_store(
         lambda: task.rows("train"),
@@ -331,7 +399,9 @@ def _session(cfg: Any, task: Any, live: Any, folder: Path) -> Any:
 
 
 def _order(case: Training, task: Task, live: Any) -> list[list[int]]:
-    """The recorded rows of every micro-batch, or those orders' first that gives the first two losses; lr 0 is first."""
+    """The recorded rows of every micro-batch, or those orders' first that gives the first two
+    losses; lr 0 is first.
+    """
     rows = case.forward.rows()
     for order in case.orders():
         batches = [task.collate([rows[row] for row in own]) for own in order[:2]]
@@ -343,7 +413,7 @@ def _order(case: Training, task: Task, live: Any) -> list[list[int]]:
 
 
 def _one_step(session: Any, window: Window, lr: float) -> float:
-    from trainer.loop import train_step
+    from trainer.training.loop import train_step
 
     return float(train_step(session, window, lr=lr, bad=torch.zeros((), dtype=torch.int64)).loss)
 
@@ -393,7 +463,9 @@ def test_training_again_gives_the_recorded_gradient_norms(case: Training, tokeni
 
 
 @every_training
-def test_training_again_gives_the_recorded_exact_matches_on_the_way(case: Training, tokenizer: Path) -> None:
+def test_training_again_gives_the_recorded_exact_matches_on_the_way(
+    case: Training, tokenizer: Path
+) -> None:
     if not case.exact_matches:
         pytest.skip("this training records no exact match")
     assert train_again(case, tokenizer).exact_matches == pytest.approx(case.exact_matches, abs=1e-3)
@@ -407,9 +479,13 @@ def test_training_again_ends_with_the_recorded_answers(case: Training, tokenizer
 
 
 @every_training
-def test_training_again_ends_at_the_recorded_weights(case: Training, tokenizer: Path, tmp_path: Path) -> None:
+def test_training_again_ends_at_the_recorded_weights(
+    case: Training, tokenizer: Path, tmp_path: Path
+) -> None:
     ends: dict[str, dict[str, Tensor]] = {}
-    for number, own in enumerate(own for own in TRAINED if own.forward.reference == case.forward.reference):
+    for number, own in enumerate(
+        own for own in TRAINED if own.forward.reference == case.forward.reference
+    ):
         folder = tmp_path / str(number)
         folder.mkdir()
         if training_of(own, answered(own, tokenizer, folder)) == case.name:
@@ -420,19 +496,26 @@ def test_training_again_ends_at_the_recorded_weights(case: Training, tokenizer: 
     for name, want in ends.items():
         got = ours[case.best_step if name.startswith("best") else len(case.losses)]
         assert {f"t5.{part}" for part in want} == got.keys()
-        distance = max((got[f"t5.{part}"] - tensor).abs().max().item() for part, tensor in want.items())
+        distance = max(
+            (got[f"t5.{part}"] - tensor).abs().max().item() for part, tensor in want.items()
+        )
         assert distance <= WEIGHT, name
 
 
-# Text and scores ------------------------------------------------------------------------------------------------------
+# Text and scores
+# ------------------------------------------------------------------------------------------------------
 
 
-def test_the_tokenizer_gives_the_ids_of_the_slow_one_and_of_this_transformers(tokenizer: Path) -> None:
+def test_the_tokenizer_gives_the_ids_of_the_slow_one_and_of_this_transformers(
+    tokenizer: Path,
+) -> None:
     loaded = vocabulary.load_tokenizer(str(tokenizer), data_path=None, cache_dir=tokenizer.parent)
     texts = recorded_fid.recorded_json("tokenizer", "prompts_and_ids.json")
     for version in ("3.0.2", "5.23.0"):
         want = recorded_fid.recorded_json("tokenizer", f"ids_{version}.json")["ids"]
-        assert loaded(texts["prompts"] + texts["extra"], add_special_tokens=False)["input_ids"] == want
+        assert (
+            loaded(texts["prompts"] + texts["extra"], add_special_tokens=False)["input_ids"] == want
+        )
 
 
 def test_question_and_passage_apart_give_the_ids_of_the_recorded_prompts(tokenizer: Path) -> None:
@@ -480,8 +563,12 @@ class _Spelling:
         return {"input_ids": [[0] for _ in texts]}
 
 
-@pytest.mark.parametrize(("clean", "version"), [(True, "3.0.2"), (True, "4.17.0"), (False, "5.23.0")])
-def test_answers_are_cleaned_of_spaces_as_recorded(clean: bool, version: str, tokenizer: Path) -> None:
+@pytest.mark.parametrize(
+    ("clean", "version"), [(True, "3.0.2"), (True, "4.17.0"), (False, "5.23.0")]
+)
+def test_answers_are_cleaned_of_spaces_as_recorded(
+    clean: bool, version: str, tokenizer: Path
+) -> None:
     recorded = recorded_fid.recorded_json("tokenizer", f"ids_{version}.json")
     prompts = recorded_fid.task_of(tokenizer, reader={}, clean_up_spaces=clean).prompts
     ids = prompts.tokenizer("it 's 5 , 000 . n't ( a ) do n't")["input_ids"]
@@ -501,7 +588,11 @@ def test_exact_matches_are_the_recorded_ones() -> None:
 
 def test_learning_rates_are_the_recorded_ones() -> None:
     for name, want in recorded_fid.recorded_json("eval_cases.json")["lr"].items():
-        warmup, total = (int(part.lstrip("warmuptol")) for part in name.removeprefix("fixed_lr_").split("_"))
+        warmup, total = (
+            int(part.lstrip("warmuptol")) for part in name.removeprefix("fixed_lr_").split("_")
+        )
         shape = "constant" if name.startswith("fixed_lr") else "linear"
         of_ours = Schedule(shape=shape, warmup_steps=warmup)
-        assert [schedule.factor(of_ours, step, total) for step in range(len(want))] == pytest.approx(want), name
+        assert [
+            schedule.factor(of_ours, step, total) for step in range(len(want))
+        ] == pytest.approx(want), name

@@ -1,4 +1,6 @@
-"""Readers that facebookresearch/FiD and minFiD really wrote: read, run by stock transformers, and given back."""
+"""Readers that facebookresearch/FiD and minFiD really wrote: read, run by stock transformers, and
+given back.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def is_minfid(path: Path) -> bool:
 
 def expects_answers(path: Path) -> bool:
     content = json.loads(path.read_text())
-    return isinstance(content, dict) and "generated_text" in content.get("load_public_checkpoint", {})
+    return isinstance(content, dict) and "generated_text" in content.get(
+        "load_public_checkpoint", {}
+    )
 
 
 def found(paths: list[Path], what: str) -> list[Any]:
@@ -62,7 +66,9 @@ ANSWERED = [path for path in sorted(ROOT.glob("*/meta.json")) if expects_answers
 
 each_reader = pytest.mark.parametrize("reader", found(READERS, "reader of facebookresearch/FiD"))
 each_pickle = pytest.mark.parametrize("pickle", found(PICKLES, "file of minFiD"))
-each_answered = pytest.mark.parametrize("meta", found(ANSWERED, "meta.json with answers of a public reader"))
+each_answered = pytest.mark.parametrize(
+    "meta", found(ANSWERED, "meta.json with answers of a public reader")
+)
 
 
 def original(reader: Path) -> dict[str, Tensor]:
@@ -82,7 +88,9 @@ def loaded(folder: Path) -> Any:
 
 @each_reader
 @pytest.mark.parametrize("keeps_bias", [False, True])
-def test_a_reader_loads_into_stock_transformers(reader: Path, keeps_bias: bool, tmp_path: Path) -> None:
+def test_a_reader_loads_into_stock_transformers(
+    reader: Path, keeps_bias: bool, tmp_path: Path
+) -> None:
     if keeps_bias and CROSS_BIAS not in original(reader):
         pytest.skip(f"{reader.name} has no position bias of cross-attention")
     import_model(reader, out=tmp_path / "t5", compat_cross_bias=keeps_bias)
@@ -92,7 +100,9 @@ def test_a_reader_loads_into_stock_transformers(reader: Path, keeps_bias: bool, 
 
 
 @each_reader
-def test_an_imported_reader_is_exported_with_the_names_and_values_it_came_with(reader: Path, tmp_path: Path) -> None:
+def test_an_imported_reader_is_exported_with_the_names_and_values_it_came_with(
+    reader: Path, tmp_path: Path
+) -> None:
     want = original(reader)
     import_model(reader, out=tmp_path / "t5", compat_cross_bias=CROSS_BIAS in want)
     export_model(tmp_path / "t5", out=tmp_path / "fid", layout="fid")
@@ -108,13 +118,21 @@ def test_an_exported_reader_has_the_config_it_came_with(reader: Path, tmp_path: 
     export_model(tmp_path / "t5", out=tmp_path / "fid", layout="fid")
     want = json.loads((reader / "config.json").read_text())
     got = json.loads((tmp_path / "fid" / "config.json").read_text())
-    assert {name: got[name] for name in got if name in want} == {name: want[name] for name in got if name in want}
+    assert {name: got[name] for name in got if name in want} == {
+        name: want[name] for name in got if name in want
+    }
     assert got["architectures"] == want["architectures"]
 
 
 @each_reader
-def test_the_names_of_an_export_come_in_the_order_of_the_reference(reader: Path, tmp_path: Path) -> None:
-    meta = json.loads((reader.parent / "meta.json").read_text()) if (reader.parent / "meta.json").is_file() else {}
+def test_the_names_of_an_export_come_in_the_order_of_the_reference(
+    reader: Path, tmp_path: Path
+) -> None:
+    meta = (
+        json.loads((reader.parent / "meta.json").read_text())
+        if (reader.parent / "meta.json").is_file()
+        else {}
+    )
     if "wrapped_state_dict_keys" not in meta:
         pytest.skip(f"no wrapped_state_dict_keys recorded beside {reader.name}")
     import_model(reader, out=tmp_path / "t5")
@@ -142,15 +160,21 @@ def test_an_imported_reader_answers_as_in_the_reference(meta: Path, tmp_path: Pa
     if not readers:
         pytest.skip("no */public_style_checkpoint beside the recorded answers")
     recorded = json.loads(meta.read_text())
-    batch = load_file(meta.parent / f"forward_L{recorded['train_toy']['args']['max_length']}.safetensors")
+    batch = load_file(
+        meta.parent / f"forward_L{recorded['train_toy']['args']['max_length']}.safetensors"
+    )
     import_model(readers[0], out=tmp_path / "t5", tokenizer=str(ROOT / "tokenizer"))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t5")
-    answers = tokenizer.batch_decode(generated(loaded(tmp_path / "t5"), batch), skip_special_tokens=True)
+    answers = tokenizer.batch_decode(
+        generated(loaded(tmp_path / "t5"), batch), skip_special_tokens=True
+    )
     assert answers == recorded["load_public_checkpoint"]["generated_text"]
 
 
 def generated(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Greedy tokens (B, at most 50) of a stock T5: passages encoded one by one, decoded over all together."""
+    """Greedy tokens (B, at most 50) of a stock T5: passages encoded one by one, decoded over all
+    together.
+    """
     ids_BPL, mask_BPL = batch["input_ids"].long(), batch["attention_mask"].long()
     with torch.no_grad():
         states = model.encoder(ids_BPL.flatten(0, 1), mask_BPL.flatten(0, 1)).last_hidden_state

@@ -1,4 +1,6 @@
-"""The retriever gives Tevatron v1's numbers: losses, gradients, GradCache, dropout, choices, traces of training."""
+"""The retriever gives Tevatron v1's numbers: losses, gradients, GradCache, dropout, choices, traces
+of training.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,28 @@ from torch import Tensor
 from tests.parity import recorded_retriever as recorded
 from tests.parity.recorded_retriever import ROOT, Case, batch_of, params
 from tests.ranks import run_on_ranks
-from trainer import distributed, schedule, tasks
+from trainer import tasks
 from trainer.config import Schedule
-from trainer.task import DRAW, EPOCH, Batch, Places
+from trainer.runtime import distributed
+from trainer.tasks.protocol import DRAW, EPOCH, Batch, Places
 from trainer.tasks.retriever import losses, selection
+from trainer.training import schedule
 
 LOSS = {torch.float64: 1e-12, torch.float32: 2e-6}
 GRADIENT = {torch.float64: 1e-12, torch.float32: 1e-5}  # norms: relative
-NOISE = {torch.float64: 1e-14, torch.float32: 1e-6}  # of what cancels: the gradient of a key's bias is 0
+NOISE = {
+    torch.float64: 1e-14,
+    torch.float32: 1e-6,
+}  # of what cancels: the gradient of a key's bias is 0
 TRACE = 5e-6
 QUERIES = 8
 
-each_of_one_rank = pytest.mark.parametrize("case", params(recorded.losses(1), "expected_world1.json"))
-each_of_two_ranks = pytest.mark.parametrize("case", params(recorded.losses(2), "expected_world2.json"))
+each_of_one_rank = pytest.mark.parametrize(
+    "case", params(recorded.losses(1), "expected_world1.json")
+)
+each_of_two_ranks = pytest.mark.parametrize(
+    "case", params(recorded.losses(2), "expected_world2.json")
+)
 
 
 def task_of(case: Case, **loss: Any) -> Any:
@@ -55,18 +66,25 @@ def own_batches(case: Case, cut: Sequence[int]) -> list[Batch]:
 
 
 def run(case: Case, cut: Sequence[int] = (), **loss: Any) -> tuple[float, float, dict[str, Tensor]]:
-    """(mean loss over all ranks, this rank's mean, gradients of the mean over all ranks) of 8 queries."""
+    """(mean loss over all ranks, this rank's mean, gradients of the mean over all ranks) of 8
+    queries.
+    """
     model = recorded.retriever(case.variant, case.dtype)
     share = QUERIES // distributed.world()
     total = torch.zeros((), dtype=torch.float64)
     for summed in task_of(case, **loss).losses(model, own_batches(case, cut or [share])):
         summed.backward()
         total += summed.detach()
-    gradients = {n: (distributed.total(g) / QUERIES).to(g.dtype) for n, g in recorded.gradients_of(model).items()}
+    gradients = {
+        n: (distributed.total(g) / QUERIES).to(g.dtype)
+        for n, g in recorded.gradients_of(model).items()
+    }
     return float(distributed.total(total)) / QUERIES, float(total) / share, gradients
 
 
-def assert_norms(gradients: Mapping[str, Tensor], want: Mapping[str, Any], dtype: torch.dtype) -> None:
+def assert_norms(
+    gradients: Mapping[str, Tensor], want: Mapping[str, Any], dtype: torch.dtype
+) -> None:
     norms = dict(recorded.named(want["grad_norms"]))
     assert norms.keys() == gradients.keys()
     for name, norm in norms.items():
@@ -78,7 +96,8 @@ def total_norm(gradients: Mapping[str, Tensor]) -> float:
     return math.hypot(*(gradient.double().norm().item() for gradient in gradients.values()))
 
 
-# Losses and gradients -----------------------------------------------------------------------------------------------
+# Losses and gradients
+# -----------------------------------------------------------------------------------------------
 
 
 @each_of_one_rank
@@ -96,12 +115,17 @@ def test_the_scores_equal_the_recorded_ones(case: Case) -> None:
     if want is None:
         pytest.skip("no scores are recorded of this case")
     found = recorded.retriever(case.variant, case.dtype)(
-        **{key: value for key, value in batch_of(range(QUERIES), case.passages).items() if key != "counts"}
+        **{
+            key: value
+            for key, value in batch_of(range(QUERIES), case.passages).items()
+            if key != "counts"
+        }
     )
     got = (found["queries"] @ found["passages"].T).detach().double()
     want = torch.tensor(want, dtype=torch.float64)
     bound = 1e-12 if case.dtype == torch.float64 else 1e-6
-    # a dot product that cancels is left with the rounding of its terms, which the vectors' lengths bound
+    # a dot product that cancels is left with the rounding of its terms, which the vectors' lengths
+    # bound
     length = found["queries"].norm(dim=-1).max() * found["passages"].norm(dim=-1).max()
     assert (got - want).abs().max() <= bound * float(length.detach())
 
@@ -115,7 +139,9 @@ def test_cached_gradients_equal_the_recorded_ones_whatever_the_chunks(case: Case
         loss, _, gradients = run(case, query_chunk=query, passage_chunk=passage)
         assert loss == pytest.approx(want[name]["loss_returned"], abs=LOSS[case.dtype]), name
         assert_norms(gradients, want[name] if "grad_norms" in want[name] else want, case.dtype)
-        assert total_norm(gradients) == pytest.approx(want[name]["grad_norm_total"], rel=GRADIENT[case.dtype])
+        assert total_norm(gradients) == pytest.approx(
+            want[name]["grad_norm_total"], rel=GRADIENT[case.dtype]
+        )
 
 
 @each_of_one_rank
@@ -128,8 +154,12 @@ def test_micro_batches_are_chunks_of_one_pool(case: Case, cut: list[int]) -> Non
 
 
 @pytest.mark.parametrize("name", params(recorded.full_gradients(), "grads_*.safetensors"))
-@pytest.mark.parametrize("loss", [{}, {"query_chunk": 2, "passage_chunk": 4}, {"pool_on_host": True}], ids=str)
-def test_every_element_of_a_gradient_equals_the_recorded_one(name: str, loss: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "loss", [{}, {"query_chunk": 2, "passage_chunk": 4}, {"pool_on_host": True}], ids=str
+)
+def test_every_element_of_a_gradient_equals_the_recorded_one(
+    name: str, loss: dict[str, Any]
+) -> None:
     case = Case(name.replace("_", "/", 1)[::-1].replace("_", "/", 1)[::-1], {})
     _, _, gradients = run(case, **loss)
     want = dict(recorded.named(recorded.tensors(f"grads_{name}.safetensors")))
@@ -143,13 +173,18 @@ def test_every_vector_equals_the_recorded_one(name: str) -> None:
     want = recorded.tensors(f"reps_{name}.safetensors")
     if not want:
         pytest.skip(f"no reps_{name}.safetensors")
-    texts = {key: value for key, value in batch_of(range(QUERIES), case.passages).items() if key != "counts"}
+    texts = {
+        key: value
+        for key, value in batch_of(range(QUERIES), case.passages).items()
+        if key != "counts"
+    }
     found = recorded.retriever(case.variant, case.dtype)(**texts)
     assert (found["queries"] - want["q_reps"]).abs().max() <= 1e-12
     assert (found["passages"] - want["p_reps"]).abs().max() <= 1e-12
 
 
-# Two ranks ----------------------------------------------------------------------------------------------------------
+# Two ranks
+# ----------------------------------------------------------------------------------------------------------
 
 
 def _every_run(case: Case, mode: str) -> dict[str, tuple[float, float, dict[str, Tensor]]]:
@@ -177,24 +212,33 @@ def test_two_ranks_have_the_recorded_loss_and_gradients(case: Case, mode: str) -
                 assert own_loss == pytest.approx(returned, abs=LOSS[case.dtype]), name
             cached = want.get(name, want)
             assert_norms(gradients, cached if "grad_norms" in cached else want, case.dtype)
-            assert total_norm(gradients) == pytest.approx(want["grad_norm_total"], rel=GRADIENT[case.dtype]), name
+            assert total_norm(gradients) == pytest.approx(
+                want["grad_norm_total"], rel=GRADIENT[case.dtype]
+            ), name
 
 
-# Dropout, accumulation ----------------------------------------------------------------------------------------------
+# Dropout, accumulation
+# ----------------------------------------------------------------------------------------------
 
 
 def _case_of(name: str) -> Case:
     """Of names like dropout0.1_seed1234_f64_tied_n2 or trace_f32_tied_n2_24steps."""
     words = name.split("_")
     start = next(k for k, word in enumerate(words) if word in recorded.DTYPES)
-    stop = next(k for k, word in enumerate(words) if k > start and word[0] == "n" and word[1:].isdigit())
+    stop = next(
+        k for k, word in enumerate(words) if k > start and word[0] == "n" and word[1:].isdigit()
+    )
     return Case(f"{words[start]}/{'_'.join(words[start + 1 : stop])}/{words[stop]}", {})
 
 
-def _with_dropout(name: str, chunks: tuple[int, int] | None) -> tuple[float, dict[str, Tensor], Tensor]:
+def _with_dropout(
+    name: str, chunks: tuple[int, int] | None
+) -> tuple[float, dict[str, Tensor], Tensor]:
     case = _case_of(name)
     rate = float(name.split("_")[0].removeprefix("dropout"))
-    seed = next(int(word.removeprefix("seed")) for word in name.split("_") if word.startswith("seed"))
+    seed = next(
+        int(word.removeprefix("seed")) for word in name.split("_") if word.startswith("seed")
+    )
     model = recorded.retriever(case.variant, case.dtype, dropout=rate)
     loss = {} if chunks is None else {"query_chunk": chunks[0], "passage_chunk": chunks[1]}
     torch.manual_seed(seed)
@@ -203,24 +247,35 @@ def _with_dropout(name: str, chunks: tuple[int, int] | None) -> tuple[float, dic
     return float(summed.detach()) / QUERIES, recorded.gradients_of(model), torch.rand(3)
 
 
-@pytest.mark.parametrize("entry", params(recorded.more(1, "dropout"), "dropout cases in expected_more_world1.json"))
+@pytest.mark.parametrize(
+    "entry", params(recorded.more(1, "dropout"), "dropout cases in expected_more_world1.json")
+)
 def test_dropout_is_replayed_and_random_numbers_go_on_as_recorded(entry: tuple[str, Any]) -> None:
     name, wanted = entry
-    runs = {"plain": None, "gc_single_chunk(q8,p16)": (8, 16), "gc_q2_p4": (2, 4), "chunked_single_graph_q2_p4": (2, 4)}
+    runs = {
+        "plain": None,
+        "gc_single_chunk(q8,p16)": (8, 16),
+        "gc_q2_p4": (2, 4),
+        "chunked_single_graph_q2_p4": (2, 4),
+    }
     for mode, chunks in runs.items():
         if mode not in wanted:
             continue
         want, case = wanted[mode], _case_of(name)
         loss, gradients, after = _with_dropout(name, chunks)
         assert loss == pytest.approx(want["loss"], abs=LOSS[case.dtype]), mode
-        assert total_norm(gradients) == pytest.approx(want["grad_norm_total"], rel=GRADIENT[case.dtype]), mode
+        assert total_norm(gradients) == pytest.approx(
+            want["grad_norm_total"], rel=GRADIENT[case.dtype]
+        ), mode
         assert after.tolist() == pytest.approx(want["rand_after"], abs=0), mode
         if "grad_norms" in want:
             assert_norms(gradients, want, case.dtype)
 
 
 @pytest.mark.parametrize("entry", params(recorded.more(1, "grad_accum"), "grad_accum cases"))
-@pytest.mark.parametrize("chunked", [{}, {"query_chunk": 2, "passage_chunk": 4}], ids=["plain", "cached"])
+@pytest.mark.parametrize(
+    "chunked", [{}, {"query_chunk": 2, "passage_chunk": 4}], ids=["plain", "cached"]
+)
 def test_micro_batches_that_are_pools_of_their_own_are_averaged(
     entry: tuple[str, Any], chunked: dict[str, int]
 ) -> None:
@@ -230,18 +285,25 @@ def test_micro_batches_that_are_pools_of_their_own_are_averaged(
     model, size = recorded.retriever(case.variant, case.dtype), QUERIES // count
     window = [batch_of(range(k * size, (k + 1) * size), case.passages) for k in range(count)]
     for k, summed in enumerate(task_of(case, pool="micro_batch", **chunked).losses(model, window)):
-        assert float(summed.detach()) / size == pytest.approx(want["micro_losses"][k], abs=LOSS[case.dtype])
+        assert float(summed.detach()) / size == pytest.approx(
+            want["micro_losses"][k], abs=LOSS[case.dtype]
+        )
         (summed / QUERIES).backward()
     gradients = recorded.gradients_of(model)
     assert total_norm(gradients) == pytest.approx(want["grad_norm_total"], rel=GRADIENT[case.dtype])
     assert_norms(gradients, want, case.dtype)
 
 
-# Training -----------------------------------------------------------------------------------------------------------
+# Training
+# -----------------------------------------------------------------------------------------------------------
 
 
-def _trained(case: Case, batches: Sequence[Batch], *, shape: Schedule, **loss: Any) -> list[tuple[float, float, float]]:
-    """(loss, gradient norm before clipping, rate) of AdamW steps, each on one batch of all ranks."""
+def _trained(
+    case: Case, batches: Sequence[Batch], *, shape: Schedule, **loss: Any
+) -> list[tuple[float, float, float]]:
+    """(loss, gradient norm before clipping, rate) of AdamW steps, each on one batch of all
+    ranks.
+    """
     model, task = recorded.retriever(case.variant, case.dtype), task_of(case, **loss)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     found = []
@@ -264,12 +326,21 @@ def _trained(case: Case, batches: Sequence[Batch], *, shape: Schedule, **loss: A
 LINEAR = Schedule(shape="linear", warmup_ratio=0.1)
 
 
-@pytest.mark.parametrize("entry", params(recorded.more(1, "trace"), "traces in expected_more_world1.json"))
-@pytest.mark.parametrize("chunked", [{}, {"query_chunk": 2, "passage_chunk": 4}], ids=["plain", "cached"])
-def test_24_steps_of_training_follow_the_recorded_trace(entry: tuple[str, Any], chunked: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "entry", params(recorded.more(1, "trace"), "traces in expected_more_world1.json")
+)
+@pytest.mark.parametrize(
+    "chunked", [{}, {"query_chunk": 2, "passage_chunk": 4}], ids=["plain", "cached"]
+)
+def test_24_steps_of_training_follow_the_recorded_trace(
+    entry: tuple[str, Any], chunked: dict[str, int]
+) -> None:
     name, wanted = entry
     case, want = _case_of(name), wanted.get("gc_q2_p4" if chunked else "plain", wanted["plain"])
-    batches = [batch_of(range(step % 4 * 8, step % 4 * 8 + 8), case.passages) for step in range(len(want["loss"]))]
+    batches = [
+        batch_of(range(step % 4 * 8, step % 4 * 8 + 8), case.passages)
+        for step in range(len(want["loss"]))
+    ]
     found = _trained(case, batches, shape=LINEAR, **chunked)
     assert [rate for _, _, rate in found] == pytest.approx(want["lr"], rel=1e-12, abs=1e-18)
     assert [loss for loss, _, _ in found] == pytest.approx(want["loss"], abs=TRACE)
@@ -281,7 +352,10 @@ def test_24_steps_of_training_follow_the_recorded_trace(entry: tuple[str, Any], 
 def _traced(name: str, across: bool, chunked: dict[str, int], steps: int) -> list[float]:
     """The mean loss of each step of the recorded training on this process group's ranks."""
     case, share = _case_of(name), QUERIES // distributed.world()
-    model, task = recorded.retriever(case.variant, case.dtype), task_of(case, negatives_x_device=across, **chunked)
+    model, task = (
+        recorded.retriever(case.variant, case.dtype),
+        task_of(case, negatives_x_device=across, **chunked),
+    )
     optimizer, seen = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0), []
     for step in range(steps):
         start = step % 4 * 8 + share * distributed.rank()
@@ -298,10 +372,16 @@ def _traced(name: str, across: bool, chunked: dict[str, int], steps: int) -> lis
     return seen
 
 
-@pytest.mark.parametrize("entry", params(recorded.more(2, "trace"), "traces in expected_more_world2.json"))
+@pytest.mark.parametrize(
+    "entry", params(recorded.more(2, "trace"), "traces in expected_more_world2.json")
+)
 def test_training_on_two_ranks_follows_the_recorded_trace(entry: tuple[str, Any]) -> None:
     name, wanted = entry
-    modes = {mode: run for mode, run in wanted.items() if isinstance(run, dict) and isinstance(run.get("loss"), list)}
+    modes = {
+        mode: run
+        for mode, run in wanted.items()
+        if isinstance(run, dict) and isinstance(run.get("loss"), list)
+    }
     assert modes, f"{name} holds no list of losses"
     for mode, run in modes.items():
         chunked = {"query_chunk": 2, "passage_chunk": 4} if "gc" in mode else {}
@@ -309,7 +389,9 @@ def test_training_on_two_ranks_follows_the_recorded_trace(entry: tuple[str, Any]
         found = run_on_ranks(2, _traced, name, across, chunked, len(run["loss"]))[0]
         # what negatives across devices return is twice the mean
         scale = 2 if across and run["loss"][0] > 1.5 * found[0] else 1
-        assert [scale * loss for loss in found] == pytest.approx(run["loss"], abs=TRACE * scale), mode
+        assert [scale * loss for loss in found] == pytest.approx(run["loss"], abs=TRACE * scale), (
+            mode
+        )
 
 
 @pytest.mark.parametrize("case", params(recorded.poolings(), "v2_expected.json"))
@@ -320,7 +402,11 @@ def test_every_pooling_and_temperature_has_the_later_programs_loss(case: recorde
     found = model(**{key: value for key, value in batch.items() if key != "counts"})
     scores = found["queries"] @ found["passages"].T
     divided = scores / case.how.temperature
-    loss = float(losses.in_batch({**found, **batch}, temperature=case.how.temperature, mask_duplicates=False).detach())
+    loss = float(
+        losses.in_batch(
+            {**found, **batch}, temperature=case.how.temperature, mask_duplicates=False
+        ).detach()
+    )
     assert loss / QUERIES == pytest.approx(case.recorded["loss"], abs=1e-12)
     if isinstance(case.recorded.get("scores"), list):
         want = torch.tensor(case.recorded["scores"], dtype=torch.float64)
@@ -329,7 +415,9 @@ def test_every_pooling_and_temperature_has_the_later_programs_loss(case: recorde
 
 
 @pytest.mark.parametrize("path", params(recorded.driver_runs(), "v1_driver_*.json"))
-def test_the_published_programs_run_is_followed_example_by_example(path: Path, tmp_path: Path) -> None:
+def test_the_published_programs_run_is_followed_example_by_example(
+    path: Path, tmp_path: Path
+) -> None:
     want = json.loads(path.read_text())
     examples = want["examples_in_order"]
     size = len(examples) // len(want["per_step_loss"])
@@ -338,11 +426,19 @@ def test_the_published_programs_run_is_followed_example_by_example(path: Path, t
     batches = []
     for start in range(0, len(examples), size):
         seen = examples[start : start + size]
-        rows = [{**_arrays(encoded[one["item"]]), DRAW: np.array([0]), EPOCH: np.array([one["epoch"]])} for one in seen]
+        rows = [
+            {**_arrays(encoded[one["item"]]), DRAW: np.array([0]), EPOCH: np.array([one["epoch"]])}
+            for one in seen
+        ]
         batch = task.collate(rows)
         assert _ids(batch, "query") == [one["query_ids"] for one in seen]
         assert _ids(batch, "passage") == [ids for one in seen for ids in one["passage_ids"]]
-        batches.append({name: batch[name] for name in ("query_ids", "query_mask", "passage_ids", "passage_mask")})
+        batches.append(
+            {
+                name: batch[name]
+                for name in ("query_ids", "query_mask", "passage_ids", "passage_mask")
+            }
+        )
         batches[-1]["counts"] = batch["counts"]
     case = Case("f32/tied/n2", {})
     chunked = {"query_chunk": 2, "passage_chunk": 4} if path.stem.endswith("gc") else {}
@@ -356,7 +452,13 @@ def _toy_task(tmp_path: Path) -> Any:
     values = {
         "task": "retriever",
         "base": str(ROOT / "tinybert"),
-        "train": {"steps": 24, "global_batch": 8, "micro_batch": 8, "precision": "fp32", "seed": 42},
+        "train": {
+            "steps": 24,
+            "global_batch": 8,
+            "micro_batch": 8,
+            "precision": "fp32",
+            "seed": 42,
+        },
         "optim": {"lr": 1e-3},
         "data": {"source": "pretokenised", "passages": 2, "query_tokens": 12, "passage_tokens": 24},
     }
@@ -390,22 +492,29 @@ def test_the_passages_of_every_epoch_are_the_recorded_ones(case: Mapping[str, An
         turn = selection.Turn(item=case["item"], epoch=epoch, seed=case["seed"], draw=0)
         got = [f"p{selection.positive(case['n_pos'], turn, 'by_epoch')}"]
         wanted = case["train_n_passages"] - 1
-        got += [f"n{place}" for place in selection.negatives(case["n_neg"], wanted, turn, "by_epoch")]
+        got += [
+            f"n{place}" for place in selection.negatives(case["n_neg"], wanted, turn, "by_epoch")
+        ]
         assert got == want
 
 
-# ZeRO ---------------------------------------------------------------------------------------------------------------
+# ZeRO
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _six_steps(stage: int, chunked: dict[str, int], cut: list[int]) -> list[float]:
     """The losses of the recorded six steps under an engine."""
     from tests.numerics.test_engine import ds_for
     from trainer.config import Optim
-    from trainer.engine import Engine
+    from trainer.training.engine import Engine
 
     case, world, rank = Case("f32/tied/n2", {}), distributed.world(), distributed.rank()
     optim = Optim(lr=1e-3, clip=1.0)
-    live = Engine(recorded.retriever(case.variant, case.dtype), ds_for(stage, "fp32", world) | _clipped(), optim)
+    live = Engine(
+        recorded.retriever(case.variant, case.dtype),
+        ds_for(stage, "fp32", world) | _clipped(),
+        optim,
+    )
     live.train()
     task, seen = task_of(case, **chunked), []
     for step in range(len(recorded.read_json("deepspeed_trace_6steps.json")["loss"])):
@@ -439,7 +548,9 @@ def _at_every_stage(cuts: list[list[int]]) -> dict[str, list[float]]:
 def test_the_recorded_six_steps_are_followed_at_every_stage(world: int) -> None:
     want = recorded.read_json("deepspeed_trace_6steps.json")
     if not want:
-        pytest.skip("no deepspeed_trace_6steps.json in $LATHE_PARITY/retriever (default ../shared/parity)")
+        pytest.skip(
+            "no deepspeed_trace_6steps.json in $LATHE_PARITY/retriever (default ../shared/parity)"
+        )
     cuts = {1: [[8], [4, 4]], 2: [[4], [1, 3]]}[world]
     for found in run_on_ranks(world, _at_every_stage, cuts):
         for name, seen in found.items():

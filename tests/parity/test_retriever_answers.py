@@ -1,4 +1,6 @@
-"""What the published evaluation of retrievers says of tokens, answers in passages, and a ranking against a reader."""
+"""What the published evaluation of retrievers says of tokens, answers in passages, and a ranking
+against a reader.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.parity.recorded_fid import ROOT
-from trainer.answer_recall import has_answer, tokens
-from trainer.ranking import agreement
+from trainer.retrieval.answer_recall import has_answer, tokens
+from trainer.retrieval.runs import agreement
 
 CASES = ROOT / "eval_cases.json"
 

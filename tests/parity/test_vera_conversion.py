@@ -1,6 +1,8 @@
-"""Publishers' files become, byte for byte, the lines and the statements that Vera's author made of them.
+"""Publishers' files become, byte for byte, the lines and the statements that Vera's author made of
+them.
 
-What goes to the question converter is marked by a stand-in, as it is in the recorded statements: <<LM:text>>.
+What goes to the question converter is marked by a stand-in, as it is in the recorded statements:
+<<LM:text>>.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ COUNTS = {
 
 
 def recorded() -> list[Any]:
-    cases = [(name, case) for path in GOLDEN for name, case in json.loads(path.read_text())["sets"].items()]
+    cases = [
+        (name, case)
+        for path in GOLDEN
+        for name, case in json.loads(path.read_text())["sets"].items()
+    ]
     if cases:
         return [pytest.param(name, case, id=name) for name, case in cases]
     reason = "no golden conversions in $LATHE_PARITY/vera (default ../shared/parity)"
@@ -55,7 +61,9 @@ def marks(texts: Sequence[str]) -> list[str]:
 
 
 def raw_folder(task: str, tmp_path: Path) -> Path:
-    """The publisher's folder; that of WSC with wsc273.txt, whose options differ from those of the collection."""
+    """The publisher's folder; that of WSC with wsc273.txt, whose options differ from those of the
+    collection.
+    """
     folder = DATA / task
     if not folder.is_dir():
         pytest.skip(f"no {task} in $LATHE_DATA/statements (default ../shared/data)")
@@ -64,7 +72,10 @@ def raw_folder(task: str, tmp_path: Path) -> Path:
     made = tmp_path / "raw"
     made.mkdir()
     (made / "WSCollection.xml").write_bytes((folder / "WSCollection.xml").read_bytes())
-    told = [line.split("\t") for line in (Path(__file__).parent / "wsc273_options.tsv").read_text().splitlines()]
+    told = [
+        line.split("\t")
+        for line in (Path(__file__).parent / "wsc273_options.tsv").read_text().splitlines()
+    ]
     records = (f"Sentence [MASK] .\n[MASK]\n{right} ,{wrong}\n{right}\n\n" for right, wrong in told)
     (made / "wsc273.txt").write_text("".join(records))
     return made
@@ -86,7 +97,9 @@ each_recorded = pytest.mark.parametrize(("name", "case"), recorded())
 
 
 @each_recorded
-def test_the_unifiedqa_lines_are_those_of_the_author(name: str, case: dict[str, Any], tmp_path: Path) -> None:
+def test_the_unifiedqa_lines_are_those_of_the_author(
+    name: str, case: dict[str, Any], tmp_path: Path
+) -> None:
     converted(name, tmp_path, variants=AS_THE_AUTHOR.get(name, {}))
     content = (tmp_path / "out" / f"{name}.tsv").read_bytes()
     assert len(content) == case["tsv_bytes"]
@@ -139,7 +152,17 @@ def test_groups_and_statements_are_as_many_as_the_original_makes(name: str, tmp_
 
 def test_lines_with_line_ends_in_them_fail_as_they_did_and_are_listed(tmp_path: Path) -> None:
     converted("csqa2/train", tmp_path, variants={"newlines": "keep"})
-    lines = Conversion("unifiedqa", tmp_path / "out/csqa2/train.tsv", tmp_path / "again", split="train", task="csqa2")
+    lines = Conversion(
+        "unifiedqa",
+        tmp_path / "out/csqa2/train.tsv",
+        tmp_path / "again",
+        split="train",
+        task="csqa2",
+    )
     (report,) = convert(lines, marks)
     without_tab = [failure for failure in report.failures if "no tab" in failure]
-    assert (report.rows, report.groups, len(without_tab)) == (9264 + 8, 9264 - len(report.failures) + 8, 8)
+    assert (report.rows, report.groups, len(without_tab)) == (
+        9264 + 8,
+        9264 - len(report.failures) + 8,
+        8,
+    )

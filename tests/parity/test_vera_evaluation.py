@@ -1,8 +1,9 @@
-"""The verifier's metrics give the published program's numbers: its scores, its choices and its evaluation.
+"""The verifier's metrics give the published program's numbers: its scores, its choices and its
+evaluation.
 
-An evaluation is a file *booleans*.json, a list of {"task", "logit", "score", "label"} in order of problems, and beside
-it the file of the same name with "stats", which holds the metrics under the names they were logged by:
-eval/mc/acc/TASK, eval/mc/acc_unweighted_SET and eval/bool/SET_METRIC.
+An evaluation is a file *booleans*.json, a list of {"task", "logit", "score", "label"} in order of
+problems, and beside it the file of the same name with "stats", which holds the metrics under the
+names they were logged by: eval/mc/acc/TASK, eval/mc/acc_unweighted_SET and eval/bool/SET_METRIC.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from trainer.tasks.vera.calibration import ece, scores_of
 from trainer.tasks.vera.metrics import COLUMN, Kind, Part, best_rows, statement_metrics
 
 METRIC, SCORE = 1e-6, 1e-6  # absolute
-BOOLEANS = {"csqa2", "symkd_anno", "gengen_anno", "spatial_cs", "strategyqa", "creak", "rainier_anno"}
+BOOLEANS = {
+    "csqa2",
+    "symkd_anno",
+    "gengen_anno",
+    "spatial_cs",
+    "strategyqa",
+    "creak",
+    "rainier_anno",
+}
 UNSEEN_1 = {"wsc273", "copa", "numersense", "prost", "spatial_cs", "rainier_anno"}
 UNSEEN_2 = {"swag", "hellaswag", "codah", "story_cloze_test", "alphanli", "strategyqa", "creak"}
 OURS = {
@@ -77,7 +86,9 @@ class Evaluation:
 
     @property
     def table(self) -> np.ndarray:
-        """A true statement of multiple choice begins a problem, a boolean is one; both are in the order of the file."""
+        """A true statement of multiple choice begins a problem, a boolean is one; both are in the
+        order of the file.
+        """
         rows, group, column = [], -1, 0
         for row in self.statements:
             is_first = row["task"] in BOOLEANS or row["label"] == 1
@@ -86,7 +97,9 @@ class Evaluation:
         return np.array(rows, dtype=np.float64)
 
     def recorded(self, pattern: re.Pattern[str]) -> dict[str, float]:
-        """By our names; a mean over no task, and those of a class that a set has not, are absent here."""
+        """By our names; a mean over no task, and those of a class that a set has not, are absent
+        here.
+        """
         found: dict[str, float] = {}
         is_known = False
         for name, value in self.stats.items():
@@ -94,18 +107,29 @@ class Evaluation:
             is_known = is_known or bool(match)
             if match and pattern is OF_CHOICES and not math.isnan(value):
                 found[f"accuracy/{MEANS.get(match['set'], match['set'])}"] = value
-            elif match and pattern is OF_STATEMENTS and self._has_class(match["set"], match["metric"]):
-                found[f"{OURS[match['metric']]}/{match['set']}"] = _f1_of_nothing(match["metric"], value)
+            elif (
+                match
+                and pattern is OF_STATEMENTS
+                and self._has_class(match["set"], match["metric"])
+            ):
+                found[f"{OURS[match['metric']]}/{match['set']}"] = _f1_of_nothing(
+                    match["metric"], value
+                )
         assert is_known, (
-            f"{self.name}: no recorded metric is called like {pattern.pattern!r}, but {list(self.stats)[:9]}"
+            f"{self.name}: no recorded metric is called like {pattern.pattern!r}, but "
+            f"{list(self.stats)[:9]}"
         )
         return found
 
     def _has_class(self, name: str, metric: str) -> bool:
         of_part = parts(self.tasks)
-        members = [task for task in self.tasks if name in ("all", task) or of_part[task].startswith(name)]
+        members = [
+            task for task in self.tasks if name in ("all", task) or of_part[task].startswith(name)
+        ]
         labels = {row["label"] for row in self.statements if row["task"] in members}
-        needed = {"t": {1}, "f": {0}, "a": {0, 1} if metric == "auroc" else set()}.get(metric[0], set())
+        needed = {"t": {1}, "f": {0}, "a": {0, 1} if metric == "auroc" else set()}.get(
+            metric[0], set()
+        )
         return needed <= labels
 
 
@@ -139,12 +163,17 @@ def kinds(tasks: list[str]) -> dict[str, Kind]:
 
 
 def parts(tasks: list[str]) -> dict[str, Part]:
-    return {task: "unseen1" if task in UNSEEN_1 else "unseen2" if task in UNSEEN_2 else "seen" for task in tasks}
+    return {
+        task: "unseen1" if task in UNSEEN_1 else "unseen2" if task in UNSEEN_2 else "seen"
+        for task in tasks
+    }
 
 
 def table_of(batch: str) -> np.ndarray:
     """The recorded statements of a batch; every problem is a task of its own."""
-    recorded = {name: tensors()[f"{batch}.{name}"] for name in ("mask", "logits", "first_is_corrects")}
+    recorded = {
+        name: tensors()[f"{batch}.{name}"] for name in ("mask", "logits", "first_is_corrects")
+    }
     group_S, column_S = (index.numpy() for index in recorded["mask"].nonzero(as_tuple=True))
     logit_S = recorded["logits"].double().numpy()[group_S, column_S]
     label_S = (column_S == 0) & recorded["first_is_corrects"].bool().numpy()[group_S]
@@ -160,7 +189,9 @@ every_evaluation = pytest.mark.parametrize("evaluation", cases(EVALUATIONS, "eva
 @every_batch
 def test_scores_of_a_batch_are_the_recorded_ones(batch: str) -> None:
     scores_BC = scores_of(tensors()[f"{batch}.logits"])
-    assert scores_BC == pytest.approx(tensors()[f"{batch}.scores"].double().numpy(), abs=SCORE, rel=0)
+    assert scores_BC == pytest.approx(
+        tensors()[f"{batch}.scores"].double().numpy(), abs=SCORE, rel=0
+    )
 
 
 @every_batch
@@ -171,13 +202,21 @@ def test_the_chosen_column_of_every_problem_of_a_batch_is_the_recorded_one(batch
 
 @every_batch
 def test_a_multiple_choice_problem_of_a_batch_is_right_exactly_when_it_was(batch: str) -> None:
-    corrects, is_choice = tensors()[f"{batch}.corrects"].tolist(), tensors()[f"{batch}.is_mcs"].tolist()
+    corrects, is_choice = (
+        tensors()[f"{batch}.corrects"].tolist(),
+        tensors()[f"{batch}.is_mcs"].tolist(),
+    )
     names = [f"problem {row}" for row in range(len(corrects))]
     of_problem: Mapping[str, Kind] = {
-        name: "multiple_choice" if choice else "boolean" for name, choice in zip(names, is_choice, strict=True)
+        name: "multiple_choice" if choice else "boolean"
+        for name, choice in zip(names, is_choice, strict=True)
     }
     found = statement_metrics(table_of(batch), names, of_problem, dict.fromkeys(names, "seen"))
-    wanted = {name: float(right) for name, right in zip(names, corrects, strict=True) if of_problem[name] != "boolean"}
+    wanted = {
+        name: float(right)
+        for name, right in zip(names, corrects, strict=True)
+        if of_problem[name] != "boolean"
+    }
     assert {name: found[f"accuracy/{name}"] for name in wanted} == wanted
     assert ("accuracy/mean" in found) == bool(wanted)
 
@@ -185,7 +224,9 @@ def test_a_multiple_choice_problem_of_a_batch_is_right_exactly_when_it_was(batch
 @every_evaluation
 def test_scores_of_an_evaluation_are_the_recorded_ones(evaluation: Evaluation) -> None:
     scores = scores_of([row["logit"] for row in evaluation.statements])
-    assert scores == pytest.approx(np.array([row["score"] for row in evaluation.statements]), abs=SCORE, rel=0)
+    assert scores == pytest.approx(
+        np.array([row["score"] for row in evaluation.statements]), abs=SCORE, rel=0
+    )
 
 
 @every_evaluation
@@ -196,14 +237,20 @@ def test_accuracy_of_an_evaluation_is_the_recorded_one(evaluation: Evaluation) -
 
 
 @every_evaluation
-def test_every_metric_of_statements_of_an_evaluation_is_the_recorded_one(evaluation: Evaluation) -> None:
+def test_every_metric_of_statements_of_an_evaluation_is_the_recorded_one(
+    evaluation: Evaluation,
+) -> None:
     wanted = evaluation.recorded(OF_STATEMENTS)
     found = {name: value for name, value in evaluation.metrics.items() if name in wanted}
     assert found == pytest.approx(wanted, abs=METRIC, rel=0)
 
 
 @every_evaluation
-def test_the_calibration_error_of_recorded_scores_is_the_recorded_one(evaluation: Evaluation) -> None:
+def test_the_calibration_error_of_recorded_scores_is_the_recorded_one(
+    evaluation: Evaluation,
+) -> None:
     """From the scores themselves, so that it does not rest on our sigmoid."""
     labels, scores = ([row[name] for row in evaluation.statements] for name in ("label", "score"))
-    assert ece(scores, labels) == pytest.approx(evaluation.recorded(OF_STATEMENTS)["ece/all"], abs=METRIC, rel=0)
+    assert ece(scores, labels) == pytest.approx(
+        evaluation.recorded(OF_STATEMENTS)["ece/all"], abs=METRIC, rel=0
+    )

@@ -1,7 +1,7 @@
 """The verifier's losses give the published program's numbers: every term, gradient and infinity.
 
-Bounds are relative. A term near 0 is a difference of larger numbers in fp32, so NOISE is allowed on top; a tensor is
-held against its largest element.
+Bounds are relative. A term near 0 is a difference of larger numbers in fp32, so NOISE is allowed on
+top; a tensor is held against its largest element.
 """
 
 from __future__ import annotations
@@ -27,24 +27,30 @@ from tests.parity.recorded_vera import (
     recorded_statements,
 )
 from tests.ranks import run_on_ranks
-from trainer import distributed
+from trainer.runtime import distributed
 from trainer.tasks.vera.losses import Original, Statements, gather, original
 
 LOSS, STATE, GRADIENT = 1e-5, 1e-5, 1e-4
 NOISE = 1e-6
-# A gradient that cancels to nothing is left with the rounding of its parts, which are as large as its parameter's
-# gradients elsewhere: 1 to 10.
+# A gradient that cancels to nothing is left with the rounding of its parts, which are as large as
+# its parameter's gradients elsewhere: 1 to 10.
 GRADIENT_NOISE = 1e-6
 
-every_batch = pytest.mark.parametrize("batch", recorded_vera.cases(recorded_vera.batches(), "batches.safetensors"))
-every_loss = pytest.mark.parametrize("case", recorded_vera.cases(recorded_vera.losses(), "terms in an expected.json"))
+every_batch = pytest.mark.parametrize(
+    "batch", recorded_vera.cases(recorded_vera.batches(), "batches.safetensors")
+)
+every_loss = pytest.mark.parametrize(
+    "case", recorded_vera.cases(recorded_vera.losses(), "terms in an expected.json")
+)
 every_norm = pytest.mark.parametrize(
     "case", recorded_vera.cases(recorded_vera.gradient_norms(), "grad_norms in an expected.json")
 )
 every_gradient = pytest.mark.parametrize(
     "case", recorded_vera.cases(recorded_vera.gradients(), "gradients in batches.safetensors")
 )
-every_split = pytest.mark.parametrize("split", recorded_vera.cases(recorded_vera.splits(), "expected_2rank.json"))
+every_split = pytest.mark.parametrize(
+    "split", recorded_vera.cases(recorded_vera.splits(), "expected_2rank.json")
+)
 
 
 def close(want: Any) -> Any:
@@ -72,7 +78,9 @@ def gradients_of(name: str) -> dict[str, Tensor]:
     case = recorded_vera.loss_named(name, {})
     verifier = Verifier()
     loss_of(verifier.statements(case.batch), case).loss.backward()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in verifier.named_parameters()}
+    return {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in verifier.named_parameters()
+    }
 
 
 def total_norm(gradients: dict[str, Tensor]) -> float:
@@ -82,7 +90,9 @@ def total_norm(gradients: dict[str, Tensor]) -> float:
 @every_loss
 def test_every_term_of_a_loss_equals_the_recorded_one(case: Loss) -> None:
     ours = loss_of(recorded_statements(case.batch), case)
-    assert {term: getattr(ours, term).item() for term in TERMS} == {term: close(case.recorded[term]) for term in TERMS}
+    assert {term: getattr(ours, term).item() for term in TERMS} == {
+        term: close(case.recorded[term]) for term in TERMS
+    }
 
 
 @every_batch
@@ -99,12 +109,16 @@ def test_a_stock_encoder_gives_the_recorded_states_logits_and_scores(batch: str)
 @every_norm
 def test_gradient_norms_equal_the_recorded_ones(case: Loss) -> None:
     ours = gradients_of(case.name)
-    if "error" in case.recorded:  # no multiple-choice group: the published loss is a constant, ours has gradient 0
+    if (
+        "error" in case.recorded
+    ):  # no multiple-choice group: the published loss is a constant, ours has gradient 0
         assert total_norm(ours) == 0
         return
     assert total_norm(ours) == pytest.approx(case.recorded["total"], rel=GRADIENT)
     for name, norm in (case.recorded.get("per_param") or {}).items():
-        assert ours[name].norm().item() == pytest.approx(norm or 0.0, rel=GRADIENT, abs=GRADIENT_NOISE), name
+        assert ours[name].norm().item() == pytest.approx(
+            norm or 0.0, rel=GRADIENT, abs=GRADIENT_NOISE
+        ), name
 
 
 @every_gradient
@@ -115,7 +129,8 @@ def test_gradients_equal_the_recorded_ones(case: Loss) -> None:
         assert_close(ours[name], want, GRADIENT, GRADIENT_NOISE)
 
 
-# Rows split over processes ------------------------------------------------------------------------------------------
+# Rows split over processes
+# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -143,7 +158,9 @@ def replay(batch: str, rows: list[list[int]]) -> Replay:
     ours.loss.backward()
     world = distributed.world()
     parameters = {n: p.grad for n, p in verifier.named_parameters() if p.grad is not None}
-    gradients = {n: (distributed.total(gradient) / world).float() for n, gradient in parameters.items()}
+    gradients = {
+        n: (distributed.total(gradient) / world).float() for n, gradient in parameters.items()
+    }
     return Replay({term: getattr(ours, term).item() for term in TERMS}, everyone.weight, gradients)
 
 
@@ -153,19 +170,28 @@ def test_terms_and_averaged_gradients_of_split_rows_equal_the_recorded_ones(spli
     for term in TERMS:
         want = split.recorded.get(term)
         got = [rank.terms[term] for rank in ranks]
-        bare = [rank.terms[term] / (rank.weight if term == "contrastive" else 1.0) for rank in ranks]
-        if isinstance(want, list):  # a contrastive term may have been recorded before its rank's weight was applied
+        bare = [
+            rank.terms[term] / (rank.weight if term == "contrastive" else 1.0) for rank in ranks
+        ]
+        if isinstance(
+            want, list
+        ):  # a contrastive term may have been recorded before its rank's weight was applied
             close_want = [close(value) for value in want]
             assert got == close_want or bare == close_want, term
         elif want is not None:
-            assert math.fsum(got) / len(got) == close(want) or math.fsum(bare) / len(bare) == close(want), term
+            assert math.fsum(got) / len(got) == close(want) or math.fsum(bare) / len(bare) == close(
+                want
+            ), term
     if "grad_norm" in split.recorded:
-        assert total_norm(ranks[0].gradients) == pytest.approx(split.recorded["grad_norm"], rel=GRADIENT)
+        assert total_norm(ranks[0].gradients) == pytest.approx(
+            split.recorded["grad_norm"], rel=GRADIENT
+        )
     for name, want in recorded_vera.split_gradients(split).items():
         assert_close(ranks[0].gradients[name], want, GRADIENT, GRADIENT_NOISE)
 
 
-# (rows by rank, mean scoring loss, norm of the averaged gradient), to the digits that the recording's notes give
+# (rows by rank, mean scoring loss, norm of the averaged gradient), to the digits that the
+# recording's notes give
 @pytest.mark.parametrize(
     ("rows", "scoring", "norm"),
     [

@@ -1,4 +1,6 @@
-"""Every kind of bad input: one clear error that says got, want and fix, exit code 2, and nothing on disk lost."""
+"""Every kind of bad input: one clear error that says got, want and fix, exit code 2, and nothing on
+disk lost.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,18 @@ from trainer.errors import LatheError
 ROOT = Path(__file__).parent.parent.parent
 
 
-GRANITE = {"model_type": "granite", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-GRANITE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 384, "max_position_embeddings": 128}
+GRANITE = {
+    "model_type": "granite",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+}
+GRANITE |= {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 384,
+    "max_position_embeddings": 128,
+}
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trainval(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(ROOT / "trainval.py"), *flags], capture_output=True, text=True, timeout=60, cwd=ROOT
+        [sys.executable, str(ROOT / "trainval.py"), *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
     )
 
 
@@ -48,7 +64,11 @@ def expect_refusal(result: subprocess.CompletedProcess[str], *parts: str) -> Non
 
 
 def test_an_unknown_group_names_the_nearest_one() -> None:
-    expect_refusal(trainval("-e", "crossattn_tinny", "-sb", "out"), "crossattn_tinny", "Did you mean 'crossattn_tiny'?")
+    expect_refusal(
+        trainval("-e", "crossattn_tinny", "-sb", "out"),
+        "crossattn_tinny",
+        "Did you mean 'crossattn_tiny'?",
+    )
 
 
 def test_a_missing_savedir_is_asked_for() -> None:
@@ -56,50 +76,78 @@ def test_a_missing_savedir_is_asked_for() -> None:
 
 
 def test_an_unknown_flag_suggests_the_nearest_one() -> None:
-    expect_refusal(trainval("-e", "crossattn_tiny", "-sb", "out", "--log_evry", "3"), "--log_evry", "--log_every")
+    expect_refusal(
+        trainval("-e", "crossattn_tiny", "-sb", "out", "--log_evry", "3"),
+        "--log_evry",
+        "--log_every",
+    )
 
 
 def test_a_switch_that_is_neither_on_nor_off_is_refused() -> None:
-    expect_refusal(trainval("-e", "x", "-sb", "out", "--push_to_hub", "maybe"), "maybe", "true, false, on, off")
+    expect_refusal(
+        trainval("-e", "x", "-sb", "out", "--push_to_hub", "maybe"), "maybe", "true, false, on, off"
+    )
 
 
 def test_an_entity_without_a_project_is_refused(folder: Path, tmp_path: Path) -> None:
-    flags = [*with_groups(tmp_path, experiment("cross_attention", folder)), "--wandb_entity_name", "me"]
+    flags = [
+        *with_groups(tmp_path, experiment("cross_attention", folder)),
+        "--wandb_entity_name",
+        "me",
+    ]
     flags += ["--data_path", str(folder), "--cache_dir", str(folder / "cache")]
     expect_refusal(trainval(*flags), "--wandb_entity_name and --wandb_project_name")
 
 
-def test_an_id_that_is_not_that_of_the_folders_dictionary_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_an_id_that_is_not_that_of_the_folders_dictionary_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     renamed = tmp_path / "renamed"
     renamed.mkdir()
     (renamed / "exp_dict.json").write_text(json.dumps(experiment("cross_attention", folder)))
-    expect_refusal(trainval("--exp_id", "renamed", "-sb", str(tmp_path)), "renamed", "Give the folder that name")
+    expect_refusal(
+        trainval("--exp_id", "renamed", "-sb", str(tmp_path)),
+        "renamed",
+        "Give the folder that name",
+    )
 
 
 def test_every_misspelt_and_mistyped_key_is_named_at_once(folder: Path, tmp_path: Path) -> None:
-    values = experiment("cross_attention", folder, train={"percision": "fp32"}, optim={"lr": "fast"})
+    values = experiment(
+        "cross_attention", folder, train={"percision": "fp32"}, optim={"lr": "fast"}
+    )
     values["layers"] = {**values["layers"], "strid": 2}  # type: ignore[dict-item]
     result = trainval(*with_groups(tmp_path, values))
-    expect_refusal(result, "3 mistake(s)", "Did you mean 'precision'?", "optim.lr", "Did you mean 'stride'?")
+    expect_refusal(
+        result, "3 mistake(s)", "Did you mean 'precision'?", "optim.lr", "Did you mean 'stride'?"
+    )
     assert not (tmp_path / "out").exists()
 
 
 def test_batch_sizes_that_do_not_divide_name_both_numbers(folder: Path, tmp_path: Path) -> None:
     values = experiment("cross_attention", folder, train={"global_batch": 30, "micro_batch": 4})
-    expect_refusal(trainval(*with_groups(tmp_path, values)), "global_batch=30", "micro_batch=4", "28 or 32")
+    expect_refusal(
+        trainval(*with_groups(tmp_path, values)), "global_batch=30", "micro_batch=4", "28 or 32"
+    )
 
 
 def test_a_deepspeed_key_that_does_not_exist_is_refused(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimisation": {"stage": 3}}))
-    flags = [*with_groups(tmp_path, experiment("cross_attention", folder)), "--deepspeed", str(file)]
+    flags = [
+        *with_groups(tmp_path, experiment("cross_attention", folder)),
+        "--deepspeed",
+        str(file),
+    ]
     expect_refusal(trainval(*flags), "zero_optimisation", "Did you mean 'zero_optimization'?")
 
 
-def refuse(values: dict[str, Any], data: Path | None, savedir: Path, cache: Path) -> tuple[str, int, str]:
+def refuse(
+    values: dict[str, Any], data: Path | None, savedir: Path, cache: Path
+) -> tuple[str, int, str]:
     """(class, exit code, text) of the error that this experiment raises on one rank."""
-    from trainer.run import Options, plan, run
-    from trainer.telemetry import Preemption
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan, run
 
     options = Options(savedir, data_path=data, cache_dir=cache)
     try:
@@ -109,11 +157,15 @@ def refuse(values: dict[str, Any], data: Path | None, savedir: Path, cache: Path
     return "none", 0, ""
 
 
-def _refusals(cases: list[tuple[dict[str, Any], Path | None, Path]], cache: Path) -> list[tuple[str, int, str]]:
+def _refusals(
+    cases: list[tuple[dict[str, Any], Path | None, Path]], cache: Path
+) -> list[tuple[str, int, str]]:
     return [refuse(values, data, savedir, cache) for values, data, savedir in cases]
 
 
-def test_models_and_data_that_do_not_fit_are_refused_before_training(folder: Path, tmp_path: Path) -> None:
+def test_models_and_data_that_do_not_fit_are_refused_before_training(
+    folder: Path, tmp_path: Path
+) -> None:
     plain = experiment("cross_attention", folder)
     bad_row = shutil.copytree(folder, tmp_path / "bad_row", ignore=shutil.ignore_patterns("cache"))
     lines = [json.dumps(row) for row in facts(0, 9)]
@@ -124,9 +176,24 @@ def test_models_and_data_that_do_not_fit_are_refused_before_training(folder: Pat
     empty = shutil.copytree(bad_row, tmp_path / "empty")
     (empty / "train.jsonl").write_text("")
     cases = {
-        "stride": (vary(plain, layers={"count": 3}), folder, "ConfigError", ["layers.count=3 x layers.stride=2"]),
-        "heads": (vary(plain, layers={"heads": 3}), folder, "ConfigError", ["layers.heads=3", "layers.width=16"]),
-        "positions": (vary(plain, data={"context_tokens": 999}), folder, "ConfigError", ["context_tokens=999", "128"]),
+        "stride": (
+            vary(plain, layers={"count": 3}),
+            folder,
+            "ConfigError",
+            ["layers.count=3 x layers.stride=2"],
+        ),
+        "heads": (
+            vary(plain, layers={"heads": 3}),
+            folder,
+            "ConfigError",
+            ["layers.heads=3", "layers.width=16"],
+        ),
+        "positions": (
+            vary(plain, data={"context_tokens": 999}),
+            folder,
+            "ConfigError",
+            ["context_tokens=999", "128"],
+        ),
         "no folder": (plain, tmp_path / "nowhere", "DataError", ["nowhere"]),
         "no flag": (plain, None, "DataError", ["--data_path"]),
         "blank": (plain, bad_row, "DataError", ["train.jsonl", "5", "question"]),
@@ -150,16 +217,30 @@ def test_models_and_data_that_do_not_fit_are_refused_before_training(folder: Pat
             "ConfigError",
             ["n_head"],
         ),
-        "best metric": (vary(plain, train={"best": "valid/f2"}), folder, "ConfigError", ["valid/f2", "valid/loss"]),
+        "best metric": (
+            vary(plain, train={"best": "valid/f2"}),
+            folder,
+            "ConfigError",
+            ["valid/f2", "valid/loss"],
+        ),
         "scaled logits": (
-            vary(experiment("causal_lm", folder), base={"config": {**GRANITE, "logits_scaling": 8.0}}),
+            vary(
+                experiment("causal_lm", folder), base={"config": {**GRANITE, "logits_scaling": 8.0}}
+            ),
             folder,
             "ConfigError",
             ["logits_scaling=8.0"],
         ),
-        "base run": (vary(plain, base={"experiment": plain}), folder, "ConfigError", ["holds no model"]),
+        "base run": (
+            vary(plain, base={"experiment": plain}),
+            folder,
+            "ConfigError",
+            ["holds no model"],
+        ),
     }
-    inputs = [(values, data, tmp_path / f"out {name}") for name, (values, data, _, _) in cases.items()]
+    inputs = [
+        (values, data, tmp_path / f"out {name}") for name, (values, data, _, _) in cases.items()
+    ]
     found = run_on_ranks(1, _refusals, inputs, tmp_path / "cache")[0]
     for (name, (_, _, kind, parts)), (got, code, text) in zip(cases.items(), found, strict=True):
         assert (got, code) == (kind, 2), f"{name}: {got} {text}"
@@ -167,9 +248,13 @@ def test_models_and_data_that_do_not_fit_are_refused_before_training(folder: Pat
             assert part in text, f"{name}: {text}"
 
 
-def _train_then(values: dict[str, Any], folder: Path, savedir: Path, change: str) -> list[tuple[str, int, str]]:
-    """Train to the end, change something behind the run's back, and ask for more steps of the same folder."""
-    from trainer.run import Options, plan, run
+def _train_then(
+    values: dict[str, Any], folder: Path, savedir: Path, change: str
+) -> list[tuple[str, int, str]]:
+    """Train to the end, change something behind the run's back, and ask for more steps of the same
+    folder.
+    """
+    from trainer.training.run import Options, plan, run
 
     options = Options(savedir, data_path=folder, cache_dir=savedir / "cache")
     planned = plan(values, options, world=1, rank=0)
@@ -196,16 +281,18 @@ def _train_then(values: dict[str, Any], folder: Path, savedir: Path, change: str
 
 
 @pytest.mark.parametrize("change", ["dictionary", "data", "base"])
-def test_resuming_with_something_else_than_it_began_with_is_refused(change: str, tmp_path: Path) -> None:
+def test_resuming_with_something_else_than_it_began_with_is_refused(
+    change: str, tmp_path: Path
+) -> None:
     folder = write_facts(tmp_path / "facts")
     values = experiment("cross_attention", folder)
     if change == "base":
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = dict(TINY_BASE["config"])  # type: ignore[call-overload]
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config)).save_pretrained(
-            tmp_path / "base"
-        )
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(config.pop("model_type"), **config)
+        ).save_pretrained(tmp_path / "base")
         values = {**values, "base": str(tmp_path / "base")}
     first, second = run_on_ranks(1, _train_then, values, folder, tmp_path / "out", change)[0]
     assert first[1] == 0, first
@@ -214,11 +301,15 @@ def test_resuming_with_something_else_than_it_began_with_is_refused(change: str,
     assert "-r 1" in second[2]
 
 
-def _fill_the_disk(values: dict[str, Any], folder: Path, savedir: Path) -> tuple[tuple[str, int, str], list[str]]:
-    """The second save meets a full disk: writes past a file size limit fail as they do when no space is left."""
+def _fill_the_disk(
+    values: dict[str, Any], folder: Path, savedir: Path
+) -> tuple[tuple[str, int, str], list[str]]:
+    """The second save meets a full disk: writes past a file size limit fail as they do when no
+    space is left.
+    """
     import errno
 
-    from trainer import checkpoint
+    from trainer.training import checkpoint
 
     original, calls = checkpoint.save, []
 
@@ -226,7 +317,7 @@ def _fill_the_disk(values: dict[str, Any], folder: Path, savedir: Path) -> tuple
         calls.append(1)
         if len(calls) < 2:
             return original(*args, **kwargs)
-        import trainer.shards as shards
+        import trainer.files.safetensors_file as shards
 
         def refused(*args: Any, **kwargs: Any) -> Any:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -245,7 +336,9 @@ def _fill_the_disk(values: dict[str, Any], folder: Path, savedir: Path) -> tuple
     return outcome, sorted(p.name for p in savedir.glob("[0-9a-f]*/checkpoints/*"))
 
 
-def test_a_full_disk_during_a_save_keeps_the_checkpoint_before_it(folder: Path, tmp_path: Path) -> None:
+def test_a_full_disk_during_a_save_keeps_the_checkpoint_before_it(
+    folder: Path, tmp_path: Path
+) -> None:
     values = experiment("cross_attention", folder)
     outcome, left = run_on_ranks(1, _fill_the_disk, values, folder, tmp_path / "out")[0]
     assert outcome[:2] == ("StorageError", 2)
@@ -253,7 +346,9 @@ def test_a_full_disk_during_a_save_keeps_the_checkpoint_before_it(folder: Path, 
     assert left == ["step-3"]
 
 
-def _diverge(values: dict[str, Any], folder: Path, savedir: Path) -> tuple[tuple[str, int, str], list[str]]:
+def _diverge(
+    values: dict[str, Any], folder: Path, savedir: Path
+) -> tuple[tuple[str, int, str], list[str]]:
     outcome = refuse(values, folder, savedir, savedir / "cache")
     return outcome, sorted(p.name for p in savedir.glob("[0-9a-f]*/checkpoints/*"))
 
@@ -271,19 +366,27 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
 
 
 def _push(values: dict[str, Any], folder: Path, savedir: Path) -> tuple[str, str, bool]:
-    from trainer.run import Options, plan, run
-    from trainer.telemetry import Preemption
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan, run
 
     planned = plan(values, Options(savedir), world=1, rank=0)
     try:
         run(planned, Options(savedir, data_path=folder, push_to_hub=True), Preemption())
     except LatheError as error:
-        return type(error).__name__, str(error), (planned.folder / "metrics.jsonl").stat().st_size > 0
+        return (
+            type(error).__name__,
+            str(error),
+            (planned.folder / "metrics.jsonl").stat().st_size > 0,
+        )
     return "none", "", True
 
 
-def test_a_hub_that_cannot_be_pushed_to_is_noticed_before_training(folder: Path, tmp_path: Path) -> None:
-    kind, text, has_trained = run_on_ranks(1, _push, experiment("cross_attention", folder), folder, tmp_path)[0]
+def test_a_hub_that_cannot_be_pushed_to_is_noticed_before_training(
+    folder: Path, tmp_path: Path
+) -> None:
+    kind, text, has_trained = run_on_ranks(
+        1, _push, experiment("cross_attention", folder), folder, tmp_path
+    )[0]
     assert kind == "ConfigError", text
     assert "--push_to_hub" in text
     assert "hf auth login" in text

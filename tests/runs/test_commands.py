@@ -1,4 +1,6 @@
-"""trainval.py as a person starts it: real processes under python, torchrun and deepspeed, and what kills do to them."""
+"""trainval.py as a person starts it: real processes under python, torchrun and deepspeed, and what
+kills do to them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ from tests.facts import experiment, with_dropout, write_facts
 ROOT = Path(__file__).parent.parent.parent
 TRAINVAL = str(ROOT / "trainval.py")
 PYTHON = [sys.executable, TRAINVAL]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAINVAL]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    TRAINVAL,
+]
 
 
 def deepspeed_launcher(port: int) -> list[str]:
@@ -36,7 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def groups(folder: Path, tmp_path: Path) -> Path:
     """A file of experiment groups, as users keep theirs."""
     plain = experiment("cross_attention", folder)
-    long = with_dropout(experiment("cross_attention", folder, train={"steps": 60, "save_every": 5, "eval_every": 20}))
+    long = with_dropout(
+        experiment(
+            "cross_attention", folder, train={"steps": 60, "save_every": 5, "eval_every": 20}
+        )
+    )
     path = tmp_path / "my_groups.py"
     two = [plain, {**plain, "optim": {"lr": 0.02}}]
     path.write_text(f"EXP_GROUPS = {{'plain': {[plain]!r}, 'long': {[long]!r}, 'two': {two!r}}}\n")
@@ -44,16 +58,31 @@ def groups(folder: Path, tmp_path: Path) -> Path:
 
 
 def command(prefix: list[str], groups: Path, folder: Path, *flags: str) -> list[str]:
-    return [*prefix, "--exp_configs", str(groups), "--data_path", str(folder), "--cache_dir", str(folder / "c"), *flags]
+    return [
+        *prefix,
+        "--exp_configs",
+        str(groups),
+        "--data_path",
+        str(folder),
+        "--cache_dir",
+        str(folder / "c"),
+        *flags,
+    ]
 
 
 def environment() -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def run(argv: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=240, cwd=ROOT, **kwargs)
+    return subprocess.run(
+        argv, env=environment(), capture_output=True, text=True, timeout=240, cwd=ROOT, **kwargs
+    )
 
 
 def lines(savedir: Path) -> list[dict[str, Any]]:
@@ -73,7 +102,15 @@ def test_python_torchrun_and_deepspeed_agree_and_a_finished_run_is_not_repeated(
     found = {}
     for stage, (name, prefix) in zip((0, 2, 3), launchers.items(), strict=True):
         argv = command(
-            prefix, groups, folder, "-e", "plain", "-sb", str(tmp_path / name), "--deepspeed", f"zero{stage}"
+            prefix,
+            groups,
+            folder,
+            "-e",
+            "plain",
+            "-sb",
+            str(tmp_path / name),
+            "--deepspeed",
+            f"zero{stage}",
         )
         result = run(argv)
         assert result.returncode == 0, result.stdout + result.stderr
@@ -86,12 +123,17 @@ def test_python_torchrun_and_deepspeed_agree_and_a_finished_run_is_not_repeated(
     assert "is finished" in again.stdout
 
 
-def test_every_dictionary_of_a_group_trains_in_its_own_folder(groups: Path, folder: Path, tmp_path: Path) -> None:
+def test_every_dictionary_of_a_group_trains_in_its_own_folder(
+    groups: Path, folder: Path, tmp_path: Path
+) -> None:
     result = run(command(PYTHON, groups, folder, "-e", "two", "-sb", str(tmp_path / "out")))
     assert result.returncode == 0, result.stdout + result.stderr
     paths = sorted((tmp_path / "out").glob("[0-9a-f]*/exp_dict.json"))
     assert sorted(json.loads(path.read_text())["optim"]["lr"] for path in paths) == [0.01, 0.02]
-    first, second = ([line["lr"] for line in untimed(path.parent / "metrics.jsonl") if "lr" in line] for path in paths)
+    first, second = (
+        [line["lr"] for line in untimed(path.parent / "metrics.jsonl") if "lr" in line]
+        for path in paths
+    )
     assert first != second
 
 
@@ -115,7 +157,13 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
 def start(argv: list[str]) -> subprocess.Popen[str]:
     out = subprocess.PIPE
     return subprocess.Popen(
-        argv, env=environment(), stdout=out, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
+        argv,
+        env=environment(),
+        stdout=out,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
     )
 
 
@@ -138,7 +186,10 @@ def test_kill_9_of_a_rank_then_the_same_command_equals_an_undisturbed_run(
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resumed from" in resumed.stdout
     assert lines(tmp_path / "killed") == lines(tmp_path / "straight")
-    one, two = (next((tmp_path / name).glob("[0-9a-f]*/final/model.safetensors")) for name in ("straight", "killed"))
+    one, two = (
+        next((tmp_path / name).glob("[0-9a-f]*/final/model.safetensors"))
+        for name in ("straight", "killed")
+    )
     assert one.read_bytes() == two.read_bytes()
 
 

@@ -1,4 +1,6 @@
-"""What the command and a run folder promise: preview, ids, starting over, exports that load, pruning, one owner."""
+"""What the command and a run folder promise: preview, ids, starting over, exports that load,
+pruning, one owner.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tests.ranks import PRELOAD, run_on_ranks
 from trainer import tasks
 from trainer.config import exp_id
 from trainer.errors import ResumeError
-from trainer.task import Places
+from trainer.tasks.protocol import Places
 
 SMALL = {"steps": 2, "eval_every": 2, "save_every": 2}
 
@@ -36,7 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_facts(tmp_path_factory.mktemp("facts"))
 
 
-# The command, in a process of its own that forks from one that has imported everything -----------------------------
+# The command, in a process of its own that forks from one that has imported everything
+# -----------------------------
 
 
 @dataclass
@@ -67,7 +70,9 @@ def _trainval(argv: list[str], output: Path, kill_at: tuple[str, int] | None = N
 
 
 def _die_before_renaming(name: str, occurrence: int) -> None:
-    """From now on this process kills itself just before it renames something to `name` for the n-th time."""
+    """From now on this process kills itself just before it renames something to `name` for the n-th
+    time.
+    """
     rename, seen = os.replace, []
 
     def dying(source: Any, target: Any, **options: Any) -> None:
@@ -86,7 +91,14 @@ class Launcher:
         self.savedir, self._tmp_path, self._count = tmp_path / "out", tmp_path, 0
         path = tmp_path / "groups.py"
         path.write_text(f"EXP_GROUPS = {groups!r}\n")
-        self._flags = ["--exp_configs", str(path), "--data_path", str(folder), "--cache_dir", str(folder / "cache")]
+        self._flags = [
+            "--exp_configs",
+            str(path),
+            "--data_path",
+            str(folder),
+            "--cache_dir",
+            str(folder / "cache"),
+        ]
 
     def start(self, *flags: str, kill_at: tuple[str, int] | None = None) -> Command:
         context = multiprocessing.get_context("forkserver")
@@ -126,7 +138,9 @@ def test_a_dry_run_shows_everything_and_makes_no_run_folder(folder: Path, tmp_pa
     assert launcher.folders() == []
 
 
-def test_steps_change_the_id_and_neither_cadence_nor_deepspeed_does(folder: Path, tmp_path: Path) -> None:
+def test_steps_change_the_id_and_neither_cadence_nor_deepspeed_does(
+    folder: Path, tmp_path: Path
+) -> None:
     values = experiment("cross_attention", folder)
     launcher = Launcher(folder, tmp_path, mine=[values])
     same = launcher.run("-e", "mine", "--dry_run", "--log_every", "7", "--deepspeed", "zero3")
@@ -164,8 +178,12 @@ def test_an_exp_id_takes_its_dictionary_from_its_folder(folder: Path, tmp_path: 
     assert json.loads((own / "exp_dict.json").read_text()) == values
 
 
-def test_a_second_process_on_a_run_folder_is_refused_and_the_first_goes_on(folder: Path, tmp_path: Path) -> None:
-    values = experiment("cross_attention", folder, train={"steps": 5000, "eval_every": 5000, "save_every": 5000})
+def test_a_second_process_on_a_run_folder_is_refused_and_the_first_goes_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    values = experiment(
+        "cross_attention", folder, train={"steps": 5000, "eval_every": 5000, "save_every": 5000}
+    )
     launcher = Launcher(folder, tmp_path, mine=[values])
     first = launcher.start("-e", "mine")
     metrics = launcher.savedir / exp_id(values) / "metrics.jsonl"
@@ -198,8 +216,12 @@ def _content(run_folder: Path) -> dict[str, Any]:
 def test_a_run_killed_between_any_two_of_its_files_ends_with_the_files_of_an_undisturbed_one(
     folder: Path, tmp_path: Path
 ) -> None:
-    """An evaluation writes score_list.json, score_list.pkl, best/ (the old one aside first), then a checkpoint."""
-    values = with_dropout(experiment("cross_attention", folder, train={"steps": 4, "eval_every": 1, "save_every": 2}))
+    """An evaluation writes score_list.json, score_list.pkl, best/ (the old one aside first), then a
+    checkpoint.
+    """
+    values = with_dropout(
+        experiment("cross_attention", folder, train={"steps": 4, "eval_every": 1, "save_every": 2})
+    )
     launcher = Launcher(folder, tmp_path, mine=[values])
     own = launcher.savedir / exp_id(values)
     launcher.run("-e", "mine")
@@ -215,7 +237,8 @@ def test_a_run_killed_between_any_two_of_its_files_ends_with_the_files_of_an_und
         assert not different, kill_at
 
 
-# What a run leaves ----------------------------------------------------------------------------------------------------
+# What a run leaves
+# ----------------------------------------------------------------------------------------------------
 
 
 def _trained(task: str, folder: Path, savedir: Path, **changes: Any) -> tuple[dict[str, Any], Path]:
@@ -228,7 +251,9 @@ def _loaded_task(values: dict[str, Any], folder: Path, savedir: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def cross_attention(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+def cross_attention(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path]:
     return _trained("cross_attention", folder, tmp_path_factory.mktemp("runs"))
 
 
@@ -254,7 +279,7 @@ def _valid_scores(task: Any, model: torch.nn.Module) -> dict[str, float]:
 def test_an_exported_cross_attention_model_loads_and_scores_what_the_run_scored(
     cross_attention: tuple[dict[str, Any], Path], folder: Path
 ) -> None:
-    from trainer.tasks.cross_attention import export
+    from trainer.tasks.cross_attention.decoder import export
 
     values, run_folder = cross_attention
     task = _loaded_task(values, folder, run_folder.parent)
@@ -267,7 +292,7 @@ def test_an_exported_cross_attention_model_loads_and_scores_what_the_run_scored(
 def test_an_export_on_another_base_is_refused(
     cross_attention: tuple[dict[str, Any], Path], folder: Path, tmp_path: Path
 ) -> None:
-    from trainer.tasks.cross_attention import export
+    from trainer.tasks.cross_attention.decoder import export
 
     values, run_folder = cross_attention
     copied = shutil.copytree(run_folder / "final", tmp_path / "final")
@@ -281,11 +306,15 @@ def test_an_export_on_another_base_is_refused(
 def test_training_starts_from_the_layers_that_init_from_names(
     cross_attention: tuple[dict[str, Any], Path], folder: Path, tmp_path: Path
 ) -> None:
-    """The first step of a warm-up has learning rate 0, so its evaluation is that of the weights it began with."""
+    """The first step of a warm-up has learning rate 0, so its evaluation is that of the weights it
+    began with.
+    """
     values, run_folder = cross_attention
     again = {**vary(values, train={**SMALL, "steps": 1}), "init_from": str(run_folder / "final")}
     second, _ = run_on_ranks(1, train, again, folder, tmp_path)[0]
-    assert _last_valid(second)["valid/loss"] == pytest.approx(_last_valid(run_folder)["valid/loss"], rel=1e-6)
+    assert _last_valid(second)["valid/loss"] == pytest.approx(
+        _last_valid(run_folder)["valid/loss"], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("shared_weights", [False, True])
@@ -295,16 +324,22 @@ def test_a_published_folder_of_the_whole_model_with_aliases_imports_through_init
     values = experiment("cross_attention", folder, layers={"shared_weights": shared_weights})
     fresh = _loaded_task(values, folder, tmp_path).model()
     added = {name: torch.randn_like(p) for name, p in fresh.named_parameters() if p.requires_grad}
-    whole = {name.removeprefix("base."): p.detach().clone() for name, p in fresh.named_parameters()} | added
+    whole = {
+        name.removeprefix("base."): p.detach().clone() for name, p in fresh.named_parameters()
+    } | added
     if shared_weights:
         low, high = (f"cross_attn_layers.{index}." for index in fresh.indices)
         whole |= {name.replace(low, high): tensor.clone() for name, tensor in added.items()}
     (tmp_path / "published").mkdir()
     save_file(whole, tmp_path / "published" / "model.safetensors")
     assert any(name.startswith("transformer.") for name in whole)
-    started = _loaded_task({**values, "init_from": str(tmp_path / "published")}, folder, tmp_path).model()
+    started = _loaded_task(
+        {**values, "init_from": str(tmp_path / "published")}, folder, tmp_path
+    ).model()
     for name, parameter in started.named_parameters():
-        assert torch.equal(parameter, added[name] if name in added else fresh.get_parameter(name)), name
+        assert torch.equal(
+            parameter, added[name] if name in added else fresh.get_parameter(name)
+        ), name
 
 
 def test_a_trained_language_model_loads_with_from_pretrained_and_has_the_loss_of_its_run(
@@ -331,10 +366,18 @@ def test_a_trained_language_model_loads_with_from_pretrained_and_has_the_loss_of
 
 
 def test_old_checkpoints_go_and_the_best_one_stays(folder: Path, tmp_path: Path) -> None:
-    """The loss falls, so with best_is=max the evaluation before any learning is the best one for good."""
+    """The loss falls, so with best_is=max the evaluation before any learning is the best one for
+    good.
+    """
     each = {"eval_every": 1, "save_every": 1, "keep_last": 2, "best_is": "max"}
-    _, run_folder = _trained("cross_attention", folder, tmp_path, train=each, data={"shuffled_context": False})
-    assert sorted(path.name for path in (run_folder / "checkpoints").iterdir()) == ["step-1", "step-5", "step-6"]
+    _, run_folder = _trained(
+        "cross_attention", folder, tmp_path, train=each, data={"shuffled_context": False}
+    )
+    assert sorted(path.name for path in (run_folder / "checkpoints").iterdir()) == [
+        "step-1",
+        "step-5",
+        "step-6",
+    ]
     best, final = (load_file(run_folder / name / "model.safetensors") for name in ("best", "final"))
     (shard,) = (run_folder / "checkpoints" / "step-1").glob("weights-*.safetensors")
     saved = load_file(shard)
@@ -346,16 +389,23 @@ def test_old_checkpoints_go_and_the_best_one_stays(folder: Path, tmp_path: Path)
 LARGER = {"config": {**TINY_BASE["config"], "n_embd": 128, "n_inner": 512, "n_layer": 2}}  # type: ignore[dict-item]
 
 
-def _checkpoint_sizes(values: dict[str, Any], folder: Path, savedir: Path) -> dict[str, tuple[int, int]]:
+def _checkpoint_sizes(
+    values: dict[str, Any], folder: Path, savedir: Path
+) -> dict[str, tuple[int, int]]:
     """(bytes of the whole checkpoint, trained numbers) by precision and stage."""
     found = {}
     for precision in ("fp32", "bf16"):
         for stage in (0, 2):
             chosen = vary(values, train={"precision": precision})
             run_folder, _ = train(chosen, folder, savedir / f"{stage}", stage)
-            size = sum(path.stat().st_size for path in (run_folder / "checkpoints" / "step-1").iterdir())
+            size = sum(
+                path.stat().st_size for path in (run_folder / "checkpoints" / "step-1").iterdir()
+            )
             weights = load_file(run_folder / "final" / "model.safetensors")
-            found[f"{precision} zero{stage}"] = size, sum(tensor.numel() for tensor in weights.values())
+            found[f"{precision} zero{stage}"] = (
+                size,
+                sum(tensor.numel() for tensor in weights.values()),
+            )
     return found
 
 
@@ -364,7 +414,9 @@ def test_a_checkpoint_holds_12_bytes_a_trained_number_in_fp32_and_14_in_bf16(
     world: int, folder: Path, tmp_path: Path
 ) -> None:
     values = experiment("causal_lm", folder, base=LARGER, train={"steps": 1, "best": None})
-    for case, (size, trained) in run_on_ranks(world, _checkpoint_sizes, values, folder, tmp_path)[0].items():
+    for case, (size, trained) in run_on_ranks(world, _checkpoint_sizes, values, folder, tmp_path)[
+        0
+    ].items():
         assert trained > 200_000
         ideal = trained * (12 if case.startswith("fp32") else 14)
         assert ideal <= size < 1.05 * ideal, f"{case}: {size / trained:.2f} bytes a number"

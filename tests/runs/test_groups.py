@@ -20,17 +20,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _group(experiments: list[dict[str, Any]], folder: Path, savedir: Path) -> int:
-    from trainer import distributed
-    from trainer.run import Options, plan, run_group
+    from trainer.runtime import distributed
+    from trainer.training.run import Options, plan, run_group
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
     world, rank = distributed.world(), distributed.rank()
-    return run_group([plan(values, options, world=world, rank=rank) for values in experiments], options)
+    return run_group(
+        [plan(values, options, world=world, rank=rank) for values in experiments], options
+    )
 
 
-def _signalled_in_the_last_step(experiments: list[dict[str, Any]], folder: Path, savedir: Path) -> list[int]:
-    """Only rank 1 gets the signal, inside the last step of the first experiment; then the same group again."""
-    from trainer import distributed, loop
+def _signalled_in_the_last_step(
+    experiments: list[dict[str, Any]], folder: Path, savedir: Path
+) -> list[int]:
+    """Only rank 1 gets the signal, inside the last step of the first experiment; then the same
+    group again.
+    """
+    from trainer.runtime import distributed
+    from trainer.training import loop
 
     original, steps = loop.train_step, []
 
@@ -53,16 +60,23 @@ def test_a_stop_request_in_the_last_step_of_one_experiment_stops_the_group_on_al
 ) -> None:
     one = experiment("cross_attention", folder, train={"steps": 2})
     two = experiment("cross_attention", folder, train={"steps": 2, "seed": 6})
-    assert run_on_ranks(2, _signalled_in_the_last_step, [one, two], folder, tmp_path) == [[75, 0, 2]] * 2
+    assert (
+        run_on_ranks(2, _signalled_in_the_last_step, [one, two], folder, tmp_path)
+        == [[75, 0, 2]] * 2
+    )
 
 
 def _export_fails(values: dict[str, Any], folder: Path, savedir: Path) -> tuple[str, str]:
-    """The disk refuses rank 0's best/ with an error as tokenizers raises it; rank 1 must not wait for ever."""
+    """The disk refuses rank 0's best/ with an error as tokenizers raises it; rank 1 must not wait
+    for ever.
+    """
     from trainer.errors import LatheError
-    from trainer.tasks.cross_attention import export
+    from trainer.tasks.cross_attention.decoder import export
 
     def refused(*args: Any, **kwargs: Any) -> None:
-        raise Exception("No space left on device (os error 28)")  # its very class: tokenizers has no other
+        raise Exception(
+            "No space left on device (os error 28)"
+        )  # its very class: tokenizers has no other
 
     export.shards = SimpleNamespace(write_tensors=refused)  # pyright: ignore[reportAttributeAccessIssue]
     try:

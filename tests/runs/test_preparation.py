@@ -14,7 +14,16 @@ from filelock import FileLock
 from tests.facts import experiment, write_facts
 
 ROOT = Path(__file__).parent.parent.parent
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "trainer",
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +44,14 @@ def groups(folder: Path) -> Path:
     return path
 
 
-def run(argv: list[str], groups: Path, data_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+def run(
+    argv: list[str], groups: Path, data_path: Path, *flags: str
+) -> subprocess.CompletedProcess[str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     given = [
         "--exp_configs",
         str(groups),
@@ -64,9 +79,19 @@ def losses(savedir: Path) -> list[float]:
     ]
 
 
-def test_a_run_on_states_that_two_ranks_prepared_has_the_losses_of_one_that_encodes(folder: Path, groups: Path) -> None:
+def test_a_run_on_states_that_two_ranks_prepared_has_the_losses_of_one_that_encodes(
+    folder: Path, groups: Path
+) -> None:
     out = folder / "prepared"
-    made = run([*TORCHRUN, "prepare", "-e", "cached"], groups, folder, "--out", str(out), "--shard_tokens", "500")
+    made = run(
+        [*TORCHRUN, "prepare", "-e", "cached"],
+        groups,
+        folder,
+        "--out",
+        str(out),
+        "--shard_tokens",
+        "500",
+    )
     assert made.returncode == 0, made.stderr
     assert "distinct contexts of" in made.stdout
     assert "bytes per element" in made.stdout
@@ -79,8 +104,14 @@ def test_a_run_on_states_that_two_ranks_prepared_has_the_losses_of_one_that_enco
     assert cached == pytest.approx(online, rel=1e-5)
 
 
-def test_a_cached_run_without_states_exits_with_the_command_that_makes_them(folder: Path, groups: Path) -> None:
-    done = run([sys.executable, str(ROOT / "trainval.py"), "-e", "cached", "-sb", str(folder / "bad")], groups, folder)
+def test_a_cached_run_without_states_exits_with_the_command_that_makes_them(
+    folder: Path, groups: Path
+) -> None:
+    done = run(
+        [sys.executable, str(ROOT / "trainval.py"), "-e", "cached", "-sb", str(folder / "bad")],
+        groups,
+        folder,
+    )
     assert done.returncode == 2
     assert "Run `python -m trainer prepare` with this group" in done.stderr
     assert "Traceback" not in done.stderr
@@ -89,7 +120,11 @@ def test_a_cached_run_without_states_exits_with_the_command_that_makes_them(fold
 def test_a_folder_is_prepared_by_one_process_at_a_time(folder: Path, groups: Path) -> None:
     with FileLock(folder / ".busy.lock"):
         done = run(
-            [sys.executable, "-m", "trainer", "prepare", "-e", "cached"], groups, folder, "--out", str(folder / "busy")
+            [sys.executable, "-m", "trainer", "prepare", "-e", "cached"],
+            groups,
+            folder,
+            "--out",
+            str(folder / "busy"),
         )
     assert done.returncode == 2, done.stderr
     assert "another process is preparing it" in done.stderr
@@ -103,7 +138,9 @@ def test_a_folder_is_prepared_by_one_process_at_a_time(folder: Path, groups: Pat
         (("--source", "natural=x"), "--source natural: no such set."),
     ],
 )
-def test_a_wrong_source_is_one_message(folder: Path, groups: Path, flags: tuple[str, ...], message: str) -> None:
+def test_a_wrong_source_is_one_message(
+    folder: Path, groups: Path, flags: tuple[str, ...], message: str
+) -> None:
     argv = [sys.executable, "-m", "trainer", "prepare", "-e", "cached"]
     done = run(argv, groups, folder, "--out", str(folder / "wrong"), *flags)
     assert done.returncode == 2, done.stderr

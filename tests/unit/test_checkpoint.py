@@ -1,4 +1,6 @@
-"""Checkpoints are whole or invisible: real kills at every file boundary, real full disks, flipped bytes, lost files."""
+"""Checkpoints are whole or invisible: real kills at every file boundary, real full disks, flipped
+bytes, lost files.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer import checkpoint, shards
 from trainer.errors import CheckpointError, StorageError
+from trainer.files import safetensors_file
+from trainer.training import checkpoint
 
 KILLED = 77  # exit code of a child that died where it was told to
 
 
 def tensors(step: int) -> dict[str, Tensor]:
-    return {"a.weight": torch.full((3, 5), float(step)), "b": torch.arange(4) + step, "c": torch.tensor(step)}
+    return {
+        "a.weight": torch.full((3, 5), float(step)),
+        "b": torch.arange(4) + step,
+        "c": torch.tensor(step),
+    }
 
 
 def save(root: Path, step: int, **options: Any) -> Path:
@@ -58,7 +65,9 @@ def in_child(function: Callable[[], Any]) -> int:
 
 
 def die_at(boundary: int) -> None:
-    """Kill this process just before the `boundary`-th change of the disk; a file being synced loses half."""
+    """Kill this process just before the `boundary`-th change of the disk; a file being synced loses
+    half.
+    """
     passed = 0
 
     def count() -> bool:
@@ -94,7 +103,13 @@ def test_a_checkpoint_folder_holds_its_files_and_nothing_else_is_left(tmp_path: 
     folder = save(tmp_path, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
     shard = "0-of-1.safetensors"
-    expected = {f"weights-{shard}", f"optimizer-{shard}", f"rng-{shard}", "state.json", "manifest.json"}
+    expected = {
+        f"weights-{shard}",
+        f"optimizer-{shard}",
+        f"rng-{shard}",
+        "state.json",
+        "manifest.json",
+    }
     assert {path.name for path in folder.iterdir()} == expected
 
 
@@ -119,7 +134,9 @@ def test_other_folders_are_not_taken_for_checkpoints(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- kills
 
 
-def test_a_save_killed_at_any_file_boundary_leaves_the_old_or_the_new_checkpoint_whole(tmp_path: Path) -> None:
+def test_a_save_killed_at_any_file_boundary_leaves_the_old_or_the_new_checkpoint_whole(
+    tmp_path: Path,
+) -> None:
     boundary, code, seen = 0, KILLED, set()
     while code == KILLED:
         boundary += 1
@@ -132,7 +149,9 @@ def test_a_save_killed_at_any_file_boundary_leaves_the_old_or_the_new_checkpoint
         assert_holds(newest, step)
         seen.add(step)
         save(root, 3, keep_last=1)
-        assert [path.name for path in root.iterdir()] == ["step-3"], f"killed at boundary {boundary}"
+        assert [path.name for path in root.iterdir()] == ["step-3"], (
+            f"killed at boundary {boundary}"
+        )
     assert code == 0
     assert seen == {1, 2}
     assert boundary > 20
@@ -149,7 +168,9 @@ def test_a_replacement_killed_at_any_file_boundary_never_loses_the_step(tmp_path
         assert newest is not None, f"killed at boundary {boundary}"
         assert_holds(newest, 1)
         assert_holds(save(root, 2), 2)
-        assert sorted(path.name for path in root.iterdir()) == ["step-1", "step-2"], f"killed at boundary {boundary}"
+        assert sorted(path.name for path in root.iterdir()) == ["step-1", "step-2"], (
+            f"killed at boundary {boundary}"
+        )
         assert_holds(root / "step-1", 1)
     assert code == 0
 
@@ -200,14 +221,20 @@ def test_each_kind_of_damage_is_named_with_its_file(tmp_path: Path, kind: str) -
     assert problem.startswith(f"{name}: {kind}")
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"files": [{"name": "a"}]}', '{"files": []}'])
-def test_a_manifest_that_is_missing_or_unreadable_is_a_problem(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    "content", [None, "", "{", "[]", '{"files": [{"name": "a"}]}', '{"files": []}']
+)
+def test_a_manifest_that_is_missing_or_unreadable_is_a_problem(
+    tmp_path: Path, content: str | None
+) -> None:
     folder = save(tmp_path, 5)
     (folder / "manifest.json").unlink()
     if content is not None:
         (folder / "manifest.json").write_text(content)
     (problem,) = checkpoint.problems(folder)
-    assert problem.startswith("manifest.json: missing" if content is None else "manifest.json: not readable")
+    assert problem.startswith(
+        "manifest.json: missing" if content is None else "manifest.json: not readable"
+    )
 
 
 def test_every_single_flipped_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
@@ -223,7 +250,9 @@ def test_every_single_flipped_byte_of_a_manifest_is_noticed(tmp_path: Path) -> N
 
 def test_a_renamed_checkpoint_does_not_pass_for_another_step(tmp_path: Path) -> None:
     save(tmp_path, 5).rename(tmp_path / "step-50")
-    assert checkpoint.problems(tmp_path / "step-50") == ["manifest.json: of step 5, but the folder is step-50"]
+    assert checkpoint.problems(tmp_path / "step-50") == [
+        "manifest.json: of step 5, but the folder is step-50"
+    ]
 
 
 def test_a_damaged_checkpoint_is_warned_of_and_the_one_before_is_used(
@@ -234,7 +263,9 @@ def test_a_damaged_checkpoint_is_warned_of_and_the_one_before_is_used(
     damage(tmp_path / "step-3", "checksum")
     damage(tmp_path / "step-2", "missing")
     assert checkpoint.newest_good(tmp_path) == tmp_path / "step-1"
-    first, second = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    first, second = (
+        record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+    )
     assert "step-3 is damaged" in first
     assert "weights-0-of-1.safetensors: checksum" in first
     assert "step-2 is damaged" in second
@@ -245,7 +276,9 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> No
     assert_holds(save(tmp_path, 5), 5)
 
 
-def test_a_file_where_a_checkpoint_folder_should_be_is_passed_over_and_replaced(tmp_path: Path) -> None:
+def test_a_file_where_a_checkpoint_folder_should_be_is_passed_over_and_replaced(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 4)
     (tmp_path / "step-5").write_text("not a folder")
     assert checkpoint.newest_good(tmp_path) == tmp_path / "step-4"
@@ -331,7 +364,9 @@ def test_a_save_that_cannot_fit_is_refused_before_anything_is_written(
     save(tmp_path, 1)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 90, 10))
-    with pytest.raises(StorageError, match=r"0\.00 GiB free, the checkpoint needs .* Free some space"):
+    with pytest.raises(
+        StorageError, match=r"0\.00 GiB free, the checkpoint needs .* Free some space"
+    ):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert_holds(tmp_path / "step-1", 1)
@@ -355,11 +390,15 @@ def test_a_disk_that_fills_up_during_a_save_leaves_the_earlier_checkpoint(
         save(tmp_path, 2)
     newest = checkpoint.newest_good(tmp_path)
     assert newest is not None
-    assert_holds(newest, 1 if call < 7 else 2)  # the seventh follows the rename: the new one is complete
+    assert_holds(
+        newest, 1 if call < 7 else 2
+    )  # the seventh follows the rename: the new one is complete
     assert not list(tmp_path.glob(".step-*"))
 
 
-def test_a_write_beyond_the_file_size_limit_of_the_process_is_a_storage_error(tmp_path: Path) -> None:
+def test_a_write_beyond_the_file_size_limit_of_the_process_is_a_storage_error(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, 1)
 
     def limited() -> None:
@@ -373,14 +412,18 @@ def test_a_write_beyond_the_file_size_limit_of_the_process_is_a_storage_error(tm
 
 def test_a_root_that_cannot_be_a_folder_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"step-2 was not saved. Rank 0: .*file.* Not a directory"):
+    with pytest.raises(
+        StorageError, match=r"step-2 was not saved. Rank 0: .*file.* Not a directory"
+    ):
         save(tmp_path / "file" / "checkpoints", 2)
 
 
 def test_a_commit_misses_a_file_that_another_machine_wrote_elsewhere(tmp_path: Path) -> None:
     temporary = checkpoint.begin(tmp_path, 1)
-    record = shards.Record("weights-1-of-2.safetensors", 10, "0" * 64)
-    with pytest.raises(StorageError, match=r"got None bytes, want 10. Do all machines see the same folder"):
+    record = safetensors_file.Record("weights-1-of-2.safetensors", 10, "0" * 64)
+    with pytest.raises(
+        StorageError, match=r"got None bytes, want 10. Do all machines see the same folder"
+    ):
         checkpoint.commit(temporary, tmp_path, 1, [record])
 
 
@@ -390,13 +433,17 @@ def test_a_commit_misses_a_file_that_another_machine_wrote_elsewhere(tmp_path: P
 def test_a_missing_shard_is_an_error_that_names_those_found(tmp_path: Path) -> None:
     folder = save(tmp_path, 5)
     (folder / "weights-0-of-1.safetensors").rename(folder / "weights-0-of-2.safetensors")
-    with pytest.raises(CheckpointError, match=r"weights shards weights-0-of-2\.safetensors; want one of every rank"):
+    with pytest.raises(
+        CheckpointError, match=r"weights shards weights-0-of-2\.safetensors; want one of every rank"
+    ):
         dict(checkpoint.read_tensors(folder, "weights"))
 
 
 def test_a_tensor_in_two_shards_is_an_error(tmp_path: Path) -> None:
     for rank in (0, 1):
-        shards.write_tensors(tmp_path, f"weights-{rank}-of-2.safetensors", {"w": torch.ones(1)})
+        safetensors_file.write_tensors(
+            tmp_path, f"weights-{rank}-of-2.safetensors", {"w": torch.ones(1)}
+        )
     with pytest.raises(CheckpointError, match="'w' is in an earlier shard"):
         dict(checkpoint.read_tensors(tmp_path, "weights"))
 

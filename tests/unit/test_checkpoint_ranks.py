@@ -1,4 +1,6 @@
-"""Saving is collective: two ranks write one checkpoint, and what fails on one of them fails alike on both."""
+"""Saving is collective: two ranks write one checkpoint, and what fails on one of them fails alike
+on both.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,23 @@ import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from trainer import checkpoint, distributed
 from trainer.errors import LatheError
+from trainer.runtime import distributed
+from trainer.training import checkpoint
 
 
 def _save_on(root: Path, step: int, fails_on: int | None, error: str) -> str:
-    """What `save` gave or raised on this rank, as text; rank `fails_on` fails with `error` in its own part."""
+    """What `save` gave or raised on this rank, as text; rank `fails_on` fails with `error` in its
+    own part.
+    """
     rank = distributed.rank()
 
     def refuse(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device") if error == "disk" else RuntimeError("CUDA error")
+        raise (
+            OSError(errno.ENOSPC, "No space left on device")
+            if error == "disk"
+            else RuntimeError("CUDA error")
+        )
 
     fsync = os.fsync
     if rank == fails_on:
@@ -67,7 +76,9 @@ def test_two_ranks_save_one_checkpoint_that_any_world_size_reads(two: Two) -> No
     root, results = two
     assert [result["good"] for result in results] == ["saved step-1", "saved step-1"]
     read = dict(checkpoint.read_tensors(root / "step-1", "weights"))
-    assert {name: value.tolist() for name, value in read.items()} == {f"w{k}": [k, k] for k in range(5)}
+    assert {name: value.tolist() for name, value in read.items()} == {
+        f"w{k}": [k, k] for k in range(5)
+    }
     assert checkpoint.problems(root / "step-1") == []
 
 

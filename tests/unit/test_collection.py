@@ -1,4 +1,6 @@
-"""Corpora and questions are read from every usual format; what is wrong is said with file and line."""
+"""Corpora and questions are read from every usual format; what is wrong is said with file
+and line.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from trainer.data.collection import Query, chosen_passages, passages, queries
 from trainer.errors import DataError
 
 DATA = Path(__file__).resolve().parents[2] / os.environ.get("LATHE_DATA", "../shared/data")
-WANTED = [{"id": "1", "text": "said\u2028so", "title": "T"}, {"id": "x:2", "text": "more", "title": ""}]
+WANTED = [
+    {"id": "1", "text": "said\u2028so", "title": "T"},
+    {"id": "x:2", "text": "more", "title": ""},
+]
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -26,20 +31,29 @@ def write(path: Path, *rows: Any) -> Path:
 @pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.jsonl.gz"])
 @pytest.mark.parametrize("key", ["docid", "_id", "id"])
 def test_corpora_of_json_lines_are_read_packed_or_not(tmp_path: Path, name: str, key: str) -> None:
-    rows = [{key: 1, "text": "said\u2028so", "title": "T", "metadata": {}}, {key: "x:2", "text": "more"}]
+    rows = [
+        {key: 1, "text": "said\u2028so", "title": "T", "metadata": {}},
+        {key: "x:2", "text": "more"},
+    ]
     assert list(passages(write(tmp_path / name, *rows))) == WANTED
 
 
 def test_a_tsv_is_read_as_dpr_writes_it(tmp_path: Path) -> None:
     (tmp_path / "p.tsv").write_text('id\ttext\ttitle\n1\t"said ""so"""\t"T"\n2\tmore\t\n')
     found = list(passages(tmp_path / "p.tsv"))
-    assert found == [{"id": "1", "text": 'said "so"', "title": "T"}, {"id": "2", "text": "more", "title": ""}]
+    assert found == [
+        {"id": "1", "text": 'said "so"', "title": "T"},
+        {"id": "2", "text": "more", "title": ""},
+    ]
 
 
 def test_a_passage_may_have_a_title_alone_but_not_nothing(tmp_path: Path) -> None:
     (passage,) = passages(write(tmp_path / "c.jsonl", {"_id": "1", "title": "T", "text": ""}))
     assert passage == {"id": "1", "title": "T", "text": ""}
-    with pytest.raises(DataError, match=r"c\.jsonl, line 1: text and title are missing or blank \(keys: _id, text\)"):
+    with pytest.raises(
+        DataError,
+        match=r"c\.jsonl, line 1: text and title are missing or blank \(keys: _id, text\)",
+    ):
         list(passages(write(tmp_path / "c.jsonl", {"_id": "1", "text": " "})))
 
 
@@ -47,14 +61,19 @@ def test_a_passage_may_have_a_title_alone_but_not_nothing(tmp_path: Path) -> Non
     ("row", "said"),
     [
         ({"text": "t"}, "'docid' is None, want an id"),
-        ({"docid": "a b", "text": "t"}, "'docid' is 'a b', want an id: an integer, or text without blanks"),
+        (
+            {"docid": "a b", "text": "t"},
+            "'docid' is 'a b', want an id: an integer, or text without blanks",
+        ),
         ({"docid": True, "text": "t"}, "'docid' is True, want an id"),
         ({"docid": "1", "text": 3}, "'text' is 3, want text"),
         ([1], "a JSON list, want an object"),
     ],
 )
 @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz"])
-def test_a_wrong_passage_is_refused_with_its_line(tmp_path: Path, row: Any, said: str, name: str) -> None:
+def test_a_wrong_passage_is_refused_with_its_line(
+    tmp_path: Path, row: Any, said: str, name: str
+) -> None:
     path = write(tmp_path / name, {"docid": "1", "text": "t"}, row)
     with pytest.raises(DataError, match=f"line 2: {said}"):
         list(passages(path))
@@ -73,7 +92,10 @@ def test_a_packed_file_that_is_torn_is_refused(tmp_path: Path) -> None:
 
 def test_chosen_passages_are_those_with_the_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", *({"docid": n, "text": f"t{n}"} for n in range(9)))
-    assert {name: row["text"] for name, row in chosen_passages(path, ["7", "2"]).items()} == {"2": "t2", "7": "t7"}
+    assert {name: row["text"] for name, row in chosen_passages(path, ["7", "2"]).items()} == {
+        "2": "t2",
+        "7": "t7",
+    }
     with pytest.raises(DataError, match=r"has no passage '9' \(2 of 3 are missing\)"):
         chosen_passages(path, ["1", "9", "99"])
 
@@ -84,13 +106,26 @@ def test_chosen_passages_are_those_with_the_ids(tmp_path: Path) -> None:
         ({"query_id": "q1", "query": "who"}, Query("q1", "who", [], [])),
         ({"_id": 7, "text": "who", "metadata": {}}, Query("7", "who", [], [])),
         ({"question": "who", "answers": ["a", "b"]}, Query("0", "who", ["a", "b"], [])),
-        ({"qid": 3, "question": "who", "answer": "a", "gold": 12}, Query("3", "who", ["a"], ["12"])),
         (
-            {"query_id": "1", "query": "who", "positive_passages": [{"docid": "d", "text": "t"}, {"docid": 2}]},
+            {"qid": 3, "question": "who", "answer": "a", "gold": 12},
+            Query("3", "who", ["a"], ["12"]),
+        ),
+        (
+            {
+                "query_id": "1",
+                "query": "who",
+                "positive_passages": [{"docid": "d", "text": "t"}, {"docid": 2}],
+            },
             Query("1", "who", [], ["d", "2"]),
         ),
-        ({"query_id": 1, "query_text": "who", "positive_document_ids": ["d"]}, Query("1", "who", [], ["d"])),
-        ({"query_id": 1, "query": "who", "positive_docids": ["d", "e"]}, Query("1", "who", [], ["d", "e"])),
+        (
+            {"query_id": 1, "query_text": "who", "positive_document_ids": ["d"]},
+            Query("1", "who", [], ["d"]),
+        ),
+        (
+            {"query_id": 1, "query": "who", "positive_docids": ["d", "e"]},
+            Query("1", "who", [], ["d", "e"]),
+        ),
     ],
 )
 def test_a_question_is_read_under_its_usual_names(tmp_path: Path, raw: Any, query: Query) -> None:
@@ -98,9 +133,15 @@ def test_a_question_is_read_under_its_usual_names(tmp_path: Path, raw: Any, quer
 
 
 def test_a_split_is_chosen_by_its_usual_names(tmp_path: Path) -> None:
-    rows = [{"split": name, "question": f"q{n}"} for n, name in enumerate(["train", "val", "test", "dev"])]
+    rows = [
+        {"split": name, "question": f"q{n}"}
+        for n, name in enumerate(["train", "val", "test", "dev"])
+    ]
     path = write(tmp_path / "q.jsonl", *rows)
-    assert [(query.id, query.text) for query in queries(path, "valid")] == [("1", "q1"), ("3", "q3")]
+    assert [(query.id, query.text) for query in queries(path, "valid")] == [
+        ("1", "q1"),
+        ("3", "q3"),
+    ]
     assert len(list(queries(path))) == 4
     with pytest.raises(DataError, match="no question whose split is test"):
         list(queries(write(tmp_path / "q.jsonl", {"question": "q"}), "test"))
@@ -111,7 +152,10 @@ def test_a_split_is_chosen_by_its_usual_names(tmp_path: Path) -> None:
     [
         ({"query_id": "2"}, "'query' is None, want text that is not blank"),
         ({"query_id": "1", "query": "again"}, "the id '1' stands twice"),
-        ({"query_id": "2", "query": "q", "answers": [1]}, r"'answers' is \[1\], want a list of texts"),
+        (
+            {"query_id": "2", "query": "q", "answers": [1]},
+            r"'answers' is \[1\], want a list of texts",
+        ),
         ({"query_id": "2", "query": "q", "gold": 1.5}, "'gold' is 1.5, want an id"),
     ],
 )
@@ -126,4 +170,6 @@ def test_scifact_is_read_as_it_is() -> None:
         pytest.skip(f"no {folder}; set LATHE_DATA")
     assert sum(1 for _ in passages(folder / "corpus.jsonl.gz")) == 5183
     assert sum(1 for _ in queries(folder / "queries.test.jsonl")) == 300
-    assert sum(len(query.positives) for query in queries(folder / "train_tevatron_ids.jsonl")) == 919
+    assert (
+        sum(len(query.positives) for query in queries(folder / "train_tevatron_ids.jsonl")) == 919
+    )

@@ -1,4 +1,6 @@
-"""trainer/config.py and trainer/tasks/__init__.py: identity, strictness, and messages that name everything at once."""
+"""trainer/config/schema.py and trainer/tasks/__init__.py: identity, strictness, and messages that
+name everything at once.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def md5(text: str) -> str:
         ({"a": [], "b": {}}, f"a/[]b/{md5('')}"),
     ],
 )
-def test_an_id_is_the_md5_of_keys_and_values_as_haven_joins_them(values: dict[str, Any], hashed: str) -> None:
+def test_an_id_is_the_md5_of_keys_and_values_as_haven_joins_them(
+    values: dict[str, Any], hashed: str
+) -> None:
     assert exp_id(values) == md5(hashed)
 
 
@@ -59,7 +63,11 @@ def test_an_id_does_not_depend_on_the_order_of_keys() -> None:
 
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
     lambda inner: (
         st.lists(inner.filter(lambda item: not isinstance(item, dict)), max_size=3)
         | st.dictionaries(st.text(alphabet="abc_", min_size=1, max_size=4), inner, max_size=3)
@@ -81,7 +89,9 @@ def test_a_numpy_number_in_a_list_has_the_id_of_the_number() -> None:
 def test_an_id_is_the_same_in_another_process() -> None:
     code = f"from trainer.config import exp_id; print(exp_id({EXPERIMENT!r}))"
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == exp_id(EXPERIMENT)
 
 
@@ -113,7 +123,12 @@ def test_the_digest_tells_apart_what_the_id_confuses() -> None:
 
 def test_a_minimal_experiment_gets_its_defaults() -> None:
     cfg = tasks.parse(EXPERIMENT)
-    assert (cfg.optim.betas, cfg.optim.clip, cfg.train.seed, cfg.deepspeed) == ((0.9, 0.999), 1.0, 42, "zero2")
+    assert (cfg.optim.betas, cfg.optim.clip, cfg.train.seed, cfg.deepspeed) == (
+        (0.9, 0.999),
+        1.0,
+        42,
+        "zero2",
+    )
     assert cfg.tokenizer is None
 
 
@@ -129,8 +144,14 @@ def test_an_experiment_is_frozen() -> None:
         ({"steps": 1.5}, "train.steps: Input should be a valid integer. Got 1.5."),
         ({"steps": True}, "train.steps: Input should be a valid integer. Got True."),
         ({"steps": 0}, "train.steps: Input should be greater than 0. Got 0."),
-        ({"precision": "int8"}, "train.precision: Input should be 'fp32', 'bf16' or 'fp16'. Got 'int8'."),
-        ({"gradient_checkpointing": 1}, "train.gradient_checkpointing: Input should be a valid boolean. Got 1."),
+        (
+            {"precision": "int8"},
+            "train.precision: Input should be 'fp32', 'bf16' or 'fp16'. Got 'int8'.",
+        ),
+        (
+            {"gradient_checkpointing": 1},
+            "train.gradient_checkpointing: Input should be a valid boolean. Got 1.",
+        ),
     ],
 )
 def test_values_are_not_coerced(block: dict[str, Any], complaint: str) -> None:
@@ -147,11 +168,15 @@ def test_a_learning_rate_is_a_finite_number_above_zero(lr: float) -> None:
 
 
 def test_two_warm_ups_are_refused_with_both_values() -> None:
-    with pytest.raises(ConfigError, match=r"warmup_steps=10 and warmup_ratio=0.1 are both set; keep one"):
+    with pytest.raises(
+        ConfigError, match=r"warmup_steps=10 and warmup_ratio=0.1 are both set; keep one"
+    ):
         validate(Schedule, {"warmup_steps": 10, "warmup_ratio": 0.1})
 
 
-@pytest.mark.parametrize("base", ["gpt2", {"config": {"model_type": "gpt2"}}, {"experiment": {"task": "causal_lm"}}])
+@pytest.mark.parametrize(
+    "base", ["gpt2", {"config": {"model_type": "gpt2"}}, {"experiment": {"task": "causal_lm"}}]
+)
 def test_a_base_is_a_name_or_random_weights_or_another_experiment(base: Any) -> None:
     assert tasks.parse({**EXPERIMENT, "base": base}).model_dump(mode="json")["base"] == (
         {**base, "seed": 0} if "config" in base else base
@@ -172,11 +197,15 @@ def test_a_misspelt_key_at_the_top_level_gets_the_nearest_legal_one() -> None:
 
 
 def test_a_misspelt_key_inside_a_union_gets_the_nearest_legal_one() -> None:
-    assert "tokenizer.vocabsize: no such key. Did you mean 'vocab_size'?" in refusal(tokenizer={"vocabsize": 500})
+    assert "tokenizer.vocabsize: no such key. Did you mean 'vocab_size'?" in refusal(
+        tokenizer={"vocabsize": 500}
+    )
 
 
 def test_a_key_like_no_other_gets_the_legal_ones() -> None:
-    assert "data.zzz: no such key. Legal: max_tokens, source." in refusal(data={"source": "nq", "zzz": 1})
+    assert "data.zzz: no such key. Legal: max_tokens, source." in refusal(
+        data={"source": "nq", "zzz": 1}
+    )
 
 
 def test_a_missing_key_is_named() -> None:

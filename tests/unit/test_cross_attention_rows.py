@@ -1,4 +1,6 @@
-"""The rows of the cross-attention task: contexts as targets, filled in the middle, subsets, and beginning-of-text."""
+"""The rows of the cross-attention task: contexts as targets, filled in the middle, subsets, and
+beginning-of-text.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ import pytest
 from tests.facts import experiment, write_facts
 from trainer import tasks
 from trainer.errors import DataError
-from trainer.task import DRAW, Places
-from trainer.tasks.cross_attention.fim import Sentinels, fill_in_the_middle
-from trainer.tasks.cross_attention.prompts import Prompts
-from trainer.tasks.cross_attention.templates import context_text
+from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle
+from trainer.tasks.cross_attention.text.prompts import Prompts
+from trainer.tasks.cross_attention.text.templates import context_text
+from trainer.tasks.protocol import DRAW, Places
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +33,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, **data: Any) -> Any:
-    cfg = tasks.parse(experiment("cross_attention", folder, data={"shuffled_context": False, **data}))
+    cfg = tasks.parse(
+        experiment("cross_attention", folder, data={"shuffled_context": False, **data})
+    )
     return tasks.load(cfg, Places(folder, folder / "cache", folder / "runs"))
 
 
-def test_in_training_every_context_is_a_target_once_more_and_in_validation_none_is(folder: Path) -> None:
+def test_in_training_every_context_is_a_target_once_more_and_in_validation_none_is(
+    folder: Path,
+) -> None:
     task, plain = loaded(folder, include_context_ids=True), loaded(folder)
     rows, questions = list(task.rows("train")), list(plain.rows("train"))
     assert [row["question"] for row in rows] == [row["question"] for row in questions] * 2
     encoded = [task.encode(row) for row in rows]
     assert [row["is_context"] for row in encoded] == [[0]] * 64 + [[1]] * 64
-    assert [row["decoder"] for row in encoded[:64]] == [plain.encode(row)["decoder"] for row in questions]
+    assert [row["decoder"] for row in encoded[:64]] == [
+        plain.encode(row)["decoder"] for row in questions
+    ]
     assert len(list(task.rows("valid"))) == 22
 
 
@@ -58,7 +66,12 @@ def test_a_context_as_target_reads_itself_and_ends_like_an_answer(folder: Path) 
 
 def test_a_chunked_context_as_target_is_its_useful_chunks(folder: Path) -> None:
     task = loaded(folder, include_context_ids=True, chunked=True, decoder_tokens=120)
-    row = {"question": "q", "answers": ["a"], "contexts": ["one", "two", "three"], "useful_contexts": [0, 1, 1]}
+    row = {
+        "question": "q",
+        "answers": ["a"],
+        "contexts": ["one", "two", "three"],
+        "useful_contexts": [0, 1, 1],
+    }
     encoded = task.encode({**row, "is_context": True})
     assert task.tokenizer.decode(encoded["decoder"][:-1]) == context_text(
         "", ["two", "three"], "chat", question_on_context=False
@@ -66,7 +79,9 @@ def test_a_chunked_context_as_target_is_its_useful_chunks(folder: Path) -> None:
     assert len(encoded["context_lengths"]) == 3
 
 
-def test_a_drawn_share_of_contexts_is_filled_in_the_middle_and_questions_and_evaluation_never_are(folder: Path) -> None:
+def test_a_drawn_share_of_contexts_is_filled_in_the_middle_and_questions_and_evaluation_never_are(
+    folder: Path,
+) -> None:
     task = loaded(folder, include_context_ids=True, decoder_tokens=120)
     rows = [task.encode(row) for row in task.rows("train")]
     question, context = rows[0], rows[64]
@@ -88,14 +103,16 @@ def test_filling_keeps_every_token_and_the_end_within_the_limit(folder: Path) ->
         batch = task.collate([{**context, DRAW: np.array([5])}])
         ids = batch["tokens"].tolist()
         assert len(ids) <= 48
-        assert (ids[-1] == task.tokenizer.eos_token_id) == (context["decoder"][-1] == task.tokenizer.eos_token_id)
+        assert (ids[-1] == task.tokenizer.eos_token_id) == (
+            context["decoder"][-1] == task.tokenizer.eos_token_id
+        )
 
 
 def test_a_text_too_short_for_three_parts_is_left_alone() -> None:
     sentinels = Sentinels(prefix=[1], middle=[2], suffix=[3])
-    assert fill_in_the_middle(range(10, 15), sentinels, max_tokens=64, random=np.random.RandomState(0)) == [
-        *range(10, 15)
-    ]
+    assert fill_in_the_middle(
+        range(10, 15), sentinels, max_tokens=64, random=np.random.RandomState(0)
+    ) == [*range(10, 15)]
 
 
 def test_a_subset_trains_on_the_rows_of_its_data_set_alone(folder: Path) -> None:
@@ -106,12 +123,17 @@ def test_a_subset_trains_on_the_rows_of_its_data_set_alone(folder: Path) -> None
 
 
 def test_a_subset_that_no_row_is_of_is_refused_with_those_that_there_are(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"no row of the train split is of the data set 'squat'\. Did you mean 'squad'"):
+    with pytest.raises(
+        DataError,
+        match=r"no row of the train split is of the data set 'squat'\. Did you mean 'squad'",
+    ):
         list(loaded(folder, training_data_subset="squat").rows("train"))
 
 
 class Opened:
-    """A tokenizer that puts its beginning-of-text token before every text and a space before every word, as Llama's."""
+    """A tokenizer that puts its beginning-of-text token before every text and a space before every
+    word, as Llama's.
+    """
 
     bos_token_id, eos_token_id, pad_token_id = 1, 2, 0
 
@@ -120,8 +142,13 @@ class Opened:
         return {"input_ids": [1, *ids] if add_special_tokens else ids}
 
 
-def test_a_tokenizer_that_opens_texts_opens_prompts_and_contexts_once_and_answers_never(folder: Path) -> None:
-    prompts = Prompts(Opened(), loaded(folder).cfg.data.model_copy(update={"decoder_tokens": 99, "context_tokens": 99}))
+def test_a_tokenizer_that_opens_texts_opens_prompts_and_contexts_once_and_answers_never(
+    folder: Path,
+) -> None:
+    prompts = Prompts(
+        Opened(),
+        loaded(folder).cfg.data.model_copy(update={"decoder_tokens": 99, "context_tokens": 99}),
+    )
     encoded = prompts.encode({"question": "who", "answers": ["Ann"], "context": "text"})
     assert encoded["decoder"] == [1, *map(ord, "<|user|>\nwho\n<|assistant|>\nAnn"), 2]
     assert encoded["answer_start"] == [len(encoded["decoder"]) - 4]
@@ -138,5 +165,7 @@ def test_useful_contexts_of_another_number_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     from trainer.data.sources import qa_rows
 
-    with pytest.raises(DataError, match=r"train.jsonl, line 1: 'useful_contexts' is \[1\], want a 0 or 1 for each"):
+    with pytest.raises(
+        DataError, match=r"train.jsonl, line 1: 'useful_contexts' is \[1\], want a 0 or 1 for each"
+    ):
         list(qa_rows(tmp_path, "train"))

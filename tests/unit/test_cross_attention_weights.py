@@ -13,24 +13,32 @@ from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
 from trainer.errors import ConfigError
 from trainer.tasks.cross_attention.config import Layers
-from trainer.tasks.cross_attention.model import CrossAttentionModel
-from trainer.tasks.cross_attention.weights import added_weights, load_added, read_added
+from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
+from trainer.tasks.cross_attention.decoder.weights import added_weights, load_added, read_added
 
 OWN = Layers(count=2, stride=1, width=4, heads=2, initialisation="published")
 SHARED = OWN.model_copy(update={"shared_weights": True})
 
 
 def build(layers: Layers, seed: int = 0) -> CrossAttentionModel:
-    base = GPTBigCodeForCausalLM(GPTBigCodeConfig(n_embd=4, n_layer=3, n_head=2, n_positions=8, vocab_size=10))
+    base = GPTBigCodeForCausalLM(
+        GPTBigCodeConfig(n_embd=4, n_layer=3, n_head=2, n_positions=8, vocab_size=10)
+    )
     return CrossAttentionModel(base, layers, seed=seed)
 
 
 def published(model: CrossAttentionModel) -> dict[str, Tensor]:
-    """The tensors as a published checkpoint lists them: the base's too, and a shared layer under every index."""
-    tensors = {name.removeprefix("base."): tensor for name, tensor in model.base.state_dict().items()}
+    """The tensors as a published checkpoint lists them: the base's too, and a shared layer under
+    every index.
+    """
+    tensors = {
+        name.removeprefix("base."): tensor for name, tensor in model.base.state_dict().items()
+    }
     for index in model.indices:
         layer = model.added_layer(index)
-        tensors |= {f"cross_attn_layers.{index}.{name}": t.detach() for name, t in layer.named_parameters()}
+        tensors |= {
+            f"cross_attn_layers.{index}.{name}": t.detach() for name, t in layer.named_parameters()
+        }
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
@@ -39,7 +47,9 @@ def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_added_weights_carry_published_names_and_a_shared_layer_appears_once_under_its_lowest_index() -> None:
+def test_added_weights_carry_published_names_and_a_shared_layer_appears_once_under_its_lowest_index() -> (
+    None
+):
     own, shared = added_weights(build(OWN)), added_weights(build(SHARED))
     assert {name.split(".")[1] for name in own} == {"1", "2"}
     assert {name.split(".")[1] for name in shared} == {"1"}
@@ -63,14 +73,19 @@ def test_published_tensors_load_with_aliases_and_without_touching_the_base(layer
 
 
 def test_unshared_weights_are_refused_by_a_shared_model() -> None:
-    with pytest.raises(ConfigError, match=r"layers\.shared_weights=True wants one layer in every slot"):
+    with pytest.raises(
+        ConfigError, match=r"layers\.shared_weights=True wants one layer in every slot"
+    ):
         load_added(build(SHARED), published(build(OWN)))
 
 
 def test_missing_surplus_and_misshaped_names_are_all_named() -> None:
     tensors = added_weights(build(OWN))
     del tensors["cross_attn_layers.2.ln_1.bias"]
-    tensors |= {"cross_attn_layers.0.ln_1.bias": torch.ones(4), "cross_attn_layers.1.ln_1.bias": torch.ones(5)}
+    tensors |= {
+        "cross_attn_layers.0.ln_1.bias": torch.ones(4),
+        "cross_attn_layers.1.ln_1.bias": torch.ones(5),
+    }
     with pytest.raises(ConfigError) as caught:
         load_added(build(OWN), tensors, source="final/")
     message = str(caught.value)
@@ -81,7 +96,9 @@ def test_missing_surplus_and_misshaped_names_are_all_named() -> None:
 
 def split_in_two(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     names = sorted(tensors, key=lambda name: name.endswith("bias"))
-    return {n: tensors[n] for n in names[: len(names) // 2]}, {n: tensors[n] for n in names[len(names) // 2 :]}
+    return {n: tensors[n] for n in names[: len(names) // 2]}, {
+        n: tensors[n] for n in names[len(names) // 2 :]
+    }
 
 
 def write(folder: Path, layout: str, tensors: dict[str, Tensor]) -> None:
@@ -104,7 +121,9 @@ def write(folder: Path, layout: str, tensors: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["safetensors", "bin", "sharded safetensors", "sharded bin"])
-def test_added_weights_are_read_from_every_published_layout_without_the_base(layout: str, tmp_path: Path) -> None:
+def test_added_weights_are_read_from_every_published_layout_without_the_base(
+    layout: str, tmp_path: Path
+) -> None:
     model = build(OWN)
     tensors = published(model)
     tensors.pop("lm_head.weight")  # tied: safetensors files do not list it
@@ -121,13 +140,17 @@ def test_a_shard_without_added_weights_need_not_be_there(tmp_path: Path) -> None
 
 
 def test_a_pickle_that_could_run_code_is_refused(tmp_path: Path) -> None:
-    torch.save({"cross_attn_layers.1.ln_1.bias": Path("not a tensor")}, tmp_path / "pytorch_model.bin")
+    torch.save(
+        {"cross_attn_layers.1.ln_1.bias": Path("not a tensor")}, tmp_path / "pytorch_model.bin"
+    )
     with pytest.raises(ConfigError, match="a pickle of more than tensors"):
         read_added(tmp_path)
 
 
 def test_a_folder_without_weights_is_refused_with_the_legal_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no weights, want model\.safetensors or .*pytorch_model\.bin"):
+    with pytest.raises(
+        ConfigError, match=r"holds no weights, want model\.safetensors or .*pytorch_model\.bin"
+    ):
         read_added(tmp_path)
 
 

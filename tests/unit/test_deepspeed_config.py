@@ -1,4 +1,6 @@
-"""trainer/deepspeed_config.py: what is refused, what is settled, and what the engine gets."""
+"""trainer/config/deepspeed_config.py: what is refused, what is settled, and what the engine
+gets.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from trainer import deepspeed_config as dc
 from trainer.config import Optim, Train
-from trainer.deepspeed_keys import REFUSED
+from trainer.config import deepspeed_config as dc
+from trainer.config.deepspeed_keys import REFUSED
 from trainer.errors import ConfigError
 
 PRESETS = sorted(file.stem for file in dc.PRESETS.glob("*.json"))
@@ -19,12 +21,21 @@ OPTIM = Optim(lr=5e-4, betas=(0.9, 0.95), eps=1e-6, weight_decay=1e-3, clip=0.5)
 
 
 def train(**changes: Any) -> Train:
-    return Train(**{"steps": 10, "global_batch": 256, "micro_batch": 4, "precision": "bf16", **changes})
+    return Train(
+        **{"steps": 10, "global_batch": 256, "micro_batch": 4, "precision": "bf16", **changes}
+    )
 
 
-def build(preset: dict[str, Any], *, world: int = 8, hidden_size: int | None = None, **changes: Any) -> dict[str, Any]:
+def build(
+    preset: dict[str, Any], *, world: int = 8, hidden_size: int | None = None, **changes: Any
+) -> dict[str, Any]:
     return dc.build(
-        preset, train=train(**changes), optim=OPTIM, world=world, source="mine.json", hidden_size=hidden_size
+        preset,
+        train=train(**changes),
+        optim=OPTIM,
+        world=world,
+        source="mine.json",
+        hidden_size=hidden_size,
     )
 
 
@@ -62,7 +73,9 @@ def test_a_path_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_lists_the_legal_ones() -> None:
-    with pytest.raises(ConfigError, match=r"zero2_ofload.*Did you mean 'zero2_offload'.*zero0, zero1, zero2, "):
+    with pytest.raises(
+        ConfigError, match=r"zero2_ofload.*Did you mean 'zero2_offload'.*zero0, zero1, zero2, "
+    ):
         dc.read("zero2_ofload")
 
 
@@ -94,15 +107,24 @@ def test_a_broken_file_is_named_with_its_fault(tmp_path: Path, text: str, compla
         ),
         ({"zero_optimisation": {"stage": 3}}, "Did you mean 'zero_optimization'"),
         (zero(2, stge=2), "zero_optimization.stge: no such key .* Did you mean 'stage'"),
-        (zero(3, offload_param={"devise": "cpu"}), "offload_param.devise: .* Did you mean 'device'"),
+        (
+            zero(3, offload_param={"devise": "cpu"}),
+            "offload_param.devise: .* Did you mean 'device'",
+        ),
         ({"bf16": {"enable": True}}, "bf16.enable: .* Did you mean 'enabled'"),
         ({"fp16": {"los_scale": 0}}, "fp16.los_scale: .* Did you mean 'loss_scale'"),
-        ({"optimizer": {"type": "AdamW", "param": {}}}, "optimizer.param: .* Did you mean 'params'"),
+        (
+            {"optimizer": {"type": "AdamW", "param": {}}},
+            "optimizer.param: .* Did you mean 'params'",
+        ),
         (
             {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
             "optimizer.params.learning_rate: no such key",
         ),
-        ({"scheduler": {"type": "WarmupLR", "parms": {}}}, "scheduler.parms: .* Did you mean 'params'"),
+        (
+            {"scheduler": {"type": "WarmupLR", "parms": {}}},
+            "scheduler.parms: .* Did you mean 'params'",
+        ),
         ({"activation_checkpointing": {"profil": True}}, "Did you mean 'profile'"),
         ({"checkpoint": {"tag_validaton": "Fail"}}, "Did you mean 'tag_validation'"),
         ({"data_types": {"grad_acum_dtype": "fp32"}}, "Did you mean 'grad_accum_dtype'"),
@@ -116,7 +138,9 @@ def test_a_broken_file_is_named_with_its_fault(tmp_path: Path, text: str, compla
         (zero(3, prefetch_bucket_size=1), "Did you mean 'stage3_prefetch_bucket_size'|belongs"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_legal_one(wrong: dict[str, Any], complaint: str) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_legal_one(
+    wrong: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         build(wrong)
 
@@ -136,7 +160,10 @@ def test_a_removed_or_unsupported_key_is_refused_with_the_reason(name: str) -> N
         ({"gradient_clipping": -1}, "gradient_clipping=-1: want a number that is not negative"),
         ({"gradient_clipping": True}, "gradient_clipping=true: want a number"),
         ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps=1.5: want an integer"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0: want an integer above 0"),
+        (
+            {"gradient_accumulation_steps": 0},
+            "gradient_accumulation_steps=0: want an integer above 0",
+        ),
         ({"train_batch_size": 256.0}, "train_batch_size=256.0: want an integer above 0"),
         ({"zero_optimization": True}, "zero_optimization=true: want an object"),
         ({"zero_optimization": {}}, "zero_optimization.stage: required"),
@@ -147,7 +174,9 @@ def test_a_removed_or_unsupported_key_is_refused_with_the_reason(name: str) -> N
         (zero(2, reduce_bucket_size=0.5), "reduce_bucket_size=0.5: want an integer"),
     ],
 )
-def test_a_value_of_the_wrong_type_or_range_is_refused(wrong: dict[str, Any], complaint: str) -> None:
+def test_a_value_of_the_wrong_type_or_range_is_refused(
+    wrong: dict[str, Any], complaint: str
+) -> None:
     assert complaint in refusal(wrong)
 
 
@@ -156,7 +185,9 @@ def test_an_integer_may_be_written_as_5e8() -> None:
 
 
 def test_every_mistake_is_named_at_once_with_the_file() -> None:
-    text = refusal({"amp": {}, "gradient_cliping": 1, "zero_optimization": {"stage": "auto", "stge": 1}})
+    text = refusal(
+        {"amp": {}, "gradient_cliping": 1, "zero_optimization": {"stage": "auto", "stge": 1}}
+    )
     assert text.startswith("mine.json: 4 mistake(s)")
 
 
@@ -171,7 +202,9 @@ def test_every_mistake_is_named_at_once_with_the_file() -> None:
         ({"wandb": {"enabled": True}}, "wandb run already"),
     ],
 )
-def test_a_value_that_the_loop_cannot_live_with_is_refused(wrong: dict[str, Any], complaint: str) -> None:
+def test_a_value_that_the_loop_cannot_live_with_is_refused(
+    wrong: dict[str, Any], complaint: str
+) -> None:
     assert complaint in refusal(wrong)
 
 
@@ -200,7 +233,9 @@ def test_the_published_file_of_the_cross_attention_runs_is_accepted() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_auto_is_left_in_a_shipped_file(name: str, precision: str, tmp_path: Path) -> None:
     if (name, precision) == ("zero0", "fp16"):
-        assert "needs ZeRO stage 1, 2 or 3, got stage=0" in refusal(preset(name, tmp_path), precision=precision)
+        assert "needs ZeRO stage 1, 2 or 3, got stage=0" in refusal(
+            preset(name, tmp_path), precision=precision
+        )
         return
     config = build(preset(name, tmp_path), precision=precision)
     assert autos(config) == []
@@ -217,11 +252,20 @@ def test_the_file_handed_in_is_not_changed() -> None:
 def test_optimizer_parameters_come_from_the_experiment() -> None:
     params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
     config = build({"optimizer": {"type": "AdamW", "params": params}})
-    assert config["optimizer"]["params"] == {"lr": 5e-4, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 1e-3}
+    assert config["optimizer"]["params"] == {
+        "lr": 5e-4,
+        "betas": [0.9, 0.95],
+        "eps": 1e-6,
+        "weight_decay": 1e-3,
+    }
 
 
 def test_bucket_sizes_follow_the_hidden_size() -> None:
-    keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    keys = (
+        "reduce_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+    )
     config = build(zero(3, **dict.fromkeys(keys, "auto")), hidden_size=1000)
     assert [config["zero_optimization"][key] for key in keys] == [1_000_000, 900_000, 10_000]
 
@@ -249,12 +293,24 @@ def test_the_auto_of_deepspeed_itself_is_kept() -> None:
     ("file", "theirs", "ours"),
     [
         ({"train_batch_size": 512}, "train_batch_size=512 in the file", "train.global_batch=256"),
-        ({"train_micro_batch_size_per_gpu": 2}, "train_micro_batch_size_per_gpu=2 in", "train.micro_batch=4"),
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2 in", "256 / (micro_batch=4 x world=8) = 8"),
+        (
+            {"train_micro_batch_size_per_gpu": 2},
+            "train_micro_batch_size_per_gpu=2 in",
+            "train.micro_batch=4",
+        ),
+        (
+            {"gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps=2 in",
+            "256 / (micro_batch=4 x world=8) = 8",
+        ),
         ({"gradient_clipping": 1.0}, "gradient_clipping=1.0 in the file", "optim.clip=0.5"),
         ({"fp16": {"enabled": True}}, "fp16.enabled=true in the file", "train.precision='bf16'"),
         ({"bf16": {"enabled": False}}, "bf16.enabled=false in the file", "train.precision='bf16'"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}, "optimizer.params.lr=1.0 in", "optim.lr=0.0005"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}},
+            "optimizer.params.lr=1.0 in",
+            "optim.lr=0.0005",
+        ),
         (
             {"optimizer": {"type": "Adam", "params": {"betas": [0.9, 0.9]}}},
             "betas=[0.9, 0.9]",
@@ -262,7 +318,9 @@ def test_the_auto_of_deepspeed_itself_is_kept() -> None:
         ),
     ],
 )
-def test_a_number_that_differs_is_refused_with_both_sources(file: dict[str, Any], theirs: str, ours: str) -> None:
+def test_a_number_that_differs_is_refused_with_both_sources(
+    file: dict[str, Any], theirs: str, ours: str
+) -> None:
     text = refusal(file)
     assert theirs in text
     assert ours in text
@@ -282,7 +340,9 @@ def test_both_half_precisions_at_once_are_refused() -> None:
         (100, 8, 2, "micro_batch=8 x world=2 = 16. Use 96 or 112, or micro_batch=5."),
     ],
 )
-def test_a_batch_that_does_not_divide_says_what_does(batch: int, micro: int, world: int, advice: str) -> None:
+def test_a_batch_that_does_not_divide_says_what_does(
+    batch: int, micro: int, world: int, advice: str
+) -> None:
     text = refusal({}, global_batch=batch, micro_batch=micro, world=world)
     assert f"train.global_batch={batch} is not a multiple of {advice}" in text
 
@@ -292,7 +352,9 @@ def test_a_batch_that_does_not_divide_says_what_does(batch: int, micro: int, wor
 
 @pytest.mark.parametrize("name", ["Muon", "Lamb", "OneBitAdam", "Lion", "SGD", None])
 def test_another_optimizer_is_refused(name: str | None) -> None:
-    assert "the engine makes AdamW itself" in refusal({"optimizer": {} if name is None else {"type": name}})
+    assert "the engine makes AdamW itself" in refusal(
+        {"optimizer": {} if name is None else {"type": name}}
+    )
 
 
 def test_adam_is_adamw_unless_it_says_otherwise() -> None:
@@ -308,14 +370,22 @@ def test_a_scheduler_of_autos_is_dropped() -> None:
 
 @pytest.mark.parametrize("params", [{"warmup_num_steps": 100, "warmup_max_lr": "auto"}, {}])
 def test_a_scheduler_that_states_something_is_refused(params: dict[str, Any]) -> None:
-    assert "the loop owns the schedule" in refusal({"scheduler": {"type": "WarmupLR", "params": params}})
+    assert "the loop owns the schedule" in refusal(
+        {"scheduler": {"type": "WarmupLR", "params": params}}
+    )
 
 
 @pytest.mark.parametrize(
     ("wrong", "complaint"),
     [
-        (zero(2, offload_param={"device": "cpu"}), "offload_param needs stage 3 or more, got stage=2"),
-        (zero(0, offload_optimizer={"device": "cpu"}), "offload_optimizer needs stage 1 or more, got stage=0"),
+        (
+            zero(2, offload_param={"device": "cpu"}),
+            "offload_param needs stage 3 or more, got stage=2",
+        ),
+        (
+            zero(0, offload_optimizer={"device": "cpu"}),
+            "offload_optimizer needs stage 1 or more, got stage=0",
+        ),
         (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "ratio=0.5 needs stage 3"),
         (zero(2, offload_optimizer={"device": "disk"}), "device='disk': want none, cpu or nvme"),
         (zero(3, offload_param={"device": "nvme"}), "offload_param.nvme_path=None is not a folder"),
@@ -346,7 +416,9 @@ def test_gradients_of_another_dtype_are_refused_at_stage_0() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_engine_takes_one_step_per_window(stage: int) -> None:
-    engine = dc.for_engine(build(zero(stage) | {"steps_per_print": 2000, "optimizer": {"type": "AdamW"}}))
+    engine = dc.for_engine(
+        build(zero(stage) | {"steps_per_print": 2000, "optimizer": {"type": "AdamW"}})
+    )
     assert engine["managed_gradient_accumulation"] is False
     assert (engine["train_batch_size"], engine["gradient_accumulation_steps"]) == (32, 1)
     assert engine["zero_allow_untested_optimizer"] is True
@@ -354,27 +426,38 @@ def test_the_engine_takes_one_step_per_window(stage: int) -> None:
 
 
 def test_overlap_is_off_below_stage_2_and_untouched_from_there() -> None:
-    assert [dc.for_engine(build(zero(s)))["zero_optimization"].get("overlap_comm") for s in range(4)] == [
+    assert [
+        dc.for_engine(build(zero(s)))["zero_optimization"].get("overlap_comm") for s in range(4)
+    ] == [
         False,
         False,
         None,
         None,
     ]
-    assert dc.for_engine(build(zero(2, overlap_comm=True)))["zero_optimization"]["overlap_comm"] is True
+    assert (
+        dc.for_engine(build(zero(2, overlap_comm=True)))["zero_optimization"]["overlap_comm"]
+        is True
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_one_rank_copies_no_gradients_into_buckets_that_it_would_send_to_nobody(stage: int) -> None:
-    stated = zero(stage, contiguous_gradients=True, **({"overlap_comm": True} if stage == 2 else {}))
+    stated = zero(
+        stage, contiguous_gradients=True, **({"overlap_comm": True} if stage == 2 else {})
+    )
     alone = dc.for_engine(build(stated, world=1))["zero_optimization"]
     assert (alone["overlap_comm"], alone["contiguous_gradients"]) == (False, False)
     assert dc.for_engine(build(stated))["zero_optimization"]["contiguous_gradients"] is True
-    offloaded = build(zero(stage, contiguous_gradients=True, offload_optimizer={"device": "cpu"}), world=1)
+    offloaded = build(
+        zero(stage, contiguous_gradients=True, offload_optimizer={"device": "cpu"}), world=1
+    )
     assert dc.for_engine(offloaded)["zero_optimization"]["contiguous_gradients"] is True
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(0, None), (1, "fp32"), (2, "fp32"), (3, "fp32")])
-def test_bf16_gradients_accumulate_in_fp32_where_deepspeed_can(stage: int, dtype: str | None) -> None:
+def test_bf16_gradients_accumulate_in_fp32_where_deepspeed_can(
+    stage: int, dtype: str | None
+) -> None:
     assert dc.for_engine(build(zero(stage))).get("data_types", {}).get("grad_accum_dtype") == dtype
     assert "data_types" not in dc.for_engine(build(zero(stage), precision="fp32"))
 
@@ -384,7 +467,9 @@ def test_a_stated_accumulation_dtype_is_kept() -> None:
     assert dc.for_engine(build(stated))["data_types"]["grad_accum_dtype"] == "bf16"
 
 
-@pytest.mark.parametrize(("stage", "precision", "clip"), [(0, "fp32", 0.0), (0, "bf16", 0.5), (1, "fp32", 0.5)])
+@pytest.mark.parametrize(
+    ("stage", "precision", "clip"), [(0, "fp32", 0.0), (0, "bf16", 0.5), (1, "fp32", 0.5)]
+)
 def test_deepspeed_clips_except_in_fp32_at_stage_0(stage: int, precision: str, clip: float) -> None:
     assert dc.for_engine(build(zero(stage), precision=precision))["gradient_clipping"] == clip
 

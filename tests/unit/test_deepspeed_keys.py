@@ -1,4 +1,5 @@
-"""trainer/deepspeed_config.py against the programs that read its files: DeepSpeed itself and the Hugging Face Trainer.
+"""trainer/config/deepspeed_config.py against the programs that read its files: DeepSpeed itself and
+the Hugging Face Trainer.
 
 An upgrade of DeepSpeed that adds, removes or retypes a key fails here.
 """
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.unit.test_deepspeed_config import PRESETS, autos, build, preset
-from trainer import deepspeed_config as dc
-from trainer.deepspeed_keys import LEGAL, REFUSED, VERSION
+from trainer.config import deepspeed_config as dc
+from trainer.config.deepspeed_keys import LEGAL, REFUSED, VERSION
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,9 @@ def blocks() -> dict[str, Any]:
 def test_the_table_was_read_from_the_installed_version() -> None:
     from importlib.metadata import version
 
-    assert version("deepspeed") == VERSION, "read the source again, and update trainer/deepspeed_keys.py"
+    assert version("deepspeed") == VERSION, (
+        "read the source again, and update trainer/config/deepspeed_keys.py"
+    )
 
 
 def test_the_table_has_exactly_the_fields_of_deepspeeds_models(blocks: dict[str, Any]) -> None:
@@ -57,27 +60,49 @@ def test_the_table_has_exactly_the_fields_of_deepspeeds_models(blocks: dict[str,
 
 
 def test_the_table_has_the_types_of_deepspeeds_models(blocks: dict[str, Any]) -> None:
-    kinds = {"b": "bool", "i": "int", "n": "float", "s": "str|Path|OffloadDeviceEnum", "l": "list|List"}
+    kinds = {
+        "b": "bool",
+        "i": "int",
+        "n": "float",
+        "s": "str|Path|OffloadDeviceEnum",
+        "l": "list|List",
+    }
     for path, model in blocks.items():
-        fields = {field.alias or name: str(field.annotation) for name, field in model.model_fields.items()}
+        fields = {
+            field.alias or name: str(field.annotation) for name, field in model.model_fields.items()
+        }
         for key, kind in LEGAL[path].items():
             if key == "stage" or kind[0] == "o":
                 continue
-            assert any(word in fields[key] for word in kinds[kind[0]].split("|")), (path, key, kind, fields[key])
-            assert ("Optional" in fields[key] or "None" in fields[key]) == kind.endswith("?"), (path, key, kind)
+            assert any(word in fields[key] for word in kinds[kind[0]].split("|")), (
+                path,
+                key,
+                kind,
+                fields[key],
+            )
+            assert ("Optional" in fields[key] or "None" in fields[key]) == kind.endswith("?"), (
+                path,
+                key,
+                kind,
+            )
 
 
 def test_the_table_has_every_top_level_constant_of_deepspeed() -> None:
     constants = pytest.importorskip("deepspeed.runtime.constants")
     known = {*LEGAL[""], *REFUSED}
-    defaults = [name.removesuffix("_DEFAULT") for name in vars(constants) if name.endswith("_DEFAULT")]
+    defaults = [
+        name.removesuffix("_DEFAULT") for name in vars(constants) if name.endswith("_DEFAULT")
+    ]
     values = {getattr(constants, name, None) for name in defaults}
     nested = {key for keys in LEGAL.values() for key in keys} | {
         "type",
         "legacy_fusion",
         "lower_precision_safe_modules",
     }
-    nested |= {"bf16_master_weights_and_grads", "check_overflow"}  # of blocks; the second is gone from the bf16 model
+    nested |= {
+        "bf16_master_weights_and_grads",
+        "check_overflow",
+    }  # of blocks; the second is gone from the bf16 model
     assert {value for value in values if isinstance(value, str)} <= known | nested
 
 
@@ -108,10 +133,17 @@ def test_deepspeed_reads_back_what_was_asked_for(name: str, precision: str, tmp_
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_hugging_face_trainer_takes_the_same_files(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+    from transformers.integrations.deepspeed import (
+        HfTrainerDeepSpeedConfig,
+        unset_hf_deepspeed_config,
+    )
 
     args = transformers.TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, bf16=True, per_device_train_batch_size=4, gradient_accumulation_steps=2
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=True,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
     )
     model = transformers.GPTBigCodeForCausalLM(
         transformers.GPTBigCodeConfig(n_embd=8, n_layer=1, n_head=2, vocab_size=32, n_positions=8)

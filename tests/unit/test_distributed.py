@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
-from trainer import distributed
 from trainer.errors import EXIT_PREEMPTED, ConfigError
+from trainer.runtime import distributed
 
 UNEVEN = ["", {"a": [1, None, 0.1], "ä": "x" * 1000}]  # by rank: texts of very different length
 
@@ -44,7 +44,9 @@ def _exchange() -> dict[str, Any]:
         "bool": distributed.total(torch.tensor([True, rank == 1])),
         "half": distributed.total(torch.tensor(0.1, dtype=torch.bfloat16)),
         "gather": distributed.gather(UNEVEN[rank]),
-        "broadcast": distributed.broadcast({"from": rank} if rank == 0 else "ignored and longer than rank 0's"),
+        "broadcast": distributed.broadcast(
+            {"from": rank} if rank == 0 else "ignored and longer than rank 0's"
+        ),
     }
 
 
@@ -65,7 +67,9 @@ def test_total_sums_floats_in_fp64_and_leaves_its_argument_alone(two: list[dict[
 
 
 def test_total_keeps_integers_exact_beyond_what_a_double_holds(two: list[dict[str, Any]]) -> None:
-    assert all(result["int"].dtype == torch.int64 and int(result["int"]) == 2**53 + 1 for result in two)
+    assert all(
+        result["int"].dtype == torch.int64 and int(result["int"]) == 2**53 + 1 for result in two
+    )
 
 
 def test_total_counts_booleans(two: list[dict[str, Any]]) -> None:
@@ -73,10 +77,15 @@ def test_total_counts_booleans(two: list[dict[str, Any]]) -> None:
 
 
 def test_total_of_bf16_is_not_rounded_to_bf16(two: list[dict[str, Any]]) -> None:
-    assert all(float(result["half"]) == 2 * float(torch.tensor(0.1, dtype=torch.bfloat16)) for result in two)
+    assert all(
+        float(result["half"]) == 2 * float(torch.tensor(0.1, dtype=torch.bfloat16))
+        for result in two
+    )
 
 
-def test_gather_returns_values_of_uneven_length_by_rank_on_all_ranks(two: list[dict[str, Any]]) -> None:
+def test_gather_returns_values_of_uneven_length_by_rank_on_all_ranks(
+    two: list[dict[str, Any]],
+) -> None:
     assert all(result["gather"] == UNEVEN for result in two)
 
 
@@ -116,7 +125,9 @@ def test_plain_python_gets_a_group_of_one_and_a_local_rank() -> None:
     distributed.init(timeout_s=5)  # a second call is harmless
 
 
-def test_half_a_launcher_is_an_error_that_names_the_missing_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_launcher_is_an_error_that_names_the_missing_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
@@ -130,7 +141,11 @@ def test_the_launchers_variables_are_followed(tmp_path: Path) -> None:
 
     def rank(number: int) -> None:
         os.environ.update(
-            RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            RANK=str(number),
+            LOCAL_RANK=str(number),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
         )
         distributed.init(timeout_s=30)
         seen = distributed.gather(distributed.local_rank())
@@ -138,11 +153,16 @@ def test_the_launchers_variables_are_followed(tmp_path: Path) -> None:
         distributed.shutdown(0)
 
     assert _children([lambda: rank(0), lambda: rank(1)]) == [0, 0]
-    assert [json.loads((tmp_path / str(number)).read_text()) for number in (0, 1)] == [[0, 1], [0, 1]]
+    assert [json.loads((tmp_path / str(number)).read_text()) for number in (0, 1)] == [
+        [0, 1],
+        [0, 1],
+    ]
 
 
 @pytest.mark.parametrize("exit_code", [0, 2, EXIT_PREEMPTED])
-def test_shutdown_ends_the_process_with_its_code_and_flushes_what_was_written(tmp_path: Path, exit_code: int) -> None:
+def test_shutdown_ends_the_process_with_its_code_and_flushes_what_was_written(
+    tmp_path: Path, exit_code: int
+) -> None:
     def child() -> None:
         file = (tmp_path / "out").open("w")
         os.dup2(file.fileno(), 1)
@@ -187,4 +207,7 @@ def _fork(function: Callable[[], None]) -> int:
 
 def _children(functions: list[Callable[[], None]]) -> list[int]:
     """Exit codes of the functions, each run in a forked process."""
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in [_fork(each) for each in functions]]
+    return [
+        os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        for child in [_fork(each) for each in functions]
+    ]

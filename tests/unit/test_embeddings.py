@@ -1,4 +1,6 @@
-"""A folder of vectors holds every text once, survives kills, and is only ever continued by what it was begun with."""
+"""A folder of vectors holds every text once, survives kills, and is only ever continued by what it
+was begun with.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +16,36 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
-from trainer import embeddings
-from trainer.embeddings import Plan
 from trainer.errors import ConfigError, DataError, DivergedError
-from trainer.task import Embeds, Row, Side
+from trainer.retrieval import embeddings
+from trainer.retrieval.embeddings import Plan
+from trainer.tasks.protocol import Embeds, Row, Side
 
-ROWS: list[Row] = [{"id": f"p{n}", "title": "t" * (n % 3), "text": "word " * (1 + n * 7 % 11)} for n in range(23)]
+ROWS: list[Row] = [
+    {"id": f"p{n}", "title": "t" * (n % 3), "text": "word " * (1 + n * 7 % 11)} for n in range(23)
+]
 
 
 class Bags:
-    """The smallest task that embeds: the sum of its tokens' vectors, scaled on the passages' side."""
+    """The smallest task that embeds: the sum of its tokens' vectors, scaled on the
+    passages' side.
+    """
 
     def __init__(self) -> None:
         self.widths: list[int] = []  # of each batch: what a padded one would cost
 
     def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
         assert all(("title" in text) == (side == "passage") for text in texts)
-        return [[ord(letter) % 50 for letter in text.get("title", "") + text["text"]] for text in texts]
+        return [
+            [ord(letter) % 50 for letter in text.get("title", "") + text["text"]] for text in texts
+        ]
 
     def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
         self.widths += [max(map(len, rows))] * len(rows)
         assert not torch.is_grad_enabled()
-        return torch.stack([model(torch.tensor(row)).sum(0) for row in rows]) * (2 if side == "passage" else 1)
+        return torch.stack([model(torch.tensor(row)).sum(0) for row in rows]) * (
+            2 if side == "passage" else 1
+        )
 
 
 def bag_model() -> nn.Module:
@@ -76,15 +86,21 @@ def test_rows_of_like_length_share_a_batch_and_every_vector_is_that_of_its_own_r
 def test_under_bf16_the_vectors_are_still_fp32() -> None:
     class Linear(Bags):
         def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
-            return torch.stack([torch.ones(2, 4) @ model(torch.tensor(row))[:4] for row in rows])[:, 0]
+            return torch.stack([torch.ones(2, 4) @ model(torch.tensor(row))[:4] for row in rows])[
+                :, 0
+            ]
 
-    full, half = (encoder(Linear(), precision=precision)(ROWS[:3]) for precision in ("fp32", "bf16"))
+    full, half = (
+        encoder(Linear(), precision=precision)(ROWS[:3]) for precision in ("fp32", "bf16")
+    )
     assert full.dtype == half.dtype == torch.float32
     assert 0 < float((full - half).abs().max()) < 0.1  # it did run in bf16
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_folder_holds_ids_and_vectors_in_the_order_of_the_rows(tmp_path: Path, dtype: str) -> None:
+def test_a_folder_holds_ids_and_vectors_in_the_order_of_the_rows(
+    tmp_path: Path, dtype: str
+) -> None:
     found = embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan(dtype=dtype))
     assert found.ids == [row["id"] for row in ROWS]
     assert [shard.shape for shard in found.vectors] == [(5, 4)] * 4 + [(3, 4)]
@@ -109,7 +125,9 @@ def test_what_a_kill_left_is_kept_and_the_rest_is_made(tmp_path: Path) -> None:
         made.extend(row["id"] for row in rows)
         return encode(rows)
 
-    embeddings.write(tmp_path / "v", lambda: iter(ROWS), counting, plan=plan(shard_rows=9))  # another world's choice
+    embeddings.write(
+        tmp_path / "v", lambda: iter(ROWS), counting, plan=plan(shard_rows=9)
+    )  # another world's choice
     assert made == [row["id"] for row in [*ROWS[5:10], *ROWS[15:20]]]
     assert content(tmp_path / "v") == wanted
 
@@ -120,7 +138,9 @@ def test_a_finished_folder_is_not_encoded_again(tmp_path: Path) -> None:
     def never(rows: Sequence[Row]) -> Tensor:
         raise AssertionError("nothing was left to do")
 
-    assert embeddings.write(tmp_path / "v", lambda: iter(ROWS), never, plan=plan()).plan.count == len(ROWS)
+    assert embeddings.write(
+        tmp_path / "v", lambda: iter(ROWS), never, plan=plan()
+    ).plan.count == len(ROWS)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +152,9 @@ def test_a_finished_folder_is_not_encoded_again(tmp_path: Path) -> None:
         ({"dtype": "float16"}, "dtype was 'float32', is 'float16'"),
     ],
 )
-def test_a_folder_of_something_else_is_not_continued(tmp_path: Path, changes: dict[str, str], said: str) -> None:
+def test_a_folder_of_something_else_is_not_continued(
+    tmp_path: Path, changes: dict[str, str], said: str
+) -> None:
     embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan())
     with pytest.raises(ConfigError, match=f"begun with something else.*{said}"):
         embeddings.write(tmp_path / "v", lambda: iter(ROWS), encoder(), plan=plan(**changes))
@@ -145,14 +167,20 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_vectors_that_are_no_numbers_are_refused_and_so_are_those_that_fp16_cannot_hold(tmp_path: Path) -> None:
+def test_vectors_that_are_no_numbers_are_refused_and_so_are_those_that_fp16_cannot_hold(
+    tmp_path: Path,
+) -> None:
     def filled(value: float) -> embeddings.Encoder:
         return lambda rows: torch.full((len(rows), 2), value)
 
     with pytest.raises(DivergedError, match="NaN or infinity"):
         embeddings.write(tmp_path / "a", lambda: iter(ROWS), filled(float("nan")), plan=plan())
-    with pytest.raises(ConfigError, match=r"--dtype float16: a vector reaches 7e\+04, float16 65504\. Use float32"):
-        embeddings.write(tmp_path / "b", lambda: iter(ROWS), filled(7e4), plan=plan(dtype="float16"))
+    with pytest.raises(
+        ConfigError, match=r"--dtype float16: a vector reaches 7e\+04, float16 65504\. Use float32"
+    ):
+        embeddings.write(
+            tmp_path / "b", lambda: iter(ROWS), filled(7e4), plan=plan(dtype="float16")
+        )
 
 
 def test_an_altered_shard_is_found(tmp_path: Path) -> None:
@@ -169,7 +197,9 @@ def test_an_altered_shard_is_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"meta\.json is missing\. This folder of vectors is not there"):
+    with pytest.raises(
+        ConfigError, match=r"meta\.json is missing\. This folder of vectors is not there"
+    ):
         embeddings.read(tmp_path / "v")
 
 

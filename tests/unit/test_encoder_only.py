@@ -1,4 +1,6 @@
-"""The encoder's half of a T5 checkpoint: every kind of file, read without the decoder, made once."""
+"""The encoder's half of a T5 checkpoint: every kind of file, read without the decoder, made
+once.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,22 @@ import pytest
 import torch
 from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration
 
-from trainer.encoder_only import encoder_source
 from trainer.errors import ConfigError
+from trainer.models.t5_encoder_weights import encoder_source
 
 
 @pytest.fixture
 def whole() -> T5ForConditionalGeneration:
     torch.manual_seed(1)
-    config = T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=50,
+        d_model=16,
+        d_kv=4,
+        d_ff=24,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+    )
     return T5ForConditionalGeneration(config)
 
 
@@ -34,7 +44,9 @@ def pickled(model: Any, folder: Path, kind: str) -> Path:
         index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
         (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     else:
-        torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "zip")
+        torch.save(
+            tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=kind == "zip"
+        )
     return folder
 
 
@@ -49,22 +61,31 @@ def test_a_pickled_checkpoint_becomes_a_folder_of_its_encoder(
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     wanted = whole.encoder.state_dict()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in encoder.encoder.state_dict().items())
+    assert all(
+        torch.equal(tensor, wanted[name]) for name, tensor in encoder.encoder.state_dict().items()
+    )
     full = sum(tensor.nbytes for tensor in whole.state_dict().values())
     assert (Path(made) / "model.safetensors").stat().st_size < full / 2
 
 
-def test_it_is_made_once_and_anew_when_the_file_changes(whole: T5ForConditionalGeneration, tmp_path: Path) -> None:
+def test_it_is_made_once_and_anew_when_the_file_changes(
+    whole: T5ForConditionalGeneration, tmp_path: Path
+) -> None:
     folder = pickled(whole, tmp_path / "t5", "zip")
     first = encoder_source(str(folder), tmp_path / "cache")
     stamp = (Path(first) / "model.safetensors").stat().st_mtime_ns
     assert encoder_source(str(folder), tmp_path / "cache") == first
     assert (Path(first) / "model.safetensors").stat().st_mtime_ns == stamp
-    torch.save({name: tensor + 1 for name, tensor in whole.state_dict().items()}, folder / "pytorch_model.bin")
+    torch.save(
+        {name: tensor + 1 for name, tensor in whole.state_dict().items()},
+        folder / "pytorch_model.bin",
+    )
     assert encoder_source(str(folder), tmp_path / "cache") != first
 
 
-def test_safetensors_are_read_where_they_are(whole: T5ForConditionalGeneration, tmp_path: Path) -> None:
+def test_safetensors_are_read_where_they_are(
+    whole: T5ForConditionalGeneration, tmp_path: Path
+) -> None:
     whole.save_pretrained(tmp_path / "t5")
     assert encoder_source(str(tmp_path / "t5"), tmp_path / "cache") == str(tmp_path / "t5")
     assert not (tmp_path / "cache").exists()
@@ -85,7 +106,9 @@ def test_a_pickle_that_could_run_code_is_refused(
     assert "ran" not in capsys.readouterr().out
 
 
-def test_a_checkpoint_without_an_encoder_is_refused(whole: T5ForConditionalGeneration, tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_encoder_is_refused(
+    whole: T5ForConditionalGeneration, tmp_path: Path
+) -> None:
     folder = pickled(whole, tmp_path / "t5", "zip")
     torch.save({"transformer.weight": torch.ones(2)}, folder / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="no T5 encoder"):

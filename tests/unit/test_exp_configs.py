@@ -1,4 +1,6 @@
-"""exp_configs.py: the published table, ids that stay, the runnable groups, and files of the user."""
+"""exp_configs.py: the published table, ids that stay, the runnable groups, and files of the
+user.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,15 @@ import pytest
 
 import exp_configs
 from exp_configs import EXP_GROUPS, cartesian_exp_group, read_groups, vary
-from trainer import deepspeed_config, tasks
-from trainer.config import exp_id
+from trainer import tasks
+from trainer.config import deepspeed_config, exp_id
 from trainer.errors import ConfigError
 
 ALL = [(group, values) for group, experiments in EXP_GROUPS.items() for values in experiments]
 
-# ServiceNow/xc-cache, last commit: base; layers x stride, shared weights, after the block, shared query/key, width,
-# heads, key dropout; context; micro x accumulation on 8 devices; lr, weight decay, shape; precision, checkpointing.
+# ServiceNow/xc-cache, last commit: base; layers x stride, shared weights, after the block, shared
+# query/key, width, heads, key dropout; context; micro x accumulation on 8 devices; lr, weight
+# decay, shape; precision, checkpointing.
 TABLE = """
 santacoder             TabbyML/SantaCoder-1B     6x2 yes no  no  -    -  .3  2048 5x8  3e-4 5e-4 cosine fp16 no
 starcoder              bigcode/starcoder         8x4 yes no  no  -    -  .3  2048 1x16 6e-4 5e-2 linear fp16 no
@@ -48,9 +51,14 @@ def test_a_published_group_has_its_published_values(row: list[str]) -> None:
     count, stride = (int(number) for number in slots.split("x"))
     micro, accumulation = (int(number) for number in batch.split("x"))
     assert values["base"] == base
-    # Published code on Llama and Mistral: cross_attn_dropout_prob drops probabilities, and Mistral ignores the heads.
+    # Published code on Llama and Mistral: cross_attn_dropout_prob drops probabilities, and Mistral
+    # ignores the heads.
     is_rotary = name.startswith(("tulu", "llama", "mistral"))
-    dropout = {"key_dropout": 0.0, "attention_dropout": float(drop)} if is_rotary else {"key_dropout": float(drop)}
+    dropout = (
+        {"key_dropout": 0.0, "attention_dropout": float(drop)}
+        if is_rotary
+        else {"key_dropout": float(drop)}
+    )
     is_mistral = name == "mistral-7b"
     assert values["layers"] == {
         "count": count,
@@ -98,15 +106,22 @@ def test_a_published_group_has_its_published_values(row: list[str]) -> None:
         ("fid_tqa_large", "google-t5/t5-large", 5e-5, "TQA"),
     ],
 )
-def test_a_reader_is_trained_by_the_published_recipe(group: str, base: str, lr: float, files: str) -> None:
+def test_a_reader_is_trained_by_the_published_recipe(
+    group: str, base: str, lr: float, files: str
+) -> None:
     (values,) = EXP_GROUPS[group]
     train, data = values["train"], values["data"]
-    assert (values["base"], values["optim"]) == (base, {"lr": lr, "weight_decay": 0.01, "decay": "all", "clip": 1.0})
+    assert (values["base"], values["optim"]) == (
+        base,
+        {"lr": lr, "weight_decay": 0.01, "decay": "all", "clip": 1.0},
+    )
     assert values["schedule"] == {"shape": "linear", "warmup_steps": 1000}
     assert (train["steps"], train["global_batch"], train["eval_every"]) == (15_000, 64, 500)
     assert (train["answers"], train["best"], train["best_is"]) == ("all", "valid/em", "max")
     assert (data["contexts"], data["passage_tokens"]) == (100, 250)
-    assert set(data["files"].values()) == {f"{files}/{name}.json" for name in ("train", "dev", "test")}
+    assert set(data["files"].values()) == {
+        f"{files}/{name}.json" for name in ("train", "dev", "test")
+    }
 
 
 def test_the_cheaper_reader_reads_25_passages_and_then_100_for_1000_updates() -> None:
@@ -127,14 +142,18 @@ def test_a_group_parses(group: str, values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("group", "values"), ALL, ids=[group for group, _ in ALL])
-def test_a_group_has_a_deepspeed_dictionary_on_one_and_on_eight_devices(group: str, values: dict[str, Any]) -> None:
+def test_a_group_has_a_deepspeed_dictionary_on_one_and_on_eight_devices(
+    group: str, values: dict[str, Any]
+) -> None:
     cfg = tasks.parse(values)
     preset = deepspeed_config.read(cfg.deepspeed)
     worlds = [1, 8] if values["data"]["source"] == "jsonl" else [1, 2]
     for world in worlds:
         if world * cfg.train.micro_batch > cfg.train.global_batch:
             continue  # published for one device
-        assert deepspeed_config.build(preset, train=cfg.train, optim=cfg.optim, world=world, source=group)
+        assert deepspeed_config.build(
+            preset, train=cfg.train, optim=cfg.optim, world=world, source=group
+        )
 
 
 def test_ids_are_unique() -> None:
@@ -143,7 +162,9 @@ def test_ids_are_unique() -> None:
 
 
 def test_the_id_of_the_documented_group_does_not_change_by_accident() -> None:
-    """Run folders carry this name: whoever changes it on purpose orphans the folders of that group."""
+    """Run folders carry this name: whoever changes it on purpose orphans the folders of
+    that group.
+    """
     (values,) = EXP_GROUPS["crossattn_starcoderbase-3b"]
     assert exp_id(values) == "ff46c271ec075a4e9f18a4eaec9126ea"
 
@@ -172,7 +193,11 @@ def test_the_tokens_fit_the_positions_of_a_random_base() -> None:
         config = base["config"] if isinstance(base, dict) else {}
         if "n_positions" in config:
             data = values["data"]
-            longest = max(data[key] for key in ("max_tokens", "decoder_tokens", "context_tokens") if key in data)
+            longest = max(
+                data[key]
+                for key in ("max_tokens", "decoder_tokens", "context_tokens")
+                if key in data
+            )
             assert longest <= config["n_positions"], group
             assert config["n_embd"] % config["n_head"] == 0, group
 
@@ -186,7 +211,10 @@ def test_the_cross_attention_on_natural_questions_starts_from_its_language_model
 
 
 def test_vary_merges_a_block_one_level_deep() -> None:
-    assert vary({"a": {"x": 1, "y": {"z": 1}}, "b": 2}, a={"y": {"w": 2}}) == {"a": {"x": 1, "y": {"w": 2}}, "b": 2}
+    assert vary({"a": {"x": 1, "y": {"z": 1}}, "b": 2}, a={"y": {"w": 2}}) == {
+        "a": {"x": 1, "y": {"w": 2}},
+        "b": 2,
+    }
 
 
 def test_vary_shares_nothing_with_its_parent() -> None:
@@ -199,7 +227,9 @@ def test_vary_shares_nothing_with_its_parent() -> None:
 
 
 def test_vary_replaces_a_base_as_a_whole() -> None:
-    assert vary({"base": {"config": {}}}, base={"experiment": {"task": "t"}}) == {"base": {"experiment": {"task": "t"}}}
+    assert vary({"base": {"config": {}}}, base={"experiment": {"task": "t"}}) == {
+        "base": {"experiment": {"task": "t"}}
+    }
 
 
 # cartesian_exp_group; tests/jobs/test_haven.py compares it with haven's own
@@ -215,11 +245,15 @@ def test_a_product_runs_over_the_lists_and_its_last_key_varies_fastest() -> None
 
 
 def test_a_hyper_parameter_that_is_a_list_is_written_in_two_brackets() -> None:
-    assert cartesian_exp_group({"betas": [[0.9, 0.95]], "empty": [[]]}) == [{"betas": [0.9, 0.95], "empty": []}]
+    assert cartesian_exp_group({"betas": [[0.9, 0.95]], "empty": [[]]}) == [
+        {"betas": [0.9, 0.95], "empty": []}
+    ]
 
 
 def test_lists_inside_a_block_are_no_axes() -> None:
-    assert cartesian_exp_group({"optim": {"betas": [0.9, 0.95]}}) == [{"optim": {"betas": [0.9, 0.95]}}]
+    assert cartesian_exp_group({"optim": {"betas": [0.9, 0.95]}}) == [
+        {"optim": {"betas": [0.9, 0.95]}}
+    ]
 
 
 def test_none_is_a_value_unless_it_is_to_be_left_out() -> None:
@@ -229,7 +263,9 @@ def test_none_is_a_value_unless_it_is_to_be_left_out() -> None:
 
 
 def test_an_axis_without_values_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"'b', 'c': an empty list is an axis without values.*\[\[\]\]"):
+    with pytest.raises(
+        ConfigError, match=r"'b', 'c': an empty list is an axis without values.*\[\[\]\]"
+    ):
         cartesian_exp_group({"a": 1, "b": [], "c": []})
 
 
@@ -282,7 +318,10 @@ def test_a_group_given_as_a_dictionary_is_a_product(tmp_path: Path) -> None:
     [
         ("x = 1\ny = x.z\n", r"mine.py:2: AttributeError: 'int' object has no attribute 'z'"),
         ("x = 1\n\ndef broken(:\n", r"mine.py:3: SyntaxError"),
-        ("import no_such_module\n", r"mine.py:1: ModuleNotFoundError: No module named 'no_such_module'"),
+        (
+            "import no_such_module\n",
+            r"mine.py:1: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
         ("import json\n\njson.loads('{')\n", r"mine.py:3: JSONDecodeError"),
         ("x = 1\n\ncompile('(', 'other.py', 'exec')\n", r"mine.py:3: SyntaxError"),
         ("\nraise SystemExit\n", r"mine.py:2: SystemExit"),
@@ -290,15 +329,23 @@ def test_a_group_given_as_a_dictionary_is_a_product(tmp_path: Path) -> None:
         ("EXP_GROUPS = {}\n", r"EXP_GROUPS is an empty dict"),
         ("EXP_GROUPS = [{}]\n", r"EXP_GROUPS is a list"),
         ("EXP_GROUPS = {'a': []}\n", r"EXP_GROUPS\['a'\] is an empty list\. Want at least one"),
-        ("EXP_GROUPS = {'a': 'x'}\n", r"EXP_GROUPS\['a'\] is a str\. Want a list of experiments, or a dictionary"),
-        ("EXP_GROUPS = {'a': {'task': 'x', 'seed': []}}\n", r"EXP_GROUPS\['a'\] 'seed': an empty list is an axis"),
+        (
+            "EXP_GROUPS = {'a': 'x'}\n",
+            r"EXP_GROUPS\['a'\] is a str\. Want a list of experiments, or a dictionary",
+        ),
+        (
+            "EXP_GROUPS = {'a': {'task': 'x', 'seed': []}}\n",
+            r"EXP_GROUPS\['a'\] 'seed': an empty list is an axis",
+        ),
         ("EXP_GROUPS = {'a': {'x': []}, 'b': 3}\n", r"2 mistake\(s\)"),
         ("EXP_GROUPS = {'a': [{}, 3]}\n", r"EXP_GROUPS\['a'\] \[1\] is an int\. Want a dictionary"),
         ("EXP_GROUPS = {1: [{}]}\n", r"EXP_GROUPS\[1\] is named by an int\. Want a string"),
         ("EXP_GROUPS = {'a': [], 'b': 3}\n", r"2 mistake\(s\)"),
     ],
 )
-def test_a_fault_of_the_file_is_named_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
+def test_a_fault_of_the_file_is_named_with_its_place(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         read_groups(written(tmp_path, text))
 
@@ -324,4 +371,6 @@ def test_steps_reach_a_base_that_is_an_experiment_of_the_same_group() -> None:
     assert first["train"]["steps"] == second["train"]["steps"] == 10
     assert second["base"] == {"experiment": first}
     (alone,) = exp_configs.experiments_of("crossattn_nq_cpu", None, 10)
-    assert alone["base"] == {"experiment": EXP_GROUPS["lm_nq_cpu"][0]}, "that one was trained as it stands"
+    assert alone["base"] == {"experiment": EXP_GROUPS["lm_nq_cpu"][0]}, (
+        "that one was trained as it stands"
+    )

@@ -1,4 +1,6 @@
-"""Readers in other layouts, made up here: what is read, what is refused, and what is left behind."""
+"""Readers in other layouts, made up here: what is read, what is refused, and what is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,23 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 from trainer.errors import ConfigError, StorageError
 from trainer.tasks.fid.interchange import CROSS_BIAS, export_model, import_model
 
-BASE_LIKE: dict[str, Any] = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 20}
+BASE_LIKE: dict[str, Any] = {
+    "d_model": 8,
+    "d_kv": 4,
+    "d_ff": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "vocab_size": 20,
+}
 # As in the large T5 the inner width is not the model's, and nothing equals BASE_LIKE's.
-LARGE_LIKE: dict[str, Any] = {"d_model": 12, "d_kv": 6, "d_ff": 20, "num_layers": 3, "num_heads": 4, "vocab_size": 23}
+LARGE_LIKE: dict[str, Any] = {
+    "d_model": 12,
+    "d_kv": 6,
+    "d_ff": 20,
+    "num_layers": 3,
+    "num_heads": 4,
+    "vocab_size": 23,
+}
 V11: dict[str, Any] = BASE_LIKE | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 HEAD = "lm_head.weight"
 
@@ -40,11 +56,15 @@ def t5(values: dict[str, Any]) -> T5ForConditionalGeneration:
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        return model(input_ids=torch.tensor([[5, 6, 7, 1]]), labels=torch.tensor([[4, 3, 1]])).logits
+        return model(
+            input_ids=torch.tensor([[5, 6, 7, 1]]), labels=torch.tensor([[4, 3, 1]])
+        ).logits
 
 
 def assert_same_model(folder: Path, model: Any) -> None:
-    """`folder` holds `model`: stock transformers find every tensor, none too many, and compute the same."""
+    """`folder` holds `model`: stock transformers find every tensor, none too many, and compute the
+    same.
+    """
     loaded, found = T5ForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
     assert not found["missing_keys"]
     assert not found["unexpected_keys"]
@@ -55,21 +75,35 @@ def minfid(path: Path, model: Any, *, prefix: str = "t5.", args: Any = None) -> 
     """A file as minFiD saves it, with its wrappers' names."""
 
     def wrapped(name: str) -> str:
-        name = name.replace("encoder.", "encoder.encoder.", 1) if name.startswith("encoder.") else name
-        return prefix + (name.replace(".layer.", ".t5block.layer.", 1) if name.startswith("encoder.") else name)
+        name = (
+            name.replace("encoder.", "encoder.encoder.", 1) if name.startswith("encoder.") else name
+        )
+        return prefix + (
+            name.replace(".layer.", ".t5block.layer.", 1) if name.startswith("encoder.") else name
+        )
 
     sd = {wrapped(name): tensor for name, tensor in model.state_dict().items()}
-    torch.save({"sd": sd, "args": args or argparse.Namespace(t5_name="t5-large", lr=1e-4, gpus="")}, path)
+    torch.save(
+        {"sd": sd, "args": args or argparse.Namespace(t5_name="t5-large", lr=1e-4, gpus="")}, path
+    )
     return path
 
 
 def plain(folder: Path, values: dict[str, Any], tensors: dict[str, Tensor] | None = None) -> Path:
     """A folder as transformers 4 wrote it: config.json says whether embeddings are tied."""
     folder.mkdir()
-    config = values | {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "decoder_start_token_id": 0}
+    config = values | {
+        "model_type": "t5",
+        "architectures": ["T5ForConditionalGeneration"],
+        "decoder_start_token_id": 0,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     tensors = t5(values).state_dict() if tensors is None else tensors
-    save_file({name: t.clone() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: t.clone() for name, t in tensors.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     return folder
 
 
@@ -79,20 +113,30 @@ def biased(values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def tokenizer(folder: Path, words: int) -> Path:
-    vocab = {name: number for number, name in enumerate(["<pad>", "</s>", "<unk>", *map(str, range(words - 3))])}
+    vocab = {
+        name: number
+        for number, name in enumerate(["<pad>", "</s>", "<unk>", *map(str, range(words - 3))])
+    }
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
     made.save_pretrained(folder)
     return folder
 
 
-# Reading --------------------------------------------------------------------------------------------------------------
+# Reading
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefix", ["t5.", "seq2seq."])
-@pytest.mark.parametrize("values", [BASE_LIKE, LARGE_LIKE, LARGE_LIKE | {"num_decoder_layers": 1}, V11])
-def test_a_minfid_file_of_any_size_becomes_the_t5_it_was(tmp_path: Path, values: dict[str, Any], prefix: str) -> None:
+@pytest.mark.parametrize(
+    "values", [BASE_LIKE, LARGE_LIKE, LARGE_LIKE | {"num_decoder_layers": 1}, V11]
+)
+def test_a_minfid_file_of_any_size_becomes_the_t5_it_was(
+    tmp_path: Path, values: dict[str, Any], prefix: str
+) -> None:
     model = t5(values)
     import_model(minfid(tmp_path / "reader", model, prefix=prefix), out=tmp_path / "t5")
     assert_same_model(tmp_path / "t5", model)
@@ -102,13 +146,20 @@ def test_the_config_of_a_minfid_file_comes_from_its_shapes(tmp_path: Path) -> No
     import_model(minfid(tmp_path / "reader", t5(LARGE_LIKE)), out=tmp_path / "t5")
     config = T5Config.from_pretrained(tmp_path / "t5")
     assert {name: getattr(config, name) for name in LARGE_LIKE} == LARGE_LIKE
-    assert (config.feed_forward_proj, config.num_decoder_layers, config.scale_decoder_outputs) == ("relu", 3, True)
+    assert (config.feed_forward_proj, config.num_decoder_layers, config.scale_decoder_outputs) == (
+        "relu",
+        3,
+        True,
+    )
 
 
 def test_a_stored_model_is_a_plain_t5_with_its_embedding_once(tmp_path: Path) -> None:
     import_model(minfid(tmp_path / "reader", t5(BASE_LIKE)), out=tmp_path / "t5")
     tied = {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD}
-    assert load_file(tmp_path / "t5" / "model.safetensors").keys() == t5(BASE_LIKE).state_dict().keys() - tied
+    assert (
+        load_file(tmp_path / "t5" / "model.safetensors").keys()
+        == t5(BASE_LIKE).state_dict().keys() - tied
+    )
     config = json.loads((tmp_path / "t5" / "config.json").read_text())
     assert config["architectures"] == ["T5ForConditionalGeneration"]
 
@@ -116,7 +167,9 @@ def test_a_stored_model_is_a_plain_t5_with_its_embedding_once(tmp_path: Path) ->
 def test_a_folder_in_the_old_pickle_format_is_read(tmp_path: Path) -> None:
     folder, model = plain(tmp_path / "reader", BASE_LIKE), t5(BASE_LIKE)
     (folder / "model.safetensors").unlink()
-    torch.save(model.state_dict(), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    torch.save(
+        model.state_dict(), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    )
     import_model(folder, out=tmp_path / "t5")
     assert_same_model(tmp_path / "t5", model)
 
@@ -149,7 +202,8 @@ def test_importing_twice_changes_nothing(tmp_path: Path) -> None:
         assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
 
 
-# T5 v1.1: an output layer of its own, and a decoder output that is not scaled ---------------------------------------
+# T5 v1.1: an output layer of its own, and a decoder output that is not scaled
+# ---------------------------------------
 
 
 def test_a_v11_model_keeps_its_output_layer_and_its_unscaled_logits(tmp_path: Path) -> None:
@@ -159,7 +213,9 @@ def test_a_v11_model_keeps_its_output_layer_and_its_unscaled_logits(tmp_path: Pa
 
 
 def test_transformers_5_leaves_an_output_layer_of_its_own_untied(tmp_path: Path) -> None:
-    """What export and import build on: the config says tied whatever the file said, two unequal tensors decide."""
+    """What export and import build on: the config says tied whatever the file said, two unequal
+    tensors decide.
+    """
     loaded = T5ForConditionalGeneration.from_pretrained(plain(tmp_path / "reader", V11))
     assert loaded.config.tie_word_embeddings is True
     assert loaded.config.scale_decoder_outputs is False
@@ -180,11 +236,15 @@ def test_a_v11_model_that_transformers_5_saved_says_again_that_it_is_untied(tmp_
 
 def test_an_output_layer_that_differs_under_a_tied_config_is_refused(tmp_path: Path) -> None:
     tensors = dict(t5(BASE_LIKE).state_dict()) | {HEAD: torch.randn(20, 8)}
-    with pytest.raises(ConfigError, match=r"different tensors for one shared parameter: \[shared\.weight and lm_head"):
+    with pytest.raises(
+        ConfigError,
+        match=r"different tensors for one shared parameter: \[shared\.weight and lm_head",
+    ):
         import_model(plain(tmp_path / "reader", BASE_LIKE, tensors), out=tmp_path / "t5")
 
 
-# The position bias of cross-attention -------------------------------------------------------------------------------
+# The position bias of cross-attention
+# -------------------------------------------------------------------------------
 
 
 def test_the_position_bias_of_cross_attention_is_left_out(tmp_path: Path) -> None:
@@ -195,8 +255,12 @@ def test_the_position_bias_of_cross_attention_is_left_out(tmp_path: Path) -> Non
 
 def test_the_position_bias_of_cross_attention_is_kept_on_demand(tmp_path: Path) -> None:
     tensors = biased(BASE_LIKE)
-    import_model(plain(tmp_path / "reader", BASE_LIKE, tensors), out=tmp_path / "t5", compat_cross_bias=True)
-    assert torch.equal(load_file(tmp_path / "t5" / "model.safetensors")[CROSS_BIAS], tensors[CROSS_BIAS])
+    import_model(
+        plain(tmp_path / "reader", BASE_LIKE, tensors), out=tmp_path / "t5", compat_cross_bias=True
+    )
+    assert torch.equal(
+        load_file(tmp_path / "t5" / "model.safetensors")[CROSS_BIAS], tensors[CROSS_BIAS]
+    )
     assert json.loads((tmp_path / "t5" / "config.json").read_text())["compat_cross_bias"] is True
     assert_same_model(tmp_path / "t5", t5(BASE_LIKE))
 
@@ -213,16 +277,21 @@ def test_a_kept_bias_survives_exporting_and_goes_with_the_next_import(tmp_path: 
 
 def test_a_bias_that_is_not_there_cannot_be_kept(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is nothing to keep"):
-        import_model(plain(tmp_path / "reader", BASE_LIKE), out=tmp_path / "t5", compat_cross_bias=True)
+        import_model(
+            plain(tmp_path / "reader", BASE_LIKE), out=tmp_path / "t5", compat_cross_bias=True
+        )
 
 
 def test_a_bias_of_another_shape_is_refused(tmp_path: Path) -> None:
     tensors = biased(BASE_LIKE) | {CROSS_BIAS: torch.zeros(32, 3)}
-    with pytest.raises(ConfigError, match=r"relative_attention_bias\.weight \(got \(32, 3\), want \(32, 2\)\)"):
+    with pytest.raises(
+        ConfigError, match=r"relative_attention_bias\.weight \(got \(32, 3\), want \(32, 2\)\)"
+    ):
         import_model(plain(tmp_path / "reader", BASE_LIKE, tensors), out=tmp_path / "t5")
 
 
-# For facebookresearch/FiD -------------------------------------------------------------------------------------------
+# For facebookresearch/FiD
+# -------------------------------------------------------------------------------------------
 
 
 def test_an_export_without_a_bias_gets_one_of_zeros_and_says_so(
@@ -253,15 +322,29 @@ def test_a_written_folder_is_as_readable_as_any_other(tmp_path: Path) -> None:
 def test_tied_tensors_share_their_storage_in_an_export_for_fid(tmp_path: Path) -> None:
     export_model(plain(tmp_path / "t5", BASE_LIKE), out=tmp_path / "fid", layout="fid")
     tensors = torch.load(tmp_path / "fid" / "pytorch_model.bin", weights_only=True)
-    names = ("shared.weight", "encoder.encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)
+    names = (
+        "shared.weight",
+        "encoder.encoder.embed_tokens.weight",
+        "decoder.embed_tokens.weight",
+        HEAD,
+    )
     assert len({tensors[name].data_ptr() for name in names}) == 1
 
 
-def test_a_t5_that_transformers_302_does_not_know_is_refused_with_every_reason(tmp_path: Path) -> None:
-    folder = plain(tmp_path / "t5", V11 | {"num_decoder_layers": 1, "relative_attention_max_distance": 64})
+def test_a_t5_that_transformers_302_does_not_know_is_refused_with_every_reason(
+    tmp_path: Path,
+) -> None:
+    folder = plain(
+        tmp_path / "t5", V11 | {"num_decoder_layers": 1, "relative_attention_max_distance": 64}
+    )
     with pytest.raises(ConfigError) as caught:
         export_model(folder, out=tmp_path / "fid", layout="fid")
-    for reason in ("feed_forward_proj='gated-gelu'", "tie_word_embeddings=false", "num_decoder_layers=1", "=64"):
+    for reason in (
+        "feed_forward_proj='gated-gelu'",
+        "tie_word_embeddings=false",
+        "num_decoder_layers=1",
+        "=64",
+    ):
         assert reason in str(caught.value)
     assert not (tmp_path / "fid").exists()
 
@@ -271,7 +354,8 @@ def test_an_unknown_layout_is_refused_with_the_legal_ones(tmp_path: Path) -> Non
         export_model(plain(tmp_path / "t5", BASE_LIKE), out=tmp_path / "x", layout="haystack")
 
 
-# Tokenizers ---------------------------------------------------------------------------------------------------------
+# Tokenizers
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_tokenizer_beside_the_reader_is_copied_as_it_is(tmp_path: Path) -> None:
@@ -284,22 +368,29 @@ def test_a_tokenizer_beside_the_reader_is_copied_as_it_is(tmp_path: Path) -> Non
 def test_a_tokenizer_that_was_asked_for_is_written(tmp_path: Path) -> None:
     made = tokenizer(tmp_path / "words", words=20)
     import_model(plain(tmp_path / "reader", BASE_LIKE), out=tmp_path / "t5", tokenizer=str(made))
-    assert (tmp_path / "t5" / "tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
+    assert (tmp_path / "t5" / "tokenizer.json").read_bytes() == (
+        made / "tokenizer.json"
+    ).read_bytes()
 
 
 def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(tmp_path: Path) -> None:
     made = tokenizer(tmp_path / "words", words=21)
     with pytest.raises(ConfigError, match="ids up to 20, the base only 20"):
-        import_model(plain(tmp_path / "reader", BASE_LIKE), out=tmp_path / "t5", tokenizer=str(made))
+        import_model(
+            plain(tmp_path / "reader", BASE_LIKE), out=tmp_path / "t5", tokenizer=str(made)
+        )
 
 
-def test_without_a_tokenizer_the_log_says_which_to_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_tokenizer_the_log_says_which_to_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO):
         import_model(minfid(tmp_path / "reader", t5(BASE_LIKE)), out=tmp_path / "t5")
     assert '"tokenizer": "t5-large"' in caplog.text
 
 
-# What is refused ----------------------------------------------------------------------------------------------------
+# What is refused
+# ----------------------------------------------------------------------------------------------------
 
 
 class Intruder:
@@ -314,14 +405,25 @@ class Intruder:
 
 @pytest.mark.parametrize("is_zip", [True, False])
 @pytest.mark.parametrize("place", ["file", "folder"])
-def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(tmp_path: Path, place: str, is_zip: bool) -> None:
-    folder, content = plain(tmp_path / "reader", BASE_LIKE), dict[str, Any](t5(BASE_LIKE).state_dict())
+def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(
+    tmp_path: Path, place: str, is_zip: bool
+) -> None:
+    folder, content = (
+        plain(tmp_path / "reader", BASE_LIKE),
+        dict[str, Any](t5(BASE_LIKE).state_dict()),
+    )
     (folder / "model.safetensors").unlink()
     harm = Intruder(tmp_path / "harm")
-    content = {"sd": content, "args": argparse.Namespace(lr=harm)} if place == "file" else content | {"x": harm}
+    content = (
+        {"sd": content, "args": argparse.Namespace(lr=harm)}
+        if place == "file"
+        else content | {"x": harm}
+    )
     torch.save(content, folder / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
     with pytest.raises(ConfigError, match=r"refused.*asks for posix\.mkdir"):
-        import_model(folder / "pytorch_model.bin" if place == "file" else folder, out=tmp_path / "t5")
+        import_model(
+            folder / "pytorch_model.bin" if place == "file" else folder, out=tmp_path / "t5"
+        )
     assert not (tmp_path / "harm").exists()
     assert not (tmp_path / "t5").exists()
 
@@ -329,7 +431,10 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not_run(tmp_path: Path
 def test_missing_unexpected_and_misshaped_names_are_all_named(tmp_path: Path) -> None:
     tensors = dict(t5(BASE_LIKE).state_dict())
     del tensors["decoder.final_layer_norm.weight"]
-    tensors |= {"decoder.qa_outputs.weight": torch.ones(2), "encoder.final_layer_norm.weight": torch.ones(9)}
+    tensors |= {
+        "decoder.qa_outputs.weight": torch.ones(2),
+        "encoder.final_layer_norm.weight": torch.ones(9),
+    }
     with pytest.raises(ConfigError) as caught:
         import_model(plain(tmp_path / "reader", BASE_LIKE, tensors), out=tmp_path / "t5")
     message = str(caught.value)
@@ -367,7 +472,10 @@ def full_disk(file_size: int) -> Iterator[None]:
 @pytest.mark.parametrize("layout", ["t5", "fid"])
 def test_nothing_half_written_is_left_behind_by_a_full_disk(tmp_path: Path, layout: str) -> None:
     folder = plain(tmp_path / "reader", BASE_LIKE)
-    with full_disk(4096), pytest.raises(StorageError, match=r"cannot be written .*Free space there"):
+    with (
+        full_disk(4096),
+        pytest.raises(StorageError, match=r"cannot be written .*Free space there"),
+    ):
         export_model(folder, out=tmp_path / "out", layout=layout)
     assert [path.name for path in tmp_path.iterdir()] == ["reader"]
 
@@ -381,7 +489,9 @@ def test_nothing_half_written_is_left_behind_by_a_full_disk(tmp_path: Path, layo
         ('{"model_type": "t5", "d_model": "wide"}', "describes no T5"),
     ],
 )
-def test_a_folder_without_a_t5_config_is_refused(tmp_path: Path, config: str | None, message: str) -> None:
+def test_a_folder_without_a_t5_config_is_refused(
+    tmp_path: Path, config: str | None, message: str
+) -> None:
     folder = plain(tmp_path / "reader", BASE_LIKE)
     (folder / "config.json").unlink()
     if config is not None:
@@ -401,11 +511,19 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ({"model": {}}, "want a pickle of {'sd', 'args'}"),
-        ({"sd": {"t5.shared.weight": 1}, "args": argparse.Namespace()}, "something else than tensors by name"),
-        ({"sd": {"t5.shared.weight": torch.ones(2, 2)}, "args": argparse.Namespace()}, "its sizes cannot be told"),
+        (
+            {"sd": {"t5.shared.weight": 1}, "args": argparse.Namespace()},
+            "something else than tensors by name",
+        ),
+        (
+            {"sd": {"t5.shared.weight": torch.ones(2, 2)}, "args": argparse.Namespace()},
+            "its sizes cannot be told",
+        ),
     ],
 )
-def test_a_file_that_minfid_did_not_write_is_refused(tmp_path: Path, content: Any, message: str) -> None:
+def test_a_file_that_minfid_did_not_write_is_refused(
+    tmp_path: Path, content: Any, message: str
+) -> None:
     torch.save(content, tmp_path / "reader")
     with pytest.raises(ConfigError, match=message):
         import_model(tmp_path / "reader", out=tmp_path / "t5")

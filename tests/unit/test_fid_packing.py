@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.packing import grids_of
-from trainer.task import Batch
-from trainer.tasks.fid.packing import pack
+from trainer.models.packed.layout import grids_of
+from trainer.tasks.fid.fused_layout import pack
+from trainer.tasks.protocol import Batch
 
 ROOM = 90  # of a passage, where each gets the same
-lengths_of_questions = st.lists(st.lists(st.integers(1, ROOM), min_size=1, max_size=5), min_size=1, max_size=4)
+lengths_of_questions = st.lists(
+    st.lists(st.integers(1, ROOM), min_size=1, max_size=5), min_size=1, max_size=4
+)
 layouts = st.tuples(lengths_of_questions, st.booleans())
 Questions = list[list[list[int]]]
 
@@ -48,18 +50,28 @@ def questions_fused(batch: Batch) -> list[list[int]]:
 
 
 @given(layouts)
-def test_the_stream_holds_passage_after_passage_and_says_which(layout: tuple[list[list[int]], bool]) -> None:
+def test_the_stream_holds_passage_after_passage_and_says_which(
+    layout: tuple[list[list[int]], bool],
+) -> None:
     asked = numbered(layout[0])
     passages = [passage for question in asked for passage in question]
     batch = pack(asked, bucketed=layout[1])
     assert batch["tokens"].tolist() == [token for passage in passages for token in passage]
-    assert batch["passage"].tolist() == [number for number, passage in enumerate(passages) for _ in passage]
-    assert batch["position"].tolist() == [place for passage in passages for place in range(len(passage))]
-    assert batch["question"].tolist() == [number for number, question in enumerate(asked) for _ in question]
+    assert batch["passage"].tolist() == [
+        number for number, passage in enumerate(passages) for _ in passage
+    ]
+    assert batch["position"].tolist() == [
+        place for passage in passages for place in range(len(passage))
+    ]
+    assert batch["question"].tolist() == [
+        number for number, question in enumerate(asked) for _ in question
+    ]
 
 
 @given(layouts)
-def test_every_passage_fills_one_row_of_one_grid_from_the_left(layout: tuple[list[list[int]], bool]) -> None:
+def test_every_passage_fills_one_row_of_one_grid_from_the_left(
+    layout: tuple[list[list[int]], bool],
+) -> None:
     asked = numbered(layout[0])
     batch = pack(asked, bucketed=layout[1])
     rows = passages_in_grids(batch)
@@ -70,7 +82,9 @@ def test_every_passage_fills_one_row_of_one_grid_from_the_left(layout: tuple[lis
 
 
 @given(layouts)
-def test_grids_are_as_wide_as_their_longest_passage_rounded_up(layout: tuple[list[list[int]], bool]) -> None:
+def test_grids_are_as_wide_as_their_longest_passage_rounded_up(
+    layout: tuple[list[list[int]], bool],
+) -> None:
     for grid in grids_of(pack(numbered(layout[0]), bucketed=layout[1])):
         longest = int(grid.sum(1).max())
         assert grid.shape[1] % 8 == 0
@@ -78,26 +92,39 @@ def test_grids_are_as_wide_as_their_longest_passage_rounded_up(layout: tuple[lis
 
 
 @given(lengths_of_questions)
-def test_a_bucket_holds_lengths_that_round_up_alike_and_their_absence_one_grid(lengths: list[list[int]]) -> None:
+def test_a_bucket_holds_lengths_that_round_up_alike_and_their_absence_one_grid(
+    lengths: list[list[int]],
+) -> None:
     asked = numbered(lengths)
-    rounded = [{-(-int(length) // 32) for length in grid.sum(1)} for grid in grids_of(pack(asked, bucketed=True))]
+    rounded = [
+        {-(-int(length) // 32) for length in grid.sum(1)}
+        for grid in grids_of(pack(asked, bucketed=True))
+    ]
     assert all(len(bucket) == 1 for bucket in rounded)
     assert len(set.union(*rounded)) == len(rounded)
     assert len(grids_of(pack(asked, bucketed=False))) == 1
 
 
 @given(layouts)
-def test_a_questions_tokens_lie_close_together_in_their_order(layout: tuple[list[list[int]], bool]) -> None:
+def test_a_questions_tokens_lie_close_together_in_their_order(
+    layout: tuple[list[list[int]], bool],
+) -> None:
     asked = numbered(layout[0])
     batch = pack(asked, bucketed=layout[1])
-    assert questions_fused(batch) == [[token for passage in question for token in passage] for question in asked]
+    assert questions_fused(batch) == [
+        [token for passage in question for token in passage] for question in asked
+    ]
     counts = batch["fused_mask"].sum(1)
-    assert torch.equal(batch["fused_mask"], torch.arange(batch["fused_mask"].shape[1]) < counts[:, None])
+    assert torch.equal(
+        batch["fused_mask"], torch.arange(batch["fused_mask"].shape[1]) < counts[:, None]
+    )
     assert batch["fused_mask"].shape[1] == -(-int(counts.max()) // 8) * 8
 
 
 @given(layouts)
-def test_with_room_for_each_passage_its_tokens_start_where_it_does(layout: tuple[list[list[int]], bool]) -> None:
+def test_with_room_for_each_passage_its_tokens_start_where_it_does(
+    layout: tuple[list[list[int]], bool],
+) -> None:
     asked = numbered(layout[0])
     batch = pack(asked, bucketed=layout[1], cross_width=ROOM)
     mask = batch["fused_mask"]
@@ -108,7 +135,9 @@ def test_with_room_for_each_passage_its_tokens_start_where_it_does(layout: tuple
             start = place * ROOM
             assert places[row, start : start + len(passage)].tolist() == passage
     assert int(mask.sum()) == len(batch["tokens"])
-    assert questions_fused(batch) == [[token for passage in question for token in passage] for question in asked]
+    assert questions_fused(batch) == [
+        [token for passage in question for token in passage] for question in asked
+    ]
 
 
 @given(layouts)
@@ -131,7 +160,10 @@ def test_more_than_ten_grids_keep_their_order() -> None:
 
 def test_buckets_waste_less_than_one_rectangle() -> None:
     asked = numbered([[8, 250, 16], [240, 10, 12, 9]])
-    cells = {how: sum(grid.numel() for grid in grids_of(pack(asked, bucketed=how))) for how in (True, False)}
+    cells = {
+        how: sum(grid.numel() for grid in grids_of(pack(asked, bucketed=how)))
+        for how in (True, False)
+    }
     assert cells[True] == 5 * 16 + 2 * 256
     assert cells[False] == 7 * 256
 

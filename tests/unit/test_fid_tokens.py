@@ -1,4 +1,6 @@
-"""Questions and passages tokenised apart are the prompts tokenised whole; targets and answers as published."""
+"""Questions and passages tokenised apart are the prompts tokenised whole; targets and answers as
+published.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from hypothesis import strategies as st
 
 from tests.facts import write_facts
 from trainer.data.vocabulary import load_tokenizer
-from trainer.task import DRAW
 from trainer.tasks.fid.config import Data
 from trainer.tasks.fid.tokens import Prompts, drawn_target, flat, unflat
+from trainer.tasks.protocol import DRAW
 
 PUBLIC = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"
 NAMES = ("t5", "starcoder", "facts")
@@ -33,7 +35,17 @@ AWKWARD = [
     "\ufb01",
     "\u2581",
 ]
-AWKWARD += ["</s>", "<pad>", "<unk>", "<extra_id_0>", "<extra_id_", "<|endoftext|>", "'s", "title:", "\U0001f3f3\ufe0f"]
+AWKWARD += [
+    "</s>",
+    "<pad>",
+    "<unk>",
+    "<extra_id_0>",
+    "<extra_id_",
+    "<|endoftext|>",
+    "'s",
+    "title:",
+    "\U0001f3f3\ufe0f",
+]
 texts = st.lists(st.one_of(st.sampled_from(AWKWARD), st.text(max_size=6)), max_size=5).map("".join)
 DATA = Data(source="stdlib_docs", contexts=9, passage_tokens=10**6)
 
@@ -46,7 +58,10 @@ def data(**changes: Any) -> Data:
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folders = {name: PUBLIC / name for name in NAMES if (PUBLIC / name).is_dir()}
     folders["facts"] = write_facts(tmp_path_factory.mktemp("facts")) / "tokenizer"
-    return {name: load_tokenizer(str(path), data_path=None, cache_dir=path) for name, path in folders.items()}
+    return {
+        name: load_tokenizer(str(path), data_path=None, cache_dir=path)
+        for name, path in folders.items()
+    }
 
 
 @pytest.fixture(params=NAMES)
@@ -67,14 +82,17 @@ def whole(tokenizer: Any, text: str) -> list[int]:
     return tokenizer([text], add_special_tokens=False)["input_ids"][0]
 
 
-# Prompts --------------------------------------------------------------------------------------------------------------
+# Prompts
+# --------------------------------------------------------------------------------------------------------------
 
 
 @given(question=texts, title=texts, text=texts)
 @example(question="a  ", title="", text=" x ")
 @example(question="ends in </s>", title="<extra_id_0>", text="</s>")
 @example(question="", title="", text="")
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_a_question_and_a_passage_apart_have_the_ids_of_the_whole_prompt(
     question: str, title: str, text: str, tokenizer: Any
 ) -> None:
@@ -92,7 +110,9 @@ def test_a_passage_without_a_title_has_an_empty_one(tokenizer: Any) -> None:
 
 def test_passages_keep_their_order_and_are_cut_one_by_one(tokenizer: Any) -> None:
     passages = [{"title": "a", "text": "one two three four five"}, {"title": "b", "text": "six"}]
-    full, cut = (Prompts(tokenizer, data(passage_tokens=most)).passages(passages) for most in (1000, 7))
+    full, cut = (
+        Prompts(tokenizer, data(passage_tokens=most)).passages(passages) for most in (1000, 7)
+    )
     assert [len(ids) for ids in cut] == [min(7, len(ids)) for ids in full]
     assert cut == [ids[:7] for ids in full]
 
@@ -103,20 +123,28 @@ def test_no_passages_are_no_passages(tokenizer: Any) -> None:
 
 def test_a_prompt_holds_no_end_of_its_own(tokenizer: Any) -> None:
     prompts = Prompts(tokenizer, DATA)
-    assert prompts.end not in [*prompts.question("who?"), *prompts.passages([{"title": "t", "text": "x."}])[0]]
+    assert prompts.end not in [
+        *prompts.question("who?"),
+        *prompts.passages([{"title": "t", "text": "x."}])[0],
+    ]
 
 
-# Targets --------------------------------------------------------------------------------------------------------------
+# Targets
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_target_is_its_text_and_one_end(tokenizer: Any) -> None:
     targets = Prompts(tokenizer, DATA).targets({"answers": ["2,718", "seven"]})
-    assert targets == [[*whole(tokenizer, text), tokenizer.eos_token_id] for text in ("2,718", "seven")]
+    assert targets == [
+        [*whole(tokenizer, text), tokenizer.eos_token_id] for text in ("2,718", "seven")
+    ]
 
 
 def test_a_given_target_stands_before_all_answers(tokenizer: Any) -> None:
     prompts = Prompts(tokenizer, DATA)
-    assert prompts.targets({"target": "b", "answers": ["a", "b"]}) == prompts.targets({"answers": ["b"]})
+    assert prompts.targets({"target": "b", "answers": ["a", "b"]}) == prompts.targets(
+        {"answers": ["b"]}
+    )
 
 
 def test_a_row_without_answers_has_no_targets(tokenizer: Any) -> None:
@@ -134,7 +162,13 @@ def test_a_target_that_is_cut_loses_its_end_and_one_that_fits_keeps_it(tokenizer
 def test_evaluation_takes_the_first_target_and_training_the_drawn_one() -> None:
     row: dict[str, Any] = flat([[5], [6, 7], [8]], "targets")
     assert drawn_target(row) == [5]
-    assert [drawn_target({**row, DRAW: [draw]}) for draw in (0, 1, 2, 3, 10**18 + 1)] == [[5], [6, 7], [8], [5], [8]]
+    assert [drawn_target({**row, DRAW: [draw]}) for draw in (0, 1, 2, 3, 10**18 + 1)] == [
+        [5],
+        [6, 7],
+        [8],
+        [5],
+        [8],
+    ]
 
 
 def test_a_row_without_targets_draws_none() -> None:
@@ -147,14 +181,22 @@ def test_lists_come_back_from_their_two_fields(lists: list[list[int]]) -> None:
     assert unflat(flat(lists, "x"), "x") == lists
 
 
-# Answers --------------------------------------------------------------------------------------------------------------
+# Answers
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "clean"),
-    [("5 , 000", "5, 000"), ("it 's done .", "it's done."), ("I do n't know", "I don't know"), ("why ?", "why?")],
+    [
+        ("5 , 000", "5, 000"),
+        ("it 's done .", "it's done."),
+        ("I do n't know", "I don't know"),
+        ("why ?", "why?"),
+    ],
 )
-def test_answers_lose_the_spaces_that_published_tokenizers_took(text: str, clean: str, sentencepiece: Any) -> None:
+def test_answers_lose_the_spaces_that_published_tokenizers_took(
+    text: str, clean: str, sentencepiece: Any
+) -> None:
     ids = whole(sentencepiece, text)
     assert Prompts(sentencepiece, DATA).answer(ids) == clean
     assert Prompts(sentencepiece, data(clean_up_spaces=False)).answer(ids) == text

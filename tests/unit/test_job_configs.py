@@ -1,4 +1,6 @@
-"""job_configs.py: how a job dictionary is put together, whose mount it names, and what a file may get wrong."""
+"""job_configs.py: how a job dictionary is put together, whose mount it names, and what a file may
+get wrong.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ def test_the_keys_of_a_group_go_over_those_of_default(tmp_path: Path) -> None:
     )
     default = {"grace_s": 60, "partition": "gpu", "resources": {"cpu": 4, "mem": 16}}
     assert job_values("other", file, {}) == default
-    assert job_values("sweep", file, {}) == {**default, "grace_s": 30, "resources": {"cpu": 4, "mem": 64}}
+    assert job_values("sweep", file, {}) == {
+        **default,
+        "grace_s": 30,
+        "resources": {"cpu": 4, "mem": 64},
+    }
 
 
 def test_what_is_returned_shares_nothing_with_the_dictionaries() -> None:
@@ -91,8 +97,12 @@ def test_an_account_that_is_stated_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"EAI_ACCOUNT_ID": "99"}])
-def test_a_mount_of_nobody_is_refused_with_the_cure(environ: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"EAI_ACCOUNT_ID=.* is not in EAI_ACCOUNT_ID_TO_USER \(12-34\)"):
+def test_a_mount_of_nobody_is_refused_with_the_cure(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"EAI_ACCOUNT_ID=.* is not in EAI_ACCOUNT_ID_TO_USER \(12-34\)"
+    ):
         job_values("sweep", written(tmp_path, USERS), environ)
 
 
@@ -107,20 +117,38 @@ def test_an_account_that_nobody_lists_is_not_taken_from_the_shell() -> None:
         ("x = 1\nJOB_CONFIGS = {}[0]\n", r"mine\.py:2: KeyError"),
         ("\n\nJOB_CONFIGS = {\n  'a': ]\n", r"mine\.py:4: SyntaxError"),
         ("JOB_CONFIGS = {'a': \n", r"mine\.py:1: SyntaxError"),
-        ("x = 1\n", r"mine\.py: JOB_CONFIGS is missing or None\. Want a dictionary: group -> job dictionary"),
+        (
+            "x = 1\n",
+            r"mine\.py: JOB_CONFIGS is missing or None\. Want a dictionary: group -> job "
+            r"dictionary",
+        ),
         ("JOB_CONFIGS = [{}]\n", r"mine\.py: JOB_CONFIGS is a list"),
         ("JOB_CONFIG = 3\n", r"mine\.py: JOB_CONFIG is an? int"),
-        ("JOB_CONFIGS = {'default': ['x']}\n", r"mine\.py: JOB_CONFIGS\['default'\] is a list\. Want a dictionary"),
+        (
+            "JOB_CONFIGS = {'default': ['x']}\n",
+            r"mine\.py: JOB_CONFIGS\['default'\] is a list\. Want a dictionary",
+        ),
         ("JOB_CONFIG = {'base': ['x']}\n", r"mine\.py: JOB_CONFIG\['base'\] is a list"),
         ("JOB_CONFIGS = {'sweep': None}\n", r"JOB_CONFIGS\['sweep'\] is None\. Want a dictionary"),
-        ("JOB_CONFIGS = {'a': None, 'b': 3}\n", r"JOB_CONFIGS\['a'\] is None.*\n.*JOB_CONFIGS\['b'\] is an? int"),
+        (
+            "JOB_CONFIGS = {'a': None, 'b': 3}\n",
+            r"JOB_CONFIGS\['a'\] is None.*\n.*JOB_CONFIGS\['b'\] is an? int",
+        ),
         ("JOB_CONFIGS = {3: {}}\n", r"JOB_CONFIGS\[3\]: want the name of a group, a string"),
-        ("JOB_CONFIGS = {'sweep': {4: 1}}\n", r"JOB_CONFIGS\['sweep'\]: 4 is no key, want a string"),
-        ("JOB_CONFIGS = {}\nEAI_ACCOUNT_ID_TO_USER = ['x']\n", r"mine\.py: EAI_ACCOUNT_ID_TO_USER.*account.*user"),
+        (
+            "JOB_CONFIGS = {'sweep': {4: 1}}\n",
+            r"JOB_CONFIGS\['sweep'\]: 4 is no key, want a string",
+        ),
+        (
+            "JOB_CONFIGS = {}\nEAI_ACCOUNT_ID_TO_USER = ['x']\n",
+            r"mine\.py: EAI_ACCOUNT_ID_TO_USER.*account.*user",
+        ),
         ("JOB_CONFIGS = {}\nEAI_ACCOUNT_ID_TO_USER = {'1': 2}\n", r"EAI_ACCOUNT_ID_TO_USER"),
     ],
 )
-def test_a_fault_of_the_file_is_named_with_its_place(tmp_path: Path, text: str, complaint: str) -> None:
+def test_a_fault_of_the_file_is_named_with_its_place(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=complaint):
         job_values("sweep", written(tmp_path, text), {})
 
@@ -128,5 +156,7 @@ def test_a_fault_of_the_file_is_named_with_its_place(tmp_path: Path, text: str, 
 @pytest.mark.parametrize("name", ["missing.py", "configs.txt", "."])
 def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "configs.txt").write_text("JOB_CONFIGS = {}")
-    with pytest.raises(ConfigError, match=r"--job_configs .*: want the path of a Python file \(\.py\)"):
+    with pytest.raises(
+        ConfigError, match=r"--job_configs .*: want the path of a Python file \(\.py\)"
+    ):
         job_values("sweep", tmp_path / name, {})

@@ -9,23 +9,25 @@ import pytest
 import torch
 
 from trainer.config import Train, validate
-from trainer.data.windows import Sharding, window_rows
+from trainer.data.order import Sharding, window_rows
 from trainer.errors import ConfigError
-from trainer.loop import batch_of, named_when_out_of_memory
-from trainer.memory import page
+from trainer.memory import plan_text
 from trainer.memory.advice import Advice, Fix, Stage, fewer_evaluated, largest_divisor
 from trainer.memory.deepspeed_terms import Breakdown, Zero, host, inference, training
 from trainer.memory.devices import GIB, device_of
-from trainer.memory.fit import Parabola
-from trainer.memory.measured import Measured, Moment
+from trainer.memory.extrapolate import Parabola
 from trainer.memory.plan import MemoryPlan, Phase, changed
-from trainer.memory.rows import heaviest
-from trainer.memory.shapes import published_shape
+from trainer.memory.planned_rows import heaviest
+from trainer.memory.published_shapes import published_shape
+from trainer.memory.records import Measured, Moment
+from trainer.training.loop import batch_of, named_when_out_of_memory
 
 P = 1_000_000
 
 
-def measured(moments: list[Moment], *, width: int = 2, largest: int = 1000, frozen: int = 0) -> Measured:
+def measured(
+    moments: list[Moment], *, width: int = 2, largest: int = 1000, frozen: int = 0
+) -> Measured:
     return Measured(
         weights=width * (P + frozen),
         buffers=0,
@@ -42,13 +44,19 @@ def measured(moments: list[Moment], *, width: int = 2, largest: int = 1000, froz
 
 
 def zero(stage: int, **changes: object) -> Zero:
-    return Zero(**{"stage": stage, "world": 1, "width": 2, "accumulates": False, "reduce_bucket": 1000} | changes)
+    return Zero(
+        **{"stage": stage, "world": 1, "width": 2, "accumulates": False, "reduce_bucket": 1000}
+        | changes
+    )
 
 
-# Devices ----------------------------------------------------------------------------------------------------------
+# Devices
+# ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "gib"), [("24GiB", 24), ("h200", 139.8), ("1536MiB", 1.5), ("A100-80", 79.1)])
+@pytest.mark.parametrize(
+    ("text", "gib"), [("24GiB", 24), ("h200", 139.8), ("1536MiB", 1.5), ("A100-80", 79.1)]
+)
 def test_a_device_is_named_or_given_by_its_size(text: str, gib: float) -> None:
     assert device_of(text).nbytes == int(gib * GIB)
 
@@ -66,7 +74,8 @@ def test_several_ranks_leave_less_for_tensors() -> None:
     assert device_of("24GiB").usable(2) < device_of("24GiB").usable(1) < 24 * GIB
 
 
-# The closed form --------------------------------------------------------------------------------------------------
+# The closed form
+# --------------------------------------------------------------------------------------------------
 
 
 def test_three_lengths_give_every_other_one() -> None:
@@ -91,12 +100,18 @@ def test_a_micro_batch_divides_the_rows_of_a_rank(most: int, found: int) -> None
     assert largest_divisor(32, most) == found
 
 
-# DeepSpeed's terms ------------------------------------------------------------------------------------------------
+# DeepSpeed's terms
+# ------------------------------------------------------------------------------------------------
 
 
 def test_adamw_in_bf16_at_stage_0_holds_twenty_bytes_a_weight_while_it_steps() -> None:
     found = training(measured([Moment(2 * P, 0, 0)]), zero(0), cublas=0)
-    assert (found.weights, found.gradients, found.optimizer, found.workspace) == (2 * P, 2 * P, 12 * P, 4 * P)
+    assert (found.weights, found.gradients, found.optimizer, found.workspace) == (
+        2 * P,
+        2 * P,
+        12 * P,
+        4 * P,
+    )
 
 
 def test_the_highest_moment_may_come_before_any_gradient() -> None:
@@ -112,12 +127,19 @@ def test_gradients_of_earlier_micro_batches_lie_below_the_peak_of_the_next() -> 
 
 
 def test_more_ranks_divide_the_optimizer_from_stage_1_on() -> None:
-    one, two = (training(measured([Moment(2 * P, 0, 0)]), zero(2, world=w), cublas=0).optimizer for w in (1, 2))
+    one, two = (
+        training(measured([Moment(2 * P, 0, 0)]), zero(2, world=w), cublas=0).optimizer
+        for w in (1, 2)
+    )
     assert two * 2 == one == 12 * P
 
 
 def test_buckets_are_allocated_in_full_however_small_the_model() -> None:
-    found = training(measured([Moment(2 * P, 0, 0)]), zero(2, world=2, overlaps=True, reduce_bucket=5 * P), cublas=0)
+    found = training(
+        measured([Moment(2 * P, 0, 0)]),
+        zero(2, world=2, overlaps=True, reduce_bucket=5 * P),
+        cublas=0,
+    )
     assert found.buffers == 2 * 5 * P * 2
 
 
@@ -130,12 +152,15 @@ def test_an_offloaded_optimizer_is_in_host_memory() -> None:
 
 def test_stage_3_divides_frozen_weights_too() -> None:
     found = inference(
-        measured([Moment(0, 0, 0)], frozen=3 * P), zero(3, world=4, max_live=0, prefetch_bucket=0), cublas=0
+        measured([Moment(0, 0, 0)], frozen=3 * P),
+        zero(3, world=4, max_live=0, prefetch_bucket=0),
+        cublas=0,
     )
     assert found.weights == 2 * P
 
 
-# Rows -------------------------------------------------------------------------------------------------------------
+# Rows
+# -------------------------------------------------------------------------------------------------------------
 
 
 class Lengths:
@@ -153,7 +178,11 @@ def test_the_heaviest_micro_batch_is_one_that_the_run_makes() -> None:
     rows = Lengths(rng.integers(1, 100, 64).tolist())
     sharding = Sharding(global_batch=8, micro_batch=4, world=1, rank=0)
     (found, *_) = heaviest(rows, sharding, seed=3, steps=16)
-    batches = [b for step in range(16) for b in window_rows(step, lengths=rows.lengths, sharding=sharding, seed=3)]
+    batches = [
+        b
+        for step in range(16)
+        for b in window_rows(step, lengths=rows.lengths, sharding=sharding, seed=3)
+    ]
     assert any(np.array_equal(found, batch) for batch in batches)
     assert rows.lengths[found].max() == rows.lengths.max()
 
@@ -165,11 +194,13 @@ def test_many_short_rows_may_need_more_than_few_long_ones() -> None:
     assert sorted(len(numbers) for numbers in found)[-1] == 15
 
 
-# Shapes, changes, pages -------------------------------------------------------------------------------------------
+# Shapes, changes, pages
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "width"), [("google-t5/t5-large", 1024), ("t5-base", 768), ("google/flan-t5-xxl", 4096)]
+    ("name", "width"),
+    [("google-t5/t5-large", 1024), ("t5-base", 768), ("google/flan-t5-xxl", 4096)],
 )
 def test_published_shapes_are_known_by_hub_id(name: str, width: int) -> None:
     shape = published_shape(name)
@@ -189,7 +220,14 @@ def test_a_change_leaves_the_experiment_as_it_was() -> None:
 
 def plan_of(gib: float) -> MemoryPlan:
     peak = Breakdown(weights=GIB, activations=int((gib - 1) * GIB))
-    phase = Phase("training step", peak, 4, 512, {"input_ids": [4, 512]}, [("softmax 4x8x512x512 float32", GIB)])
+    phase = Phase(
+        "training step",
+        peak,
+        4,
+        512,
+        {"input_ids": [4, 512]},
+        [("softmax 4x8x512x512 float32", GIB)],
+    )
     return MemoryPlan([phase], 0, 0, 0, [0], [0], 0.0, [])
 
 
@@ -199,9 +237,10 @@ def test_a_plan_survives_json() -> None:
 
 def test_a_refusal_names_the_need_the_device_and_what_would_fit() -> None:
     advice = Advice(
-        [Stage("zero2", Breakdown(), 0)], [Fix("max_length: data.source_tokens 4096 -> 512", 2 * GIB, 28 * GIB)]
+        [Stage("zero2", Breakdown(), 0)],
+        [Fix("max_length: data.source_tokens 4096 -> 512", 2 * GIB, 28 * GIB)],
     )
-    text = page.refusal(plan_of(30), advice, device_of("24GiB"), world=1)
+    text = plan_text.refusal(plan_of(30), advice, device_of("24GiB"), world=1)
     assert "30.00 GiB" in text
     assert "4096 -> 512: 2.00 GiB (saves 28.00, fits)" in text
     assert "--force" in text
@@ -214,14 +253,19 @@ def test_where_generation_needs_most_the_fix_is_the_largest_evaluation_batch_tha
     assert (fix.what, fix.total, fix.saving) == ("train.eval_batch 32 -> 9", 10 * GIB, 23 * GIB)
     assert fewer_evaluated(plan, GIB) == [], "not even one row fits"
     assert fewer_evaluated(plan_of(3), 10 * GIB) == [], "training needs most"
-    text = page.refusal(plan, Advice([], [fix, Fix("train.micro_batch 8 -> 4", GIB, GIB)]), device_of("24GiB"), world=1)
+    text = plan_text.refusal(
+        plan,
+        Advice([], [fix, Fix("train.micro_batch 8 -> 4", GIB, GIB)]),
+        device_of("24GiB"),
+        world=1,
+    )
     assert "32 -> 9: 10.00 GiB in the generation (saves 23.00, fits)" in text
     assert "8 -> 4: 1.00 GiB in the training step" in text
 
 
 def test_the_page_of_an_out_of_memory_error_sets_planned_against_actual() -> None:
     came = {"weights": GIB, "rest": 5 * GIB}
-    text = page.out_of_memory(plan_of(3), came, {"input_ids": [8, 512]}, "CUDA out of memory.")
+    text = plan_text.out_of_memory(plan_of(3), came, {"input_ids": [8, 512]}, "CUDA out of memory.")
     assert "weights             1.00      1.00" in text
     assert "rest                2.00      5.00" in text
     assert "the batch: input_ids 8x512" in text
@@ -230,21 +274,29 @@ def test_the_page_of_an_out_of_memory_error_sets_planned_against_actual() -> Non
 
 
 def test_an_out_of_memory_error_names_the_largest_batch_that_was_being_run() -> None:
-    small, large = ({"input_ids": torch.zeros(rows, 512), "labels": torch.zeros(rows, 64)} for rows in (1, 4))
+    small, large = (
+        {"input_ids": torch.zeros(rows, 512), "labels": torch.zeros(rows, 64)} for rows in (1, 4)
+    )
     with pytest.raises(torch.OutOfMemoryError) as caught, named_when_out_of_memory([small, large]):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert batch_of(caught.value) == {"input_ids": [4, 512], "labels": [4, 64]}
 
 
 def test_planned_and_measured_are_compared_in_percent() -> None:
-    assert page.compared(int(21.9 * GIB), int(22.4 * GIB)) == "memory: planned 21.90, measured 22.40 GiB (-2.2%)"
+    assert (
+        plan_text.compared(int(21.9 * GIB), int(22.4 * GIB))
+        == "memory: planned 21.90, measured 22.40 GiB (-2.2%)"
+    )
 
 
-# The key "auto" ---------------------------------------------------------------------------------------------------
+# The key "auto"
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_micro_batch_may_be_left_to_the_plan_but_not_be_nothing() -> None:
     block = {"steps": 1, "global_batch": 8}
-    assert validate(Train, block | {"micro_batch": "auto"}).micro_batch == 0  # until a run has chosen
+    assert (
+        validate(Train, block | {"micro_batch": "auto"}).micro_batch == 0
+    )  # until a run has chosen
     with pytest.raises(ConfigError, match="micro_batch"):
         validate(Train, block | {"micro_batch": 0})

@@ -10,11 +10,28 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.metrics import Ratio, answer_scores, exact_match, f1, normalised, precision, recall, recall_em
+from trainer.evaluation.mergeable import (
+    Ratio,
+    answer_scores,
+    exact_match,
+    f1,
+    normalised,
+    precision,
+    recall,
+    recall_em,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORDED = Path(os.environ.get("LATHE_PARITY", ROOT.parent / "shared" / "parity")) / "cross_attention"
-MEASURES = {"em": exact_match, "f1": f1, "precision": precision, "recall": recall, "recallem": recall_em}
+RECORDED = (
+    Path(os.environ.get("LATHE_PARITY", ROOT.parent / "shared" / "parity")) / "cross_attention"
+)
+MEASURES = {
+    "em": exact_match,
+    "f1": f1,
+    "precision": precision,
+    "recall": recall,
+    "recallem": recall_em,
+}
 
 
 def recorded_rows() -> list[Any]:
@@ -28,11 +45,15 @@ def recorded_rows() -> list[Any]:
 
 @pytest.mark.parametrize("row", recorded_rows())
 def test_every_recorded_answer_gets_its_recorded_scores(row: dict[str, Any]) -> None:
-    found = {name: measure(row["prediction"], row["references"]) for name, measure in MEASURES.items()}
+    found = {
+        name: measure(row["prediction"], row["references"]) for name, measure in MEASURES.items()
+    }
     assert found == pytest.approx({name: row[name] for name in MEASURES}, abs=1e-12)
 
 
-def test_normalising_leaves_words_without_case_ascii_punctuation_articles_and_extra_spaces() -> None:
+def test_normalising_leaves_words_without_case_ascii_punctuation_articles_and_extra_spaces() -> (
+    None
+):
     assert normalised(" The  U.S.A.'s\tan-a thesis, a\n theme! ") == "usas ana thesis theme"
 
 
@@ -55,9 +76,15 @@ def test_empty_texts_score_as_published() -> None:
 
 
 def test_scores_of_answers_merge_to_the_mean_over_all_of_them() -> None:
-    predictions, references = ["in Paris", "Rome", "Oslo"], [["Paris"], ["rome", "Roma"], ["Bergen"]]
+    predictions, references = (
+        ["in Paris", "Rome", "Oslo"],
+        [["Paris"], ["rome", "Roma"], ["Bergen"]],
+    )
     whole = answer_scores(predictions, references)
-    first, rest = answer_scores(predictions[:1], references[:1]), answer_scores(predictions[1:], references[1:])
+    first, rest = (
+        answer_scores(predictions[:1], references[:1]),
+        answer_scores(predictions[1:], references[1:]),
+    )
     assert list(whole) == ["em", "f1", "precision", "recall", "recall_em"]
     assert whole["em"].value() == pytest.approx(1 / 3)
     for name, score in whole.items():

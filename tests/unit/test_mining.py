@@ -1,4 +1,6 @@
-"""Negatives are hits that answer nothing, drawn alike every time; what is written, the readers of both tasks read."""
+"""Negatives are hits that answer nothing, drawn alike every time; what is written, the readers of
+both tasks read.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,24 @@ from trainer.data import collection, retrieved
 from trainer.data.collection import Query
 from trainer.data.sources import read_jsonl
 from trainer.errors import ConfigError, DataError
-from trainer.mining import Window, bm25, positives_of, reader_rows, training_rows, write_rows
-from trainer.ranking import Hit, Run, judged
-from trainer.task import Row
+from trainer.retrieval.negatives import (
+    Window,
+    bm25,
+    positives_of,
+    reader_rows,
+    training_rows,
+    write_rows,
+)
+from trainer.retrieval.runs import Hit, Run, judged
+from trainer.tasks.protocol import Row
 
 NQ = Path(__file__).resolve().parents[2] / os.environ.get("LATHE_DATA", "../shared/data") / "nq"
-TEXTS = {"gold": "Rome is it.", "twin": "Rome is it.", "hit": "It was Rome!", **{f"n{i}": f"no {i}" for i in range(9)}}
+TEXTS = {
+    "gold": "Rome is it.",
+    "twin": "Rome is it.",
+    "hit": "It was Rome!",
+    **{f"n{i}": f"no {i}" for i in range(9)},
+}
 PASSAGES = {name: {"id": name, "title": f"T{name}", "text": text} for name, text in TEXTS.items()}
 QUERY = Query("q", "which city", ["rome"], ["gold"])
 
@@ -29,17 +43,27 @@ def run(*ids: str) -> Run:
 
 def negatives(found: Run, query: Query = QUERY, **window: Any) -> list[str]:
     chosen = Window(**{"count": 50, **window})
-    (row,) = training_rows(found, [query], PASSAGES, positives=positives_of([query], None), window=chosen)
+    (row,) = training_rows(
+        found, [query], PASSAGES, positives=positives_of([query], None), window=chosen
+    )
     return [passage["docid"] for passage in row["negative_passages"]]
 
 
 def test_a_negative_is_no_positive_nor_its_twin_and_holds_no_answer() -> None:
     assert negatives(run("n1", "gold", "twin", "hit", "n0")) == ["n1", "n0"]
-    assert negatives(run("n1", "gold", "twin", "hit", "n0"), may_have_answer=True) == ["n1", "hit", "n0"]
+    assert negatives(run("n1", "gold", "twin", "hit", "n0"), may_have_answer=True) == [
+        "n1",
+        "hit",
+        "n0",
+    ]
 
 
 def test_negatives_come_out_of_the_window_of_ranks() -> None:
-    assert negatives(run("n0", "n1", "gold", "n2", "n3", "n4"), first=2, last=5) == ["n1", "n2", "n3"]
+    assert negatives(run("n0", "n1", "gold", "n2", "n3", "n4"), first=2, last=5) == [
+        "n1",
+        "n2",
+        "n3",
+    ]
 
 
 def test_a_sample_is_fixed_by_seed_and_question_and_keeps_the_order_of_the_ranking() -> None:
@@ -49,7 +73,10 @@ def test_a_sample_is_fixed_by_seed_and_question_and_keeps_the_order_of_the_ranki
     assert len(set(map(tuple, drawn.values()))) > 1
     assert drawn[3] == negatives(found, count=4, seed=3)
     other = Query("other", "which city", ["rome"], ["gold"])
-    assert any(negatives({"other": found["q"]}, other, count=4, seed=seed) != drawn[seed] for seed in range(6))
+    assert any(
+        negatives({"other": found["q"]}, other, count=4, seed=seed) != drawn[seed]
+        for seed in range(6)
+    )
 
 
 def test_judgements_come_before_what_the_questions_name() -> None:
@@ -58,24 +85,38 @@ def test_judgements_come_before_what_the_questions_name() -> None:
     assert positives_of([QUERY], {"another": {"n0": 2}}) == {"q": []}
 
 
-def test_questions_without_a_positive_or_a_negative_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_questions_without_a_positive_or_a_negative_are_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     queries = [QUERY, Query("bare", "q", [], []), Query("easy", "q", [], ["gold"])]
     found = {**run("n1"), "bare": [Hit("n1", 1.0)], "easy": [Hit("gold", 1.0)]}
-    rows = training_rows(found, queries, PASSAGES, positives=positives_of(queries, None), window=Window(3))
+    rows = training_rows(
+        found, queries, PASSAGES, positives=positives_of(queries, None), window=Window(3)
+    )
     assert [row["query_id"] for row in rows] == ["q"]
     assert "2 of 3 questions have no positive, or no hit that may be a negative" in caplog.text
     with pytest.raises(DataError, match="no question has a positive and a negative"):
-        list(training_rows({}, queries, PASSAGES, positives=positives_of(queries, None), window=Window(3)))
+        list(
+            training_rows(
+                {}, queries, PASSAGES, positives=positives_of(queries, None), window=Window(3)
+            )
+        )
 
 
-@pytest.mark.parametrize("values", [{"count": 0}, {"count": 1, "first": 0}, {"count": 1, "first": 5, "last": 4}])
+@pytest.mark.parametrize(
+    "values", [{"count": 0}, {"count": 1, "first": 0}, {"count": 1, "first": 5, "last": 4}]
+)
 def test_an_empty_window_is_refused(values: Any) -> None:
-    with pytest.raises(ConfigError, match="want a count of at least 1, and ranks 1 <= first <= last"):
+    with pytest.raises(
+        ConfigError, match="want a count of at least 1, and ranks 1 <= first <= last"
+    ):
         Window(**values)
 
 
 def test_a_training_row_is_tevatrons(tmp_path: Path) -> None:
-    rows = training_rows(run("n1"), [QUERY], PASSAGES, positives=positives_of([QUERY], None), window=Window(3))
+    rows = training_rows(
+        run("n1"), [QUERY], PASSAGES, positives=positives_of([QUERY], None), window=Window(3)
+    )
     assert write_rows(tmp_path / "train.jsonl", rows) == 1
     assert json.loads((tmp_path / "train.jsonl").read_text()) == {
         "query_id": "q",
@@ -90,15 +131,20 @@ def test_a_training_row_is_tevatrons(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["train.json", "train.jsonl"])
 def test_the_reader_reads_what_was_found(tmp_path: Path, name: str) -> None:
     queries = [QUERY, Query("lost", "none?", ["a"], [])]
-    assert write_rows(tmp_path / name, reader_rows(run("hit", "n1", "n2"), queries, PASSAGES, depth=2)) == 2
-    assert json.loads((tmp_path / name).read_text().splitlines()[0 if name == "train.jsonl" else 1].rstrip(","))[
-        "ctxs"
-    ] == [
+    assert (
+        write_rows(tmp_path / name, reader_rows(run("hit", "n1", "n2"), queries, PASSAGES, depth=2))
+        == 2
+    )
+    assert json.loads(
+        (tmp_path / name).read_text().splitlines()[0 if name == "train.jsonl" else 1].rstrip(",")
+    )["ctxs"] == [
         {"id": "hit", "text": "It was Rome!", "title": "Thit", "score": 0.0, "has_answer": True},
         {"id": "n1", "text": "no 1", "title": "Tn1", "score": -1.0, "has_answer": False},
     ]
     found = list(retrieved.rows(tmp_path, "train", source="fid", contexts=9, sort_by_score=True))
-    ctxs: list[Row] = [{**PASSAGES[passage], "score": score} for passage, score in (("hit", 0.0), ("n1", -1.0))]
+    ctxs: list[Row] = [
+        {**PASSAGES[passage], "score": score} for passage, score in (("hit", 0.0), ("n1", -1.0))
+    ]
     assert found == [
         {"id": "q", "question": "which city", "answers": ["rome"], "ctxs": ctxs},
         {"id": "lost", "question": "none?", "answers": ["a"], "ctxs": []},
@@ -110,7 +156,9 @@ def test_an_error_on_the_way_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         write_rows(
             tmp_path / "train.jsonl",
-            training_rows({}, [QUERY], PASSAGES, positives=positives_of([QUERY], None), window=Window(1)),
+            training_rows(
+                {}, [QUERY], PASSAGES, positives=positives_of([QUERY], None), window=Window(1)
+            ),
         )
     assert (tmp_path / "train.jsonl").read_text() == "old"
 
@@ -125,7 +173,11 @@ def test_bm25_ranks_by_words_of_title_and_text_and_leaves_out_what_shares_none()
         {"id": "b", "title": "Frogs", "text": "frogs"},
         {"id": "c", "title": "", "text": "stones"},
     ]
-    found = bm25([Query("1", "where do frogs jump", [], []), Query("2", "xylophone", [], [])], passages, depth=9)
+    found = bm25(
+        [Query("1", "where do frogs jump", [], []), Query("2", "xylophone", [], [])],
+        passages,
+        depth=9,
+    )
     assert [hit.passage for hit in found["1"]] == ["a", "b"]
     assert found["2"] == []
 
@@ -136,16 +188,33 @@ def test_bm25_reaches_its_known_numbers_on_natural_questions() -> None:
         pytest.skip(f"no corpus.tsv at {NQ}; set LATHE_DATA")
     queries = list(collection.queries(NQ / "queries.jsonl"))
     found = bm25(queries, collection.passages(NQ / "corpus.tsv"), depth=20)
-    published = {str(raw["qid"]): [str(name) for name in raw["bm25"]] for raw in read_jsonl(NQ / "queries.jsonl")}
+    published = {
+        str(raw["qid"]): [str(name) for name in raw["bm25"]]
+        for raw in read_jsonl(NQ / "queries.jsonl")
+    }
     equal = sum([hit.passage for hit in hits] == published[name] for name, hits in found.items())
     assert equal >= 2652  # of 2,655; to the other three less than 20 passages have a word in common
-    qrels = {query.id: dict.fromkeys(query.positives, 1) for query in queries}  # the gold passage alone is relevant
-    ranked = {name: [hit._replace(score=-rank) for rank, hit in enumerate(hits)] for name, hits in found.items()}
-    wanted = {"recall@1": 0.756, "recall@5": 0.911, "recall@20": 0.954, "mrr@10": 0.823}  # ties as bm25s leaves them
+    qrels = {
+        query.id: dict.fromkeys(query.positives, 1) for query in queries
+    }  # the gold passage alone is relevant
+    ranked = {
+        name: [hit._replace(score=-rank) for rank, hit in enumerate(hits)]
+        for name, hits in found.items()
+    }
+    wanted = {
+        "recall@1": 0.756,
+        "recall@5": 0.911,
+        "recall@20": 0.954,
+        "mrr@10": 0.823,
+    }  # ties as bm25s leaves them
     whole = judged(ranked, qrels, at=[1, 5, 10, 20])
     assert {name: round(whole[name], 3) for name in wanted} == wanted
-    assert judged(found, qrels, at=[1])["recall@1"] == pytest.approx(0.7567, abs=5e-5)  # ties as trec_eval has them
-    tested = {query.id: qrels[query.id] for query in collection.queries(NQ / "queries.jsonl", "test")}
+    assert judged(found, qrels, at=[1])["recall@1"] == pytest.approx(
+        0.7567, abs=5e-5
+    )  # ties as trec_eval has them
+    tested = {
+        query.id: qrels[query.id] for query in collection.queries(NQ / "queries.jsonl", "test")
+    }
     of_test = judged(ranked, tested, at=[1, 5, 10, 20])
     assert len(tested) == 355
     assert [round(of_test[name], 3) for name in wanted] == [0.735, 0.904, 0.955, 0.804]

@@ -28,7 +28,16 @@ def command(*arguments: str | Path) -> Result:
 
 
 def test_the_command_runs_as_a_process(model: Path, tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "trainer", "import", "fid", str(model), "--out", str(tmp_path / "t5")]
+    line = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "import",
+        "fid",
+        str(model),
+        "--out",
+        str(tmp_path / "t5"),
+    ]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "t5" / "model.safetensors").is_file()
@@ -54,7 +63,9 @@ def test_a_task_without_models_to_exchange_is_told_which_have_some(tmp_path: Pat
     done = command("import", "causal_lm", tmp_path, "--out", tmp_path / "t5")
     assert done.exit_code == 2
     listed = done.stderr.strip().rpartition("Those that have: ")[2].removesuffix(".").split(", ")
-    assert listed == sorted(file.parent.name for file in ROOT.glob("trainer/tasks/*/interchange.py"))
+    assert listed == sorted(
+        file.parent.name for file in ROOT.glob("trainer/tasks/*/interchange.py")
+    )
 
 
 def test_help_never_imports_torch() -> None:

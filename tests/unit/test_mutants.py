@@ -1,4 +1,6 @@
-"""The list of faults holds for the project as it is, and the command that tries them judges a toy project rightly."""
+"""The list of faults holds for the project as it is, and the command that tries them judges a toy
+project rightly.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ def toy(tmp_path: Path) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all tests here."""
     root = tmp_path_factory.mktemp("root")
-    for name, content in {"trainer/__init__.py": "", "trainer/toy.py": SUM, "tests/test_add.py": TESTS}.items():
+    for name, content in {
+        "trainer/__init__.py": "",
+        "trainer/toy.py": SUM,
+        "tests/test_add.py": TESTS,
+    }.items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(content)
     (root / "tests" / "test_hangs.py").write_text(HANGS)
@@ -104,7 +110,11 @@ def test_a_test_that_does_not_end_is_broken_and_killed(server: Server) -> None:
 
 def test_processes_that_a_test_leaves_behind_are_ended(server: Server) -> None:
     assert without_fault(server, "tests/test_leaves.py").kind == "green"
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+    commands = [
+        path.read_bytes()
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if os.access(path, os.R_OK)
+    ]
     assert not any(b"left-by-a-test" in command for command in commands)
 
 
@@ -131,8 +141,12 @@ def test_selections_that_fail_without_a_fault_are_told_and_nothing_is_tried(
     assert "tests fail without any fault" in capsys.readouterr().out
 
 
-def test_the_exit_code_says_whether_all_were_killed(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert try_all(toy, [fault("a + b", "a - b"), fault("a * 2", "a * 3")], jobs=2, libraries=FEW) == 1
+def test_the_exit_code_says_whether_all_were_killed(
+    toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        try_all(toy, [fault("a + b", "a - b"), fault("a * 2", "a * 3")], jobs=2, libraries=FEW) == 1
+    )
     said = capsys.readouterr().out
     assert "1 of 2 killed in " in said
     assert "SURVIVED trainer/toy.py: 'a * 2' -> 'a * 3'" in said

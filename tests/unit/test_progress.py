@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from trainer import progress
-from trainer.console import Bar, Lines
-from trainer.progress import Progress
+from trainer.telemetry import progress
+from trainer.telemetry.console import Bar, Lines
+from trainer.telemetry.progress import Progress
 
 
 def console(*, is_terminal: bool) -> Console:
@@ -21,7 +21,9 @@ def shown(screen: Console) -> str:
     return screen.file.getvalue()
 
 
-def test_a_log_file_gets_a_line_now_and_then_and_one_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_file_gets_a_line_now_and_then_and_one_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     screen = console(is_terminal=False)
     told = Progress(30, "context", screen)
     told.add(10)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.errors import DataError
-from trainer.ranking import (
+from trainer.retrieval.runs import (
     Hit,
     agreed,
     agreement,
@@ -34,12 +34,22 @@ RUN = {"q1": [Hit("d3", 2.5), Hit("d1", 0.1), Hit("d2", -1e-7)], "q2": [Hit("d9"
 @pytest.mark.parametrize(
     ("format", "lines"),
     [
-        ("trec", ["q1 Q0 d3 1 2.5 dense", "q1 Q0 d1 2 0.1 dense", "q1 Q0 d2 3 -1e-07 dense", "q2 Q0 d9 1 80.0 dense"]),
+        (
+            "trec",
+            [
+                "q1 Q0 d3 1 2.5 dense",
+                "q1 Q0 d1 2 0.1 dense",
+                "q1 Q0 d2 3 -1e-07 dense",
+                "q2 Q0 d9 1 80.0 dense",
+            ],
+        ),
         ("tevatron", ["q1\td3\t2.5", "q1\td1\t0.1", "q1\td2\t-1e-07", "q2\td9\t80.0"]),
         ("msmarco", ["q1\td3\t1", "q1\td1\t2", "q1\td2\t3", "q2\td9\t1"]),
     ],
 )
-def test_a_run_is_written_in_the_formats_of_the_field(tmp_path: Path, format: Any, lines: list[str]) -> None:
+def test_a_run_is_written_in_the_formats_of_the_field(
+    tmp_path: Path, format: Any, lines: list[str]
+) -> None:
     write_run(tmp_path / "run", RUN, format=format)
     assert (tmp_path / "run").read_text().splitlines() == lines
     read = read_run(tmp_path / "run")
@@ -48,7 +58,10 @@ def test_a_run_is_written_in_the_formats_of_the_field(tmp_path: Path, format: An
     if format == "msmarco":
         assert [hit.score for hit in read["q1"]] == [-1.0, -2.0, -3.0]
     else:
-        assert [[hit.score for hit in hits] for hits in read.values()] == [[2.5, 0.1, -1e-7], [80.0]]
+        assert [[hit.score for hit in hits] for hits in read.values()] == [
+            [2.5, 0.1, -1e-7],
+            [80.0],
+        ]
 
 
 @pytest.mark.parametrize("format", ["trec", "tevatron"])
@@ -72,7 +85,10 @@ def test_a_run_is_read_best_first_and_ties_keep_their_order(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "text",
-    ["q1 0 d1 1\nq1 0 d2 0\nq2 0 d1 2\n", "query-id\tcorpus-id\tscore\nq1\td1\t1\nq1\td2\t0\n\nq2\td1\t2\n"],
+    [
+        "q1 0 d1 1\nq1 0 d2 0\nq2 0 d1 2\n",
+        "query-id\tcorpus-id\tscore\nq1\td1\t1\nq1\td2\t0\n\nq2\td1\t2\n",
+    ],
     ids=["trec", "beir"],
 )
 def test_judgements_are_read_as_trec_and_beir_have_them(tmp_path: Path, text: str) -> None:
@@ -80,10 +96,14 @@ def test_judgements_are_read_as_trec_and_beir_have_them(tmp_path: Path, text: st
     assert read_qrels(tmp_path / "qrels") == {"q1": {"d1": 1, "d2": 0}, "q2": {"d1": 2}}
 
 
-@pytest.mark.parametrize(("text", "line"), [("q 0 d 1\nq 0 d\n", 2), ("q 0 d 0.5\n", 1), ("q d\n", 1)])
+@pytest.mark.parametrize(
+    ("text", "line"), [("q 0 d 1\nq 0 d\n", 2), ("q 0 d 0.5\n", 1), ("q d\n", 1)]
+)
 def test_wrong_judgements_are_refused_with_their_line(tmp_path: Path, text: str, line: int) -> None:
     (tmp_path / "qrels").write_text(text)
-    with pytest.raises(DataError, match=rf"qrels, line {line}: .*want question, iteration, passage, relevance"):
+    with pytest.raises(
+        DataError, match=rf"qrels, line {line}: .*want question, iteration, passage, relevance"
+    ):
         read_qrels(tmp_path / "qrels")
     (tmp_path / "qrels").write_text("query-id\tcorpus-id\tscore\n")
     with pytest.raises(DataError, match="holds no judgement"):
@@ -91,11 +111,18 @@ def test_wrong_judgements_are_refused_with_their_line(tmp_path: Path, text: str,
 
 
 def test_a_search_becomes_a_run_without_the_question_itself() -> None:
-    rows, scores = np.array([[2, 0, 1], [1, -1, -1]]), np.array([[3.0, 2.0, 1.0], [5.0, -np.inf, -np.inf]])
+    rows, scores = (
+        np.array([[2, 0, 1], [1, -1, -1]]),
+        np.array([[3.0, 2.0, 1.0], [5.0, -np.inf, -np.inf]]),
+    )
     whole = run_of(["a", "q"], ["a", "b", "c"], rows=rows, scores=scores)
     assert whole == {"a": [Hit("c", 3.0), Hit("a", 2.0), Hit("b", 1.0)], "q": [Hit("b", 5.0)]}
-    cut = run_of(["a", "q"], ["a", "b", "c"], rows=rows, scores=scores, is_without_query=True, depth=2)
-    assert cut == without_query(whole) == {"a": [Hit("c", 3.0), Hit("b", 1.0)], "q": [Hit("b", 5.0)]}
+    cut = run_of(
+        ["a", "q"], ["a", "b", "c"], rows=rows, scores=scores, is_without_query=True, depth=2
+    )
+    assert (
+        cut == without_query(whole) == {"a": [Hit("c", 3.0), Hit("b", 1.0)], "q": [Hit("b", 5.0)]}
+    )
 
 
 # Measures
@@ -106,7 +133,9 @@ AT = [1, 3, 10]
 judgements = st.dictionaries(st.sampled_from(PASSAGES), st.integers(-1, 3), min_size=1).filter(
     lambda values: max(values.values()) > 0
 )
-rankings = st.dictionaries(st.sampled_from(PASSAGES), st.sampled_from([0.0, 0.5, 1.0, 1.0 + 1e-12, 2.0, -3.25]))
+rankings = st.dictionaries(
+    st.sampled_from(PASSAGES), st.sampled_from([0.0, 0.5, 1.0, 1.0 + 1e-12, 2.0, -3.25])
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -118,7 +147,11 @@ def test_every_measure_is_trec_evals(values: dict[str, int], ranking: dict[str, 
     measures = {"map", "recip_rank", "ndcg", "recall.1,3,10", "ndcg_cut.1,3,10", "success.1,3,10"}
     theirs = pytrec_eval.RelevanceEvaluator({"q": values}, measures).evaluate({"q": ranking})["q"]
     ours = judged_question([Hit(*item) for item in ranking.items()], values, at=AT)
-    names = {**NAMES, **{f"recall@{k}": f"recall_{k}" for k in AT}, **{f"ndcg@{k}": f"ndcg_cut_{k}" for k in AT}}
+    names = {
+        **NAMES,
+        **{f"recall@{k}": f"recall_{k}" for k in AT},
+        **{f"ndcg@{k}": f"ndcg_cut_{k}" for k in AT},
+    }
     names |= {f"success@{k}": f"success_{k}" for k in AT}
     for name, their_name in names.items():
         assert ours[name] == pytest.approx(theirs[their_name], abs=1e-12), name
@@ -129,11 +162,15 @@ def test_every_measure_is_trec_evals(values: dict[str, int], ranking: dict[str, 
 def test_a_question_that_the_run_lacks_counts_zero_and_one_without_relevance_not_at_all() -> None:
     qrels = {"q1": {"d1": 1}, "lost": {"d1": 1}, "none": {"d1": 0}}
     found = judged({"q1": [Hit("d1", 1.0)], "none": [Hit("d1", 1.0)], "new": []}, qrels, at=[1])
-    assert found == dict.fromkeys(("map", "mrr", "ndcg", "recall@1", "success@1", "mrr@1", "ndcg@1"), 0.5)
+    assert found == dict.fromkeys(
+        ("map", "mrr", "ndcg", "recall@1", "success@1", "mrr@1", "ndcg@1"), 0.5
+    )
 
 
 def test_a_run_of_other_questions_is_refused() -> None:
-    with pytest.raises(DataError, match=r"for none of the 1 questions .* like 'a', theirs like 'q1'"):
+    with pytest.raises(
+        DataError, match=r"for none of the 1 questions .* like 'a', theirs like 'q1'"
+    ):
         judged({"a": [Hit("d1", 1.0)]}, {"q1": {"d1": 1}}, at=[1])
 
 
@@ -159,7 +196,11 @@ def test_a_ranking_that_the_reader_shares_has_no_inversions_and_its_reverse_has_
         "reach@2": 2,
     }
     backwards = agreement([3, 2, 1, 0], at=[1, 9])
-    assert backwards == {"inversions": 6, "overlap@1": 0, "reach@1": 4}  # nothing is said of more than there are
+    assert backwards == {
+        "inversions": 6,
+        "overlap@1": 0,
+        "reach@1": 4,
+    }  # nothing is said of more than there are
 
 
 def test_a_readers_scores_order_the_passages_and_questions_are_averaged() -> None:

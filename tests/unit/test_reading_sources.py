@@ -1,4 +1,6 @@
-"""Every published form of the five reading-comprehension sets gives the same rows, under the published rules."""
+"""Every published form of the five reading-comprehension sets gives the same rows, under the
+published rules.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from typing import Any
 import pytest
 
 from trainer.data import sources
-from trainer.data.reading_sources import Source, has_test, rows, sources_in
 from trainer.errors import ConfigError, DataError
-from trainer.task import Row
+from trainer.tasks.cross_attention.publishers.sets import Source, has_test, rows, sources_in
+from trainer.tasks.protocol import Row
 
 
 def read(folder: Path, split: str = "train", **options: Any) -> list[Row]:
@@ -44,7 +46,9 @@ def annotation(
 ) -> dict[str, Any]:
     span = {"start_token": 0, "end_token": 15, "candidate_index": 0}
     return {
-        "long_answer": span if has_long else {"start_token": -1, "end_token": -1, "candidate_index": -1},
+        "long_answer": span
+        if has_long
+        else {"start_token": -1, "end_token": -1, "candidate_index": -1},
         "short_answers": [{"start_token": start, "end_token": end} for start, end in shorts],
         "yes_no_answer": verdict,
     }
@@ -69,13 +73,17 @@ NQ_ROW: Row = {
 }
 
 
-def test_simplified_nq_gives_the_long_answer_without_mark_up_and_its_short_answers(tmp_path: Path) -> None:
+def test_simplified_nq_gives_the_long_answer_without_mark_up_and_its_short_answers(
+    tmp_path: Path,
+) -> None:
     content = [simplified(annotation([(9, 12), (11, 12)]))]
     put(tmp_path / "nq/v1.0-simplified_simplified-nq-train.jsonl.gz", content, is_lines=True)
     assert read(tmp_path) == [NQ_ROW]
 
 
-def test_original_nq_takes_the_first_annotation_with_a_long_answer_and_all_references(tmp_path: Path) -> None:
+def test_original_nq_takes_the_first_annotation_with_a_long_answer_and_all_references(
+    tmp_path: Path,
+) -> None:
     original = simplified(annotation([(9, 12)], has_long=False), annotation([(11, 12)]))
     del original["document_text"], original["document_url"]
     original["document_tokens"] = [{"token": token, "html_token": "<" in token} for token in TOKENS]
@@ -92,7 +100,10 @@ def test_the_hubs_natural_questions_give_the_same_row(tmp_path: Path) -> None:
     }
     tokens = {"token": TOKENS, "is_html": ["<" in token for token in TOKENS]}
     document = {"title": "Nobel Prize in Physics", "tokens": tokens}
-    save(tmp_path / "nq", train=[{"document": document, "question": {"text": QUESTION}, "annotations": annotations}])
+    save(
+        tmp_path / "nq",
+        train=[{"document": document, "question": {"text": QUESTION}, "annotations": annotations}],
+    )
     assert read(tmp_path) == [NQ_ROW]
 
 
@@ -102,7 +113,10 @@ def test_long_nq_gives_the_same_row(tmp_path: Path) -> None:
         "document_title": NQ_ROW["titles"][0],
         "long_answer_clean": NQ_ROW["contexts"][0],
     }
-    save(tmp_path / "nq", train=[{**flat, "short_answers_text": NQ_ROW["answers"], "yes_no_answer": "NONE"}])
+    save(
+        tmp_path / "nq",
+        train=[{**flat, "short_answers_text": NQ_ROW["answers"], "yes_no_answer": "NONE"}],
+    )
     assert read(tmp_path) == [NQ_ROW]
 
 
@@ -130,24 +144,42 @@ def test_nq_without_a_long_answer_is_left_out(tmp_path: Path) -> None:
 def test_where_nq_open_is_given_only_its_questions_are_kept(tmp_path: Path) -> None:
     kept = simplified(annotation([(11, 12)]), question="Who got it -- first?")
     put(tmp_path / "nq/nq-train.jsonl", [simplified(annotation([(11, 12)])), kept], is_lines=True)
-    put(tmp_path / "nq_open/NQ-open.train.jsonl", [{"question": "who got it first", "answer": ["x"]}], is_lines=True)
-    put(tmp_path / "nq_open/NQ-open.dev.jsonl", [{"question": "another one", "answer": ["x"]}], is_lines=True)
+    put(
+        tmp_path / "nq_open/NQ-open.train.jsonl",
+        [{"question": "who got it first", "answer": ["x"]}],
+        is_lines=True,
+    )
+    put(
+        tmp_path / "nq_open/NQ-open.dev.jsonl",
+        [{"question": "another one", "answer": ["x"]}],
+        is_lines=True,
+    )
     assert [row["question"] for row in read(tmp_path)] == ["Who got it -- first?"]
 
 
 # SQuAD
 
 
-def test_squad_gives_every_question_of_a_paragraph_and_impossible_ones_as_unanswerable(tmp_path: Path) -> None:
+def test_squad_gives_every_question_of_a_paragraph_and_impossible_ones_as_unanswerable(
+    tmp_path: Path,
+) -> None:
     asked = [
-        {"id": "1", "question": "Who?", "answers": [{"text": "Ann", "answer_start": 0}], "is_impossible": False},
+        {
+            "id": "1",
+            "question": "Who?",
+            "answers": [{"text": "Ann", "answer_start": 0}],
+            "is_impossible": False,
+        },
         {"id": "2", "question": "Why?", "answers": [], "is_impossible": True},
     ]
     article = {"title": "Ann_Lee", "paragraphs": [{"context": "Ann wrote it.", "qas": asked}]}
     put(tmp_path / "squad_v2/train-v2.0.json", {"version": "v2.0", "data": [article]})
     put(tmp_path / "squad_v2/dev-v2.0.json", {"data": [article], "version": "v2.0"})
     found = read(tmp_path)
-    assert [(row["question"], row["answers"]) for row in found] == [("Who?", ["Ann"]), ("Why?", ["UNANSWERABLE"])]
+    assert [(row["question"], row["answers"]) for row in found] == [
+        ("Who?", ["Ann"]),
+        ("Why?", ["UNANSWERABLE"]),
+    ]
     assert found[0]["contexts"] == ["Ann wrote it."]
     assert found[0]["titles"] == ["Ann Lee"]
     assert read(tmp_path, "valid") == found
@@ -194,7 +226,9 @@ MARCO_ROWS = [
 
 
 @pytest.mark.parametrize("name", ["train_v2.1.json", "train_v2.1.json.gz"])
-def test_ms_marco_in_columns_keeps_all_passages_and_drops_empty_answers(tmp_path: Path, name: str) -> None:
+def test_ms_marco_in_columns_keeps_all_passages_and_drops_empty_answers(
+    tmp_path: Path, name: str
+) -> None:
     put(tmp_path / "msmarco" / name, COLUMNS)
     put(tmp_path / "msmarco/eval_v2.1_public.json", {"passages": {}, "query": {}})
     assert read(tmp_path) == MARCO_ROWS
@@ -202,7 +236,11 @@ def test_ms_marco_in_columns_keeps_all_passages_and_drops_empty_answers(tmp_path
 
 def test_ms_marco_in_lines_and_of_the_hub_gives_the_same_rows(tmp_path: Path) -> None:
     flat = [
-        {"query": COLUMNS["query"][number], "answers": COLUMNS["answers"][number], "passages": PASSAGES}
+        {
+            "query": COLUMNS["query"][number],
+            "answers": COLUMNS["answers"][number],
+            "passages": PASSAGES,
+        }
         for number in "0123"
     ]
     put(tmp_path / "lines/msmarco/train.jsonl", flat, is_lines=True)
@@ -213,8 +251,13 @@ def test_ms_marco_in_lines_and_of_the_hub_gives_the_same_rows(tmp_path: Path) ->
 
 
 def test_columns_that_list_other_records_are_refused(tmp_path: Path) -> None:
-    put(tmp_path / "msmarco/train.json", {**COLUMNS, "query": dict(reversed(COLUMNS["query"].items()))})
-    with pytest.raises(DataError, match=r"train.json: its columns query, answers, passages list other records"):
+    put(
+        tmp_path / "msmarco/train.json",
+        {**COLUMNS, "query": dict(reversed(COLUMNS["query"].items()))},
+    )
+    with pytest.raises(
+        DataError, match=r"train.json: its columns query, answers, passages list other records"
+    ):
         read(tmp_path)
 
 
@@ -233,7 +276,10 @@ def hotpot(number: int) -> dict[str, Any]:
 
 def put_hotpot(folder: Path) -> None:
     put(folder / "hotpotqa/hotpot_train_v1.1.json", [hotpot(number) for number in range(20)])
-    put(folder / "hotpotqa/hotpot_dev_distractor_v1.json", [hotpot(100 + number) for number in range(4)])
+    put(
+        folder / "hotpotqa/hotpot_dev_distractor_v1.json",
+        [hotpot(100 + number) for number in range(4)],
+    )
     put(folder / "hotpotqa/hotpot_dev_fullwiki_v1.json", [hotpot(999)])
 
 
@@ -247,20 +293,27 @@ def test_hotpotqa_marks_the_passages_with_supporting_sentences(tmp_path: Path) -
 
 def test_hotpotqa_keeps_as_many_questions_of_train_for_valid_as_dev_has(tmp_path: Path) -> None:
     put_hotpot(tmp_path)
-    asked = {split: {row["question"] for row in read(tmp_path, split)} for split in ("train", "valid", "test")}
+    asked = {
+        split: {row["question"] for row in read(tmp_path, split)}
+        for split in ("train", "valid", "test")
+    }
     assert [len(questions) for questions in asked.values()] == [16, 4, 4]
     assert not asked["train"] & asked["valid"]
     assert asked["valid"] != {f"Which {number}?" for number in range(16, 20)}  # drawn, not the last
 
 
-def test_hotpotqa_gives_every_training_question_in_several_orders_that_never_change(tmp_path: Path) -> None:
+def test_hotpotqa_gives_every_training_question_in_several_orders_that_never_change(
+    tmp_path: Path,
+) -> None:
     put_hotpot(tmp_path)
     found = read(tmp_path)
     assert len(found) == 3 * 16
     orders = [tuple(row["titles"]) for row in found]
     assert len(set(orders[:3])) == 3
     for row in found:
-        useful = {title for title, mark in zip(row["titles"], row["useful_contexts"], strict=True) if mark}
+        useful = {
+            title for title, mark in zip(row["titles"], row["useful_contexts"], strict=True) if mark
+        }
         assert useful == {"B", "D"}
         assert [text[0] for text in row["contexts"]] == row["titles"]
     assert read(tmp_path) == found
@@ -273,7 +326,10 @@ def test_hotpotqa_of_the_hub_gives_the_same_rows(tmp_path: Path) -> None:
 
     def of_hub(raw: dict[str, Any]) -> dict[str, Any]:
         facts = {"title": ["B", "D"], "sent_id": [0, 1]}
-        context = {"title": list("ABCDE"), "sentences": [sentences for _, sentences in raw["context"]]}
+        context = {
+            "title": list("ABCDE"),
+            "sentences": [sentences for _, sentences in raw["context"]],
+        }
         return {
             "id": raw["_id"],
             "question": raw["question"],
@@ -284,7 +340,8 @@ def test_hotpotqa_of_the_hub_gives_the_same_rows(tmp_path: Path) -> None:
 
     parts = {"train": range(20), "validation": range(100, 104)}
     save(
-        tmp_path / "hub/hotpotqa", **{name: [of_hub(hotpot(number)) for number in part] for name, part in parts.items()}
+        tmp_path / "hub/hotpotqa",
+        **{name: [of_hub(hotpot(number)) for number in part] for name, part in parts.items()},
     )
     for split in ("train", "valid", "test"):
         assert read(tmp_path / "hub", split) == read(tmp_path / "files", split)
@@ -310,34 +367,53 @@ def put_topiocqa(folder: Path) -> None:
     put(folder / "topiocqa/topiocqa_dev.json", [turn(c, n) for c in (50, 51) for n in (1, 2)])
 
 
-def test_topiocqa_gives_each_turn_its_history_its_gold_passage_and_all_answers(tmp_path: Path) -> None:
+def test_topiocqa_gives_each_turn_its_history_its_gold_passage_and_all_answers(
+    tmp_path: Path,
+) -> None:
     put_topiocqa(tmp_path)
     first, second = read(tmp_path, "test")[:2]
     assert (first["question"], first["answers"]) == ("q1", ["a1", "b"])
     assert (second["question"], second["answers"]) == ("q1 [SEP] a1 [SEP] q2", ["UNANSWERABLE"])
-    assert (first["contexts"], first["titles"], first["useful_contexts"]) == (["Gold."], ["T50"], [1])
+    assert (first["contexts"], first["titles"], first["useful_contexts"]) == (
+        ["Gold."],
+        ["T50"],
+        [1],
+    )
 
 
 def test_the_last_conversations_of_topiocqa_are_the_valid_split(tmp_path: Path) -> None:
     put_topiocqa(tmp_path)
-    titles = {split: {row["titles"][0] for row in read(tmp_path, split)} for split in ("train", "valid", "test")}
+    titles = {
+        split: {row["titles"][0] for row in read(tmp_path, split)}
+        for split in ("train", "valid", "test")
+    }
     assert titles == {"train": {"T0", "T1", "T2"}, "valid": {"T3", "T4"}, "test": {"T50", "T51"}}
 
 
 @pytest.mark.parametrize(
     "record",
     [
-        {"positive_ctxs": [{"title": "T", "text": "Gold."}, {"title": "U", "text": "x"}], "answers": ["a"]},
+        {
+            "positive_ctxs": [{"title": "T", "text": "Gold."}, {"title": "U", "text": "x"}],
+            "answers": ["a"],
+        },
         {"title": "T", "context": "Gold.", "short_answers": ["a"]},
     ],
     ids=["retriever", "gold passages"],
 )
-def test_the_other_files_of_topiocqas_publisher_are_understood(tmp_path: Path, record: dict[str, Any]) -> None:
+def test_the_other_files_of_topiocqas_publisher_are_understood(
+    tmp_path: Path, record: dict[str, Any]
+) -> None:
     content = [{"conv_id": 1, "turn_id": n, "question": "q", **record} for n in (1, 2)]
     put(tmp_path / "topiocqa/x_train.json", content)
     put(tmp_path / "topiocqa/x_dev.json", {"data": content})
     for row in read(tmp_path, "test"):
-        assert (row["question"], row["answers"], row["contexts"], row["titles"]) == ("q", ["a"], ["Gold."], ["T"])
+        assert (row["question"], row["answers"], row["contexts"], row["titles"]) == (
+            "q",
+            ["a"],
+            ["Gold."],
+            ["T"],
+        )
 
 
 # All of them
@@ -349,7 +425,12 @@ def test_sets_are_read_one_after_another_and_rows_are_what_the_task_reads(tmp_pa
     put(tmp_path / "msmarco/train.json", COLUMNS)
     put(tmp_path / "nq/nq-train.jsonl", [simplified(annotation([(9, 12)]))], is_lines=True)
     found = read(tmp_path)
-    assert list(dict.fromkeys(row["dataset"] for row in found)) == ["nq", "hotpotqa", "msmarco", "topiocqa"]
+    assert list(dict.fromkeys(row["dataset"] for row in found)) == [
+        "nq",
+        "hotpotqa",
+        "msmarco",
+        "topiocqa",
+    ]
     put(tmp_path / "prepared/train.jsonl", found, is_lines=True)
     assert list(sources.qa_rows(tmp_path / "prepared", "train")) == found
     assert has_test(sources_in(tmp_path, {}))
@@ -358,32 +439,52 @@ def test_sets_are_read_one_after_another_and_rows_are_what_the_task_reads(tmp_pa
 
 def test_a_set_may_be_given_by_name_and_place(tmp_path: Path) -> None:
     put_hotpot(tmp_path / "elsewhere")
-    found = sources_in(None, {"hotpotqa": str(tmp_path / "elsewhere/hotpotqa"), "squad_v2": "rajpurkar/squad_v2"})
-    assert found == [Source("hotpotqa", tmp_path / "elsewhere/hotpotqa"), Source("squad_v2", "rajpurkar/squad_v2")]
+    found = sources_in(
+        None, {"hotpotqa": str(tmp_path / "elsewhere/hotpotqa"), "squad_v2": "rajpurkar/squad_v2"}
+    )
+    assert found == [
+        Source("hotpotqa", tmp_path / "elsewhere/hotpotqa"),
+        Source("squad_v2", "rajpurkar/squad_v2"),
+    ]
 
 
 def test_a_misspelt_set_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(DataError, match=r"--source hotpot_qa: no such set. Did you mean 'hotpotqa'"):
+    with pytest.raises(
+        DataError, match=r"--source hotpot_qa: no such set. Did you mean 'hotpotqa'"
+    ):
         sources_in(None, {"hotpot_qa": "x"})
 
 
 def test_a_folder_without_any_set_says_what_is_wanted(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds none of the folders nq, hotpotqa, squad_v2, msmarco, topiocqa"):
+    with pytest.raises(
+        DataError, match=r"holds none of the folders nq, hotpotqa, squad_v2, msmarco, topiocqa"
+    ):
         sources_in(tmp_path, {})
 
 
 def test_a_set_without_the_file_of_a_part_says_what_is_wanted(tmp_path: Path) -> None:
     put(tmp_path / "squad_v2/train-v2.0.json", {"data": []})
-    with pytest.raises(DataError, match=r"squad_v2: holds no .json.* with dev or val in its name .it has train-v2.0"):
+    with pytest.raises(
+        DataError,
+        match=r"squad_v2: holds no .json.* with dev or val in its name .it has train-v2.0",
+    ):
         read(tmp_path, "valid")
 
 
 def test_a_record_of_another_form_is_named_by_file_and_line(tmp_path: Path) -> None:
-    put(tmp_path / "nq/nq-train.jsonl", [simplified(annotation()), {"question_text": "q"}], is_lines=True)
-    with pytest.raises(DataError, match=r"nq-train.jsonl, line 2: it has question_text, want document_text"):
+    put(
+        tmp_path / "nq/nq-train.jsonl",
+        [simplified(annotation()), {"question_text": "q"}],
+        is_lines=True,
+    )
+    with pytest.raises(
+        DataError, match=r"nq-train.jsonl, line 2: it has question_text, want document_text"
+    ):
         read(tmp_path)
     put(tmp_path / "msmarco/train.json", {**COLUMNS, "answers": dict.fromkeys("0123", 7)})
-    with pytest.raises(DataError, match=r"train.json, record 0: it is not of its publisher's form .TypeError"):
+    with pytest.raises(
+        DataError, match=r"train.json, record 0: it is not of its publisher's form .TypeError"
+    ):
         list(rows(sources_in(None, {"msmarco": str(tmp_path / "msmarco")}), "train"))
 
 

@@ -1,4 +1,6 @@
-"""encode, search, bm25, judge, mine and contexts as a person starts them, on a retriever that was never trained."""
+"""encode, search, bm25, judge, mine and contexts as a person starts them, on a retriever that was
+never trained.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,26 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.facts import experiment, facts, write_facts
-from trainer import embeddings, tasks
+from trainer import tasks
 from trainer.__main__ import app
 from trainer.config import exp_id
 from trainer.data import retrieved
-from trainer.ranking import read_run
-from trainer.task import Embeds, Places
+from trainer.retrieval import embeddings
+from trainer.retrieval.runs import read_run
+from trainer.tasks.protocol import Embeds, Places
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = [sys.executable, "-m", "trainer"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "-m",
+    "trainer",
+]
 NUM_PASSAGES, NUM_QUERIES = 40, 12
 
 
@@ -51,27 +63,56 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder = write_facts(tmp_path_factory.mktemp("facts"))
     found = Place(folder, experiment("retriever", folder))
     rows = facts(0, NUM_PASSAGES)
-    lines(folder / "corpus.jsonl", [{"docid": f"p{n}", "text": row["context"]} for n, row in enumerate(rows)])
+    lines(
+        folder / "corpus.jsonl",
+        [{"docid": f"p{n}", "text": row["context"]} for n, row in enumerate(rows)],
+    )
     questions = [
-        {"query_id": f"q{n}", "query": row["question"], "answers": [row["answer"]], "gold": f"p{n}", "split": "test"}
+        {
+            "query_id": f"q{n}",
+            "query": row["question"],
+            "answers": [row["answer"]],
+            "gold": f"p{n}",
+            "split": "test",
+        }
         for n, row in enumerate(rows[:NUM_QUERIES])
     ]
-    lines(folder / "queries.jsonl", [*questions, {"query_id": "t", "query": "not asked", "split": "train"}])
-    task = tasks.load(tasks.parse(found.values), Places(folder, folder / "cache", folder / "results"))
+    lines(
+        folder / "queries.jsonl",
+        [*questions, {"query_id": "t", "query": "not asked", "split": "train"}],
+    )
+    task = tasks.load(
+        tasks.parse(found.values), Places(folder, folder / "cache", folder / "results")
+    )
     task.export(dict(task.model().state_dict()), found.run_folder / "best")
     (found.run_folder / "exp_dict.json").write_text(json.dumps(found.values))
     return found
 
 
 def started(argv: list[str]) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     environment = {**inherited, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
+    return subprocess.run(
+        argv, env=environment, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False
+    )
 
 
-def encode(place: Place, side: str, *flags: str, launcher: list[str] = PYTHON) -> subprocess.CompletedProcess[str]:
+def encode(
+    place: Place, side: str, *flags: str, launcher: list[str] = PYTHON
+) -> subprocess.CompletedProcess[str]:
     name = "corpus.jsonl" if side == "passage" else "queries.jsonl"
-    given = ["--exp_id", exp_id(place.values), "-sb", place.path("results"), "--cache_dir", place.path("cache")]
+    given = [
+        "--exp_id",
+        exp_id(place.values),
+        "-sb",
+        place.path("results"),
+        "--cache_dir",
+        place.path("cache"),
+    ]
     chosen = ["--split", "test"] if side == "query" else ["--shard_rows", "16", "--batch", "8"]
     out = ["--in", place.path(name), "--side", side, "--out", place.path(side)]
     return started([*launcher, "encode", *given, *out, *chosen, *flags])
@@ -92,12 +133,16 @@ def refused(*argv: str) -> str:
 
 @pytest.fixture(scope="module")
 def found(place: Place) -> Place:
-    """The same with both folders of vectors, made by one and by two processes, and the run of a search."""
+    """The same with both folders of vectors, made by one and by two processes, and the run of a
+    search.
+    """
     for side, launcher in (("query", PYTHON), ("passage", TORCHRUN)):
         done = encode(place, side, "--dtype", "float32", launcher=launcher)
         assert done.returncode == 0, done.stdout + done.stderr
     folders = ["--queries", place.path("query"), "--passages", place.path("passage")]
-    done = started([*PYTHON, "search", *folders, "--out", place.path("run.trec"), "--depth", "10", "--verify"])
+    done = started(
+        [*PYTHON, "search", *folders, "--out", place.path("run.trec"), "--depth", "10", "--verify"]
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith("run.trec: 12 questions, 120 hits")
     return place
@@ -109,7 +154,10 @@ def test_encoded_and_searched_is_the_order_of_the_models_own_dot_products(found:
     model = task.exported(found.run_folder / "best")
     vectors = {
         side: np.concatenate(
-            [task.embed(model, [ids], side=side).detach().numpy() for ids in task.ids(texts, side=side)]
+            [
+                task.embed(model, [ids], side=side).detach().numpy()
+                for ids in task.ids(texts, side=side)
+            ]
         )
         for side, texts in {
             "query": [{"text": row["question"]} for row in facts(0, NUM_QUERIES)],
@@ -120,9 +168,13 @@ def test_encoded_and_searched_is_the_order_of_the_models_own_dot_products(found:
     run = read_run(found.folder / "run.trec")
     assert list(run) == [f"q{n}" for n in range(NUM_QUERIES)]
     for n, hits in enumerate(run.values()):
-        np.testing.assert_allclose([hit.score for hit in hits], -np.sort(-scores[n])[:10], atol=1e-5)
         np.testing.assert_allclose(
-            [scores[n][int(hit.passage[1:])] for hit in hits], [hit.score for hit in hits], atol=1e-5
+            [hit.score for hit in hits], -np.sort(-scores[n])[:10], atol=1e-5
+        )
+        np.testing.assert_allclose(
+            [scores[n][int(hit.passage[1:])] for hit in hits],
+            [hit.score for hit in hits],
+            atol=1e-5,
         )
 
 
@@ -145,7 +197,9 @@ def test_the_folder_says_which_model_made_it(found: Place) -> None:
     ],
 )
 def test_encoding_is_refused_in_words(flags: list[str], said: str) -> None:
-    assert said in refused("encode", "-sb", "results", "--in", "corpus.jsonl", "--out", "vectors", *flags)
+    assert said in refused(
+        "encode", "-sb", "results", "--in", "corpus.jsonl", "--out", "vectors", *flags
+    )
 
 
 def test_vectors_of_the_wrong_side_are_not_searched(found: Place) -> None:
@@ -161,24 +215,40 @@ def values(printed: list[str]) -> dict[str, float]:
 
 
 def test_a_run_is_judged_by_positives_by_judgements_and_by_answers(found: Place) -> None:
-    run, queries = ["--run", found.path("run.trec")], ["--queries", found.path("queries.jsonl"), "--split", "test"]
-    judgements = "query-id\tcorpus-id\tscore\n" + "".join(f"q{n}\tp{n}\t1\n" for n in range(NUM_QUERIES))
+    run, queries = (
+        ["--run", found.path("run.trec")],
+        ["--queries", found.path("queries.jsonl"), "--split", "test"],
+    )
+    judgements = "query-id\tcorpus-id\tscore\n" + "".join(
+        f"q{n}\tp{n}\t1\n" for n in range(NUM_QUERIES)
+    )
     (found.folder / "qrels.tsv").write_text(judgements)
     by_positives = values(command("judge", *run, *queries, "--at", "3", "--at", "10"))
-    by_judgements = values(command("judge", *run, "--qrels", found.path("qrels.tsv"), "--at", "3", "--at", "10"))
+    by_judgements = values(
+        command("judge", *run, "--qrels", found.path("qrels.tsv"), "--at", "3", "--at", "10")
+    )
     assert by_positives == by_judgements
     assert set(by_positives) > {"recall@3", "mrr@10", "ndcg@10", "map"}
     corpus = ["--passages", found.path("corpus.jsonl")]
     by_answers = values(command("judge", *run, *queries, *corpus, "--at", "3", "--at", "10"))
     assert by_positives.items() < by_answers.items()
-    assert by_answers["answer_recall@10"] >= by_answers["recall@10"]  # a gold passage holds its answer
+    assert (
+        by_answers["answer_recall@10"] >= by_answers["recall@10"]
+    )  # a gold passage holds its answer
     assert by_answers["answer_recall@10"] > 0
 
 
 def test_a_run_is_judged_on_some_questions_only(found: Place) -> None:
     (found.folder / "only.txt").write_text("q1\nq4\n")
     run = read_run(found.folder / "run.trec")
-    flags = ["--run", found.path("run.trec"), "--queries", found.path("queries.jsonl"), "--at", "10"]
+    flags = [
+        "--run",
+        found.path("run.trec"),
+        "--queries",
+        found.path("queries.jsonl"),
+        "--at",
+        "10",
+    ]
     printed = values(command("judge", *flags, "--only", found.path("only.txt")))
     expected = [f"p{n}" in {hit.passage for hit in run[f"q{n}"]} for n in (1, 4)]
     assert printed["recall@10"] == sum(expected) / 2
@@ -191,13 +261,22 @@ def test_what_cannot_be_judged_is_refused(found: Place) -> None:
 
 def test_a_reader_and_a_ranking_are_compared(tmp_path: Path) -> None:
     ctxs = [{"id": str(n), "text": "t", "score": score} for n, score in enumerate([0.2, 0.1, 0.7])]
-    (tmp_path / "scored.json").write_text(json.dumps([{"question": "q", "answers": ["a"], "ctxs": ctxs}]))
+    (tmp_path / "scored.json").write_text(
+        json.dumps([{"question": "q", "answers": ["a"], "ctxs": ctxs}])
+    )
     printed = values(command("judge", "--scored", str(tmp_path / "scored.json"), "--at", "1"))
     assert printed == {"inversions": 2, "overlap@1": 0, "reach@1": 3}
 
 
 def test_mined_negatives_train_a_retriever(found: Place) -> None:
-    given = ["--run", found.path("run.trec"), "--queries", found.path("queries.jsonl"), "--split", "test"]
+    given = [
+        "--run",
+        found.path("run.trec"),
+        "--queries",
+        found.path("queries.jsonl"),
+        "--split",
+        "test",
+    ]
     corpus = ["--passages", found.path("corpus.jsonl")]
     mined = found.folder / "mined.jsonl"
     (said,) = command("mine", *given, *corpus, "--out", str(mined), "--count", "3")[-1:]
@@ -205,17 +284,41 @@ def test_mined_negatives_train_a_retriever(found: Place) -> None:
     assert said == f"{mined}: {len(rows)} of 12 questions"
     assert len(rows) > 6
     assert all(1 <= len(row["negative_passages"]) <= 3 for row in rows)
-    assert not any(row["answers"][0] in passage["text"] for row in rows for passage in row["negative_passages"])
+    assert not any(
+        row["answers"][0] in passage["text"] for row in rows for passage in row["negative_passages"]
+    )
     changed = experiment("retriever", found.folder, data={"files": {"train": "mined.jsonl"}})
-    task = tasks.load(tasks.parse(changed), Places(found.folder, found.folder / "cache", found.folder))
+    task = tasks.load(
+        tasks.parse(changed), Places(found.folder, found.folder / "cache", found.folder)
+    )
     assert [row["id"] for row in task.rows("train")] == [row["query_id"] for row in rows]
 
 
 def test_a_reader_reads_what_was_found(found: Place) -> None:
-    given = ["--run", found.path("run.trec"), "--queries", found.path("queries.jsonl"), "--split", "test"]
+    given = [
+        "--run",
+        found.path("run.trec"),
+        "--queries",
+        found.path("queries.jsonl"),
+        "--split",
+        "test",
+    ]
     out = found.folder / "valid.json"
-    command("contexts", *given, "--passages", found.path("corpus.jsonl"), "--out", str(out), "--depth", "4")
-    rows = list(retrieved.rows(found.folder, "valid", source="fid", file="valid.json", contexts=9, sort_by_score=True))
+    command(
+        "contexts",
+        *given,
+        "--passages",
+        found.path("corpus.jsonl"),
+        "--out",
+        str(out),
+        "--depth",
+        "4",
+    )
+    rows = list(
+        retrieved.rows(
+            found.folder, "valid", source="fid", file="valid.json", contexts=9, sort_by_score=True
+        )
+    )
     run = read_run(found.folder / "run.trec")
     assert [[ctx["id"] for ctx in row["ctxs"]] for row in rows] == [
         [hit.passage for hit in run[f"q{n}"][:4]] for n in range(12)

@@ -1,4 +1,6 @@
-"""Questions come with their first passages, whoever wrote the file; what is wrong is said with line or item."""
+"""Questions come with their first passages, whoever wrote the file; what is wrong is said with line
+or item.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from trainer.data import retrieved, stdlib_docs
 from trainer.errors import DataError
-from trainer.task import Row
+from trainer.tasks.protocol import Row
 
 _ROOT = Path(__file__).resolve().parents[2]
 _NQ = _ROOT / os.environ.get("LATHE_DATA", "../shared/data") / "nq"
@@ -27,7 +29,9 @@ _GOOD = {"question": "q", "answers": ["a"], "ctxs": [_PASSAGE]}
 
 
 def _lines(path: Path, *values: Any) -> Path:
-    path.write_text("".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values), encoding="utf-8"
+    )
     return path
 
 
@@ -46,7 +50,10 @@ def _ids(rows: Iterator[Row]) -> list[list[str]]:
 
 
 def _questions(folder: Path, *names: str) -> None:
-    _lines(folder / "train.jsonl", *({"qid": name, "question": f"q{name}", "answers": ["a"]} for name in names))
+    _lines(
+        folder / "train.jsonl",
+        *({"qid": name, "question": f"q{name}", "answers": ["a"]} for name in names),
+    )
 
 
 def _ranked(folder: Path, ranking: str, **changes: Any) -> Iterator[Row]:
@@ -66,11 +73,19 @@ def nq() -> Path:
 
 @pytest.mark.parametrize("write", [_list, _lines])
 @pytest.mark.parametrize("name", ["train.json", "train.jsonl"])
-def test_a_list_and_lines_give_the_same_rows_whatever_the_file_is_called(tmp_path: Path, write: Any, name: str) -> None:
+def test_a_list_and_lines_give_the_same_rows_whatever_the_file_is_called(
+    tmp_path: Path, write: Any, name: str
+) -> None:
     write(tmp_path / name, _GOOD, {**_GOOD, "id": 9, "target": "b", "ctxs": [{"text": "é\u2028"}]})
     assert list(_read(tmp_path)) == [
         {"id": "0", "question": "q", "answers": ["a"], "ctxs": [_PASSAGE]},
-        {"id": "9", "question": "q", "answers": ["a"], "target": "b", "ctxs": [{"text": "é\u2028"}]},
+        {
+            "id": "9",
+            "question": "q",
+            "answers": ["a"],
+            "target": "b",
+            "ctxs": [{"text": "é\u2028"}],
+        },
     ]
 
 
@@ -85,13 +100,20 @@ _VALUES = st.recursive(
     | st.integers(1 - 2**63, 2**63 - 1)
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"])),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab.é", max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text("ab.é", max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
 
 @settings(max_examples=60, deadline=None)
-@given(objects=st.lists(st.dictionaries(st.text("ab.é", max_size=3), _VALUES, max_size=3), min_size=1, max_size=4))
+@given(
+    objects=st.lists(
+        st.dictionaries(st.text("ab.é", max_size=3), _VALUES, max_size=3), min_size=1, max_size=4
+    )
+)
 def test_a_list_read_item_by_item_is_what_the_whole_file_says(
     tmp_path_factory: pytest.TempPathFactory, objects: list[Row]
 ) -> None:
@@ -101,7 +123,9 @@ def test_a_list_read_item_by_item_is_what_the_whole_file_says(
     assert json.dumps(read) == json.dumps(json.loads(path.read_text()))  # as text: 1 is not 1.0
 
 
-@pytest.mark.parametrize(("name", "start", "between"), [("train.json", "[", ", "), ("train.jsonl", "", "\n")])
+@pytest.mark.parametrize(
+    ("name", "start", "between"), [("train.json", "[", ", "), ("train.jsonl", "", "\n")]
+)
 def test_reading_is_lazy(tmp_path: Path, name: str, start: str, between: str) -> None:
     (tmp_path / name).write_text(start + json.dumps(_GOOD) + between + "not json")
     found = _read(tmp_path)
@@ -130,7 +154,11 @@ def test_a_large_list_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
         ({"ctxs": [{"text": "", "title": ""}]}, [{"title": "", "text": ""}]),
         ({"ctxs": []}, []),
         (
-            {"ctxs": [{"id": "wiki:7", "title": "T", "text": "x", "score": "80.5", "has_answer": True}]},
+            {
+                "ctxs": [
+                    {"id": "wiki:7", "title": "T", "text": "x", "score": "80.5", "has_answer": True}
+                ]
+            },
             [{"id": "wiki:7", "title": "T", "text": "x", "score": 80.5}],
         ),
         (
@@ -146,13 +174,18 @@ def test_a_large_list_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
             ],
         ),
         (
-            {"positive_passages": [{"docid": "1", "title": "T", "text": "p"}], "negative_passages": [{"docid": "2"}]},
+            {
+                "positive_passages": [{"docid": "1", "title": "T", "text": "p"}],
+                "negative_passages": [{"docid": "2"}],
+            },
             [{"id": "1", "title": "T", "text": "p"}, {"id": "2"}],
         ),
     ],
     ids=["ids", "nulls", "blank", "none", "dpr_output", "dpr_training", "tevatron"],
 )
-def test_passages_are_read_as_every_retriever_writes_them(tmp_path: Path, raw: Row, ctxs: list[Row]) -> None:
+def test_passages_are_read_as_every_retriever_writes_them(
+    tmp_path: Path, raw: Row, ctxs: list[Row]
+) -> None:
     _lines(tmp_path / "train.jsonl", {"question": "q", "answers": ["a"], **raw})
     assert [row["ctxs"] for row in _read(tmp_path)] == [ctxs]
 
@@ -160,11 +193,26 @@ def test_passages_are_read_as_every_retriever_writes_them(tmp_path: Path, raw: R
 @pytest.mark.parametrize(
     ("raw", "row"),
     [
-        ({"query_id": 5, "query": "q", "answer": "a"}, {"id": "5", "question": "q", "answers": ["a"]}),
-        ({"qid": "x", "question": "q", "answer": ["a", "b"]}, {"id": "x", "question": "q", "answers": ["a", "b"]}),
-        ({"question": "q", "answers": ["a"], "answer": "z"}, {"id": "0", "question": "q", "answers": ["a"]}),
-        ({"question": "q", "target": "t"}, {"id": "0", "question": "q", "answers": [], "target": "t"}),
-        ({"id": 0, "question": "q", "answers": ["a"], "target": None}, {"id": "0", "question": "q", "answers": ["a"]}),
+        (
+            {"query_id": 5, "query": "q", "answer": "a"},
+            {"id": "5", "question": "q", "answers": ["a"]},
+        ),
+        (
+            {"qid": "x", "question": "q", "answer": ["a", "b"]},
+            {"id": "x", "question": "q", "answers": ["a", "b"]},
+        ),
+        (
+            {"question": "q", "answers": ["a"], "answer": "z"},
+            {"id": "0", "question": "q", "answers": ["a"]},
+        ),
+        (
+            {"question": "q", "target": "t"},
+            {"id": "0", "question": "q", "answers": [], "target": "t"},
+        ),
+        (
+            {"id": 0, "question": "q", "answers": ["a"], "target": None},
+            {"id": "0", "question": "q", "answers": ["a"]},
+        ),
     ],
 )
 def test_a_question_is_read_under_its_usual_names(tmp_path: Path, raw: Row, row: Row) -> None:
@@ -176,8 +224,14 @@ def test_a_question_is_read_under_its_usual_names(tmp_path: Path, raw: Row, row:
 def test_answers_may_be_missing_but_to_train_on(tmp_path: Path, answers: Row) -> None:
     for split in ("train", "valid", "test"):
         _lines(tmp_path / f"{split}.jsonl", _GOOD, {"question": "q", "ctxs": [], **answers})
-    assert [row["answers"] for split in ("valid", "test") for row in _read(tmp_path, split)] == [["a"], []] * 2
-    with pytest.raises(DataError, match=r"train\.jsonl, line 2: neither 'answers' nor 'target' is there \(keys: quest"):
+    assert [row["answers"] for split in ("valid", "test") for row in _read(tmp_path, split)] == [
+        ["a"],
+        [],
+    ] * 2
+    with pytest.raises(
+        DataError,
+        match=r"train\.jsonl, line 2: neither 'answers' nor 'target' is there \(keys: quest",
+    ):
         list(_read(tmp_path))
 
 
@@ -197,9 +251,15 @@ _WRONG = [
     ({"ctxs": [{"title": "T"}]}, r"'ctxs\[0\]' has neither text nor id \(keys: title\)"),
     ({"ctxs": [{"text": 3}]}, r"'ctxs\[0\]\.text' is 3, want text"),
     ({"ctxs": [{"text": "x", "title": ["t"]}]}, r"'ctxs\[0\]\.title' is \['t'\], want text"),
-    ({"ctxs": [{"id": "1", "score": "high"}]}, r"'ctxs\[0\]\.score' is 'high', want a finite number"),
+    (
+        {"ctxs": [{"id": "1", "score": "high"}]},
+        r"'ctxs\[0\]\.score' is 'high', want a finite number",
+    ),
     ({"ctxs": [{"id": "1", "score": "nan"}]}, r"'ctxs\[0\]\.score' is 'nan', want a finite number"),
-    ({"ctxs": ..., "positive_ctxs": [{"title": "T"}]}, r"'positive_ctxs\[0\]' has neither text nor id"),
+    (
+        {"ctxs": ..., "positive_ctxs": [{"title": "T"}]},
+        r"'positive_ctxs\[0\]' has neither text nor id",
+    ),
 ]
 
 
@@ -220,15 +280,23 @@ def test_a_wrong_question_is_refused_with_its_place(
         (b'[{"question": "q", "ctxs": []}, 5]', "item 2: a JSON int, want an object"),
         (b'[{"question": "q", "ctxs": []}, {"question": ', r"item 2: malformed JSON \("),
         (b'[{"question": "q", "ctxs": []}] []', r"item 2: malformed JSON \("),
-        (b'[{"question": "q", "ctxs": [{"id": "1", "score": NaN}]}]', r"item 1: malformed JSON \(.*NaN is no JSON"),
-        (b'[{"id": 18446744073709551615}]', r"item 1: malformed JSON \(.*integer overflow.*wanted as text"),
+        (
+            b'[{"question": "q", "ctxs": [{"id": "1", "score": NaN}]}]',
+            r"item 1: malformed JSON \(.*NaN is no JSON",
+        ),
+        (
+            b'[{"id": 18446744073709551615}]',
+            r"item 1: malformed JSON \(.*integer overflow.*wanted as text",
+        ),
         (b'[{"question": "\xff"}]', r"item 1: malformed JSON \("),
         (b"[]", "is an empty list"),
         (b"", "is empty"),
         (b'{"data": [\n]}', "line 1: malformed JSON"),
     ],
 )
-def test_a_malformed_file_is_refused_by_its_place(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_malformed_file_is_refused_by_its_place(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
     (tmp_path / "test.json").write_bytes(content)
     with pytest.raises(DataError, match=rf"test\.json,? {said}"):
         list(_read(tmp_path, "test"))
@@ -258,14 +326,18 @@ def test_passages_are_sorted_where_all_have_a_score(
 
 
 def test_questions_may_have_fewer_passages_than_wanted_or_none(tmp_path: Path) -> None:
-    _lines(tmp_path / "train.jsonl", *({**_GOOD, "ctxs": list(range(count))} for count in (3, 0, 1)))
+    _lines(
+        tmp_path / "train.jsonl", *({**_GOOD, "ctxs": list(range(count))} for count in (3, 0, 1))
+    )
     assert _ids(_read(tmp_path, contexts=2)) == [["0", "1"], [], ["0"]]
 
 
 # Which file
 
 
-@pytest.mark.parametrize("name", ["dev.json", "valid.json", "val.json", "dev.jsonl", "valid.jsonl", "val.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["dev.json", "valid.json", "val.json", "dev.jsonl", "valid.jsonl", "val.jsonl"]
+)
 def test_the_valid_split_has_six_legal_file_names(tmp_path: Path, name: str) -> None:
     _lines(tmp_path / name, _GOOD)
     assert len(list(_read(tmp_path, "valid"))) == 1
@@ -281,16 +353,22 @@ def test_a_named_file_is_taken_below_the_data_path(tmp_path: Path) -> None:
 def test_two_files_for_one_split_are_not_guessed_between(tmp_path: Path) -> None:
     _lines(tmp_path / "dev.jsonl", _GOOD)
     _list(tmp_path / "valid.json", _GOOD)
-    with pytest.raises(DataError, match=r"holds valid\.json and dev\.jsonl\. Say in data\.files\.valid which"):
+    with pytest.raises(
+        DataError, match=r"holds valid\.json and dev\.jsonl\. Say in data\.files\.valid which"
+    ):
         list(_read(tmp_path, "valid"))
 
 
 def test_a_missing_file_says_where_it_should_be(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds none of test\.json, test\.jsonl, .*data\.files\.test"):
+    with pytest.raises(
+        DataError, match=r"holds none of test\.json, test\.jsonl, .*data\.files\.test"
+    ):
         list(_read(tmp_path, "test"))
     with pytest.raises(DataError, match=r"gone\.json cannot be read: No such file.*--data_path"):
         list(_read(tmp_path, file="gone.json"))
-    with pytest.raises(DataError, match=r"--data_path, and none was given\. Point it at a folder that holds train"):
+    with pytest.raises(
+        DataError, match=r"--data_path, and none was given\. Point it at a folder that holds train"
+    ):
         list(_read(None))
 
 
@@ -306,7 +384,8 @@ def test_an_unknown_split_is_refused(tmp_path: Path, source: str) -> None:
 @pytest.mark.parametrize(
     "ranking",
     [
-        "1\t8\t1.5\n0\t7\t0.5\n1\t9\t2.5\n",  # Tevatron, and a question's lines need not be together
+        # Tevatron, and a question's lines need not be together
+        "1\t8\t1.5\n0\t7\t0.5\n1\t9\t2.5\n",
         "1 8 1.5\r\n0 7 5e-1\r\n\r\n1 9 2.5",
         "1 8 1.5\n0 7 0.5\n1 9 2.5\n",
         "1 Q0 8 2 1.5 run\n0 Q0 7 1 .5 run\n1 Q0 9 1 2.5 run\n",
@@ -321,7 +400,9 @@ def test_scores_are_read_from_both_kinds_of_ranking(tmp_path: Path, ranking: str
         {"id": "0", "question": "q0", "answers": ["a"], "ctxs": [{"id": "7", "score": 0.5}]},
         {"id": "1", "question": "q1", "answers": ["a"], "ctxs": expected},
     ]
-    assert [row["ctxs"] for row in _ranked(tmp_path, ranking, sort_by_score=False)][1] == expected[::-1]
+    assert [row["ctxs"] for row in _ranked(tmp_path, ranking, sort_by_score=False)][1] == expected[
+        ::-1
+    ]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -329,7 +410,10 @@ def test_three_columns_with_integers_are_ranks(tmp_path: Path, first: int) -> No
     _questions(tmp_path, "a", "b")
     ranking = f"a\tp9\t{first}\nb\tp9\t{first}\na\tp3\t{first + 1}\na\tp5\t{first + 4}\n"
     found = list(_ranked(tmp_path, ranking))
-    assert [row["ctxs"] for row in found] == [[{"id": "p9"}, {"id": "p3"}, {"id": "p5"}], [{"id": "p9"}]]
+    assert [row["ctxs"] for row in found] == [
+        [{"id": "p9"}, {"id": "p3"}, {"id": "p5"}],
+        [{"id": "p9"}],
+    ]
 
 
 def test_a_score_without_a_decimal_point_is_one_behind_scores_that_have_one(tmp_path: Path) -> None:
@@ -340,12 +424,18 @@ def test_a_score_without_a_decimal_point_is_one_behind_scores_that_have_one(tmp_
 @pytest.mark.parametrize(
     ("ranking", "said"),
     [
-        ("a x 12\na y 7\n", "line 1: the third column is '12', first in its question: is it a rank or a score"),
+        (
+            "a x 12\na y 7\n",
+            "line 1: the third column is '12', first in its question: is it a rank or a score",
+        ),
         ("a x 1\na y 0\n", "line 2: the third column is '0', behind 1"),
         ("a x 1\na y 1\n", "line 2: the third column is '1', behind 1"),
         ("a x 1\na y 0.5\n", "line 2: the third column is '0.5', behind 1"),
         ("a x -3\n", "line 1: the third column is '-3', first in its question"),
-        ("a x 0.5\na Q0 y 1 0.5 t\n", "line 2: 6 columns, want 3 .* or 6 .*, the same on every line"),
+        (
+            "a x 0.5\na Q0 y 1 0.5 t\n",
+            "line 2: 6 columns, want 3 .* or 6 .*, the same on every line",
+        ),
         ("a x\n", "line 1: 2 columns"),
         ("a 0 x 1\n", "line 1: 4 columns"),  # relevance judgements
         ("a x y 1 0.5 t\na Q0 y 0.5 2 t\n", "line 2: the rank is '0.5', want an integer"),
@@ -354,7 +444,9 @@ def test_a_score_without_a_decimal_point_is_one_behind_scores_that_have_one(tmp_
         ("\n", "is empty"),
     ],
 )
-def test_an_ambiguous_or_malformed_ranking_is_refused_by_its_line(tmp_path: Path, ranking: str, said: str) -> None:
+def test_an_ambiguous_or_malformed_ranking_is_refused_by_its_line(
+    tmp_path: Path, ranking: str, said: str
+) -> None:
     _questions(tmp_path, "a")
     with pytest.raises(DataError, match=rf"train\.tsv,? {said}"):
         list(_ranked(tmp_path, ranking))
@@ -384,7 +476,9 @@ def test_questions_without_a_ranking_have_no_passage_and_are_counted_once(
 
 def test_a_ranking_of_other_questions_is_refused(tmp_path: Path) -> None:
     _questions(tmp_path, "train0", "train1")
-    with pytest.raises(DataError, match=r"none of the 2 questions: its ids are like '0', theirs like 'train0'"):
+    with pytest.raises(
+        DataError, match=r"none of the 2 questions: its ids are like '0', theirs like 'train0'"
+    ):
         list(_ranked(tmp_path, "0 x 0.5\n1 x 0.5\n"))
 
 
@@ -396,7 +490,9 @@ def test_an_id_that_two_ranked_questions_share_is_refused(tmp_path: Path) -> Non
 
 def test_a_deep_run_is_cut_while_it_is_read_and_the_best_stay(tmp_path: Path) -> None:
     _questions(tmp_path, "a")
-    scores = [(place * 7919) % 5003 // 2 + 0.5 for place in range(5000)]  # in no order, most of them twice
+    scores = [
+        (place * 7919) % 5003 // 2 + 0.5 for place in range(5000)
+    ]  # in no order, most of them twice
     ranking = "".join(f"a p{place} {score}\n" for place, score in enumerate(scores))
     best = sorted(range(5000), key=lambda place: -scores[place])[:20]
     assert _ids(_ranked(tmp_path, ranking, contexts=20)) == [[f"p{place}" for place in best]]
@@ -410,7 +506,9 @@ def test_a_question_without_an_id_is_called_by_its_place_from_0(tmp_path: Path) 
 
 
 def test_questions_and_ranking_may_be_named(tmp_path: Path) -> None:
-    _lines(tmp_path / "q.jsonl", {"id": "a", "question": "q", "answers": ["a"], "ctxs": ["ignored"]})
+    _lines(
+        tmp_path / "q.jsonl", {"id": "a", "question": "q", "answers": ["a"], "ctxs": ["ignored"]}
+    )
     (tmp_path / "train.tsv").write_text("not read")
     (tmp_path / "bm25.run").write_text("a x 1\n")
     assert _ids(_read(tmp_path, source="ranked", file="q.jsonl", ranking="bm25.run")) == [["x"]]
@@ -418,7 +516,10 @@ def test_questions_and_ranking_may_be_named(tmp_path: Path) -> None:
 
 def test_a_missing_ranking_says_where_it_should_be(tmp_path: Path) -> None:
     _questions(tmp_path, "a")
-    with pytest.raises(DataError, match=r"none of train\.trec, train\.tsv, train\.txt, train\.run.*data\.rankings\.tr"):
+    with pytest.raises(
+        DataError,
+        match=r"none of train\.trec, train\.tsv, train\.txt, train\.run.*data\.rankings\.tr",
+    ):
         list(_read(tmp_path, source="ranked"))
 
 
@@ -430,7 +531,14 @@ def test_nq_names_its_passages_in_the_order_of_the_ranking(tmp_path: Path, folde
     home = tmp_path / folder
     home.mkdir(exist_ok=True)
     (home / "corpus.tsv").write_text("id\ttext\ttitle\n7\tx\tT\n")
-    question = {"qid": 3, "split": "val", "question": "q", "answers": ["a"], "gold": 7, "bm25": [7, 1, 4]}
+    question = {
+        "qid": 3,
+        "split": "val",
+        "question": "q",
+        "answers": ["a"],
+        "gold": 7,
+        "bm25": [7, 1, 4],
+    }
     _lines(home / "queries.jsonl", {**question, "split": "train", "bm25": []}, question)
     assert list(_read(tmp_path, "valid", source="nq", contexts=2)) == [
         {"id": "3", "question": "q", "answers": ["a"], "ctxs": [{"id": "7"}, {"id": "1"}]}
@@ -442,7 +550,9 @@ def test_nq_names_its_passages_in_the_order_of_the_ranking(tmp_path: Path, folde
 
 def test_nq_without_a_ranking_is_refused_by_its_line(tmp_path: Path) -> None:
     _lines(tmp_path / "queries.jsonl", {"split": "train", "question": "q", "answers": ["a"]})
-    with pytest.raises(DataError, match=r"queries\.jsonl, line 1: 'bm25' is missing \(keys: split, question"):
+    with pytest.raises(
+        DataError, match=r"queries\.jsonl, line 1: 'bm25' is missing \(keys: split, question"
+    ):
         list(_read(tmp_path, source="nq"))
 
 
@@ -450,7 +560,9 @@ def test_nq_without_a_ranking_is_refused_by_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("contexts", [1, 3, 8])
-def test_a_documentation_question_has_its_own_passage_at_a_place_that_tells_nothing(contexts: int) -> None:
+def test_a_documentation_question_has_its_own_passage_at_a_place_that_tells_nothing(
+    contexts: int,
+) -> None:
     own = stdlib_docs.qa_rows("valid")
     found = list(_read(None, "valid", source="stdlib_docs", contexts=contexts))
     assert [row["question"] for row in found] == [row["question"] for row in own]
@@ -462,10 +574,16 @@ def test_a_documentation_question_has_its_own_passage_at_a_place_that_tells_noth
         assert (passage["text"], passage["title"]) == (own[index]["context"], own[index]["title"])
         assert row["answers"][0] in " ".join(passage["text"].split())
         places.append(ids.index(row["id"]))
-    assert max(places.count(place) for place in range(contexts)) - min(map(places.count, range(contexts))) <= 1
+    assert (
+        max(places.count(place) for place in range(contexts))
+        - min(map(places.count, range(contexts)))
+        <= 1
+    )
 
 
-def test_documentation_questions_have_no_more_passages_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documentation_questions_have_no_more_passages_than_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     few = stdlib_docs.qa_rows("valid")[:3]
     monkeypatch.setattr(stdlib_docs, "qa_rows", lambda split: few)
     assert _ids(_read(None, "valid", source="stdlib_docs", contexts=9)) == [
@@ -491,7 +609,11 @@ _HEADER = "id\ttext\ttitle\n"
     [
         ('1\tsaid "hi"\tT\n', 'said "hi"', "T"),
         ('1\t"Hello" and "bye"\tT\n', '"Hello" and "bye"', "T"),
-        ('1\t"Hello"\tT\n', '"Hello"', "T"),  # cannot tell, nor does anything else: a quote is a quote
+        (
+            '1\t"Hello"\tT\n',
+            '"Hello"',
+            "T",
+        ),  # cannot tell, nor does anything else: a quote is a quote
         ('1\tx\t"T\n', "x", '"T'),
         ('1\t"\tT\n', '"', "T"),
         ('1\t"Hello"\tT\n2\ta "b"\tU\n', '"Hello"', "T"),  # the second passage can tell
@@ -499,7 +621,11 @@ _HEADER = "id\ttext\ttitle\n"
         ('1\t"Aaron ( or ; ""Ahärôn"") is"\tAaron\n', 'Aaron ( or ; "Ahärôn") is', "Aaron"),
         ('1\tx\t"""A"" Is for"\n', "x", '"A" Is for'),
         ('1\t"""a"""\t""\n', '"a"', ""),
-        ('1\t"a\tb ""c"""\tT\n2\t"x"\tU\n', None, None),  # a tab within: cannot be told from a fourth column
+        (
+            '1\t"a\tb ""c"""\tT\n2\t"x"\tU\n',
+            None,
+            None,
+        ),  # a tab within: cannot be told from a fourth column
     ],
 )
 def test_quotes_are_taken_as_the_first_field_that_can_tell_has_them(
@@ -523,7 +649,9 @@ def test_what_a_csv_writer_wrote_is_read_back(tmp_path: Path) -> None:
         writer = csv.writer(file, delimiter="\t")
         writer.writerow(["id", "text", "title"])
         writer.writerows([index, text, text] for index, text in enumerate(texts))
-    assert [(row["text"], row["title"]) for row in retrieved.corpus(tmp_path, "psgs.tsv")] == [(t, t) for t in texts]
+    assert [(row["text"], row["title"]) for row in retrieved.corpus(tmp_path, "psgs.tsv")] == [
+        (t, t) for t in texts
+    ]
 
 
 @pytest.mark.parametrize(
@@ -534,8 +662,14 @@ def test_what_a_csv_writer_wrote_is_read_back(tmp_path: Path) -> None:
         ("id\ttitle\ttext\n", r", line 1: the header is \['id', 'title', 'text'\], want id, text"),
         (_HEADER + "1\t \tT\n", ", line 2: the id or the text is blank"),
         (_HEADER, " holds no passage"),
-        (_HEADER + '1\t"a ""b"""\tT\n2\t"open\tT\n', ", line 3: unexpected end of data, in a file whose fields"),
-        (_HEADER + '1\t"a ""b"""\tT\n2\t"a" b\tT\n', ", line 3: .* expected after .*, in a file whose fields"),
+        (
+            _HEADER + '1\t"a ""b"""\tT\n2\t"open\tT\n',
+            ", line 3: unexpected end of data, in a file whose fields",
+        ),
+        (
+            _HEADER + '1\t"a ""b"""\tT\n2\t"a" b\tT\n',
+            ", line 3: .* expected after .*, in a file whose fields",
+        ),
     ],
 )
 def test_a_malformed_corpus_is_refused_by_its_line(tmp_path: Path, content: str, said: str) -> None:
@@ -551,9 +685,13 @@ def test_a_corpus_of_json_lines_is_read_as_tevatron_writes_it(tmp_path: Path) ->
     ]
 
 
-@pytest.mark.parametrize("line", ['{"docid": "a", "title": "T"}', '{"text": "x"}', '{"docid": "a", "text": " "}'])
+@pytest.mark.parametrize(
+    "line", ['{"docid": "a", "title": "T"}', '{"text": "x"}', '{"docid": "a", "text": " "}']
+)
 def test_a_passage_without_id_or_text_is_refused_by_its_line(tmp_path: Path, line: str) -> None:
-    with pytest.raises(DataError, match=r"corpus\.jsonl, line 2: the id or the text is missing or blank \(keys: "):
+    with pytest.raises(
+        DataError, match=r"corpus\.jsonl, line 2: the id or the text is missing or blank \(keys: "
+    ):
         _corpus(tmp_path, f'{{"docid": "a", "text": "x"}}\n{line}\n', "corpus.jsonl")
 
 
@@ -566,7 +704,9 @@ def test_a_corpus_is_found_in_the_subfolder_nq(tmp_path: Path) -> None:
 def test_a_corpus_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"psgs\.tsv cannot be read: No such file"):
         list(retrieved.corpus(tmp_path, "psgs.tsv"))
-    with pytest.raises(DataError, match=r"none was given\. Point it at a folder that holds psgs\.tsv \(passages"):
+    with pytest.raises(
+        DataError, match=r"none was given\. Point it at a folder that holds psgs\.tsv \(passages"
+    ):
         list(retrieved.corpus(None, "psgs.tsv"))
 
 

@@ -37,8 +37,18 @@ def test_tevatron_rows_hold_passages_or_ids_of_a_corpus(tmp_path: Path) -> None:
     write_lines(
         tmp_path / "train.jsonl",
         [
-            {"query_id": 7, "query": "who?", "positive_passages": [CORPUS[1]], "negative_passages": [CORPUS[2]]},
-            {"query_id": "b", "query_text": "what?", "positive_docids": ["3"], "negative_docids": [4, "5"]},
+            {
+                "query_id": 7,
+                "query": "who?",
+                "positive_passages": [CORPUS[1]],
+                "negative_passages": [CORPUS[2]],
+            },
+            {
+                "query_id": "b",
+                "query_text": "what?",
+                "positive_docids": ["3"],
+                "negative_docids": [4, "5"],
+            },
         ],
     )
     with gzip.open(tmp_path / "corpus.jsonl.gz", "wt") as file:
@@ -72,17 +82,25 @@ def test_an_id_without_a_corpus_is_refused_with_its_line(tmp_path: Path) -> None
         ({"query": " ", "positive_passages": []}, "'query' is ' '"),
         ({"query": "q"}, "'positive_passages' is missing"),
         ({"query": "q", "positive_passages": "p"}, "want a list"),
-        ({"query": "q", "positive_passages": [{"docid": 1}]}, r"positive_passages\[0\]: want a docid and text"),
+        (
+            {"query": "q", "positive_passages": [{"docid": 1}]},
+            r"positive_passages\[0\]: want a docid and text",
+        ),
     ],
 )
-def test_a_malformed_row_is_refused_with_its_line(line: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_malformed_row_is_refused_with_its_line(
+    line: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     write_lines(tmp_path / "train.jsonl", [line])
     with pytest.raises(DataError, match=f"line 1: .*{words}"):
         read(data("tevatron"), "train", tmp_path)
 
 
 def test_token_ids_are_rows_too_and_text_among_them_is_refused(tmp_path: Path) -> None:
-    write_lines(tmp_path / "train.jsonl", [{"query": [5, 6], "positives": [[7]], "negatives": [[8], [9, 10]]}])
+    write_lines(
+        tmp_path / "train.jsonl",
+        [{"query": [5, 6], "positives": [[7]], "negatives": [[8], [9, 10]]}],
+    )
     (row,) = read(data("pretokenised"), "train", tmp_path)
     assert (row["query"], row["positives"], row["negatives"]) == ([5, 6], [[7]], [[8], [9, 10]])
     write_lines(tmp_path / "train.jsonl", [{"query": "text", "positives": [[7]], "negatives": []}])
@@ -91,8 +109,13 @@ def test_token_ids_are_rows_too_and_text_among_them_is_refused(tmp_path: Path) -
 
 
 def write_beir(folder: Path, splits: dict[str, list[tuple[str, str, int]]]) -> None:
-    write_lines(folder / "corpus.jsonl", [{"_id": p["docid"], "title": p["title"], "text": p["text"]} for p in CORPUS])
-    write_lines(folder / "queries.jsonl", [{"_id": f"q{n}", "text": f"query {n}"} for n in range(200)])
+    write_lines(
+        folder / "corpus.jsonl",
+        [{"_id": p["docid"], "title": p["title"], "text": p["text"]} for p in CORPUS],
+    )
+    write_lines(
+        folder / "queries.jsonl", [{"_id": f"q{n}", "text": f"query {n}"} for n in range(200)]
+    )
     (folder / "qrels").mkdir()
     for name, judged in splits.items():
         lines = "".join(f"{query}\t{document}\t{score}\n" for query, document, score in judged)
@@ -100,7 +123,10 @@ def write_beir(folder: Path, splits: dict[str, list[tuple[str, str, int]]]) -> N
 
 
 def test_beir_qrels_give_positives_and_another_file_negatives(tmp_path: Path) -> None:
-    write_beir(tmp_path, {"train": [("q1", "1", 1), ("q1", "2", 2), ("q3", "4", 0)], "dev": [("q2", "3", 1)]})
+    write_beir(
+        tmp_path,
+        {"train": [("q1", "1", 1), ("q1", "2", 2), ("q3", "4", 0)], "dev": [("q2", "3", 1)]},
+    )
     write_lines(tmp_path / "hard.jsonl", [{"query_id": "q1", "negative_docids": ["2", "5"]}])
     (row,) = read(data("beir", negatives="hard.jsonl"), "train", tmp_path)
     assert [passage["id"] for passage in row["positives"]] == ["1", "2"]
@@ -109,10 +135,19 @@ def test_beir_qrels_give_positives_and_another_file_negatives(tmp_path: Path) ->
     assert (row["id"], row["query"]) == ("q2", "query 2")
 
 
-def test_a_beir_set_without_a_validation_split_lends_training_queries_by_their_documents(tmp_path: Path) -> None:
-    write_beir(tmp_path, {"train": [(f"q{n}", str(n % 6), 1) for n in range(200)], "test": [("q1", "1", 1)]})
-    write_lines(tmp_path / "corpus.jsonl", [{"_id": str(n), "text": f"text {n}"} for n in range(200)])
-    (tmp_path / "qrels" / "train.tsv").write_text("".join(f"q{n}\t{n // 2}\t1\n" for n in range(200)))
+def test_a_beir_set_without_a_validation_split_lends_training_queries_by_their_documents(
+    tmp_path: Path,
+) -> None:
+    write_beir(
+        tmp_path,
+        {"train": [(f"q{n}", str(n % 6), 1) for n in range(200)], "test": [("q1", "1", 1)]},
+    )
+    write_lines(
+        tmp_path / "corpus.jsonl", [{"_id": str(n), "text": f"text {n}"} for n in range(200)]
+    )
+    (tmp_path / "qrels" / "train.tsv").write_text(
+        "".join(f"q{n}\t{n // 2}\t1\n" for n in range(200))
+    )
     train, valid = (read(data("beir"), split, tmp_path) for split in ("train", "valid"))
     assert len(train) + len(valid) == 200
     assert 4 <= len(valid) <= 40
@@ -121,23 +156,43 @@ def test_a_beir_set_without_a_validation_split_lends_training_queries_by_their_d
     assert [row["id"] for row in read(data("beir"), "test", tmp_path)] == ["q1"]
 
 
-def test_dprs_hard_negatives_come_before_easy_ones_and_questions_without_positives_go(tmp_path: Path) -> None:
+def test_dprs_hard_negatives_come_before_easy_ones_and_questions_without_positives_go(
+    tmp_path: Path,
+) -> None:
     def passage(name: str) -> dict[str, str]:
         return {"title": "", "text": name, "psg_id": name}
 
     lists = [
-        {"question": "a", "answers": [], "positive_ctxs": [passage("p")], "hard_negative_ctxs": [passage("h")]},
+        {
+            "question": "a",
+            "answers": [],
+            "positive_ctxs": [passage("p")],
+            "hard_negative_ctxs": [passage("h")],
+        },
         {"question": "b", "answers": [], "positive_ctxs": [], "hard_negative_ctxs": [passage("h")]},
-        {"question": "c", "answers": [], "positive_ctxs": [passage("p")], "negative_ctxs": [passage("e")]},
+        {
+            "question": "c",
+            "answers": [],
+            "positive_ctxs": [passage("p")],
+            "negative_ctxs": [passage("e")],
+        },
     ]
     (tmp_path / "train.json").write_text(json.dumps(lists))
     found = read(data("dpr"), "train", tmp_path)
-    assert [(row["query"], row["negatives"][0]["text"]) for row in found] == [("a", "h"), ("c", "e")]
+    assert [(row["query"], row["negatives"][0]["text"]) for row in found] == [
+        ("a", "h"),
+        ("c", "e"),
+    ]
 
 
 def test_the_passage_that_a_reader_read_most_is_the_positive(tmp_path: Path) -> None:
-    ctxs = [{"title": "t", "text": f"text {n}", "score": score} for n, score in enumerate((0.5, -1.0, 2.5))]
-    (tmp_path / "train.json").write_text(json.dumps([{"question": "q", "answers": ["a"], "ctxs": ctxs}]))
+    ctxs = [
+        {"title": "t", "text": f"text {n}", "score": score}
+        for n, score in enumerate((0.5, -1.0, 2.5))
+    ]
+    (tmp_path / "train.json").write_text(
+        json.dumps([{"question": "q", "answers": ["a"], "ctxs": ctxs}])
+    )
     (row,) = read(data("fid"), "train", tmp_path)
     assert row["positives"][0] == {"title": "t", "text": "text 2", "score": 2.5}
     assert [passage["score"] for passage in row["negatives"]] == [0.5, -1.0]
@@ -145,7 +200,12 @@ def test_the_passage_that_a_reader_read_most_is_the_positive(tmp_path: Path) -> 
 
 def test_a_folder_is_read_by_the_datasets_library(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="the optional package datasets is not installed")
-    row = {"query_id": "1", "query": "q", "positive_passages": [CORPUS[0]], "negative_passages": [CORPUS[1]]}
+    row = {
+        "query_id": "1",
+        "query": "q",
+        "positive_passages": [CORPUS[0]],
+        "negative_passages": [CORPUS[1]],
+    }
     write_lines(tmp_path / "set" / "train.jsonl", [row, {**row, "query_id": "2"}])
     found = read(data("hub", dataset=str(tmp_path / "set")), "train", None)
     assert [one["id"] for one in found] == ["1", "2"]
@@ -161,17 +221,25 @@ def test_the_embedded_corpus_never_shows_the_query_in_its_passage() -> None:
     assert all(row["positives"][0] not in row["negatives"] for row in found)
 
 
-@pytest.mark.skipif(not (SHARED / "nq" / "corpus.tsv").is_file(), reason=f"{SHARED / 'nq'} is absent")
+@pytest.mark.skipif(
+    not (SHARED / "nq" / "corpus.tsv").is_file(), reason=f"{SHARED / 'nq'} is absent"
+)
 def test_natural_questions_have_a_gold_passage_and_negatives_without_an_answer() -> None:
     found = {split: read(data("nq"), split, SHARED / "nq") for split in ("train", "valid", "test")}
-    assert {split: len(rows) for split, rows in found.items()} == {"train": 2000, "valid": 300, "test": 355}
+    assert {split: len(rows) for split, rows in found.items()} == {
+        "train": 2000,
+        "valid": 300,
+        "test": 355,
+    }
     assert all(len(row["positives"]) == 1 for row in found["train"])
     assert sum(len(row["negatives"]) for row in found["train"]) / 2000 > 10
     numbers = {passage["id"] for row in found["test"] for passage in row["negatives"]}
     assert numbers <= {str(n) for n in range(2600)}
 
 
-@pytest.mark.skipif(not (SHARED / "retrieval" / "scifact").is_dir(), reason=f"{SHARED / 'retrieval'} is absent")
+@pytest.mark.skipif(
+    not (SHARED / "retrieval" / "scifact").is_dir(), reason=f"{SHARED / 'retrieval'} is absent"
+)
 def test_scifact_has_its_published_numbers_of_queries() -> None:
     scifact = data("beir", negatives="train_tevatron_ids.jsonl")
     folder = SHARED / "retrieval" / "scifact"
@@ -199,6 +267,8 @@ def test_a_query_without_negatives_is_only_refused_where_some_are_wanted() -> No
         ({"source": "nq", "p_max_len": 3}, "no such key"),
     ],
 )
-def test_a_block_that_would_not_mean_what_it_says_is_refused(values: dict[str, Any], words: str) -> None:
+def test_a_block_that_would_not_mean_what_it_says_is_refused(
+    values: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ConfigError, match=words):
         validate(Data, values)

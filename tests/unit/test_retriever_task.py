@@ -15,11 +15,15 @@ import torch.nn.functional as F
 from tests.facts import LLAMA, TINY_BASE, TINY_BERT, experiment, write_facts
 from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.task import DRAW, EPOCH, Embeds, Places
+from trainer.tasks.protocol import DRAW, EPOCH, Embeds, Places
 from trainer.tasks.retriever import losses, metrics, selection
 from trainer.tasks.retriever.model import pooled
 
-DECODER: dict[str, Any] = {"base": LLAMA, "encoder": {"pooling": "eos"}, "data": {"append_eos": True}}
+DECODER: dict[str, Any] = {
+    "base": LLAMA,
+    "encoder": {"pooling": "eos"},
+    "data": {"append_eos": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,23 +32,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaded(folder: Path, **changes: Any) -> Any:
-    return tasks.load(tasks.parse(experiment("retriever", folder, **changes)), Places(folder, folder / "cache", folder))
+    return tasks.load(
+        tasks.parse(experiment("retriever", folder, **changes)),
+        Places(folder, folder / "cache", folder),
+    )
 
 
 def training_rows(task: Any, count: int, epoch: int = 0) -> list[dict[str, Any]]:
     found = [task.encode(row) for _, row in zip(range(count), task.rows("train"), strict=False)]
-    return [{**row, DRAW: np.array([3 + n]), EPOCH: np.array([epoch])} for n, row in enumerate(found)]
+    return [
+        {**row, DRAW: np.array([3 + n]), EPOCH: np.array([epoch])} for n, row in enumerate(found)
+    ]
 
 
 def texts(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: batch[name] for name in ("query_ids", "query_mask", "passage_ids", "passage_mask")}
+    return {
+        name: batch[name] for name in ("query_ids", "query_mask", "passage_ids", "passage_mask")
+    }
 
 
-# Tokens -------------------------------------------------------------------------------------------------------------
+# Tokens
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_passages_are_title_separator_and_text_behind_their_prefix(folder: Path) -> None:
-    task = loaded(folder, data={"passage_prefix": "passage: ", "separator": " | ", "query_prefix": "query: "})
+    task = loaded(
+        folder, data={"passage_prefix": "passage: ", "separator": " | ", "query_prefix": "query: "}
+    )
     (passage,) = task.ids([{"title": "Ada", "text": "the key"}], side="passage")
     assert task.tokenizer.decode(passage) == "passage: Ada | the key"
     (query,) = task.ids([{"text": "the key"}], side="query")
@@ -59,7 +73,9 @@ def test_a_separator_that_names_a_special_token_is_that_token(folder: Path) -> N
 
 def test_an_end_is_appended_once_within_the_limit(folder: Path) -> None:
     task = loaded(folder, data={"append_eos": True, "query_tokens": 6})
-    short, long = task.ids([{"text": "a"}, {"text": "where does Ada keep the key " * 5}], side="query")
+    short, long = task.ids(
+        [{"text": "a"}, {"text": "where does Ada keep the key " * 5}], side="query"
+    )
     assert short[-1] == long[-1] == task.tokenizer.eos_token_id
     assert len(long) == 6
     assert short.count(task.tokenizer.eos_token_id) == 1
@@ -73,7 +89,8 @@ def test_batches_are_padded_to_a_multiple_but_never_beyond_the_limit(folder: Pat
     assert mask.sum(-1).tolist() == [12, 1]
 
 
-# Choices ------------------------------------------------------------------------------------------------------------
+# Choices
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_every_epoch_walks_on_through_the_same_shuffled_negatives() -> None:
@@ -81,7 +98,9 @@ def test_every_epoch_walks_on_through_the_same_shuffled_negatives() -> None:
         selection.negatives(6, 2, selection.Turn(item=3, epoch=epoch, seed=42, draw=0), "by_epoch")
         for epoch in range(3)
     ]
-    assert sorted(place for places in chosen for place in places) == list(range(6)), "three epochs of two see all six"
+    assert sorted(place for places in chosen for place in places) == list(range(6)), (
+        "three epochs of two see all six"
+    )
 
 
 def test_too_few_negatives_are_repeated_and_the_draw_can_be_repeated() -> None:
@@ -109,7 +128,8 @@ def test_training_takes_one_positive_and_evaluation_all(folder: Path) -> None:
     assert task._chosen({key: value for key, value in row.items() if key != DRAW}) == [0, 1, 2]
 
 
-# Model --------------------------------------------------------------------------------------------------------------
+# Model
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_every_pooling_ignores_padding() -> None:
@@ -117,13 +137,17 @@ def test_every_pooling_ignores_padding() -> None:
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
     assert pooled(states, mask, "cls").tolist() == states[:, 0].tolist()
     assert pooled(states, mask, "eos").tolist() == [states[0, 1].tolist(), states[1, 3].tolist()]
-    assert torch.equal(pooled(states, mask, "mean"), torch.stack([states[0, :2].mean(0), states[1].mean(0)]))
+    assert torch.equal(
+        pooled(states, mask, "mean"), torch.stack([states[0, :2].mean(0), states[1].mean(0)])
+    )
 
 
 def test_a_decoder_pools_its_last_token_whatever_the_padding(folder: Path) -> None:
     task = loaded(folder, **DECODER)
     model = task.model().eval()
-    rows = task.ids([{"text": "a key"}, {"text": "the attic of the tower by the harbour"}], side="passage")
+    rows = task.ids(
+        [{"text": "a key"}, {"text": "the attic of the tower by the harbour"}], side="passage"
+    )
     together = task.embed(model, rows, side="passage")
     assert isinstance(task, Embeds)
     for row, vector in zip(rows, together, strict=True):
@@ -140,7 +164,8 @@ def test_a_projection_of_another_width_than_the_base_is_refused(folder: Path) ->
         loaded(folder, encoder={"projection": {"in_width": 31}}).model()
 
 
-# Losses -------------------------------------------------------------------------------------------------------------
+# Losses
+# -------------------------------------------------------------------------------------------------------------
 
 
 def pool_of(queries: int, passages: int, seed: int = 0) -> dict[str, Any]:
@@ -170,13 +195,17 @@ def test_a_temperature_divides_the_scores_with_chunks_as_without(folder: Path) -
 
 def test_known_positives_of_other_queries_are_no_negatives_when_masked() -> None:
     pool = pool_of(3, 2)
-    pool |= {"identities": torch.tensor([7, 1, 8, 2, 7, 3])}  # the first and the third query want the same passage
+    pool |= {
+        "identities": torch.tensor([7, 1, 8, 2, 7, 3])
+    }  # the first and the third query want the same passage
     pool |= {"positive_ids": torch.tensor([7, 8, 1, 7]), "positive_counts": torch.tensor([1, 2, 1])}
     got = losses.in_batch(pool, temperature=0.5, mask_duplicates=True)
     scores = pool["queries"] @ pool["passages"].T / 0.5
     for query, passage in ((0, 4), (2, 0), (1, 1)):
         scores[query, passage] = -math.inf
-    assert float(got) == pytest.approx(float(F.cross_entropy(scores, torch.tensor([0, 2, 4]), reduction="sum")))
+    assert float(got) == pytest.approx(
+        float(F.cross_entropy(scores, torch.tensor([0, 2, 4]), reduction="sum"))
+    )
 
 
 def test_distillation_is_the_divergence_from_the_teacher_over_the_scored_passages() -> None:
@@ -189,7 +218,9 @@ def test_distillation_is_the_divergence_from_the_teacher_over_the_scored_passage
     wanted = 0.0
     for query, places in ((0, [0, 1, 2]), (1, [0, 2])):
         teacher = (pool["teacher"].view(3, 3)[query, places].double() / 2.0).softmax(-1)
-        wanted += float(F.kl_div(scores[query, places].log_softmax(-1), teacher, reduction="sum").detach())
+        wanted += float(
+            F.kl_div(scores[query, places].log_softmax(-1), teacher, reduction="sum").detach()
+        )
     assert float(got.detach()) == pytest.approx(wanted, rel=1e-6)
     (gradient,) = torch.autograd.grad(got, pool["queries"])
     assert gradient.isfinite().all()
@@ -199,7 +230,9 @@ def test_distillation_is_the_divergence_from_the_teacher_over_the_scored_passage
 def test_a_retriever_learns_from_a_readers_scores(folder: Path, tmp_path: Path) -> None:
     rows = []
     for n in range(4):
-        ctxs = [{"title": "t", "text": f"passage {n} {k}", "score": float(k == n % 3)} for k in range(3)]
+        ctxs = [
+            {"title": "t", "text": f"passage {n} {k}", "score": float(k == n % 3)} for k in range(3)
+        ]
         rows.append({"question": f"question {n}", "answers": ["a"], "ctxs": ctxs})
     (tmp_path / "train.json").write_text(json.dumps(rows))
     changes: dict[str, Any] = {
@@ -221,21 +254,29 @@ def test_a_retriever_learns_from_a_readers_scores(folder: Path, tmp_path: Path) 
     assert seen[-1] < 0.05 * seen[0]
 
 
-# Metrics ------------------------------------------------------------------------------------------------------------
+# Metrics
+# ------------------------------------------------------------------------------------------------------------
 
 
 def table_of(scores: list[list[float]], relevant: list[list[int]]) -> torch.Tensor:
-    """A table whose dot products are these scores: queries are unit vectors, passages the columns."""
+    """A table whose dot products are these scores: queries are unit vectors, passages the
+    columns.
+    """
     width, number = len(scores), torch.arange(len(scores))
     ids = torch.arange(len(scores[0])) * 12345678901234567 % (1 << 62)
     pairs = [(query, place) for query, places in enumerate(relevant) for place in places]
-    owner, column = torch.tensor([pair[0] for pair in pairs]), torch.tensor([pair[1] for pair in pairs])
+    owner, column = (
+        torch.tensor([pair[0] for pair in pairs]),
+        torch.tensor([pair[1] for pair in pairs]),
+    )
     rows = [
         (metrics.QUERY, number, torch.zeros_like(number), torch.eye(width)),
         (metrics.PASSAGE, torch.zeros_like(ids), ids, torch.tensor(scores).T),
         (metrics.RELEVANT, owner, ids[column], torch.zeros(len(pairs), width)),
     ]
-    made = [metrics.rows_of(kind, numbers=n, ids=i, vectors=vectors) for kind, n, i, vectors in rows]
+    made = [
+        metrics.rows_of(kind, numbers=n, ids=i, vectors=vectors) for kind, n, i, vectors in rows
+    ]
     return torch.cat(made)
 
 
@@ -251,7 +292,9 @@ def test_metrics_are_those_of_the_ranking() -> None:
     two = -(math.log(math.exp(2) / (math.exp(2) + rest)) + math.log(1 / (1 + rest))) / 2
     assert found["loss"] == pytest.approx((one + two) / 2, rel=1e-6)
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(1))
-    assert metrics.retrieval_metrics(torch.cat([table[order], table[2:4]]), temperature=1.0) == found
+    assert (
+        metrics.retrieval_metrics(torch.cat([table[order], table[2:4]]), temperature=1.0) == found
+    )
 
 
 def test_vectors_that_are_all_alike_find_nothing() -> None:
@@ -259,7 +302,8 @@ def test_vectors_that_are_all_alike_find_nothing() -> None:
     assert (found["mrr@10"], found["recall@20"]) == (0.0, 0.0)
 
 
-# Folders ------------------------------------------------------------------------------------------------------------
+# Folders
+# ------------------------------------------------------------------------------------------------------------
 
 
 def exported(task: Any, folder: Path) -> Any:
@@ -279,16 +323,24 @@ def exported(task: Any, folder: Path) -> Any:
 KINDS: dict[str, dict[str, Any]] = {
     "tied": {},
     "untied": {"encoder": {"tied": False}},
-    "untied with one projection": {"encoder": {"tied": False, "projection": {"width": 16, "tied": True}}},
+    "untied with one projection": {
+        "encoder": {"tied": False, "projection": {"width": 16, "tied": True}}
+    },
     "no projection": {"encoder": {"projection": None}},
     "decoder": DECODER,
     "adapters": {**DECODER, "lora": {"r": 4, "dropout": 0.0}},
-    "untied adapters": {**DECODER, "encoder": {"pooling": "eos", "tied": False}, "lora": {"r": 4, "dropout": 0.0}},
+    "untied adapters": {
+        **DECODER,
+        "encoder": {"pooling": "eos", "tied": False},
+        "lora": {"r": 4, "dropout": 0.0},
+    },
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exported_model_embeds_as_the_trained_one(kind: str, folder: Path, tmp_path: Path) -> None:
+def test_an_exported_model_embeds_as_the_trained_one(
+    kind: str, folder: Path, tmp_path: Path
+) -> None:
     if "adapters" in kind:
         pytest.importorskip("peft", reason="the optional package peft is not installed")
     task = loaded(folder, **KINDS[kind])
@@ -301,15 +353,21 @@ def test_an_exported_model_embeds_as_the_trained_one(kind: str, folder: Path, tm
     assert ("adapters" in kind) == all("lora_" in name or "pooler" in name for name in trained)
 
 
-def test_training_goes_on_from_an_untied_folder_with_its_pooler(folder: Path, tmp_path: Path) -> None:
+def test_training_goes_on_from_an_untied_folder_with_its_pooler(
+    folder: Path, tmp_path: Path
+) -> None:
     model = exported(loaded(folder, encoder={"tied": False}), tmp_path / "final")
     assert (tmp_path / "final" / "query_model" / "config.json").is_file()
-    next_task = loaded(folder, base=str(tmp_path / "final"), tokenizer=None, encoder={"tied": False})
+    next_task = loaded(
+        folder, base=str(tmp_path / "final"), tokenizer=None, encoder={"tied": False}
+    )
     for one, two in zip(model.parameters(), next_task.model().parameters(), strict=True):
         assert torch.equal(one, two)
 
 
-def test_a_folder_as_tevatron_writes_it_is_read_without_our_description(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_as_tevatron_writes_it_is_read_without_our_description(
+    folder: Path, tmp_path: Path
+) -> None:
     task = loaded(folder, encoder={"tied": False})
     model = exported(task, tmp_path / "final")
     (tmp_path / "final" / "retriever_config.json").unlink()
@@ -317,10 +375,14 @@ def test_a_folder_as_tevatron_writes_it_is_read_without_our_description(folder: 
     other = loaded(folder, encoder={"tied": True, "projection": None, "normalize": False})
     again = other.exported(tmp_path / "final")
     rows = task.ids([{"text": "the map"}], side="passage")
-    assert torch.equal(task.embed(model, rows, side="passage"), other.embed(again, rows, side="passage"))
+    assert torch.equal(
+        task.embed(model, rows, side="passage"), other.embed(again, rows, side="passage")
+    )
 
 
-def test_a_tied_pooler_is_written_under_both_names_of_tevatron(folder: Path, tmp_path: Path) -> None:
+def test_a_tied_pooler_is_written_under_both_names_of_tevatron(
+    folder: Path, tmp_path: Path
+) -> None:
     exported(loaded(folder), tmp_path / "final")
     found = torch.load(tmp_path / "final" / "pooler.pt", weights_only=True)
     assert sorted(found) == ["linear_p.bias", "linear_p.weight", "linear_q.bias", "linear_q.weight"]
@@ -351,9 +413,11 @@ def test_adapters_on_another_base_are_refused(folder: Path, tmp_path: Path) -> N
 
 def test_peft_itself_reads_the_adapters(folder: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
-    from trainer import base_model
+    from trainer.models import base_model
 
-    task = loaded(folder, **{**KINDS["adapters"], "encoder": {"pooling": "eos", "projection": None}})
+    task = loaded(
+        folder, **{**KINDS["adapters"], "encoder": {"pooling": "eos", "projection": None}}
+    )
     model = exported(task, tmp_path / "final")
     body = base_model.load(task.cfg.base, task.places, precision="fp32", kind="encoder")
     theirs = peft.PeftModel.from_pretrained(body, tmp_path / "final").eval()

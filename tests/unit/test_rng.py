@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load
 from safetensors.torch import save as to_bytes
 
-from trainer import rng
 from trainer.errors import CheckpointError
+from trainer.runtime import rng
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,9 @@ def _leave_no_trace() -> Any:
 
 
 def draws() -> list[float]:
-    """Two values of each generator; the odd count of Gaussians leaves one cached in Python and numpy."""
+    """Two values of each generator; the odd count of Gaussians leaves one cached in Python and
+    numpy.
+    """
     python = [random.random(), random.gauss(0, 1)]
     numpy = [float(np.random.rand()), float(np.random.randn())]
     return [*python, *numpy, *torch.rand(2).tolist(), *torch.randn(3).tolist()]

@@ -7,12 +7,14 @@ import torch
 import transformers
 
 from trainer.config import Schedule
-from trainer.schedule import Plateau, factor, warmup_steps
+from trainer.training.schedule import Plateau, factor, warmup_steps
 
 
 def theirs(name: str, warmup: int, total: int) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = transformers.get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total)
+    scheduler = transformers.get_scheduler(
+        name, optimizer, num_warmup_steps=warmup, num_training_steps=total
+    )
     found = []
     for _ in range(total):
         found.append(scheduler.get_last_lr()[0])
@@ -22,10 +24,13 @@ def theirs(name: str, warmup: int, total: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "name"), [("linear", "linear"), ("cosine", "cosine"), ("constant", "constant_with_warmup")]
+    ("shape", "name"),
+    [("linear", "linear"), ("cosine", "cosine"), ("constant", "constant_with_warmup")],
 )
 @pytest.mark.parametrize(("warmup", "total"), [(0, 7), (1, 10), (4, 30)])
-def test_factors_equal_transformers_schedulers(shape: str, name: str, warmup: int, total: int) -> None:
+def test_factors_equal_transformers_schedulers(
+    shape: str, name: str, warmup: int, total: int
+) -> None:
     schedule = Schedule(shape=shape, warmup_steps=warmup)  # pyright: ignore[reportArgumentType]
     ours = [factor(schedule, step, total) for step in range(total)]
     assert ours == pytest.approx(theirs(name, warmup, total), abs=1e-12)

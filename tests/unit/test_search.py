@@ -1,4 +1,6 @@
-"""Search finds what sorting all scores finds, in the same order, whatever the blocks, the ranks and the dtype."""
+"""Search finds what sorting all scores finds, in the same order, whatever the blocks, the ranks and
+the dtype.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ranks import run_on_ranks
-from trainer import search as searching
 from trainer.errors import ConfigError
-from trainer.search import faiss_search, search
+from trainer.retrieval import exact_search as searching
+from trainer.retrieval.exact_search import faiss_search, search
 
 
 def integers(rows: int, width: int, seed: int) -> np.ndarray:
@@ -22,10 +24,14 @@ def integers(rows: int, width: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(-2, 3, (rows, width)).astype(np.float32)
 
 
-def sorted_out(queries: np.ndarray, passages: np.ndarray, depth: int) -> tuple[np.ndarray, np.ndarray]:
+def sorted_out(
+    queries: np.ndarray, passages: np.ndarray, depth: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The slow twin: all scores, sorted by score and then by position."""
     scores = queries @ passages.T
-    rows = np.lexsort((np.broadcast_to(np.arange(len(passages)), scores.shape), -scores), axis=1)[:, :depth]
+    rows = np.lexsort((np.broadcast_to(np.arange(len(passages)), scores.shape), -scores), axis=1)[
+        :, :depth
+    ]
     return rows, np.take_along_axis(scores, rows, axis=1)
 
 
@@ -41,10 +47,18 @@ def sorted_out(queries: np.ndarray, passages: np.ndarray, depth: int) -> tuple[n
 def test_search_is_sorting_all_scores_ties_by_position(
     seed: int, width: int, count: int, depth: int, blocks: tuple[int, int], cut: float
 ) -> None:
-    queries, passages, at = integers(5, width, seed), integers(count, width, seed + 1), int(cut * count)
+    queries, passages, at = (
+        integers(5, width, seed),
+        integers(count, width, seed + 1),
+        int(cut * count),
+    )
     query_block, passage_block = blocks
     found = search(
-        queries, [passages[:at], passages[at:]], depth=depth, query_block=query_block, passage_block=passage_block
+        queries,
+        [passages[:at], passages[at:]],
+        depth=depth,
+        query_block=query_block,
+        passage_block=passage_block,
     )
     rows, scores = sorted_out(queries, passages, depth)
     kept = min(depth, count)
@@ -56,14 +70,21 @@ def test_search_is_sorting_all_scores_ties_by_position(
 
 @pytest.mark.parametrize("order", ["rising", "falling", "equal"])
 def test_passages_in_the_worst_order_are_found_as_well(order: str) -> None:
-    values = {"rising": np.arange(500), "falling": np.arange(500)[::-1], "equal": np.zeros(500)}[order]
+    values = {"rising": np.arange(500), "falling": np.arange(500)[::-1], "equal": np.zeros(500)}[
+        order
+    ]
     passages = values.astype(np.float32)[:, None]
     found = search(np.ones((3, 1), dtype=np.float32), [passages], depth=7, passage_block=64)
-    assert found.rows[1].tolist() == sorted_out(np.ones((1, 1), dtype=np.float32), passages, 7)[0][0].tolist()
+    assert (
+        found.rows[1].tolist()
+        == sorted_out(np.ones((1, 1), dtype=np.float32), passages, 7)[0][0].tolist()
+    )
 
 
 def test_scores_are_computed_in_fp32_of_vectors_stored_in_fp16() -> None:
-    passages = np.random.default_rng(0).standard_normal((40, 64)).astype(np.float16) * np.float16(300)
+    passages = np.random.default_rng(0).standard_normal((40, 64)).astype(np.float16) * np.float16(
+        300
+    )
     queries = np.random.default_rng(1).standard_normal((3, 64)).astype(np.float32) * 300
     found = search(queries, [passages], depth=5)  # in fp16 these would be infinite
     exact = queries.astype(np.float64) @ passages.astype(np.float64).T
@@ -80,7 +101,9 @@ def test_scores_come_back_to_the_last_bit_and_minus_zero_is_zero() -> None:
 
 
 def searched_on_ranks(depth: int) -> tuple[list[list[int]], list[list[float]]]:
-    found = search(integers(5, 3, 0), [integers(70, 3, 1), integers(31, 3, 2)], depth=depth, passage_block=8)
+    found = search(
+        integers(5, 3, 0), [integers(70, 3, 1), integers(31, 3, 2)], depth=depth, passage_block=8
+    )
     return found.rows.tolist(), found.scores.tolist()
 
 

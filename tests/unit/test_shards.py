@@ -9,19 +9,21 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from trainer import disk, shards
 from trainer.errors import CheckpointError, StorageError
+from trainer.files import atomic, safetensors_file
 
 
-@pytest.mark.parametrize("dtype", shards.DTYPES, ids=str)
-def test_every_dtype_and_shape_survives_in_a_file_that_safetensors_reads(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", safetensors_file.DTYPES, ids=str)
+def test_every_dtype_and_shape_survives_in_a_file_that_safetensors_reads(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     whole = torch.arange(24).reshape(2, 3, 4) % 2
     values = {
         "strided": whole.to(dtype).transpose(0, 2),
         "scalar": whole[1, 1, 1].to(dtype),
         "none": whole[:0].to(dtype),
     }
-    shards.write_tensors(tmp_path, "x.safetensors", values)
+    safetensors_file.write_tensors(tmp_path, "x.safetensors", values)
     read = load_file(tmp_path / "x.safetensors")
     for name, value in values.items():
         assert read[name].dtype == dtype
@@ -32,44 +34,51 @@ def test_every_dtype_and_shape_survives_in_a_file_that_safetensors_reads(tmp_pat
 def test_tensors_of_mixed_width_and_larger_than_a_block_stay_aligned(tmp_path: Path) -> None:
     values = {
         "a": torch.ones(3, dtype=torch.uint8),
-        "b": torch.randn(shards.BLOCK // 8 + 3, dtype=torch.float64),
+        "b": torch.randn(safetensors_file.BLOCK // 8 + 3, dtype=torch.float64),
         "ä|exp_avg": torch.ones(5, dtype=torch.bfloat16),
     }
-    record = shards.write_tensors(tmp_path, "x.safetensors", values)
+    record = safetensors_file.write_tensors(tmp_path, "x.safetensors", values)
     read = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(read[name], value) for name, value in values.items())
-    assert record.size == (tmp_path / "x.safetensors").stat().st_size == shards.bytes_needed(values)
-    assert shards.checksum_problem(tmp_path, record) is None
+    assert (
+        record.size
+        == (tmp_path / "x.safetensors").stat().st_size
+        == safetensors_file.bytes_needed(values)
+    )
+    assert safetensors_file.checksum_problem(tmp_path, record) is None
 
 
 def test_a_shard_without_tensors_is_a_valid_file(tmp_path: Path) -> None:
-    shards.write_tensors(tmp_path, "x.safetensors", {})
+    safetensors_file.write_tensors(tmp_path, "x.safetensors", {})
     with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
         assert list(file.keys()) == []
 
 
 def test_a_second_writer_of_the_same_file_is_refused(tmp_path: Path) -> None:
-    shards.write_json(tmp_path, "state.json", {})
+    safetensors_file.write_json(tmp_path, "state.json", {})
     with pytest.raises(StorageError, match="Another process is saving here"):
-        shards.write_json(tmp_path, "state.json", {})
+        safetensors_file.write_json(tmp_path, "state.json", {})
 
 
 def test_a_file_that_is_not_safetensors_is_a_checkpoint_error(tmp_path: Path) -> None:
     (tmp_path / "weights-0-of-1.safetensors").write_bytes(b"\x80\x04pickle")
     with pytest.raises(CheckpointError, match="weights-0-of-1"):
-        dict(shards.tensors_of(tmp_path / "weights-0-of-1.safetensors"))
+        dict(safetensors_file.tensors_of(tmp_path / "weights-0-of-1.safetensors"))
 
 
 def test_a_flipped_byte_changes_the_checksum(tmp_path: Path) -> None:
-    record = shards.write_tensors(tmp_path, "x.safetensors", {"w": torch.ones(4)})
+    record = safetensors_file.write_tensors(tmp_path, "x.safetensors", {"w": torch.ones(4)})
     content = bytearray((tmp_path / "x.safetensors").read_bytes())
     content[-1] ^= 1
     (tmp_path / "x.safetensors").write_bytes(content)
-    problem = shards.checksum_problem(tmp_path, record)
+    problem = safetensors_file.checksum_problem(tmp_path, record)
     assert problem is not None
     assert problem.startswith("x.safetensors: checksum")
 
 
 def test_a_full_disk_says_which_file_and_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"No space left on device\. Free some space"), disk.refusals(tmp_path):
+    with (
+        pytest.raises(StorageError, match=r"No space left on device\. Free some space"),
+        atomic.refusals(tmp_path),
+    ):
         Path("/dev/full").write_bytes(b"x")

@@ -20,14 +20,21 @@ _GOOD = {"question": "q", "answer": "a", "context": "c"}
 
 def _write(path: Path, *rows: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
-def _small_nq(folder: Path, *, gold: Any = 7, corpus: str = 'id\ttext\ttitle\n7\tsaid "hi"\tT\n8\tother\tU\n') -> Path:
+def _small_nq(
+    folder: Path, *, gold: Any = 7, corpus: str = 'id\ttext\ttitle\n7\tsaid "hi"\tT\n8\tother\tU\n'
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "corpus.tsv").write_text(corpus, encoding="utf-8")
-    _write(folder / "queries.jsonl", {"split": "val", "question": "q", "answers": ["a", "b"], "gold": gold})
+    _write(
+        folder / "queries.jsonl",
+        {"split": "val", "question": "q", "answers": ["a", "b"], "gold": gold},
+    )
     return folder
 
 
@@ -84,14 +91,19 @@ def test_a_missing_file_says_where_it_should_be(tmp_path: Path) -> None:
     ("raw", "row"),
     [
         (_GOOD, {"question": "q", "answers": ["a"], "context": "c"}),
-        ({**_GOOD, "title": "t", "id": 3}, {"question": "q", "answers": ["a"], "context": "c", "title": "t"}),
+        (
+            {**_GOOD, "title": "t", "id": 3},
+            {"question": "q", "answers": ["a"], "context": "c", "title": "t"},
+        ),
         (
             {"question": "q", "answers": ["a", "b"], "contexts": ["c", "d"], "titles": ["t", "u"]},
             {"question": "q", "answers": ["a", "b"], "contexts": ["c", "d"], "titles": ["t", "u"]},
         ),
     ],
 )
-def test_a_question_row_holds_answers_and_what_was_given_of_contexts(tmp_path: Path, raw: Any, row: Any) -> None:
+def test_a_question_row_holds_answers_and_what_was_given_of_contexts(
+    tmp_path: Path, raw: Any, row: Any
+) -> None:
     _write(tmp_path / "train.jsonl", raw)
     assert list(sources.qa_rows(tmp_path, "train")) == [row]
 
@@ -119,7 +131,9 @@ def test_the_valid_split_has_three_legal_file_names(tmp_path: Path, name: str) -
         ({"title": ["t"]}, r"'title' is \['t'\], want text"),
     ],
 )
-def test_a_wrong_question_row_is_refused_with_file_and_line(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_a_wrong_question_row_is_refused_with_file_and_line(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
     bad = {key: value for key, value in {**_GOOD, **changes}.items() if value is not ...}
     _write(tmp_path / "train.jsonl", _GOOD, bad)
     with pytest.raises(DataError, match=rf"train\.jsonl, line 2: {said}"):
@@ -139,7 +153,9 @@ def test_an_unknown_split_is_refused(tmp_path: Path, read: Any) -> None:
 
 @pytest.mark.parametrize("read", [sources.qa_rows, sources.nq_rows])
 def test_no_data_path_is_refused_with_what_it_should_hold(read: Any) -> None:
-    with pytest.raises(DataError, match=r"--data_path, and none was given\. Point it at a folder that holds"):
+    with pytest.raises(
+        DataError, match=r"--data_path, and none was given\. Point it at a folder that holds"
+    ):
         list(read(None, "train"))
 
 
@@ -167,7 +183,13 @@ def test_passages_have_no_test_split(tmp_path: Path) -> None:
 
 def test_a_question_is_joined_with_its_gold_passage_and_quotes_stay(tmp_path: Path) -> None:
     assert list(sources.nq_rows(_small_nq(tmp_path), "valid")) == [
-        {"question": "q", "answers": ["a", "b"], "context": 'said "hi"', "title": "T", "passage_id": "7"}
+        {
+            "question": "q",
+            "answers": ["a", "b"],
+            "context": 'said "hi"',
+            "title": "T",
+            "passage_id": "7",
+        }
     ]
 
 
@@ -207,12 +229,16 @@ def test_the_real_questions_have_their_published_numbers(nq: Path) -> None:
 
 def test_real_questions_can_be_answered_from_their_context(nq: Path) -> None:
     rows = list(sources.nq_rows(nq, "train"))
-    found = sum(any(answer.lower() in row["context"].lower() for answer in row["answers"]) for row in rows)
+    found = sum(
+        any(answer.lower() in row["context"].lower() for answer in row["answers"]) for row in rows
+    )
     assert found > 0.98 * len(rows)
 
 
 def test_two_percent_of_the_real_passages_are_held_out_and_none_is_lost(nq: Path) -> None:
-    train, valid = ([row["text"] for row in sources.texts(nq, split, "nq")] for split in ("train", "valid"))
+    train, valid = (
+        [row["text"] for row in sources.texts(nq, split, "nq")] for split in ("train", "valid")
+    )
     assert len(train) + len(valid) == 2600
     assert not set(train) & set(valid)
     assert 0.01 < len(valid) / 2600 < 0.03

@@ -1,4 +1,6 @@
-"""States of contexts: each distinct one once, small, checked when read, never stale, and safe from kills."""
+"""States of contexts: each distinct one once, small, checked when read, never stale, and safe from
+kills.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,22 @@ from torch import Tensor
 
 from tests.ranks import run_on_ranks
 from trainer.errors import ConfigError, DataError, DivergedError, StorageError
-from trainer.states import layout, reading, writing
-from trainer.states.layout import Dtype, Plan
-from trainer.states.reading import StateCache, open_states, padded
-from trainer.states.writing import Contexts
+from trainer.tasks.cross_attention.encoder_states import layout, reading, writing
+from trainer.tasks.cross_attention.encoder_states.layout import Dtype, Plan
+from trainer.tasks.cross_attention.encoder_states.reading import StateCache, open_states, padded
+from trainer.tasks.cross_attention.encoder_states.writing import Contexts
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 32
 TEXTS = [[(n * 7 + token) % 50 for token in range(3 + n * 5 % 17)] for n in range(40)]
 MET = TEXTS + TEXTS[:10]  # as questions that share a passage
-IDENTITY = {"base": "b", "tokenizer": "t", "template": "chat", "context_tokens": 64, "dtype": "fp32"}
+IDENTITY = {
+    "base": "b",
+    "tokenizer": "t",
+    "template": "chat",
+    "context_tokens": 64,
+    "dtype": "fp32",
+}
 TABLE = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
@@ -42,17 +50,25 @@ def contexts(texts: Sequence[Sequence[int]] = MET) -> Contexts:
     return writing.distinct(met, lambda place: np.array(texts[place[0]], dtype=np.int32))
 
 
-def plan(found: Contexts, dtype: Dtype = "fp32", shard_tokens: int | None = 60, **changes: Any) -> Plan:
+def plan(
+    found: Contexts, dtype: Dtype = "fp32", shard_tokens: int | None = 60, **changes: Any
+) -> Plan:
     identity = {**IDENTITY, "dtype": dtype, **changes}
-    return layout.plan_for(identity, found.keys, found.lengths, dtype=dtype, width=WIDTH, shard_tokens=shard_tokens)
+    return layout.plan_for(
+        identity, found.keys, found.lengths, dtype=dtype, width=WIDTH, shard_tokens=shard_tokens
+    )
 
 
-def written(root: Path, dtype: Dtype = "fp32", *, found: Contexts | None = None, **options: Any) -> Path:
+def written(
+    root: Path, dtype: Dtype = "fp32", *, found: Contexts | None = None, **options: Any
+) -> Path:
     found = found or contexts()
     wanted = plan(found, dtype)
     folder = root / layout.folder_name(wanted.identity)
     given = {"batch_tokens": 40, **options}
-    writing.write(folder, found, given.pop("encode", encode), plan=writing.begun(folder, wanted), **given)
+    writing.write(
+        folder, found, given.pop("encode", encode), plan=writing.begun(folder, wanted), **given
+    )
     return folder
 
 
@@ -95,10 +111,14 @@ def test_a_token_of_zeros_survives_int8() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4), ("int8", 1)])
-def test_a_number_takes_two_bytes_and_less_than_a_hundredth_besides(tmp_path: Path, dtype: Dtype, size: int) -> None:
+def test_a_number_takes_two_bytes_and_less_than_a_hundredth_besides(
+    tmp_path: Path, dtype: Dtype, size: int
+) -> None:
     texts = [[(n + token) % 50 for token in range(150 + n)] for n in range(60)]
     found = contexts(texts)
-    wanted = layout.plan_for(IDENTITY, found.keys, found.lengths, dtype=dtype, width=256, shard_tokens=None)
+    wanted = layout.plan_for(
+        IDENTITY, found.keys, found.lengths, dtype=dtype, width=256, shard_tokens=None
+    )
 
     def wide(batch: Sequence[np.ndarray]) -> list[Tensor]:
         return [states.repeat(1, 256 // WIDTH) for states in encode(batch)]
@@ -108,7 +128,9 @@ def test_a_number_takes_two_bytes_and_less_than_a_hundredth_besides(tmp_path: Pa
     elements = wanted.tokens * 256
     allowed = size * 1.01 + (4 / 256 if dtype == "int8" else 0)  # one scale a token
     assert size < on_disk / elements <= allowed
-    assert on_disk <= wanted.bytes_needed(contexts=len(found), tokens=wanted.tokens, shards=2) + 2048
+    assert (
+        on_disk <= wanted.bytes_needed(contexts=len(found), tokens=wanted.tokens, shards=2) + 2048
+    )
 
 
 def test_shards_are_cut_between_contexts_and_hold_all_of_them() -> None:
@@ -169,10 +191,15 @@ def test_a_process_that_is_killed_and_started_again_leaves_the_same_bytes(tmp_pa
     folder = tmp_path / "killed" / layout.folder_name({**IDENTITY, "dtype": "fp32"})
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-c", _SLOW.format(root=str(ROOT)), str(tmp_path / "killed")], env=environment
+        [sys.executable, "-c", _SLOW.format(root=str(ROOT)), str(tmp_path / "killed")],
+        env=environment,
     )
     began = time.monotonic()
-    while not (folder / "states-00001.json").is_file() and process.poll() is None and time.monotonic() - began < 60:
+    while (
+        not (folder / "states-00001.json").is_file()
+        and process.poll() is None
+        and time.monotonic() - began < 60
+    ):
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
@@ -182,7 +209,9 @@ def test_a_process_that_is_killed_and_started_again_leaves_the_same_bytes(tmp_pa
         open_states(tmp_path / "killed", {**IDENTITY, "dtype": "fp32"})
     written(tmp_path / "killed")
     assert content(folder) == wanted
-    assert all(path.stat().st_mtime_ns == made for path, made in kept.items()), "a finished shard was made again"
+    assert all(path.stat().st_mtime_ns == made for path, made in kept.items()), (
+        "a finished shard was made again"
+    )
 
 
 def _on_ranks(root: str) -> None:
@@ -206,7 +235,9 @@ def test_an_altered_shard_is_named_when_it_is_read(tmp_path: Path) -> None:
     altered[len(altered) // 2] ^= 1
     path.write_bytes(altered)
     cache = StateCache(folder)
-    with pytest.raises(DataError, match=r"states-00002.safetensors: the checksum of its context \d+ is another"):
+    with pytest.raises(
+        DataError, match=r"states-00002.safetensors: the checksum of its context \d+ is another"
+    ):
         [cache.states(TEXTS[entry]) for entry in shard]
     cache.states(TEXTS[0])  # the others serve
 
@@ -215,7 +246,9 @@ def test_a_shard_of_another_size_is_named_at_once(tmp_path: Path) -> None:
     folder = written(tmp_path)
     with (folder / "states-00001.safetensors").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(DataError, match=r"states-00001.safetensors: it has \d+ bytes, want \d+. Delete this file"):
+    with pytest.raises(
+        DataError, match=r"states-00001.safetensors: it has \d+ bytes, want \d+. Delete this file"
+    ):
         StateCache(folder)
     (folder / "states-00001.safetensors").unlink()
     written(tmp_path)
@@ -226,20 +259,28 @@ def test_a_context_that_was_not_prepared_is_refused_with_the_command(tmp_path: P
     cache = StateCache(written(tmp_path))
     assert [1, 2, 3] not in cache
     assert TEXTS[0] in cache
-    with pytest.raises(DataError, match=r"no states of a context of 3 tokens.*`python -m trainer prepare`"):
+    with pytest.raises(
+        DataError, match=r"no states of a context of 3 tokens.*`python -m trainer prepare`"
+    ):
         cache.states([1, 2, 3])
 
 
-@pytest.mark.parametrize("change", [{"template": "plain"}, {"base": "c"}, {"context_tokens": 32}, {"tokenizer": "u"}])
+@pytest.mark.parametrize(
+    "change", [{"template": "plain"}, {"base": "c"}, {"context_tokens": 32}, {"tokenizer": "u"}]
+)
 def test_states_of_another_identity_are_never_used(tmp_path: Path, change: dict[str, Any]) -> None:
     written(tmp_path)
     ((name, wanted),) = change.items()
-    with pytest.raises(ConfigError, match=f"It holds states with {name}={IDENTITY[name]!r} .want {wanted!r}"):
+    with pytest.raises(
+        ConfigError, match=f"It holds states with {name}={IDENTITY[name]!r} .want {wanted!r}"
+    ):
         open_states(tmp_path, {**IDENTITY, **change})
 
 
 def test_a_root_without_states_says_how_they_are_made(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"It holds none. Run `python -m trainer prepare` with this group"):
+    with pytest.raises(
+        ConfigError, match=r"It holds none. Run `python -m trainer prepare` with this group"
+    ):
         open_states(tmp_path, IDENTITY)
 
 
@@ -290,6 +331,8 @@ def test_a_cache_of_many_contexts_finds_each_of_them(tmp_path: Path) -> None:
     wanted = plan(found, shard_tokens=500)
     writing.write(tmp_path, found, encode, plan=writing.begun(tmp_path, wanted), batch_tokens=400)
     cache = reading.StateCache(tmp_path)
-    assert any(layout.key_of(ids)[-1] == 0 for ids in texts), "numpy drops zeros at the end of a key"
+    assert any(layout.key_of(ids)[-1] == 0 for ids in texts), (
+        "numpy drops zeros at the end of a key"
+    )
     for ids in texts:
         assert torch.equal(cache.states(ids), encode([np.array(ids)])[0])

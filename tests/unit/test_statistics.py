@@ -1,4 +1,6 @@
-"""Statistics of data: the truncation ledger, padding, duplicates, decoded examples, and the run that is refused."""
+"""Statistics of data: the truncation ledger, padding, duplicates, decoded examples, and the run
+that is refused.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,16 @@ from hypothesis import strategies as st
 from tests.facts import experiment, write_facts
 from tests.ranks import run_on_ranks
 from trainer import tasks
-from trainer.data.store import TokenStore, open_store
+from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError
-from trainer.losses import IGNORED
+from trainer.models.losses import IGNORED
 from trainer.models.token_task import TokenTask
 from trainer.statistics import picture, table
 from trainer.statistics.counts import counted, is_empty
 from trainer.statistics.examples import texts
 from trainer.statistics.ledger import Ledger, refuse_lost_labels
 from trainer.statistics.report import report
-from trainer.task import Batch, Encoded, Places, Text, Uncut
+from trainer.tasks.protocol import Batch, Encoded, Places, Text, Uncut
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 SCITLDR, T5 = SHARED / "summarisation" / "scitldr", SHARED / "tokenizers" / "t5"
@@ -38,7 +40,8 @@ def words(ids: Any) -> str:
     return " ".join(f"w{number}" for number in ids)
 
 
-# The ledger -------------------------------------------------------------------------------------------------------
+# The ledger
+# -------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -46,10 +49,14 @@ def words(ids: Any) -> str:
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=20),
     st.integers(1, 40),
 )
-def test_tokens_and_labels_lost_are_what_is_behind_the_limit(rows: list[tuple[int, int]], limit: int) -> None:
+def test_tokens_and_labels_lost_are_what_is_behind_the_limit(
+    rows: list[tuple[int, int]], limit: int
+) -> None:
     ledger = Ledger(words)
     for number, (length, start) in enumerate(rows):
-        ledger.add(str(number), {"f": Uncut([list(range(length))], limit, "data.f", labels_from=start)})
+        ledger.add(
+            str(number), {"f": Uncut([list(range(length))], limit, "data.f", labels_from=start)}
+        )
     found = ledger.report()["f"]
 
     def lost(at: int) -> tuple[int, int]:
@@ -71,8 +78,18 @@ def test_tokens_and_labels_lost_are_what_is_behind_the_limit(rows: list[tuple[in
 def test_answers_are_lost_when_no_kept_text_holds_one() -> None:
     ledger = Ledger(words)
     passages = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
-    for identity, answer in (("front", "w2 w3"), ("behind", "w5"), ("other", "w9"), ("nowhere", "w50"), ("part", "5")):
-        ledger.add(identity, {"passages": Uncut(passages, 3, "data.p", holds_answers=True)}, answers=["", answer])
+    for identity, answer in (
+        ("front", "w2 w3"),
+        ("behind", "w5"),
+        ("other", "w9"),
+        ("nowhere", "w50"),
+        ("part", "5"),
+    ):
+        ledger.add(
+            identity,
+            {"passages": Uncut(passages, 3, "data.p", holds_answers=True)},
+            answers=["", answer],
+        )
     found = ledger.report()["passages"]
     assert found["answers"] == {"lost": 1, "of": 3, "share": 1 / 3, "limit_below_1_percent": 5}
     assert found["labels"] is None
@@ -84,12 +101,15 @@ def test_the_limit_for_answers_forgives_less_than_one_percent() -> None:
     for number in range(300):
         place = 20 if number < 2 else 9 if number < 6 else 1
         text = [0] * (place - 1) + [7] + [0] * (30 - place)
-        ledger.add(str(number), {"p": Uncut([text], 5, "data.p", holds_answers=True)}, answers=["w7"])
+        ledger.add(
+            str(number), {"p": Uncut([text], 5, "data.p", holds_answers=True)}, answers=["w7"]
+        )
     found = ledger.report()["p"]["answers"]
     assert (found["lost"], found["of"], found["limit_below_1_percent"]) == (6, 300, 9)
 
 
-# Counts and examples ----------------------------------------------------------------------------------------------
+# Counts and examples
+# ----------------------------------------------------------------------------------------------
 
 
 def test_repeated_and_empty_fields_are_counted() -> None:
@@ -102,14 +122,24 @@ def test_repeated_and_empty_fields_are_counted() -> None:
     ]
     counts = counted(object(), rows, Ledger(words))  # pyright: ignore[reportArgumentType] (no task is asked anything)
     found = counts.report()
-    assert found["duplicates"] == {"row": 1, "text": 3, "list": 2, "extra": 0, "pairs": [["d", "a"]]}
+    assert found["duplicates"] == {
+        "row": 1,
+        "text": 3,
+        "list": 2,
+        "extra": 0,
+        "pairs": [["d", "a"]],
+    }
     assert found["empty"] == {"text": 1, "list": 2, "extra": 1}
     other = counted(object(), [{"id": 1, "text": "x"}, {"id": 2, "text": "z"}], Ledger(words))  # pyright: ignore
     assert other.shared_with(counts) == {"row": 0, "text": 1}
 
 
 def test_a_number_is_not_empty() -> None:
-    assert [is_empty(value) for value in (0, False, "", [], [[]], {}, None)] == [False, False, *[True] * 5]
+    assert [is_empty(value) for value in (0, False, "", [], [[]], {}, None)] == [
+        False,
+        False,
+        *[True] * 5,
+    ]
 
 
 class Described:
@@ -128,9 +158,14 @@ class Described:
 def test_segments_show_what_is_in_the_loss() -> None:
     ids, is_real = torch.tensor([[1, 2, 3, 4, 0]]), torch.tensor([[1, 1, 1, 1, 0]])
     in_loss = torch.tensor([[False, False, True, True, False]])
-    task: Any = Described({"read": Text(ids, is_real, in_loss), "context": Text(ids[:, :2]), "none": Text(ids[:, :0])})
+    task: Any = Described(
+        {"read": Text(ids, is_real, in_loss), "context": Text(ids[:, :2]), "none": Text(ids[:, :0])}
+    )
     found = texts(task, {})
-    assert found["read"] == [{"text": "w1 w2", "in_loss": False}, {"text": "w3 w4", "in_loss": True}]
+    assert found["read"] == [
+        {"text": "w1 w2", "in_loss": False},
+        {"text": "w3 w4", "in_loss": True},
+    ]
     assert found["context"] == [{"text": "w1 w2", "in_loss": None}]
     assert found["none"] == []
 
@@ -151,9 +186,17 @@ def test_batches_named_as_transformers_names_them_are_described_without_a_word()
     ids, mask = torch.tensor([[1, 2, 3, 4, 0]]), torch.tensor([[1, 1, 1, 1, 0]])
     labels = torch.tensor([[IGNORED, IGNORED, 3, 4, IGNORED]])
     task: Any = Named()
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, "context_input_ids": ids[:, :2]}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": labels,
+        "context_input_ids": ids[:, :2],
+    }
     found = texts(task, batch)
-    assert found["input_ids"] == [{"text": "w1 w2", "in_loss": False}, {"text": "w3 w4", "in_loss": True}]
+    assert found["input_ids"] == [
+        {"text": "w1 w2", "in_loss": False},
+        {"text": "w3 w4", "in_loss": True},
+    ]
     assert found["context_input_ids"] == [{"text": "w1 w2", "in_loss": False}]
     assert texts(task, {"tokens": ids[0]})["tokens"][0]["in_loss"] is None
     apart = texts(task, {"input_ids": ids, "attention_mask": mask, "labels": labels[:, 2:]})
@@ -163,7 +206,8 @@ def test_batches_named_as_transformers_names_them_are_described_without_a_word()
     }
 
 
-# Whole reports ----------------------------------------------------------------------------------------------------
+# Whole reports
+# ----------------------------------------------------------------------------------------------------
 
 
 def of(
@@ -183,7 +227,9 @@ def test_every_task_has_statistics(name: str, folder: Path, tmp_path: Path) -> N
         for of_field in one["fields"].values():
             assert sum(of_field["histogram"]["counts"]) == of_field["texts"]
         assert 1 <= len(one["examples"]) <= 3
-        assert all(segments for example in one["examples"] for segments in example["texts"].values())
+        assert all(
+            segments for example in one["examples"] for segments in example["texts"].values()
+        )
         assert 0.0 <= one["padding"]["by_length"] < 1.0
     shown = table.text(found, is_coloured=False)
     assert "train: " in shown
@@ -192,7 +238,9 @@ def test_every_task_has_statistics(name: str, folder: Path, tmp_path: Path) -> N
     assert (tmp_path / "stats.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_ledger_of_a_task_agrees_with_what_its_encoding_counted(folder: Path, tmp_path: Path) -> None:
+def test_the_ledger_of_a_task_agrees_with_what_its_encoding_counted(
+    folder: Path, tmp_path: Path
+) -> None:
     values = experiment("summariser", folder, data={"source_tokens": 20, "target_tokens": 3})
     one = of(values, folder, tmp_path)["splits"]["train"]
     labels = one["ledger"]["targets"]["labels"]
@@ -208,24 +256,33 @@ def test_fids_ledger_counts_answers_that_passages_lose(folder: Path, tmp_path: P
     assert one["ledger"]["targets"]["labels"]["lost"] == one["lost_labels"]["lost"] > 0
 
 
-def test_a_micro_batch_left_to_the_plan_counts_as_the_whole_step(folder: Path, tmp_path: Path) -> None:
+def test_a_micro_batch_left_to_the_plan_counts_as_the_whole_step(
+    folder: Path, tmp_path: Path
+) -> None:
     values = experiment("cross_attention", folder)
     whole = values | {"train": values["train"] | {"micro_batch": values["train"]["global_batch"]}}
     found = of(values | {"train": values["train"] | {"micro_batch": "auto"}}, folder, tmp_path)
-    assert found["splits"]["train"]["padding"] == of(whole, folder, tmp_path)["splits"]["train"]["padding"]
+    assert (
+        found["splits"]["train"]["padding"]
+        == of(whole, folder, tmp_path)["splits"]["train"]["padding"]
+    )
 
 
 def test_collated_padding_counts_the_pads_of_the_batches(folder: Path, tmp_path: Path) -> None:
     values = experiment("causal_lm", folder, train={"global_batch": 8, "micro_batch": 8})
     task = tasks.load(tasks.parse(values), Places(folder, tmp_path, folder))
     padding = of(values, folder, tmp_path)["splits"]["train"]["padding"]
-    assert padding["collated"] == pytest.approx(padding["by_length"]), "one field: both say the same"
+    assert padding["collated"] == pytest.approx(padding["by_length"]), (
+        "one field: both say the same"
+    )
     budget = of({**values, "train": {**values["train"], "bucket_steps": 8}}, folder, tmp_path)  # type: ignore[dict-item]
     assert budget["splits"]["train"]["padding"]["by_length"] < padding["by_length"]
     assert task.unit == "tokens"
 
 
-@pytest.mark.skipif(not SCITLDR.is_dir() or not T5.is_dir(), reason="../shared/data has no SciTLDR or T5 vocabulary")
+@pytest.mark.skipif(
+    not SCITLDR.is_dir() or not T5.is_dir(), reason="../shared/data has no SciTLDR or T5 vocabulary"
+)
 def test_scitldr_has_its_known_lengths(tmp_path: Path) -> None:
     from exp_configs import EXP_GROUPS, vary
 
@@ -243,16 +300,26 @@ def test_the_command_writes_json_and_a_picture(folder: Path, tmp_path: Path) -> 
     groups = tmp_path / "groups.py"
     groups.write_text(f"EXP_GROUPS = {{'facts': [{experiment('summariser', folder)!r}]}}\n")
     told = ["stats", "-e", "facts", "--exp_configs", str(groups), "--data_path", str(folder)]
-    told += ["--cache_dir", str(tmp_path / "cache"), "--out", str(tmp_path / "out"), "--splits", "train"]
+    told += [
+        "--cache_dir",
+        str(tmp_path / "cache"),
+        "--out",
+        str(tmp_path / "out"),
+        "--splits",
+        "train",
+    ]
     done = CliRunner().invoke(app, told)
     assert done.exit_code == 0, done.output
     assert "data.source_tokens=64" in done.output
     assert "«in the" in done.output
-    assert json.loads((tmp_path / "out" / "stats.json").read_text())["splits"]["train"]["rows"] == 64
+    assert (
+        json.loads((tmp_path / "out" / "stats.json").read_text())["splits"]["train"]["rows"] == 64
+    )
     assert (tmp_path / "out" / "stats.png").is_file()
 
 
-# Refusal ----------------------------------------------------------------------------------------------------------
+# Refusal
+# ----------------------------------------------------------------------------------------------------------
 
 
 def store_of(tmp_path: Path, lost: list[tuple[int, int]]) -> TokenStore:
@@ -272,19 +339,23 @@ def test_a_store_remembers_how_many_labels_were_lost(tmp_path: Path) -> None:
     assert store.lost_labels() == (3, 20)
     assert store[0].keys() == {"ids"}
     refuse_lost_labels(store, most=0.15)
-    with pytest.raises(DataError, match=r"cut 3 of the 20 label tokens off the train split \(15\.0%\)"):
+    with pytest.raises(
+        DataError, match=r"cut 3 of the 20 label tokens off the train split \(15\.0%\)"
+    ):
         refuse_lost_labels(store, most=0.14)
 
 
 def _a_refused_run_and_one_that_is_allowed(folder: Path, tmp_path: Path) -> int:
-    from trainer.run import Options, plan, run
-    from trainer.telemetry import Preemption
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan, run
 
     options = Options(tmp_path, data_path=folder, cache_dir=tmp_path / "cache")
     values = experiment("summariser", folder, data={"target_tokens": 3}, train={"steps": 1})
     with pytest.raises(DataError, match=r"more than train\.max_lost_labels=0\.05"):
         run(plan(values, options, world=1, rank=0), options, Preemption())
-    allowed = experiment("summariser", folder, data={"target_tokens": 3}, train={"steps": 1, "max_lost_labels": 0.9})
+    allowed = experiment(
+        "summariser", folder, data={"target_tokens": 3}, train={"steps": 1, "max_lost_labels": 0.9}
+    )
     return run(plan(allowed, options, world=1, rank=0), options, Preemption())
 
 

@@ -29,7 +29,9 @@ def test_a_well_known_docstring_is_found_under_its_dotted_name() -> None:
 def test_tests_and_vendored_packages_are_left_out() -> None:
     modules = {doc.name.split(".")[0] for doc in stdlib_docs.docstrings()}
     assert not modules & {"test", "idlelib", "lib2to3", "turtledemo", "site-packages", "ensurepip"}
-    assert not any(".test." in doc.name or ".tests." in doc.name for doc in stdlib_docs.docstrings())
+    assert not any(
+        ".test." in doc.name or ".tests." in doc.name for doc in stdlib_docs.docstrings()
+    )
 
 
 def test_another_process_reads_the_same_corpus() -> None:
@@ -52,7 +54,9 @@ def test_reading_the_corpus_imports_neither_torch_nor_the_modules_it_reads() -> 
         "print(sorted({'torch', 'turtle', 'antigravity'} & set(sys.modules)))"
     )
     root = Path(__file__).resolve().parents[2]
-    found = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip() == "[]"
 
 
@@ -68,7 +72,9 @@ def test_every_answer_is_a_short_literal_part_of_its_context() -> None:
 
 
 def test_a_question_reads_its_docstring() -> None:
-    rows = {row["question"]: row for row in stdlib_docs.qa_rows("train") + stdlib_docs.qa_rows("valid")}
+    rows = {
+        row["question"]: row for row in stdlib_docs.qa_rows("train") + stdlib_docs.qa_rows("valid")
+    }
     row = rows["What does posixpath.join do?"]
     assert row["answers"][0] == "Join two or more pathname components, inserting '/' as needed."
     assert row["title"] == "posixpath"
@@ -82,13 +88,17 @@ def test_valid_is_about_five_percent_and_shares_nothing_with_train(rows) -> None
 
 
 def test_a_summary_ends_at_its_first_sentence_and_not_at_an_abbreviation() -> None:
-    doc = stdlib_docs.Docstring("m.f", "Read a thing, e.g. a file, at once. Then close it.\n\nMore about it.")
+    doc = stdlib_docs.Docstring(
+        "m.f", "Read a thing, e.g. a file, at once. Then close it.\n\nMore about it."
+    )
     row = stdlib_docs._question(doc)
     assert row is not None
     assert row["answers"] == ["Read a thing, e.g. a file, at once."]
 
 
-@pytest.mark.parametrize("text", ["Only a summary here.", "Too short.\n\nBut it has a body.", "word " * 40])
+@pytest.mark.parametrize(
+    "text", ["Only a summary here.", "Too short.\n\nBut it has a body.", "word " * 40]
+)
 def test_a_docstring_without_a_short_summary_and_a_body_asks_nothing(text: str) -> None:
     assert stdlib_docs._question(stdlib_docs.Docstring("m.f", text.strip())) is None
 
@@ -98,7 +108,9 @@ def test_functions_inside_functions_are_not_documentation() -> None:
     assert [doc.name for doc in stdlib_docs._documented(tree, "m")] == ["m.outer"]
 
 
-def test_a_library_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_sources_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DataError, match=r"holds no source files.*another data\.source"):
         stdlib_docs.docstrings.__wrapped__()

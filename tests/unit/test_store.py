@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data.store import TokenStore, open_store
+from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError, StorageError
-from trainer.task import Encoded, Row
+from trainer.tasks.protocol import Encoded, Row
 
 
 def _rows(count: int = 5) -> list[Row]:
@@ -36,7 +36,13 @@ def _length(encoded: Mapping[str, Any]) -> int:
 
 def _open(folder: Path, rows: Iterable[Row] | None = None, **changes: Any) -> TokenStore:
     found = _rows() if rows is None else rows
-    arguments = {"encoding_id": "e", "split": "train", "cache_dir": folder, "length": _length, **changes}
+    arguments = {
+        "encoding_id": "e",
+        "split": "train",
+        "cache_dir": folder,
+        "length": _length,
+        **changes,
+    }
     return open_store(lambda: found, arguments.pop("encode", _encode), **arguments)
 
 
@@ -85,8 +91,12 @@ def test_the_order_of_a_rows_keys_does_not_matter(tmp_path: Path) -> None:
     assert _open(tmp_path, turned).digest == _open(tmp_path).digest
 
 
-@pytest.mark.parametrize("changes", [{"rows": _rows(4)}, {"rows": _rows()[::-1]}, {"encoding_id": "other"}])
-def test_other_rows_or_another_encoding_give_another_store(tmp_path: Path, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"rows": _rows(4)}, {"rows": _rows()[::-1]}, {"encoding_id": "other"}]
+)
+def test_other_rows_or_another_encoding_give_another_store(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
     assert _open(tmp_path, **changes).digest != _open(tmp_path).digest
     assert len(_folders(tmp_path)) == 2
 
@@ -118,15 +128,32 @@ def test_no_rows_are_refused(tmp_path: Path) -> None:
 def test_rows_that_change_while_they_are_read_are_refused(tmp_path: Path) -> None:
     readings = iter([_rows(5), _rows(6)])
     with pytest.raises(DataError, match="the train rows changed while they were read"):
-        open_store(lambda: next(readings), _encode, encoding_id="e", split="train", cache_dir=tmp_path, length=_length)
+        open_store(
+            lambda: next(readings),
+            _encode,
+            encoding_id="e",
+            split="train",
+            cache_dir=tmp_path,
+            length=_length,
+        )
     assert _folders(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    "encoded", [{"ids": [[1]]}, {"ids": [1.5]}, {"ids": ["a"]}, {"ids": 3}, {"ids": [2**31]}, {"ids": [[1], [2, 3]]}]
+    "encoded",
+    [
+        {"ids": [[1]]},
+        {"ids": [1.5]},
+        {"ids": ["a"]},
+        {"ids": 3},
+        {"ids": [2**31]},
+        {"ids": [[1], [2, 3]]},
+    ],
 )
 def test_an_encoding_that_is_not_flat_ids_is_refused(tmp_path: Path, encoded: Any) -> None:
-    with pytest.raises(DataError, match=r"row 0: field 'ids' is encoded as .*, want a flat list of 32-bit integers"):
+    with pytest.raises(
+        DataError, match=r"row 0: field 'ids' is encoded as .*, want a flat list of 32-bit integers"
+    ):
         _open(tmp_path, encode=lambda _: Encoded(encoded), length=lambda _: 0)
     assert _folders(tmp_path) == []
 
@@ -150,7 +177,9 @@ def test_an_error_while_encoding_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_a_full_disk_is_a_storage_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
     rows = _rows(3)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # a file of 1 MiB is full: EFBIG
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1 << 20, before[1])
+    )  # a file of 1 MiB is full: EFBIG
     try:
         with pytest.raises(StorageError, match="cannot be written: File too large"):
             _open(tmp_path, rows, encode=lambda _: Encoded({"ids": [1] * (1 << 18)}))
@@ -172,7 +201,9 @@ def test_a_torn_store_is_built_again_with_a_warning(
     with caplog.at_level(logging.WARNING):
         store = _open(tmp_path)
     assert "is torn" in caplog.text
-    assert [store[index]["last"].tolist() for index in range(5)] == [_encode(row)["last"] for row in _rows()]
+    assert [store[index]["last"].tolist() for index in range(5)] == [
+        _encode(row)["last"] for row in _rows()
+    ]
 
 
 def _open_slowly(cache: Path) -> tuple[int, str, int]:
@@ -229,5 +260,7 @@ def test_rows_are_never_all_in_memory(tmp_path: Path) -> None:
             assert alive <= 3
             yield Watched(text="x", n=index)
 
-    store = open_store(rows, _encode, encoding_id="e", split="train", cache_dir=tmp_path, length=_length)
+    store = open_store(
+        rows, _encode, encoding_id="e", split="train", cache_dir=tmp_path, length=_length
+    )
     assert len(store) == 50

@@ -1,4 +1,6 @@
-"""Rows of a summariser: from JSONL, CSV, TSV and Parquet files, Hugging Face data sets, and the embedded corpus."""
+"""Rows of a summariser: from JSONL, CSV, TSV and Parquet files, Hugging Face data sets, and the
+embedded corpus.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import pytest
 
 from trainer.config import validate
 from trainer.errors import ConfigError, DataError
-from trainer.task import Places
+from trainer.tasks.protocol import Places
 from trainer.tasks.summariser import data
 from trainer.tasks.summariser.config import Config, Data
 
@@ -66,7 +68,9 @@ def test_every_kind_of_file_gives_the_same_rows(suffix: str, tmp_path: Path) -> 
     assert of(tmp_path, "test", files={"test": f"mine{suffix}"}) == WANTED
 
 
-def test_lists_of_sentences_are_joined_and_lists_of_summaries_are_references(tmp_path: Path) -> None:
+def test_lists_of_sentences_are_joined_and_lists_of_summaries_are_references(
+    tmp_path: Path,
+) -> None:
     row = {"source": ["One.", " Two.\n"], "target": ["a", "", "b"], "other": "c"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
     (found,) = of(tmp_path, document="source", summaries=["target", "other"])
@@ -74,15 +78,23 @@ def test_lists_of_sentences_are_joined_and_lists_of_summaries_are_references(tmp
 
 
 def test_a_row_without_a_summary_stays_without_one(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_text('{"text": null, "short": null}\n{"text": "x", "short": " "}\n')
+    (tmp_path / "train.jsonl").write_text(
+        '{"text": null, "short": null}\n{"text": "x", "short": " "}\n'
+    )
     assert [(row["document"], row["summaries"]) for row in of(tmp_path)] == [("", []), ("x", [])]
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"txt": "x", "short": "y"}\n', r"train\.jsonl, line 1: no such column. 'text': Did you mean 'txt'"),
-        ('{"text": "x", "short": "y"}\n\n{"text": 3, "short": "y"}\n', "line 3: 'text' is 3, want a text"),
+        (
+            '{"txt": "x", "short": "y"}\n',
+            r"train\.jsonl, line 1: no such column. 'text': Did you mean 'txt'",
+        ),
+        (
+            '{"text": "x", "short": "y"}\n\n{"text": 3, "short": "y"}\n',
+            "line 3: 'text' is 3, want a text",
+        ),
         ("", "is empty"),
     ],
 )
@@ -127,14 +139,19 @@ def test_a_data_set_of_hugging_face_is_read_from_a_folder(kind: str, tmp_path: P
     datasets = pytest.importorskip("datasets")
     if kind == "saved":
         of_split = datasets.Dataset.from_list(ROWS)
-        datasets.DatasetDict({"train": of_split, "validation": of_split.select([1])}).save_to_disk(tmp_path / "set")
+        datasets.DatasetDict({"train": of_split, "validation": of_split.select([1])}).save_to_disk(
+            tmp_path / "set"
+        )
     else:
         (tmp_path / "set").mkdir()
         write_jsonl(tmp_path / "set")
         (tmp_path / "set" / "validation.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
     assert of(tmp_path, source="datasets", dataset="set") == WANTED
     assert of(tmp_path, "valid", source="datasets", dataset="set") == WANTED[1:]
-    assert of(tmp_path, "test", source="datasets", dataset="set", splits={"test": "validation"}) == WANTED[1:]
+    assert (
+        of(tmp_path, "test", source="datasets", dataset="set", splits={"test": "validation"})
+        == WANTED[1:]
+    )
     with pytest.raises(DataError, match=r"data\.splits"):
         of(tmp_path, "test", source="datasets", dataset="set")
 

@@ -25,7 +25,12 @@ def by_hand(prediction: str, reference: str) -> dict[str, float]:
         grams = [Counter(zip(*(words[i:] for i in range(n)), strict=False)) for words in (one, two)]
         found[kind] = f1((grams[0] & grams[1]).total(), grams[0].total(), grams[1].total())
     common = {picked for size in range(len(one) + 1) for picked in combinations(one, size)}
-    longest = max(len(picked) for size in range(len(two) + 1) for picked in combinations(two, size) if picked in common)
+    longest = max(
+        len(picked)
+        for size in range(len(two) + 1)
+        for picked in combinations(two, size)
+        if picked in common
+    )
     return found | {"rougel": f1(longest, len(one), len(two))}
 
 
@@ -53,7 +58,9 @@ def test_the_best_reference_is_taken_for_each_kind_or_by_rouge_1() -> None:
     assert alone[0]["rouge2"] == 0.0 < alone[1]["rouge2"]
     each = scores(prediction, [in_disorder, in_order], PLAIN)
     assert each == {kind: max(alone[0][kind], alone[1][kind]) for kind in KINDS}
-    assert scores(prediction, [in_disorder, in_order], Rouge(best="rouge1", stemmer=False)) == alone[0]
+    assert (
+        scores(prediction, [in_disorder, in_order], Rouge(best="rouge1", stemmer=False)) == alone[0]
+    )
 
 
 def test_stemming_makes_inflected_words_equal() -> None:

@@ -1,4 +1,6 @@
-"""The summariser: its loss against transformers' own, its limits and padding, and the summaries it writes."""
+"""The summariser: its loss against transformers' own, its limits and padding, and the summaries it
+writes.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,18 @@ from tests.facts import TINY_T5, experiment, write_facts
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.losses import IGNORED
-from trainer.task import DRAW, Places, Search
+from trainer.models.losses import IGNORED
+from trainer.tasks.protocol import DRAW, Places, Search
 from trainer.tasks.summariser.model import smoothed_cross_entropy
 
 COMMON = {key: value for key, value in TINY_T5["config"].items() if key != "model_type"}
 FAMILIES: dict[str, dict[str, Any]] = {
     "t5": {},
-    "t5 v1.1": {"model_type": "t5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "t5 v1.1": {
+        "model_type": "t5",
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    },
     "mt5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "umt5": {},
     "longt5": {"encoder_attention_type": "local", "local_radius": 7},
@@ -32,7 +38,11 @@ ROW = {
     "document": "Ada keeps the red key in the cellar. The attic is empty.",
     "summaries": ["in the cellar"],
 }
-LONG = {"id": "2", "document": "Bruno keeps the map. " * 9, "summaries": ["the map that Bruno keeps " * 4, "kept"]}
+LONG = {
+    "id": "2",
+    "document": "Bruno keeps the map. " * 9,
+    "summaries": ["the map that Bruno keeps " * 4, "kept"],
+}
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +51,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path, **changes: Any) -> Any:
-    return tasks.load(tasks.parse(experiment("summariser", folder, **changes)), Places(folder, folder / "c", folder))
+    return tasks.load(
+        tasks.parse(experiment("summariser", folder, **changes)),
+        Places(folder, folder / "c", folder),
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,7 +72,9 @@ def test_the_loss_is_transformers_own_whatever_the_family(family: str, folder: P
 
 
 def slow_smoothed(logits: Tensor, targets: Tensor, smoothing: float) -> float:
-    """Cross-entropy against (1 - smoothing) on the target and smoothing spread evenly over the vocabulary."""
+    """Cross-entropy against (1 - smoothing) on the target and smoothing spread evenly over the
+    vocabulary.
+    """
     total = 0.0
     for row, target in zip(logits.double(), targets.tolist(), strict=True):
         logs = row - row.exp().sum().log()
@@ -85,7 +100,12 @@ def test_the_loss_is_smoothed_in_training_and_plain_in_evaluation(folder: Path) 
         for name, task in (("plain", plain), ("smooth", smooth))
         for mode in (True, False)
     }
-    assert losses["plain", False] == losses["plain", True] == losses["smooth", False] != losses["smooth", True]
+    assert (
+        losses["plain", False]
+        == losses["plain", True]
+        == losses["smooth", False]
+        != losses["smooth", True]
+    )
 
 
 def test_texts_are_cut_to_their_limits_and_keep_their_ends(folder: Path) -> None:
@@ -109,7 +129,9 @@ def test_widths_are_the_longest_rounded_up_to_multiples_of_8(folder: Path) -> No
     assert batch["input_ids"].shape == (2, -(-longest // 8) * 8)
     assert batch["labels"].shape[1] % 8 == 0
     assert batch["attention_mask"].sum(1).tolist() == [len(row["source"]) for row in rows]
-    assert (batch["labels"] != IGNORED).sum(1).tolist() == [row["targets_lengths"][0] for row in rows]
+    assert (batch["labels"] != IGNORED).sum(1).tolist() == [
+        row["targets_lengths"][0] for row in rows
+    ]
     assert (batch["input_ids"][batch["attention_mask"] == 0] == task.pad).all()
 
 
@@ -142,7 +164,9 @@ def test_summaries_are_those_of_transformers_and_score_by_rouge(folder: Path) ->
     for row in rows:
         ids = torch.tensor([row["source"]])
         told = {"num_beams": 3, "length_penalty": 0.6, "max_new_tokens": 7, "do_sample": False}
-        made = model.base.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **told)[0, 1:]
+        made = model.base.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **told)[
+            0, 1:
+        ]
         alone.append(task.tokenizer.decode(made, skip_special_tokens=True).strip())
     assert found.predictions == alone
     judged = [task.judged(text, row["answers"]) for text, row in zip(alone, raw[:2], strict=False)]
@@ -154,7 +178,9 @@ def test_summaries_are_those_of_transformers_and_score_by_rouge(folder: Path) ->
 def test_several_answers_are_the_best_first(folder: Path) -> None:
     task = load(folder)
     model = task.model().eval()
-    found = task.answers(model, [task.encode(ROW)], [task.asked(ROW)], search=Search(num_beams=3, num_answers=2))
+    found = task.answers(
+        model, [task.encode(ROW)], [task.asked(ROW)], search=Search(num_beams=3, num_answers=2)
+    )
     assert found.n_best is not None
     assert [len(texts) for texts in found.n_best] == [2]
     assert found.n_best[0][0] == found.predictions[0]
@@ -164,34 +190,49 @@ def test_several_answers_are_the_best_first(folder: Path) -> None:
 
 def test_what_is_no_t5_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="a bart, want one of the T5 families"):
-        load(folder, base={"config": {"model_type": "bart", "vocab_size": 384, "d_model": 16}}).skeleton()
+        load(
+            folder, base={"config": {"model_type": "bart", "vocab_size": 384, "d_model": 16}}
+        ).skeleton()
     with pytest.raises(ConfigError, match="summaries would never end"):
         load(folder, base={"config": {**TINY_T5["config"], "eos_token_id": 5}}).skeleton()
 
 
-def _trained_and_evaluated(values: dict[str, Any], folder: Path, savedir: Path) -> list[dict[str, float]]:
-    """The validation scores in the log, and those of the exported model, of a run that summarises as it goes."""
-    from trainer import distributed
-    from trainer.evaluation import Question
-    from trainer.evaluation import run as evaluate
-    from trainer.run import Options, plan, run
-    from trainer.telemetry import Preemption
+def _trained_and_evaluated(
+    values: dict[str, Any], folder: Path, savedir: Path
+) -> list[dict[str, float]]:
+    """The validation scores in the log, and those of the exported model, of a run that summarises
+    as it goes.
+    """
+    from trainer.evaluation.run import Question
+    from trainer.evaluation.run import run as evaluate
+    from trainer.runtime import distributed
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan, run
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
     planned = plan(values, options, world=distributed.world(), rank=distributed.rank())
     assert run(planned, options, Preemption()) == 0
     asked = Question(values, model="final", predictions=savedir / "pred.jsonl")
     found = evaluate(asked, options)
-    lines = [json.loads(line) for line in (planned.folder / "metrics.jsonl").read_text().splitlines()]
-    last = {key.removeprefix("valid/"): value for key, value in lines[-1].items() if key.startswith("valid/rouge")}
+    lines = [
+        json.loads(line) for line in (planned.folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    last = {
+        key.removeprefix("valid/"): value
+        for key, value in lines[-1].items()
+        if key.startswith("valid/rouge")
+    }
     return [last, found]
 
 
-def test_a_run_logs_rouge_that_any_ranks_and_the_command_agree_on(folder: Path, tmp_path: Path) -> None:
+def test_a_run_logs_rouge_that_any_ranks_and_the_command_agree_on(
+    folder: Path, tmp_path: Path
+) -> None:
     train = {"steps": 3, "answers": "all", "best": "valid/rouge1", "best_is": "max"}
     values = experiment("summariser", folder, train=train)
     found = {
-        world: run_on_ranks(world, _trained_and_evaluated, values, folder, tmp_path / f"{world}") for world in (1, 2)
+        world: run_on_ranks(world, _trained_and_evaluated, values, folder, tmp_path / f"{world}")
+        for world in (1, 2)
     }
     (said, again) = found[1][0]
     assert said.keys() == again.keys() == {"rouge1", "rouge2", "rougel", "rougelsum"}
@@ -201,4 +242,6 @@ def test_a_run_logs_rouge_that_any_ranks_and_the_command_agree_on(folder: Path, 
     rows = [json.loads(line) for line in (tmp_path / "1" / "pred.jsonl").read_text().splitlines()]
     assert len(rows) == 22
     assert rows[0].keys() == {"id", "question", "answers", "prediction", "scores"}
-    assert sum(row["scores"]["rouge1"] for row in rows) / 22 == pytest.approx(again["rouge1"], abs=1e-9)
+    assert sum(row["scores"]["rouge1"] for row in rows) / 22 == pytest.approx(
+        again["rouge1"], abs=1e-9
+    )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.surgery import freeze_except, load_into, trainable_report
+from trainer.models.freezing import freeze_except, load_into, trainable_report
 
 
 class Tied(nn.Module):
@@ -76,7 +76,9 @@ def test_the_share_of_an_empty_model_is_zero() -> None:
 
 def test_loading_copies_parameters_and_saved_buffers_in_the_models_dtype() -> None:
     model = Tied().to(torch.float64)
-    load_into(model, {name: tensor.float() for name, tensor in tensors_of(Tied()).items()}, source="test")
+    load_into(
+        model, {name: tensor.float() for name, tensor in tensors_of(Tied()).items()}, source="test"
+    )
     assert all((tensor == 7).all() for tensor in model.state_dict().values())
     assert model.first.weight.dtype == torch.float64
 
@@ -88,7 +90,9 @@ def test_loading_wants_a_shared_tensor_under_one_of_its_names_only() -> None:
     assert (model.first.weight == 7).all()
 
 
-def test_loading_names_every_missing_unexpected_and_misshaped_tensor_at_once_and_changes_nothing() -> None:
+def test_loading_names_every_missing_unexpected_and_misshaped_tensor_at_once_and_changes_nothing() -> (
+    None
+):
     model, tensors = Tied(), tensors_of(Tied())
     before = model.norm.weight.clone()
     del tensors["first.bias"]
@@ -96,12 +100,16 @@ def test_loading_names_every_missing_unexpected_and_misshaped_tensor_at_once_and
     with pytest.raises(ConfigError) as caught:
         load_into(model, tensors, source="a file")
     message = str(caught.value)
-    assert message.startswith("a file does not fit Tied: missing [first.bias]; unexpected [third.weight]; ")
+    assert message.startswith(
+        "a file does not fit Tied: missing [first.bias]; unexpected [third.weight]; "
+    )
     assert "wrong shapes [second.bias (got (2,), want (3,))]" in message
     assert torch.equal(model.norm.weight, before)
 
 
 def test_loading_refuses_different_tensors_for_one_shared_parameter() -> None:
     tensors = tensors_of(Tied()) | {"second.weight": torch.zeros(3, 3)}
-    with pytest.raises(ConfigError, match=r"different tensors .* \[first.weight and second.weight\]"):
+    with pytest.raises(
+        ConfigError, match=r"different tensors .* \[first.weight and second.weight\]"
+    ):
         load_into(Tied(), tensors, source="test")

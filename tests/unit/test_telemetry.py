@@ -1,4 +1,6 @@
-"""What a run tells: the same numbers everywhere, from rank 0 alone, and as if no interruption had happened."""
+"""What a run tells: the same numbers everywhere, from rank 0 alone, and as if no interruption had
+happened.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ import torch
 from rich.console import Console
 
 from tests.ranks import run_on_ranks
-from trainer import meter as meter_module
-from trainer import telemetry
-from trainer.accelerators import peak_flops
-from trainer.console import shown
 from trainer.errors import StorageError
-from trainer.meter import Meter
-from trainer.telemetry import Preemption, Run, WandbSettings, tell_wandb
+from trainer.runtime.gpus import peak_flops
+from trainer.telemetry import meter as meter_module
+from trainer.telemetry import run_record as telemetry
+from trainer.telemetry.console import shown
+from trainer.telemetry.meter import Meter
+from trainer.telemetry.run_record import Preemption, Run, WandbSettings, tell_wandb
 
 KEY = "markermarkermarkermarkermarkermarkermarker"  # stands for an API key
 
@@ -45,7 +47,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_line_holds_the_step_and_the_scalars_in_the_order_given(tmp_path: Path) -> None:
     run(tmp_path).log(3, loss=0.1, lr=3e-4, tokens=12)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "loss": 0.1, "lr": 0.0003, "tokens": 12}\n'
+    assert (
+        tmp_path / "metrics.jsonl"
+    ).read_text() == '{"step": 3, "loss": 0.1, "lr": 0.0003, "tokens": 12}\n'
 
 
 def test_a_line_is_on_the_disk_when_log_returns(tmp_path: Path) -> None:
@@ -91,7 +95,9 @@ def test_resume_cuts_exactly_to_what_an_undisturbed_run_had_written(tmp_path: Pa
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3, "loss": 1.0}', b"\x00\x00\n", b"[]\n"])
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3, "lo', b'{"step": 3, "loss": 1.0}', b"\x00\x00\n", b"[]\n"]
+)
 def test_a_torn_last_line_is_cut(tmp_path: Path, torn: bytes) -> None:
     live = run(tmp_path)
     live.log(1, loss=1.0)
@@ -126,7 +132,9 @@ def test_scores_are_kept_as_json_and_as_haven_reads_them(tmp_path: Path) -> None
     assert b"numpy" not in content
 
 
-def test_resume_cuts_the_scores_too_and_a_repeated_evaluation_replaces_its_entry(tmp_path: Path) -> None:
+def test_resume_cuts_the_scores_too_and_a_repeated_evaluation_replaces_its_entry(
+    tmp_path: Path,
+) -> None:
     live = run(tmp_path)
     for step in (10, 20, 30):
         live.score(step, loss=float(step))
@@ -146,7 +154,12 @@ def test_status_says_state_step_total_host_time_and_error(tmp_path: Path) -> Non
     status = json.loads((tmp_path / "status.json").read_text())
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", status.pop("updated_at"))
     assert status.pop("host")
-    assert status == {"state": "failed", "step": 7, "total": 20, "error": "DivergedError: loss is nan"}
+    assert status == {
+        "state": "failed",
+        "step": 7,
+        "total": 20,
+        "error": "DivergedError: loss is nan",
+    }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
 
 
@@ -156,7 +169,9 @@ def test_status_says_state_step_total_host_time_and_error(tmp_path: Path) -> Non
 def test_without_a_terminal_each_entry_is_one_plain_line(tmp_path: Path) -> None:
     screen = io.StringIO()
     live = run(tmp_path, console=Console(file=screen))
-    live.log(10, loss=5.12341, lr=3e-4, tokens=123456, tokens_per_s=8123.46, step_s=9.0, **{"x" * 90: 1})
+    live.log(
+        10, loss=5.12341, lr=3e-4, tokens=123456, tokens_per_s=8123.46, step_s=9.0, **{"x" * 90: 1}
+    )
     live.log(20, **{"valid/loss": 4.5})
     first, second = screen.getvalue().splitlines()
     assert first == (
@@ -200,7 +215,12 @@ def test_numbers_are_shown_as_a_person_reads_them(value: float, text: str) -> No
 def _tell_everything(folder: Path) -> list[str]:
     rank = int(os.environ["RANK"])
     settings = WandbSettings(entity=None, project="p", name="n", id=f"id{rank}", config={})
-    live = Run(folder / str(rank), total=2, wandb=settings if rank else None, console=Console(file=io.StringIO()))
+    live = Run(
+        folder / str(rank),
+        total=2,
+        wandb=settings if rank else None,
+        console=Console(file=io.StringIO()),
+    )
     consumed: list[str] = []
     live.resume(0)
     live.status("running")
@@ -223,23 +243,41 @@ def test_other_ranks_write_nothing_but_take_part_in_every_collective(tmp_path: P
 
 
 @pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WandbSettings]:
+def offline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WandbSettings]:
     home = tmp_path_factory.mktemp("home")
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(home))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    yield WandbSettings(entity="e", project="p", name="n", id="abc", config={"lr": 1e-3}, tags=("t",), init_timeout_s=1)
+    yield WandbSettings(
+        entity="e",
+        project="p",
+        name="n",
+        id="abc",
+        config={"lr": 1e-3},
+        tags=("t",),
+        init_timeout_s=1,
+    )
     import wandb
 
     wandb.teardown()
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """The logged rows of every offline run below `folder`, oldest first, read by wandb's own command."""
+    """The logged rows of every offline run below `folder`, oldest first, read by wandb's own
+    command.
+    """
     rows = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", str(file)]
+        command = [
+            str(Path(sys.executable).with_name("wandb")),
+            "leet",
+            "inspect",
+            "--json",
+            str(file),
+        ]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         records = [json.loads(line) for line in output.splitlines()]
         rows += [record["history"]["item"] for record in records if record["type"] == "history"]
@@ -257,24 +295,41 @@ def test_wandb_gets_what_metrics_jsonl_gets_and_rows_behind_the_last_step_are_no
     assert history(tmp_path) == lines(tmp_path)
 
 
-def test_wandb_gets_an_evaluation_in_one_row_with_its_table(tmp_path: Path, offline: WandbSettings) -> None:
+def test_wandb_gets_an_evaluation_in_one_row_with_its_table(
+    tmp_path: Path, offline: WandbSettings
+) -> None:
     rows = [{"question": "who", "answers": "a | b", "prediction": "a", "em": 1.0}]
     tell_wandb(offline, tmp_path, "test", {"em": 1.0, "f1": 0.5}, rows)
     (row,) = history(tmp_path)
     assert (row["evaluate/test/em"], row["evaluate/test/f1"]) == (1.0, 0.5)
-    assert [row[f"evaluate/test/answers.{key}"] for key in ("_type", "ncols", "nrows")] == ["table-file", 4, 1]
+    assert [row[f"evaluate/test/answers.{key}"] for key in ("_type", "ncols", "nrows")] == [
+        "table-file",
+        4,
+        1,
+    ]
     (table,) = tmp_path.glob(f"wandb/offline-run-*/files/{row['evaluate/test/answers.path']}")
-    assert json.loads(table.read_text()) == {"columns": list(rows[0]), "data": [["who", "a | b", "a", 1.0]]}
+    assert json.loads(table.read_text()) == {
+        "columns": list(rows[0]),
+        "data": [["who", "a | b", "a", 1.0]],
+    }
 
 
 @pytest.mark.parametrize(("state", "code"), [("succeeded", 0), ("failed", 1), ("preempted", 75)])
 def test_wandb_ends_a_run_in_the_state_that_status_says(
-    tmp_path: Path, offline: WandbSettings, monkeypatch: pytest.MonkeyPatch, state: telemetry.State, code: int
+    tmp_path: Path,
+    offline: WandbSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    state: telemetry.State,
+    code: int,
 ) -> None:
     import wandb
 
     finish, codes = wandb.Run.finish, []
-    monkeypatch.setattr(wandb.Run, "finish", lambda self, exit_code: (codes.append(exit_code), finish(self, exit_code)))
+    monkeypatch.setattr(
+        wandb.Run,
+        "finish",
+        lambda self, exit_code: (codes.append(exit_code), finish(self, exit_code)),
+    )
     live = run(tmp_path, wandb=offline)
     live.status(state)
     live.close()
@@ -294,14 +349,19 @@ def test_no_file_of_a_run_holds_the_wandb_key(tmp_path: Path, offline: WandbSett
 
 
 def test_a_wandb_that_cannot_be_reached_costs_one_warning_and_the_run_goes_on_offline(
-    tmp_path: Path, offline: WandbSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    offline: WandbSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens on the discard port
     live = run(tmp_path, wandb=offline)
     live.log(1, loss=1.0)
     live.close()
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == telemetry.__name__]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if record.name == telemetry.__name__
+    ]
     assert "Training goes on with wandb offline" in warning
     assert history(tmp_path) == [{"step": 1, "loss": 1.0}]
 
@@ -317,7 +377,9 @@ def test_a_wandb_that_breaks_while_training_costs_one_warning(
         live.log(step, loss=1.0)
     live.close()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
-    assert sum("Training goes on without it" in record.getMessage() for record in caplog.records) == 1
+    assert (
+        sum("Training goes on without it" in record.getMessage() for record in caplog.records) == 1
+    )
 
 
 def test_without_a_key_wandb_is_offline(
@@ -423,7 +485,9 @@ def test_closing_gives_the_signals_back() -> None:
     assert signal.signal(signal.SIGUSR1, before) == signal.SIG_IGN
 
 
-def test_wandb_leaves_the_preemption_handler_in_place(tmp_path: Path, offline: WandbSettings) -> None:
+def test_wandb_leaves_the_preemption_handler_in_place(
+    tmp_path: Path, offline: WandbSettings
+) -> None:
     preemption = Preemption()
     try:
         run(tmp_path, wandb=offline).close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.tasks.cross_attention.templates import (
+from trainer.tasks.cross_attention.text.templates import (
     Template,
     chunk_texts,
     context_text,
@@ -19,8 +19,14 @@ from trainer.tasks.cross_attention.templates import (
 )
 
 _ROOT = Path(__file__).resolve().parents[2]
-_FORMATS = _ROOT / os.environ.get("LATHE_PARITY", "../shared/parity") / "cross_attention/text/formats.json"
-_FAMILIES: dict[str, Template] = {"gptbigcode_and_tulu": "chat", "llama": "chat", "mistral": "mistral"}
+_FORMATS = (
+    _ROOT / os.environ.get("LATHE_PARITY", "../shared/parity") / "cross_attention/text/formats.json"
+)
+_FAMILIES: dict[str, Template] = {
+    "gptbigcode_and_tulu": "chat",
+    "llama": "chat",
+    "mistral": "mistral",
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +39,9 @@ def formats() -> dict[str, Any]:
 def _family_strings(example: dict[str, Any], name: str) -> dict[str, Any]:
     family, chunked, answered = name.split("|")
     template, question, contexts = _FAMILIES[family], example["question"], example["contexts_list"]
-    useful = [text for text, wanted in zip(contexts, example["useful_contexts"], strict=True) if wanted]
+    useful = [
+        text for text, wanted in zip(contexts, example["useful_contexts"], strict=True) if wanted
+    ]
     answer = example["answer"] if answered == "answered=True" else ""
     if chunked == "chunked=True":
         bare = chunk_texts(question, contexts, template, question_on_context=False)
@@ -61,7 +69,9 @@ def _other_strings(example: dict[str, Any]) -> dict[str, dict[str, str]]:
             "cross_input_str": context_text(question, contexts, "plain", question_on_context=False),
         },
         "tulu_prompt_baseline": {"input_str": in_context_prompt(question, contexts, "tulu")},
-        "llama_chat_prompt_baseline": {"input_str": in_context_prompt(question, contexts, "llama_chat")},
+        "llama_chat_prompt_baseline": {
+            "input_str": in_context_prompt(question, contexts, "llama_chat")
+        },
     }
 
 
@@ -77,8 +87,13 @@ def test_every_published_string_is_reproduced(formats: dict[str, Any]) -> None:
 @pytest.mark.parametrize("template", ["chat", "plain", "mistral"])
 def test_a_chunk_reads_like_a_context_of_its_own(template: Template) -> None:
     chunks = chunk_texts("q", ["a", "b"], template, question_on_context=True)
-    assert chunks == [context_text("q", [one], template, question_on_context=True) for one in ("a", "b")]
+    assert chunks == [
+        context_text("q", [one], template, question_on_context=True) for one in ("a", "b")
+    ]
 
 
 def test_the_plain_template_can_carry_the_question_too() -> None:
-    assert context_text("who", ["a", "b"], "plain", question_on_context=True) == "question: who context: a b"
+    assert (
+        context_text("who", ["a", "b"], "plain", question_on_context=True)
+        == "question: who context: a b"
+    )

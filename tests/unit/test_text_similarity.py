@@ -1,4 +1,6 @@
-"""ROUGE, METEOR and BERTScore of answers, and what is said when a library or its data is not there."""
+"""ROUGE, METEOR and BERTScore of answers, and what is said when a library or its data is
+not there.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +12,40 @@ from typing import Any
 import pytest
 
 from trainer.errors import ConfigError
-from trainer.text_similarity import check, similarities
+from trainer.evaluation.similarity import check, similarities
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_rouge_is_the_best_over_the_references_for_each_kind_on_its_own() -> None:
     pytest.importorskip("rouge_score")
-    (found,) = similarities(["the cat sat"], [["the cat lay down", "sat cat the"]], measures=["rouge"])
-    assert found == pytest.approx({"rouge1": 1.0, "rouge2": 2 * 1 / (2 + 3), "rougel": 2 * 2 / (3 + 4)})
+    (found,) = similarities(
+        ["the cat sat"], [["the cat lay down", "sat cat the"]], measures=["rouge"]
+    )
+    assert found == pytest.approx(
+        {"rouge1": 1.0, "rouge2": 2 * 1 / (2 + 3), "rougel": 2 * 2 / (3 + 4)}
+    )
 
 
 def test_meteor_of_equal_texts_is_that_of_one_chunk() -> None:
     pytest.importorskip("nltk")
     (found,) = similarities(["in the old cellar"], [["in the old cellar"]], measures=["meteor"])
-    assert found["meteor"] == pytest.approx(1 - 0.5 * (1 / 4) ** 3)  # all words match, in 1 chunk of 4
+    assert found["meteor"] == pytest.approx(
+        1 - 0.5 * (1 / 4) ** 3
+    )  # all words match, in 1 chunk of 4
 
 
 def test_meteor_without_wordnet_says_how_to_get_it(tmp_path: Path) -> None:
     """In a process of its own: NLTK remembers what it has read."""
     pytest.importorskip("nltk")
-    code = "import nltk\nnltk.data.path = []\nfrom trainer.text_similarity import similarities\n"
+    code = (
+        "import nltk\nnltk.data.path = []\nfrom trainer.evaluation.similarity import similarities\n"
+    )
     code += "similarities(['a cellar'], [['the attic']], measures=['meteor'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stderr.strip().splitlines()[-1].endswith("Get it: python -m nltk.downloader wordnet.")
+    assert (
+        done.stderr.strip().splitlines()[-1].endswith("Get it: python -m nltk.downloader wordnet.")
+    )
 
 
 def tiny_bert(folder: Path) -> Path:
@@ -42,11 +54,15 @@ def tiny_bert(folder: Path) -> Path:
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "down", "dog"]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
     named = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=32, **named).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=32, **named
+    ).save_pretrained(folder)
     config = BertConfig(
         vocab_size=9,
         hidden_size=8,
@@ -62,24 +78,41 @@ def tiny_bert(folder: Path) -> Path:
 def test_bertscore_is_the_best_over_the_references(tmp_path: Path) -> None:
     pytest.importorskip("torchmetrics")
     how: Any = {"measures": ["bertscore"], "bertscore_model": str(tiny_bert(tmp_path))}
-    texts, references = ["the cat sat", "dog", "down"], [["dog down", "the cat sat"], ["the cat"], ["the cat sat down"]]
+    texts, references = (
+        ["the cat sat", "dog", "down"],
+        [["dog down", "the cat sat"], ["the cat"], ["the cat sat down"]],
+    )
     found = [scores["bertscore"] for scores in similarities(texts, references, **how)]
     assert found[0] == pytest.approx(1.0, abs=1e-5)
     assert max(found[1:]) < 0.999
-    alone = [similarities([t], [r], **how)[0]["bertscore"] for t, r in zip(texts, references, strict=True)]
+    alone = [
+        similarities([t], [r], **how)[0]["bertscore"]
+        for t, r in zip(texts, references, strict=True)
+    ]
     assert found == pytest.approx(alone, abs=1e-6)
-    assert found[2] == pytest.approx(greedy_matching(tmp_path, "down", "the cat sat down"), abs=1e-5)
+    assert found[2] == pytest.approx(
+        greedy_matching(tmp_path, "down", "the cat sat down"), abs=1e-5
+    )
 
 
 def greedy_matching(folder: Path, text: str, reference: str) -> float:
-    """F1 of the best cosine of every word on either side, from the last states, [CLS] and [SEP] left out."""
+    """F1 of the best cosine of every word on either side, from the last states, [CLS] and [SEP]
+    left out.
+    """
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModel.from_pretrained(folder).eval(),
+    )
     with torch.no_grad():
-        one, other = (model(**tokenizer(t, return_tensors="pt"))[0][0, 1:-1] for t in (text, reference))
-    cosines = torch.nn.functional.normalize(one, dim=-1) @ torch.nn.functional.normalize(other, dim=-1).T
+        one, other = (
+            model(**tokenizer(t, return_tensors="pt"))[0][0, 1:-1] for t in (text, reference)
+        )
+    cosines = (
+        torch.nn.functional.normalize(one, dim=-1) @ torch.nn.functional.normalize(other, dim=-1).T
+    )
     precision, recall = float(cosines.max(1).values.mean()), float(cosines.max(0).values.mean())
     return 2 * precision * recall / (precision + recall)
 
@@ -87,13 +120,19 @@ def greedy_matching(folder: Path, text: str, reference: str) -> float:
 def test_a_bertscore_model_that_is_nowhere_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("torchmetrics")
     with pytest.raises(ConfigError, match=r"'.*nothing' is neither a folder nor a model"):
-        similarities(["a"], [["b"]], measures=["bertscore"], bertscore_model=str(tmp_path / "nothing"))
+        similarities(
+            ["a"], [["b"]], measures=["bertscore"], bertscore_model=str(tmp_path / "nothing")
+        )
 
 
-def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_installed_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def absent(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr("importlib.import_module", absent)
-    with pytest.raises(ConfigError, match=r"'torchmetrics'\. Install it: pip install 'lathe\[bertscore\]'"):
+    with pytest.raises(
+        ConfigError, match=r"'torchmetrics'\. Install it: pip install 'lathe\[bertscore\]'"
+    ):
         check(["bertscore"])

@@ -1,4 +1,6 @@
-"""Calibration error against the reference library, and temperatures found again after scores were spoilt by them."""
+"""Calibration error against the reference library, and temperatures found again after scores were
+spoilt by them.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,23 @@ from sklearn.calibration import calibration_curve
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from trainer.errors import DataError
-from trainer.tasks.vera.calibration import Objective, calibrate, ece, fit_temperature, nll, quantile_bins, scores_of
+from trainer.tasks.vera.calibration import (
+    Objective,
+    calibrate,
+    ece,
+    fit_temperature,
+    nll,
+    quantile_bins,
+    scores_of,
+)
 
 each_objective = pytest.mark.parametrize("objective", ["ece", "nll"])
 few = settings(max_examples=25, deadline=None)  # a fit takes a tenth of a second
 statements = st.lists(
-    st.tuples(st.one_of(st.floats(-30, 30, width=32), st.sampled_from([-1.0, 0.0, 1.0])), st.integers(0, 1)),
+    st.tuples(
+        st.one_of(st.floats(-30, 30, width=32), st.sampled_from([-1.0, 0.0, 1.0])),
+        st.integers(0, 1),
+    ),
     min_size=1,
     max_size=40,
 )
@@ -35,13 +48,16 @@ def apart(rows: list[tuple[float, int]]) -> tuple[list[float], list[int]]:
     return [logit for logit, _ in rows], [label for _, label in rows]
 
 
-def error(objective: Objective, logits: list[float], labels: list[int], temperature: float) -> float:
+def error(
+    objective: Objective, logits: list[float], labels: list[int], temperature: float
+) -> float:
     if objective == "nll":
         return nll(logits, labels, temperature=temperature)
     return ece(scores_of(logits, temperature=temperature), labels)
 
 
-# Errors ---------------------------------------------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @given(statements, st.integers(1, 12))
@@ -49,7 +65,9 @@ def test_ece_is_that_of_the_reference_library(rows: list[tuple[float, int]], bin
     logits, labels = apart(rows)
     scores = scores_of(logits)
     share, score = calibration_curve(labels, scores, n_bins=bins, strategy="quantile", pos_label=1)
-    assert ece(scores, labels, bins) == pytest.approx(float(np.mean(np.abs(share - score))), abs=1e-12)
+    assert ece(scores, labels, bins) == pytest.approx(
+        float(np.mean(np.abs(share - score))), abs=1e-12
+    )
 
 
 def test_ece_by_hand() -> None:
@@ -64,12 +82,18 @@ def test_bins_that_ties_leave_empty_are_dropped() -> None:
 
 
 def test_weights_count_a_statement_as_often_as_they_say() -> None:
-    assert ece([0.2, 0.4], [1, 0], 1, weights=[3.0, 1.0]) == pytest.approx(abs(3 / 4 - (0.6 + 0.4) / 4))
-    assert nll([0.5, -1.0], [1, 0], weights=[3.0, 1.0]) == pytest.approx(nll([0.5] * 3 + [-1.0], [1, 1, 1, 0]))
+    assert ece([0.2, 0.4], [1, 0], 1, weights=[3.0, 1.0]) == pytest.approx(
+        abs(3 / 4 - (0.6 + 0.4) / 4)
+    )
+    assert nll([0.5, -1.0], [1, 0], weights=[3.0, 1.0]) == pytest.approx(
+        nll([0.5] * 3 + [-1.0], [1, 1, 1, 0])
+    )
 
 
 @given(statements, st.floats(0.5, 5.0))
-def test_nll_is_that_of_the_reference_library(rows: list[tuple[float, int]], temperature: float) -> None:
+def test_nll_is_that_of_the_reference_library(
+    rows: list[tuple[float, int]], temperature: float
+) -> None:
     logits, labels = (torch.tensor(values, dtype=torch.float64) for values in apart(rows))
     wanted = float(binary_cross_entropy_with_logits(logits / temperature, labels))
     assert nll(logits, labels, temperature=temperature) == pytest.approx(wanted, abs=1e-12)
@@ -79,7 +103,8 @@ def test_nll_of_an_extreme_logit_is_finite() -> None:
     assert nll([-1e4], [1]) == 1e4
 
 
-# Temperatures ---------------------------------------------------------------------------------------------------------
+# Temperatures
+# ---------------------------------------------------------------------------------------------------------
 
 
 @each_objective
@@ -93,7 +118,9 @@ def test_a_known_temperature_is_found_again(objective: Objective, temperature: f
 @each_objective
 @few
 @given(statements)
-def test_the_objective_is_never_worse_than_at_1(objective: Objective, rows: list[tuple[float, int]]) -> None:
+def test_the_objective_is_never_worse_than_at_1(
+    objective: Objective, rows: list[tuple[float, int]]
+) -> None:
     logits, labels = apart(rows)
     found = fit_temperature(logits, labels, objective=objective)
     assert found > 0
@@ -107,7 +134,9 @@ def test_the_order_of_rows_does_not_matter(
     objective: Objective, rows: list[tuple[float, int]], data: st.DataObject
 ) -> None:
     shuffled = data.draw(st.permutations(rows))
-    assert fit_temperature(*apart(shuffled), objective=objective) == fit_temperature(*apart(rows), objective=objective)
+    assert fit_temperature(*apart(shuffled), objective=objective) == fit_temperature(
+        *apart(rows), objective=objective
+    )
 
 
 def test_the_order_of_rows_does_not_matter_even_where_rounding_decides() -> None:
@@ -115,7 +144,9 @@ def test_the_order_of_rows_does_not_matter_even_where_rounding_decides() -> None
     weights = np.ones(40)
     logits[0], weights[0] = 0.0, 1e15  # beside it, all other rows weigh as much as its last bits
     orders = [np.random.default_rng(seed).permutation(40) for seed in range(10)]
-    found = {fit_temperature(logits[o], labels[o], objective="nll", weights=weights[o]) for o in orders}
+    found = {
+        fit_temperature(logits[o], labels[o], objective="nll", weights=weights[o]) for o in orders
+    }
     assert len(found) == 1
 
 
@@ -129,8 +160,13 @@ def test_where_one_bin_gains_what_another_loses_the_temperature_nearest_to_1_is_
 @given(statements)
 def test_no_other_temperature_has_a_lower_nll(rows: list[tuple[float, int]]) -> None:
     logits, labels = apart(rows)
-    least = min(nll(logits, labels, temperature=temperature) for temperature in np.geomspace(0.01, 100, 500))
-    assert nll(logits, labels, temperature=fit_temperature(logits, labels, objective="nll")) <= least + 1e-6
+    least = min(
+        nll(logits, labels, temperature=temperature) for temperature in np.geomspace(0.01, 100, 500)
+    )
+    assert (
+        nll(logits, labels, temperature=fit_temperature(logits, labels, objective="nll"))
+        <= least + 1e-6
+    )
 
 
 def test_weights_move_the_temperature_as_repeated_rows_do() -> None:
@@ -138,7 +174,9 @@ def test_weights_move_the_temperature_as_repeated_rows_do() -> None:
     weights = np.where((logits > 0) == labels, 1.0, 3.0)
     repeated = np.repeat(np.arange(400), weights.astype(int))
     found = fit_temperature(logits, labels, objective="nll", weights=weights)
-    assert found == pytest.approx(fit_temperature(logits[repeated], labels[repeated], objective="nll"), rel=1e-4)
+    assert found == pytest.approx(
+        fit_temperature(logits[repeated], labels[repeated], objective="nll"), rel=1e-4
+    )
     assert found != pytest.approx(fit_temperature(logits, labels, objective="nll"), rel=1e-2)
 
 
@@ -155,7 +193,9 @@ def test_a_temperature_at_the_edge_is_warned_of(caplog: pytest.LogCaptureFixture
 
 def test_a_calibration_says_what_was_fitted_where_and_what_it_brought() -> None:
     logits, labels = calibrated(2_000)
-    found = calibrate(torch.from_numpy(logits * 3).float(), torch.from_numpy(labels), split="dev", objective="nll")
+    found = calibrate(
+        torch.from_numpy(logits * 3).float(), torch.from_numpy(labels), split="dev", objective="nll"
+    )
     assert (found.split, found.rows, found.objective) == ("dev", 2_000, "nll")
     assert found.temperature == pytest.approx(3.0, rel=0.1)
     assert found.ece_after < found.ece_before / 2
@@ -167,7 +207,8 @@ def test_ranks_of_scores_survive_any_temperature() -> None:
     assert (np.diff(scores_of(logits, temperature=7.3)) > 0).all()
 
 
-# Refusals -------------------------------------------------------------------------------------------------------------
+# Refusals
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_no_statements_are_refused() -> None:

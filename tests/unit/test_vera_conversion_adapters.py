@@ -1,4 +1,6 @@
-"""Every published format, in samples made up after the publisher's documentation (no record is a real one)."""
+"""Every published format, in samples made up after the publisher's documentation (no record is a
+real one).
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ STORY = "InputStoryid,InputSentence1,InputSentence2,InputSentence3,InputSentence
     "RandomFifthSentenceQuiz1,RandomFifthSentenceQuiz2,AnswerRightEnding\n"
     's1,"One, two.",Three.,Four.,Five.,He slept.,He flew.,1\n'
 )
-SWAG = ",video-id,fold-ind,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n" + (
-    "0,v,1,He sits. He,He sits.,He,gold,stands.,flies.,melts.,sings.,0\n"
+SWAG = (
+    ",video-id,fold-ind,startphrase,sent1,sent2,gold-source,ending0,ending1,ending2,ending3,label\n"
+    + ("0,v,1,He sits. He,He sits.,He,gold,stands.,flies.,melts.,sings.,0\n")
 )
 SCIENCE = {
     "id": "q1",
@@ -72,7 +75,9 @@ SAMPLES = [
         "numersense",
         {"validation.masked.tsv": "a snake has <mask> legs.\tzero\n"},
         "a snake has _ legs. \\n "
-        + " ".join(f"({letter}) {number}" for letter, number in zip("ABCDEFGHIJK", NUMBERS, strict=True))
+        + " ".join(
+            f"({letter}) {number}" for letter, number in zip("ABCDEFGHIJK", NUMBERS, strict=True)
+        )
         + "\tno",
         ["a snake has no legs."],
         [f"a snake has {number} legs." for number in NUMBERS[1:]],
@@ -80,7 +85,11 @@ SAMPLES = [
     Sample(
         "spatial_cs",
         {
-            "height/data.json": {"question": "Is a cup taller than a door?", "label": 0, "obj_a": "cup"},
+            "height/data.json": {
+                "question": "Is a cup taller than a door?",
+                "label": 0,
+                "obj_a": "cup",
+            },
             "posrel/data_qa.json": {"question": "A man climbs. Is he on the tree?", "label": 1},
             "size/data.json": {"question": "Is an ant bigger than a bus?", "label": 0},
         },
@@ -124,7 +133,10 @@ SAMPLES = [
     ),
     Sample(
         "comve_a",
-        {"subtaskA_dev_data.csv": 'id,sent0,sent1\n7,"Cats, eat stars",Cats eat\n', "subtaskA_dev_gold.csv": "7,0\n"},
+        {
+            "subtaskA_dev_data.csv": 'id,sent0,sent1\n7,"Cats, eat stars",Cats eat\n',
+            "subtaskA_dev_gold.csv": "7,0\n",
+        },
         "\\n (A) Cats, eat stars (B) Cats eat\tCats eat",
         ["Cats eat"],
         ["Cats, eat stars"],
@@ -205,7 +217,10 @@ SAMPLES = [
     science("quartz", "dev.jsonl"),
     Sample(
         "physical_iqa",
-        {"valid.jsonl": {"goal": "Clean it. How?", "sol1": "Use soap.", "sol2": "Use mud."}, "valid-labels.lst": "0\n"},
+        {
+            "valid.jsonl": {"goal": "Clean it. How?", "sol1": "Use soap.", "sol2": "Use mud."},
+            "valid-labels.lst": "0\n",
+        },
         "Clean it. How? \\n (A) Use soap. (B) Use mud.\tUse soap.",
         ["Clean it. <How? </s> Use soap.>."],
         ["Clean it. <How? </s> Use mud.>."],
@@ -246,7 +261,12 @@ SAMPLES = [
     ),
     Sample(
         "quarel",
-        {"quarel-v1-dev.jsonl": {"question": "Ice melts faster in (A) sun (B) shade", "answer_index": 0}},
+        {
+            "quarel-v1-dev.jsonl": {
+                "question": "Ice melts faster in (A) sun (B) shade",
+                "answer_index": 0,
+            }
+        },
         "Ice melts faster in \\n (A) sun (B) shade\tsun",
         ["<Ice melts faster in </s> sun>."],
         ["<Ice melts faster in </s> shade>."],
@@ -255,7 +275,12 @@ SAMPLES = [
         "cycic_mc",
         {
             "CycIC_dev_questions.jsonl": [
-                {"run_id": 1, "questionType": "true/false", "question": "?", "answer_option0": "True"},
+                {
+                    "run_id": 1,
+                    "questionType": "true/false",
+                    "question": "?",
+                    "answer_option0": "True",
+                },
                 {
                     "run_id": 2,
                     "questionType": "multiple choice",
@@ -264,7 +289,10 @@ SAMPLES = [
                     "answer_option1": "Bo",
                 },
             ],
-            "CycIC_dev_labels.jsonl": [{"run_id": 2, "correct_answer": 1}, {"run_id": 1, "correct_answer": 0}],
+            "CycIC_dev_labels.jsonl": [
+                {"run_id": 2, "correct_answer": 1},
+                {"run_id": 1, "correct_answer": 0},
+            ],
         },
         "Who? \\n (A) Al (B) Bo\tBo",
         ["<Who? </s> Bo>."],
@@ -306,7 +334,9 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
         if not isinstance(content, str):
             is_lines = isinstance(content, dict) or name.endswith("jsonl")
             rows = content if isinstance(content, list) else [content]
-            content = "".join(json.dumps(row) + "\n" for row in rows) if is_lines else json.dumps(content)
+            content = (
+                "".join(json.dumps(row) + "\n" for row in rows) if is_lines else json.dumps(content)
+            )
         path.write_text(content)
     return folder
 
@@ -314,7 +344,9 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
 def made(tmp_path: Path, sample: Sample, **settings: Any) -> tuple[str, dict[str, list[str]]]:
     """The last line and the last group of a sample."""
     task = "other" if sample.task == "unifiedqa" else None
-    asked = Conversion(sample.task, write(tmp_path / "raw", sample.files), tmp_path / "out", task=task, **settings)
+    asked = Conversion(
+        sample.task, write(tmp_path / "raw", sample.files), tmp_path / "out", task=task, **settings
+    )
     convert(asked, lambda texts: [f"<{text}>" for text in texts])
     folder = tmp_path / "out" / (task or sample.task)
     line = (folder / "dev.tsv").read_text().splitlines()[-1]
@@ -341,7 +373,12 @@ def test_no_record_of_a_wrong_shape_is_taken_for_a_problem(sample: Sample, tmp_p
     wrong = {name: wrong_content(content) for name, content in sample.files.items()}
     task = "other" if sample.task == "unifiedqa" else None
     asked = Conversion(
-        sample.task, write(tmp_path / "raw", wrong), tmp_path / "out", split="dev", task=task, is_strict=True
+        sample.task,
+        write(tmp_path / "raw", wrong),
+        tmp_path / "out",
+        split="dev",
+        task=task,
+        is_strict=True,
     )
     with pytest.raises(DataError, match=str(tmp_path / "raw")):
         convert(asked)
@@ -373,17 +410,22 @@ def test_a_variant_keeps_what_the_original_loses(
     assert group["golds"] == [statement]
 
 
-def test_a_name_at_the_start_of_a_sentence_keeps_its_capital_and_an_article_gets_one(tmp_path: Path) -> None:
+def test_a_name_at_the_start_of_a_sentence_keeps_its_capital_and_an_article_gets_one(
+    tmp_path: Path,
+) -> None:
     schema = WSC.replace("because</txt1>", ".</txt1>").replace("The dog </", "the dog </")
     _, group = made(
-        tmp_path, sample_of("wsc273")._replace(files={"WSCollection.xml": schema}), variants={"case": "fit"}
+        tmp_path,
+        sample_of("wsc273")._replace(files={"WSCollection.xml": schema}),
+        variants={"case": "fit"},
     )
     assert group["golds"] == ["The cat feared the dog . The dog growled."]
 
 
 def test_an_unknown_variant_is_told_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"copa has no variant case=fit. Use one of connective=none, connective=because"
+        ConfigError,
+        match=r"copa has no variant case=fit. Use one of connective=none, connective=because",
     ):
         made(tmp_path, sample_of("copa"), variants={"case": "fit"})
 
@@ -395,6 +437,9 @@ def test_labels_of_another_release_are_refused(tmp_path: Path) -> None:
 
 
 def test_options_of_wsc273_txt_come_in_the_order_of_the_collection(tmp_path: Path) -> None:
-    files = {"WSCollection.xml": WSC, "wsc273.txt": "x [MASK] y\n[MASK]\nthe big dog , the cat\nthe big dog \n\n"}
+    files = {
+        "WSCollection.xml": WSC,
+        "wsc273.txt": "x [MASK] y\n[MASK]\nthe big dog , the cat\nthe big dog \n\n",
+    }
     line, _ = made(tmp_path, sample_of("wsc273")._replace(files=files))
     assert line.endswith("\\n (A) the cat (B) the big dog\tthe big dog")

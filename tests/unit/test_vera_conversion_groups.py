@@ -1,4 +1,6 @@
-"""Problems, lines, statements and files of a conversion: what comes out, what is refused, and what is counted."""
+"""Problems, lines, statements and files of a conversion: what comes out, what is refused, and what
+is counted.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +45,27 @@ def asked(tmp_path: Path, *lines: str, **settings: object) -> Conversion:
 # Lines
 
 
-@given(st.none() | words, st.lists(words, min_size=2, max_size=5, unique=True), st.none() | words, st.data())
+@given(
+    st.none() | words,
+    st.lists(words, min_size=2, max_size=5, unique=True),
+    st.none() | words,
+    st.data(),
+)
 def test_a_line_is_read_as_the_problem_it_was_written_from(
     question: str | None, choices: list[str], context: str | None, data: st.DataObject
 ) -> None:
-    problem = multiple_choice(question, choices, data.draw(st.integers(0, len(choices) - 1)), context)
+    problem = multiple_choice(
+        question, choices, data.draw(st.integers(0, len(choices) - 1)), context
+    )
     assert read_line(write_line(problem)) == problem
 
 
 @given(words, st.booleans())
 def test_a_boolean_is_read_as_it_was_written(text: str, label: bool) -> None:
     assert read_line(write_line(yes_no(text, label=label))) == yes_no(text, label=label)
-    assert read_line(write_line(statement(text, label=label)), is_statement=True) == statement(text, label=label)
+    assert read_line(write_line(statement(text, label=label)), is_statement=True) == statement(
+        text, label=label
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,9 +112,19 @@ def test_a_choice_fills_the_blank(question: str | None, choice: str, text: str) 
 
 @pytest.mark.parametrize(
     ("question", "count"),
-    [("a _ b", 1), ("a_b", 0), ("_a b", 1), ("__a b", 0), (f"a {'_' * 20} b", 1), (f"a {'_' * 21} b", 0), ("_ a _", 2)],
+    [
+        ("a _ b", 1),
+        ("a_b", 0),
+        ("_a b", 1),
+        ("__a b", 0),
+        (f"a {'_' * 20} b", 1),
+        (f"a {'_' * 21} b", 0),
+        ("_ a _", 2),
+    ],
 )
-def test_a_blank_has_a_space_beside_it_and_at_most_20_underscores(question: str, count: int) -> None:
+def test_a_blank_has_a_space_beside_it_and_at_most_20_underscores(
+    question: str, count: int
+) -> None:
     assert len(find_blanks(question)) == count
 
 
@@ -120,7 +141,10 @@ def test_several_blanks_go_to_the_converter() -> None:
 
 
 def test_a_split_is_groups_of_statements_as_json(tmp_path: Path) -> None:
-    convert(asked(tmp_path, GOOD, "Can it?\tno", "It can.\tyes"), lambda texts: [f"so {text}" for text in texts])
+    convert(
+        asked(tmp_path, GOOD, "Can it?\tno", "It can.\tyes"),
+        lambda texts: [f"so {text}" for text in texts],
+    )
     assert json.loads((tmp_path / "out/other/dev.json").read_text()) == [
         {"golds": ["Ice is cold ."], "distractors": ["Ice is hot ."]},
         {"golds": [], "distractors": ["so Can it? </s> yes."]},
@@ -135,10 +159,16 @@ def test_rows_that_are_no_problem_are_counted_and_listed(tmp_path: Path) -> None
     assert report.failures == [f"{tmp_path}/dev.tsv, line 2: no tab, want question, tab, answer"]
     assert any("parse failures           1" in line for line in report.lines())
     written = json.loads((tmp_path / "out/other/report.json").read_text())["dev"]
-    assert (written["rows"], written["failures"], written["by_rule"]) == (3, report.failures, {"blank": 4})
+    assert (written["rows"], written["failures"], written["by_rule"]) == (
+        3,
+        report.failures,
+        {"blank": 4},
+    )
 
 
-def test_strict_fails_on_every_row_that_would_be_left_out_and_writes_nothing(tmp_path: Path) -> None:
+def test_strict_fails_on_every_row_that_would_be_left_out_and_writes_nothing(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(DataError) as error:
         convert(asked(tmp_path, GOOD, "odd", ASKED, is_strict=True))
     assert "2 of 3 rows give no group" in str(error.value)
@@ -163,7 +193,9 @@ def test_a_split_without_a_group_is_refused(tmp_path: Path) -> None:
 def test_an_option_with_the_text_of_the_gold_is_no_distractor(tmp_path: Path) -> None:
     (report,) = convert(asked(tmp_path, "It is _ . \\n (A) hot (B) hot\thot"))
     assert (report.statements, report.identical_options, report.lost_distractors) == (1, 1, 1)
-    assert json.loads((tmp_path / "out/other/dev.json").read_text()) == [{"golds": ["It is hot ."], "distractors": []}]
+    assert json.loads((tmp_path / "out/other/dev.json").read_text()) == [
+        {"golds": ["It is hot ."], "distractors": []}
+    ]
 
 
 def test_a_blank_too_many_and_a_marker_in_an_option_are_counted(tmp_path: Path) -> None:
@@ -171,13 +203,17 @@ def test_a_blank_too_many_and_a_marker_in_an_option_are_counted(tmp_path: Path) 
     folder.mkdir()
     row = {"sentence": "Give _ to _", "option1": "vitamin (B)", "option2": "sugar", "answer": "1"}
     (folder / "dev.jsonl").write_text(json.dumps(row))
-    (report,) = convert(Conversion("winogrande_xl", folder, tmp_path / "out"), lambda texts: list(texts))
+    (report,) = convert(
+        Conversion("winogrande_xl", folder, tmp_path / "out"), lambda texts: list(texts)
+    )
     assert (report.blanks_not_one, report.ambiguous_lines, report.groups) == (1, 1, 1)
 
 
 def test_lines_of_a_known_set_are_declared_as_that_set(tmp_path: Path) -> None:
     convert(asked(tmp_path, "He sat. He \\n (A) rose. (B) fell.\trose.", task="swag"))
-    assert json.loads((tmp_path / "out/swag/dev.json").read_text())[0]["golds"] == ["He sat. He rose."]
+    assert json.loads((tmp_path / "out/swag/dev.json").read_text())[0]["golds"] == [
+        "He sat. He rose."
+    ]
     convert(asked(tmp_path, "Ice is cold\tyes", task="creak"))
     assert json.loads((tmp_path / "out/creak/dev.json").read_text())[0]["golds"] == ["Ice is cold"]
 
@@ -214,20 +250,28 @@ def test_a_converter_that_fails_leaves_no_file(tmp_path: Path) -> None:
         ({"dataset": "copa"}, "Say by --split which split it is"),
     ],
 )
-def test_a_wrong_request_says_what_was_wanted(change: dict[str, str], said: str, tmp_path: Path) -> None:
+def test_a_wrong_request_says_what_was_wanted(
+    change: dict[str, str], said: str, tmp_path: Path
+) -> None:
     values = {"dataset": "unifiedqa", "task": "other"} | change
     split = "dev" if values["dataset"] == "comve_a" else None
     with pytest.raises(ConfigError) as error:
         convert(
             Conversion(
-                values["dataset"], lines_file(tmp_path, GOOD), tmp_path / "out", split=split, task=values["task"]
+                values["dataset"],
+                lines_file(tmp_path, GOOD),
+                tmp_path / "out",
+                split=split,
+                task=values["task"],
             )
         )
     assert said in str(error.value)
 
 
 def test_a_folder_without_the_files_is_told_which(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds no split of qasc \(train: train.jsonl; dev: dev.jsonl\)"):
+    with pytest.raises(
+        DataError, match=r"holds no split of qasc \(train: train.jsonl; dev: dev.jsonl\)"
+    ):
         convert(Conversion("qasc", tmp_path, tmp_path / "out"))
     (tmp_path / "train.jsonl").write_text("{}")
     with pytest.raises(DataError, match=r"lacks train-labels.lst of the train split"):
@@ -249,14 +293,26 @@ def command(*arguments: object) -> Result:
 
 def test_the_command_prints_the_report(tmp_path: Path) -> None:
     path = lines_file(tmp_path, GOOD, "odd")
-    done = command("convert", "unifiedqa", "--in", path, "--out", tmp_path / "out", "--task", "other")
+    done = command(
+        "convert", "unifiedqa", "--in", path, "--out", tmp_path / "out", "--task", "other"
+    )
     assert (done.exit_code, done.stderr) == (0, "")
     assert "other/dev: 2 rows -> 1 groups, 2 statements" in done.stdout
 
 
 def test_the_command_with_strict_ends_in_one_message_and_code_2(tmp_path: Path) -> None:
     path = lines_file(tmp_path, GOOD, "odd")
-    done = command("convert", "unifiedqa", "--in", path, "--out", tmp_path / "out", "--task", "other", "--strict")
+    done = command(
+        "convert",
+        "unifiedqa",
+        "--in",
+        path,
+        "--out",
+        tmp_path / "out",
+        "--task",
+        "other",
+        "--strict",
+    )
     assert done.exit_code == 2
     assert done.stderr.startswith("DataError: other/dev: 1 of 2 rows give no group")
 
@@ -265,4 +321,6 @@ def test_the_command_makes_more_by_rule_when_asked(tmp_path: Path) -> None:
     path = lines_file(tmp_path, "Can you see it?\tyes")
     options = ["--out", tmp_path / "out", "--task", "other", "--declarer", "rules", "--strict"]
     assert command("convert", "unifiedqa", "--in", path, *options).exit_code == 0
-    assert json.loads((tmp_path / "out/other/dev.json").read_text())[0]["golds"] == ["You can see it."]
+    assert json.loads((tmp_path / "out/other/dev.json").read_text())[0]["golds"] == [
+        "You can see it."
+    ]

@@ -1,4 +1,6 @@
-"""The question converter on a tiny T5 with random weights: batches, the cache, and work that was interrupted."""
+"""The question converter on a tiny T5 with random weights: batches, the cache, and work that was
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,29 @@ from trainer.errors import ConfigError
 from trainer.tasks.vera.conversion.convert import Conversion, convert
 from trainer.tasks.vera.conversion.neural import QuestionConverter
 
-WORDS = ["is", "ice", "cold", "warm", "can", "it", "melt", "what", "does", "the", "sun", "do", "shine", ".", "?"]
-TEXTS = ["is ice cold ? </s> yes", "what does the sun do ? </s> shine", "can it melt ? </s> yes", "is it ? </s> warm"]
+WORDS = [
+    "is",
+    "ice",
+    "cold",
+    "warm",
+    "can",
+    "it",
+    "melt",
+    "what",
+    "does",
+    "the",
+    "sun",
+    "do",
+    "shine",
+    ".",
+    "?",
+]
+TEXTS = [
+    "is ice cold ? </s> yes",
+    "what does the sun do ? </s> shine",
+    "can it melt ? </s> yes",
+    "is it ? </s> warm",
+]
 
 
 def tiny_t5(folder: Path, seed: int = 0) -> Path:
@@ -25,11 +48,21 @@ def tiny_t5(folder: Path, seed: int = 0) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     torch.manual_seed(seed)
-    config = T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=20, decoder_start_token_id=0)
+    config = T5Config(
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        vocab_size=20,
+        decoder_start_token_id=0,
+    )
     model = T5ForConditionalGeneration(config)
     for parameter in model.parameters():  # random enough that answers differ
         torch.nn.init.normal_(parameter, std=0.7)
@@ -116,7 +149,10 @@ def test_an_interrupted_conversion_goes_on_where_it_was(
 
 def test_two_conversions_do_not_write_one_cache(model: str, tmp_path: Path) -> None:
     converter(model, tmp_path)(TEXTS[:1])
-    with FileLock(f"{cache_of(tmp_path)}.lock"), pytest.raises(ConfigError, match="another conversion"):
+    with (
+        FileLock(f"{cache_of(tmp_path)}.lock"),
+        pytest.raises(ConfigError, match="another conversion"),
+    ):
         converter(model, tmp_path)(TEXTS)
 
 
@@ -125,13 +161,17 @@ def test_a_model_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
         converter(str(tmp_path / "nothing"), tmp_path)(TEXTS)
 
 
-def test_a_set_is_converted_with_a_model(model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_set_is_converted_with_a_model(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "dev.tsv").write_text("can it melt ? \\n (A) it can (B) the sun\tit can\n")
     asked = Conversion("unifiedqa", tmp_path / "dev.tsv", tmp_path / "out", task="other")
     with caplog.at_level(logging.INFO):
         (report,) = convert(asked, converter(model, tmp_path / "cache"))
     (group,) = json.loads((tmp_path / "out/other/dev.json").read_text())
-    answers = converter(model, tmp_path / "cache")(["can it melt ? </s> it can", "can it melt ? </s> the sun"])
+    answers = converter(model, tmp_path / "cache")(
+        ["can it melt ? </s> it can", "can it melt ? </s> the sun"]
+    )
     full = [text if text.endswith((".", "!")) else f"{text.strip('?')}." for text in answers]
     assert group == {"golds": full[:1], "distractors": full[1:]}
     assert report.converter_share == 1.0

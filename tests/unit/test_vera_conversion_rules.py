@@ -23,7 +23,9 @@ from trainer.tasks.vera.conversion.rules import declared
         ("Did Eric Clapton have similar taste?", "Eric Clapton had similar taste"),
     ],
 )
-def test_a_question_whose_order_of_words_decides_becomes_a_statement(question: str, want: str) -> None:
+def test_a_question_whose_order_of_words_decides_becomes_a_statement(
+    question: str, want: str
+) -> None:
     assert declared(question, "yes") == want
 
 
@@ -66,5 +68,7 @@ def test_what_is_left_of_a_name_with_a_full_stop_is_no_sentence() -> None:
         ("What is ice?", "water", None),
     ],
 )
-def test_a_choice_completes_a_stem_only_where_nothing_else_can(stem: str, choice: str, want: str | None) -> None:
+def test_a_choice_completes_a_stem_only_where_nothing_else_can(
+    stem: str, choice: str, want: str | None
+) -> None:
     assert declared(stem, choice) == want

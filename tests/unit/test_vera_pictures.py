@@ -43,7 +43,9 @@ def histogram(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("picture", ["diagram", "histogram"])
-def test_a_picture_is_800_by_600_on_white_and_shows_both_colors(picture: str, request: pytest.FixtureRequest) -> None:
+def test_a_picture_is_800_by_600_on_white_and_shows_both_colors(
+    picture: str, request: pytest.FixtureRequest
+) -> None:
     image = pixels(request.getfixturevalue(picture))
     assert image.shape == (600, 800, 3)
     assert (image[0, 0] == 255).all()
@@ -62,7 +64,9 @@ def test_the_same_scores_make_the_same_file(diagram: Path) -> None:
 
 
 def test_a_dark_style_of_the_user_changes_nothing_and_stays(diagram: Path) -> None:
-    with mpl.rc_context({"axes.facecolor": "black", "text.color": "white", "figure.facecolor": "black"}):
+    with mpl.rc_context(
+        {"axes.facecolor": "black", "text.color": "white", "figure.facecolor": "black"}
+    ):
         again = diagram.with_name("again.png")
         reliability_diagram(again, BEFORE, AFTER, LABELS)
         assert mpl.rcParams["axes.facecolor"] == "black"

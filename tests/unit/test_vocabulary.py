@@ -1,4 +1,6 @@
-"""Tokenizers are found where they are, identified by content, and never pad with the end of a text."""
+"""Tokenizers are found where they are, identified by content, and never pad with the end of
+a text.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,18 @@ def _embedded_id(cache: Path) -> str:
     return vocabulary.tokenizer_id(vocabulary.embedded_tokenizer(300, cache))
 
 
-@pytest.mark.parametrize("text", ["plain", "  two  spaces, it 's \n\ttab", "Grüße 中文 \U0001f600", "\x00\x7f"])
-def test_the_embedded_tokenizer_gives_back_any_text(embedded: PreTrainedTokenizerFast, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["plain", "  two  spaces, it 's \n\ttab", "Grüße 中文 \U0001f600", "\x00\x7f"]
+)
+def test_the_embedded_tokenizer_gives_back_any_text(
+    embedded: PreTrainedTokenizerFast, text: str
+) -> None:
     assert embedded.decode(embedded(text)["input_ids"]) == text
 
 
-def test_the_embedded_tokenizer_ends_with_id_0_and_pads_with_id_1(embedded: PreTrainedTokenizerFast) -> None:
+def test_the_embedded_tokenizer_ends_with_id_0_and_pads_with_id_1(
+    embedded: PreTrainedTokenizerFast,
+) -> None:
     assert len(embedded) == 320
     assert embedded.bos_token_id == embedded.eos_token_id == vocabulary.eos_id(embedded) == 0
     assert embedded.pad_token_id == vocabulary.pad_id(embedded) == 1
@@ -73,16 +81,22 @@ def test_processes_that_start_at_once_share_one_embedded_tokenizer(tmp_path: Pat
     with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
         ids = set(pool.map(_embedded_id, [tmp_path] * 2))
     assert len(ids) == 1
-    assert [path.name for path in (tmp_path / "tokenizers").iterdir() if path.suffix == ".tmp"] == []
+    assert [
+        path.name for path in (tmp_path / "tokenizers").iterdir() if path.suffix == ".tmp"
+    ] == []
 
 
 def test_a_cache_folder_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("not a folder")
-    with pytest.raises(StorageError, match=r"cannot be written: Not a directory.*choose another cache folder"):
+    with pytest.raises(
+        StorageError, match=r"cannot be written: Not a directory.*choose another cache folder"
+    ):
         vocabulary.embedded_tokenizer(300, tmp_path / "cache")
 
 
-def test_a_tokenizer_folder_is_found_below_the_data_path(embedded: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_tokenizer_folder_is_found_below_the_data_path(
+    embedded: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     embedded.save_pretrained(tmp_path / "mine")
     found = vocabulary.load_tokenizer("mine", data_path=tmp_path, cache_dir=tmp_path)
     assert vocabulary.tokenizer_id(found) == vocabulary.tokenizer_id(embedded)
@@ -99,7 +113,9 @@ def test_a_tokenizer_folder_here_wins_over_one_below_the_data_path(
 
 
 def test_a_missing_tokenizer_folder_names_every_place_that_was_tried(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)'\./gone/tokenizer'.*gone/tokenizer, folder .*Give a folder"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)'\./gone/tokenizer'.*gone/tokenizer, folder .*Give a folder"
+    ):
         vocabulary.load_tokenizer("./gone/tokenizer", data_path=tmp_path, cache_dir=tmp_path)
 
 
@@ -109,18 +125,26 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         vocabulary.load_tokenizer("empty", data_path=tmp_path, cache_dir=tmp_path)
 
 
-def test_the_id_of_a_tokenizer_does_not_change_by_using_it(embedded: PreTrainedTokenizerFast) -> None:
+def test_the_id_of_a_tokenizer_does_not_change_by_using_it(
+    embedded: PreTrainedTokenizerFast,
+) -> None:
     before = vocabulary.tokenizer_id(embedded)
     embedded(["a", "b c d e f"], padding=True, truncation=True, max_length=3)
     assert vocabulary.tokenizer_id(embedded) == before
 
 
-def test_tokenizers_of_different_size_have_different_ids(embedded: PreTrainedTokenizerFast, cache: Path) -> None:
-    assert vocabulary.tokenizer_id(vocabulary.embedded_tokenizer(300, cache)) != vocabulary.tokenizer_id(embedded)
+def test_tokenizers_of_different_size_have_different_ids(
+    embedded: PreTrainedTokenizerFast, cache: Path
+) -> None:
+    assert vocabulary.tokenizer_id(
+        vocabulary.embedded_tokenizer(300, cache)
+    ) != vocabulary.tokenizer_id(embedded)
 
 
 @pytest.mark.parametrize("name", ["starcoder", "t5", "bert-uncased"])
-def test_the_pad_of_a_real_tokenizer_is_in_its_vocabulary_and_is_not_its_end(name: str, cache: Path) -> None:
+def test_the_pad_of_a_real_tokenizer_is_in_its_vocabulary_and_is_not_its_end(
+    name: str, cache: Path
+) -> None:
     tokenizer = _real(name, cache)
     assert vocabulary.pad_id(tokenizer) != tokenizer.eos_token_id
     assert tokenizer.convert_ids_to_tokens(vocabulary.pad_id(tokenizer)) is not None
@@ -132,7 +156,9 @@ def test_a_tokenizer_whose_only_special_token_is_its_end_pads_with_an_ordinary_i
     backend = embedded.backend_tokenizer.from_str(
         embedded.backend_tokenizer.to_str().replace('"special":true', '"special":false')
     )
-    plain = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
     assert plain.pad_token_id == plain.eos_token_id == 0
     assert vocabulary.pad_id(plain) == 1
 
@@ -144,5 +170,7 @@ def test_a_tokenizer_without_an_end_is_refused_where_one_is_needed(cache: Path) 
 
 def test_ids_beyond_the_embedding_are_refused(embedded: PreTrainedTokenizerFast) -> None:
     vocabulary.check_fits(embedded, 320)
-    with pytest.raises(ConfigError, match=r"ids up to 319, the base only 319 embeddings\..*at least 320"):
+    with pytest.raises(
+        ConfigError, match=r"ids up to 319, the base only 319 embeddings\..*at least 320"
+    ):
         vocabulary.check_fits(embedded, 319)

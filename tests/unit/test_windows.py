@@ -1,4 +1,6 @@
-"""Which rows a step trains on depends on seed and step alone: not on the world size, not on where the run began."""
+"""Which rows a step trains on depends on seed and step alone: not on the world size, not on where
+the run began.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import (
+from trainer.data.order import (
     Sharding,
     Sizes,
     bucketed_step_rows,
@@ -31,8 +32,9 @@ from trainer.data.windows import (
     window_rows,
     windows,
 )
+from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
-from trainer.task import DRAW, Batch, Encoded, Task
+from trainer.tasks.protocol import DRAW, Batch, Encoded, Task
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -113,14 +115,24 @@ def test_a_shared_order_cannot_be_written_to() -> None:
         epoch_order(5, seed=0, epoch=0)[0] = 1
 
 
-@given(num_rows=st.integers(1, 100), global_batch=st.integers(1, 100), seed=_SEEDS, epoch=st.integers(0, 3))
-def test_no_row_is_repeated_inside_an_epoch(num_rows: int, global_batch: int, seed: int, epoch: int) -> None:
+@given(
+    num_rows=st.integers(1, 100),
+    global_batch=st.integers(1, 100),
+    seed=_SEEDS,
+    epoch=st.integers(0, 3),
+)
+def test_no_row_is_repeated_inside_an_epoch(
+    num_rows: int, global_batch: int, seed: int, epoch: int
+) -> None:
     steps = num_rows // global_batch
     if steps == 0:
         with pytest.raises(DataError, match=f"fewer than train.global_batch={global_batch}"):
             step_rows(0, num_rows, global_batch=global_batch, seed=seed)
         return
-    taken = [step_rows(epoch * steps + i, num_rows, global_batch=global_batch, seed=seed) for i in range(steps)]
+    taken = [
+        step_rows(epoch * steps + i, num_rows, global_batch=global_batch, seed=seed)
+        for i in range(steps)
+    ]
     assert all(len(rows) == global_batch for rows in taken)
     assert len(set(np.concatenate(taken).tolist())) == steps * global_batch
 
@@ -129,11 +141,16 @@ def test_no_row_is_repeated_inside_an_epoch(num_rows: int, global_batch: int, se
 
 
 @given(sharding=_SHARDINGS, seed=_SEEDS, step=st.integers(0, 20))
-def test_the_ranks_together_hold_exactly_the_global_batch(sharding: Sharding, seed: int, step: int) -> None:
+def test_the_ranks_together_hold_exactly_the_global_batch(
+    sharding: Sharding, seed: int, step: int
+) -> None:
     lengths = _lengths(sharding.global_batch + 7, seed)
-    windows_of = [window_rows(step, lengths=lengths, sharding=rank, seed=seed) for rank in _ranks(sharding)]
+    windows_of = [
+        window_rows(step, lengths=lengths, sharding=rank, seed=seed) for rank in _ranks(sharding)
+    ]
     assert all(
-        [len(rows) for rows in window] == [sharding.micro_batch] * sharding.accumulation for window in windows_of
+        [len(rows) for rows in window] == [sharding.micro_batch] * sharding.accumulation
+        for window in windows_of
     )
     together = sorted(int(row) for window in windows_of for rows in window for row in rows)
     wanted = step_rows(step, len(lengths), global_batch=sharding.global_batch, seed=seed)
@@ -146,15 +163,23 @@ def test_the_global_batch_is_the_same_for_any_world_size(seed: int, step: int) -
     seen = set()
     for world, micro in [(1, 12), (1, 1), (2, 3), (3, 2), (4, 3), (12, 1)]:
         ranks = _ranks(Sharding(12, micro, world, 0))
-        found = [rows for rank in ranks for rows in window_rows(step, lengths=lengths, sharding=rank, seed=seed)]
+        found = [
+            rows
+            for rank in ranks
+            for rows in window_rows(step, lengths=lengths, sharding=rank, seed=seed)
+        ]
         seen.add(tuple(sorted(np.concatenate(found).tolist())))
     assert len(seen) == 1
 
 
 @given(sharding=_SHARDINGS, seed=_SEEDS)
-def test_ranks_get_rows_of_like_length_at_the_same_time_and_the_longest_first(sharding: Sharding, seed: int) -> None:
+def test_ranks_get_rows_of_like_length_at_the_same_time_and_the_longest_first(
+    sharding: Sharding, seed: int
+) -> None:
     lengths = _lengths(sharding.global_batch, seed)
-    per_rank = [window_rows(0, lengths=lengths, sharding=rank, seed=seed) for rank in _ranks(sharding)]
+    per_rank = [
+        window_rows(0, lengths=lengths, sharding=rank, seed=seed) for rank in _ranks(sharding)
+    ]
     dealt = [lengths[rows] for micro in zip(*per_rank, strict=True) for rows in micro]
     assert np.all(np.diff(np.concatenate(dealt)) <= 0)
 
@@ -163,8 +188,12 @@ def test_the_accumulation_follows_from_the_other_numbers() -> None:
     assert Sharding(64, 4, 8, 0).accumulation == 2
 
 
-@pytest.mark.parametrize(("global_batch", "fix"), [(30, "32 or 64"), (70, "64 or 96"), (33, "32 or 64")])
-def test_a_global_batch_that_cannot_be_dealt_names_the_nearest_that_can(global_batch: int, fix: str) -> None:
+@pytest.mark.parametrize(
+    ("global_batch", "fix"), [(30, "32 or 64"), (70, "64 or 96"), (33, "32 or 64")]
+)
+def test_a_global_batch_that_cannot_be_dealt_names_the_nearest_that_can(
+    global_batch: int, fix: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         Sharding(global_batch, 4, 8, 0)
     assert str(caught.value) == (
@@ -194,7 +223,9 @@ def test_micro_batches_keep_to_their_tokens_and_rows_and_all_ranks_get_equally_m
     sharding: Sharding, seed: int, step: int
 ) -> None:
     lengths = _lengths(5 * sharding.global_batch + 3, seed)
-    of_ranks = [window_rows(step, lengths=lengths, sharding=rank, seed=seed) for rank in _ranks(sharding)]
+    of_ranks = [
+        window_rows(step, lengths=lengths, sharding=rank, seed=seed) for rank in _ranks(sharding)
+    ]
     assert len({len(window) for window in of_ranks}) == 1
     for rows in (rows for window in of_ranks for rows in window):
         assert 1 <= len(rows) <= sharding.micro_batch
@@ -202,7 +233,9 @@ def test_micro_batches_keep_to_their_tokens_and_rows_and_all_ranks_get_equally_m
 
 
 @given(sharding=_BY_TOKENS, seed=_SEEDS, step=st.integers(0, 20))
-def test_a_step_holds_the_same_rows_for_any_world_size_and_budget(sharding: Sharding, seed: int, step: int) -> None:
+def test_a_step_holds_the_same_rows_for_any_world_size_and_budget(
+    sharding: Sharding, seed: int, step: int
+) -> None:
     lengths = _lengths(5 * sharding.global_batch + 3, seed)
     one = replace(sharding, world=1, micro_batch=1, micro_tokens=None)
     found = [
@@ -218,35 +251,54 @@ def test_a_step_holds_the_same_rows_for_any_world_size_and_budget(sharding: Shar
 
 
 @given(seed=_SEEDS, epoch=st.integers(0, 3), bucket=st.integers(1, 5))
-def test_an_epoch_in_buckets_has_the_rows_of_one_without(seed: int, epoch: int, bucket: int) -> None:
+def test_an_epoch_in_buckets_has_the_rows_of_one_without(
+    seed: int, epoch: int, bucket: int
+) -> None:
     lengths = _lengths(43, seed)
     steps = range(epoch * 10, epoch * 10 + 10)
     plain = [step_rows(step, 43, global_batch=4, seed=seed) for step in steps]
-    sorted_ones = [bucketed_step_rows(step, lengths, global_batch=4, bucket_steps=bucket, seed=seed) for step in steps]
+    sorted_ones = [
+        bucketed_step_rows(step, lengths, global_batch=4, bucket_steps=bucket, seed=seed)
+        for step in steps
+    ]
     assert sorted(np.concatenate(plain)) == sorted(np.concatenate(sorted_ones))
 
 
 def test_buckets_hold_rows_of_like_length_in_a_drawn_order() -> None:
     lengths = np.random.default_rng(0).permutation(400)
-    steps = [bucketed_step_rows(step, lengths, global_batch=10, bucket_steps=40, seed=3) for step in range(40)]
+    steps = [
+        bucketed_step_rows(step, lengths, global_batch=10, bucket_steps=40, seed=3)
+        for step in range(40)
+    ]
     assert all(np.ptp(lengths[rows]) == 9 for rows in steps)
     firsts = [int(lengths[rows].max()) for rows in steps]
     assert firsts != sorted(firsts) != firsts[::-1]
-    again = [bucketed_step_rows(step, lengths, global_batch=10, bucket_steps=40, seed=3) for step in range(40, 80)]
+    again = [
+        bucketed_step_rows(step, lengths, global_batch=10, bucket_steps=40, seed=3)
+        for step in range(40, 80)
+    ]
     assert [int(lengths[rows].max()) for rows in again] != firsts
 
 
 def test_rows_in_their_given_order_are_never_bucketed() -> None:
     lengths = _lengths(40, 1)
-    assert bucketed_step_rows(2, lengths, global_batch=4, bucket_steps=5, seed=None).tolist() == [8, 9, 10, 11]
+    assert bucketed_step_rows(2, lengths, global_batch=4, bucket_steps=5, seed=None).tolist() == [
+        8,
+        9,
+        10,
+        11,
+    ]
 
 
 def test_packed_rows_fill_a_budget_of_tokens_by_their_own_lengths_and_pad_nothing() -> None:
     lengths = np.array([[40], [10], [10], [10], [10], [10]])
-    padded, packed = (Sizes(lengths, np.zeros(6, np.int32), is_packed=packed) for packed in (False, True))
+    padded, packed = (
+        Sizes(lengths, np.zeros(6, np.int32), is_packed=packed) for packed in (False, True)
+    )
     sharding = Sharding(6, 6, 1, 0, micro_tokens=60)
     cut = [
-        [len(rows) for rows in window_rows(0, lengths=sizes, sharding=sharding, seed=1)] for sizes in (padded, packed)
+        [len(rows) for rows in window_rows(0, lengths=sizes, sharding=sharding, seed=1)]
+        for sizes in (padded, packed)
     ]
     assert cut == [[1, 5], [3, 3]]
     whole = replace(sharding, micro_tokens=None)
@@ -257,15 +309,21 @@ def test_packed_rows_fill_a_budget_of_tokens_by_their_own_lengths_and_pad_nothin
 def test_the_padding_share_is_what_is_padded_of_what_is_computed() -> None:
     lengths = np.array([4, 2, 3, 3])
     assert padding_share(lengths, Sharding(4, 4, 1, 0), seed=None, steps=1) == 1 - 12 / 16
-    assert padding_share(lengths, Sharding(4, 2, 1, 0), seed=None, steps=1) == 1 - 12 / (2 * 4 + 2 * 3)
-    assert padding_share(lengths, Sharding(4, 2, 2, 0), seed=None, steps=1) == 1 - 12 / (2 * 4 + 2 * 3)
+    assert padding_share(lengths, Sharding(4, 2, 1, 0), seed=None, steps=1) == 1 - 12 / (
+        2 * 4 + 2 * 3
+    )
+    assert padding_share(lengths, Sharding(4, 2, 2, 0), seed=None, steps=1) == 1 - 12 / (
+        2 * 4 + 2 * 3
+    )
 
 
 def test_buckets_and_token_budgets_pad_less() -> None:
     lengths = np.random.default_rng(0).lognormal(4, 1, 2000).astype(int) + 1
     rows = Sharding(32, 8, 2, 0)
     tokens = replace(rows, micro_batch=16, micro_tokens=2048, bucket_steps=16)
-    assert padding_share(lengths, tokens, seed=1, steps=32) < 0.35 * padding_share(lengths, rows, seed=1, steps=32)
+    assert padding_share(lengths, tokens, seed=1, steps=32) < 0.35 * padding_share(
+        lengths, rows, seed=1, steps=32
+    )
 
 
 # Kinds, and fields that are padded by themselves
@@ -276,7 +334,10 @@ def _questions_and_contexts(num_rows: int, seed: int) -> Sizes:
     random = np.random.default_rng(seed)
     kinds = random.integers(0, 2, num_rows)
     contexts = random.integers(20, 90, num_rows)
-    return Sizes(np.stack([np.where(kinds, contexts, random.integers(5, 12, num_rows)), contexts], axis=1), kinds)
+    return Sizes(
+        np.stack([np.where(kinds, contexts, random.integers(5, 12, num_rows)), contexts], axis=1),
+        kinds,
+    )
 
 
 @given(sharding=_BY_TOKENS, seed=_SEEDS, step=st.integers(0, 20))
@@ -285,15 +346,21 @@ def test_kinds_share_no_micro_batch_and_every_axis_counts_with_its_longest_row(
 ) -> None:
     sharding = replace(sharding, micro_tokens=10 * (sharding.micro_tokens or 1))
     sizes = _questions_and_contexts(5 * sharding.global_batch + 3, seed)
-    of_ranks = [window_rows(step, lengths=sizes, sharding=rank, seed=seed) for rank in _ranks(sharding)]
+    of_ranks = [
+        window_rows(step, lengths=sizes, sharding=rank, seed=seed) for rank in _ranks(sharding)
+    ]
     assert len({len(window) for window in of_ranks}) == 1
     for rows in (rows for window in of_ranks for rows in window):
         assert len(set(sizes.kinds_N[rows])) == 1
         computed = len(rows) * sizes.axes_NA[rows].max(axis=0).sum()
-        assert len(rows) == 1 or (computed <= (sharding.micro_tokens or 0) and len(rows) <= sharding.micro_batch)
+        assert len(rows) == 1 or (
+            computed <= (sharding.micro_tokens or 0) and len(rows) <= sharding.micro_batch
+        )
     taken = sorted(int(row) for window in of_ranks for rows in window for row in rows)
     one = replace(sharding, world=1, rank=0)
-    assert taken == sorted(np.concatenate(window_rows(step, lengths=sizes, sharding=one, seed=seed)).tolist())
+    assert taken == sorted(
+        np.concatenate(window_rows(step, lengths=sizes, sharding=one, seed=seed)).tolist()
+    )
 
 
 def test_a_row_is_padded_on_each_axis_by_itself() -> None:
@@ -349,7 +416,9 @@ def test_starting_at_a_step_equals_iterating_to_it(start: int) -> None:
     lengths = _lengths(40, 3)
     sharding = Sharding(8, 2, 2, 1)
     whole = [window_rows(step, lengths=lengths, sharding=sharding, seed=1) for step in range(13)]
-    later = [window_rows(step, lengths=lengths, sharding=sharding, seed=1) for step in range(start, 13)]
+    later = [
+        window_rows(step, lengths=lengths, sharding=sharding, seed=1) for step in range(start, 13)
+    ]
     np.testing.assert_array_equal(whole[start:], later)
 
 
@@ -366,8 +435,12 @@ def test_windows_from_a_later_step_equal_the_rest_of_the_whole_run(store: TokenS
 
 
 def test_a_window_holds_its_rows_in_batches_and_counts_their_units(store: TokenStore) -> None:
-    (window,) = windows(store, _Lines().as_task(), Sharding(8, 2, 1, 0), seed=1, start_step=4, stop_step=5)
-    assert [batch["first"].tolist() for batch in window.batches] == [rows.tolist() for rows in window.rows]
+    (window,) = windows(
+        store, _Lines().as_task(), Sharding(8, 2, 1, 0), seed=1, start_step=4, stop_step=5
+    )
+    assert [batch["first"].tolist() for batch in window.batches] == [
+        rows.tolist() for rows in window.rows
+    ]
     assert len(window.batches) == 4
     assert window.units.dtype == torch.int64
     assert window.units.shape == ()
@@ -375,7 +448,14 @@ def test_a_window_holds_its_rows_in_batches_and_counts_their_units(store: TokenS
 
 
 def test_no_window_is_given_when_nothing_is_left(store: TokenStore) -> None:
-    assert list(windows(store, _Lines().as_task(), Sharding(8, 2, 1, 0), seed=1, start_step=5, stop_step=5)) == []
+    assert (
+        list(
+            windows(
+                store, _Lines().as_task(), Sharding(8, 2, 1, 0), seed=1, start_step=5, stop_step=5
+            )
+        )
+        == []
+    )
 
 
 def test_too_few_rows_are_refused_before_the_first_window(store: TokenStore) -> None:
@@ -383,9 +463,18 @@ def test_too_few_rows_are_refused_before_the_first_window(store: TokenStore) -> 
         windows(store, _Lines().as_task(), Sharding(64, 2, 1, 0), seed=1, start_step=0, stop_step=5)
 
 
-def test_an_error_while_collating_is_raised_where_the_window_is_asked_for(store: TokenStore) -> None:
+def test_an_error_while_collating_is_raised_where_the_window_is_asked_for(
+    store: TokenStore,
+) -> None:
     wanted = int(step_rows(2, 40, global_batch=8, seed=1)[0])
-    source = windows(store, _Lines(fails_on=wanted).as_task(), Sharding(8, 2, 1, 0), seed=1, start_step=0, stop_step=5)
+    source = windows(
+        store,
+        _Lines(fails_on=wanted).as_task(),
+        Sharding(8, 2, 1, 0),
+        seed=1,
+        start_step=0,
+        stop_step=5,
+    )
     assert [next(source).step, next(source).step] == [0, 1]
     with pytest.raises(DataError, match=f"row {wanted} cannot be collated"):
         next(source)
@@ -412,12 +501,23 @@ def _draws(store: TokenStore, world: int, epoch: int, *, seed: int = 1) -> dict[
     for rank in range(world):
         task = _Draws()
         sharding = Sharding(global_batch=8, micro_batch=2, world=world, rank=rank)
-        list(windows(store, task.as_task(), sharding, seed=seed, start_step=epoch * 5, stop_step=epoch * 5 + 5))
+        list(
+            windows(
+                store,
+                task.as_task(),
+                sharding,
+                seed=seed,
+                start_step=epoch * 5,
+                stop_step=epoch * 5 + 5,
+            )
+        )
         together |= task.seen
     return together
 
 
-def test_a_row_draws_the_same_on_any_ranks_and_after_a_resume_but_anew_in_every_epoch(store: TokenStore) -> None:
+def test_a_row_draws_the_same_on_any_ranks_and_after_a_resume_but_anew_in_every_epoch(
+    store: TokenStore,
+) -> None:
     first, second = _draws(store, 1, 0), _draws(store, 1, 1)
     assert len(first) == 40
     assert all(len(draws) == 1 and draws[0] >= 0 for draws in first.values())
@@ -429,7 +529,9 @@ def test_a_row_draws_the_same_on_any_ranks_and_after_a_resume_but_anew_in_every_
 
 def test_closing_early_ends_the_thread_which_was_never_far_ahead(store: TokenStore) -> None:
     lines = _Lines()
-    source = windows(store, lines.as_task(), Sharding(8, 8, 1, 0), seed=1, start_step=0, stop_step=10**9)
+    source = windows(
+        store, lines.as_task(), Sharding(8, 8, 1, 0), seed=1, start_step=0, stop_step=10**9
+    )
     next(source)
     time.sleep(0.2)
     source.close()
@@ -439,7 +541,9 @@ def test_closing_early_ends_the_thread_which_was_never_far_ahead(store: TokenSto
 
 def test_no_global_random_number_is_drawn(store: TokenStore) -> None:
     before = _global_random_state()
-    list(windows(store, _Lines().as_task(), Sharding(8, 2, 1, 0), seed=1, start_step=0, stop_step=9))
+    list(
+        windows(store, _Lines().as_task(), Sharding(8, 2, 1, 0), seed=1, start_step=0, stop_step=9)
+    )
     assert _global_random_state() == before
 
 
@@ -457,7 +561,9 @@ source = windows(store, _Lines(), Sharding(4, 2, 1, 0), seed=1, start_step=0, st
 for window in source:
     raise SystemError("on purpose")
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=_ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=_ROOT, capture_output=True, text=True, timeout=30
+    )
     assert done.returncode == 1
     assert "SystemError: on purpose" in done.stderr
 
@@ -474,10 +580,15 @@ def test_evaluation_counts_every_row_once_in_equally_many_batches(
     num_rows: int, batch: int, world: int, seed: int
 ) -> None:
     lengths = _lengths(num_rows, seed)
-    ranks = [evaluation_batches(num_rows, lengths, batch=batch, world=world, rank=rank) for rank in range(world)]
+    ranks = [
+        evaluation_batches(num_rows, lengths, batch=batch, world=world, rank=rank)
+        for rank in range(world)
+    ]
     assert len({len(batches) for batches in ranks}) == 1
     assert all(1 <= len(rows) <= batch for batches in ranks for rows, _ in batches)
-    counted = [int(row) for batches in ranks for rows, is_counted in batches if is_counted for row in rows]
+    counted = [
+        int(row) for batches in ranks for rows, is_counted in batches if is_counted for row in rows
+    ]
     assert sorted(counted) == list(range(num_rows))
 
 
@@ -485,8 +596,14 @@ def test_evaluation_batches_are_the_same_for_any_world_size_and_begin_with_the_l
     lengths = np.array([3, 9, 1, 7, 5])
     found = set()
     for world in (1, 2, 3):
-        ranks = [evaluation_batches(5, lengths, batch=2, world=world, rank=rank) for rank in range(world)]
-        found.add(frozenset(tuple(rows.tolist()) for batches in ranks for rows, counted in batches if counted))
+        ranks = [
+            evaluation_batches(5, lengths, batch=2, world=world, rank=rank) for rank in range(world)
+        ]
+        found.add(
+            frozenset(
+                tuple(rows.tolist()) for batches in ranks for rows, counted in batches if counted
+            )
+        )
     assert found == {frozenset({(1, 3), (4, 0), (2,)})}
 
 

@@ -12,22 +12,35 @@ import typer
 
 from trainer.commands import options
 
-TaskName = Annotated[str, typer.Argument(metavar="TASK", help="The system, as experiments name it: fid.")]
+TaskName = Annotated[
+    str, typer.Argument(metavar="TASK", help="The system, as experiments name it: fid.")
+]
 Out = Annotated[Path, typer.Option("--out", help="The folder to write; it must not exist yet.")]
 CompatCrossBias = Annotated[
-    bool, typer.Option("--compat_cross_bias", help="fid: keep the position bias of cross-attention.")
+    bool,
+    typer.Option("--compat_cross_bias", help="fid: keep the position bias of cross-attention."),
 ]
 TokenizerName = Annotated[
-    str | None, typer.Option("--tokenizer", help="A folder or Hub id whose tokenizer is written into the folder.")
+    str | None,
+    typer.Option(
+        "--tokenizer", help="A folder or Hub id whose tokenizer is written into the folder."
+    ),
 ]
-Layout = Annotated[str | None, typer.Option("--layout", help="fid: t5 (default), or fid for facebookresearch/FiD.")]
+Layout = Annotated[
+    str | None, typer.Option("--layout", help="fid: t5 (default), or fid for facebookresearch/FiD.")
+]
 
-Merge = Annotated[bool, typer.Option("--merge", help="cross_attention: with the base's weights in the folder.")]
+Merge = Annotated[
+    bool, typer.Option("--merge", help="cross_attention: with the base's weights in the folder.")
+]
 
 
 def import_(
     task: TaskName,
-    source: Annotated[Path, typer.Argument(metavar="FOLDER_OR_FILE", help="A published model: a folder or a file.")],
+    source: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER_OR_FILE", help="A published model: a folder or a file."),
+    ],
     out: Out,
     compat_cross_bias: CompatCrossBias = False,
     tokenizer: TokenizerName = None,
@@ -40,7 +53,10 @@ def import_(
 def export(
     task: TaskName,
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A model of ours: the best/ or final/ folder of a run.")
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="A model of ours: the best/ or final/ folder of a run."
+        ),
     ],
     out: Out,
     layout: Layout = None,
@@ -52,18 +68,29 @@ def export(
 
 
 def _interchange(task: str, function: str, given: dict[str, Any]) -> Callable[..., None]:
-    """A function of trainer/tasks/<task>/interchange.py with the options that were given (None: was not)."""
+    """A function of trainer/tasks/<task>/interchange.py with the options that were given (None: was
+    not).
+    """
     from trainer import tasks
     from trainer.errors import ConfigError
 
-    known = sorted(file.parent.name for file in Path(tasks.__file__).parent.glob("*/interchange.py"))
+    known = sorted(
+        file.parent.name for file in Path(tasks.__file__).parent.glob("*/interchange.py")
+    )
     if task not in known:
-        raise ConfigError(f"task {task!r} has no models to import or export. Those that have: {', '.join(known)}.")
+        raise ConfigError(
+            f"task {task!r} has no models to import or export. Those that have: {', '.join(known)}."
+        )
     chosen = getattr(importlib.import_module(f"trainer.tasks.{task}.interchange"), function, None)
     if chosen is None:
-        raise ConfigError(f"task {task!r} has no {function}. Give a published folder to an experiment's init_from.")
+        raise ConfigError(
+            f"task {task!r} has no {function}. Give a published folder to an experiment's "
+            "init_from."
+        )
     options = {name: value for name, value in given.items() if value is not None}
     foreign = sorted(options.keys() - inspect.signature(chosen).parameters.keys())
     if foreign:
-        raise ConfigError(f"{task} knows no {', '.join(f'--{name}' for name in foreign)}. Leave it out.")
+        raise ConfigError(
+            f"{task} knows no {', '.join(f'--{name}' for name in foreign)}. Leave it out."
+        )
     return lambda path, **always: chosen(path, **always, **options)

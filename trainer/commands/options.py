@@ -1,4 +1,6 @@
-"""What the commands of `python -m trainer` share: their options, the experiment that is meant, and how they end."""
+"""What the commands of `python -m trainer` share: their options, the experiment that is meant, and
+how they end.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +18,42 @@ import typer
 EXIT_OK, EXIT_FAILED = 0, 1
 
 ExpGroup = Annotated[str | None, typer.Option("-e", "--exp_group", help="Group of the experiment.")]
-SavedirBase = Annotated[Path, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")]
-ExpId = Annotated[str | None, typer.Option("--exp_id", help="This one only; alone, read from its folder.")]
-ExpConfigs = Annotated[Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS.")]
-Steps = Annotated[int | None, typer.Option("--steps", min=1, help="As given to trainval.py: it is part of the id.")]
+SavedirBase = Annotated[
+    Path, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")
+]
+ExpId = Annotated[
+    str | None, typer.Option("--exp_id", help="This one only; alone, read from its folder.")
+]
+ExpConfigs = Annotated[
+    Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS.")
+]
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", min=1, help="As given to trainval.py: it is part of the id."),
+]
 DataPath = Annotated[Path | None, typer.Option("--data_path", help="Folder of the data set.")]
 CacheDir = Annotated[Path, typer.Option("--cache_dir", help="Token caches and tokenizers.")]
-Model = Annotated[str, typer.Option("--model", help="best or final of the run, or any exported folder.")]
+Model = Annotated[
+    str, typer.Option("--model", help="best or final of the run, or any exported folder.")
+]
 Split = Annotated[str, typer.Option("--split", help="train, valid or test.")]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="The first rows only.")]
-BatchSize = Annotated[int | None, typer.Option("--batch", min=1, help="Rows per device; default train.eval_batch.")]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch", min=1, help="Rows per device; default train.eval_batch.")
+]
 NumBeams = Annotated[int, typer.Option("--num_beams", min=1, help="1: greedy.")]
-NumAnswers = Annotated[int, typer.Option("--num_answers", min=1, help="The n best answers of each row, or n draws.")]
+NumAnswers = Annotated[
+    int, typer.Option("--num_answers", min=1, help="The n best answers of each row, or n draws.")
+]
 Pred = Annotated[
-    Path | None, typer.Option("--pred", help="JSON lines to write: question, answers, prediction, scores.")
+    Path | None,
+    typer.Option("--pred", help="JSON lines to write: question, answers, prediction, scores."),
 ]
 WriteScores = Annotated[
-    Path | None, typer.Option("--write_scores", help="JSON to write: the rows, with ctxs[].score of each passage.")
+    Path | None,
+    typer.Option(
+        "--write_scores", help="JSON to write: the rows, with ctxs[].score of each passage."
+    ),
 ]
 
 
@@ -68,24 +89,33 @@ def experiment(
 
     if group is None:
         if exp_id is None:
-            raise ConfigError("-e GROUP or --exp_id ID is required: the experiment whose model is evaluated.")
+            raise ConfigError(
+                "-e GROUP or --exp_id ID is required: the experiment whose model is evaluated."
+            )
         path = savedir_base / exp_id / "exp_dict.json"
         try:
             return json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} cannot be read ({error}). Give the id of a run in {savedir_base}.") from None
+            raise ConfigError(
+                f"{path} cannot be read ({error}). Give the id of a run in {savedir_base}."
+            ) from None
     found = {identity(values): values for values in experiments_of(group, file, steps)}
     if exp_id is None and len(found) > 1:
-        raise ConfigError(f"-e {group} has {len(found)} experiments. Say which by --exp_id: {', '.join(found)}.")
+        raise ConfigError(
+            f"-e {group} has {len(found)} experiments. Say which by --exp_id: {', '.join(found)}."
+        )
     if exp_id is not None and exp_id not in found:
         raise ConfigError(
-            f"--exp_id {exp_id} is not in -e {group}, which has {', '.join(found)}. (--steps changes it.)"
+            f"--exp_id {exp_id} is not in -e {group}, which has {', '.join(found)}. (--steps "
+            "changes it.)"
         )
     return found[exp_id or next(iter(found))]
 
 
 def run(command: Callable[[], None]) -> None:
-    """Run a command as trainval.py does: an error of ours is one message on stderr, and its own exit code."""
+    """Run a command as trainval.py does: an error of ours is one message on stderr, and its own
+    exit code.
+    """
     from trainer.errors import LatheError
 
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
@@ -103,7 +133,7 @@ def run(command: Callable[[], None]) -> None:
         logging.exception("failed")
         code = EXIT_FAILED
     if "torch" in sys.modules:
-        from trainer import distributed
+        from trainer.runtime import distributed
 
         if distributed.has_group():
             distributed.shutdown(code)

@@ -22,28 +22,44 @@ from trainer.commands.options import (
 
 if TYPE_CHECKING:
     from trainer.data.collection import Query
-    from trainer.embeddings import Embeddings
-    from trainer.ranking import Qrels, Run
+    from trainer.retrieval.embeddings import Embeddings
+    from trainer.retrieval.runs import Qrels, Run
 
-RunFile = Annotated[Path, typer.Option("--run", help="TREC's columns, or question, passage, and score or rank.")]
+RunFile = Annotated[
+    Path, typer.Option("--run", help="TREC's columns, or question, passage, and score or rank.")
+]
 QueriesFile = Annotated[Path, typer.Option("--queries", help="JSON lines of questions.")]
 PassagesFile = Annotated[
-    Path, typer.Option("--passages", help="Tevatron's or BEIR's JSON lines (.gz), or a TSV of id, text, title.")
+    Path,
+    typer.Option(
+        "--passages", help="Tevatron's or BEIR's JSON lines (.gz), or a TSV of id, text, title."
+    ),
 ]
 QrelsFile = Annotated[
-    Path | None, typer.Option("--qrels", help="TREC's or BEIR's; without it, the positives of --queries.")
+    Path | None,
+    typer.Option("--qrels", help="TREC's or BEIR's; without it, the positives of --queries."),
 ]
-OfSplit = Annotated[str | None, typer.Option("--split", help='Only questions whose "split" is this one.')]
+OfSplit = Annotated[
+    str | None, typer.Option("--split", help='Only questions whose "split" is this one.')
+]
 Depth = Annotated[int, typer.Option("--depth", min=1, help="Passages per question.")]
-Format = Annotated[str, typer.Option("--format", help="trec, tevatron (id, id, score) or msmarco (id, id, rank).")]
-At = Annotated[list[int] | None, typer.Option("--at", min=1, help="Cut-offs k; may be given again.")]
+Format = Annotated[
+    str, typer.Option("--format", help="trec, tevatron (id, id, score) or msmarco (id, id, rank).")
+]
+At = Annotated[
+    list[int] | None, typer.Option("--at", min=1, help="Cut-offs k; may be given again.")
+]
 
 
 def encode(
     savedir_base: SavedirBase,
-    source: Annotated[Path, typer.Option("--in", help="A corpus (see search), or JSON lines of questions.")],
+    source: Annotated[
+        Path, typer.Option("--in", help="A corpus (see search), or JSON lines of questions.")
+    ],
     side: Annotated[str, typer.Option("--side", help="query or passage.")],
-    out: Annotated[Path, typer.Option("--out", help="The folder of vectors; one that was begun is continued.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="The folder of vectors; one that was begun is continued.")
+    ],
     exp_group: ExpGroup = None,
     exp_id: ExpId = None,
     exp_configs: ExpConfigs = None,
@@ -53,19 +69,26 @@ def encode(
     model: Model = "best",
     split: OfSplit = None,
     batch: BatchSize = 64,
-    dtype: Annotated[str, typer.Option("--dtype", help="float16 or float32, of the vectors on the disk.")] = "float16",
-    precision: Annotated[str, typer.Option("--precision", help="fp32 or bf16, of the forward.")] = "fp32",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float16 or float32, of the vectors on the disk.")
+    ] = "float16",
+    precision: Annotated[
+        str, typer.Option("--precision", help="fp32 or bf16, of the forward.")
+    ] = "fp32",
     shard_rows: Annotated[
         int | None, typer.Option("--shard_rows", min=1, help="Vectors per file: what a kill costs.")
     ] = None,
 ) -> None:
-    """Write the vectors of a corpus or of questions; under torchrun, a shard at a time on every rank."""
+    """Write the vectors of a corpus or of questions; under torchrun, a shard at a time on every
+    rank.
+    """
 
     def command() -> None:
-        from trainer import distributed, embeddings
-        from trainer.evaluation import Question, opened
-        from trainer.run import Options, on_main
-        from trainer.task import Embeds
+        from trainer.evaluation.run import Question, opened
+        from trainer.retrieval import embeddings
+        from trainer.runtime import distributed
+        from trainer.tasks.protocol import Embeds
+        from trainer.training.run import Options, on_main
 
         for name, value, legal in (
             ("side", side, ("query", "passage")),
@@ -79,7 +102,9 @@ def encode(
         given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir)
         task, retriever, folder = opened(Question(values, model=model), given)
         if not isinstance(task, Embeds):
-            raise options.bad(f"task {values['task']!r} makes no vectors. Name an experiment of a retriever.")
+            raise options.bad(
+                f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
+            )
         _check_split(side, split)
         weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
         texts, count = on_main(lambda: embeddings.digest_of(_rows(source, side, split)))
@@ -98,33 +123,44 @@ def encode(
             plan=embeddings.Plan(model=weights, texts=texts, **plan),
         )
         if distributed.is_main():
-            typer.echo(f"{out}: {done.plan.count} vectors of {done.dim} numbers, {len(done.shards)} shard(s)")
+            typer.echo(
+                f"{out}: {done.plan.count} vectors of {done.dim} numbers, {len(done.shards)} "
+                "shard(s)"
+            )
 
     options.run(command)
 
 
 def search(
-    queries: Annotated[Path, typer.Option("--queries", help="A folder of vectors that encode wrote.")],
-    passages: Annotated[list[Path], typer.Option("--passages", help="Another; may be given again.")],
+    queries: Annotated[
+        Path, typer.Option("--queries", help="A folder of vectors that encode wrote.")
+    ],
+    passages: Annotated[
+        list[Path], typer.Option("--passages", help="Another; may be given again.")
+    ],
     out: Annotated[Path, typer.Option("--out", help="The run file to write.")],
     depth: Depth = 100,
     run_format: Format = "trec",
     tag: Annotated[str, typer.Option("--tag", help="trec: the name of the run.")] = "dense",
     faiss: Annotated[
-        str | None, typer.Option("--faiss", help='A FAISS index instead: Flat, "IVF1024,Flat", HNSW32.')
+        str | None,
+        typer.Option("--faiss", help='A FAISS index instead: Flat, "IVF1024,Flat", HNSW32.'),
     ] = None,
     remove_query: Annotated[
         bool, typer.Option("--remove_query", help="No passage with the question's own id.")
     ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare all checksums first.")] = False,
 ) -> None:
-    """Find the best passages of every question: exactly, by dot product, on a GPU where there is one."""
+    """Find the best passages of every question: exactly, by dot product, on a GPU where there is
+    one.
+    """
 
     def command() -> None:
         import numpy as np
 
-        from trainer import distributed, embeddings, ranking
-        from trainer import search as searching
+        from trainer.retrieval import embeddings, runs
+        from trainer.retrieval import exact_search as searching
+        from trainer.runtime import distributed
 
         _check_run(run_format, out)
         distributed.init()
@@ -132,19 +168,23 @@ def search(
         _check_vectors(asked, corpora)
         for found in (asked, *corpora) if verify else ():
             embeddings.verify(found)
-        query_vectors = np.concatenate([np.asarray(shard, dtype=np.float32) for shard in asked.vectors])
+        query_vectors = np.concatenate(
+            [np.asarray(shard, dtype=np.float32) for shard in asked.vectors]
+        )
         shards = [shard for corpus in corpora for shard in corpus.vectors]
         wanted = depth + remove_query
         if faiss is None:
             hits = searching.search(query_vectors, shards, depth=wanted)
         else:
             if distributed.world() > 1:
-                raise options.bad("--faiss searches on one device: start it with python, not with torchrun.")
+                raise options.bad(
+                    "--faiss searches on one device: start it with python, not with torchrun."
+                )
             hits = searching.faiss_search(query_vectors, shards, depth=wanted, index=faiss)
         if distributed.is_main():
             ids = [name for corpus in corpora for name in corpus.ids]
             cut = {"is_without_query": remove_query, "depth": depth}
-            found = ranking.run_of(asked.ids, ids, rows=hits.rows, scores=hits.scores, **cut)
+            found = runs.run_of(asked.ids, ids, rows=hits.rows, scores=hits.scores, **cut)
             _write_run(out, found, run_format, tag)
 
     options.run(command)
@@ -158,15 +198,22 @@ def bm25(
     split: OfSplit = None,
     run_format: Format = "trec",
 ) -> None:
-    """Find passages by their words (BM25), to compare with or to mine from; needs the extra bm25."""
+    """Find passages by their words (BM25), to compare with or to mine from; needs the extra
+    bm25.
+    """
 
     def command() -> None:
-        from trainer import mining
         from trainer.data import collection
+        from trainer.retrieval import negatives
 
         _check_run(run_format, out)
         asked = list(collection.queries(queries, split))
-        _write_run(out, mining.bm25(asked, collection.passages(passages), depth=depth), run_format, "bm25")
+        _write_run(
+            out,
+            negatives.bm25(asked, collection.passages(passages), depth=depth),
+            run_format,
+            "bm25",
+        )
 
     options.run(command)
 
@@ -174,24 +221,36 @@ def bm25(
 def judge(
     run: Annotated[Path | None, typer.Option("--run", help="The run file; see mine.")] = None,
     qrels: QrelsFile = None,
-    queries: Annotated[Path | None, typer.Option("--queries", help="JSON lines of questions.")] = None,
+    queries: Annotated[
+        Path | None, typer.Option("--queries", help="JSON lines of questions.")
+    ] = None,
     passages: Annotated[
-        Path | None, typer.Option("--passages", help="The corpus: answer_recall@k, where questions have answers.")
+        Path | None,
+        typer.Option(
+            "--passages", help="The corpus: answer_recall@k, where questions have answers."
+        ),
     ] = None,
     split: OfSplit = None,
-    only: Annotated[Path | None, typer.Option("--only", help="Ids of questions, one a line: no others count.")] = None,
+    only: Annotated[
+        Path | None, typer.Option("--only", help="Ids of questions, one a line: no others count.")
+    ] = None,
     at: At = None,
     remove_query: Annotated[
         bool, typer.Option("--remove_query", help="No passage with the question's own id.")
     ] = False,
     scored: Annotated[
-        Path | None, typer.Option("--scored", help="Of evaluate --write_scores: how far reader and ranking agree.")
+        Path | None,
+        typer.Option(
+            "--scored", help="Of evaluate --write_scores: how far reader and ranking agree."
+        ),
     ] = None,
 ) -> None:
-    """Measure a run: recall, MRR, nDCG and MAP as trec_eval defines them, and DPR's answer recall."""
+    """Measure a run: recall, MRR, nDCG and MAP as trec_eval defines them, and DPR's answer
+    recall.
+    """
 
     def command() -> None:
-        from trainer import ranking
+        from trainer.retrieval import runs
 
         if (run is None) == (scored is None):
             raise options.bad("give --run or --scored, one of them.")
@@ -200,10 +259,12 @@ def judge(
         else:
             asked = _queries(queries, split)
             kept = set(only.read_text(encoding="utf-8").split()) if only is not None else None
-            read = ranking.read_run(run)
+            read = runs.read_run(run)
             if remove_query:
-                read = ranking.without_query(read)
-            found = _judged(read, asked, qrels, passages=passages, only=kept, at=at or [1, 5, 10, 20, 100])
+                read = runs.without_query(read)
+            found = _judged(
+                read, asked, qrels, passages=passages, only=kept, at=at or [1, 5, 10, 20, 100]
+            )
         for name, value in found.items():
             typer.echo(f"{name} {value:.6f}")
 
@@ -214,13 +275,21 @@ def mine(
     run: RunFile,
     queries: QueriesFile,
     passages: PassagesFile,
-    out: Annotated[Path, typer.Option("--out", help="Tevatron's training file to write, JSON lines.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="Tevatron's training file to write, JSON lines.")
+    ],
     qrels: QrelsFile = None,
     split: OfSplit = None,
-    count: Annotated[int, typer.Option("--count", min=1, help="Negatives per question, at most.")] = 30,
-    first: Annotated[int, typer.Option("--first", min=1, help="The first rank that may be a negative.")] = 1,
+    count: Annotated[
+        int, typer.Option("--count", min=1, help="Negatives per question, at most.")
+    ] = 30,
+    first: Annotated[
+        int, typer.Option("--first", min=1, help="The first rank that may be a negative.")
+    ] = 1,
     last: Annotated[int, typer.Option("--last", min=1, help="The last one.")] = 200,
-    seed: Annotated[int, typer.Option("--seed", help="Of the sample, where more may be than are wanted.")] = 42,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Of the sample, where more may be than are wanted.")
+    ] = 42,
     keep_answers: Annotated[
         bool, typer.Option("--keep_answers", help="Passages that hold an answer may be negatives.")
     ] = False,
@@ -228,16 +297,18 @@ def mine(
     """Write a new training file: hard negatives are what a run ranks high and is not relevant."""
 
     def command() -> None:
-        from trainer import mining, ranking
         from trainer.data import collection
+        from trainer.retrieval import negatives, runs
 
-        window = mining.Window(count, first, last, seed, keep_answers)
-        asked, found = list(collection.queries(queries, split)), ranking.read_run(run)
-        positives = mining.positives_of(asked, None if qrels is None else ranking.read_qrels(qrels))
-        needed = {hit.passage for query in asked for hit in found.get(query.id, [])[first - 1 : last]}
+        window = negatives.Window(count, first, last, seed, keep_answers)
+        asked, found = list(collection.queries(queries, split)), runs.read_run(run)
+        positives = negatives.positives_of(asked, None if qrels is None else runs.read_qrels(qrels))
+        needed = {
+            hit.passage for query in asked for hit in found.get(query.id, [])[first - 1 : last]
+        }
         texts = collection.chosen_passages(passages, needed.union(*positives.values()))
-        rows = mining.training_rows(found, asked, texts, positives=positives, window=window)
-        typer.echo(f"{out}: {mining.write_rows(out, rows)} of {len(asked)} questions")
+        rows = negatives.training_rows(found, asked, texts, positives=positives, window=window)
+        typer.echo(f"{out}: {negatives.write_rows(out, rows)} of {len(asked)} questions")
 
     options.run(command)
 
@@ -246,20 +317,25 @@ def contexts(
     run: RunFile,
     queries: QueriesFile,
     passages: PassagesFile,
-    out: Annotated[Path, typer.Option("--out", help="FiD's file to write: a JSON list, or JSON lines (.jsonl).")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="FiD's file to write: a JSON list, or JSON lines (.jsonl)."),
+    ],
     depth: Depth = 100,
     split: OfSplit = None,
 ) -> None:
-    """Write what a reader reads: every question with its answers and the passages that a run found."""
+    """Write what a reader reads: every question with its answers and the passages that a
+    run found.
+    """
 
     def command() -> None:
-        from trainer import mining, ranking
         from trainer.data import collection
+        from trainer.retrieval import negatives, runs
 
-        asked, found = list(collection.queries(queries, split)), ranking.read_run(run)
+        asked, found = list(collection.queries(queries, split)), runs.read_run(run)
         needed = {hit.passage for query in asked for hit in found.get(query.id, [])[:depth]}
         texts = collection.chosen_passages(passages, needed)
-        count = mining.write_rows(out, mining.reader_rows(found, asked, texts, depth=depth))
+        count = negatives.write_rows(out, negatives.reader_rows(found, asked, texts, depth=depth))
         typer.echo(f"{out}: {count} questions")
 
     options.run(command)
@@ -279,7 +355,7 @@ def _rows(source: Path, side: str, split: str | None) -> Any:
 
 
 def _check_run(run_format: str, out: Path) -> None:
-    from trainer.ranking import RunFormat
+    from trainer.retrieval.runs import RunFormat
 
     if run_format not in get_args(RunFormat):
         raise options.bad(f"--format {run_format}: want {', '.join(get_args(RunFormat))}.")
@@ -288,18 +364,22 @@ def _check_run(run_format: str, out: Path) -> None:
 
 
 def _write_run(out: Path, found: Run, run_format: Any, tag: str) -> None:
-    from trainer import ranking
+    from trainer.retrieval import runs
 
-    ranking.write_run(out, found, format=run_format, tag=tag)
+    runs.write_run(out, found, format=run_format, tag=tag)
     typer.echo(f"{out}: {len(found)} questions, {sum(map(len, found.values()))} hits")
 
 
 def _check_vectors(queries: Embeddings, corpora: list[Embeddings]) -> None:
     for found, side in ((queries, "query"), *((corpus, "passage") for corpus in corpora)):
         if found.plan.side != side:
-            raise options.bad(f"{found.folder} holds vectors of side {found.plan.side}, want {side}.")
+            raise options.bad(
+                f"{found.folder} holds vectors of side {found.plan.side}, want {side}."
+            )
         if found.plan.model != queries.plan.model:
-            raise options.bad(f"{found.folder} and {queries.folder} are of different models: encode both by one.")
+            raise options.bad(
+                f"{found.folder} and {queries.folder} are of different models: encode both by one."
+            )
 
 
 def _queries(path: Path | None, split: str | None) -> list[Query]:
@@ -309,34 +389,46 @@ def _queries(path: Path | None, split: str | None) -> list[Query]:
 
 
 def _judged(
-    run: Run, queries: list[Query], qrels: Path | None, *, passages: Path | None, only: set[str] | None, at: list[int]
+    run: Run,
+    queries: list[Query],
+    qrels: Path | None,
+    *,
+    passages: Path | None,
+    only: set[str] | None,
+    at: list[int],
 ) -> dict[str, float]:
-    from trainer import ranking
-    from trainer.answer_recall import answer_recall
     from trainer.data import collection
+    from trainer.retrieval import runs
+    from trainer.retrieval.answer_recall import answer_recall
 
     queries = [query for query in queries if only is None or query.id in only]
-    judgements: Qrels = {query.id: dict.fromkeys(query.positives, 1) for query in queries if query.positives}
+    judgements: Qrels = {
+        query.id: dict.fromkeys(query.positives, 1) for query in queries if query.positives
+    }
     if qrels is not None:
         names = {query.id for query in queries} or None
         judgements = {
             name: of_query
-            for name, of_query in ranking.read_qrels(qrels).items()
+            for name, of_query in runs.read_qrels(qrels).items()
             if (names is None or name in names) and (only is None or name in only)
         }
-    found = ranking.judged(run, judgements, at=at) if judgements else {}
+    found = runs.judged(run, judgements, at=at) if judgements else {}
     if passages is not None:
         wanted = {hit.passage for query in queries for hit in run.get(query.id, [])[: max(at)]}
         found |= answer_recall(run, queries, collection.chosen_passages(passages, wanted), at=at)
     if not found:
-        raise options.bad("nothing says what is relevant. Give --qrels, or --queries with positives or answers.")
+        raise options.bad(
+            "nothing says what is relevant. Give --qrels, or --queries with positives or answers."
+        )
     return found
 
 
 def _agreement(path: Path, at: list[int]) -> dict[str, float]:
-    from trainer import ranking
     from trainer.data import retrieved
+    from trainer.retrieval import runs
 
-    rows = retrieved.rows(path.parent, "test", source="fid", file=path.name, contexts=10**9, sort_by_score=False)
+    rows = retrieved.rows(
+        path.parent, "test", source="fid", file=path.name, contexts=10**9, sort_by_score=False
+    )
     scores = ([ctx["score"] for ctx in row["ctxs"] if "score" in ctx] for row in rows)
-    return ranking.agreed(scores, at=at)
+    return runs.agreed(scores, at=at)

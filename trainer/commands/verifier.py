@@ -25,28 +25,47 @@ from trainer.commands.options import (
     Steps,
 )
 
-Declarer = Annotated[str, typer.Option("--declarer", help="original, or rules: more by rule before the converter.")]
+Declarer = Annotated[
+    str, typer.Option("--declarer", help="original, or rules: more by rule before the converter.")
+]
 Variant = Annotated[
-    list[str] | None, typer.Option("--variant", metavar="NAME=VALUE", help="Of a data set, such as case=fit.")
+    list[str] | None,
+    typer.Option("--variant", metavar="NAME=VALUE", help="Of a data set, such as case=fit."),
 ]
 
 
 def convert(
-    dataset: Annotated[str, typer.Argument(metavar="DATASET", help="copa, qasc, ...; unifiedqa: its TSV files.")],
-    raw: Annotated[Path, typer.Option("--in", help="The publisher's folder, or the one file of a split.")],
-    out: Annotated[Path, typer.Option("--out", help="Holds <task>/<split>.json and .tsv, and report.json.")],
-    split: Annotated[str | None, typer.Option("--split", help="This one only; else all that are there.")] = None,
-    task: Annotated[str | None, typer.Option("--task", help="The folder's name; default DATASET.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail on rows that would be left out.")] = False,
+    dataset: Annotated[
+        str, typer.Argument(metavar="DATASET", help="copa, qasc, ...; unifiedqa: its TSV files.")
+    ],
+    raw: Annotated[
+        Path, typer.Option("--in", help="The publisher's folder, or the one file of a split.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", help="Holds <task>/<split>.json and .tsv, and report.json.")
+    ],
+    split: Annotated[
+        str | None, typer.Option("--split", help="This one only; else all that are there.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", help="The folder's name; default DATASET.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail on rows that would be left out.")
+    ] = False,
     converter: Annotated[
         str | None, typer.Option("--converter", help="Question converter: a T5's folder or id.")
     ] = None,
     declarer: Declarer = "original",
     variant: Variant = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Texts per forward of the converter.")] = 64,
+    batch: Annotated[
+        int, typer.Option("--batch", min=1, help="Texts per forward of the converter.")
+    ] = 64,
     cache_dir: CacheDir = Path("tmp-cache"),
 ) -> None:
-    """Make statement groups for the plausibility verifier out of publishers' question-answering data."""
+    """Make statement groups for the plausibility verifier out of publishers' question-answering
+    data.
+    """
 
     def command() -> None:
         from trainer.tasks.vera.conversion import convert as conversion
@@ -90,9 +109,9 @@ def calibrate(
     """Fit the temperature of a trained verifier on a split, and store it with the model."""
 
     def command() -> None:
-        from trainer import distributed
-        from trainer.evaluation import Question, model_folder, pooled
-        from trainer.run import Options, on_main
+        from trainer.evaluation.run import Question, model_folder, pooled
+        from trainer.runtime import distributed
+        from trainer.training.run import Options, on_main
 
         values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
         use = options.module_of(values["task"], "use", "calibrate or score")
@@ -105,7 +124,9 @@ def calibrate(
         report = savedir_base / options.id_of(values) / f"calibration-{folder.name}"
 
         def store() -> dict[str, Any]:
-            return asdict(use.calibrate_model(folder, table, split=split, objective=objective, report=report))
+            return asdict(
+                use.calibrate_model(folder, table, split=split, objective=objective, report=report)
+            )
 
         for name, value in on_main(store).items():
             if distributed.is_main():
@@ -130,8 +151,8 @@ def score(
     """Write how plausible each statement is, 0 to 1, a tab, and the statement."""
 
     def command() -> None:
-        from trainer.evaluation import Question, opened
-        from trainer.run import Options
+        from trainer.evaluation.run import Question, opened
+        from trainer.training.run import Options
 
         for handler in logging.getLogger().handlers:
             handler.setStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue] (standard output is for scores)
@@ -142,7 +163,8 @@ def score(
         lines = (source.read_text(encoding="utf-8") if source else sys.stdin.read()).splitlines()
         statements = [line.strip() for line in lines if line.strip()]
         task, verifier, folder = opened(
-            Question(values, model=model), Options(savedir_base, data_path=data_path, cache_dir=cache_dir)
+            Question(values, model=model),
+            Options(savedir_base, data_path=data_path, cache_dir=cache_dir),
         )
         for text, plausibility in zip(
             statements, use.plausibilities(task, verifier, statements, folder=folder), strict=True

@@ -1,6 +1,8 @@
-"""A collection to search: its passages, and the questions asked of it, in the formats retrieval data comes in.
+"""A collection to search: its passages, and the questions asked of it, in the formats retrieval
+data comes in.
 
-Everything is read one row at a time, in the file's order. Errors name file and line, counted from 1.
+Everything is read one row at a time, in the file's order. Errors name file and line, counted from
+1.
 """
 
 from __future__ import annotations
@@ -16,10 +18,21 @@ from typing import Any
 
 from trainer.data import sources
 from trainer.errors import DataError
-from trainer.task import Row
+from trainer.tasks.protocol import Row
 
-_PASSAGE_IDS = ("docid", "_id", "id", "passage_id", "psg_id")  # Tevatron; BEIR; FiD; DPR, for two of its sets
-_QUERY_IDS = ("query_id", "_id", "qid", "id")  # Tevatron; BEIR; NaturalQuestions as this project has it; FiD
+_PASSAGE_IDS = (
+    "docid",
+    "_id",
+    "id",
+    "passage_id",
+    "psg_id",
+)  # Tevatron; BEIR; FiD; DPR, for two of its sets
+_QUERY_IDS = (
+    "query_id",
+    "_id",
+    "qid",
+    "id",
+)  # Tevatron; BEIR; NaturalQuestions as this project has it; FiD
 _QUERIES = ("query", "query_text", "question", "text")  # Tevatron 1 and 2; FiD and DPR; BEIR
 _ANSWERS = ("answers", "answer")
 _POSITIVES = ("positive_passages", "positive_document_ids", "positive_docids", "gold")
@@ -36,10 +49,12 @@ class Query:
 
 
 def passages(path: Path) -> Iterator[Row]:
-    """{"id", "text", "title"} of every passage of a corpus; title and text may be "", as BEIR's are, but not both.
+    """{"id", "text", "title"} of every passage of a corpus; title and text may be "", as BEIR's
+    are, but not both.
 
-    .jsonl and .jsonl.gz: Tevatron's {"docid", "title", "text"} or BEIR's {"_id", "title", "text"}. Anything else: a TSV
-    of id, text, title, as DPR and FiD have it. DataError for an id with white space, which run files cannot hold.
+    .jsonl and .jsonl.gz: Tevatron's {"docid", "title", "text"} or BEIR's {"_id", "title", "text"}.
+    Anything else: a TSV of id, text, title, as DPR and FiD have it. DataError for an id with white
+    space, which run files cannot hold.
     """
     if ".jsonl" not in path.suffixes:
         if path.suffix == ".gz":
@@ -52,29 +67,36 @@ def passages(path: Path) -> Iterator[Row]:
         name, number = _given(raw, _PASSAGE_IDS)
         title, text = (_optional_text(raw, key, where) for key in ("title", "text"))
         if not (title + text).strip():
-            raise DataError(f"{where}: text and title are missing or blank (keys: {', '.join(raw) or 'none'}).")
+            raise DataError(
+                f"{where}: text and title are missing or blank (keys: {', '.join(raw) or 'none'})."
+            )
         yield {"id": _identity(number, where, name), "text": text, "title": title}
 
 
 def chosen_passages(path: Path, ids: Iterable[str]) -> dict[str, Row]:
-    """The passages of a corpus with these ids, by id; only they are held in memory. DataError when one is not there."""
+    """The passages of a corpus with these ids, by id; only they are held in memory. DataError when
+    one is not there.
+    """
     wanted = set(ids)
     found = {passage["id"]: passage for passage in passages(path) if passage["id"] in wanted}
     missing = wanted - found.keys()
     if missing:
         raise DataError(
-            f"{path} has no passage {min(missing)!r} ({len(missing)} of {len(wanted)} are missing). "
+            f"{path} has no passage {min(missing)!r} ({len(missing)} of {len(wanted)} are "
+            "missing). "
             "Give the corpus that was searched."
         )
     return found
 
 
 def queries(path: Path, split: str | None = None) -> Iterator[Query]:
-    """The questions of a JSON-lines file (perhaps .gz); with `split`, those whose "split" is that one.
+    """The questions of a JSON-lines file (perhaps .gz); with `split`, those whose "split" is that
+    one.
 
-    Tevatron's {"query_id", "query"} and its training rows, BEIR's {"_id", "text"}, FiD's {"id", "question"}. What is
-    known of answers ("answers", a list or a text) and positives ("positive_passages", "positive_document_ids",
-    "positive_docids", "gold") is read too. Without an id, a question's place in the file, from 0, is its id.
+    Tevatron's {"query_id", "query"} and its training rows, BEIR's {"_id", "text"}, FiD's {"id",
+    "question"}. What is known of answers ("answers", a list or a text) and positives
+    ("positive_passages", "positive_document_ids", "positive_docids", "gold") is read too. Without
+    an id, a question's place in the file, from 0, is its id.
     """
     names = sources.split_names(split) if split is not None else ()
     seen: set[str] = set()
@@ -85,7 +107,9 @@ def queries(path: Path, split: str | None = None) -> Iterator[Query]:
         id_name, number = _given(raw, _QUERY_IDS)
         text_name, text = _given(raw, _QUERIES)
         if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{where}: {text_name!r} is {sources.shown(text)}, want text that is not blank.")
+            raise DataError(
+                f"{where}: {text_name!r} is {sources.shown(text)}, want text that is not blank."
+            )
         name = str(index) if number is None else _identity(number, where, id_name)
         if name in seen:
             raise DataError(f"{where}: the id {name!r} stands twice; give every question its own.")
@@ -93,7 +117,9 @@ def queries(path: Path, split: str | None = None) -> Iterator[Query]:
         yield Query(name, text, _answers(raw, where), _positives(raw, where))
     if not seen:
         of_split = f" whose split is {' or '.join(names)}" if names else ""
-        raise DataError(f"{path} has no question{of_split}. Leave --split out, or name another file.")
+        raise DataError(
+            f"{path} has no question{of_split}. Leave --split out, or name another file."
+        )
 
 
 def _objects(path: Path) -> Iterator[tuple[int, Row]]:
@@ -108,7 +134,9 @@ def _objects(path: Path) -> Iterator[tuple[int, Row]]:
                 if text.strip():
                     yield line, _object(text, path, line)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read behind line {line}: {error}. Fetch it again.") from error
+        raise DataError(
+            f"{path} cannot be read behind line {line}: {error}. Fetch it again."
+        ) from error
     if not line:
         raise DataError(f"{path} is empty. Put one JSON object on every line.")
 
@@ -117,21 +145,32 @@ def _object(text: str, path: Path, line: int) -> Row:
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
-        raise sources.bad_line(path, line, f"malformed JSON ({error.msg}); write one object a line") from None
+        raise sources.bad_line(
+            path, line, f"malformed JSON ({error.msg}); write one object a line"
+        ) from None
     if not isinstance(row, dict):
-        raise sources.bad_line(path, line, f"a JSON {type(row).__name__}, want an object like {{...}}")
+        raise sources.bad_line(
+            path, line, f"a JSON {type(row).__name__}, want an object like {{...}}"
+        )
     return row
 
 
 def _given(raw: Row, names: Sequence[str]) -> tuple[str, Any]:
-    """The first of `names` that is there and not null, with its value; else the first name and None."""
-    return next(((name, raw[name]) for name in names if raw.get(name) is not None), (names[0], None))
+    """The first of `names` that is there and not null, with its value; else the first name and
+    None.
+    """
+    return next(
+        ((name, raw[name]) for name in names if raw.get(name) is not None), (names[0], None)
+    )
 
 
 def _identity(value: Any, where: str, name: str) -> str:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if not is_number and not (isinstance(value, str) and value.split() == [value]):
-        raise DataError(f"{where}: {name!r} is {sources.shown(value)}, want an id: an integer, or text without blanks.")
+        raise DataError(
+            f"{where}: {name!r} is {sources.shown(value)}, want an id: an integer, or text "
+            "without blanks."
+        )
     return str(value)
 
 
@@ -146,7 +185,9 @@ def _answers(raw: Row, where: str) -> list[str]:
     name, value = _given(raw, _ANSWERS)
     found = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(answer, str) for answer in found):
-        raise DataError(f"{where}: {name!r} is {sources.shown(value)}, want a list of texts, or one text.")
+        raise DataError(
+            f"{where}: {name!r} is {sources.shown(value)}, want a list of texts, or one text."
+        )
     return found
 
 

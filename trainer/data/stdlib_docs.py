@@ -1,7 +1,9 @@
-"""The embedded default corpus: the docstrings of Python's own standard library, read from this machine's sources.
+"""The embedded default corpus: the docstrings of Python's own standard library, read from this
+machine's sources.
 
-It needs no download and no licence question, and it is large enough (about 7,000 docstrings, 1.5 MB) to show that a
-small model learns. It differs between Python versions, so `content_hash` belongs into whatever is derived from it.
+It needs no download and no licence question, and it is large enough (about 7,000 docstrings, 1.5
+MB) to show that a small model learns. It differs between Python versions, so `content_hash` belongs
+into whatever is derived from it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from trainer.task import Row
+    from trainer.tasks.protocol import Row
 
 _SKIPPED = {
     *("site-packages", "dist-packages", "lib-dynload", "__pycache__", "ensurepip"),
@@ -38,7 +40,9 @@ _SENTENCE = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\betc)(?<!\bvs)[.!?](?=\s|$)"
 
 @dataclass(frozen=True)
 class Docstring:
-    """One docstring: the dotted name of what it documents, and its text with the indentation removed."""
+    """One docstring: the dotted name of what it documents, and its text with the indentation
+    removed.
+    """
 
     name: str  # "posixpath.join"
     text: str
@@ -46,20 +50,25 @@ class Docstring:
 
 @lru_cache(maxsize=1)
 def docstrings() -> tuple[Docstring, ...]:
-    """Every distinct docstring of the standard library's modules, classes, functions and methods, sorted by name.
+    """Every distinct docstring of the standard library's modules, classes, functions and methods,
+    sorted by name.
 
-    The sources are parsed and never imported. A text that occurs twice is kept under its first name. The same Python
-    version gives the same tuple on every machine. Raises DataError when the library is installed without sources.
+    The sources are parsed and never imported. A text that occurs twice is kept under its first
+    name. The same Python version gives the same tuple on every machine. Raises DataError when the
+    library is installed without sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     with _without_garbage_collection():
-        found = sorted((doc.name, doc.text) for path in _sources(root) for doc in _docstrings_in(path, root))
+        found = sorted(
+            (doc.name, doc.text) for path in _sources(root) for doc in _docstrings_in(path, root)
+        )
     first_names: dict[str, str] = {}
     for name, text in found:
         first_names.setdefault(text, name)
     if not first_names:
         raise DataError(
-            f"Python's standard library at {root} holds no source files (a zipped or stripped installation?). "
+            f"Python's standard library at {root} holds no source files (a zipped or stripped "
+            "installation?). "
             "Use a full Python installation, or another data.source."
         )
     return tuple(Docstring(name, text) for text, name in first_names.items())
@@ -75,10 +84,12 @@ def content_hash() -> str:
 
 
 def qa_rows(split: str) -> list[Row]:
-    """Rows of "train" or "valid" whose answer must be read off the context: {question, answers, context, title}.
+    """Rows of "train" or "valid" whose answer must be read off the context: {question, answers,
+    context, title}.
 
-    The question asks what a name does, the answer is the first sentence of its docstring, the context the docstring
-    with its line breaks removed, cut to 100 words; the answer is always a literal part of the context.
+    The question asks what a name does, the answer is the first sentence of its docstring, the
+    context the docstring with its line breaks removed, cut to 100 words; the answer is always a
+    literal part of the context.
     """
     rows = (_question(doc) for doc in _split(split))
     return [row for row in rows if row is not None]
@@ -91,7 +102,9 @@ def texts(split: str) -> list[Row]:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Syntax trees are millions of objects without cycles: with torch loaded, collecting takes half of the time."""
+    """Syntax trees are millions of objects without cycles: with torch loaded, collecting takes half
+    of the time.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -102,7 +115,9 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 def _sources(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*.py") if not _SKIPPED & set(path.relative_to(root).parts))
+    return sorted(
+        path for path in root.rglob("*.py") if not _SKIPPED & set(path.relative_to(root).parts)
+    )
 
 
 def _docstrings_in(path: Path, root: Path) -> Iterator[Docstring]:
@@ -116,8 +131,12 @@ def _documented(
 ) -> Iterator[Docstring]:
     text = inspect.cleandoc(ast.get_docstring(node, clean=False) or "").strip()
     if text:
-        yield Docstring(name, text.encode(errors="replace").decode())  # a lone surrogate is no text to a tokenizer
-    if isinstance(node, (ast.Module, ast.ClassDef)):  # functions inside functions are nobody's documentation
+        yield Docstring(
+            name, text.encode(errors="replace").decode()
+        )  # a lone surrogate is no text to a tokenizer
+    if isinstance(
+        node, (ast.Module, ast.ClassDef)
+    ):  # functions inside functions are nobody's documentation
         for child in node.body:
             if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield from _documented(child, f"{name}.{child.name}")
@@ -125,12 +144,20 @@ def _documented(
 
 def _split(split: str) -> list[Docstring]:
     if split not in ("train", "valid"):
-        raise DataError(f"split={split!r} does not exist in the embedded corpus. Use train or valid.")
-    return [doc for doc in docstrings() if is_held_out(doc.name, per_mille=_VALID_OF_1000) == (split == "valid")]
+        raise DataError(
+            f"split={split!r} does not exist in the embedded corpus. Use train or valid."
+        )
+    return [
+        doc
+        for doc in docstrings()
+        if is_held_out(doc.name, per_mille=_VALID_OF_1000) == (split == "valid")
+    ]
 
 
 def is_held_out(name: str, *, per_mille: int) -> bool:
-    """Whether `name` belongs to the held-out share: by its hash alone, so adding rows never moves another row."""
+    """Whether `name` belongs to the held-out share: by its hash alone, so adding rows never moves
+    another row.
+    """
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 1000 < per_mille
 
 

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.config import EmbeddedTokenizer
 from trainer.data import stdlib_docs
-from trainer.data.cache import build_once
 from trainer.errors import ConfigError
+from trainer.files.build_once import build_once
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,13 @@ END_OF_TEXT = "<|endoftext|>"  # id 0: begins and ends a text
 PAD = "<|pad|>"  # id 1: never the end of a text, so a masked pad cannot hide a real end
 _TOKENIZER_FILE = "tokenizer.json"
 FILES = (  # what a tokenizer is made of in a model's folder
-    *(_TOKENIZER_FILE, "spiece.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *(
+        _TOKENIZER_FILE,
+        "spiece.model",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
 )
 
 
@@ -32,8 +38,9 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """The tokenizer that an experiment names: the embedded one, a folder, or a Hub id.
 
-    A name is looked for as a folder here, then as a folder under `data_path`, then on the Hub (or in its local cache).
-    Code that comes with a tokenizer is never run. Raises ConfigError when it is nowhere, or has no fast implementation.
+    A name is looked for as a folder here, then as a folder under `data_path`, then on the Hub (or
+    in its local cache). Code that comes with a tokenizer is never run. Raises ConfigError when it
+    is nowhere, or has no fast implementation.
     """
     if isinstance(spec, EmbeddedTokenizer):
         return embedded_tokenizer(spec.vocab_size, cache_dir)
@@ -48,26 +55,34 @@ def load_tokenizer(
 
 
 def embedded_tokenizer(vocab_size: int, cache_dir: Path) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `vocab_size` ids trained on the embedded corpus; id 0 is bos = eos, id 1 the pad.
+    """A byte-level BPE of at most `vocab_size` ids trained on the embedded corpus; id 0 is bos =
+    eos, id 1 the pad.
 
-    Trained once (under a second) and kept in a folder of `cache_dir` named after the corpus, the size and the version
-    of the tokenizers library; several processes may ask at the same time. Raises StorageError when the disk refuses.
+    Trained once (under a second) and kept in a folder of `cache_dir` named after the corpus, the
+    size and the version of the tokenizers library; several processes may ask at the same time.
+    Raises StorageError when the disk refuses.
     """
-    key = hashlib.sha256(f"{stdlib_docs.content_hash()} {vocab_size} {tokenizers.__version__}".encode()).hexdigest()
+    key = hashlib.sha256(
+        f"{stdlib_docs.content_hash()} {vocab_size} {tokenizers.__version__}".encode()
+    ).hexdigest()
 
     def build(temporary: Path) -> None:
         _train(vocab_size).save_pretrained(str(temporary))
 
     folder = cache_dir / "tokenizers" / f"embedded-{vocab_size}-{key[:16]}"
-    return PreTrainedTokenizerFast.from_pretrained(str(build_once(folder, build, is_whole=_holds_tokenizer)))
+    return PreTrainedTokenizerFast.from_pretrained(
+        str(build_once(folder, build, is_whole=_holds_tokenizer))
+    )
 
 
 def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """An id of the vocabulary that is not the end of a text: the tokenizer's pad where that is so, else another one.
+    """An id of the vocabulary that is not the end of a text: the tokenizer's pad where that is so,
+    else another one.
 
-    Pads are masked by the length of a row and never by their id, so any id will do that the embedding has a row for;
-    the smallest special token is taken, then the smallest id. (GPT-style tokenizers pad with their EOS, and a label
-    mask built from that id hides every real EOS: such a model never learns to stop.)
+    Pads are masked by the length of a row and never by their id, so any id will do that the
+    embedding has a row for; the smallest special token is taken, then the smallest id. (GPT-style
+    tokenizers pad with their EOS, and a label mask built from that id hides every real EOS: such a
+    model never learns to stop.)
     """
     pad, end = _id_of(tokenizer, "pad"), _id_of(tokenizer, "eos")
     if pad is not None and pad != end:
@@ -82,29 +97,41 @@ def eos_id(tokenizer: PreTrainedTokenizerFast) -> int:
     end = _id_of(tokenizer, "eos")
     if end is None:
         raise ConfigError(
-            f"tokenizer {tokenizer.name_or_path!r} has no end-of-text token (eos_token), and a model that never sees "
-            "one never learns to stop. Set eos_token in its tokenizer_config.json, or use another tokenizer."
+            f"tokenizer {tokenizer.name_or_path!r} has no end-of-text token (eos_token), and a "
+            "model that never sees "
+            "one never learns to stop. Set eos_token in its tokenizer_config.json, or use "
+            "another tokenizer."
         )
     return end
 
 
 def check_fits(tokenizer: PreTrainedTokenizerFast, num_embeddings: int) -> None:
-    """ConfigError when the tokenizer can produce an id that the model's embedding has no row for."""
+    """ConfigError when the tokenizer can produce an id that the model's embedding has no
+    row for.
+    """
     largest = max(tokenizer.get_vocab().values())
     if largest >= num_embeddings:
         raise ConfigError(
-            f"tokenizer {tokenizer.name_or_path!r} has ids up to {largest}, the base only {num_embeddings} embeddings. "
+            f"tokenizer {tokenizer.name_or_path!r} has ids up to {largest}, the base only "
+            f"{num_embeddings} embeddings. "
             f"Use the base's own tokenizer, or a base with vocab_size of at least {largest + 1}."
         )
 
 
 def tokenizer_id(tokenizer: PreTrainedTokenizerFast) -> str:
-    """sha256, 64 hex characters, over what turns text into ids: the backend's JSON and the bos and eos ids.
+    """sha256, 64 hex characters, over what turns text into ids: the backend's JSON and the bos and
+    eos ids.
 
-    The backend's truncation and padding are left out: they are switched by the last call and say nothing about content.
+    The backend's truncation and padding are left out: they are switched by the last call and say
+    nothing about content.
     """
     content: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
-    content |= {"truncation": None, "padding": None, "bos": _id_of(tokenizer, "bos"), "eos": _id_of(tokenizer, "eos")}
+    content |= {
+        "truncation": None,
+        "padding": None,
+        "bos": _id_of(tokenizer, "bos"),
+        "eos": _id_of(tokenizer, "eos"),
+    }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -116,7 +143,11 @@ def _id_of(tokenizer: PreTrainedTokenizerFast, name: str) -> int | None:
 def _pretrained(source: str, spec: str, *, tried: list[str]) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:  # what transformers raises for a missing or malformed one
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+    ) as error:  # what transformers raises for a missing or malformed one
         raise _not_found(spec, tried, reason=str(error).split("\n", 1)[0]) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(
@@ -133,7 +164,8 @@ def _may_be_hub_id(spec: str) -> bool:
 def _not_found(spec: str, tried: list[str], *, reason: str) -> ConfigError:
     return ConfigError(
         f"tokenizer={spec!r} cannot be loaded (tried {', '.join(tried)}): {reason.rstrip('.')}. "
-        'Give a folder (here or under --data_path), a Hub id, or {"vocab_size": 2048} for the embedded one.'
+        'Give a folder (here or under --data_path), a Hub id, or {"vocab_size": 2048} for the '
+        "embedded one."
     )
 
 
@@ -149,12 +181,17 @@ def _train(vocab_size: int) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # every byte has an id, so nothing is ever unknown
+        # every byte has an id, so nothing is ever unknown
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     rows = stdlib_docs.texts("train") + stdlib_docs.texts("valid")
     backend.train_from_iterator((row["text"] for row in rows), trainer=trainer, length=len(rows))
-    log.info("trained the embedded tokenizer: %d ids from %d docstrings", backend.get_vocab_size(), len(rows))
+    log.info(
+        "trained the embedded tokenizer: %d ids from %d docstrings",
+        backend.get_vocab_size(),
+        len(rows),
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,

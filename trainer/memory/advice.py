@@ -1,27 +1,40 @@
-"""What would make a run fit, or fit better: each change measured under fake tensors, with what it saves."""
+"""What would make a run fit, or fit better: each change measured under fake tensors, with what it
+saves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
 import numpy as np
 
 from trainer import tasks
-from trainer.deepspeed_config import PRESETS
+from trainer.config.deepspeed_config import PRESETS
 from trainer.errors import ConfigError
 from trainer.memory.deepspeed_terms import Breakdown, host, training
 from trainer.memory.devices import Device
-from trainer.memory.fit import Parabola
+from trainer.memory.extrapolate import Parabola
 from trainer.memory.measure import measure
-from trainer.memory.measured import Measured, Request
-from trainer.memory.plan import TRAINING, Made, MemoryPlan, Subject, binding_limit, changed, training_request
-from trainer.memory.rows import Specimens
+from trainer.memory.plan import (
+    TRAINING,
+    Made,
+    MemoryPlan,
+    Subject,
+    binding_limit,
+    changed,
+    training_request,
+)
+from trainer.memory.planned_rows import Specimens
+from trainer.memory.records import Measured, Request
 
 _SHORTER = (2, 4, 8)  # a limit is tried at so many parts of it
 _SHORTEST = 32
-_FEW, _SOME = 2, 4  # rows, to see what one more row costs; a single row has no padding, and so other kernels
+_FEW, _SOME = (
+    2,
+    4,
+)  # rows, to see what one more row costs; a single row has no padding, and so other kernels
 STAGES = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 
@@ -73,7 +86,9 @@ def stages(subject: Subject, step: Measured, *, cublas: int) -> list[Stage]:
 
 
 def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) -> Advice:
-    """Every change worth knowing, with its predicted peak. device: that it should fit; None: no limit is known."""
+    """Every change worth knowing, with its predicted peak. device: that it should fit; None: no
+    limit is known.
+    """
     step, now = made.worst, training(made.worst, subject.zero, cublas=cublas).total
     usable = device.usable(subject.sharding.world) if device is not None else None
     asked: list[tuple[str, Request]] = [
@@ -82,13 +97,29 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
         *_other_attention(subject, made),
         *((name, request) for name, request, _ in _shorter(subject, made)),
     ]
-    found = dict(zip([name for name, _ in asked], measure([r for _, r in asked], subject.places), strict=True))
-    peak: Callable[[Measured], int] = lambda measured: training(measured, subject.zero, cublas=cublas).total  # noqa: E731
+    found = dict(
+        zip(
+            [name for name, _ in asked], measure([r for _, r in asked], subject.places), strict=True
+        )
+    )
+
+    def peak(measured: Measured) -> int:
+        return training(measured, subject.zero, cublas=cublas).total
+
     line = Parabola.through([(rows, peak(found[f"rows {rows}"])) for rows in (_FEW, _SOME)])
     found_stages = stages(subject, step, cublas=cublas)
     changes = [
-        *[(name, peak(measured)) for name, measured in found.items() if name.startswith(("train.", "reader."))],
-        *_limit_change(subject, made, {name: peak(m) for name, m in found.items() if name.startswith("data.")}, usable),
+        *[
+            (name, peak(measured))
+            for name, measured in found.items()
+            if name.startswith(("train.", "reader."))
+        ],
+        *_limit_change(
+            subject,
+            made,
+            {name: peak(m) for name, m in found.items() if name.startswith("data.")},
+            usable,
+        ),
         *_fewer_rows(subject, line, usable),
         *[(f"--deepspeed {stage.preset}", stage.peak.total) for stage in found_stages],
     ]
@@ -97,7 +128,9 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
     longest = int(subject.train.lengths.max())
     rows = 0 if usable is None else line.largest(usable)
     seconds = sum(measured.seconds for measured in found.values())
-    return Advice(found_stages, sorted(fixes, key=lambda fix: -fix.saving), rows, rows * longest, seconds)
+    return Advice(
+        found_stages, sorted(fixes, key=lambda fix: -fix.saving), rows, rows * longest, seconds
+    )
 
 
 def _of_longest(subject: Subject, rows: int) -> Request:
@@ -109,26 +142,40 @@ def _recomputed(subject: Subject, made: Made) -> list[tuple[str, Request]]:
     key = "train.gradient_checkpointing"
     if subject.cfg.train.gradient_checkpointing:
         return []
-    return [(f"{key} false -> true", training_request(subject, made.numbers, changed(subject.values, key, True)))]
+    return [
+        (
+            f"{key} false -> true",
+            training_request(subject, made.numbers, changed(subject.values, key, True)),
+        )
+    ]
 
 
 def _other_attention(subject: Subject, made: Made) -> list[tuple[str, Request]]:
     """Other values of a key named attention, where a task has one; flex runs on CUDA only."""
     found: list[tuple[str, Request]] = []
     for block in type(subject.cfg).model_fields:
-        schema = getattr(type(getattr(subject.cfg, block, None)), "model_fields", {}).get("attention")
+        schema = getattr(type(getattr(subject.cfg, block, None)), "model_fields", {}).get(
+            "attention"
+        )
         if schema is None:
             continue
         now = getattr(subject.cfg, block).attention
         for other in get_args(schema.annotation):
             if other not in (now, "flex"):
                 values = changed(subject.values, f"{block}.attention", other)
-                found.append((f"{block}.attention {now} -> {other}", training_request(subject, made.numbers, values)))
+                found.append(
+                    (
+                        f"{block}.attention {now} -> {other}",
+                        training_request(subject, made.numbers, values),
+                    )
+                )
     return found
 
 
 def _shorter(subject: Subject, made: Made) -> list[tuple[str, Request, int]]:
-    """The worst micro-batch under shorter limits, encoded anew; with micro_tokens it holds more rows then."""
+    """The worst micro-batch under shorter limits, encoded anew; with micro_tokens it holds more
+    rows then.
+    """
     limit = binding_limit(subject.task)
     if limit is None:
         return []
@@ -149,7 +196,9 @@ def _shorter(subject: Subject, made: Made) -> list[tuple[str, Request, int]]:
     return found
 
 
-def _encoded_anew(subject: Subject, made: Made, values: dict[str, Any]) -> list[dict[str, list[int]]]:
+def _encoded_anew(
+    subject: Subject, made: Made, values: dict[str, Any]
+) -> list[dict[str, list[int]]]:
     cfg = tasks.parse(values)
     task = tasks.load(cfg, subject.places)
     specimens = [Specimens(task, row) for row in subject.train.raw(made.numbers)]
@@ -157,18 +206,27 @@ def _encoded_anew(subject: Subject, made: Made, values: dict[str, Any]) -> list[
     if cfg.train.micro_tokens is not None:
         longest = max(int(specimen.lengths[0]) for specimen in specimens)
         count = max(1, min(cfg.train.micro_batch, cfg.train.micro_tokens // longest))
-    return [specimens[number % len(specimens)].encoded([0], is_drawn=True)[0] for number in range(count)]
+    return [
+        specimens[number % len(specimens)].encoded([0], is_drawn=True)[0] for number in range(count)
+    ]
 
 
-def _limit_change(subject: Subject, made: Made, peaks: dict[str, int], usable: int | None) -> list[tuple[str, int]]:
+def _limit_change(
+    subject: Subject, made: Made, peaks: dict[str, int], usable: int | None
+) -> list[tuple[str, int]]:
     """The shortest limit tried; and where the run does not fit, the longest that does."""
     if not peaks:
         return []
     key, value = binding_limit(subject.task) or ("", 0)
     tried = [(int(name.rpartition(" ")[2]), total) for name, total in peaks.items()]
-    fitting = [(limit, total) for limit, total in tried if usable is not None and total <= usable < made.total]
+    fitting = [
+        (limit, total)
+        for limit, total in tried
+        if usable is not None and total <= usable < made.total
+    ]
     return [
-        (f"max_length: {key} {value} -> {limit}", total) for limit, total in dict.fromkeys([*fitting[:1], tried[-1]])
+        (f"max_length: {key} {value} -> {limit}", total)
+        for limit, total in dict.fromkeys([*fitting[:1], tried[-1]])
     ]
 
 
@@ -178,7 +236,9 @@ def _fewer_rows(subject: Subject, line: Parabola, usable: int | None) -> list[tu
     if train.micro_tokens is not None or train.micro_batch == 1:
         return []
     fitting = line.largest(usable) if usable is not None else train.micro_batch // 2
-    rows = largest_divisor(train.global_batch // subject.sharding.world, min(fitting, train.micro_batch - 1))
+    rows = largest_divisor(
+        train.global_batch // subject.sharding.world, min(fitting, train.micro_batch - 1)
+    )
     return [(f"train.micro_batch {train.micro_batch} -> {rows}", line.at(rows))] if rows else []
 
 
@@ -196,7 +256,9 @@ def fewer_evaluated(plan: MemoryPlan, usable: int | None) -> list[Fix]:
     if not 1 <= rows < worst.rows:
         return []
     total = int(fixed + per_row * rows)
-    return [Fix(f"train.eval_batch {worst.rows} -> {rows}", total, worst.peak.total - total, worst.name)]
+    return [
+        Fix(f"train.eval_batch {worst.rows} -> {rows}", total, worst.peak.total - total, worst.name)
+    ]
 
 
 def largest_divisor(number: int, most: int) -> int:
@@ -204,8 +266,12 @@ def largest_divisor(number: int, most: int) -> int:
     return next((size for size in range(min(most, number), 0, -1) if number % size == 0), 0)
 
 
-def largest_rows(subject: Subject, presets: Sequence[str], *, usable: int, cublas: int) -> dict[str, int]:
-    """How many rows of the longest kind fit into a micro-batch, under each of these DeepSpeed files."""
+def largest_rows(
+    subject: Subject, presets: Sequence[str], *, usable: int, cublas: int
+) -> dict[str, int]:
+    """How many rows of the longest kind fit into a micro-batch, under each of these DeepSpeed
+    files.
+    """
     counts = (_FEW, _SOME)
     few, some = measure([_of_longest(subject, rows) for rows in counts], subject.places)
     found: dict[str, int] = {}

@@ -1,8 +1,9 @@
-"""What DeepSpeed 0.19.8 holds besides the model's own tensors, as our engine drives it. Imports no torch.
+"""What DeepSpeed 0.19.8 holds besides the model's own tensors, as our engine drives it. Imports no
+torch.
 
-Every formula was held against the CPU allocator's record of a real engine, stages 0 to 3 in fp32 and bf16, at one and
-two ranks (tests/numerics/test_memory_plan.py does it again for one rank). P trainable and F frozen numbers, e bytes
-each in the model's dtype, w ranks, b numbers in a bucket.
+Every formula was held against the CPU allocator's record of a real engine, stages 0 to 3 in fp32
+and bf16, at one and two ranks (tests/numerics/test_memory_plan.py does it again for one rank). P
+trainable and F frozen numbers, e bytes each in the model's dtype, w ranks, b numbers in a bucket.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trainer import deepspeed_config
-from trainer.memory.measured import Measured
+from trainer.config import deepspeed_config
+from trainer.memory.records import Measured
 
 _REDUCED_AT_ONCE = 500_000_000  # numbers: engine.allreduce_no_retain's bucket, which no key changes
 _HELD_WHOLE = 3  # weights that stage 3 was seen to hold twice on a single rank
-_ADAFACTOR_COPIES = 3  # fp32 tensors that torch's Adafactor makes of one weight: squares, their estimate, the update
+# fp32 tensors that torch's Adafactor makes of one weight: squares, their estimate, the update
+_ADAFACTOR_COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,10 @@ class Zero:
     def of(cls, ds: dict[str, Any], *, accumulates: bool, is_adafactor: bool) -> Zero:
         """From a complete dictionary (deepspeed_config.build)."""
         zero, precision = ds["zero_optimization"], deepspeed_config.precision(ds)
-        micro, accumulation = ds["train_micro_batch_size_per_gpu"], ds["gradient_accumulation_steps"]
+        micro, accumulation = (
+            ds["train_micro_batch_size_per_gpu"],
+            ds["gradient_accumulation_steps"],
+        )
         world = ds["train_batch_size"] // (micro * accumulation)
         return cls(
             stage=zero["stage"],
@@ -76,12 +81,16 @@ class Zero:
             prefetch_bucket=int(zero.get("stage3_prefetch_bucket_size", cls.prefetch_bucket)),
             max_live=int(zero.get("stage3_max_live_parameters", cls.max_live)),
             sub_group=int(zero.get("sub_group_size", cls.sub_group)),
-            overlaps=bool(zero.get("overlap_comm", zero["stage"] == 3)) and world > 1 and zero["stage"] > 1,
+            overlaps=bool(zero.get("overlap_comm", zero["stage"] == 3))
+            and world > 1
+            and zero["stage"] > 1,
         )
 
     @property
     def copies_into_buckets(self) -> bool:
-        """contiguous_gradients: reduce buckets are allocated in full; not by our engine on a single rank."""
+        """contiguous_gradients: reduce buckets are allocated in full; not by our engine on a single
+        rank.
+        """
         if self.stage == 1 and self.is_bf16 and not self.offloads_optimizer:
             return False  # DeepSpeed's BF16_Optimizer has none
         return self.stage == 3 or (self.stage > 0 and (self.world > 1 or self.offloads_optimizer))
@@ -93,7 +102,9 @@ def training(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
 
 
 def inference(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
-    """The same of an evaluation or a generation between training steps: the optimizer stays where it is."""
+    """The same of an evaluation or a generation between training steps: the optimizer stays where
+    it is.
+    """
     most = step.peak
     held = _held_between_steps(step, zero)
     return _sum(held, Breakdown(activations=most.activations, logits=most.logits, workspace=cublas))
@@ -102,7 +113,11 @@ def inference(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
 def host(step: Measured, zero: Zero) -> int:
     """Bytes that a rank keeps in the machine's memory because they were offloaded."""
     P, F, w = step.trainable, step.frozen, zero.world
-    optimizer = (4 + 8 + 4 + (zero.width if zero.width < 4 else 0)) * P // w if zero.offloads_optimizer else 0
+    optimizer = (
+        (4 + 8 + 4 + (zero.width if zero.width < 4 else 0)) * P // w
+        if zero.offloads_optimizer
+        else 0
+    )
     return optimizer + (zero.width * (P + F) // w if zero.offloads_weights else 0)
 
 
@@ -118,7 +133,9 @@ def _held_between_steps(step: Measured, zero: Zero) -> Breakdown:
     if zero.stage == 3:
         whole = e * (step.trainable + step.frozen)
         whole_ones = (
-            zero.max_live + zero.prefetch_bucket if w > 1 or zero.offloads_weights else _HELD_WHOLE * step.largest
+            zero.max_live + zero.prefetch_bucket
+            if w > 1 or zero.offloads_weights
+            else _HELD_WHOLE * step.largest
         )
         gathered = min(whole, e * whole_ones)
         weights = (0 if zero.offloads_weights else step.weights // w) + gathered
@@ -127,31 +144,51 @@ def _held_between_steps(step: Measured, zero: Zero) -> Breakdown:
         gradients = 4 * P
     master = 4 * P if e < 4 or zero.stage > 0 else 0
     optimizer = (
-        0 if zero.offloads_optimizer else (master + 4 * step.states) // w if zero.stage else master + 4 * step.states
+        0
+        if zero.offloads_optimizer
+        else (master + 4 * step.states) // w
+        if zero.stage
+        else master + 4 * step.states
     )
-    buckets = (2 if zero.overlaps and zero.stage < 3 else 1) * zero.reduce_bucket * e if zero.copies_into_buckets else 0
-    return Breakdown(weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.buffers + buckets)
+    buckets = (
+        (2 if zero.overlaps and zero.stage < 3 else 1) * zero.reduce_bucket * e
+        if zero.copies_into_buckets
+        else 0
+    )
+    return Breakdown(
+        weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.buffers + buckets
+    )
 
 
 def _moments(step: Measured, zero: Zero, cublas: int) -> Iterator[Breakdown]:
     held = _held_between_steps(step, zero)
     for moment in step.moments:
-        rest = Breakdown(activations=moment.activations, logits=moment.logits, workspace=cublas + step.scratch)
+        rest = Breakdown(
+            activations=moment.activations, logits=moment.logits, workspace=cublas + step.scratch
+        )
         yield _sum(held, Breakdown(gradients=_in_backward(moment.gradients, step, zero)), rest)
-    reduced = Breakdown(gradients=_reduced(step, zero), workspace=cublas + _reduction_copies(step, zero))
+    reduced = Breakdown(
+        gradients=_reduced(step, zero), workspace=cublas + _reduction_copies(step, zero)
+    )
     yield _sum(held, reduced)
-    yield _sum(held, Breakdown(gradients=_at_step(step, zero), workspace=cublas + _step_copies(step, zero)))
+    yield _sum(
+        held, Breakdown(gradients=_at_step(step, zero), workspace=cublas + _step_copies(step, zero))
+    )
 
 
 def _accumulated(step: Measured, zero: Zero) -> int:
-    """What stage 2 keeps of the gradients of earlier micro-batches: this rank's part, in fp32 (fp16: as it is)."""
+    """What stage 2 keeps of the gradients of earlier micro-batches: this rank's part, in fp32
+    (fp16: as it is).
+    """
     if zero.stage != 2 or zero.offloads_optimizer:
         return 0
     return (4 if zero.is_bf16 else zero.width) * step.trainable // zero.world
 
 
 def _in_flight(gradients: int, step: Measured, zero: Zero) -> int:
-    """Of complete gradients in the model's dtype, those that are still there: buckets carry them away from stage 2."""
+    """Of complete gradients in the model's dtype, those that are still there: buckets carry them
+    away from stage 2.
+    """
     if zero.stage == 3:
         return 0
     if zero.stage < 2 or not zero.copies_into_buckets:
@@ -162,17 +199,27 @@ def _in_flight(gradients: int, step: Measured, zero: Zero) -> int:
 
 def _in_backward(gradients: int, step: Measured, zero: Zero) -> int:
     if zero.accumulates and zero.stage < 2:
-        gradients = max(moment.gradients for moment in step.moments)  # those of the micro-batches before
+        gradients = max(
+            moment.gradients for moment in step.moments
+        )  # those of the micro-batches before
     accumulated = _accumulated(step, zero)
     if not zero.accumulates:
-        accumulated = 0 if not zero.copies_into_buckets else accumulated * gradients // (zero.width * step.trainable)
+        accumulated = (
+            0
+            if not zero.copies_into_buckets
+            else accumulated * gradients // (zero.width * step.trainable)
+        )
     return _in_flight(gradients, step, zero) + accumulated
 
 
 def _reduced(step: Measured, zero: Zero) -> int:
     """Gradients at the end of a micro-batch, while they are reduced and put away."""
-    is_moved = zero.width == 4 and not zero.accumulates and not zero.copies_into_buckets  # not copied once more
-    return _in_flight(zero.width * step.trainable, step, zero) + (0 if is_moved else _accumulated(step, zero))
+    is_moved = (
+        zero.width == 4 and not zero.accumulates and not zero.copies_into_buckets
+    )  # not copied once more
+    return _in_flight(zero.width * step.trainable, step, zero) + (
+        0 if is_moved else _accumulated(step, zero)
+    )
 
 
 def _reduction_copies(step: Measured, zero: Zero) -> int:
@@ -201,7 +248,9 @@ def _step_copies(step: Measured, zero: Zero) -> int:
     if zero.stage == 0:
         return own + (4 * P if e < 4 else 0)  # fp32 copies of all gradients
     if zero.stage == 1 and zero.is_bf16:
-        return (4 + 2) * min(P, _REDUCED_AT_ONCE)  # flattened in fp32, then cast to the dtype of communication
+        return (4 + 2) * min(
+            P, _REDUCED_AT_ONCE
+        )  # flattened in fp32, then cast to the dtype of communication
     if zero.stage == 3:
         return 4 * min(P // w, zero.sub_group)
     return 4 * P // w if e == 4 or zero.stage == 1 else 8 * step.largest

@@ -1,4 +1,6 @@
-"""How much memory a device has: by name, by a number with its unit, or as the machine says. Imports no torch."""
+"""How much memory a device has: by name, by a number with its unit, or as the machine says. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from trainer.config import nearest
 from trainer.errors import ConfigError
 
 GIB = 2**30
-# What the driver shows of each card (nvidia-smi's total less what it reserves), in GiB; the names on boxes are rounded.
+# What the driver shows of each card (nvidia-smi's total less what it reserves), in GiB; the names
+# on boxes are rounded.
 _SHOWN_GIB = {
     "t4": 14.6,
     "v100-16": 15.8,
@@ -29,7 +32,9 @@ _SHOWN_GIB = {
     "b200": 178.4,
 }
 _UNITS = {"gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}
-_SMALL_CUBLAS = 8_519_680  # bytes of cuBLAS's workspace before sm90 (4096 x 2 + 16 x 8 KiB, torch's default)
+_SMALL_CUBLAS = (
+    8_519_680  # bytes of cuBLAS's workspace before sm90 (4096 x 2 + 16 x 8 KiB, torch's default)
+)
 _LARGE_CUBLAS = 32 * 2**20  # from sm90 on
 _FROM_SM90 = ("h100", "h200", "b200", "rtx5090")
 CONTEXT = int(0.5 * GIB)  # CUDA's own, outside torch's allocator: 0.4 to 0.6 GiB
@@ -45,12 +50,16 @@ class Device:
     cublas_nbytes: int = _LARGE_CUBLAS
 
     def usable(self, world: int) -> int:
-        """Bytes that torch's allocator can have: less CUDA's context and, with several ranks, NCCL's buffers."""
+        """Bytes that torch's allocator can have: less CUDA's context and, with several ranks,
+        NCCL's buffers.
+        """
         return self.nbytes - CONTEXT - (NCCL if world > 1 else 0)
 
 
 def device_of(text: str) -> Device:
-    """The device that --device names: a100-80, h200, ..., or a size such as 24GiB. ConfigError for anything else."""
+    """The device that --device names: a100-80, h200, ..., or a size such as 24GiB. ConfigError for
+    anything else.
+    """
     name = text.strip().lower()
     if name in _SHOWN_GIB:
         cublas = _LARGE_CUBLAS if name in _FROM_SM90 else _SMALL_CUBLAS
@@ -59,7 +68,8 @@ def device_of(text: str) -> Device:
     if size and float(size[1]) > 0:
         return Device(text, int(float(size[1]) * _UNITS[size[2]]))
     raise ConfigError(
-        f"--device {text}: neither a size, such as 24GiB, nor a known name. {nearest(name, [*_SHOWN_GIB])}"
+        f"--device {text}: neither a size, such as 24GiB, nor a known name. "
+        f"{nearest(name, [*_SHOWN_GIB])}"
     )
 
 
@@ -67,9 +77,11 @@ def device_here() -> Device | None:
     """The GPU of this process; None on a machine without one. Imports torch."""
     import torch
 
-    from trainer import distributed
+    from trainer.runtime import distributed
 
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(distributed.device())
-    return Device(found.name, found.total_memory, _LARGE_CUBLAS if found.major >= 9 else _SMALL_CUBLAS)
+    return Device(
+        found.name, found.total_memory, _LARGE_CUBLAS if found.major >= 9 else _SMALL_CUBLAS
+    )

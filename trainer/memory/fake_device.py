@@ -1,9 +1,10 @@
 """A device that computes nothing and counts every byte: CUDA's allocations without a GPU.
 
-Tensors are fake (shapes only) and lie on a Python backend of torch, which takes CUDA's path where a kernel chooses by
-device: dropout keeps a mask of one byte, AdamW may be fused. Fake "cuda" tensors cannot be used: without CUDA, torch
-2.13 aborts the process in autograd (SIGABRT in getDeviceGuardImpl). The backend is registered for the whole process
-and functions of torch are replaced, so this belongs into a process of its own (trainer.memory.measure).
+Tensors are fake (shapes only) and lie on a Python backend of torch, which takes CUDA's path where a
+kernel chooses by device: dropout keeps a mask of one byte, AdamW may be fused. Fake "cuda" tensors
+cannot be used: without CUDA, torch 2.13 aborts the process in autograd (SIGABRT in
+getDeviceGuardImpl). The backend is registered for the whole process and functions of torch are
+replaced, so this belongs into a process of its own (trainer.memory.measure).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers.utils import import_utils
 
-from trainer.memory.integers import run_with_twins
+from trainer.memory.fake_values import run_with_twins
 from trainer.memory.tracker import Tracker
 
 # B batch, H heads, Q queries, K keys
@@ -28,10 +29,14 @@ from trainer.memory.tracker import Tracker
 T = TypeVar("T")
 
 FAKE_GPU = "fakegpu"
-DeviceName = Literal["fakegpu", "cpu"]  # cpu: what the CPU's own kernels allocate, to be held against real runs
+DeviceName = Literal[
+    "fakegpu", "cpu"
+]  # cpu: what the CPU's own kernels allocate, to be held against real runs
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _FLASH_WIDTH = 256  # widest head that the flash kernel takes
-_MASK_ALIGNMENT = 8  # elements; the efficient kernel pads masks to it (torch 2.13, sdp_utils pad_bias)
+_MASK_ALIGNMENT = (
+    8  # elements; the efficient kernel pads masks to it (torch 2.13, sdp_utils pad_bias)
+)
 
 
 class _Module:
@@ -90,13 +95,19 @@ def register() -> None:
     _is_registered = True
 
 
-_scratch: list[int] = []  # bytes of fp32 sums that the backward of each attention takes for its queries
+_scratch: list[
+    int
+] = []  # bytes of fp32 sums that the backward of each attention takes for its queries
 _torch_tensor = torch.tensor
 _torch_attention = F.scaled_dot_product_attention
 
 
-def _tensor(data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **more: Any) -> Tensor:
-    """torch.tensor, which hides from dispatch modes and so would ask the fake GPU for real memory."""
+def _tensor(
+    data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **more: Any
+) -> Tensor:
+    """torch.tensor, which hides from dispatch modes and so would ask the fake GPU for real
+    memory.
+    """
     if device is None or torch.device(device).type != FAKE_GPU:
         return _torch_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **more)
     return _torch_tensor(data, dtype=dtype, **more).to(device).requires_grad_(requires_grad)
@@ -112,10 +123,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by the kernel that CUDA would take: flash without a mask, memory-efficient with one or in fp32.
+    """Attention by the kernel that CUDA would take: flash without a mask, memory-efficient with one
+    or in fp32.
 
-    A TorchFunctionMode would not do: it is off inside backward(), so that a checkpointed block recomputes by another
-    kernel, which aborts on a Python backend.
+    A TorchFunctionMode would not do: it is off inside backward(), so that a checkpointed block
+    recomputes by another kernel, which aborts on a Python backend.
     """
     if query.device.type != FAKE_GPU:
         how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
@@ -133,9 +145,13 @@ def _attention(
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """(B, H, Q, K) as the efficient kernel reads it: numbers, rows aligned, expanded without a copy."""
+    """(B, H, Q, K) as the efficient kernel reads it: numbers, rows aligned, expanded without a
+    copy.
+    """
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
+            mask.logical_not(), float("-inf")
+        )
     num_keys = key.shape[2]
     if mask.shape[-1] % _MASK_ALIGNMENT and mask.shape[-1] == num_keys:
         mask = F.pad(mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
@@ -164,11 +180,15 @@ class FakeDevice:
 
     @property
     def scratch(self) -> int:
-        """The most that one attention kernel takes for itself in backward; fake tensors do not show it."""
+        """The most that one attention kernel takes for itself in backward; fake tensors do not show
+        it.
+        """
         return max(_scratch, default=0)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """The model's parameters and buffers replaced by fake ones on this device; tied ones stay tied."""
+        """The model's parameters and buffers replaced by fake ones on this device; tied ones stay
+        tied.
+        """
         placed: dict[int, Any] = {}
         for module in model.modules():
             for table, category in ((module._parameters, "weights"), (module._buffers, "buffers")):
@@ -198,7 +218,9 @@ class FakeDevice:
 
 @contextmanager
 def fake_device(name: DeviceName) -> Iterator[FakeDevice]:
-    """Inside, nothing is computed, and what is made on the device is counted. Only in a process of its own."""
+    """Inside, nothing is computed, and what is made on the device is counted. Only in a process of
+    its own.
+    """
     if name == FAKE_GPU:
         register()
     with FakeTensorMode(allow_non_fake_inputs=True), _values_are_known():
@@ -220,7 +242,9 @@ def for_real(function: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def _values_are_known() -> Iterator[None]:
-    """Inside, transformers (5.23) looks into masks, to leave out those that hide nothing: twins can answer."""
+    """Inside, transformers (5.23) looks into masks, to leave out those that hide nothing: twins can
+    answer.
+    """
     is_fake = import_utils.is_fake_tensor
     import_utils.is_fake_tensor = lambda x: False
     try:

@@ -1,5 +1,5 @@
-"""Steps run under fake tensors, in a process of their own: `measure()` starts it, `python -m trainer.memory.measure`
-is it.
+"""Steps run under fake tensors, in a process of their own: `measure()` starts it, `python -m
+trainer.memory.measure` is it.
 
 It reads requests as JSON from standard input and writes what was measured to standard output.
 """
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from trainer.errors import LatheError
-from trainer.memory.measured import Measured, Request
+from trainer.memory.records import Measured, Request
 
 if TYPE_CHECKING:
     from trainer.memory.fake_device import FakeDevice
-    from trainer.task import Places, Task
+    from trainer.tasks.protocol import Places, Task
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIME_LIMIT_S = 600.0
@@ -33,13 +33,22 @@ class MeasuringError(LatheError):
 
 
 def measure(requests: Sequence[Request], places: Places) -> list[Measured]:
-    """What each request needs. MeasuringError, with the process's own words, when a step cannot be run."""
+    """What each request needs. MeasuringError, with the process's own words, when a step cannot be
+    run.
+    """
     asked = {
         "requests": [asdict(request) for request in requests],
-        "places": {name: None if path is None else str(path) for name, path in asdict(places).items()},
+        "places": {
+            name: None if path is None else str(path) for name, path in asdict(places).items()
+        },
     }
     # no GPU: the plan must not open a context on it; one thread: fake tensors compute nothing
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
@@ -55,28 +64,34 @@ def measure(requests: Sequence[Request], places: Places) -> list[Measured]:
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        raise MeasuringError(f"measuring memory took more than {TIME_LIMIT_S:.0f} s and was given up") from None
+        raise MeasuringError(
+            f"measuring memory took more than {TIME_LIMIT_S:.0f} s and was given up"
+        ) from None
     if done.returncode:
         said = "\n".join(done.stderr.strip().splitlines()[-_SHOWN_LINES:])
         raise MeasuringError(f"memory could not be measured (exit code {done.returncode}):\n{said}")
     return [Measured.of(values) for values in json.loads(done.stdout)]
 
 
-# The process ------------------------------------------------------------------------------------------------------
+# The process
+# ------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     """Answer the requests on standard input."""
     answers, sys.stdout = sys.stdout, sys.stderr  # whoever prints must not spoil the answer
-    from trainer.task import Places
+    from trainer.tasks.protocol import Places
 
     asked = json.load(sys.stdin)
     given = {name: None if path is None else Path(path) for name, path in asked["places"].items()}
     places = Places(**cast("dict[str, Any]", given))
-    found = [measured.plain() for measured in _answers([Request(**r) for r in asked["requests"]], places)]
+    found = [
+        measured.plain() for measured in _answers([Request(**r) for r in asked["requests"]], places)
+    ]
     json.dump(found, answers)
     answers.flush()
-    # torch's threads hold Python objects of the fake device, which the interpreter's own way out would meet half freed
+    # torch's threads hold Python objects of the fake device, which the interpreter's own way out
+    # would meet half freed
     os._exit(0)
 
 
@@ -89,16 +104,19 @@ def _measured(request: Request, places: Places) -> Measured:
     import numpy as np
 
     from trainer import tasks
-    from trainer.base_model import DTYPES
     from trainer.memory.fake_device import FAKE_GPU, fake_device
-    from trainer.optimizers import state_shapes
+    from trainer.models.base_model import DTYPES
+    from trainer.training.optimizers import state_shapes
 
     started = time.process_time()
     cfg = tasks.parse(request.experiment)
     task = tasks.load(cfg, places)
     model = task.skeleton().to(DTYPES[cfg.train.precision])
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    rows = [{field: np.asarray(ids, dtype=np.int64) for field, ids in row.items()} for row in request.rows]
+    rows = [
+        {field: np.asarray(ids, dtype=np.int64) for field, ids in row.items()}
+        for row in request.rows
+    ]
     batch = task.collate(rows)
     with fake_device(FAKE_GPU) as device:
         device.place(model)
@@ -112,7 +130,11 @@ def _measured(request: Request, places: Places) -> Measured:
             trainable=sum(weight.numel() for weight in weights),
             frozen=sum(weight.numel() for weight in model.parameters() if not weight.requires_grad),
             largest=max((weight.numel() for weight in weights), default=0),
-            states=sum(shape.numel() for w in weights for shape in state_shapes(cfg.optim, w.shape).values()),
+            states=sum(
+                shape.numel()
+                for w in weights
+                for shape in state_shapes(cfg.optim, w.shape).values()
+            ),
             moments=tracker.moments,
             scratch=device.scratch,
             shapes={name: list(tensor.shape) for name, tensor in batch.items()},
@@ -121,12 +143,14 @@ def _measured(request: Request, places: Places) -> Measured:
         )
 
 
-def _run(request: Request, task: Task, model: Any, device: FakeDevice, *, batch: Any, rows: Any) -> None:
+def _run(
+    request: Request, task: Task, model: Any, device: FakeDevice, *, batch: Any, rows: Any
+) -> None:
     import torch
 
-    from trainer import distributed
     from trainer.memory.fake_device import for_real
-    from trainer.task import Answers
+    from trainer.runtime import distributed
+    from trainer.tasks.protocol import Answers
 
     if request.kind == "train":
         model.train()
@@ -138,7 +162,8 @@ def _run(request: Request, task: Task, model: Any, device: FakeDevice, *, batch:
             (loss / 1.0).backward()
             del loss
             if len(forwards) == 1:
-                break  # micro-batches do not know of each other: the next one would be the same again
+                # micro-batches do not know of each other: the next one would be the same again
+                break
         return
     model.eval()
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Peak memory of a run by category, on the device and off it, from steps that really run, under fake tensors."""
+"""Peak memory of a run by category, on the device and off it, from steps that really run, under
+fake tensors.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,23 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainer import deepspeed_config
-from trainer.config import Experiment
-from trainer.data.windows import Sharding
+from trainer.config import Experiment, deepspeed_config
+from trainer.data.order import Sharding
 from trainer.memory.deepspeed_terms import Breakdown, Zero, host, inference, training
 from trainer.memory.devices import Device
 from trainer.memory.measure import measure
-from trainer.memory.measured import Kind, Measured, Request
-from trainer.memory.rows import Rows, first_evaluated, heaviest
-from trainer.task import Answers, Places, Task, question_of
+from trainer.memory.planned_rows import Rows, first_evaluated, heaviest
+from trainer.memory.records import Kind, Measured, Request
+from trainer.tasks.protocol import Answers, Places, Task, question_of
 
 TRAINING, EVALUATION, GENERATION = "training step", "evaluation", "generation"
-SHORT_ANSWERS = (4, 8)  # tokens that are generated to be measured; memory grows by as much with each further one
-_PROCESS = 2 * 2**30  # host memory of a process that has imported torch, transformers and CUDA's libraries
+SHORT_ANSWERS = (
+    4,
+    8,
+)  # tokens that are generated to be measured; memory grows by as much with each further one
+_PROCESS = (
+    2 * 2**30
+)  # host memory of a process that has imported torch, transformers and CUDA's libraries
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,9 @@ class Subject:
         return Zero.of(ds, accumulates=accumulates, is_adafactor=self.cfg.optim.name == "adafactor")
 
     def with_deepspeed(self, preset: str) -> dict[str, Any]:
-        """The complete dictionary of another DeepSpeed file. ConfigError when the experiment does not go with it."""
+        """The complete dictionary of another DeepSpeed file. ConfigError when the experiment does
+        not go with it.
+        """
         return deepspeed_config.build(
             deepspeed_config.read(preset),
             train=self.cfg.train,
@@ -95,7 +103,13 @@ class MemoryPlan:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MemoryPlan:
         phases = [
-            Phase(**{**phase, "peak": Breakdown(**phase["peak"]), "tensors": [(n, b) for n, b in phase["tensors"]]})
+            Phase(
+                **{
+                    **phase,
+                    "peak": Breakdown(**phase["peak"]),
+                    "tensors": [(n, b) for n, b in phase["tensors"]],
+                }
+            )
             for phase in values["phases"]
         ]
         return cls(**{**values, "phases": phases})
@@ -133,13 +147,21 @@ def make(subject: Subject, *, cublas: int) -> Made:
     requests.append(_request(subject, "evaluate", subject.valid, rows[EVALUATION]))
     requests += _answer_requests(subject, rows[EVALUATION])
     found = measure(requests, subject.places)
-    steps, evaluated, answered = found[: len(batches)], found[len(batches)], found[len(batches) + 1 :]
+    steps, evaluated, answered = (
+        found[: len(batches)],
+        found[len(batches)],
+        found[len(batches) + 1 :],
+    )
     peaks = [training(step, subject.zero, cublas=cublas) for step in steps]
     worst = max(range(len(steps)), key=lambda number: peaks[number].total)
     phases = [
         phase(TRAINING, peaks[worst], steps[worst], subject.train, batches[worst]),
         phase(
-            EVALUATION, inference(evaluated, subject.zero, cublas=cublas), evaluated, subject.valid, rows[EVALUATION]
+            EVALUATION,
+            inference(evaluated, subject.zero, cublas=cublas),
+            evaluated,
+            subject.valid,
+            rows[EVALUATION],
         ),
     ]
     if answered and isinstance(subject.task, Answers):
@@ -166,14 +188,18 @@ def training_batches(subject: Subject) -> list[Any]:
     return heaviest(subject.train, subject.sharding, seed=seed, steps=train.steps)
 
 
-def training_request(subject: Subject, numbers: Any, values: dict[str, Any] | None = None) -> Request:
+def training_request(
+    subject: Subject, numbers: Any, values: dict[str, Any] | None = None
+) -> Request:
     """A training step over these rows, of the experiment or of a changed one."""
     rows = subject.train.encoded(numbers, is_drawn=True)
     return Request(values or subject.values, "train", rows, accumulates=subject.zero.accumulates)
 
 
 def phase(name: str, peak: Breakdown, step: Measured, rows: Rows, numbers: Any) -> Phase:
-    return Phase(name, peak, len(numbers), int(rows.lengths[numbers].max()), step.shapes, step.tensors)
+    return Phase(
+        name, peak, len(numbers), int(rows.lengths[numbers].max()), step.shapes, step.tensors
+    )
 
 
 def _request(subject: Subject, kind: Kind, rows: Rows, numbers: Any) -> Request:
@@ -201,16 +227,25 @@ def _eval_batch(subject: Subject) -> int:
     return subject.cfg.train.eval_batch or subject.cfg.train.micro_batch
 
 
-# Besides the device -----------------------------------------------------------------------------------------------
+# Besides the device
+# -----------------------------------------------------------------------------------------------
 
 
 def _saved_numbers(step: Measured, zero: Zero) -> int:
-    """Bytes of a checkpoint: trainable weights, the optimizer's state in fp32, and fp32 weights below fp32."""
-    return zero.width * step.trainable + 4 * step.states + (4 * step.trainable if zero.width < 4 else 0)
+    """Bytes of a checkpoint: trainable weights, the optimizer's state in fp32, and fp32 weights
+    below fp32.
+    """
+    return (
+        zero.width * step.trainable
+        + 4 * step.states
+        + (4 * step.trainable if zero.width < 4 else 0)
+    )
 
 
 def _gathered_to_save(step: Measured, subject: Subject) -> int:
-    """This rank's share of a checkpoint, which it holds while it writes; rank 0 has all weights for an export."""
+    """This rank's share of a checkpoint, which it holds while it writes; rank 0 has all weights for
+    an export.
+    """
     zero = subject.zero
     return max(_saved_numbers(step, zero) // zero.world, zero.width * step.trainable)
 
@@ -223,7 +258,9 @@ def _on_disk(step: Measured, subject: Subject) -> int:
 
 
 def _to_download(step: Measured, subject: Subject) -> int:
-    """Bytes of a base on the Hub that are not in the cache, taken for fp32; 0 for folders and random bases."""
+    """Bytes of a base on the Hub that are not in the cache, taken for fp32; 0 for folders and
+    random bases.
+    """
     base = subject.cfg.base
     if not isinstance(base, str) or Path(base).is_dir():
         return 0
@@ -236,5 +273,7 @@ def _to_download(step: Measured, subject: Subject) -> int:
 
 
 def binding_limit(task: Task) -> tuple[str, int] | None:
-    """The key of the dictionary that cuts the longest texts, with its value; None when no limit does."""
+    """The key of the dictionary that cuts the longest texts, with its value; None when no limit
+    does.
+    """
     return max(task.limits().items(), key=lambda item: item[1], default=None)

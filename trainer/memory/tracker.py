@@ -1,7 +1,8 @@
 """Every byte that is alive on a device, by category, and the moments at which most of them are.
 
-Storages are followed by weak references and counted in the blocks of 512 bytes that the CUDA allocator hands out.
-torch's MemTracker gives the same numbers, but looks at all modules again at every operation: 54 s where this takes 2.
+Storages are followed by weak references and counted in the blocks of 512 bytes that the CUDA
+allocator hands out. torch's MemTracker gives the same numbers, but looks at all modules again at
+every operation: 54 s where this takes 2.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from trainer.memory.measured import Moment
+from trainer.memory.records import Moment
 
 BLOCK = 512
 LARGEST = 3  # tensors that are named
@@ -36,7 +37,9 @@ class Tracker:
         self._device, self._label = device, "activations"
         self._storages: dict[int, _Storage] = {}
         self._vocabularies: set[int] = set()
-        self.live: dict[str, int] = dict.fromkeys(("weights", "buffers", "gradients", "activations", "logits"), 0)
+        self.live: dict[str, int] = dict.fromkeys(
+            ("weights", "buffers", "gradients", "activations", "logits"), 0
+        )
         self._moments: dict[int, Moment] = {}  # by bytes of gradients
         self.largest: list[tuple[str, int]] = []  # tensors alive when most was alive
 
@@ -50,7 +53,9 @@ class Tracker:
             self._label = before
 
     def watch(self, model: nn.Module) -> None:
-        """From now on gradients of the model's parameters and its logits are told from other activations."""
+        """From now on gradients of the model's parameters and its logits are told from other
+        activations.
+        """
         sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
         heads = {m.out_features for m in model.modules() if isinstance(m, nn.Linear)}
         self._vocabularies = {size for size in sizes if size in heads}
@@ -65,7 +70,9 @@ class Tracker:
 
     @property
     def moments(self) -> list[Moment]:
-        """The moments since restart() that may be the highest, whatever a gradient and an optimizer cost."""
+        """The moments since restart() that may be the highest, whatever a gradient and an optimizer
+        cost.
+        """
         kept: list[Moment] = []
         for moment in sorted(self._moments.values(), key=lambda m: -m.gradients):
             rest = moment.total - moment.gradients
@@ -89,8 +96,12 @@ class Tracker:
         if category == "activations" and tensor.ndim > 1 and self._is_logits(tensor):
             category = "logits"
         shape = "x".join(map(str, tensor.shape))
-        name = f"{str(func).removeprefix('aten.').partition('.')[0]} {shape} {str(tensor.dtype)[6:]}"
-        self._storages[key] = _Storage(nbytes, category, name, weakref.ref(storage, lambda _: self._drop(key)))
+        name = (
+            f"{str(func).removeprefix('aten.').partition('.')[0]} {shape} {str(tensor.dtype)[6:]}"
+        )
+        self._storages[key] = _Storage(
+            nbytes, category, name, weakref.ref(storage, lambda _: self._drop(key))
+        )
         self.live[category] += nbytes
         self._note()
 

@@ -1,4 +1,6 @@
-"""New weights on top of a base: a file of their own, beside the base's, so that others can load the base alone."""
+"""New weights on top of a base: a file of their own, beside the base's, so that others can load the
+base alone.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,23 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trainer import shards
-from trainer.encoder_only import find_file
 from trainer.errors import ConfigError
+from trainer.files import safetensors_file
+from trainer.models.t5_encoder_weights import find_file
 
 HEAD_FILE = "head.safetensors"
 
 
 def write_head(folder: Path, head: Mapping[str, Tensor]) -> None:
     """Add a head's weights, by their names within it, to the folder of its base."""
-    shards.write_tensors(folder, HEAD_FILE, head)
+    safetensors_file.write_tensors(folder, HEAD_FILE, head)
 
 
 @torch.no_grad()
 def load_head(head: nn.Module, source: str) -> bool:
-    """Fill a head from a folder or Hub id of ours; False when it has none. ConfigError when it does not fit."""
+    """Fill a head from a folder or Hub id of ours; False when it has none. ConfigError when it does
+    not fit.
+    """
     from safetensors.torch import load_file
 
     file = find_file(source, HEAD_FILE)
@@ -32,6 +36,8 @@ def load_head(head: nn.Module, source: str) -> bool:
     for name, parameter in head.named_parameters():
         if name not in tensors or tensors[name].shape != parameter.shape:
             got = tuple(tensors[name].shape) if name in tensors else "nothing"
-            raise ConfigError(f"{file}: {name} is {got}, want {tuple(parameter.shape)}. Export it again.")
+            raise ConfigError(
+                f"{file}: {name} is {got}, want {tuple(parameter.shape)}. Export it again."
+            )
         parameter.copy_(tensors[name])
     return True

@@ -1,6 +1,8 @@
-"""What most tasks share: one pretrained model, one tokenizer, and a loss that is a sum over labelled tokens.
+"""What most tasks share: one pretrained model, one tokenizer, and a loss that is a sum over
+labelled tokens.
 
-A task derives from TokenTask and overrides what is different. Nothing outside the tasks knows of this class.
+A task derives from TokenTask and overrides what is different. Nothing outside the tasks knows of
+this class.
 """
 
 from __future__ import annotations
@@ -15,23 +17,26 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainer import base_model
 from trainer.config import Base, Experiment, canonical_json
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
-from trainer.losses import IGNORED
-from trainer.metrics import Pool, Ratio
+from trainer.evaluation.mergeable import Pool, Ratio
+from trainer.models import base_model
 from trainer.models.head import HEAD_FILE, load_head, write_head
-from trainer.task import Batch, Places, Text
+from trainer.models.losses import IGNORED
+from trainer.tasks.protocol import Batch, Places, Text
 
 log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=Experiment)
-_FILLER_WORDS = 6  # for each token of the highest limit: no tokenizer makes less than one token of six words
+_FILLER_WORDS = (
+    6  # for each token of the highest limit: no tokenizer makes less than one token of six words
+)
 
 
 class TokenTask(ABC, Generic[C]):
-    """A model of transformers under the name `base_name` of the task's module and, if need be, new weights as `head`.
+    """A model of transformers under the name `base_name` of the task's module and, if need be, new
+    weights as `head`.
 
     Its batches are named as transformers names them: input_ids, attention_mask, labels.
     """
@@ -52,7 +57,8 @@ class TokenTask(ABC, Generic[C]):
     def end(self) -> int:
         return vocabulary.eos_id(self.tokenizer)
 
-    # Model ------------------------------------------------------------------------------------------------------
+    # Model
+    # ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def operate(self, base: Any) -> nn.Module:
@@ -68,24 +74,37 @@ class TokenTask(ABC, Generic[C]):
         model = self.loaded(str(folder))
         if hasattr(model, "head") and not (folder / HEAD_FILE).is_file():
             raise ConfigError(
-                f"{folder} holds no {HEAD_FILE}, so it is no trained model of task {self.cfg.task!r}. Give a best/ or "
+                f"{folder} holds no {HEAD_FILE}, so it is no trained model of task "
+                f"{self.cfg.task!r}. Give a best/ or "
                 "final/ folder."
             )
         return model
 
     def loaded(self, base: Base) -> nn.Module:
-        """The task's module with the weights of a base, and those of the head that lies beside it, if any."""
+        """The task's module with the weights of a base, and those of the head that lies beside it,
+        if any.
+        """
         precision = self.cfg.train.precision
-        model = self.operate(base_model.load(base, self.places, precision=precision, kind=self.kind))
+        model = self.operate(
+            base_model.load(base, self.places, precision=precision, kind=self.kind)
+        )
         source, head = base_model.resolve(base, self.places), getattr(model, "head", None)
         if head is not None and isinstance(source, str):
-            log.info("the head %s %s", "goes on from" if load_head(head, source) else "is new, none in", source)
+            log.info(
+                "the head %s %s",
+                "goes on from" if load_head(head, source) else "is new, none in",
+                source,
+            )
         return model
 
     def recompute(self, base: Any) -> None:
-        """Compute the base's blocks again in the backward pass, where train.gradient_checkpointing says so."""
+        """Compute the base's blocks again in the backward pass, where train.gradient_checkpointing
+        says so.
+        """
         if self.cfg.train.gradient_checkpointing:
-            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            base.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
 
     def fingerprint(self) -> str:
         return ""
@@ -102,11 +121,16 @@ class TokenTask(ABC, Generic[C]):
         """The config.json of an export."""
         return base_model.config_of(self.cfg.base, self.places)
 
-    # Data -------------------------------------------------------------------------------------------------------
+    # Data
+    # ----------------------------------------------------------------------------------------------
 
     def encoding_id(self) -> str:
-        """Everything that the task's own Config states; a task whose encoding depends on less of it says so."""
-        return self.encoded_under(**self.cfg.model_dump(mode="json", exclude=set(Experiment.model_fields)))
+        """Everything that the task's own Config states; a task whose encoding depends on less of it
+        says so.
+        """
+        return self.encoded_under(
+            **self.cfg.model_dump(mode="json", exclude=set(Experiment.model_fields))
+        )
 
     def encoded_under(self, **settings: Any) -> str:
         """The encoding id of the task's name, its tokenizer and these settings."""
@@ -114,12 +138,22 @@ class TokenTask(ABC, Generic[C]):
         return canonical_json(named | settings)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            self.tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        )
 
     def describe(self, batch: Batch) -> dict[str, Text]:
-        """Every tensor of token ids under its own name; `labels` too, where they are not those of such a tensor."""
+        """Every tensor of token ids under its own name; `labels` too, where they are not those of
+        such a tensor.
+        """
         labels = batch.get("labels")
-        texts = {name: _text(name, batch) for name in batch if name == "tokens" or name.endswith("input_ids")}
+        texts = {
+            name: _text(name, batch)
+            for name in batch
+            if name == "tokens" or name.endswith("input_ids")
+        }
         if labels is not None and all(text.ids.shape != labels.shape for text in texts.values()):
             written = labels[labels != IGNORED]
             texts["labels"] = Text(written, in_loss=torch.ones_like(written, dtype=torch.bool))
@@ -132,7 +166,8 @@ class TokenTask(ABC, Generic[C]):
         """A text for specimen(), longer than every limit."""
         return "word " * (_FILLER_WORDS * max(self.limits().values(), default=512))
 
-    # Loss and scores --------------------------------------------------------------------------------------------
+    # Loss and scores
+    # ----------------------------------------------------------------------------------------------
 
     def units(self, batch: Batch) -> Tensor:
         return (batch["labels"] != IGNORED).sum()
@@ -149,15 +184,23 @@ class TokenTask(ABC, Generic[C]):
 def _below(weights: Mapping[str, Tensor], module: str) -> dict[str, Tensor]:
     """The weights of one module, by their names within it."""
     prefix = f"{module}."
-    return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in weights.items()
+        if name.startswith(prefix)
+    }
 
 
 def _text(name: str, batch: Batch) -> Text:
-    """A tensor of ids with the attention mask and the labels that belong to it, by name and by shape."""
+    """A tensor of ids with the attention mask and the labels that belong to it, by name and by
+    shape.
+    """
     ids, labels = batch[name], batch.get("labels")
     mask = batch.get(name.replace("input_ids", "attention_mask")) if name != "tokens" else None
     is_real = mask.bool() if mask is not None and mask.shape == ids.shape else None
     if labels is None:
         return Text(ids, is_real)
     has_labels = labels.shape == ids.shape
-    return Text(ids, is_real, labels != IGNORED if has_labels else torch.zeros_like(ids, dtype=torch.bool))
+    return Text(
+        ids, is_real, labels != IGNORED if has_labels else torch.zeros_like(ids, dtype=torch.bool)
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.statistics.ledger import Ledger
-from trainer.task import Answers, Row, ShowsCuts, Task, question_of
+from trainer.tasks.protocol import Answers, Row, ShowsCuts, Task, question_of
 
 WHOLE = "row"  # the name under which a whole raw row is compared
 _SHOWN = 5  # pairs of equal rows, by id
@@ -22,9 +22,15 @@ class Counts:
     ledger: Ledger
     ids: list[str] = field(default_factory=list)
     empty: dict[str, int] = field(default_factory=dict)  # by key of the raw rows
-    repeated: dict[str, int] = field(default_factory=dict)  # rows that have a key in common with an earlier one
-    pairs: list[tuple[str, str]] = field(default_factory=list)  # (row, the earlier one that is the same)
-    known: dict[str, dict[bytes, str]] = field(default_factory=dict)  # by key, digest -> the first row that had it
+    repeated: dict[str, int] = field(
+        default_factory=dict
+    )  # rows that have a key in common with an earlier one
+    pairs: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # (row, the earlier one that is the same)
+    known: dict[str, dict[bytes, str]] = field(
+        default_factory=dict
+    )  # by key, digest -> the first row that had it
 
     def add(self, row: Row, identity: str) -> None:
         self.ids.append(identity)
@@ -49,7 +55,11 @@ class Counts:
     def shared_with(self, other: Counts) -> dict[str, int]:
         """By key, how many different contents of this split are in the other as well."""
         keys = self.known.keys() & other.known.keys()
-        return {key: len(self.known[key].keys() & other.known[key].keys()) for key in self.known if key in keys}
+        return {
+            key: len(self.known[key].keys() & other.known[key].keys())
+            for key in self.known
+            if key in keys
+        }
 
 
 def counted(task: Task, rows: Iterable[Row], ledger: Ledger) -> Counts:
@@ -75,7 +85,11 @@ def is_empty(value: Any) -> bool:
 def _parts(row: Row) -> dict[str, Any]:
     """The row without its id, whole and by every key that holds text."""
     whole = {key: value for key, value in row.items() if key != "id"}
-    texts = {key: value for key, value in whole.items() if value is None or isinstance(value, str | list | dict)}
+    texts = {
+        key: value
+        for key, value in whole.items()
+        if value is None or isinstance(value, str | list | dict)
+    }
     return {WHOLE: whole, **texts}
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.data.store import TokenStore
-from trainer.task import Batch, Task, Text
+from trainer.data.token_store import TokenStore
+from trainer.tasks.protocol import Batch, Task, Text
 
 _PLACES = (0.1, 0.5, 1.0)  # of the rows by length: a short one, the median, the longest
 _MOST_TOKENS = 400  # shown of a text, half of them from its beginning
@@ -19,9 +19,11 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def examples(task: Task, store: TokenStore, *, ids: Sequence[str]) -> list[dict[str, Any]]:
-    """Three rows, a short one, the median and the longest: {"id", "length", "texts": {name: segments}}.
+    """Three rows, a short one, the median and the longest: {"id", "length", "texts": {name:
+    segments}}.
 
-    The texts are those of `task.describe`. A segment says whether it is in the loss; None where no loss is over tokens.
+    The texts are those of `task.describe`. A segment says whether it is in the loss; None where no
+    loss is over tokens.
     """
     order = np.argsort(store.lengths, kind="stable")
     places = dict.fromkeys(int(order[round(share * (len(order) - 1))]) for share in _PLACES)
@@ -42,7 +44,9 @@ def texts(task: Task, batch: Batch) -> dict[str, list[Segment]]:
 
 def _segments(text: Text, decode: Decode) -> list[Segment]:
     """Runs of tokens that are all in the loss, or all not."""
-    is_real = torch.ones_like(text.ids, dtype=torch.bool) if text.is_real is None else text.is_real.bool()
+    is_real = (
+        torch.ones_like(text.ids, dtype=torch.bool) if text.is_real is None else text.is_real.bool()
+    )
     tokens = text.ids[is_real].tolist()
     marks: list[bool | None] = [None] * len(tokens)
     if text.in_loss is not None:
@@ -51,7 +55,9 @@ def _segments(text: Text, decode: Decode) -> list[Segment]:
     start = 0
     for stop in range(1, len(tokens) + 1):
         if stop == len(tokens) or marks[stop] != marks[start]:
-            segments.append({"text": _shortened(tokens[start:stop], decode), "in_loss": marks[start]})
+            segments.append(
+                {"text": _shortened(tokens[start:stop], decode), "in_loss": marks[start]}
+            )
             start = stop
     return segments
 
@@ -60,4 +66,7 @@ def _shortened(tokens: list[int], decode: Decode) -> str:
     if len(tokens) <= _MOST_TOKENS:
         return decode(tokens)
     half = _MOST_TOKENS // 2
-    return f"{decode(tokens[:half])} [... {len(tokens) - 2 * half} tokens ...] {decode(tokens[-half:])}"
+    return (
+        f"{decode(tokens[:half])} [... {len(tokens) - 2 * half} tokens ...] "
+        f"{decode(tokens[-half:])}"
+    )

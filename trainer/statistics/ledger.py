@@ -1,4 +1,6 @@
-"""The truncation ledger: what limits cut off the rows of a split, and which limit would cut off little."""
+"""The truncation ledger: what limits cut off the rows of a split, and which limit would cut off
+little.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.store import TokenStore
+from trainer.data.token_store import TokenStore
 from trainer.errors import DataError
-from trainer.metrics import normalised
-from trainer.task import Uncut
+from trainer.evaluation.mergeable import normalised
+from trainer.tasks.protocol import Uncut
 
 LITTLE = 0.01  # the share that a recommended limit loses less than
 _EXAMPLES = 5  # rows that lose most, by id
@@ -30,24 +32,36 @@ class _Losses:
     rows_cut: int = 0
     worst: list[tuple[int, str]] = field(default_factory=list)  # a heap of (tokens lost, id)
     answers: int = 0  # rows with an answer somewhere in the whole texts
-    needed: list[int] = field(default_factory=list)  # of such rows that lose it: the limit that would keep one
+    needed: list[int] = field(
+        default_factory=list
+    )  # of such rows that lose it: the limit that would keep one
 
 
 class Ledger:
-    """Adds up rows, then says what was lost. `decode` turns token ids into text, to look for answers."""
+    """Adds up rows, then says what was lost. `decode` turns token ids into text, to look for
+    answers.
+    """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._fields: dict[str, _Losses] = {}
 
-    def add(self, identity: str, fields: Mapping[str, Uncut], *, answers: Sequence[str] = ()) -> None:
+    def add(
+        self, identity: str, fields: Mapping[str, Uncut], *, answers: Sequence[str] = ()
+    ) -> None:
         """Count one row: its fields before they are cut."""
         for name, uncut in fields.items():
             losses = self._fields.setdefault(name, _Losses(uncut))
             lengths = [len(text) for text in uncut.texts]
             losses.lengths += lengths
-            losses.labels_from += [length if uncut.labels_from is None else uncut.labels_from for length in lengths]
-            lost = sum(max(0, length - uncut.limit) for length in lengths) if uncut.limit is not None else 0
+            losses.labels_from += [
+                length if uncut.labels_from is None else uncut.labels_from for length in lengths
+            ]
+            lost = (
+                sum(max(0, length - uncut.limit) for length in lengths)
+                if uncut.limit is not None
+                else 0
+            )
             if lost:
                 losses.rows_cut += 1
                 heapq.heappush(losses.worst, (lost, identity))
@@ -55,7 +69,9 @@ class Ledger:
             if uncut.holds_answers and answers:
                 self._look_for(answers, uncut, losses, is_cut=bool(lost))
 
-    def _look_for(self, answers: Sequence[str], uncut: Uncut, losses: _Losses, *, is_cut: bool) -> None:
+    def _look_for(
+        self, answers: Sequence[str], uncut: Uncut, losses: _Losses, *, is_cut: bool
+    ) -> None:
         wanted = [text for answer in answers if (text := normalised(answer))]
 
         def holds(limit: int | None) -> bool:
@@ -65,17 +81,23 @@ class Ledger:
             return
         losses.answers += 1
         if is_cut and not holds(uncut.limit):
-            losses.needed.append(_least(holds, above=uncut.limit or 0, most=max(map(len, uncut.texts))))
+            losses.needed.append(
+                _least(holds, above=uncut.limit or 0, most=max(map(len, uncut.texts)))
+            )
 
     def lengths(self) -> dict[str, np.ndarray]:
         """By field, the (texts,) lengths of every text before it is cut."""
-        return {name: np.asarray(losses.lengths, dtype=np.int64) for name, losses in self._fields.items()}
+        return {
+            name: np.asarray(losses.lengths, dtype=np.int64)
+            for name, losses in self._fields.items()
+        }
 
     def limits(self) -> dict[str, int | None]:
         return {name: losses.first.limit for name, losses in self._fields.items()}
 
     def report(self) -> dict[str, dict[str, Any]]:
-        """By field: tokens, labels and answers lost at the limit, of how many, and the limits that lose under 1 %.
+        """By field: tokens, labels and answers lost at the limit, of how many, and the limits that
+        lose under 1 %.
 
         None stands for labels or answers that a field has none of.
         """
@@ -109,14 +131,20 @@ def _report(losses: _Losses) -> dict[str, Any]:
 
 
 def _lost(lengths: np.ndarray, starts: np.ndarray, limit: int | None) -> dict[str, Any]:
-    """Of the tokens behind `starts`: how many lie behind the limit, and the least limit that loses under 1 %."""
+    """Of the tokens behind `starts`: how many lie behind the limit, and the least limit that loses
+    under 1 %.
+    """
 
     def lost(at: int) -> int:
         return int(np.maximum(0, lengths - np.maximum(at, starts)).sum())
 
     total = lost(0)
     now = 0 if limit is None else lost(limit)
-    enough = _least(lambda at: lost(at) < LITTLE * total or lost(at) == 0, above=0, most=int(lengths.max(initial=1)))
+    enough = _least(
+        lambda at: lost(at) < LITTLE * total or lost(at) == 0,
+        above=0,
+        most=int(lengths.max(initial=1)),
+    )
     return {"lost": now, "of": total, "share": now / max(1, total), "limit_below_1_percent": enough}
 
 
@@ -141,8 +169,11 @@ def refuse_lost_labels(store: TokenStore, *, most: float) -> None:
         return
     split = store.meta["split"]
     raise DataError(
-        f"the limits of this experiment cut {lost:,} of the {of:,} label tokens off the {split} split "
-        f"({lost / of:.1%}), more than train.max_lost_labels={most}: it would learn texts without their ends.\n"
-        "`python -m trainer stats` names the rows, and the limit that loses less than 1 %. Raise the limit, or "
+        f"the limits of this experiment cut {lost:,} of the {of:,} label tokens off the {split} "
+        "split "
+        f"({lost / of:.1%}), more than train.max_lost_labels={most}: it would learn texts "
+        "without their ends.\n"
+        "`python -m trainer stats` names the rows, and the limit that loses less than 1 %. Raise "
+        "the limit, or "
         "train.max_lost_labels."
     )

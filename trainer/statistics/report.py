@@ -1,4 +1,6 @@
-"""The statistics of an experiment's data, as plain JSON values: what `python -m trainer stats` shows and writes."""
+"""The statistics of an experiment's data, as plain JSON values: what `python -m trainer stats`
+shows and writes.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from trainer.config import Experiment, Train
-from trainer.data.store import TokenStore, open_store
-from trainer.data.windows import Sharding, padding_share, sizes_of, window_rows
+from trainer.data.order import Sharding, padding_share, sizes_of, window_rows
+from trainer.data.token_store import TokenStore, open_store
 from trainer.statistics.counts import Counts, counted
 from trainer.statistics.examples import examples
 from trainer.statistics.ledger import Ledger
-from trainer.task import Task
+from trainer.tasks.protocol import Task
 
 BINS = 30
 PERCENTILES = (50, 90, 95, 99)
@@ -23,8 +25,11 @@ _MOST_STEPS = 200  # whose padding is counted
 _COLLATED = 10  # micro-batches that are really made, to count the pads in them
 
 
-def report(cfg: Experiment, task: Task, splits: Sequence[str], *, cache_dir: Path) -> dict[str, Any]:
-    """Everything about the splits, and what they have in common. Encodes them as a run does, into the same cache.
+def report(
+    cfg: Experiment, task: Task, splits: Sequence[str], *, cache_dir: Path
+) -> dict[str, Any]:
+    """Everything about the splits, and what they have in common. Encodes them as a run does, into
+    the same cache.
 
     DataError for a split that is not there, or rows that the task refuses.
     """
@@ -62,13 +67,20 @@ def of_split(train: Train, task: Task, store: TokenStore, counts: Counts) -> dic
 
 
 def _fields(store: TokenStore, counts: Counts) -> dict[str, Any]:
-    """Lengths by field: before they are cut where the task says so, else as they are stored; and of the whole row."""
+    """Lengths by field: before they are cut where the task says so, else as they are stored; and of
+    the whole row.
+    """
     whole, limits = counts.ledger.lengths(), counts.ledger.limits()
     stored = {} if whole else {name: store.sizes(name) for name in store.meta["fields"]}
-    texts = {name: sizes for name, sizes in stored.items() if sizes.max(initial=0) > 1}  # others are mere numbers
+    texts = {
+        name: sizes for name, sizes in stored.items() if sizes.max(initial=0) > 1
+    }  # others are mere numbers
     found = {name: {**_lengths(sizes), "limit": limits.get(name), "is_whole": name in whole}
              for name, sizes in {**whole, **texts}.items()}  # fmt: skip
-    return {**found, "length": {**_lengths(np.asarray(store.lengths)), "limit": None, "is_whole": False}}
+    return {
+        **found,
+        "length": {**_lengths(np.asarray(store.lengths)), "limit": None, "is_whole": False},
+    }
 
 
 def _lengths(sizes: np.ndarray) -> dict[str, Any]:
@@ -91,21 +103,31 @@ def _lengths(sizes: np.ndarray) -> dict[str, Any]:
 
 
 def _bin_width(most: int) -> int:
-    """1, 2 or 5 times a power of ten, so that there are at most BINS bins and splits can be laid over each other."""
-    return next(step * 10**power for power in range(10) for step in (1, 2, 5) if (most + 1) <= BINS * step * 10**power)
+    """1, 2 or 5 times a power of ten, so that there are at most BINS bins and splits can be laid
+    over each other.
+    """
+    return next(
+        step * 10**power
+        for power in range(10)
+        for step in (1, 2, 5)
+        if (most + 1) <= BINS * step * 10**power
+    )
 
 
 def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
-    """Which part of the micro-batches of one device is padding: by row lengths, and in batches as they are collated.
+    """Which part of the micro-batches of one device is padding: by row lengths, and in batches as
+    they are collated.
 
-    `by_length` takes a micro-batch for one rectangle as wide as its longest row; `collated` counts the padding of the
-    texts of a few micro-batches, and is None for a task that packs. A micro_batch that is left to the
-    plan of memory ("auto", here 0) counts as the whole step.
+    `by_length` takes a micro-batch for one rectangle as wide as its longest row; `collated` counts
+    the padding of the texts of a few micro-batches, and is None for a task that packs. A
+    micro_batch that is left to the plan of memory ("auto", here 0) counts as the whole step.
     """
     micro_batch = train.micro_batch or train.global_batch
     if len(store) < train.global_batch:
         return {"by_length": None, "collated": None, "steps": 0, "micro_batch": micro_batch}
-    sharding = Sharding(train.global_batch, micro_batch, 1, 0, train.micro_tokens, train.bucket_steps)
+    sharding = Sharding(
+        train.global_batch, micro_batch, 1, 0, train.micro_tokens, train.bucket_steps
+    )
     steps = min(_MOST_STEPS, max(1, len(store) // train.global_batch))
     seed = train.seed if train.order == "shuffled" else None
     without, sizes = replace(sharding, micro_tokens=None, bucket_steps=1), sizes_of(store, task)
@@ -118,10 +140,14 @@ def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
     }
 
 
-def _collated(task: Task, store: TokenStore, sharding: Sharding, *, seed: int | None, steps: int) -> float | None:
+def _collated(
+    task: Task, store: TokenStore, sharding: Sharding, *, seed: int | None, steps: int
+) -> float | None:
     real = cells = 0
     for step in np.unique(np.linspace(0, steps - 1, _COLLATED).astype(int)):
-        for rows in window_rows(int(step), lengths=sizes_of(store, task), sharding=sharding, seed=seed):
+        for rows in window_rows(
+            int(step), lengths=sizes_of(store, task), sharding=sharding, seed=seed
+        ):
             texts = task.describe(task.collate([store[int(row)] for row in rows])).values()
             for is_real in [text.is_real for text in texts if text.is_real is not None]:
                 real, cells = real + int(is_real.sum()), cells + is_real.numel()

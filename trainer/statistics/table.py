@@ -16,7 +16,9 @@ _IN_LOSS = "bold green"
 
 
 def text(report: Mapping[str, Any], *, is_coloured: bool) -> str:
-    """Tables of every split: lengths, the truncation ledger, padding, duplicates, empty fields, three examples."""
+    """Tables of every split: lengths, the truncation ledger, padding, duplicates, empty fields,
+    three examples.
+    """
     out = io.StringIO()
     console = Console(
         file=out,
@@ -46,7 +48,12 @@ def _lengths(fields: Mapping[str, Any]) -> Table:
             continue
         label = name if found["is_whole"] or name == "length" else f"{name} (as cut)"
         limit = "" if found["limit"] is None else f"{found['limit']:,}"
-        table.add_row(label, *(f"{found[key]:,}" for key in _COLUMNS[:-1]), limit, bars(found["histogram"]["counts"]))
+        table.add_row(
+            label,
+            *(f"{found[key]:,}" for key in _COLUMNS[:-1]),
+            limit,
+            bars(found["histogram"]["counts"]),
+        )
     return table
 
 
@@ -62,7 +69,9 @@ def bars(counts: list[int]) -> str:
 def _print_ledger(console: Console, found: Mapping[str, Any]) -> None:
     console.print(f"rows that the encoding cut: {found['truncated_rows']:,}")
     if not found["ledger"]:
-        console.print("what they lost: unknown, this task does not show its rows before they are cut")
+        console.print(
+            "what they lost: unknown, this task does not show its rows before they are cut"
+        )
         return
     table = Table(
         "cut off",
@@ -75,9 +84,13 @@ def _print_ledger(console: Console, found: Mapping[str, Any]) -> None:
     )
     for name, entry in found["ledger"].items():
         kinds = ("tokens", "labels", "answers")
-        enough = ", ".join(f"{entry[kind]['limit_below_1_percent']:,} ({kind})" for kind in kinds if entry[kind])
+        enough = ", ".join(
+            f"{entry[kind]['limit_below_1_percent']:,} ({kind})" for kind in kinds if entry[kind]
+        )
         limit = "none" if entry["limit"] is None else f"{entry['setting']}={entry['limit']}"
-        table.add_row(name, limit, f"{entry['rows_cut']:,}", *(_share(entry[kind]) for kind in kinds), enough)
+        table.add_row(
+            name, limit, f"{entry['rows_cut']:,}", *(_share(entry[kind]) for kind in kinds), enough
+        )
     console.print(table)
     for name, entry in found["ledger"].items():
         if entry["worst_rows"]:
@@ -95,10 +108,16 @@ def _print_padding(console: Console, padding: Mapping[str, Any]) -> None:
         return
     collated = padding["collated"]
     console.print(
-        f"padding: {padding['by_length']:.1%} of micro-batches of {padding['micro_batch']} as long as their longest "
-        f"row (first {padding['steps']} steps, one device); {padding['without_budget_and_buckets']:.1%} without "
+        f"padding: {padding['by_length']:.1%} of micro-batches of {padding['micro_batch']} as "
+        "long as their longest "
+        f"row (first {padding['steps']} steps, one device); "
+        f"{padding['without_budget_and_buckets']:.1%} without "
         "train.micro_tokens and bucket_steps; "
-        + ("packed or without attention masks" if collated is None else f"{collated:.1%} in their tensors")
+        + (
+            "packed or without attention masks"
+            if collated is None
+            else f"{collated:.1%} in their tensors"
+        )
     )
 
 
@@ -106,7 +125,9 @@ def _print_counts(console: Console, found: Mapping[str, Any]) -> None:
     repeated = {key: count for key, count in found["duplicates"].items() if key != "pairs"}
     console.print(f"repeated: {_pairs(repeated) or 'nothing'}")
     if found["duplicates"]["pairs"]:
-        console.print("equal rows: " + ", ".join(" = ".join(pair) for pair in found["duplicates"]["pairs"]))
+        console.print(
+            "equal rows: " + ", ".join(" = ".join(pair) for pair in found["duplicates"]["pairs"])
+        )
     console.print(f"empty: {_pairs(found['empty']) or 'nothing'}")
 
 
@@ -116,7 +137,9 @@ def _pairs(counts: Mapping[str, int]) -> str:
 
 def _print_examples(console: Console, examples: list[dict[str, Any]]) -> None:
     for example in examples:
-        console.print(f"\nrow {example['id']}, length {example['length']:,}; «in the loss»", style="bold")
+        console.print(
+            f"\nrow {example['id']}, length {example['length']:,}; «in the loss»", style="bold"
+        )
         for name, segments in example["texts"].items():
             line = Text(f"{name}: ")
             for segment in segments:

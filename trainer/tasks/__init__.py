@@ -1,4 +1,6 @@
-"""The folder is the registration: trainer/tasks/<name>/ exists if and only if "task": "<name>" is legal."""
+"""The folder is the registration: trainer/tasks/<name>/ exists if and only if "task": "<name>" is
+legal.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from trainer.config import Experiment, nearest, validate
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trainer.task import Places, Task
+    from trainer.tasks.protocol import Places, Task
 
 
 def names() -> list[str]:
@@ -19,11 +21,15 @@ def names() -> list[str]:
 
 
 def parse(values: dict[str, Any], *, source: str = "experiment") -> Experiment:
-    """The frozen Config of `values["task"]`; ConfigError names every mistake at once. Imports no torch."""
+    """The frozen Config of `values["task"]`; ConfigError names every mistake at once. Imports no
+    torch.
+    """
     name = values.get("task")
     if name not in names():
         raise ConfigError(f"{source}: task={name!r} does not exist. {nearest(str(name), names())}")
-    return validate(importlib.import_module(f"trainer.tasks.{name}.config").Config, values, source=source)
+    return validate(
+        importlib.import_module(f"trainer.tasks.{name}.config").Config, values, source=source
+    )
 
 
 def load(cfg: Experiment, places: Places) -> Task:

@@ -1,7 +1,9 @@
 """Starts the stand-in for Toolkit, with its `eai` on PATH. For tests only.
 
-with standin() as toolkit:                       # a server in threads of this process, or own_process=True
-    backend = Toolkit(retry_s=2)                 # finds `eai`; other processes need toolkit.environment
+with standin() as toolkit:                       # a server in threads of this process, or
+                                                 own_process=True
+    backend = Toolkit(retry_s=2)                 # finds `eai`; other processes need
+                                                 toolkit.environment
     toolkit.lose_next_create(1)                  # the knobs: see server.Service
 """
 
@@ -58,25 +60,32 @@ class Standin:
         self._turn("queue_delay", seconds=seconds)
 
     def stats(self) -> dict[str, Any]:
-        """created, clashes, lost, failed, unauthorised: counts; starts: name -> how many times it was started."""
+        """created, clashes, lost, failed, unauthorised: counts; starts: name -> how many times it
+        was started.
+        """
         return self._turn("stats")
 
     def _turn(self, knob: str, **values: Any) -> Any:
-        request = Request(f"{self.url}/control", json.dumps({"knob": knob, "values": values}).encode())
+        request = Request(
+            f"{self.url}/control", json.dumps({"knob": knob, "values": values}).encode()
+        )
         with urlopen(request, timeout=START_S) as answer:
             return json.load(answer)["result"]
 
 
 @contextmanager
 def standin(*, own_process: bool = False, **settings: Any) -> Iterator[Standin]:
-    """A stand-in until the block ends; then all its jobs are dead. settings: gpus, slots, kill_after_s.
+    """A stand-in until the block ends; then all its jobs are dead. settings: gpus, slots,
+    kill_after_s.
 
     Within the block, PATH and EAI_STANDIN of this process lead to it.
     """
     with tempfile.TemporaryDirectory(prefix="eai-") as name:
         folder = Path(name)
         script = (HERE / "eai").read_text().partition("\n")[2]
-        (folder / "eai").write_text(f"#!{sys.executable} -IS\n{script}")  # 60 ms instead of 200: no site-packages
+        (folder / "eai").write_text(
+            f"#!{sys.executable} -IS\n{script}"
+        )  # 60 ms instead of 200: no site-packages
         (folder / "eai").chmod(0o755)
         with (_process if own_process else _threads)(folder, settings) as url:
             made = Standin(url, folder)
@@ -94,7 +103,9 @@ def _threads(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
     service = server.Service(**settings)
     try:
         with server.listen(service) as listening:
-            thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+            thread = threading.Thread(
+                target=listening.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+            )
             thread.start()
             try:
                 yield server.url_of(listening)
@@ -108,8 +119,14 @@ def _threads(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
 @contextmanager
 def _process(folder: Path, settings: dict[str, Any]) -> Iterator[str]:
     port_file = folder / "url"
-    words = [word for key, value in settings.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    process = subprocess.Popen([sys.executable, "-IS", str(HERE / "server.py"), "--port-file", str(port_file), *words])
+    words = [
+        word
+        for key, value in settings.items()
+        for word in (f"--{key.replace('_', '-')}", str(value))
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-IS", str(HERE / "server.py"), "--port-file", str(port_file), *words]
+    )
     try:
         end = time.monotonic() + START_S
         while not port_file.exists():

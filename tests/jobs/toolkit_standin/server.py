@@ -1,10 +1,13 @@
-"""A stand-in for Toolkit: an HTTP server on 127.0.0.1 that runs each job as a process group. For tests only.
+"""A stand-in for Toolkit: an HTTP server on 127.0.0.1 that runs each job as a process group. For
+tests only.
 
-    python server.py --port-file FILE [--gpus 8] [--slots 64] ...     serves until SIGTERM; writes its URL to FILE
+    python server.py --port-file FILE [--gpus 8] [--slots 64] ...     serves until SIGTERM; writes
+    its URL to FILE
 
-It does what is known of the service: names are unique, also against dead jobs; QUEUING, QUEUED, RUNNING, then an end;
-a higher bid starts first; a restartable job that is preempted becomes INTERRUPTED and then queues again with one more
-entry in `runs`. And it fails as the service does, when a test turns one of its knobs (Service.KNOBS).
+It does what is known of the service: names are unique, also against dead jobs; QUEUING, QUEUED,
+RUNNING, then an end; a higher bid starts first; a restartable job that is preempted becomes
+INTERRUPTED and then queues again with one more entry in `runs`. And it fails as the service does,
+when a test turns one of its knobs (Service.KNOBS).
 """
 
 from __future__ import annotations
@@ -67,17 +70,35 @@ class Job:
 
     def shown(self) -> dict[str, Any]:
         tags = [f"{key}={value}" for key, value in self.spec["tags"].items()]
-        told = {"id": self.id, "state": self.state, "stateInfo": self.info, "alive": not self.is_dead}
+        told = {
+            "id": self.id,
+            "state": self.state,
+            "stateInfo": self.info,
+            "alive": not self.is_dead,
+        }
         return {**told, "runs": self.runs, **self.spec, "tags": tags}
 
 
 class Service:
     """The jobs, a thread that moves them on, and the knobs of a test."""
 
-    KNOBS = ("fail_next", "lose_next_create", "lose_fraction", "rotate_token", "preempt", "queue_delay", "stats")
+    KNOBS = (
+        "fail_next",
+        "lose_next_create",
+        "lose_fraction",
+        "rotate_token",
+        "preempt",
+        "queue_delay",
+        "stats",
+    )
 
     def __init__(
-        self, *, gpus: int = 8, slots: int = 64, account: str = "lathe.tests", kill_after_s: float = 2.0
+        self,
+        *,
+        gpus: int = 8,
+        slots: int = 64,
+        account: str = "lathe.tests",
+        kill_after_s: float = 2.0,
     ) -> None:
         self.gpus, self.slots, self.account, self.kill_after_s = gpus, slots, account, kill_after_s
         self.lock = threading.RLock()
@@ -133,7 +154,10 @@ class Service:
 
     def stats(self) -> dict[str, Any]:
         """What happened so far: counts, and how many times each name was started."""
-        return {**self.counts, "starts": {job.spec["name"]: len(job.runs) for job in self.jobs.values()}}
+        return {
+            **self.counts,
+            "starts": {job.spec["name"]: len(job.runs) for job in self.jobs.values()},
+        }
 
     # What `eai` asks for
 
@@ -143,7 +167,9 @@ class Service:
         return self.session_token
 
     def admit(self, authorization: str | None) -> None:
-        """Problem for the next `fail_next` requests, and for a token that is not the present one."""
+        """Problem for the next `fail_next` requests, and for a token that is not the
+        present one.
+        """
         if self.to_fail:
             self.to_fail -= 1
             self.counts["failed"] += 1
@@ -172,7 +198,9 @@ class Service:
 
     def listed(self, query: dict[str, str]) -> list[dict[str, Any]]:
         """Jobs, newest first; name is a part of the name, as with the service's own filter."""
-        found = [job for job in reversed(self.jobs.values()) if query.get("name", "") in job.spec["name"]]
+        found = [
+            job for job in reversed(self.jobs.values()) if query.get("name", "") in job.spec["name"]
+        ]
         if "account" in query:
             found = [job for job in found if job.spec["account"] == query["account"]]
         if "tag" in query:
@@ -248,7 +276,11 @@ class Service:
     def _start(self, job: Job) -> None:
         run = {"id": str(uuid.uuid4()), "state": "RUNNING"}
         job.runs.append(run)
-        own = {"EAI_JOB_ID": job.id, "EAI_RUN_INDEX": str(len(job.runs) - 1), "EAI_ACCOUNT_ID": job.spec["account"]}
+        own = {
+            "EAI_JOB_ID": job.id,
+            "EAI_RUN_INDEX": str(len(job.runs) - 1),
+            "EAI_ACCOUNT_ID": job.spec["account"],
+        }
         home = Path(self.folder.name) / job.id
         home.mkdir(exist_ok=True)
         env = {"PATH": os.defpath, "HOME": str(home), **own, **job.spec["env"]}
@@ -288,7 +320,9 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether the first process has ended. It is not reaped: its group keeps its number until it is killed."""
+    """Whether the first process has ended. It is not reaped: its group keeps its number until it is
+    killed.
+    """
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

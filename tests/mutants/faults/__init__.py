@@ -1,4 +1,6 @@
-"""The list: a file, a piece of it that stands there once, its replacement, what it would cost, and the tests."""
+"""The list: a file, a piece of it that stands there once, its replacement, what it would cost, and
+the tests.
+"""
 
 from tests.mutants.faults import jobs, tasks, training
 

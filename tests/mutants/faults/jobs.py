@@ -1,4 +1,6 @@
-"""Faults in submitting: exactly once, exit codes, the record, the queue, what runs again, secrets, snapshots."""
+"""Faults in submitting: exactly once, exit codes, the record, the queue, what runs again, secrets,
+snapshots.
+"""
 
 from tests.mutants.fault import Fault
 
@@ -13,49 +15,49 @@ SNAPSHOT = "tests/jobs/test_snapshot.py -k 'not this_repository and not git_hook
 FAULTS = [
     # The wrapper
     Fault(
-        "jobs/run.py",
+        "jobs/node/wrapper.py",
         "        os.link(temporary, path)",
         "        path.write_bytes(temporary.read_bytes())",
         why="a second start overwrites the first, and both train in one folder",
         tests=RUN,
     ),
     Fault(
-        "jobs/run.py",
+        "jobs/node/wrapper.py",
         "    if attempt.given_up.exists():",
         "    if False:",
         why="an attempt that was given up starts beside the one that took its place",
         tests=RUN,
     ),
     Fault(
-        "jobs/run.py",
+        "jobs/node/wrapper.py",
         "        if _is_alive(other):",
         "        if False:",
         why="two attempts train in one folder at the same time",
         tests=RUN,
     ),
     Fault(
-        "jobs/run.py",
+        "jobs/node/wrapper.py",
         '    if ended is not None and ended["code"] != EXIT_PREEMPTED:',
         "    if False:",
         why="a finished attempt runs again when its scheduler requeues it",
         tests=RUN,
     ),
     Fault(
-        "jobs/run.py",
+        "jobs/node/wrapper.py",
         'return Ending(EXIT_PREEMPTED, "preempted", f"stopped by',
         'return Ending(EXIT_FAILED, "failed", f"stopped by',
         why="a preempted job is not run again",
         tests=RUN,
     ),
     Fault(
-        "jobs/run.py",
+        "jobs/node/wrapper.py",
         "facts.st_mode & 0o077",
         "facts.st_mode & 0o007",
         why="a key that the whole group can read is used without a word",
         tests=RUN,
     ),
     Fault(
-        "jobs/run.py",
+        "jobs/node/wrapper.py",
         "        node.kill_descendants()",
         "        pass",
         why="ranks that a launcher left behind hold the GPU",
@@ -63,35 +65,37 @@ FAULTS = [
     ),
     # The queue of a machine
     Fault(
-        "jobs/queue.py",
+        "jobs/backends/local/queue.py",
         "            os.rename(aside, target)",
         "            shutil.copytree(aside, target, dirs_exist_ok=True)",
         why="a token that enters the queue twice replaces a job that may run",
         tests=QUEUE,
     ),
     Fault(
-        "jobs/queue.py",
+        "jobs/backends/local/queue.py",
         "        json.dump(value, file)\n        file.flush()\n        os.fsync(file.fileno())",
         "        json.dump(value, file)\n        file.flush()",
         why="after a power cut started.json is empty and the job runs a second time",
         tests=QUEUE,
     ),
     Fault(
-        "jobs/queue.py",
+        "jobs/backends/local/queue.py",
         'return "alive" if birth(started["pid"]) == started["birth"] else "gone"',
         'return "alive" if birth(started["pid"]) else "gone"',
         why="another process of the same number is taken for a job",
         tests=QUEUE,
     ),
     Fault(
-        "jobs/runner.py",
-        'if len(gpus) < facts["gpus"] or self._free_cpus() < facts["cpus"]:\n                return',
-        'if len(gpus) < facts["gpus"] or self._free_cpus() < facts["cpus"]:\n                continue',
+        "jobs/backends/local/runner.py",
+        'if len(gpus) < facts["gpus"] or self._free_cpus() < facts["cpus"]:\n                '
+        "return",
+        'if len(gpus) < facts["gpus"] or self._free_cpus() < facts["cpus"]:\n                '
+        "continue",
         why="small jobs overtake a large one for ever",
         tests=QUEUE,
     ),
     Fault(
-        "jobs/runner.py",
+        "jobs/backends/local/runner.py",
         "entry.end(EXIT_PREEMPTED, RESTARTED)",
         "entry.end(EXIT_BAD_INPUT, RESTARTED)",
         why="what ran before the machine was restarted is not run again",
@@ -99,14 +103,15 @@ FAULTS = [
     ),
     # The record
     Fault(
-        "jobs/record.py",
+        "jobs/record/events.py",
         "            os.fsync(file.fileno())",
         "            pass",
-        why="an intent that is not on the disk before sending: after a power cut the job is sent twice",
+        why="an intent that is not on the disk before sending: after a power cut the job is sent "
+        "twice",
         tests=f"{RECORD} {SENDING}",
     ),
     Fault(
-        "jobs/record.py",
+        "jobs/record/events.py",
         '            lines = b"\\n" + lines',
         "            pass",
         why="after a killed writer the next event is lost with the torn line",
@@ -114,21 +119,21 @@ FAULTS = [
     ),
     # Sending exactly once
     Fault(
-        "jobs/sending.py",
+        "jobs/submit/send.py",
         "    found = ids_of(sent, backend)",
         "    found = list[str]()",
         why="a job whose answer was lost is sent a second time",
         tests=SENDING,
     ),
     Fault(
-        "jobs/sending.py",
+        "jobs/submit/send.py",
         "    if age_s < resend_s:",
         "    if False:",
         why="what the scheduler does not know yet is sent again at once",
         tests=SENDING,
     ),
     Fault(
-        "jobs/sending.py",
+        "jobs/submit/send.py",
         "        give_up(folder, earlier)",
         "        pass",
         why="an attempt that was thought lost starts later, beside the new one",
@@ -136,42 +141,42 @@ FAULTS = [
     ),
     # Which state, and whether to run again
     Fault(
-        "jobs/states.py",
+        "jobs/record/verdict.py",
         "    if not is_seen:",
         "    if False:",
         why="jobs are called lost while the scheduler cannot be reached, and are sent again",
         tests=STATES,
     ),
     Fault(
-        "jobs/states.py",
+        "jobs/record/verdict.py",
         "    if seconds_since(sent.submitted_at) < FRESH_S and not found.starts:",
         "    if False:",
         why="a job is called lost before its scheduler has listed it",
         tests=STATES,
     ),
     Fault(
-        "jobs/states.py",
+        "jobs/record/verdict.py",
         'return Verdict("failed", BAD_INPUT + str(reason), host)',
         'return Verdict("failed", reason, host)',
         why="bad input is retried without anybody having changed it",
         tests=STATES,
     ),
     Fault(
-        "jobs/policy.py",
+        "jobs/submit/policy.py",
         "failures <= limits.max_retries",
         "failures < limits.max_retries",
         why="a job is retried once less than its dictionary says",
         tests=STATES,
     ),
     Fault(
-        "jobs/policy.py",
+        "jobs/submit/policy.py",
         "if times > limits.max_preemptions:",
         "if times >= limits.max_preemptions:",
         why="a preempted job is given up one time too early",
         tests=STATES,
     ),
     Fault(
-        "jobs/policy.py",
+        "jobs/submit/policy.py",
         "BACK_OFF_S * 2 ** (times - 2)",
         "BACK_OFF_S",
         why="a job that fails at once is sent every 15 seconds for ever",
@@ -179,35 +184,35 @@ FAULTS = [
     ),
     # Secrets and snapshots
     Fault(
-        "jobs/keys.py",
+        "jobs/code/secret_keys.py",
         "        and not SECRET.search(name)\n",
         "",
         why="WANDB_API_KEY of the shell stands in the scheduler's file",
         tests=KEYS,
     ),
     Fault(
-        "jobs/keys.py",
+        "jobs/code/secret_keys.py",
         "        and not any(secret in value for secret in hidden)\n",
         "",
         why="a secret inside another variable stands in the scheduler's file",
         tests=KEYS,
     ),
     Fault(
-        "jobs/snapshot.py",
+        "jobs/code/snapshot.py",
         'total.update(f"{entry.mode} {entry.sha256} ".encode()',
         'total.update(f"{entry.sha256} ".encode()',
         why="a script that was made executable is sent as it was before",
         tests=SNAPSHOT,
     ),
     Fault(
-        "jobs/snapshot.py",
+        "jobs/code/snapshot.py",
         "    if chosen.dirty and not allow_dirty:",
         "    if False:",
         why="uncommitted code trains without anybody knowing",
         tests=SNAPSHOT,
     ),
     Fault(
-        "jobs/snapshot.py",
+        "jobs/code/snapshot.py",
         "    why = keys.secret_in(difference, keys.secrets_in(os.environ))",
         "    why = None",
         why="a key that a change removes is stored in the patch",

@@ -10,20 +10,24 @@ from torch import Tensor, nn
 from trainer.data import sources, stdlib_docs
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
-from trainer.losses import IGNORED, next_token_loss
+from trainer.models.losses import IGNORED, next_token_loss
 from trainer.models.token_task import TokenTask
-from trainer.task import Batch, Encoded, Row, Uncut
 from trainer.tasks.causal_lm.config import Config
+from trainer.tasks.protocol import Batch, Encoded, Row, Uncut
 
 
 class CausalLM(nn.Module):
-    """A stock causal LM whose forward gives the summed loss; the head runs on labelled positions only."""
+    """A stock causal LM whose forward gives the summed loss; the head runs on labelled positions
+    only.
+    """
 
     def __init__(self, base: Any) -> None:
         super().__init__()
         self.base = base
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+    ) -> dict[str, Tensor]:
         """(B, T) ids, mask and labels -> {"loss": () fp32, the sum over labelled tokens}."""
         body = getattr(self.base, self.base.base_model_prefix)
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
@@ -40,7 +44,8 @@ class Task(TokenTask[Config]):
         positions = getattr(base.config, "max_position_embeddings", None)
         if positions is not None and self.cfg.data.max_tokens > positions:
             raise ConfigError(
-                f"data.max_tokens={self.cfg.data.max_tokens} is longer than the model's {positions} positions. "
+                f"data.max_tokens={self.cfg.data.max_tokens} is longer than the model's "
+                f"{positions} positions. "
                 f"Use at most {positions}."
             )
         _refuse_scaled_logits(base.config)
@@ -50,7 +55,9 @@ class Task(TokenTask[Config]):
     def rows(self, split: str) -> Iterable[Row]:
         source = self.cfg.data.source
         texts = (
-            stdlib_docs.texts(split) if source == "stdlib_docs" else sources.texts(self.places.data_path, split, source)
+            stdlib_docs.texts(split)
+            if source == "stdlib_docs"
+            else sources.texts(self.places.data_path, split, source)
         )
         for row in texts:
             yield from self._pieces(row)
@@ -58,7 +65,9 @@ class Task(TokenTask[Config]):
     def _pieces(self, row: Row) -> Iterator[Row]:
         """The row itself, or numbered pieces of a text that is longer than data.max_tokens."""
         limit = self.cfg.data.max_tokens
-        if len(row["text"].encode()) < limit:  # a byte-level vocabulary never makes more tokens than bytes
+        if (
+            len(row["text"].encode()) < limit
+        ):  # a byte-level vocabulary never makes more tokens than bytes
             yield {**row, "piece": 0}
             return
         for piece in range(-(-len(self._ids(row["text"])) // limit)):
@@ -89,18 +98,29 @@ class Task(TokenTask[Config]):
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         ids, mask = pad_right([row["ids"] for row in rows], self.pad)
-        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": ids.masked_fill(mask == 0, IGNORED),
+        }
 
     def units(self, batch: Batch) -> Tensor:
         return (batch["labels"][:, 1:] != IGNORED).sum()
 
 
 def _refuse_scaled_logits(config: Any) -> None:
-    """Families that scale or cap their logits behind the head (Granite, Cohere, Gemma 2) would get a wrong loss."""
+    """Families that scale or cap their logits behind the head (Granite, Cohere, Gemma 2) would get
+    a wrong loss.
+    """
     keys = ("logits_scaling", "logit_scale", "final_logit_softcapping")
-    odd = [f"{key}={getattr(config, key)}" for key in keys if getattr(config, key, None) not in (None, 1.0)]
+    odd = [
+        f"{key}={getattr(config, key)}"
+        for key in keys
+        if getattr(config, key, None) not in (None, 1.0)
+    ]
     if odd:
         raise ConfigError(
-            f"base: {config.model_type} sets {', '.join(odd)}, which this task's loss does not apply. "
+            f"base: {config.model_type} sets {', '.join(odd)}, which this task's loss does not "
+            "apply. "
             "Use a base whose head gives its logits directly, such as GPTBigCode or Llama."
         )

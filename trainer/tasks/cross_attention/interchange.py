@@ -6,8 +6,8 @@ import logging
 import shutil
 from pathlib import Path
 
-from trainer.disk import new_folder, refuse_existing
-from trainer.tasks.cross_attention import export
+from trainer.files.atomic import new_folder, refuse_existing
+from trainer.tasks.cross_attention.decoder import export
 
 log = logging.getLogger(__name__)
 
@@ -15,8 +15,9 @@ log = logging.getLogger(__name__)
 def export_model(folder: Path, *, out: Path, merge: bool = False) -> None:
     """Write a best/ or final/ folder of a run as a folder that `reader.Reader` opens.
 
-    merge: with the base's weights in it, so that nothing else is needed. ConfigError when the folder is no export of
-    ours or `out` exists, ResumeError when its base is another by now; nothing half-written is left.
+    merge: with the base's weights in it, so that nothing else is needed. ConfigError when the
+    folder is no export of ours or `out` exists, ResumeError when its base is another by now;
+    nothing half-written is left.
     """
     refuse_existing(out)
     export.described(folder)

@@ -1,8 +1,9 @@
-"""What `python -m trainer prepare` does for cross-attention: a group's rows in a folder, and their contexts' states.
+"""What `python -m trainer prepare` does for cross-attention: a group's rows in a folder, and their
+contexts' states.
 
 <out>/prepared.json    what the rows were made of, and a digest of each split
 <out>/<split>.jsonl    the rows, as data.source='jsonl' reads them
-<out>/states/<name>/   see trainer/states/layout.py
+<out>/states/<name>/   see trainer/tasks/cross_attention/encoder_states/layout.py
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from trainer import base_model, distributed
-from trainer.data import reading_sources, sources
-from trainer.data.store import TokenStore, open_store
-from trainer.disk import refusals, write_json
+from trainer.data import sources
+from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError
-from trainer.progress import Progress
-from trainer.states import layout, writing
-from trainer.task import Places, Row
-from trainer.tasks.cross_attention import contexts, questions
+from trainer.files.atomic import refusals, write_json
+from trainer.models import base_model
+from trainer.runtime import distributed
 from trainer.tasks.cross_attention.config import Config
+from trainer.tasks.cross_attention.encoder_states import layout, writing
+from trainer.tasks.cross_attention.publishers import sets as reading_sources
 from trainer.tasks.cross_attention.task import Task
+from trainer.tasks.cross_attention.text import contexts, questions
+from trainer.tasks.protocol import Places, Row
+from trainer.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,9 @@ class Wanted:
     """What is prepared, and how."""
 
     out: Path
-    sources: Mapping[str, str]  # sets of trainer/data/reading_sources.py by name, and where they are
+    sources: Mapping[
+        str, str
+    ]  # sets of trainer/tasks/cross_attention/publishers/sets.py by name, and where they are
     hotpotqa_shuffles: int = reading_sources.HOTPOTQA_SHUFFLES
     batch_tokens: int = 16_384  # padded tokens per device and forward
     shard_tokens: int | None = None
@@ -63,25 +68,35 @@ class Prepared:
 
 
 def write_rows(cfg: Config, places: Places, wanted: Wanted) -> None:
-    """Write the rows of every split. On one rank only; ConfigError when other rows stand there already."""
+    """Write the rows of every split. On one rank only; ConfigError when other rows stand there
+    already.
+    """
     _write_rows(wanted.out, cfg, _splits(cfg, places, wanted))
 
 
 def write_states(cfg: Config, places: Places, wanted: Wanted) -> Prepared:
-    """Write the states of the contexts of the rows; shards that are there already, whole, are kept. A collective.
+    """Write the states of the contexts of the rows; shards that are there already, whole, are kept.
+    A collective.
 
     ConfigError when the folder holds others, StorageError when the disk has no room for them.
     """
     online = cfg.model_copy(update={"data": cfg.data.model_copy(update={"encode": "online"})})
     task = Task(online, places)
-    task.places = Places(wanted.out, places.cache_dir, places.savedir_base)  # a tokenizer may lie below the old one
+    task.places = Places(
+        wanted.out, places.cache_dir, places.savedir_base
+    )  # a tokenizer may lie below the old one
     counts: dict[str, int] = questions.prepared(wanted.out)["rows"]
     stores = [_store(task, split) for split in counts]
     found = writing.distinct(_met(stores), lambda place: _chunk(stores, place))
     identity = contexts.identity(cfg, places, task.tokenizer)
     width = base_model.config_of(cfg.base, places).hidden_size
     asked = layout.plan_for(
-        identity, found.keys, found.lengths, dtype=cfg.data.state_dtype, width=width, shard_tokens=wanted.shard_tokens
+        identity,
+        found.keys,
+        found.lengths,
+        dtype=cfg.data.state_dtype,
+        width=width,
+        shard_tokens=wanted.shard_tokens,
     )
     folder = wanted.out / contexts.STATES / layout.folder_name(identity)
     plan = writing.begun(folder, asked)
@@ -89,24 +104,42 @@ def write_states(cfg: Config, places: Places, wanted: Wanted) -> Prepared:
     return Prepared(folder, counts, found.met, plan)
 
 
-# States -------------------------------------------------------------------------------------------------------------
+# States
+# -------------------------------------------------------------------------------------------------------------
 
 
-def _write_states(task: Task, folder: Path, found: writing.Contexts, plan: layout.Plan, wanted: Wanted) -> None:
+def _write_states(
+    task: Task, folder: Path, found: writing.Contexts, plan: layout.Plan, wanted: Wanted
+) -> None:
     lacking = writing.missing(folder, found, plan)
     logger.info(
-        "%d distinct contexts of %d, %d tokens of %d numbers in %s; %d contexts are still to be encoded: %s of %s free",
-        *(plan.count, found.met, plan.tokens, plan.width, plan.dtype, lacking.contexts, writing.gib(lacking.bytes)),
+        "%d distinct contexts of %d, %d tokens of %d numbers in %s; %d contexts are still to be "
+        "encoded: %s of %s free",
+        *(
+            plan.count,
+            found.met,
+            plan.tokens,
+            plan.width,
+            plan.dtype,
+            lacking.contexts,
+            writing.gib(lacking.bytes),
+        ),
         writing.gib(shutil.disk_usage(folder).free),
     )
     distributed.barrier()  # nobody writes before all have looked
     if not lacking.shards:
-        writing.write(folder, found, lambda _: [], plan=plan, batch_tokens=1)  # at most its last file is missing
+        writing.write(
+            folder, found, lambda _: [], plan=plan, batch_tokens=1
+        )  # at most its last file is missing
         return
     writing.refuse_small_disk(folder, lacking)
     dtype = base_model.DTYPES[task.cfg.train.precision]
     model = task.model().to(distributed.device(), dtype).eval()
-    progress = Progress(-(-lacking.contexts // distributed.world()), "context") if distributed.is_main() else None
+    progress = (
+        Progress(-(-lacking.contexts // distributed.world()), "context")
+        if distributed.is_main()
+        else None
+    )
     writing.write(
         folder,
         found,
@@ -145,24 +178,34 @@ def _chunk(stores: list[TokenStore], place: writing.Place) -> np.ndarray:
     return np.asarray(contexts.chunks_of(stores[store][row], contexts.FIELDS[field])[chunk])
 
 
-# Rows ---------------------------------------------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _splits(cfg: Config, places: Places, wanted: Wanted) -> dict[str, Rows]:
     """A reader of the raw rows of each split that there is."""
     source, data_path = cfg.data.source, places.data_path
     if wanted.sources and source != "jsonl":
-        raise ConfigError(f"--source: the group reads data.source={source!r}. Set data.source='jsonl' to prepare sets.")
-    is_rows = data_path is not None and any((data_path / f"{split}.jsonl").is_file() for split in SPLITS)
+        raise ConfigError(
+            f"--source: the group reads data.source={source!r}. Set data.source='jsonl' to "
+            "prepare sets."
+        )
+    is_rows = data_path is not None and any(
+        (data_path / f"{split}.jsonl").is_file() for split in SPLITS
+    )
     if source == "jsonl" and (wanted.sources or not is_rows):
         sets = reading_sources.sources_in(data_path, wanted.sources)
         shuffles = wanted.hotpotqa_shuffles
         found: dict[str, Rows] = {
-            split: lambda split=split: reading_sources.rows(sets, split, hotpotqa_shuffles=shuffles) for split in SPLITS
+            split: lambda split=split: reading_sources.rows(sets, split, hotpotqa_shuffles=shuffles)
+            for split in SPLITS
         }
         has_test = reading_sources.has_test(sets)
     else:
-        found = {split: lambda split=split: questions.of_split(source, split, data_path) for split in SPLITS}
+        found = {
+            split: lambda split=split: questions.of_split(source, split, data_path)
+            for split in SPLITS
+        }
         has_test = _has_test(source, data_path)
     return found if has_test else {split: found[split] for split in SPLITS[:2]}
 
@@ -182,21 +225,32 @@ def _write_rows(out: Path, cfg: Config, splits: dict[str, Rows]) -> None:
         out.mkdir(parents=True, exist_ok=True)
         is_ours = (out / questions.PREPARED).is_file()
         if not is_ours and any(not path.name.startswith(".") for path in out.iterdir()):
-            raise ConfigError(f"--out {out}: holds other files. Name a new folder, or one that prepare began.")
+            raise ConfigError(
+                f"--out {out}: holds other files. Name a new folder, or one that prepare began."
+            )
         # a marker without rows: from here on the folder is ours, also after a kill
         if not is_ours:
-            write_json(out / questions.PREPARED, {"source": cfg.data.source, "rows": {}, "sha256": {}})
+            write_json(
+                out / questions.PREPARED, {"source": cfg.data.source, "rows": {}, "sha256": {}}
+            )
         before: dict[str, Any] = questions.prepared(out)
         counts: dict[str, int] = {}
         digests: dict[str, str] = {}
         for split, rows in splits.items():
             temporary = out / f".{split}.jsonl.{os.getpid()}.tmp"
             counts[split], digests[split] = _write_lines(temporary, rows())
-            if before["sha256"].get(split, digests[split]) != digests[split] or before["source"] != cfg.data.source:
+            if (
+                before["sha256"].get(split, digests[split]) != digests[split]
+                or before["source"] != cfg.data.source
+            ):
                 temporary.unlink()
-                raise ConfigError(f"--out {out}: was begun with other {split} rows. Name a new folder.")
+                raise ConfigError(
+                    f"--out {out}: was begun with other {split} rows. Name a new folder."
+                )
             os.replace(temporary, out / f"{split}.jsonl")
-        write_json(out / questions.PREPARED, {"source": cfg.data.source, "rows": counts, "sha256": digests})
+        write_json(
+            out / questions.PREPARED, {"source": cfg.data.source, "rows": counts, "sha256": digests}
+        )
 
 
 def _write_lines(path: Path, rows: Iterable[Row]) -> tuple[int, str]:

@@ -5,13 +5,14 @@ Imports no torch. exp_configs.py takes these groups over as they are.
 
 from __future__ import annotations
 
-from trainer.groups import Values, vary
+from trainer.config.groups import Values, vary
 
-# Cross-attention layers in a frozen decoder, as published: ServiceNow/xc-cache, Apache-2.0, scripts/cross_attn at its
-# last commit, and its first public ancestor (2023-11) for the group named "early". The published keys are micro-batch
-# and accumulation per device; the paper's 256 = 1 x 32 x 8 says 8 devices, so global_batch = micro x accumulation x 8.
-# The published code hid no keys on Llama and Mistral bases: there cross_attn_dropout_prob was the dropout of attention
-# probabilities. Its Mistral also ignored width and heads of the attention (base_attention).
+# Cross-attention layers in a frozen decoder, as published: ServiceNow/xc-cache, Apache-2.0,
+# scripts/cross_attn at its last commit, and its first public ancestor (2023-11) for the group named
+# "early". The published keys are micro-batch and accumulation per device; the paper's 256 = 1 x 32
+# x 8 says 8 devices, so global_batch = micro x accumulation x 8. The published code hid no keys on
+# Llama and Mistral bases: there cross_attn_dropout_prob was the dropout of attention probabilities.
+# Its Mistral also ignored width and heads of the attention (base_attention).
 
 DEVICES = 8
 
@@ -71,15 +72,22 @@ STARCODERBASE_1B = vary(
     layers={"count": 6, "stride": 3, "shared_weights": False},
     data={"decoder_tokens": 128, "context_tokens": 128, "training_data_subset": "nq"},
 )
-# The published trainer ran this schedule without its warm-up: transformers ignores warmup_ratio on a plateau.
+# The published trainer ran this schedule without its warm-up: transformers ignores warmup_ratio on
+# a plateau.
 STARCODERBASE_1B_EARLY = vary(
     STARCODERBASE_1B,
     train={"micro_batch": 2, "global_batch": 2 * 1 * DEVICES, "gradient_checkpointing": True},
     optim={"lr": 2e-4},
-    # transformers' plateau schedule has no warm-up, so the published warmup_ratio never acted on this group
+    # transformers' plateau schedule has no warm-up, so the published warmup_ratio never acted on
+    # this group
     schedule={"shape": "reduce_on_plateau", "warmup_ratio": None},
     layers={"shared_weights": True},
-    data={"decoder_tokens": 2048, "context_tokens": 2048, "template": "plain", "training_data_subset": "all"},
+    data={
+        "decoder_tokens": 2048,
+        "context_tokens": 2048,
+        "template": "plain",
+        "training_data_subset": "all",
+    },
 )
 WIDE: Values = {"after": True, "width": 1024}
 STARCODERBASE_3B = vary(
@@ -88,7 +96,14 @@ STARCODERBASE_3B = vary(
     train={"micro_batch": 4, "global_batch": 4 * 32 * DEVICES},
     optim={"lr": 5e-4, "weight_decay": 1e-3},
     schedule={"shape": "cosine"},
-    layers={**WIDE, "count": 6, "stride": 6, "shared_weights": False, "heads": 16, "key_dropout": 0.4},
+    layers={
+        **WIDE,
+        "count": 6,
+        "stride": 6,
+        "shared_weights": False,
+        "heads": 16,
+        "key_dropout": 0.4,
+    },
     data={"decoder_tokens": 4096, "context_tokens": 4096},
 )
 STARCODERBASE_7B = vary(
@@ -97,12 +112,24 @@ STARCODERBASE_7B = vary(
     train={"micro_batch": 1, "global_batch": 1 * 32 * DEVICES},
     optim={"lr": 1e-4, "weight_decay": 1e-2},
     schedule={"shape": "cosine"},
-    layers={**WIDE, "count": 8, "stride": 4, "shared_projections": True, "heads": 8, "key_dropout": 0.4},
+    layers={
+        **WIDE,
+        "count": 8,
+        "stride": 4,
+        "shared_projections": True,
+        "heads": 8,
+        "key_dropout": 0.4,
+    },
 )
 STARCHAT_ALPHA = vary(
     PUBLISHED,
     base="HuggingFaceH4/starchat-alpha",
-    train={"micro_batch": 1, "global_batch": 1 * 32 * DEVICES, "precision": "bf16", "gradient_checkpointing": True},
+    train={
+        "micro_batch": 1,
+        "global_batch": 1 * 32 * DEVICES,
+        "precision": "bf16",
+        "gradient_checkpointing": True,
+    },
     optim={"lr": 2e-4, "weight_decay": 1e-2},
     schedule={"shape": "cosine"},
     layers={
@@ -120,7 +147,12 @@ STARCHAT_ALPHA = vary(
 TULU_7B = vary(
     PUBLISHED,
     base="allenai/tulu-2-dpo-7b",
-    train={"micro_batch": 1, "global_batch": 1 * 32 * DEVICES, "precision": "bf16", "gradient_checkpointing": True},
+    train={
+        "micro_batch": 1,
+        "global_batch": 1 * 32 * DEVICES,
+        "precision": "bf16",
+        "gradient_checkpointing": True,
+    },
     optim={"lr": 2e-4, "weight_decay": 0.0},
     layers={
         **WIDE,
@@ -134,7 +166,10 @@ TULU_7B = vary(
     data={"decoder_tokens": 6144, "context_tokens": 6144},
 )
 TULU_7B_ABLATION = vary(
-    TULU_7B, optim={"weight_decay": 1e-3}, schedule={"shape": "cosine"}, layers={"attention_dropout": 0.2}
+    TULU_7B,
+    optim={"weight_decay": 1e-3},
+    schedule={"shape": "cosine"},
+    layers={"attention_dropout": 0.2},
 )
 
 MISTRAL_7B = vary(

@@ -10,14 +10,16 @@ import torch
 from trainer.config import validate
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
-from trainer.task import GREEDY, Search
-from trainer.tasks.cross_attention import export
 from trainer.tasks.cross_attention.config import Data
-from trainer.tasks.cross_attention.prompts import Prompts
+from trainer.tasks.cross_attention.decoder import export
+from trainer.tasks.cross_attention.text.prompts import Prompts
+from trainer.tasks.protocol import GREEDY, Search
 
 
 class Reader:
-    """The model of a best/, final/ or exported folder, with the tokenizer and the templates of its training."""
+    """The model of a best/, final/ or exported folder, with the tokenizer and the templates of its
+    training.
+    """
 
     def __init__(
         self,
@@ -28,32 +30,56 @@ class Reader:
         savedir_base: Path | None = None,
         cache_dir: Path = Path("tmp-cache"),
     ) -> None:
-        """precision: None: as it was trained. savedir_base: where the run of its base lies, if it has one; None: two
-        folders up.
+        """precision: None: as it was trained. savedir_base: where the run of its base lies, if it
+        has one; None: two folders up.
 
-        Raises ConfigError when the folder is no export, ResumeError when its base is another by now.
+        Raises ConfigError when the folder is no export, ResumeError when its base is another by
+        now.
         """
         folder = Path(folder)
         content = export.described(folder)
         if "data" not in content:
-            raise ConfigError(f"{folder / export.DESCRIPTION} says nothing of prompts: an old export. Export it again.")
+            raise ConfigError(
+                f"{folder / export.DESCRIPTION} says nothing of prompts: an old export. Export "
+                "it again."
+            )
         places = export.places_of(folder, cache_dir)
         if savedir_base is not None:
             places = export.Places(places.data_path, places.cache_dir, savedir_base)
         tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=cache_dir)
-        self.prompts = Prompts(tokenizer, validate(Data, content["data"], source=str(folder / export.DESCRIPTION)))
+        self.prompts = Prompts(
+            tokenizer, validate(Data, content["data"], source=str(folder / export.DESCRIPTION))
+        )
         self.device = torch.device(device)
-        self.model = export.load(folder, places, precision=precision or content["precision"]).to(self.device)
+        self.model = export.load(folder, places, precision=precision or content["precision"]).to(
+            self.device
+        )
 
-    def answer(self, question: str, contexts: str | Sequence[str], *, search: Search = GREEDY) -> str:
+    def answer(
+        self, question: str, contexts: str | Sequence[str], *, search: Search = GREEDY
+    ) -> str:
         """The best answer to one question about its contexts."""
         return self.answers([question], [contexts], search=search)[0]
 
     def answers(
-        self, questions: Sequence[str], contexts: Sequence[str | Sequence[str]], *, search: Search = GREEDY
+        self,
+        questions: Sequence[str],
+        contexts: Sequence[str | Sequence[str]],
+        *,
+        search: Search = GREEDY,
     ) -> list[str]:
-        """The best answer to each question, all in one batch; contexts: of each, one text or several."""
+        """The best answer to each question, all in one batch; contexts: of each, one text or
+        several.
+        """
         given = [[texts] if isinstance(texts, str) else list(texts) for texts in contexts]
-        rows = [{"question": q, "contexts": c, "answers": [""]} for q, c in zip(questions, given, strict=True)]
+        rows = [
+            {"question": q, "contexts": c, "answers": [""]}
+            for q, c in zip(questions, given, strict=True)
+        ]
         encoded = [self.prompts.encode(row) for row in rows]
-        return [best for best, *_ in self.prompts.answers(self.model, encoded, search=search, device=self.device)]
+        return [
+            best
+            for best, *_ in self.prompts.answers(
+                self.model, encoded, search=search, device=self.device
+            )
+        ]

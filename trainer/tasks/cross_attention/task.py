@@ -1,4 +1,6 @@
-"""Questions answered by a frozen decoder that reads a context through inserted cross-attention layers."""
+"""Questions answered by a frozen decoder that reads a context through inserted cross-attention
+layers.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +15,65 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer import base_model, distributed
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
-from trainer.losses import IGNORED
-from trainer.metrics import Pool, Ratio, answer_scores
+from trainer.evaluation.mergeable import Pool, Ratio, answer_scores
+from trainer.models import base_model
+from trainer.models.losses import IGNORED
 from trainer.models.token_task import TokenTask
-from trainer.states.reading import StateCache
-from trainer.task import DRAW, GREEDY, Answered, Batch, Encoded, Places, Row, Search, Uncut
-from trainer.tasks.cross_attention import contexts, export, questions
+from trainer.runtime import distributed
 from trainer.tasks.cross_attention.config import Config
-from trainer.tasks.cross_attention.fim import Sentinels, fill_in_the_middle
-from trainer.tasks.cross_attention.model import CrossAttentionModel
-from trainer.tasks.cross_attention.packed import REPLACED
-from trainer.tasks.cross_attention.prompts import Prompts
-from trainer.tasks.cross_attention.streams import can_be_streams, context_stream, decoder_stream, under_context
-from trainer.tasks.cross_attention.weights import load_added, read_added
+from trainer.tasks.cross_attention.decoder import export
+from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
+from trainer.tasks.cross_attention.decoder.packed_batch import (
+    can_be_streams,
+    context_stream,
+    decoder_stream,
+    under_context,
+)
+from trainer.tasks.cross_attention.decoder.packed_blocks import REPLACED
+from trainer.tasks.cross_attention.decoder.weights import load_added, read_added
+from trainer.tasks.cross_attention.encoder_states.reading import StateCache
+from trainer.tasks.cross_attention.text import contexts, questions
+from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle
+from trainer.tasks.cross_attention.text.prompts import Prompts
+from trainer.tasks.protocol import (
+    DRAW,
+    GREEDY,
+    Answered,
+    Batch,
+    Encoded,
+    Places,
+    Row,
+    Search,
+    Uncut,
+)
 
-_NOT_ENCODED = {"answer_tokens", "fim_rate", "training_data_subset", "validation_data_subset", "encode", "state_dtype"}
+_NOT_ENCODED = {
+    "answer_tokens",
+    "fim_rate",
+    "training_data_subset",
+    "validation_data_subset",
+    "encode",
+    "state_dtype",
+}
 _NOT_ENCODED |= {"packed"}
 _OTHER = "other"  # the field with another row's context, in evaluation
 IS_CONTEXT = "is_context"  # marks a row, raw or encoded, whose decoder predicts the context itself
 
 
 class Task(TokenTask[Config]):
-    """A question (and the answer being written) in the decoder, its context behind the cross-attention."""
+    """A question (and the answer being written) in the decoder, its context behind the
+    cross-attention.
+    """
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
         self.prompts = Prompts(self.tokenizer, cfg.data, lambda: self._states)
         self.sentinels = Sentinels.of(self.tokenizer)
 
-    # Model ------------------------------------------------------------------------------------------------------
+    # Model
+    # ----------------------------------------------------------------------------------------------
 
     def model(self) -> nn.Module:
         model: Any = super().model()
@@ -62,22 +91,31 @@ class Task(TokenTask[Config]):
         return base_model.fingerprint(self.cfg.base, self.places)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        export.write(folder, weights, self.cfg, fingerprint=self.fingerprint(), tokenizer=self.tokenizer)
+        export.write(
+            folder, weights, self.cfg, fingerprint=self.fingerprint(), tokenizer=self.tokenizer
+        )
 
     def exported(self, folder: Path) -> nn.Module:
         return export.load(folder, self.places, precision=self.cfg.train.precision)
 
-    # Data -------------------------------------------------------------------------------------------------------
+    # Data
+    # ----------------------------------------------------------------------------------------------
 
     @cached_property
     def _states(self) -> StateCache | None:
         """The prepared states; None when contexts are encoded online."""
-        return contexts.open_cache(self.cfg, self.places, self.tokenizer) if self.cfg.data.encode == "cached" else None
+        return (
+            contexts.open_cache(self.cfg, self.places, self.tokenizer)
+            if self.cfg.data.encode == "cached"
+            else None
+        )
 
     def rows(self, split: str) -> Iterable[Row]:
         _ = self._states  # when there are none, it is said before anything is tokenised or loaded
         data, places = self.cfg.data, self.places
-        subset = {"train": data.training_data_subset, "valid": data.validation_data_subset}.get(split, "all")
+        subset = {"train": data.training_data_subset, "valid": data.validation_data_subset}.get(
+            split, "all"
+        )
         rows = questions.of_split(data.source, split, places.data_path, subset=subset)
         if split == "train" and data.include_context_ids:
             again = questions.of_split(data.source, split, places.data_path, subset=subset)
@@ -87,7 +125,9 @@ class Task(TokenTask[Config]):
         return questions.with_another_context(list(rows))
 
     def encode(self, row: Row) -> Encoded:
-        """Token ids: decoder text with its end and EOS, and the context's chunks, each cut to its limit."""
+        """Token ids: decoder text with its end and EOS, and the context's chunks, each cut to its
+        limit.
+        """
         if not self.cfg.data.include_context_ids:
             return self.prompts.encode(row)
         is_context = IS_CONTEXT in row
@@ -118,10 +158,12 @@ class Task(TokenTask[Config]):
         return IS_CONTEXT  # a question has some 40 tokens in the decoder, a context hundreds
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """Streams of real tokens (streams.py), where this is packed and every row has a context, or rectangles:
+        """Streams of real tokens (streams.py), where this is packed and every row has a context, or
+        rectangles:
 
-        input_ids, attention_mask, labels (B, T), and the context: context_input_ids and context_attention_mask, (B, L)
-        or (B, C, L), or encoder_hidden_states (B, L, D) and encoder_attention_mask (B, L).
+        input_ids, attention_mask, labels (B, T), and the context: context_input_ids and
+        context_attention_mask, (B, L) or (B, C, L), or encoder_hidden_states (B, L, D) and
+        encoder_attention_mask (B, L).
         """
         fields = ["context", *([_OTHER] if _OTHER in rows[0] else [])]
         if self.is_packed and can_be_streams(rows, fields):
@@ -131,21 +173,32 @@ class Task(TokenTask[Config]):
         if self.cfg.data.loss_on == "answer":
             for index, row in enumerate(rows):
                 labels[index, : int(row["answer_start"][0])] = IGNORED
-        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels, **self.prompts.contexts(rows, "context")}
+        batch = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "labels": labels,
+            **self.prompts.contexts(rows, "context"),
+        }
         if _OTHER not in rows[0]:
             return batch
-        return batch | {f"{_OTHER}_{name}": tensor for name, tensor in self.prompts.contexts(rows, _OTHER).items()}
+        return batch | {
+            f"{_OTHER}_{name}": tensor
+            for name, tensor in self.prompts.contexts(rows, _OTHER).items()
+        }
 
     @cached_property
     def is_packed(self) -> bool:
-        """ConfigError when it is asked for and the base's attention is not the one that can be replaced."""
+        """ConfigError when it is asked for and the base's attention is not the one that can be
+        replaced.
+        """
         asked = self.cfg.data.packed
         if asked is False:
             return False
         found = base_model.config_of(self.cfg.base, self.places)._attn_implementation
         if asked and found not in REPLACED:
             raise ConfigError(
-                f"data.packed=True: the base's attention is {found!r}, want 'sdpa', which can be run on streams. "
+                f"data.packed=True: the base's attention is {found!r}, want 'sdpa', which can be "
+                "run on streams. "
                 "Leave data.packed out, or the base's attn_implementation."
             )
         return found in REPLACED
@@ -154,7 +207,9 @@ class Task(TokenTask[Config]):
         """A packed batch; of another row's context the names begin with `other_`."""
         decoders = [self._decoder(row) for row in rows]
         is_answer = self.cfg.data.loss_on == "answer"
-        batch = decoder_stream(decoders, [int(row["answer_start"][0]) if is_answer else 0 for row in rows])
+        batch = decoder_stream(
+            decoders, [int(row["answer_start"][0]) if is_answer else 0 for row in rows]
+        )
         lengths = [len(ids) for ids in decoders]
         for field in fields:
             chunks = [contexts.chunks_of(row, field) for row in rows]
@@ -164,7 +219,9 @@ class Task(TokenTask[Config]):
         return batch
 
     def _decoder(self, row: Mapping[str, Any]) -> list[int]:
-        """The decoder's ids; in training, a context may have its parts reordered, anew whenever it is visited."""
+        """The decoder's ids; in training, a context may have its parts reordered, anew whenever it
+        is visited.
+        """
         ids = [int(token) for token in row["decoder"]]
         if IS_CONTEXT not in row or not row[IS_CONTEXT][0] or DRAW not in row:
             return ids
@@ -177,7 +234,8 @@ class Task(TokenTask[Config]):
         parts = fill_in_the_middle(ids[start:stop], self.sentinels, max_tokens=room, random=random)
         return [*ids[:start], *parts, *ids[stop:]]
 
-    # Loss and scores --------------------------------------------------------------------------------------------
+    # Loss and scores
+    # ----------------------------------------------------------------------------------------------
 
     def units(self, batch: Batch) -> Tensor:
         if "scored" in batch:
@@ -189,14 +247,17 @@ class Task(TokenTask[Config]):
             yield _loss(model, batch)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
-        """loss: per labelled token. shuffled_loss: the same under another row's context; higher, if layers read."""
+        """loss: per labelled token. shuffled_loss: the same under another row's context; higher, if
+        layers read.
+        """
         units = self.units(batch)
         scores: dict[str, Ratio | Pool] = {"loss": Ratio(_loss(model, batch), units)}
         if any(name.startswith(f"{_OTHER}_") for name in batch):
             scores["shuffled_loss"] = Ratio(_loss(model, under_context(batch, f"{_OTHER}_")), units)
         return scores
 
-    # Answers ----------------------------------------------------------------------------------------------------
+    # Answers
+    # ----------------------------------------------------------------------------------------------
 
     def answer_tokens(self) -> int:
         return self.cfg.data.answer_tokens
@@ -210,11 +271,17 @@ class Task(TokenTask[Config]):
         search: Search = GREEDY,
         max_tokens: int | None = None,
     ) -> Answered:
-        """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of the best ones."""
+        """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of
+        the best ones.
+        """
         how: dict[str, Any] = {"device": distributed.device(), "is_synced": distributed.world() > 1}
         n_best = self.prompts.answers(model, rows, search=search, max_tokens=max_tokens, **how)
         predictions = [best for best, *_ in n_best]
-        known = [(text, row["answers"]) for text, row in zip(predictions, raw, strict=True) if row["answers"]]
+        known = [
+            (text, row["answers"])
+            for text, row in zip(predictions, raw, strict=True)
+            if row["answers"]
+        ]
         scores = answer_scores([text for text, _ in known], [answers for _, answers in known])
         return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
 
@@ -222,20 +289,34 @@ class Task(TokenTask[Config]):
         """The row with the context that shuffled_loss is computed under."""
         if _OTHER not in encoded:
             raise ConfigError("--another_context: the rows carry none. Set data.shuffled_context.")
-        return {**encoded, "context": encoded[_OTHER], "context_lengths": encoded[f"{_OTHER}_lengths"]}
+        return {
+            **encoded,
+            "context": encoded[_OTHER],
+            "context_lengths": encoded[f"{_OTHER}_lengths"],
+        }
 
-    # What limits cut off ----------------------------------------------------------------------------------------
+    # What limits cut off
+    # ----------------------------------------------------------------------------------------
 
     def untruncated(self, row: Row) -> dict[str, Uncut]:
         """decoder: prompt and answer, or the context that is learnt; context: every chunk."""
         data = self.cfg.data
-        whole = self._without_limits.encode(row, predicts_context=data.include_context_ids and IS_CONTEXT in row)
+        whole = self._without_limits.encode(
+            row, predicts_context=data.include_context_ids and IS_CONTEXT in row
+        )
         stops = list(accumulate(whole["context_lengths"]))
         chunks = [whole["context"][start:stop] for start, stop in pairwise([0, *stops])]
         labels_from = whole["answer_start"][0] if data.loss_on == "answer" else 1
         return {
-            "decoder": Uncut([whole["decoder"]], data.decoder_tokens, "data.decoder_tokens", labels_from=labels_from),
-            "context": Uncut(chunks, data.context_tokens, "data.context_tokens", holds_answers=True),
+            "decoder": Uncut(
+                [whole["decoder"]],
+                data.decoder_tokens,
+                "data.decoder_tokens",
+                labels_from=labels_from,
+            ),
+            "context": Uncut(
+                chunks, data.context_tokens, "data.context_tokens", holds_answers=True
+            ),
         }
 
     @cached_property

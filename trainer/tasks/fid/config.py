@@ -20,19 +20,25 @@ class Files(Strict):
 class Data(Strict):
     """Questions, their retrieved passages, and how both become tokens."""
 
-    # fid: FiD's and DPR's JSON or JSONL. ranked: questions, and a ranking as Tevatron and TREC write it. nq:
-    # queries.jsonl with ranked passage ids. stdlib_docs: the embedded corpus.
+    # fid: FiD's and DPR's JSON or JSONL. ranked: questions, and a ranking as Tevatron and TREC
+    # write it. nq: queries.jsonl with ranked passage ids. stdlib_docs: the embedded corpus.
     source: Literal["fid", "ranked", "nq", "stdlib_docs"]
     files: Files = Files()
     rankings: Files = Files()  # source "ranked" only
     corpus: str | None = None  # a TSV of id, text, title, which passages given by id are read from
     contexts: Positive  # passages per question: the first ones, fewer where there are fewer
     passage_tokens: Positive = 250  # of question, title and text together; what is longer is cut
-    target_tokens: Annotated[int, Field(ge=2)] | None = None  # of a target with its end; what is longer loses its end
-    answer_tokens: Annotated[int, Field(ge=2)] = 50  # generated at most, the start token counted as published
+    target_tokens: Annotated[int, Field(ge=2)] | None = (
+        None  # of a target with its end; what is longer loses its end
+    )
+    answer_tokens: Annotated[int, Field(ge=2)] = (
+        50  # generated at most, the start token counted as published
+    )
     sort_by_score: bool = True  # where all passages of a question have one, the highest first
     sample_targets: bool = True  # a random answer in every epoch; False: always the first
-    clean_up_spaces: bool = True  # of decoded answers: " ," becomes ",", as the references' tokenizers did
+    clean_up_spaces: bool = (
+        True  # of decoded answers: " ," becomes ",", as the references' tokenizers did
+    )
 
     @model_validator(mode="after")
     def _passages_are_somewhere(self) -> Data:
@@ -44,19 +50,26 @@ class Data(Strict):
         if self.source == "stdlib_docs" and (self.corpus or self.files != Files()):
             raise ValueError('source="stdlib_docs" reads no file: leave files and corpus out')
         if self.source != "ranked" and self.rankings != Files():
-            raise ValueError(f'source={self.source!r} reads no rankings: leave them out, or use source="ranked"')
+            raise ValueError(
+                f'source={self.source!r} reads no rankings: leave them out, or use source="ranked"'
+            )
         return self
 
 
 class Reader(Strict):
     """How the T5 runs. None of it changes a weight's name or shape."""
 
-    # padded: linear layers on real tokens, attention on passages padded to the longest. bucketed: the same with
-    # passages of like length together. flex: no padding at all, CUDA only, without dropout on attention.
+    # padded: linear layers on real tokens, attention on passages padded to the longest. bucketed:
+    # the same with passages of like length together. flex: no padding at all, CUDA only, without
+    # dropout on attention.
     attention: Literal["padded", "bucketed", "flex"] = "bucketed"
-    checkpoint_every: Positive = 1  # with train.gradient_checkpointing: recompute every k-th encoder block
+    checkpoint_every: Positive = (
+        1  # with train.gradient_checkpointing: recompute every k-th encoder block
+    )
     dropout: Fraction | None = None  # None: the base's own
-    compat_cross_bias: bool = False  # the position bias that transformers 3.0.2 gave cross-attention
+    compat_cross_bias: bool = (
+        False  # the position bias that transformers 3.0.2 gave cross-attention
+    )
 
 
 class Config(Experiment):

@@ -1,8 +1,9 @@
-"""Readers of facebookresearch/FiD and minFiD as plain T5 folders, and plain T5 folders for facebookresearch/FiD.
+"""Readers of facebookresearch/FiD and minFiD as plain T5 folders, and plain T5 folders for
+facebookresearch/FiD.
 
-A reader is a T5 whose encoder was wrapped, so its files differ from those of a stock T5 in names alone:
-`encoder.encoder.block.0.module.layer...` for `encoder.block.0.layer...`, with another word for "module", and with a
-prefix, in minFiD.
+A reader is a T5 whose encoder was wrapped, so its files differ from those of a stock T5 in names
+alone: `encoder.encoder.block.0.module.layer...` for `encoder.block.0.layer...`, with another word
+for "module", and with a prefix, in minFiD.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
 
-from trainer import shards
 from trainer.config import nearest
 from trainer.data import vocabulary
-from trainer.disk import new_folder, refuse_existing
 from trainer.errors import ConfigError
-from trainer.surgery import load_into
+from trainer.files import safetensors_file
+from trainer.files.atomic import new_folder, refuse_existing
+from trainer.models.freezing import load_into
 from trainer.tasks.fid.weights import CROSS_BIAS
 
 log = logging.getLogger(__name__)
@@ -55,33 +56,44 @@ class Source:
     tokenizer_hint: str = "google-t5/t5-base"
 
 
-def import_model(source: Path, *, out: Path, tokenizer: str | None = None, compat_cross_bias: bool = False) -> None:
-    """Write the reader in `source` to the new folder `out`, which T5ForConditionalGeneration.from_pretrained loads.
+def import_model(
+    source: Path, *, out: Path, tokenizer: str | None = None, compat_cross_bias: bool = False
+) -> None:
+    """Write the reader in `source` to the new folder `out`, which
+    T5ForConditionalGeneration.from_pretrained loads.
 
-    source: a folder of facebookresearch/FiD or of a plain T5, or a file that minFiD saved. tokenizer: a folder or Hub
-    id whose files are written too, instead of those beside the reader. compat_cross_bias: keep the position bias of
-    cross-attention, for an experiment with reader.compat_cross_bias. Raises ConfigError and StorageError; then `out`
-    is not there.
+    source: a folder of facebookresearch/FiD or of a plain T5, or a file that minFiD saved.
+    tokenizer: a folder or Hub id whose files are written too, instead of those beside the reader.
+    compat_cross_bias: keep the position bias of cross-attention, for an experiment with
+    reader.compat_cross_bias. Raises ConfigError and StorageError; then `out` is not there.
     """
     refuse_existing(out)
     found = _checked(_read_pickle(source) if source.is_file() else _read_folder(source))
     has_bias = CROSS_BIAS in found.tensors
     if compat_cross_bias and not has_bias:
-        raise ConfigError(f"{source} holds no {CROSS_BIAS}: there is nothing to keep. Leave --compat_cross_bias out.")
+        raise ConfigError(
+            f"{source} holds no {CROSS_BIAS}: there is nothing to keep. Leave "
+            "--compat_cross_bias out."
+        )
     if has_bias and not compat_cross_bias:
-        found = replace(found, tensors={name: t for name, t in found.tensors.items() if name != CROSS_BIAS})
+        found = replace(
+            found, tensors={name: t for name, t in found.tensors.items() if name != CROSS_BIAS}
+        )
         log.info("left out: the position bias of cross-attention (--compat_cross_bias keeps it)")
     _write_t5(found, out, tokenizer)
 
 
 def export_model(folder: Path, *, out: Path, layout: str = "t5") -> None:
-    """Write the T5 in `folder` to the new folder `out`: as a plain T5, or as facebookresearch/FiD reads it.
+    """Write the T5 in `folder` to the new folder `out`: as a plain T5, or as facebookresearch/FiD
+    reads it.
 
-    layout: "t5", or "fid" for FiDT5.from_pretrained of transformers 3.0.2. Raises ConfigError when that cannot hold
-    the model, and StorageError; then `out` is not there.
+    layout: "t5", or "fid" for FiDT5.from_pretrained of transformers 3.0.2. Raises ConfigError when
+    that cannot hold the model, and StorageError; then `out` is not there.
     """
     if layout not in LAYOUTS:
-        raise ConfigError(f"--layout {layout}: no such layout of a reader. {nearest(layout, LAYOUTS)}")
+        raise ConfigError(
+            f"--layout {layout}: no such layout of a reader. {nearest(layout, LAYOUTS)}"
+        )
     refuse_existing(out)
     found = _checked(_read_folder(folder))
     if layout == "fid":
@@ -90,7 +102,8 @@ def export_model(folder: Path, *, out: Path, layout: str = "t5") -> None:
         _write_t5(found, out, None)
 
 
-# Reading --------------------------------------------------------------------------------------------------------------
+# Reading
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _read_folder(folder: Path) -> Source:
@@ -99,18 +112,23 @@ def _read_folder(folder: Path) -> Source:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder}: got no folder with config.json. Give a folder that save_pretrained wrote, or a file of minFiD."
+            f"{folder}: got no folder with config.json. Give a folder that save_pretrained "
+            "wrote, or a file of minFiD."
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}). Copy the folder again.") from None
     family = config.get("model_type") if isinstance(config, dict) else None
     if family != "t5":
-        raise ConfigError(f"{path}: got model_type={family!r}, want 't5'. Give the folder of a T5 or of a reader.")
+        raise ConfigError(
+            f"{path}: got model_type={family!r}, want 't5'. Give the folder of a T5 or of a reader."
+        )
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(folder):
         tensors |= _tensors_of(file)
     copied = [folder / "generation_config.json", *(folder / name for name in vocabulary.FILES)]
-    return Source(folder, config, _renamed(tensors, folder), tuple(file for file in copied if file.is_file()))
+    return Source(
+        folder, config, _renamed(tensors, folder), tuple(file for file in copied if file.is_file())
+    )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -119,7 +137,10 @@ def _weight_files(folder: Path) -> list[Path]:
             return [folder / single]
         index = folder / f"{single}.index.json"
         if index.is_file():
-            return [folder / shard for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            return [
+                folder / shard
+                for shard in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            ]
     legal = ", ".join(f"{single} or {single}.index.json" for single in _WEIGHT_FILES)
     raise ConfigError(f"{folder}: holds no weights, want {legal}. Copy the folder again.")
 
@@ -147,31 +168,48 @@ def _read_pickle(file: Path) -> Source:
 
 
 def _unpickled(file: Path) -> Any:
-    """The content of a file of torch.save: tensors, plain containers and argparse.Namespace, never anything else."""
+    """The content of a file of torch.save: tensors, plain containers and argparse.Namespace, never
+    anything else.
+    """
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+            return torch.load(
+                file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+            )
     except UnpicklingError as error:
         asked = re.search(r"GLOBAL (\S+)", str(error))
         more = f" (it asks for {asked[1]})" if asked else ""
         raise ConfigError(
-            f"{file}: refused. Got a file of more than tensors and argparse.Namespace{more}, which could run code, "
-            "or no file of torch.save at all. Save it again from the program that made it, with tensors alone."
+            f"{file}: refused. Got a file of more than tensors and argparse.Namespace{more}, "
+            "which could run code, "
+            "or no file of torch.save at all. Save it again from the program that made it, with "
+            "tensors alone."
         ) from None
-    except Exception as error:  # any: bytes that are no pickle can make the unpickler fail in every way
-        raise ConfigError(f"{file}: cannot be read ({error}). Copy the checkpoint again.") from error
+    except (
+        Exception
+    ) as error:  # any: bytes that are no pickle can make the unpickler fail in every way
+        raise ConfigError(
+            f"{file}: cannot be read ({error}). Copy the checkpoint again."
+        ) from error
 
 
 def _named_tensors(value: Any, file: Path) -> dict[str, Tensor]:
-    if not isinstance(value, dict) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
-        raise ConfigError(f"{file}: got something else than tensors by name. Give a file with the weights alone.")
+    if not isinstance(value, dict) or not all(
+        isinstance(tensor, Tensor) for tensor in value.values()
+    ):
+        raise ConfigError(
+            f"{file}: got something else than tensors by name. Give a file with the weights alone."
+        )
     return dict(value)
 
 
 def _renamed(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
     plain = {_plain_name(name): tensor for name, tensor in tensors.items()}
     if len(plain) < len(tensors):
-        raise ConfigError(f"{source}: holds the same tensors under plain and under wrapped names. Keep one of both.")
+        raise ConfigError(
+            f"{source}: holds the same tensors under plain and under wrapped names. Keep one of "
+            "both."
+        )
     return plain
 
 
@@ -187,15 +225,25 @@ def _wrapped_name(name: str) -> str:
 
 
 def _config_of(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Any]:
-    """What config.json would say, from the shapes; the rest as every published T5 has it. minFiD stores no config."""
+    """What config.json would say, from the shapes; the rest as every published T5 has it. minFiD
+    stores no config.
+    """
     block = "encoder.block.0.layer."
     gated = f"{block}1.DenseReluDense.wi_0.weight" in tensors
-    names = [_EMBEDDING, *(f"{block}0.SelfAttention.{part}.weight" for part in ("relative_attention_bias", "q"))]
+    names = [
+        _EMBEDDING,
+        *(f"{block}0.SelfAttention.{part}.weight" for part in ("relative_attention_bias", "q")),
+    ]
     names.append(f"{block}1.DenseReluDense.wo.weight")
     missing = [name for name in names if name not in tensors or tensors[name].ndim != 2]
     if missing:
-        raise ConfigError(f"{source}: its sizes cannot be told, it misses {missing}. Give a file with a whole reader.")
-    (vocab_size, d_model), (num_buckets, num_heads), (d_inner, _), (_, d_ff) = (tensors[name].shape for name in names)
+        raise ConfigError(
+            f"{source}: its sizes cannot be told, it misses {missing}. Give a file with a whole "
+            "reader."
+        )
+    (vocab_size, d_model), (num_buckets, num_heads), (d_inner, _), (_, d_ff) = (
+        tensors[name].shape for name in names
+    )
     is_untied = _HEAD in tensors and not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
     return {
         "model_type": "t5",
@@ -224,11 +272,13 @@ def _num_blocks(stack: str, tensors: Mapping[str, Tensor]) -> int:
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
-# Checking -------------------------------------------------------------------------------------------------------------
+# Checking
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _checked(found: Source) -> Source:
-    """`found` with tied tensors stored once, and a config that says the same to every version of transformers.
+    """`found` with tied tensors stored once, and a config that says the same to every version of
+    transformers.
 
     ConfigError names every missing, unexpected and misshaped tensor at once.
     """
@@ -239,8 +289,14 @@ def _checked(found: Source) -> Source:
         tensors.setdefault(_EMBEDDING, tensors[stored])
     is_untied = _is_untied(config, tensors)
     model = _skeleton(config, is_untied=is_untied, has_cross_bias=CROSS_BIAS in tensors)
-    load_into(model, tensors, source=str(found.path))  # into no storage: only names and shapes are looked at
-    once = {name: t.contiguous() for name, t in tensors.items() if name not in _TIED or (is_untied and name == _HEAD)}
+    load_into(
+        model, tensors, source=str(found.path)
+    )  # into no storage: only names and shapes are looked at
+    once = {
+        name: t.contiguous()
+        for name, t in tensors.items()
+        if name not in _TIED or (is_untied and name == _HEAD)
+    }
     return replace(found, config=_said_to_all(found.config, config), tensors=once)
 
 
@@ -248,11 +304,15 @@ def _t5_config(found: Source) -> Any:
     try:
         return T5Config.from_dict(dict(found.config))
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{found.path}: its config.json describes no T5 ({error}). Correct it.") from None
+        raise ConfigError(
+            f"{found.path}: its config.json describes no T5 ({error}). Correct it."
+        ) from None
 
 
 def _is_untied(config: Any, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether there is an output layer of its own: T5 v1.1, whose decoder output is not scaled either."""
+    """Whether there is an output layer of its own: T5 v1.1, whose decoder output is not scaled
+    either.
+    """
     if config.scale_decoder_outputs or _HEAD not in tensors or _EMBEDDING not in tensors:
         return False
     return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
@@ -261,12 +321,16 @@ def _is_untied(config: Any, tensors: Mapping[str, Tensor]) -> bool:
 def _said_to_all(values: Mapping[str, Any], config: Any) -> dict[str, Any]:
     """config.json of a plain T5.
 
-    tie_word_embeddings=false means an unscaled decoder output to every version of transformers. save_pretrained of
-    5.x writes true beside scale_decoder_outputs=false instead, which 4.x takes for a T5 v1.0.
+    tie_word_embeddings=false means an unscaled decoder output to every version of transformers.
+    save_pretrained of 5.x writes true beside scale_decoder_outputs=false instead, which 4.x takes
+    for a T5 v1.0.
     """
     left_out = ("scale_decoder_outputs", "compat_cross_bias", "_name_or_path")
     said = {name: value for name, value in values.items() if name not in left_out}
-    said |= {"architectures": ["T5ForConditionalGeneration"], "tie_word_embeddings": config.scale_decoder_outputs}
+    said |= {
+        "architectures": ["T5ForConditionalGeneration"],
+        "tie_word_embeddings": config.scale_decoder_outputs,
+    }
     return {"decoder_start_token_id": 0, **said}  # the pad, with which every T5 begins
 
 
@@ -274,7 +338,9 @@ def _skeleton(config: Any, *, is_untied: bool, has_cross_bias: bool) -> Any:
     """A T5 without storage whose parameters are those that a file should hold."""
     with torch.device("meta"):
         model: Any = T5ForConditionalGeneration(config)
-        if is_untied:  # transformers 5 ties whatever the config says, until from_pretrained meets two tensors
+        if (
+            is_untied
+        ):  # transformers 5 ties whatever the config says, until from_pretrained meets two tensors
             model.lm_head.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         if has_cross_bias:
             table = nn.Embedding(config.relative_attention_num_buckets, config.num_heads)
@@ -282,7 +348,8 @@ def _skeleton(config: Any, *, is_untied: bool, has_cross_bias: bool) -> Any:
     return model
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
+# Writing
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _write_t5(found: Source, out: Path, tokenizer: str | None) -> None:
@@ -293,7 +360,7 @@ def _write_t5(found: Source, out: Path, tokenizer: str | None) -> None:
         vocabulary.check_fits(loaded, config["vocab_size"])
     with new_folder(out) as folder:
         _write_config(folder, config)
-        shards.write_tensors(folder, "model.safetensors", found.tensors)
+        safetensors_file.write_tensors(folder, "model.safetensors", found.tensors)
         for file in found.copied:
             if loaded is None or file.name not in vocabulary.FILES:
                 shutil.copyfile(file, folder / file.name)
@@ -301,13 +368,21 @@ def _write_t5(found: Source, out: Path, tokenizer: str | None) -> None:
             loaded.save_pretrained(folder)
     log.info("%s: %s", out, _described(found))
     if loaded is None and not own:
-        log.info('%s has no tokenizer: name one in the experiment, "tokenizer": "%s"', out, found.tokenizer_hint)
+        log.info(
+            '%s has no tokenizer: name one in the experiment, "tokenizer": "%s"',
+            out,
+            found.tokenizer_hint,
+        )
 
 
 def _tokenizer(spec: str, cache_dir: Path) -> Any:
-    """The tokenizer of a folder or Hub id; a folder may hold a bare spiece.model, as T5 was published at first."""
+    """The tokenizer of a folder or Hub id; a folder may hold a bare spiece.model, as T5 was
+    published at first.
+    """
     folder = Path(spec)
-    is_bare = (folder / "spiece.model").is_file() and not (folder / "tokenizer_config.json").is_file()
+    is_bare = (folder / "spiece.model").is_file() and not (
+        folder / "tokenizer_config.json"
+    ).is_file()
     if not is_bare or (folder / "tokenizer.json").is_file():
         return vocabulary.load_tokenizer(spec, data_path=None, cache_dir=cache_dir)
     try:
@@ -316,7 +391,8 @@ def _tokenizer(spec: str, cache_dir: Path) -> Any:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"--tokenizer {spec}: its spiece.model cannot be read ({reason}). "
-            "Install the packages sentencepiece and protobuf, or name a folder with a tokenizer.json."
+            "Install the packages sentencepiece and protobuf, or name a folder with a "
+            "tokenizer.json."
         ) from error
 
 
@@ -344,16 +420,22 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def _refuse_newer_than_302(config: Any, found: Source) -> None:
-    """ConfigError names everything about a T5 that transformers 3.0.2, on which FiD runs, cannot express."""
+    """ConfigError names everything about a T5 that transformers 3.0.2, on which FiD runs, cannot
+    express.
+    """
     problems: list[str] = []
     if config.feed_forward_proj != "relu":
         problems.append(f"feed_forward_proj={config.feed_forward_proj!r}, want 'relu'")
     if not config.scale_decoder_outputs:
         problems.append("tie_word_embeddings=false, want true")
     if config.num_decoder_layers != config.num_layers:
-        problems.append(f"num_decoder_layers={config.num_decoder_layers}, want num_layers={config.num_layers}")
+        problems.append(
+            f"num_decoder_layers={config.num_decoder_layers}, want num_layers={config.num_layers}"
+        )
     if config.relative_attention_max_distance != 128:
-        problems.append(f"relative_attention_max_distance={config.relative_attention_max_distance}, want 128")
+        problems.append(
+            f"relative_attention_max_distance={config.relative_attention_max_distance}, want 128"
+        )
     if problems:
         raise ConfigError(
             f"{found.path}: facebookresearch/FiD runs on transformers 3.0.2, which has no such T5: "
@@ -362,8 +444,23 @@ def _refuse_newer_than_302(config: Any, found: Source) -> None:
 
 
 def _config_302(config: Any) -> dict[str, Any]:
-    kept = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads", "relative_attention_num_buckets")
-    kept += ("dropout_rate", "layer_norm_epsilon", "initializer_factor", "pad_token_id", "eos_token_id", "model_type")
+    kept = (
+        "vocab_size",
+        "d_model",
+        "d_kv",
+        "d_ff",
+        "num_layers",
+        "num_heads",
+        "relative_attention_num_buckets",
+    )
+    kept += (
+        "dropout_rate",
+        "layer_norm_epsilon",
+        "initializer_factor",
+        "pad_token_id",
+        "eos_token_id",
+        "model_type",
+    )
     fixed = {"is_encoder_decoder": True, "n_positions": getattr(config, "n_positions", 512)}
     return {name: getattr(config, name) for name in kept} | fixed | {"decoder_start_token_id": 0}
 

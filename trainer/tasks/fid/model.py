@@ -1,7 +1,8 @@
-"""Fusion-in-Decoder on a stock T5: passages are encoded one by one, without padding, and decoded over all together.
+"""Fusion-in-Decoder on a stock T5: passages are encoded one by one, without padding, and decoded
+over all together.
 
-Source: Izacard & Grave 2021 (arXiv 2007.01282). The T5's modules and parameter names stay as transformers made them;
-only the order in which they are called is ours.
+Source: Izacard & Grave 2021 (arXiv 2007.01282). The T5's modules and parameter names stay as
+transformers made them; only the order in which they are called is ours.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer import base_model, packed_encoder
-from trainer.losses import token_cross_entropy
-from trainer.packed_attention import flex
-from trainer.task import Batch
+from trainer.models import base_model
+from trainer.models.losses import token_cross_entropy
+from trainer.models.packed import t5_encoder
+from trainer.models.packed.attention import flex
 from trainer.tasks.fid.config import Reader
+from trainer.tasks.protocol import Batch
 
-# B questions, P passages of all of them, M tokens of all of those, S tokens of the question that has most, T target
-# tokens, G generated tokens, D width, I width of all heads together
+# B questions, P passages of all of them, M tokens of all of those, S tokens of the question that
+# has most, T target tokens, G generated tokens, D width, I width of all heads together
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class FiD(nn.Module):
     """A T5 whose forward reads a packed batch (packing.pack)."""
 
     def __init__(self, t5: Any, reader: Reader, *, recompute: bool = False) -> None:
-        """t5: a T5ForConditionalGeneration. recompute: every reader.checkpoint_every-th encoder block in backward."""
+        """t5: a T5ForConditionalGeneration. recompute: every reader.checkpoint_every-th encoder
+        block in backward.
+        """
         super().__init__()
         self.t5, self.reader, self.recompute = t5, reader, recompute
         if reader.dropout is not None:
@@ -52,8 +56,9 @@ class FiD(nn.Module):
     ) -> dict[str, Tensor]:
         """What is asked for, of a packed batch with labels (B, T).
 
-        Nothing asked for: {"loss": () fp32, the sum over labelled tokens}. generation: {"tokens": (B * num_answers, G)
-        with the start token, "scores": (B * num_answers,) of beams}. score_passages: {"passage_scores": (P,) fp32}.
+        Nothing asked for: {"loss": () fp32, the sum over labelled tokens}. generation: {"tokens":
+        (B * num_answers, G) with the start token, "scores": (B * num_answers,) of beams}.
+        score_passages: {"passage_scores": (P,) fp32}.
         """
         fused_BSD = self.fuse(self.encode(batch), batch)
         if score_passages:
@@ -62,7 +67,11 @@ class FiD(nn.Module):
             return self._generate(fused_BSD, batch["fused_mask"], generation)
         hidden_BTD = self.decode(fused_BSD, batch["fused_mask"], batch["labels"])
         # pads too: picking the scored positions would wait for the device, and targets are short
-        return {"loss": token_cross_entropy(self.head(hidden_BTD.flatten(0, 1)), batch["labels"].flatten())}
+        return {
+            "loss": token_cross_entropy(
+                self.head(hidden_BTD.flatten(0, 1)), batch["labels"].flatten()
+            )
+        }
 
     def encode(self, batch: Batch) -> Tensor:
         """(M, D) encoder states of the real tokens, after the final norm and dropout."""
@@ -71,12 +80,16 @@ class FiD(nn.Module):
             first = self.t5.encoder.block[0].layer[0].SelfAttention
             attend = flex(first, batch["passage"], batch["position"])
         every = self.reader.checkpoint_every if self.recompute else None
-        return packed_encoder.encode(self.t5.encoder, batch, attend=attend, recompute_every=every)
+        return t5_encoder.encode(self.t5.encoder, batch, attend=attend, recompute_every=every)
 
     def fuse(self, states_MD: Tensor, batch: Batch) -> Tensor:
-        """(M, D) states of all tokens -> (B, S, D), so that the decoder sees all passages of a question at once."""
+        """(M, D) states of all tokens -> (B, S, D), so that the decoder sees all passages of a
+        question at once.
+        """
         mask_BS = batch["fused_mask"]
-        flat = states_MD.new_zeros(mask_BS.numel(), states_MD.shape[-1]).index_copy(0, batch["fused"], states_MD)
+        flat = states_MD.new_zeros(mask_BS.numel(), states_MD.shape[-1]).index_copy(
+            0, batch["fused"], states_MD
+        )
         return flat.view(*mask_BS.shape, -1)
 
     def decode(self, fused_BSD: Tensor, mask_BS: Tensor, labels_BT: Tensor) -> Tensor:
@@ -85,7 +98,8 @@ class FiD(nn.Module):
             input_ids=self.t5.prepare_decoder_input_ids_from_labels(labels_BT),
             encoder_hidden_states=fused_BSD,
             encoder_attention_mask=mask_BS,
-            use_cache=False,  # transformers 5.23 would fill a cache of all cross keys and values, in training too
+            # transformers 5.23 would fill a cache of all cross keys and values, in training too
+            use_cache=False,
         ).last_hidden_state
 
     def head(self, hidden_ND: Tensor) -> Tensor:
@@ -112,12 +126,16 @@ class FiD(nn.Module):
         return found | ({"scores": made.sequences_scores} if how.num_beams > 1 else {})
 
     def _passage_scores(self, fused_BSD: Tensor, batch: Batch) -> Tensor:
-        """(P,) fp32: mean over tokens, decoder layers and heads of the first decoder step's scores before the softmax.
+        """(P,) fp32: mean over tokens, decoder layers and heads of the first decoder step's scores
+        before the softmax.
 
-        Source: Izacard & Grave 2021b (arXiv 2012.04584); it teaches a retriever. Answers are not touched by it.
+        Source: Izacard & Grave 2021b (arXiv 2012.04584); it teaches a retriever. Answers are not
+        touched by it.
         """
         config = self.t5.config
-        start_B1 = torch.full_like(batch["fused_mask"][:, :1], config.decoder_start_token_id, dtype=torch.int64)
+        start_B1 = torch.full_like(
+            batch["fused_mask"][:, :1], config.decoder_start_token_id, dtype=torch.int64
+        )
         with _cross_projections(self.t5) as projected:
             self.t5.decoder(
                 input_ids=start_B1,
@@ -126,34 +144,51 @@ class FiD(nn.Module):
                 use_cache=False,
             )
         # the sum over heads of q.k is one product over the width of all heads
-        scores_BS = sum((k_BSI.float() @ q_B1I.float().transpose(1, 2)).squeeze(-1) for q_B1I, k_BSI in projected())
-        scores_M = torch.as_tensor(scores_BS).flatten()[batch["fused"]] + self._cross_bias_at_start()
-        total_P = scores_M.new_zeros(len(batch["question"])).index_add(0, batch["passage"], scores_M)
+        scores_BS = sum(
+            (k_BSI.float() @ q_B1I.float().transpose(1, 2)).squeeze(-1)
+            for q_B1I, k_BSI in projected()
+        )
+        scores_M = (
+            torch.as_tensor(scores_BS).flatten()[batch["fused"]] + self._cross_bias_at_start()
+        )
+        total_P = scores_M.new_zeros(len(batch["question"])).index_add(
+            0, batch["passage"], scores_M
+        )
         tokens_P = torch.bincount(batch["passage"], minlength=len(total_P))
         return total_P / (tokens_P * config.num_decoder_layers * config.num_heads)
 
     def _cross_bias_at_start(self) -> Tensor | float:
-        """What the position bias of transformers 3.0.2 adds to every token at the first step, over heads and layers."""
+        """What the position bias of transformers 3.0.2 adds to every token at the first step, over
+        heads and layers.
+        """
         if not self.reader.compat_cross_bias:
             return 0.0
         first = self.t5.decoder.block[0].layer[1].EncDecAttention
-        return first.compute_bias(1, 1, first.q.weight.device).float().sum() * self.t5.config.num_decoder_layers
+        return (
+            first.compute_bias(1, 1, first.q.weight.device).float().sum()
+            * self.t5.config.num_decoder_layers
+        )
 
 
 def _add_cross_bias(t5: Any) -> None:
-    """Give cross-attention the table of position biases that it had in transformers 3.0.2, filled with zeros.
+    """Give cross-attention the table of position biases that it had in transformers 3.0.2, filled
+    with zeros.
 
-    All keys get the bias of distance 0 but the first t of the first passage, at decoder step t. transformers removed it
-    in 4.0 (PR 8518). In 5.23 cross-attention counts the present tokens twice, because self-attention has already put
-    them into the cache: hence the subtraction.
+    All keys get the bias of distance 0 but the first t of the first passage, at decoder step t.
+    transformers removed it in 4.0 (PR 8518). In 5.23 cross-attention counts the present tokens
+    twice, because self-attention has already put them into the cache: hence the subtraction.
     """
     first = t5.decoder.block[0].layer[1].EncDecAttention
-    table = torch.zeros(first.relative_attention_num_buckets, first.n_heads, dtype=t5.dtype, device=t5.device)
+    table = torch.zeros(
+        first.relative_attention_num_buckets, first.n_heads, dtype=t5.dtype, device=t5.device
+    )
     first.relative_attention_bias = nn.Embedding.from_pretrained(table, freeze=False)
     first.has_relative_attention_bias = True
     of_class = first.compute_bias
 
-    def compute_bias(query_length: int, key_length: int, device: Any = None, past_seen_tokens: int = 0) -> Tensor:
+    def compute_bias(
+        query_length: int, key_length: int, device: Any = None, past_seen_tokens: int = 0
+    ) -> Tensor:
         return of_class(query_length, key_length, device, max(past_seen_tokens - query_length, 0))
 
     first.compute_bias = compute_bias
@@ -161,7 +196,9 @@ def _add_cross_bias(t5: Any) -> None:
 
 @contextmanager
 def _cross_projections(t5: Any) -> Iterator[Callable[[], list[tuple[Tensor, Tensor]]]]:
-    """Inside, every cross-attention's projected queries and keys are kept; the yielded call gives the pairs."""
+    """Inside, every cross-attention's projected queries and keys are kept; the yielded call gives
+    the pairs.
+    """
     kept: dict[tuple[int, str], Tensor] = {}
 
     def keep(name: tuple[int, str], module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -172,7 +209,9 @@ def _cross_projections(t5: Any) -> Iterator[Callable[[], list[tuple[Tensor, Tens
             for part in ("q", "k"):
                 module = getattr(block.layer[1].EncDecAttention, part)
                 hooks.enter_context(_hooked(module, functools.partial(keep, (number, part))))
-        yield lambda: [(kept[number, "q"], kept[number, "k"]) for number in range(len(t5.decoder.block))]
+        yield lambda: [
+            (kept[number, "q"], kept[number, "k"]) for number in range(len(t5.decoder.block))
+        ]
 
 
 @contextmanager

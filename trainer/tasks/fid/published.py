@@ -5,11 +5,12 @@ Imports no torch. exp_configs.py takes these groups over as they are.
 
 from __future__ import annotations
 
-from trainer.groups import Values, vary
+from trainer.config.groups import Values, vary
 
-# Fusion-in-Decoder. The published recipe counts optimizer updates (facebookresearch/FiD's total_steps counts
-# micro-batches: its 15000 with accumulation 4 are 3750 updates), decays norms and biases too, and keeps the reader with
-# the best exact match. It ran in fp32; bf16 keeps fp32 master weights, and fp16 overflows in T5.
+# Fusion-in-Decoder. The published recipe counts optimizer updates (facebookresearch/FiD's
+# total_steps counts micro-batches: its 15000 with accumulation 4 are 3750 updates), decays norms
+# and biases too, and keeps the reader with the best exact match. It ran in fp32; bf16 keeps fp32
+# master weights, and fp16 overflows in T5.
 
 FILES_OF = {  # as FiD's get-data.sh lays them out, below --data_path open_domain_data
     name: {"train": f"{name}/train.json", "valid": f"{name}/dev.json", "test": f"{name}/test.json"}
@@ -35,12 +36,21 @@ FID_NQ_BASE: Values = {
     "data": {"source": "fid", "files": FILES_OF["NQ"], "contexts": 100, "passage_tokens": 250},
     "deepspeed": "zero2",
 }
-FID_NQ_LARGE = vary(FID_NQ_BASE, base="google-t5/t5-large", train={"gradient_checkpointing": True}, optim={"lr": 5e-5})
+FID_NQ_LARGE = vary(
+    FID_NQ_BASE,
+    base="google-t5/t5-large",
+    train={"gradient_checkpointing": True},
+    optim={"lr": 5e-5},
+)
 FID_TQA_BASE = vary(FID_NQ_BASE, data={"files": FILES_OF["TQA"]})
 FID_TQA_LARGE = vary(FID_NQ_LARGE, data={"files": FILES_OF["TQA"]})
-# The paper's cheaper recipe (section 4, table 4): 46.0 instead of 46.5 EM for a third of the GPU hours.
+# The paper's cheaper recipe (section 4, table 4): 46.0 instead of 46.5 EM for a third of the GPU
+# hours.
 FID_NQ_BASE_25 = vary(
-    FID_NQ_BASE, train={"steps": 10_000, "micro_batch": 4}, schedule={"shape": "constant"}, data={"contexts": 25}
+    FID_NQ_BASE,
+    train={"steps": 10_000, "micro_batch": 4},
+    schedule={"shape": "constant"},
+    data={"contexts": 25},
 )
 FID_NQ_BASE_TO_100 = vary(
     FID_NQ_BASE_25,

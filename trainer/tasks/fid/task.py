@@ -1,4 +1,6 @@
-"""Questions answered by a T5 that reads many retrieved passages: the reader of NaturalQuestions and TriviaQA."""
+"""Questions answered by a T5 that reads many retrieved passages: the reader of NaturalQuestions and
+TriviaQA.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,32 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from trainer import base_model, distributed
 from trainer.config import Base, canonical_json
 from trainer.data import retrieved, vocabulary
 from trainer.data.padding import pad_right
-from trainer.data.store import TokenStore, open_store
+from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
-from trainer.losses import IGNORED
-from trainer.metrics import answer_scores
+from trainer.evaluation.mergeable import answer_scores
+from trainer.models import base_model
+from trainer.models.losses import IGNORED
 from trainer.models.token_task import TokenTask
-from trainer.task import DRAW, GREEDY, Answered, Batch, Encoded, Places, Row, Search, Uncut
+from trainer.runtime import distributed
 from trainer.tasks.fid.config import Config
+from trainer.tasks.fid.fused_layout import pack
 from trainer.tasks.fid.model import FiD, Generation
-from trainer.tasks.fid.packing import pack
 from trainer.tasks.fid.tokens import Prompts, drawn_target, flat, unflat
 from trainer.tasks.fid.weights import add_cross_bias
+from trainer.tasks.protocol import (
+    DRAW,
+    GREEDY,
+    Answered,
+    Batch,
+    Encoded,
+    Places,
+    Row,
+    Search,
+    Uncut,
+)
 
 _MADE_UP = "is_made_up"  # marks the raw row of specimen()
 
@@ -38,7 +51,8 @@ class Task(TokenTask[Config]):
         super().__init__(cfg, places)
         self.prompts = Prompts(self.tokenizer, cfg.data)
 
-    # Model ------------------------------------------------------------------------------------------------------
+    # Model
+    # ----------------------------------------------------------------------------------------------
 
     def loaded(self, base: Base) -> nn.Module:
         model: Any = super().loaded(base)
@@ -49,14 +63,21 @@ class Task(TokenTask[Config]):
     def operate(self, base: Any) -> FiD:
         config = base.config
         if config.model_type != "t5":
-            raise ConfigError(f"base: a {config.model_type}, want a T5, T5 v1.1 or flan-T5 (model_type t5).")
+            raise ConfigError(
+                f"base: a {config.model_type}, want a T5, T5 v1.1 or flan-T5 (model_type t5)."
+            )
         if config.eos_token_id != self.prompts.end:
             raise ConfigError(
-                f"base.config.eos_token_id={config.eos_token_id}, but the tokenizer ends texts with "
-                f"{self.prompts.end}: answers would never end. Make them equal, or use the base's own tokenizer."
+                f"base.config.eos_token_id={config.eos_token_id}, but the tokenizer ends texts "
+                "with "
+                f"{self.prompts.end}: answers would never end. Make them equal, or use the "
+                "base's own tokenizer."
             )
         if config.decoder_start_token_id is None:
-            raise ConfigError("base.config.decoder_start_token_id: missing. A T5 starts answers with its pad, id 0.")
+            raise ConfigError(
+                "base.config.decoder_start_token_id: missing. A T5 starts answers with its pad, "
+                "id 0."
+            )
         return FiD(base, self.cfg.reader, recompute=self.cfg.train.gradient_checkpointing)
 
     def exported_config(self) -> Any:
@@ -64,7 +85,8 @@ class Task(TokenTask[Config]):
         config.architectures = ["T5ForConditionalGeneration"]
         return config
 
-    # Data -------------------------------------------------------------------------------------------------------
+    # Data
+    # ----------------------------------------------------------------------------------------------
 
     def rows(self, split: str) -> Iterable[Row]:
         data = self.cfg.data
@@ -80,7 +102,9 @@ class Task(TokenTask[Config]):
 
     @cached_property
     def _corpus(self) -> TokenStore | None:
-        """The passages of data.corpus, tokenised once for all questions; None when passages stand in the rows."""
+        """The passages of data.corpus, tokenised once for all questions; None when passages stand
+        in the rows.
+        """
         file = self.cfg.data.corpus
         if file is None:
             return None
@@ -119,7 +143,9 @@ class Task(TokenTask[Config]):
             lengths = [int(self._corpus.lengths[number]) for number in encoded["corpus_rows"]]
         longest = len(question) + max(lengths, default=0)
         is_truncated = longest > self.cfg.data.passage_tokens
-        return Encoded(encoded, is_truncated=is_truncated, lost_labels=self.prompts.lost_labels(row))
+        return Encoded(
+            encoded, is_truncated=is_truncated, lost_labels=self.prompts.lost_labels(row)
+        )
 
     def limits(self) -> dict[str, int]:
         data = self.cfg.data
@@ -131,13 +157,20 @@ class Task(TokenTask[Config]):
         data = self.cfg.data
         answer = self.filler() if data.target_tokens is not None else "word " * data.answer_tokens
         passages = [{"title": "", "text": self.filler()}] * data.contexts
-        return {"id": "0", "question": self.filler(), "answers": [answer], "ctxs": passages, _MADE_UP: True}
+        return {
+            "id": "0",
+            "question": self.filler(),
+            "answers": [answer],
+            "ctxs": passages,
+            _MADE_UP: True,
+        }
 
     def _corpus_row(self, passage: Row, row: Row) -> int:
         found = self._corpus_rows.get(str(passage.get("id")))
         if found is None:
             raise DataError(
-                f"question {row['id']} ({row['question']!r}): its passage {passage.get('id')!r} is no id in "
+                f"question {row['id']} ({row['question']!r}): its passage {passage.get('id')!r} "
+                "is no id in "
                 f"{self.cfg.data.corpus}. Give the corpus that the passages were retrieved from."
             )
         return found
@@ -145,14 +178,21 @@ class Task(TokenTask[Config]):
     def untruncated(self, row: Row) -> dict[str, Uncut]:
         """targets, and where passages stand in the rows: each with its question in front."""
         data = self.cfg.data
-        whole = Prompts(self.tokenizer, data.model_copy(update={"passage_tokens": None, "target_tokens": None}))
+        whole = Prompts(
+            self.tokenizer, data.model_copy(update={"passage_tokens": None, "target_tokens": None})
+        )
         targets = Uncut(whole.targets(row), data.target_tokens, "data.target_tokens", labels_from=0)
         if self._corpus is not None:  # its passages are cut once, when the corpus is encoded
             return {"targets": targets}
         question = whole.question(row["question"])
-        passages = [[*question, *ids] for ids in whole.passages([_with_text(passage, row) for passage in row["ctxs"]])]
+        passages = [
+            [*question, *ids]
+            for ids in whole.passages([_with_text(passage, row) for passage in row["ctxs"]])
+        ]
         return {
-            "passages": Uncut(passages, data.passage_tokens, "data.passage_tokens", holds_answers=True),
+            "passages": Uncut(
+                passages, data.passage_tokens, "data.passage_tokens", holds_answers=True
+            ),
             "targets": targets,
         }
 
@@ -168,14 +208,18 @@ class Task(TokenTask[Config]):
         return sum(len(prompt) for prompt in self._prompts_of(encoded))
 
     def _prompts_of(self, encoded: Mapping[str, Any]) -> list[list[int]]:
-        """Question and passage together, cut to data.passage_tokens, for every passage; the question alone of none."""
+        """Question and passage together, cut to data.passage_tokens, for every passage; the
+        question alone of none.
+        """
         if "corpus_rows" in encoded:
             assert self._corpus is not None
             passages = [self._corpus[int(number)]["ids"] for number in encoded["corpus_rows"]]
         else:
             passages = unflat(encoded, "passages")
         question = list(encoded["question"])
-        return [[*question, *passage][: self.cfg.data.passage_tokens] for passage in passages or [[]]]
+        return [
+            [*question, *passage][: self.cfg.data.passage_tokens] for passage in passages or [[]]
+        ]
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         """A packed batch of the rows' passages (packing.pack), and labels (B, T)."""
@@ -185,10 +229,13 @@ class Task(TokenTask[Config]):
             bucketed=reader.attention == "bucketed",
             cross_width=data.passage_tokens if reader.compat_cross_bias else None,
         )
-        ids, mask = pad_right([drawn_target(row if data.sample_targets else _undrawn(row)) for row in rows], 0)
+        ids, mask = pad_right(
+            [drawn_target(row if data.sample_targets else _undrawn(row)) for row in rows], 0
+        )
         return {**batch, "labels": ids.masked_fill(mask == 0, IGNORED)}
 
-    # Answers ----------------------------------------------------------------------------------------------------
+    # Answers
+    # ----------------------------------------------------------------------------------------------
 
     def answer_tokens(self) -> int:
         return self.cfg.data.answer_tokens
@@ -202,7 +249,9 @@ class Task(TokenTask[Config]):
         search: Search = GREEDY,
         max_tokens: int | None = None,
     ) -> Answered:
-        """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of the best ones."""
+        """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of
+        the best ones.
+        """
         if search.temperature is not None:
             raise ConfigError("task 'fid' draws no answers. Leave out --temperature.")
         how = Generation(
@@ -213,32 +262,52 @@ class Task(TokenTask[Config]):
         )
         tokens = model(generation=how, **self._on_device(rows))["tokens"][:, 1:].tolist()
         texts = [self.prompts.answer(ids) for ids in tokens]
-        n_best = [texts[start : start + search.num_answers] for start in range(0, len(texts), search.num_answers)]
+        n_best = [
+            texts[start : start + search.num_answers]
+            for start in range(0, len(texts), search.num_answers)
+        ]
         predictions = [best for best, *_ in n_best]
-        known = [(text, row["answers"]) for text, row in zip(predictions, raw, strict=True) if row["answers"]]
+        known = [
+            (text, row["answers"])
+            for text, row in zip(predictions, raw, strict=True)
+            if row["answers"]
+        ]
         scores = answer_scores([text for text, _ in known], [answers for _, answers in known])
         return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
 
-    def passage_scores(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> list[list[float]]:
-        """How much the first decoder step attends to each passage (FiD-KD); nothing for a question without any."""
+    def passage_scores(
+        self, model: nn.Module, rows: Sequence[Mapping[str, Any]]
+    ) -> list[list[float]]:
+        """How much the first decoder step attends to each passage (FiD-KD); nothing for a question
+        without any.
+        """
         batch = self._on_device(rows)
         scores = model(score_passages=True, **batch)["passage_scores"].tolist()
         question = batch["question"].tolist()
-        of_row = [[s for s, number in zip(scores, question, strict=True) if number == row] for row in range(len(rows))]
-        return [found if len(row[self._passage_field]) else [] for found, row in zip(of_row, rows, strict=True)]
+        of_row = [
+            [s for s, number in zip(scores, question, strict=True) if number == row]
+            for row in range(len(rows))
+        ]
+        return [
+            found if len(row[self._passage_field]) else []
+            for found, row in zip(of_row, rows, strict=True)
+        ]
 
     @property
     def _passage_field(self) -> str:
         return "passages_lengths" if self.cfg.data.corpus is None else "corpus_rows"
 
     def _on_device(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        return {name: tensor.to(distributed.device()) for name, tensor in self.collate(rows).items()}
+        return {
+            name: tensor.to(distributed.device()) for name, tensor in self.collate(rows).items()
+        }
 
 
 def _with_text(passage: Row, row: Row) -> Row:
     if "text" not in passage:
         raise DataError(
-            f"question {row['id']} ({row['question']!r}): its passage {passage.get('id')!r} has no text. "
+            f"question {row['id']} ({row['question']!r}): its passage {passage.get('id')!r} has "
+            "no text. "
             "Write the text there, or name the file that holds it in data.corpus."
         )
     return passage

@@ -1,8 +1,9 @@
 """Questions, passages and answers as token ids.
 
-The reader sees "question: Q title: T context: C" for every passage. The question is tokenised once and the passage
-once: a space is where SentencePiece and byte-level tokenizers always cut, so the two halves make the whole.
-Source of the prompt: facebookresearch/FiD and karlstratos/minFiD, which agree on it.
+The reader sees "question: Q title: T context: C" for every passage. The question is tokenised once
+and the passage once: a space is where SentencePiece and byte-level tokenizers always cut, so the
+two halves make the whole. Source of the prompt: facebookresearch/FiD and karlstratos/minFiD, which
+agree on it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.data.vocabulary import eos_id
-from trainer.task import DRAW, Row
 from trainer.tasks.fid.config import Data
+from trainer.tasks.protocol import DRAW, Row
 
 
 class Prompts:
@@ -23,23 +24,32 @@ class Prompts:
         self.end = eos_id(tokenizer)
 
     def question(self, text: str) -> list[int]:
-        """What stands in front of every passage of a question; alone it is the prompt of one without any."""
+        """What stands in front of every passage of a question; alone it is the prompt of one
+        without any.
+        """
         return self._ids([f"question: {text}"])[0]
 
     def passages(self, passages: Sequence[Mapping[str, str]]) -> list[list[int]]:
-        """What stands behind the question; a missing title is an empty one. Cut to data.passage_tokens."""
-        texts = [f" title: {passage.get('title', '')} context: {passage['text']}" for passage in passages]
+        """What stands behind the question; a missing title is an empty one. Cut to
+        data.passage_tokens.
+        """
+        texts = [
+            f" title: {passage.get('title', '')} context: {passage['text']}" for passage in passages
+        ]
         return [ids[: self.data.passage_tokens] for ids in self._ids(texts)]
 
     def targets(self, row: Row) -> list[list[int]]:
-        """The texts that the decoder may learn to write for `row`, each with its end: `target`, or else every answer.
+        """The texts that the decoder may learn to write for `row`, each with its end: `target`, or
+        else every answer.
 
         Cut to data.target_tokens, which may cut the end off, as published.
         """
         return [ids[: self.data.target_tokens] for ids in self._whole_targets(row)]
 
     def lost_labels(self, row: Row) -> tuple[int, int]:
-        """(tokens that data.target_tokens cuts off all targets, of how many); zeros where there is no limit."""
+        """(tokens that data.target_tokens cuts off all targets, of how many); zeros where there is
+        no limit.
+        """
         if self.data.target_tokens is None:
             return 0, 0
         lengths = [len(ids) for ids in self._whole_targets(row)]
@@ -55,7 +65,9 @@ class Prompts:
         kept = kept[: kept.index(self.end)] if self.end in kept else kept
         return str(
             self.tokenizer.decode(
-                kept, skip_special_tokens=True, clean_up_tokenization_spaces=self.data.clean_up_spaces
+                kept,
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=self.data.clean_up_spaces,
             )
         )
 
@@ -64,8 +76,13 @@ class Prompts:
 
 
 def flat(lists: Sequence[Sequence[int]], name: str) -> dict[str, list[int]]:
-    """Lists of ids as the two fields that unflat() reads: all of them one after the other, and their lengths."""
-    return {name: [token for ids in lists for token in ids], f"{name}_lengths": [len(ids) for ids in lists]}
+    """Lists of ids as the two fields that unflat() reads: all of them one after the other, and
+    their lengths.
+    """
+    return {
+        name: [token for ids in lists for token in ids],
+        f"{name}_lengths": [len(ids) for ids in lists],
+    }
 
 
 def unflat(row: Mapping[str, Any], name: str) -> list[Sequence[int]]:
@@ -78,6 +95,8 @@ def unflat(row: Mapping[str, Any], name: str) -> list[Sequence[int]]:
 
 
 def drawn_target(row: Mapping[str, Any]) -> Sequence[int]:
-    """One target of an encoded row: in training the one that the row's draw falls on, else the first; [] of none."""
+    """One target of an encoded row: in training the one that the row's draw falls on, else the
+    first; [] of none.
+    """
     targets = unflat(row, "targets")
     return targets[int(row[DRAW][0]) % len(targets) if DRAW in row else 0] if targets else []

@@ -7,16 +7,19 @@ from typing import Any
 import torch
 
 from trainer.config import RandomBase
-from trainer.encoder_only import find_file
 from trainer.errors import ConfigError
+from trainer.models.t5_encoder_weights import find_file
 
-# The table that transformers before 4.0 gave cross-attention and that no later one has (huggingface #8518).
+# The table that transformers before 4.0 gave cross-attention and that no later one has (huggingface
+# #8518).
 CROSS_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 
 @torch.no_grad()
 def add_cross_bias(t5: Any, source: str | RandomBase) -> None:
-    """Fill the table of cross-attention's position biases from the folder `source`; ConfigError when it has none."""
+    """Fill the table of cross-attention's position biases from the folder `source`; ConfigError
+    when it has none.
+    """
     from safetensors import safe_open
 
     file = find_file(source, "model.safetensors") if isinstance(source, str) else None
@@ -27,7 +30,9 @@ def add_cross_bias(t5: Any, source: str | RandomBase) -> None:
                 table.copy_(tensors.get_tensor(CROSS_BIAS))
                 return
     raise ConfigError(
-        f"reader.compat_cross_bias: {source if isinstance(source, str) else 'a random base'} holds no table of "
-        "cross-attention position biases. Use a folder that `python -m trainer import fid ... --compat_cross_bias` "
+        f"reader.compat_cross_bias: {source if isinstance(source, str) else 'a random base'} "
+        "holds no table of "
+        "cross-attention position biases. Use a folder that `python -m trainer import fid ... "
+        "--compat_cross_bias` "
         "wrote, or leave compat_cross_bias out."
     )

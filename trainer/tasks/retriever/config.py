@@ -1,4 +1,6 @@
-"""What a dense retriever's experiment states. Imports no torch. docs/retriever.md maps Tevatron's argument names."""
+"""What a dense retriever's experiment states. Imports no torch. docs/retriever.md maps Tevatron's
+argument names.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ Selection = Literal["by_epoch", "drawn", "first"]
 
 
 class Files(Strict):
-    """File names below --data_path; None: the usual ones. Source "hub": names of splits, or "org/name/split"."""
+    """File names below --data_path; None: the usual ones. Source "hub": names of splits, or
+    "org/name/split".
+    """
 
     train: str | None = None
     valid: str | None = None
@@ -22,22 +26,30 @@ class Files(Strict):
 class Data(Strict):
     """Queries with their passages, and how they become tokens."""
 
-    # tevatron: JSON lines of query_id, query, positive_passages, negative_passages; ids alone (positive_docids,
-    # negative_docids) are looked up in `corpus`. pretokenised: query, positives, negatives as token ids.
-    # beir: corpus.jsonl, queries.jsonl and qrels/<split>.tsv. dpr: DPR's JSON. fid: ctxs with teacher scores.
-    # nq: queries.jsonl with gold passages and BM25's ranking. stdlib_docs: the embedded corpus. hub: `dataset`.
+    # tevatron: JSON lines of query_id, query, positive_passages, negative_passages; ids alone
+    # (positive_docids, negative_docids) are looked up in `corpus`. pretokenised: query, positives,
+    # negatives as token ids. beir: corpus.jsonl, queries.jsonl and qrels/<split>.tsv. dpr: DPR's
+    # JSON. fid: ctxs with teacher scores. nq: queries.jsonl with gold passages and BM25's ranking.
+    # stdlib_docs: the embedded corpus. hub: `dataset`.
     source: Literal["tevatron", "pretokenised", "beir", "dpr", "fid", "nq", "stdlib_docs", "hub"]
     files: Files = Files()
-    dataset: str | None = None  # hub: "org/name", "org/name/split" or "org/name:config", or a folder
+    dataset: str | None = (
+        None  # hub: "org/name", "org/name/split" or "org/name:config", or a folder
+    )
     corpus: str | None = None  # a file of passages that rows name by id; .jsonl(.gz) or .tsv
-    negatives: str | None = None  # beir: JSON lines of query_id and negative_docids, which qrels do not give
+    negatives: str | None = (
+        None  # beir: JSON lines of query_id and negative_docids, which qrels do not give
+    )
     query_tokens: Annotated[int, Field(ge=2)] = 32  # with special tokens
     passage_tokens: Annotated[int, Field(ge=2)] = 128
     passages: Positive = 8  # of a query in training: one positive, and negatives
-    # by_epoch: what Tevatron v1 takes in this epoch. drawn: at random. first: always the first ones.
+    # by_epoch: what Tevatron v1 takes in this epoch. drawn: at random. first: always the first
+    # ones.
     select_positive: Selection = "by_epoch"
     select_negatives: Selection = "by_epoch"
-    separator: str = " "  # between title and text; the name of a special token (sep_token) means that token
+    separator: str = (
+        " "  # between title and text; the name of a special token (sep_token) means that token
+    )
     query_prefix: str = ""
     passage_prefix: str = ""
     append_eos: bool = False
@@ -50,7 +62,9 @@ class Data(Strict):
         if self.negatives is not None and self.source != "beir":
             raise ValueError('negatives belongs to source="beir"; other sources have their own')
         if self.source == "pretokenised" and (self.query_prefix or self.passage_prefix):
-            raise ValueError("token ids take no prefix: leave query_prefix and passage_prefix out, or give texts")
+            raise ValueError(
+                "token ids take no prefix: leave query_prefix and passage_prefix out, or give texts"
+            )
         return self
 
 
@@ -73,7 +87,9 @@ class Encoder(Strict):
 
 
 class Distillation(Strict):
-    """KL divergence between the teacher's and the retriever's distribution over a query's own passages."""
+    """KL divergence between the teacher's and the retriever's distribution over a query's own
+    passages.
+    """
 
     coefficient: Annotated[float, Field(gt=0)] = 1.0
     teacher_temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -82,16 +98,21 @@ class Distillation(Strict):
 class Loss(Strict):
     """What is minimised, and over which passages."""
 
-    pool: Literal["window", "micro_batch"] = "window"  # micro_batch: accumulation adds no negatives, as published
+    pool: Literal["window", "micro_batch"] = (
+        "window"  # micro_batch: accumulation adds no negatives, as published
+    )
     negatives_x_device: bool = True  # the passages of all ranks are negatives
-    # GradCache. The micro-batches of a window are chunks of one pool by themselves: every text is encoded twice, but
-    # those of the last one once. These cut a micro-batch further, so many queries and passages at a time: again twice
-    # but for the last passages where it is the whole window, which also needs one gradient reduction only, and three
-    # times in a window of several. None: all at once.
+    # GradCache. The micro-batches of a window are chunks of one pool by themselves: every text is
+    # encoded twice, but those of the last one once. These cut a micro-batch further, so many
+    # queries and passages at a time: again twice but for the last passages where it is the whole
+    # window, which also needs one gradient reduction only, and three times in a window of several.
+    # None: all at once.
     query_chunk: Positive | None = None
     passage_chunk: Positive | None = None
     pool_on_host: bool = False  # keep representations and scores in the CPU's memory
-    mask_duplicates: bool = False  # a query's positives among other queries' passages are no negatives
+    mask_duplicates: bool = (
+        False  # a query's positives among other queries' passages are no negatives
+    )
     contrastive: Annotated[float, Field(ge=0)] = 1.0  # coefficient of the in-batch loss
     distillation: Distillation | None = None
 
@@ -127,6 +148,13 @@ class Config(Experiment):
 
     @model_validator(mode="after")
     def _teachers_have_scores(self) -> Config:
-        if self.loss.distillation is not None and self.data.source not in ("fid", "tevatron", "dpr"):
-            raise ValueError(f'loss.distillation: source="{self.data.source}" has no scores of a teacher. Use "fid"')
+        if self.loss.distillation is not None and self.data.source not in (
+            "fid",
+            "tevatron",
+            "dpr",
+        ):
+            raise ValueError(
+                f'loss.distillation: source="{self.data.source}" has no scores of a teacher. Use '
+                '"fid"'
+            )
         return self

@@ -1,7 +1,8 @@
 """A trained retriever as a folder: Tevatron's layout, beside what must be known to use it.
 
-One encoder for both sides lies in the folder itself, two in query_model/ and passage_model/; a pooler in pooler.pt with
-pooler_config.json; the tokenizer in the folder. Adapters (LoRA) lie where the encoder would, without it.
+One encoder for both sides lies in the folder itself, two in query_model/ and passage_model/; a
+pooler in pooler.pt with pooler_config.json; the tokenizer in the folder. Adapters (LoRA) lie where
+the encoder would, without it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer import base_model
 from trainer.config import validate
 from trainer.errors import ConfigError
+from trainer.models import base_model
 from trainer.tasks.retriever.config import Config, Encoder, Strict
 from trainer.tasks.retriever.lora import ADAPTER, write_adapter
 from trainer.tasks.retriever.model import Pooler
@@ -27,7 +28,9 @@ QUERY, PASSAGE = "query_model", "passage_model"  # Tevatron's folders, and the n
 
 
 class Described(Strict):
-    """retriever_config.json: how texts become vectors. `base` and its fingerprint stand there for adapters only."""
+    """retriever_config.json: how texts become vectors. `base` and its fingerprint stand there for
+    adapters only.
+    """
 
     pooling: str
     normalize: bool
@@ -52,10 +55,16 @@ def write(
     tokenizer: Any,
     fingerprint: str,
 ) -> None:
-    """Write a folder of trained weights by name. configs: the transformers config of each side's base."""
+    """Write a folder of trained weights by name. configs: the transformers config of each side's
+    base.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for side, place in sides(folder, tied=cfg.encoder.tied).items():
-        named = {name.partition(".")[2]: values for name, values in weights.items() if name.startswith(f"{side}.")}
+        named = {
+            name.partition(".")[2]: values
+            for name, values in weights.items()
+            if name.startswith(f"{side}.")
+        }
         if cfg.lora is not None:
             write_adapter(place, named, cfg.lora, base=cfg.model_dump(mode="json")["base"])
             continue
@@ -63,9 +72,15 @@ def write(
         config.dtype = next(iter(named.values())).dtype
         base_model.export_folder(place, config, tokenizer, named)
         if place != folder:
-            config.save_pretrained(folder)  # by its config.json others find the model that an experiment trained
+            config.save_pretrained(
+                folder
+            )  # by its config.json others find the model that an experiment trained
     tokenizer.save_pretrained(folder)
-    pooler = {name.partition(".")[2]: values for name, values in weights.items() if name.startswith("pooler.")}
+    pooler = {
+        name.partition(".")[2]: values
+        for name, values in weights.items()
+        if name.startswith("pooler.")
+    }
     if pooler:
         _write_pooler(folder, pooler, cfg.encoder)
     _write_description(folder, cfg, fingerprint)
@@ -78,13 +93,22 @@ def sides(folder: Path, *, tied: bool) -> dict[str, Path]:
 
 def _write_description(folder: Path, cfg: Config, fingerprint: str) -> None:
     data, how = cfg.data.model_dump(), cfg.encoder.model_dump(mode="json")
-    names = ("separator", "query_prefix", "passage_prefix", "query_tokens", "passage_tokens", "append_eos")
+    names = (
+        "separator",
+        "query_prefix",
+        "passage_prefix",
+        "query_tokens",
+        "passage_tokens",
+        "append_eos",
+    )
     content = {**how, **{name: data[name] for name in names}, "base_fingerprint": fingerprint}
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read_description(folder: Path) -> Described | None:
-    """What an export says about itself; None for a folder that Tevatron wrote. ConfigError when it is malformed."""
+    """What an export says about itself; None for a folder that Tevatron wrote. ConfigError when it
+    is malformed.
+    """
     path = folder / DESCRIPTION
     if not path.is_file():
         return None
@@ -96,20 +120,31 @@ def read_description(folder: Path) -> Described | None:
 
 
 def described(folder: Path, otherwise: Encoder) -> Encoder:
-    """How the model in a folder embeds: as its description says, or as its files and the experiment do."""
+    """How the model in a folder embeds: as its description says, or as its files and the experiment
+    do.
+    """
     found = read_description(folder)
     if found is not None:
         names = ("pooling", "normalize", "temperature", "tied", "projection")
-        return validate(Encoder, {name: getattr(found, name) for name in names}, source=str(folder / DESCRIPTION))
+        return validate(
+            Encoder,
+            {name: getattr(found, name) for name in names},
+            source=str(folder / DESCRIPTION),
+        )
     update: dict[str, Any] = {"tied": not (folder / QUERY).is_dir()}
     if (folder / POOLER_CONFIG).is_file():
         said = json.loads((folder / POOLER_CONFIG).read_text())
         update["normalize"] = said["normalize"]
-        update["projection"] = {"width": said["output_dim"], "in_width": said["input_dim"], "tied": said["tied"]}
+        update["projection"] = {
+            "width": said["output_dim"],
+            "in_width": said["input_dim"],
+            "tied": said["tied"],
+        }
     return validate(Encoder, {**otherwise.model_dump(mode="json"), **update}, source=str(folder))
 
 
-# The pooler ---------------------------------------------------------------------------------------------------------
+# The pooler
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _write_pooler(folder: Path, weights: Mapping[str, Tensor], how: Encoder) -> None:
@@ -119,7 +154,12 @@ def _write_pooler(folder: Path, weights: Mapping[str, Tensor], how: Encoder) -> 
         named |= {name.replace("linear_q", "linear_p"): values for name, values in weights.items()}
     torch.save(named, folder / POOLER)
     out_width, in_width = weights["linear_q.weight"].shape
-    said = {"input_dim": in_width, "output_dim": out_width, "tied": tied, "normalize": how.normalize}
+    said = {
+        "input_dim": in_width,
+        "output_dim": out_width,
+        "tied": tied,
+        "normalize": how.normalize,
+    }
     (folder / POOLER_CONFIG).write_text(json.dumps(said) + "\n")
 
 
@@ -129,14 +169,18 @@ def load_pooler(pooler: Pooler, folder: Path) -> None:
     path = folder / POOLER
     if not path.is_file():
         raise ConfigError(
-            f"{folder} holds no {POOLER}, but its vectors are projected, and a new one would be random. "
+            f"{folder} holds no {POOLER}, but its vectors are projected, and a new one would be "
+            "random. "
             "Copy the file there, or take encoder.projection out."
         )
     tensors = torch.load(path, map_location="cpu", weights_only=True)
     for name, parameter in pooler.named_parameters():
         got = tuple(tensors[name].shape) if name in tensors else "nothing"
         if got != tuple(parameter.shape):
-            raise ConfigError(f"{path}: {name} is {got}, want {tuple(parameter.shape)}. Use the pooler of this model.")
+            raise ConfigError(
+                f"{path}: {name} is {got}, want {tuple(parameter.shape)}. Use the pooler of this "
+                "model."
+            )
         parameter.copy_(tensors[name])
 
 
@@ -145,6 +189,7 @@ def check_holds_model(folder: Path, *, tied: bool) -> None:
     for place in sides(folder, tied=tied).values():
         if not any((place / name).is_file() for name in ("config.json", ADAPTER)):
             raise ConfigError(
-                f"{place} holds neither config.json nor {ADAPTER}, so it is no retriever's. Give a best/ or final/ "
+                f"{place} holds neither config.json nor {ADAPTER}, so it is no retriever's. Give "
+                "a best/ or final/ "
                 "folder, or one that Tevatron wrote."
             )

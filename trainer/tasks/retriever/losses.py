@@ -1,4 +1,6 @@
-"""The retriever's losses, as sums over queries: in-batch contrast, and a teacher's scores of a query's passages."""
+"""The retriever's losses, as sums over queries: in-batch contrast, and a teacher's scores of a
+query's passages.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Q queries of this rank, P passages of the pool (those of the Q queries first, in their order), D width
+# Q queries of this rank, P passages of the pool (those of the Q queries first, in their order), D
+# width
 
 
 def in_batch(pool: Mapping[str, Tensor], *, temperature: float, mask_duplicates: bool) -> Tensor:
-    """() the sum over queries of -log softmax of the first of their own passages, over all passages of the pool.
+    """() the sum over queries of -log softmax of the first of their own passages, over all passages
+    of the pool.
 
-    pool: queries (Q, D), passages (P, D), counts (Q,): how many passages each query has. mask_duplicates: of the
-    passages (identities (P,)) that are known positives of a query (positive_ids, positive_counts (Q,) of each query),
-    only the one that it looks for stays. Source: Karpukhin et al. 2020 (DPR); texttron/tevatron.
+    pool: queries (Q, D), passages (P, D), counts (Q,): how many passages each query has.
+    mask_duplicates: of the passages (identities (P,)) that are known positives of a query
+    (positive_ids, positive_counts (Q,) of each query), only the one that it looks for stays.
+    Source: Karpukhin et al. 2020 (DPR); texttron/tevatron.
     """
     scores_QP = pool["queries"] @ pool["passages"].T / temperature
     target_Q = pool["counts"].cumsum(0) - pool["counts"]
@@ -39,11 +44,14 @@ def _owners(counts_Q: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(counts_Q), device=counts_Q.device), counts_Q)
 
 
-def distilled(pool: Mapping[str, Tensor], *, temperature: float, teacher_temperature: float) -> Tensor:
+def distilled(
+    pool: Mapping[str, Tensor], *, temperature: float, teacher_temperature: float
+) -> Tensor:
     """() the sum over queries of KL(teacher || retriever) over each query's own passages.
 
-    pool: as for in_batch, and teacher (own passages,), NaN where the teacher gave no score: such a passage is left
-    out, and a query of fewer than two scored passages adds nothing. Source: Izacard & Grave 2021 (FiD-KD).
+    pool: as for in_batch, and teacher (own passages,), NaN where the teacher gave no score: such a
+    passage is left out, and a query of fewer than two scored passages adds nothing. Source: Izacard
+    & Grave 2021 (FiD-KD).
     """
     counts_Q, teacher = pool["counts"], pool["teacher"]
     query = _owners(counts_Q)

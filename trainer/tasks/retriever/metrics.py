@@ -1,4 +1,6 @@
-"""How well queries find their passages among all passages of a split, out of a table that ranks can gather."""
+"""How well queries find their passages among all passages of a split, out of a table that ranks can
+gather.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,13 @@ import torch
 from torch import Tensor
 
 # A row of the table is one of three things, told by its first column:
-QUERY, PASSAGE, RELEVANT = 0.0, 1.0, 2.0  # (query number, vector), (passage id, vector), (query number, passage id)
-KEYS = 8  # columns before the vector: kind, 3 of the number, 4 of the id: 16 bits each, for fp32 holds 24
+QUERY, PASSAGE, RELEVANT = (
+    0.0,
+    1.0,
+    2.0,
+)  # (query number, vector), (passage id, vector), (query number, passage id)
+# columns before the vector: kind, 3 of the number, 4 of the id: 16 bits each, for fp32 holds 24
+KEYS = 8
 DEPTHS = (1, 5, 20)
 MRR_DEPTH = 10
 _TOGETHER = 256  # queries scored at a time
@@ -25,9 +32,10 @@ def rows_of(kind: float, *, numbers: Tensor, ids: Tensor, vectors: Tensor) -> Te
 
 
 def retrieval_metrics(table: Tensor, *, temperature: float) -> dict[str, float]:
-    """loss: mean over queries and their relevant passages of -log softmax over every passage of the split, of which
-    the query's other relevant ones are left out. mrr@10 by the best relevant passage; recall@1, @5, @20: the share of
-    the relevant passages in the first so many. A tie counts against the retriever.
+    """loss: mean over queries and their relevant passages of -log softmax over every passage of the
+    split, of which the query's other relevant ones are left out. mrr@10 by the best relevant
+    passage; recall@1, @5, @20: the share of the relevant passages in the first so many. A tie
+    counts against the retriever.
     """
     of_kind = {kind: table[table[:, 0] == kind] for kind in (QUERY, PASSAGE, RELEVANT)}
     numbers_Q, order = _integer(of_kind[QUERY][:, 1:4]).sort()
@@ -44,11 +52,20 @@ def retrieval_metrics(table: Tensor, *, temperature: float) -> dict[str, float]:
         ranks = _ranks(scores, relevant)
         losses.append(_losses(scores / temperature, relevant))
         best.append(ranks.min(-1).values)
-        shares.append(torch.stack([(ranks <= depth).sum(-1) / relevant.sum(-1) for depth in DEPTHS], -1).double())
+        shares.append(
+            torch.stack(
+                [(ranks <= depth).sum(-1) / relevant.sum(-1) for depth in DEPTHS], -1
+            ).double()
+        )
     best_Q, recall = torch.cat(best), torch.cat(shares).mean(0)
     reciprocal_Q = torch.where(best_Q <= MRR_DEPTH, 1.0 / best_Q.double(), 0.0)
-    found = {"loss": float(torch.cat(losses).mean()), f"mrr@{MRR_DEPTH}": float(reciprocal_Q.mean())}
-    return found | {f"recall@{depth}": float(value) for depth, value in zip(DEPTHS, recall, strict=True)}
+    found = {
+        "loss": float(torch.cat(losses).mean()),
+        f"mrr@{MRR_DEPTH}": float(reciprocal_Q.mean()),
+    }
+    return found | {
+        f"recall@{depth}": float(value) for depth, value in zip(DEPTHS, recall, strict=True)
+    }
 
 
 def _ranks(scores_QP: Tensor, relevant_QP: Tensor) -> Tensor:
@@ -64,7 +81,9 @@ def _ranks(scores_QP: Tensor, relevant_QP: Tensor) -> Tensor:
 
 
 def _losses(scores_QP: Tensor, relevant_QP: Tensor) -> Tensor:
-    """(Q,) the mean over a query's relevant passages of -log softmax among itself and what is not relevant."""
+    """(Q,) the mean over a query's relevant passages of -log softmax among itself and what is not
+    relevant.
+    """
     others_Q1 = scores_QP.masked_fill(relevant_QP, float("-inf")).logsumexp(-1, keepdim=True)
     surprise_QP = torch.logaddexp(scores_QP, others_Q1) - scores_QP
     return surprise_QP.masked_fill(~relevant_QP, 0.0).sum(-1) / relevant_QP.sum(-1)

@@ -1,4 +1,6 @@
-"""Two encoders, or one for both sides: the state that stands for a text, perhaps projected and normalised."""
+"""Two encoders, or one for both sides: the state that stands for a text, perhaps projected and
+normalised.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigError
-from trainer.task import Side
+from trainer.tasks.protocol import Side
 from trainer.tasks.retriever.config import Encoder, Projection
 
 # N texts, L tokens of the longest, D width of a state, E width of a vector
@@ -21,17 +23,26 @@ _Encode = Callable[[Tensor, Any], Tensor]  # (N, L) ids and mask -> (N, E)
 
 
 class Pooler(nn.Module):
-    """A linear layer for each side, or one for both, computed in fp32. Named as Tevatron names them in pooler.pt."""
+    """A linear layer for each side, or one for both, computed in fp32. Named as Tevatron names them
+    in pooler.pt.
+    """
 
-    def __init__(self, in_width: int, width: int, *, tied: bool, seed: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_width: int, width: int, *, tied: bool, seed: int, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.linear_q = nn.Linear(in_width, width, dtype=dtype)
         self.linear_p = None if tied else nn.Linear(in_width, width, dtype=dtype)
-        generator, bound = torch.Generator().manual_seed(seed), 1 / math.sqrt(in_width)  # torch's own for such a layer
+        generator, bound = (
+            torch.Generator().manual_seed(seed),
+            1 / math.sqrt(in_width),
+        )  # torch's own for such a layer
         with torch.no_grad():
             for parameter in self.parameters():
                 if parameter.device.type != "meta":
-                    parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+                    parameter.copy_(
+                        torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+                    )
 
     def forward(self, states_ND: Tensor, side: Side) -> Tensor:
         layer = self.linear_q if side == "query" or self.linear_p is None else self.linear_p
@@ -42,7 +53,12 @@ class Retriever(nn.Module):
     """Token ids of queries, of passages, or of both, to vectors whose dot product is relevance."""
 
     def __init__(
-        self, query_model: Any, passage_model: Any | None, *, how: Encoder, pooler: Pooler | None = None
+        self,
+        query_model: Any,
+        passage_model: Any | None,
+        *,
+        how: Encoder,
+        pooler: Pooler | None = None,
     ) -> None:
         """passage_model: None where one encoder serves both sides."""
         super().__init__()
@@ -60,19 +76,28 @@ class Retriever(nn.Module):
         passage_mask: Tensor | None = None,
         chunks: tuple[int | None, int | None] | None = None,
     ) -> dict[str, Tensor]:
-        """(N, L) right-padded ids and masks -> {"queries": (Q, E), "passages": (P, E)} of what was given, in fp32.
+        """(N, L) right-padded ids and masks -> {"queries": (Q, E), "passages": (P, E)} of what was
+        given, in fp32.
 
-        chunks: so many queries and so many passages (None: all) are encoded at a time; no activations are kept, the
-        backward pass encodes every chunk again with the same random numbers. The last chunk alone keeps them, for the
-        backward pass comes to it first.
+        chunks: so many queries and so many passages (None: all) are encoded at a time; no
+        activations are kept, the backward pass encodes every chunk again with the same random
+        numbers. The last chunk alone keeps them, for the backward pass comes to it first.
         """
         found: dict[str, Tensor] = {}
         query_chunk, passage_chunk = chunks or (None, None)
         if query_ids is not None:
-            encode = self._queries if chunks is None else _in_chunks(self._queries, query_chunk, passage_ids is None)
+            encode = (
+                self._queries
+                if chunks is None
+                else _in_chunks(self._queries, query_chunk, passage_ids is None)
+            )
             found["queries"] = encode(query_ids, query_mask)
         if passage_ids is not None:
-            encode = self._passages if chunks is None else _in_chunks(self._passages, passage_chunk, True)
+            encode = (
+                self._passages
+                if chunks is None
+                else _in_chunks(self._passages, passage_chunk, True)
+            )
             found["passages"] = encode(passage_ids, passage_mask)
         return found
 
@@ -92,7 +117,9 @@ class Retriever(nn.Module):
 
 
 def _in_chunks(encode: _Encode, size: int | None, keeps_last: bool) -> _Encode:
-    """`encode`, so many texts at a time, whose activations are made again; but those of the last may be kept."""
+    """`encode`, so many texts at a time, whose activations are made again; but those of the last
+    may be kept.
+    """
 
     def run(ids_NL: Tensor, mask_NL: Any) -> Tensor:
         count = size or len(ids_NL)
@@ -105,7 +132,9 @@ def _in_chunks(encode: _Encode, size: int | None, keeps_last: bool) -> _Encode:
 
 
 def pooled(states_NLD: Tensor, mask_NL: Tensor, pooling: str) -> Tensor:
-    """(N, D) in fp32 (fp64 stays): of each text the first state, the mean of all, or the last that is no padding."""
+    """(N, D) in fp32 (fp64 stays): of each text the first state, the mean of all, or the last that
+    is no padding.
+    """
     if pooling == "mean":
         weights_NL1 = mask_NL.unsqueeze(-1).to(_wide(states_NLD).dtype)
         return (_wide(states_NLD) * weights_NL1).sum(1) / weights_NL1.sum(1)
@@ -119,7 +148,9 @@ def _wide(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def pooler_of(wanted: Projection | None, how: Encoder, *, width: int, seed: int, dtype: torch.dtype) -> Pooler | None:
+def pooler_of(
+    wanted: Projection | None, how: Encoder, *, width: int, seed: int, dtype: torch.dtype
+) -> Pooler | None:
     """A new pooler for states of `width`; ConfigError when the experiment says another width."""
     if wanted is None:
         return None
@@ -128,4 +159,10 @@ def pooler_of(wanted: Projection | None, how: Encoder, *, width: int, seed: int,
             f"encoder.projection.in_width={wanted.in_width}, but the base's states have {width}. "
             f"Use {width}, or leave it out."
         )
-    return Pooler(width, wanted.width, tied=how.tied if wanted.tied is None else wanted.tied, seed=seed, dtype=dtype)
+    return Pooler(
+        width,
+        wanted.width,
+        tied=how.tied if wanted.tied is None else wanted.tied,
+        seed=seed,
+        dtype=dtype,
+    )

@@ -5,10 +5,10 @@ Imports no torch. exp_configs.py takes these groups over as they are.
 
 from __future__ import annotations
 
-from trainer.groups import Values, vary
+from trainer.config.groups import Values, vary
 
-# Natural Questions, as Tevatron v1 documents it: 40 epochs of 58,880 questions, 128 a step, on 4 devices; the
-# published top-20 accuracy is 0.80, top-100 0.87.
+# Natural Questions, as Tevatron v1 documents it: 40 epochs of 58,880 questions, 128 a step, on 4
+# devices; the published top-20 accuracy is 0.80, top-100 0.87.
 
 NQ_BERT: Values = {
     "task": "retriever",
@@ -38,17 +38,30 @@ NQ_BERT: Values = {
 }
 # The same on one device of 11 GB: one micro-batch of 128, encoded in chunks.
 NQ_BERT_GRADCACHE = vary(
-    NQ_BERT, train={"micro_batch": 128, "eval_batch": 32}, loss={"query_chunk": 32, "passage_chunk": 16}
+    NQ_BERT,
+    train={"micro_batch": 128, "eval_batch": 32},
+    loss={"query_chunk": 32, "passage_chunk": 16},
 )
 # MS MARCO passages: 3 epochs of 400,782 questions, 8 a step on one device; published MRR@10 0.322.
 MSMARCO_BERT = vary(
     NQ_BERT,
-    train={"steps": 3 * 400_782 // 8, "global_batch": 8, "micro_batch": 8, "eval_every": 20_000, "save_every": 20_000},
+    train={
+        "steps": 3 * 400_782 // 8,
+        "global_batch": 8,
+        "micro_batch": 8,
+        "eval_every": 20_000,
+        "save_every": 20_000,
+    },
     optim={"lr": 5e-6},
-    data={"dataset": "Tevatron/msmarco-passage", "query_tokens": 16, "passage_tokens": 128, "passages": 8},
+    data={
+        "dataset": "Tevatron/msmarco-passage",
+        "query_tokens": 16,
+        "passage_tokens": 128,
+        "passages": 8,
+    },
 )
-# A decoder with adapters on 4 devices, 8 queries each, accumulated 4 times (whose micro-batches lend each other no
-# negatives), one epoch; published MRR@10 42.3.
+# A decoder with adapters on 4 devices, 8 queries each, accumulated 4 times (whose micro-batches
+# lend each other no negatives), one epoch; published MRR@10 42.3.
 LLM_LORA = vary(
     MSMARCO_BERT,
     base="mistralai/Mistral-7B-v0.1",
@@ -66,7 +79,9 @@ LLM_LORA = vary(
     schedule={"warmup_ratio": None, "warmup_steps": 100},
     data={
         "dataset": "Tevatron/msmarco-passage-aug",
-        "files": {"valid": "Tevatron/msmarco-passage/dev"},  # the set that is trained on has no such split
+        "files": {
+            "valid": "Tevatron/msmarco-passage/dev"
+        },  # the set that is trained on has no such split
         "query_tokens": 32,
         "passage_tokens": 156,
         "passages": 16,

@@ -1,4 +1,6 @@
-"""Which passages of a query are trained on: Tevatron v1's choice by epoch, a random one, or the first ones."""
+"""Which passages of a query are trained on: Tevatron v1's choice by epoch, a random one, or the
+first ones.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Turn:
 
 
 def positive(count: int, turn: Turn, how: Selection) -> int:
-    """Which of `count` positives is taken. Source of by_epoch: texttron/tevatron, branch tevatron-v1."""
+    """Which of `count` positives is taken. Source of by_epoch: texttron/tevatron, branch
+    tevatron-v1.
+    """
     if how == "first":
         return 0
     return (turn.hashed + turn.epoch if how == "by_epoch" else _draws(turn, 0)[0]) % count
@@ -35,8 +39,9 @@ def positive(count: int, turn: Turn, how: Selection) -> int:
 def negatives(count: int, wanted: int, turn: Turn, how: Selection) -> list[int]:
     """Which of `count` negatives are taken, `wanted` of them; some twice where there are fewer.
 
-    by_epoch walks through one shuffled order, epoch by epoch. Where there are too few, the published program draws
-    from the process's random state, which cannot be resumed; here the row and the epoch fix the draw.
+    by_epoch walks through one shuffled order, epoch by epoch. Where there are too few, the
+    published program draws from the process's random state, which cannot be resumed; here the row
+    and the epoch fix the draw.
     """
     if wanted == 0:
         return []
@@ -53,5 +58,7 @@ def negatives(count: int, wanted: int, turn: Turn, how: Selection) -> list[int]:
 
 
 def _draws(turn: Turn, count: int) -> np.ndarray:
-    """1 + count raw 64-bit numbers of PCG64, whose stream numpy guarantees; the first one chooses a positive."""
+    """1 + count raw 64-bit numbers of PCG64, whose stream numpy guarantees; the first one chooses a
+    positive.
+    """
     return np.random.PCG64(turn.draw).random_raw(1 + count) >> np.uint64(1)

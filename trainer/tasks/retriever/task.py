@@ -1,4 +1,6 @@
-"""Queries and passages in, vectors out: trained so that a query's vector is nearest to its own passage's."""
+"""Queries and passages in, vectors out: trained so that a query's vector is nearest to its own
+passage's.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer import base_model, distributed
 from trainer.config import Base, RandomBase
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
-from trainer.gradcache import Pool as Pooled
-from trainer.gradcache import pooled_losses
-from trainer.metrics import Pool, Ratio
+from trainer.evaluation.mergeable import Pool, Ratio
+from trainer.models import base_model
+from trainer.models.gradcache import Pool as Pooled
+from trainer.models.gradcache import pooled_losses
 from trainer.models.token_task import TokenTask
-from trainer.task import DRAW, EPOCH, Batch, Encoded, Places, Row, Side, Text, Uncut
+from trainer.runtime import distributed
+from trainer.tasks.protocol import DRAW, EPOCH, Batch, Encoded, Places, Row, Side, Text, Uncut
 from trainer.tasks.retriever import export, lora, losses, metrics, rows, selection
 from trainer.tasks.retriever.config import Config, Data, Encoder
 from trainer.tasks.retriever.model import Retriever, pooler_of
@@ -29,9 +32,17 @@ from trainer.tasks.retriever.tokens import Tokens, identity
 
 log = logging.getLogger(__name__)
 
-# What a rank keeps to itself of a pool: its queries meet all passages, so that no rank computes another one's scores.
+# What a rank keeps to itself of a pool: its queries meet all passages, so that no rank computes
+# another one's scores.
 _OWN = ("queries", "counts", "positive_ids", "positive_counts", "teacher")
-_DESCRIBED = ("separator", "query_prefix", "passage_prefix", "query_tokens", "passage_tokens", "append_eos")
+_DESCRIBED = (
+    "separator",
+    "query_prefix",
+    "passage_prefix",
+    "query_tokens",
+    "passage_tokens",
+    "append_eos",
+)
 
 
 class Task(TokenTask[Config]):
@@ -44,22 +55,34 @@ class Task(TokenTask[Config]):
         self.places = places
         self.how: Encoder = cfg.encoder  # an exported model may say otherwise
         base = self._side(cfg.base, export.QUERY)
-        own = {} if base == cfg.base or cfg.tokenizer else {"tokenizer": base_model.resolve(cfg.base, places)}
+        own = (
+            {}
+            if base == cfg.base or cfg.tokenizer
+            else {"tokenizer": base_model.resolve(cfg.base, places)}
+        )
         named = cfg.model_copy(update={"base": base, **own})
-        super().__init__(cfg, places, tokenizer=base_model.tokenizer_of(named, places, needs_eos=False))
+        super().__init__(
+            cfg, places, tokenizer=base_model.tokenizer_of(named, places, needs_eos=False)
+        )
         self.tokens = Tokens(self.tokenizer, cfg.data)
         self._is_told = False  # whether the size of a pool was logged
         if cfg.encoder.pooling == "cls" and _is_causal(base_model.config_of(base, places)):
             raise ConfigError(
-                'encoder.pooling="cls": in a decoder the first token sees nothing but itself. Use "eos" or "mean".'
+                'encoder.pooling="cls": in a decoder the first token sees nothing but itself. '
+                'Use "eos" or "mean".'
             )
 
-    # Model ------------------------------------------------------------------------------------------------------
+    # Model
+    # ----------------------------------------------------------------------------------------------
 
     def model(self) -> nn.Module:
         model = self._both(self.cfg.base, self.cfg.encoder)
         source = base_model.resolve(self.cfg.base, self.places)
-        if model.pooler is not None and isinstance(source, str) and (Path(source) / export.POOLER).is_file():
+        if (
+            model.pooler is not None
+            and isinstance(source, str)
+            and (Path(source) / export.POOLER).is_file()
+        ):
             export.load_pooler(model.pooler, Path(source))
         return model
 
@@ -80,7 +103,9 @@ class Task(TokenTask[Config]):
 
     def skeleton(self) -> nn.Module:
         def side(name: str) -> Any:
-            encoder = base_model.skeleton(self._side(self.cfg.base, name), self.places, kind="encoder")
+            encoder = base_model.skeleton(
+                self._side(self.cfg.base, name), self.places, kind="encoder"
+            )
             with torch.device("meta"):
                 return self.operate(encoder)
 
@@ -99,7 +124,9 @@ class Task(TokenTask[Config]):
 
     def _encoder(self, base: Base, side: str) -> Any:
         source, precision = self._side(base, side), self.cfg.train.precision
-        return self.operate(base_model.load(source, self.places, precision=precision, kind="encoder"))
+        return self.operate(
+            base_model.load(source, self.places, precision=precision, kind="encoder")
+        )
 
     def operate(self, base: Any) -> Any:
         cfg = self.cfg
@@ -111,22 +138,33 @@ class Task(TokenTask[Config]):
     def _side(self, base: Base, side: str) -> Base:
         """The base of one side: a folder with query_model/ and passage_model/ holds two."""
         source = None if isinstance(base, RandomBase) else base_model.resolve(base, self.places)
-        return str(Path(source) / side) if isinstance(source, str) and (Path(source) / side).is_dir() else base
+        return (
+            str(Path(source) / side)
+            if isinstance(source, str) and (Path(source) / side).is_dir()
+            else base
+        )
 
     def _follow(self, folder: Path, how: Encoder) -> None:
         """Embed texts as the exported model was trained to, whatever this experiment says."""
         self.how, said = how, export.read_description(folder)
         update = {} if said is None else {name: getattr(said, name) for name in _DESCRIBED}
-        changed = {name: value for name, value in update.items() if value != getattr(self.cfg.data, name)}
+        changed = {
+            name: value for name, value in update.items() if value != getattr(self.cfg.data, name)
+        }
         if changed:
-            log.warning("%s was trained with %s, which this experiment says otherwise: its own hold", folder, changed)
+            log.warning(
+                "%s was trained with %s, which this experiment says otherwise: its own hold",
+                folder,
+                changed,
+            )
             self.tokens = Tokens(self.tokenizer, self.cfg.data.model_copy(update=changed))
 
     def _check_base(self, folder: Path) -> None:
         said = export.read_description(folder)
         if said is not None and said.base_fingerprint != self.fingerprint():
             raise ConfigError(
-                f"{folder}: its adapters were trained on base {said.base_fingerprint}, but this experiment's is "
+                f"{folder}: its adapters were trained on base {said.base_fingerprint}, but this "
+                "experiment's is "
                 f"{self.fingerprint()}.\nPut the old base back: they mean nothing in another one."
             )
 
@@ -135,11 +173,15 @@ class Task(TokenTask[Config]):
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         names = [export.QUERY] if self.cfg.encoder.tied else [export.QUERY, export.PASSAGE]
-        configs = {side: base_model.config_of(self._side(self.cfg.base, side), self.places) for side in names}
+        configs = {
+            side: base_model.config_of(self._side(self.cfg.base, side), self.places)
+            for side in names
+        }
         own = {"configs": configs, "tokenizer": self.tokenizer, "fingerprint": self.fingerprint()}
         export.write(folder, weights, self.cfg, **own)
 
-    # Data -------------------------------------------------------------------------------------------------------
+    # Data
+    # ----------------------------------------------------------------------------------------------
 
     def rows(self, split: str) -> Iterable[Row]:
         found = rows.rows(self.cfg.data, split, self.places.data_path)
@@ -147,12 +189,18 @@ class Task(TokenTask[Config]):
         return ({**row, "item": item} for item, row in enumerate(found))
 
     def encode(self, row: Row) -> Encoded:
-        """The query and all its passages, positives first, as ids; what each passage is, and its teacher's score."""
+        """The query and all its passages, positives first, as ids; what each passage is, and its
+        teacher's score.
+        """
         (query,) = self.tokens.ids([row["query"]], "query")
         texts = [*row["positives"], *row["negatives"]]
         passages = self.tokens.ids(texts, "passage")
-        scores = [text.get("score", np.nan) if isinstance(text, Mapping) else np.nan for text in texts]
-        is_cut = len(query) >= self.tokens.limit("query") or max(map(len, passages)) >= self.tokens.limit("passage")
+        scores = [
+            text.get("score", np.nan) if isinstance(text, Mapping) else np.nan for text in texts
+        ]
+        is_cut = len(query) >= self.tokens.limit("query") or max(
+            map(len, passages)
+        ) >= self.tokens.limit("passage")
         return Encoded(
             {
                 "query": query,
@@ -171,8 +219,12 @@ class Task(TokenTask[Config]):
         data = self.cfg.data
         texts = [*row["positives"], *row["negatives"]]
         return {
-            "query": Uncut(self._whole.ids([row["query"]], "query"), data.query_tokens, "data.query_tokens"),
-            "passages": Uncut(self._whole.ids(texts, "passage"), data.passage_tokens, "data.passage_tokens"),
+            "query": Uncut(
+                self._whole.ids([row["query"]], "query"), data.query_tokens, "data.query_tokens"
+            ),
+            "passages": Uncut(
+                self._whole.ids(texts, "passage"), data.passage_tokens, "data.passage_tokens"
+            ),
         }
 
     @cached_property
@@ -182,12 +234,17 @@ class Task(TokenTask[Config]):
         return Tokens(self.tokenizer, self.cfg.data.model_copy(update=lifted))
 
     def limits(self) -> dict[str, int]:
-        return {"data.query_tokens": self.cfg.data.query_tokens, "data.passage_tokens": self.cfg.data.passage_tokens}
+        return {
+            "data.query_tokens": self.cfg.data.query_tokens,
+            "data.passage_tokens": self.cfg.data.passage_tokens,
+        }
 
     def specimen(self) -> Row:
         """As many passages as a query has in training. Where data are token ids, so are these."""
         text: Any = (
-            [self.pad] * max(self.limits().values()) if self.cfg.data.source == "pretokenised" else self.filler()
+            [self.pad] * max(self.limits().values())
+            if self.cfg.data.source == "pretokenised"
+            else self.filler()
         )
         negatives = [text] * (self.cfg.data.passages - 1)
         return {"query": text, "positives": [text], "negatives": negatives, "item": 0}
@@ -195,22 +252,33 @@ class Task(TokenTask[Config]):
     def encoding_id(self) -> str:
         data: Data = self.cfg.data
         # the stored lengths depend on the number of passages
-        return self.encoded_under(passages=data.passages, **{name: getattr(data, name) for name in _DESCRIBED})
+        return self.encoded_under(
+            passages=data.passages, **{name: getattr(data, name) for name in _DESCRIBED}
+        )
 
     def length(self, encoded: Mapping[str, Any]) -> int:
         return len(encoded["query"]) + self.cfg.data.passages * int(max(encoded["lengths"]))
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """query_ids, query_mask (Q, L); passage_ids, passage_mask (P, L), query by query, a positive first; counts
-        (Q,) of passages; identities (P,); positive_ids, positive_counts (Q,); teacher (P,); numbers (Q,).
+        """query_ids, query_mask (Q, L); passage_ids, passage_mask (P, L), query by query, a
+        positive first; counts (Q,) of passages; identities (P,); positive_ids, positive_counts
+        (Q,); teacher (P,); numbers (Q,).
 
-        In training (rows that draw) data.passages passages a query; otherwise all positives and the first negatives.
+        In training (rows that draw) data.passages passages a query; otherwise all positives and the
+        first negatives.
         """
         chosen = [self._chosen(row) for row in rows]
-        passages = [_passage(row, index) for row, places in zip(rows, chosen, strict=True) for index in places]
+        passages = [
+            _passage(row, index)
+            for row, places in zip(rows, chosen, strict=True)
+            for index in places
+        ]
         identities = [_words(row["identities"]) for row in rows]
         scores = [np.asarray(row["scores"], dtype=np.int32).view(np.float32) for row in rows]
-        positives = [found[: int(row["num_positives"][0])] for row, found in zip(rows, identities, strict=True)]
+        positives = [
+            found[: int(row["num_positives"][0])]
+            for row, found in zip(rows, identities, strict=True)
+        ]
         query_ids, query_mask = self._padded([row["query"] for row in rows], "query")
         passage_ids, passage_mask = self._padded(passages, "passage")
         return {
@@ -219,16 +287,22 @@ class Task(TokenTask[Config]):
             "passage_ids": passage_ids,
             "passage_mask": passage_mask,
             "counts": torch.tensor([len(places) for places in chosen]),
-            "identities": torch.from_numpy(np.concatenate([i[p] for i, p in zip(identities, chosen, strict=True)])),
+            "identities": torch.from_numpy(
+                np.concatenate([i[p] for i, p in zip(identities, chosen, strict=True)])
+            ),
             "positive_ids": torch.from_numpy(np.concatenate(positives)),
             "positive_counts": torch.tensor([len(found) for found in positives]),
-            "teacher": torch.from_numpy(np.concatenate([s[p] for s, p in zip(scores, chosen, strict=True)])),
+            "teacher": torch.from_numpy(
+                np.concatenate([s[p] for s, p in zip(scores, chosen, strict=True)])
+            ),
             "numbers": torch.tensor([int(row["item"][0]) for row in rows]),
         }
 
     def describe(self, batch: Batch) -> dict[str, Text]:
         texts = {"query": Text(batch["query_ids"], batch["query_mask"])}
-        for number, (ids, mask) in enumerate(zip(batch["passage_ids"], batch["passage_mask"], strict=True), start=1):
+        for number, (ids, mask) in enumerate(
+            zip(batch["passage_ids"], batch["passage_mask"], strict=True), start=1
+        ):
             texts[f"passage {number}"] = Text(ids, mask)
         return texts
 
@@ -238,48 +312,72 @@ class Task(TokenTask[Config]):
         if DRAW not in row:
             return list(range(min(total, positives + data.passages - 1)))
         turn = selection.Turn(
-            item=int(row["item"][0]), epoch=int(row[EPOCH][0]), seed=self.cfg.train.seed, draw=int(row[DRAW][0])
+            item=int(row["item"][0]),
+            epoch=int(row[EPOCH][0]),
+            seed=self.cfg.train.seed,
+            draw=int(row[DRAW][0]),
         )
-        negatives = selection.negatives(total - positives, data.passages - 1, turn, data.select_negatives)
-        return [selection.positive(positives, turn, data.select_positive), *(positives + place for place in negatives)]
+        negatives = selection.negatives(
+            total - positives, data.passages - 1, turn, data.select_negatives
+        )
+        return [
+            selection.positive(positives, turn, data.select_positive),
+            *(positives + place for place in negatives),
+        ]
 
     def _padded(self, sequences: Sequence[Any], side: Side) -> tuple[Tensor, Tensor]:
         ids, mask = pad_right(sequences, self.tokens.pad)
         room = (0, self.tokens.width(ids.shape[1], side) - ids.shape[1])
         return nn.functional.pad(ids, room, value=self.tokens.pad), nn.functional.pad(mask, room)
 
-    # Loss and scores --------------------------------------------------------------------------------------------
+    # Loss and scores
+    # ----------------------------------------------------------------------------------------------
 
     def units(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch["counts"]), device=batch["counts"].device)
 
     def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        """Each query against all passages of its pool: the window's or its micro-batch's, of all ranks or its own."""
+        """Each query against all passages of its pool: the window's or its micro-batch's, of all
+        ranks or its own.
+        """
         cfg = self.cfg.loss
-        chunks = (cfg.query_chunk, cfg.passage_chunk) if cfg.query_chunk or cfg.passage_chunk else None
+        chunks = (
+            (cfg.query_chunk, cfg.passage_chunk) if cfg.query_chunk or cfg.passage_chunk else None
+        )
         how = Pooled(own=_OWN, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
         for pool in [window] if cfg.pool == "window" else [[batch] for batch in window]:
             self._tell(pool)
-            yield from pooled_losses(lambda batch: self._represented(model, batch, chunks), pool, self._of_pool, how)
+            yield from pooled_losses(
+                lambda batch: self._represented(model, batch, chunks), pool, self._of_pool, how
+            )
 
     def _represented(self, model: nn.Module, batch: Batch, chunks: Any) -> dict[str, Tensor]:
         """Vectors of a micro-batch, with what the loss needs to know of them."""
         found = model(**_texts(batch), chunks=chunks) if chunks else model(**_texts(batch))
         found = {**found, "counts": batch["counts"]}
         if self.cfg.loss.mask_duplicates:
-            found |= {name: batch[name] for name in ("identities", "positive_ids", "positive_counts")}
+            found |= {
+                name: batch[name] for name in ("identities", "positive_ids", "positive_counts")
+            }
         # a teacher's scores carry no gradient, whatever their type
-        return found | ({"teacher": _bits(batch["teacher"])} if self.cfg.loss.distillation is not None else {})
+        return found | (
+            {"teacher": _bits(batch["teacher"])} if self.cfg.loss.distillation is not None else {}
+        )
 
     def _of_pool(self, pool: Mapping[str, Tensor]) -> Tensor:
         cfg, temperature = self.cfg.loss, self.cfg.encoder.temperature
         total = pool["queries"].new_zeros(())
         if cfg.contrastive:
-            found = losses.in_batch(pool, temperature=temperature, mask_duplicates=cfg.mask_duplicates)
+            found = losses.in_batch(
+                pool, temperature=temperature, mask_duplicates=cfg.mask_duplicates
+            )
             total = total + cfg.contrastive * found
         if cfg.distillation is not None:
             pool = {**pool, "teacher": pool["teacher"].view(torch.float32)}
-            kept = {"temperature": temperature, "teacher_temperature": cfg.distillation.teacher_temperature}
+            kept = {
+                "temperature": temperature,
+                "teacher_temperature": cfg.distillation.teacher_temperature,
+            }
             total = total + cfg.distillation.coefficient * losses.distilled(pool, **kept)
         return total
 
@@ -291,17 +389,31 @@ class Task(TokenTask[Config]):
         ranks = distributed.world() if self.cfg.loss.negatives_x_device else 1
         queries = ranks * sum(len(batch["counts"]) for batch in pool)
         passages = ranks * sum(len(batch["passage_ids"]) for batch in pool)
-        log.info("one loss goes over %d queries and %d passages: %d negatives a query", queries, passages, passages - 1)
+        log.info(
+            "one loss goes over %d queries and %d passages: %d negatives a query",
+            queries,
+            passages,
+            passages - 1,
+        )
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
-        """Every metric of metrics.retrieval_metrics, of this split's queries over all passages of its rows."""
+        """Every metric of metrics.retrieval_metrics, of this split's queries over all passages of
+        its rows.
+        """
         found = model(**_texts(batch))
         numbers, ids, positive_ids = batch["numbers"], batch["identities"], batch["positive_ids"]
         pairs = torch.repeat_interleave(numbers, batch["positive_counts"])
         blank = found["queries"].new_zeros(len(pairs), found["queries"].shape[1])
         table = [
-            metrics.rows_of(metrics.QUERY, numbers=numbers, ids=torch.zeros_like(numbers), vectors=found["queries"]),
-            metrics.rows_of(metrics.PASSAGE, numbers=torch.zeros_like(ids), ids=ids, vectors=found["passages"]),
+            metrics.rows_of(
+                metrics.QUERY,
+                numbers=numbers,
+                ids=torch.zeros_like(numbers),
+                vectors=found["queries"],
+            ),
+            metrics.rows_of(
+                metrics.PASSAGE, numbers=torch.zeros_like(ids), ids=ids, vectors=found["passages"]
+            ),
             metrics.rows_of(metrics.RELEVANT, numbers=pairs, ids=positive_ids, vectors=blank),
         ]
         return {"retrieval": Pool(torch.cat(table), self._metrics)}
@@ -309,10 +421,13 @@ class Task(TokenTask[Config]):
     def _metrics(self, table: Tensor) -> dict[str, float]:
         return metrics.retrieval_metrics(table, temperature=self.how.temperature)
 
-    # Embedding --------------------------------------------------------------------------------------------------
+    # Embedding
+    # ----------------------------------------------------------------------------------------------
 
     def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
-        """Token ids as `embed` takes them: with prefix, title and special tokens, cut to the side's limit."""
+        """Token ids as `embed` takes them: with prefix, title and special tokens, cut to the side's
+        limit.
+        """
         return self.tokens.ids(texts, side)
 
     def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
@@ -324,7 +439,9 @@ class Task(TokenTask[Config]):
 
 
 def _texts(batch: Batch) -> dict[str, Tensor]:
-    return {name: batch[name] for name in ("query_ids", "query_mask", "passage_ids", "passage_mask")}
+    return {
+        name: batch[name] for name in ("query_ids", "query_mask", "passage_ids", "passage_mask")
+    }
 
 
 def _passage(row: Mapping[str, Any], index: int) -> Any:
@@ -345,4 +462,7 @@ def _is_causal(config: Any) -> bool:
     import transformers
 
     reads_both_ways = transformers.MODEL_FOR_MASKED_LM_MAPPING
-    return type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in reads_both_ways
+    return (
+        type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        and type(config) not in reads_both_ways
+    )

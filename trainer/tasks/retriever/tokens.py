@@ -10,7 +10,7 @@ import numpy as np
 
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
-from trainer.task import Row, Side
+from trainer.tasks.protocol import Row, Side
 from trainer.tasks.retriever.config import Data
 
 
@@ -31,9 +31,13 @@ class Tokens:
         return self.data.query_tokens if side == "query" else self.data.passage_tokens
 
     def ids(self, texts: Sequence[str | Row | Sequence[int]], side: Side) -> list[list[int]]:
-        """Ids of queries (text), of passages ({"text", "title"?}), or of what is token ids without special ones."""
+        """Ids of queries (text), of passages ({"text", "title"?}), or of what is token ids without
+        special ones.
+        """
         spelled = [self._text(text, side) for text in texts if isinstance(text, (str, Mapping))]
-        found = iter(self.tokenizer(spelled, add_special_tokens=False)["input_ids"] if spelled else [])
+        found = iter(
+            self.tokenizer(spelled, add_special_tokens=False)["input_ids"] if spelled else []
+        )
         plain = [next(found) if isinstance(text, (str, Mapping)) else list(text) for text in texts]
         room = self.limit(side) - len(self.before) - len(self.after)
         return [[*self.before, *tokens[:room], *self.after] for tokens in plain]
@@ -70,7 +74,8 @@ def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), None)
     if start is None:
         raise ConfigError(
-            f"tokenizer {tokenizer.name_or_path!r}: special tokens change how a text is cut ({plain} alone, {whole} "
+            f"tokenizer {tokenizer.name_or_path!r}: special tokens change how a text is cut "
+            f"({plain} alone, {whole} "
             "with them). Use another tokenizer."
         )
     return whole[:start], whole[start + len(plain) :]

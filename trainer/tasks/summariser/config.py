@@ -22,31 +22,47 @@ class Splits(Strict):
 class Data(Strict):
     """Documents with their summaries, and how both become tokens."""
 
-    # files: .jsonl, .csv, .tsv or .parquet below --data_path. datasets: a data set of Hugging Face `datasets`.
-    # stdlib_docs: the embedded corpus, the body of a docstring and its first line.
+    # files: .jsonl, .csv, .tsv or .parquet below --data_path. datasets: a data set of Hugging Face
+    # `datasets`. stdlib_docs: the embedded corpus, the body of a docstring and its first line.
     source: Literal["files", "datasets", "stdlib_docs"]
-    files: Splits = Splits()  # of "files": of each split, below --data_path; usual: train.*, valid.* (val, dev), test.*
+    files: Splits = (
+        Splits()
+    )  # of "files": of each split, below --data_path; usual: train.*, valid.* (val, dev), test.*
     dataset: str | None = None  # of "datasets": a Hub id or a folder (also below --data_path)
     subset: str | None = None  # of "datasets": its configuration, such as "3.0.0" of cnn_dailymail
     revision: str | None = None  # of "datasets": a commit or tag on the Hub
-    splits: Splits = Splits()  # of "datasets": the names of its splits; usual: train, validation, test
+    splits: Splits = (
+        Splits()
+    )  # of "datasets": the names of its splits; usual: train, validation, test
     document: str = "document"  # the column with the text; a list of texts is joined by spaces
-    summaries: Annotated[tuple[str, ...], Field(min_length=1)] = ("summary",)  # columns: a reference, or a list of them
+    summaries: Annotated[tuple[str, ...], Field(min_length=1)] = (
+        "summary",
+    )  # columns: a reference, or a list of them
     id: str = "id"  # the column that names a row; where there is none, its number in the file
     prefix: str = "summarize: "  # stands before every document, as T5 was trained
-    source_tokens: TokensWithEnd = 512  # of prefix and document with their end; what is longer is cut
+    source_tokens: TokensWithEnd = (
+        512  # of prefix and document with their end; what is longer is cut
+    )
     target_tokens: TokensWithEnd = 128  # of a summary with its end; what is longer is cut
     sample_summaries: bool = False  # a random reference in every epoch; False: always the first
 
     @model_validator(mode="after")
     def _source_is_somewhere(self) -> Data:
         if (self.dataset is None) == (self.source == "datasets"):
-            asked = "say which: a Hub id or a folder" if self.dataset is None else 'leave it out, or use "datasets"'
+            asked = (
+                "say which: a Hub id or a folder"
+                if self.dataset is None
+                else 'leave it out, or use "datasets"'
+            )
             raise ValueError(f"source={self.source!r} with dataset={self.dataset!r}: {asked}")
         if self.source != "datasets" and (self.subset or self.revision or self.splits != Splits()):
-            raise ValueError(f"source={self.source!r} has no subset, revision or splits: leave them out")
+            raise ValueError(
+                f"source={self.source!r} has no subset, revision or splits: leave them out"
+            )
         if self.source != "files" and self.files != Splits():
-            raise ValueError(f'source={self.source!r} names no files: leave them out, or use source="files"')
+            raise ValueError(
+                f'source={self.source!r} names no files: leave them out, or use source="files"'
+            )
         return self
 
 
@@ -54,23 +70,29 @@ class Generation(Strict):
     """How summaries are written when they are scored."""
 
     num_beams: Positive = 1  # 1: greedy
-    length_penalty: float = 1.0  # a beam's score is divided by length to this power: above 1.0 favours long ones
+    length_penalty: float = (
+        1.0  # a beam's score is divided by length to this power: above 1.0 favours long ones
+    )
     max_tokens: Positive = 128  # written at most, the end counted
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    no_repeat_ngram: Annotated[int, Field(ge=0)] = 0  # no sequence of that many tokens twice; 0: anything goes
+    no_repeat_ngram: Annotated[int, Field(ge=0)] = (
+        0  # no sequence of that many tokens twice; 0: anything goes
+    )
 
     @model_validator(mode="after")
     def _shortest_below_longest(self) -> Generation:
         if self.min_tokens >= self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens} is not below max_tokens={self.max_tokens}")
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is not below max_tokens={self.max_tokens}"
+            )
         return self
 
 
 class Rouge(Strict):
     """How summaries are scored."""
 
-    # The best of several references: for each kind of ROUGE on its own (rouge-score), or the one with the best ROUGE-1
-    # for all kinds (SciTLDR).
+    # The best of several references: for each kind of ROUGE on its own (rouge-score), or the one
+    # with the best ROUGE-1 for all kinds (SciTLDR).
     best: Literal["each", "rouge1"] = "each"
     stemmer: bool = True  # Porter's, on words of more than three letters
 
@@ -88,7 +110,9 @@ class Config(Experiment):
     def _fits_in_fp16(self) -> Config:
         if self.train.precision == "fp16":
             raise ValueError(
-                "train.precision='fp16': activations of the T5 families pass 65,504, the largest number of fp16, and "
-                "become NaN (huggingface/transformers #4586, #9295); they were trained in bf16. Use 'bf16' or 'fp32'"
+                "train.precision='fp16': activations of the T5 families pass 65,504, the largest "
+                "number of fp16, and "
+                "become NaN (huggingface/transformers #4586, #9295); they were trained in bf16. "
+                "Use 'bf16' or 'fp32'"
             )
         return self

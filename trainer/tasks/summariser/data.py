@@ -1,7 +1,9 @@
-"""Documents with their summaries: from JSONL, CSV, TSV and Parquet files, from Hugging Face `datasets`, or embedded.
+"""Documents with their summaries: from JSONL, CSV, TSV and Parquet files, from Hugging Face
+`datasets`, or embedded.
 
-Every row is {"id": text, "document": text, "summaries": [texts]}, always in the same order. A blank document stays
-(`python -m trainer stats` counts it); blank summaries are left out, and a row without any trains nothing.
+Every row is {"id": text, "document": text, "summaries": [texts]}, always in the same order. A blank
+document stays (`python -m trainer stats` counts it); blank summaries are left out, and a row
+without any trains nothing.
 """
 
 from __future__ import annotations
@@ -15,17 +17,23 @@ from typing import Any
 from trainer.config import nearest
 from trainer.data import sources, stdlib_docs
 from trainer.errors import ConfigError, DataError
-from trainer.task import Places, Row
+from trainer.tasks.protocol import Places, Row
 from trainer.tasks.summariser.config import Data
 
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
-_FILE_NAMES = {"train": ("train",), "valid": ("valid", "val", "dev", "validation"), "test": ("test",)}
+_FILE_NAMES = {
+    "train": ("train",),
+    "valid": ("valid", "val", "dev", "validation"),
+    "test": ("test",),
+}
 _SPLIT_NAMES = {"train": "train", "valid": "validation", "test": "test"}
 _INSTALL = "Install it: pip install 'lathe[datasets]'."
 
 
 def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
-    """The rows of "train", "valid" or "test". DataError names file and line of what is missing or of another type."""
+    """The rows of "train", "valid" or "test". DataError names file and line of what is missing or
+    of another type.
+    """
     if split not in _FILE_NAMES:
         raise DataError(f"split={split!r} does not exist. Use {', '.join(_FILE_NAMES)}.")
     if data.source == "stdlib_docs":
@@ -37,19 +45,32 @@ def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
     else:
         found, place = _of_datasets(data, places, split), f"{data.dataset} ({split})"
     for number, raw in found:
-        yield _row(raw, data, place=f"{place}, {'line' if place.endswith('l') else 'row'} {number}", number=number)
+        yield _row(
+            raw,
+            data,
+            place=f"{place}, {'line' if place.endswith('l') else 'row'} {number}",
+            number=number,
+        )
 
 
 def _row(raw: Row, data: Data, *, place: str, number: int) -> Row:
     columns = [data.document, *data.summaries]
     missing = [column for column in columns if column not in raw]
     if missing:
-        close = "; ".join(f"{column!r}: {nearest(column, [str(key) for key in raw])}" for column in missing)
+        close = "; ".join(
+            f"{column!r}: {nearest(column, [str(key) for key in raw])}" for column in missing
+        )
         raise DataError(
-            f"{place}: no such column. {close} Name the columns of your data in data.document and data.summaries."
+            f"{place}: no such column. {close} Name the columns of your data in data.document "
+            "and data.summaries."
         )
     document = " ".join(text.strip() for text in _texts(raw[data.document], data.document, place))
-    summaries = [text for column in data.summaries for text in _texts(raw[column], column, place) if text.strip()]
+    summaries = [
+        text
+        for column in data.summaries
+        for text in _texts(raw[column], column, place)
+        if text.strip()
+    ]
     return {"id": str(raw.get(data.id, number)), "document": document, "summaries": summaries}
 
 
@@ -58,12 +79,16 @@ def _texts(value: Any, column: str, place: str) -> list[str]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     wrong = [item for item in values if not isinstance(item, str)]
     if wrong:
-        raise DataError(f"{place}: {column!r} is {sources.shown(wrong[0])}, want a text or a list of texts.")
+        raise DataError(
+            f"{place}: {column!r} is {sources.shown(wrong[0])}, want a text or a list of texts."
+        )
     return values
 
 
 def _docstrings(split: str) -> Iterator[Row]:
-    """The first line of a docstring as the summary of what follows behind a blank line (PEP 257)."""
+    """The first line of a docstring as the summary of what follows behind a blank line (PEP
+    257).
+    """
     for row in stdlib_docs.texts(split):
         name, _, docstring = row["text"].partition("\n")
         summary, _, body = docstring.partition("\n\n")
@@ -71,7 +96,8 @@ def _docstrings(split: str) -> Iterator[Row]:
             yield {"id": name, "document": " ".join(body.split()), "summaries": [summary.strip()]}
 
 
-# Files ------------------------------------------------------------------------------------------------------------
+# Files
+# ------------------------------------------------------------------------------------------------------------
 
 
 def _file_of(data: Data, folder: Path | None, split: str) -> Path:
@@ -80,42 +106,66 @@ def _file_of(data: Data, folder: Path | None, split: str) -> Path:
     if named is not None:
         path = folder / named
         if not path.is_file():
-            raise DataError(f"{path} is not there. It is named in data.files.{split}: put it there, or name another.")
+            raise DataError(
+                f"{path} is not there. It is named in data.files.{split}: put it there, or name "
+                "another."
+            )
         if path.suffix not in SUFFIXES:
             raise DataError(f"{path}: want a file that ends in {', '.join(SUFFIXES)}.")
         return path
     paths = [folder / f"{name}{suffix}" for name in _FILE_NAMES[split] for suffix in SUFFIXES]
     there = [path for path in paths if path.is_file()]
     if len(there) != 1:
-        found = f"holds {', '.join(path.name for path in there)}" if there else f"holds no {split} split"
+        found = (
+            f"holds {', '.join(path.name for path in there)}"
+            if there
+            else f"holds no {split} split"
+        )
         raise DataError(
-            f"{folder} {found}. Want one of {', '.join(_FILE_NAMES[split])} with {', '.join(SUFFIXES)}; "
+            f"{folder} {found}. Want one of {', '.join(_FILE_NAMES[split])} with "
+            f"{', '.join(SUFFIXES)}; "
             f"or name the file in data.files.{split}."
         )
     return there[0]
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, Row]]:
-    """(number, row) of a file: the line of JSONL, else the row behind the header, counted from 1."""
+    """(number, row) of a file: the line of JSONL, else the row behind the header, counted
+    from 1.
+    """
     readers = {".jsonl": sources.numbered_jsonl, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
     return readers[path.suffix](path)
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Row]]:
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # documents are longer than the 131,072 characters of old
+    csv.field_size_limit(
+        min(sys.maxsize, 2**31 - 1)
+    )  # documents are longer than the 131,072 characters of old
     number = 0
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+            reader = csv.DictReader(
+                file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True
+            )
             for number, row in enumerate(reader, start=1):
-                width, wanted = len(row) - (None in row or None in row.values()), len(reader.fieldnames or ())
+                width, wanted = (
+                    len(row) - (None in row or None in row.values()),
+                    len(reader.fieldnames or ()),
+                )
                 if width != wanted or None in row:
-                    raise DataError(f"{path}, row {number}: not as many fields as the {wanted} columns of the header.")
+                    raise DataError(
+                        f"{path}, row {number}: not as many fields as the {wanted} columns of "
+                        "the header."
+                    )
                 yield number, dict(row)
     except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path}, row {number + 1}: {error}. Save it as UTF-8, with texts quoted as CSV.") from None
+        raise DataError(
+            f"{path}, row {number + 1}: {error}. Save it as UTF-8, with texts quoted as CSV."
+        ) from None
     if not number:
-        raise DataError(f"{path} holds no row. Write a header with the names of the columns, then the rows.")
+        raise DataError(
+            f"{path} holds no row. Write a header with the names of the columns, then the rows."
+        )
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
@@ -123,7 +173,9 @@ def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
-        raise ConfigError(f"{path}: reading Parquet needs pyarrow, which is not here. {_INSTALL}") from None
+        raise ConfigError(
+            f"{path}: reading Parquet needs pyarrow, which is not here. {_INSTALL}"
+        ) from None
     number = 0
     try:
         with ParquetFile(path) as file:
@@ -137,7 +189,8 @@ def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
         raise DataError(f"{path} holds no row.")
 
 
-# Hugging Face datasets --------------------------------------------------------------------------------------------
+# Hugging Face datasets
+# --------------------------------------------------------------------------------------------
 
 
 def _of_datasets(data: Data, places: Places, split: str) -> Iterator[tuple[int, Row]]:
@@ -149,7 +202,9 @@ def _of_datasets(data: Data, places: Places, split: str) -> Iterator[tuple[int, 
 
 
 def _dataset(data: Data, places: Places, name: str) -> Any:
-    """One split: of a folder that save_to_disk wrote, of a folder of files, or of a data set on the Hub."""
+    """One split: of a folder that save_to_disk wrote, of a folder of files, or of a data set on the
+    Hub.
+    """
     try:
         import datasets
     except ImportError:
@@ -167,12 +222,21 @@ def _dataset(data: Data, places: Places, name: str) -> Any:
             return saved[name] if isinstance(saved, datasets.DatasetDict) else saved
         source = str(folder) if folder.is_dir() else data.dataset
         cache = str(places.cache_dir / "datasets")
-        return datasets.load_dataset(source, data.subset, split=name, revision=data.revision, cache_dir=cache)
+        return datasets.load_dataset(
+            source, data.subset, split=name, revision=data.revision, cache_dir=cache
+        )
     except KeyError:
-        raise DataError(f"{folder} has no split {name!r}. Name its splits in data.splits.") from None
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: DatasetGenerationError and its like
+        raise DataError(
+            f"{folder} has no split {name!r}. Name its splits in data.splits."
+        ) from None
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # RuntimeError: DatasetGenerationError and its like
         reason = str(error).strip().splitlines()[0]
         raise DataError(
-            f"data.dataset={data.dataset!r}, split {name!r}: {reason}. Give a folder (here or below --data_path), or a "
+            f"data.dataset={data.dataset!r}, split {name!r}: {reason}. Give a folder (here or "
+            "below --data_path), or a "
             "Hub id that this machine can reach; data.subset and data.splits choose within it."
         ) from None

@@ -7,10 +7,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.losses import IGNORED, token_cross_entropy
+from trainer.models.losses import IGNORED, token_cross_entropy
 from trainer.tasks.summariser.config import Generation
 
-# B rows, S source tokens, T target tokens, G generated tokens, D width, V vocabulary, N labelled positions
+# B rows, S source tokens, T target tokens, G generated tokens, D width, V vocabulary, N labelled
+# positions
 
 
 class Summariser(nn.Module):
@@ -27,11 +28,15 @@ class Summariser(nn.Module):
     ) -> dict[str, Tensor]:
         """(B, S) ids and mask, (B, T) labels -> {"loss": () fp32, the sum over labelled tokens}.
 
-        generation: arguments of `generate`; then {"tokens": (rows * answers, G) with the start token}. The loss is
-        smoothed in training mode only.
+        generation: arguments of `generate`; then {"tokens": (rows * answers, G) with the start
+        token}. The loss is smoothed in training mode only.
         """
         if generation is not None:
-            return {"tokens": self.base.generate(input_ids=input_ids, attention_mask=attention_mask, **generation)}
+            return {
+                "tokens": self.base.generate(
+                    input_ids=input_ids, attention_mask=attention_mask, **generation
+                )
+            }
         self._scored_BT = labels != IGNORED
         try:
             logits_NV = self.base(
@@ -46,12 +51,15 @@ class Summariser(nn.Module):
         return {"loss": smoothed_cross_entropy(logits_NV, labels[scored_BT], smoothing)}
 
     def _without_pads(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(B, T, D) -> (N, D) on its way into the head: a vocabulary of logits for each pad would cost most."""
+        """(B, T, D) -> (N, D) on its way into the head: a vocabulary of logits for each pad would
+        cost most.
+        """
         return inputs if self._scored_BT is None else (inputs[0][self._scored_BT],)
 
 
 def smoothed_cross_entropy(logits_NV: Tensor, targets_N: Tensor, smoothing: float) -> Tensor:
-    """() fp32: the SUM over targets of (1 - smoothing) x cross-entropy + smoothing x its mean over the vocabulary.
+    """() fp32: the SUM over targets of (1 - smoothing) x cross-entropy + smoothing x its mean over
+    the vocabulary.
 
     Source: Szegedy et al. 2016, sec. 7, with a uniform distribution over all V.
     """
@@ -60,8 +68,12 @@ def smoothed_cross_entropy(logits_NV: Tensor, targets_N: Tensor, smoothing: floa
     return F.cross_entropy(logits_NV.float(), targets_N, reduction="sum", label_smoothing=smoothing)
 
 
-def arguments(how: Generation, *, num_beams: int, num_answers: int, is_synced: bool) -> dict[str, Any]:
-    """What `generate` of transformers 5.23 is told. is_synced: ranks make equally many forwards, as ZeRO-3 wants."""
+def arguments(
+    how: Generation, *, num_beams: int, num_answers: int, is_synced: bool
+) -> dict[str, Any]:
+    """What `generate` of transformers 5.23 is told. is_synced: ranks make equally many forwards, as
+    ZeRO-3 wants.
+    """
     beams = {"length_penalty": how.length_penalty, "early_stopping": False} if num_beams > 1 else {}
     return {
         "num_beams": num_beams,

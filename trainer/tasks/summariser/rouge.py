@@ -13,16 +13,21 @@ from trainer.tasks.summariser.config import Rouge
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
 
-KINDS = {"rouge1": "rouge1", "rouge2": "rouge2", "rougel": "rougeL", "rougelsum": "rougeLsum"}  # ours: rouge-score's
+KINDS = {
+    "rouge1": "rouge1",
+    "rouge2": "rouge2",
+    "rougel": "rougeL",
+    "rougelsum": "rougeLsum",
+}  # ours: rouge-score's
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 
 def scores(prediction: str, references: Sequence[str], how: Rouge) -> dict[str, float]:
     """F1 of each kind of ROUGE, 0.0 to 1.0, against the best of at least one reference.
 
-    how.best: "each" takes the best reference for each kind on its own (Lin 2004; rouge-score's score_multi); "rouge1"
-    takes all kinds from the reference with the best ROUGE-1, the first of equals (Cachola et al. 2020, SciTLDR's
-    cal-rouge.py). The ROUGE-1 of the two is the same.
+    how.best: "each" takes the best reference for each kind on its own (Lin 2004; rouge-score's
+    score_multi); "rouge1" takes all kinds from the reference with the best ROUGE-1, the first of
+    equals (Cachola et al. 2020, SciTLDR's cal-rouge.py). The ROUGE-1 of the two is the same.
     """
     found = [_against(prediction, reference, how) for reference in references]
     if how.best == "rouge1":
@@ -31,22 +36,29 @@ def scores(prediction: str, references: Sequence[str], how: Rouge) -> dict[str, 
 
 
 def _against(prediction: str, reference: str, how: Rouge) -> dict[str, float]:
-    found: Mapping[str, tuple[float, float, float]] = _scorer(how.stemmer).score(lines(reference), lines(prediction))
+    found: Mapping[str, tuple[float, float, float]] = _scorer(how.stemmer).score(
+        lines(reference), lines(prediction)
+    )
     return {kind: float(found[name][2]) for kind, name in KINDS.items()}
 
 
 def lines(text: str) -> str:
     """A sentence a line, as ROUGE-Lsum wants it; other kinds do not see where lines end.
 
-    rouge-score would split with a model of NLTK's that has to be downloaded. This cuts behind . ! ? and keeps the lines
-    that a text has: an abbreviation becomes a sentence of its own, on both sides.
+    rouge-score would split with a model of NLTK's that has to be downloaded. This cuts behind . ! ?
+    and keeps the lines that a text has: an abbreviation becomes a sentence of its own, on both
+    sides.
     """
-    return "\n".join(_END_OF_SENTENCE.sub("\n", line.strip()) for line in text.splitlines() if line.strip())
+    return "\n".join(
+        _END_OF_SENTENCE.sub("\n", line.strip()) for line in text.splitlines() if line.strip()
+    )
 
 
 @lru_cache(maxsize=2)
 def _scorer(stemmer: bool) -> RougeScorer:
     from rouge_score.rouge_scorer import RougeScorer
 
-    logging.getLogger("absl").setLevel(logging.WARNING)  # it tells which tokenizer it uses, every time
+    logging.getLogger("absl").setLevel(
+        logging.WARNING
+    )  # it tells which tokenizer it uses, every time
     return RougeScorer(list(KINDS.values()), use_stemmer=stemmer)

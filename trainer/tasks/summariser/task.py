@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer import base_model, distributed
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
-from trainer.losses import IGNORED
-from trainer.metrics import Ratio
+from trainer.evaluation.mergeable import Ratio
+from trainer.models import base_model
+from trainer.models.losses import IGNORED
 from trainer.models.token_task import TokenTask
-from trainer.task import DRAW, GREEDY, Answered, Batch, Encoded, Row, Search, Uncut
+from trainer.runtime import distributed
+from trainer.tasks.protocol import DRAW, GREEDY, Answered, Batch, Encoded, Row, Search, Uncut
 from trainer.tasks.summariser import data, rouge
 from trainer.tasks.summariser.config import Config
 from trainer.tasks.summariser.model import Summariser, arguments
@@ -28,19 +29,25 @@ class Task(TokenTask[Config]):
 
     kind: ClassVar[base_model.Kind] = "seq2seq_lm"
 
-    # Model ------------------------------------------------------------------------------------------------------
+    # Model
+    # ----------------------------------------------------------------------------------------------
 
     def operate(self, base: Any) -> Summariser:
         config = base.config
         if config.model_type not in FAMILIES:
-            raise ConfigError(f"base: a {config.model_type}, want one of the T5 families ({', '.join(FAMILIES)}).")
+            raise ConfigError(
+                f"base: a {config.model_type}, want one of the T5 families ({', '.join(FAMILIES)})."
+            )
         if config.eos_token_id != self.end:
             raise ConfigError(
-                f"base.config.eos_token_id={config.eos_token_id}, but the tokenizer ends texts with {self.end}: "
+                f"base.config.eos_token_id={config.eos_token_id}, but the tokenizer ends texts "
+                f"with {self.end}: "
                 "summaries would never end. Make them equal, or use the base's own tokenizer."
             )
         if config.decoder_start_token_id is None:
-            raise ConfigError("base.config.decoder_start_token_id: missing. A T5 starts texts with its pad, id 0.")
+            raise ConfigError(
+                "base.config.decoder_start_token_id: missing. A T5 starts texts with its pad, id 0."
+            )
         self.recompute(base)
         return Summariser(base, label_smoothing=self.cfg.label_smoothing)
 
@@ -49,7 +56,8 @@ class Task(TokenTask[Config]):
         config.architectures = [type(self.skeleton().base).__name__]
         return config
 
-    # Data -------------------------------------------------------------------------------------------------------
+    # Data
+    # ----------------------------------------------------------------------------------------------
 
     def rows(self, split: str) -> Iterable[Row]:
         return data.rows(self.cfg.data, self.places, split)
@@ -68,7 +76,8 @@ class Task(TokenTask[Config]):
                 "targets": [token for ids in kept for token in ids],
                 "targets_lengths": [len(ids) for ids in kept],
             },
-            is_truncated=len(source.texts[0]) > limits.source_tokens or longest > limits.target_tokens,
+            is_truncated=len(source.texts[0]) > limits.source_tokens
+            or longest > limits.target_tokens,
             lost_labels=(max(0, first - limits.target_tokens), first),
         )
 
@@ -76,7 +85,9 @@ class Task(TokenTask[Config]):
         """source: prefix and document with their end; targets: every reference with its end."""
         limits = self.cfg.data
         texts = self.tokenizer(
-            [limits.prefix + row["document"], *row["summaries"]], add_special_tokens=False, verbose=False
+            [limits.prefix + row["document"], *row["summaries"]],
+            add_special_tokens=False,
+            verbose=False,
         )
         source, *targets = [[*ids, self.end] for ids in texts["input_ids"]]
         return {
@@ -90,11 +101,16 @@ class Task(TokenTask[Config]):
     def encoding_id(self) -> str:
         limits = self.cfg.data
         return self.encoded_under(
-            prefix=limits.prefix, source_tokens=limits.source_tokens, target_tokens=limits.target_tokens
+            prefix=limits.prefix,
+            source_tokens=limits.source_tokens,
+            target_tokens=limits.target_tokens,
         )
 
     def limits(self) -> dict[str, int]:
-        return {"data.source_tokens": self.cfg.data.source_tokens, "data.target_tokens": self.cfg.data.target_tokens}
+        return {
+            "data.source_tokens": self.cfg.data.source_tokens,
+            "data.target_tokens": self.cfg.data.target_tokens,
+        }
 
     def specimen(self) -> Row:
         return {"id": "0", "document": self.filler(), "summaries": [self.filler()]}
@@ -104,7 +120,9 @@ class Task(TokenTask[Config]):
         return len(encoded["source"]) + max(map(int, encoded["targets_lengths"]), default=0)
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """input_ids, attention_mask (B, S) and labels (B, T); S and T are the longest, rounded up to multiples of 8."""
+        """input_ids, attention_mask (B, S) and labels (B, T); S and T are the longest, rounded up
+        to multiples of 8.
+        """
         ids, mask = pad_right([row["source"] for row in rows], self.pad)
         targets, is_target = pad_right([self._target(row) for row in rows], self.pad)
         return {
@@ -123,7 +141,8 @@ class Task(TokenTask[Config]):
         start = sum(lengths[:number])
         return row["targets"][start : start + lengths[number]]
 
-    # Summaries --------------------------------------------------------------------------------------------------
+    # Summaries
+    # ----------------------------------------------------------------------------------------------
 
     def asked(self, row: Row) -> Row:
         return {"id": row["id"], "question": row["document"], "answers": row["summaries"]}
@@ -153,20 +172,35 @@ class Task(TokenTask[Config]):
         if max_tokens is not None:
             how = how.model_copy(update={"max_tokens": max_tokens, "min_tokens": 0})
         beams = max(search.num_beams, search.num_answers) if search != GREEDY else how.num_beams
-        told = arguments(how, num_beams=beams, num_answers=search.num_answers, is_synced=distributed.world() > 1)
-        batch = {name: tensor.to(distributed.device()) for name, tensor in self.collate(rows).items()}
-        texts = [self._text(ids) for ids in model(**batch, generation=told)["tokens"][:, 1:].tolist()]
-        n_best = [texts[start : start + search.num_answers] for start in range(0, len(texts), search.num_answers)]
+        told = arguments(
+            how, num_beams=beams, num_answers=search.num_answers, is_synced=distributed.world() > 1
+        )
+        batch = {
+            name: tensor.to(distributed.device()) for name, tensor in self.collate(rows).items()
+        }
+        texts = [
+            self._text(ids) for ids in model(**batch, generation=told)["tokens"][:, 1:].tolist()
+        ]
+        n_best = [
+            texts[start : start + search.num_answers]
+            for start in range(0, len(texts), search.num_answers)
+        ]
         predictions = [best for best, *_ in n_best]
         judged = [
-            self.judged(text, row["answers"]) for text, row in zip(predictions, raw, strict=True) if row["answers"]
+            self.judged(text, row["answers"])
+            for text, row in zip(predictions, raw, strict=True)
+            if row["answers"]
         ]
         scores = {kind: Ratio.of([found[kind] for found in judged]) for kind in rouge.KINDS}
         return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
 
     def _text(self, tokens: list[int]) -> str:
         kept = tokens[: tokens.index(self.end)] if self.end in tokens else tokens
-        return str(self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
+        return str(
+            self.tokenizer.decode(
+                kept, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        ).strip()
 
 
 def _aligned(ids: Tensor, pad: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""How far scores can be believed: calibration error in quantile bins, and the one temperature that mends most of it.
+"""How far scores can be believed: calibration error in quantile bins, and the one temperature that
+mends most of it.
 
-A statement's score is sigmoid(logit / temperature). Dividing by one positive number changes no ranking, so AUROC,
-average precision and accuracy stay what they were.
+A statement's score is sigmoid(logit / temperature). Dividing by one positive number changes no
+ranking, so AUROC, average precision and accuracy stay what they were.
 """
 
 from __future__ import annotations
@@ -54,20 +55,25 @@ class Calibration:
 def scores_of(logits: Values, *, temperature: float = 1.0) -> np.ndarray:
     """(N,) scores between 0 and 1, float64.
 
-    The sigmoid is taken in fp32, as the published program does: whether two logits tie, and so fall into one bin, is
-    decided there.
+    The sigmoid is taken in fp32, as the published program does: whether two logits tie, and so fall
+    into one bin, is decided there.
     """
     logits_N = torch.from_numpy(_array(logits) / temperature)
     return logits_N.float().sigmoid().double().numpy()
 
 
-def quantile_bins(scores: Values, labels: Values, bins: int = 10, *, weights: Values | None = None) -> Bins:
-    """The occupied ones of `bins` bins that hold equally many statements, ties apart. DataError without statements.
+def quantile_bins(
+    scores: Values, labels: Values, bins: int = 10, *, weights: Values | None = None
+) -> Bins:
+    """The occupied ones of `bins` bins that hold equally many statements, ties apart. DataError
+    without statements.
 
-    scores: 0 to 1. labels: 1 for true, 0 for false. weights: of the means within a bin; the edges ignore them.
+    scores: 0 to 1. labels: 1 for true, 0 for false. weights: of the means within a bin; the edges
+    ignore them.
     """
     scores_N, labels_N, weights_N = _statements(scores, labels, weights)
-    # 100 * linspace(0, 1) rounds other than linspace(0, 100): an edge on a statement is where the published one is.
+    # 100 * linspace(0, 1) rounds other than linspace(0, 100): an edge on a statement is where the
+    # published one is.
     edges = np.percentile(scores_N, 100 * np.linspace(0, 1, bins + 1))
     bin_N = np.searchsorted(edges[1:-1], scores_N)
     count = np.bincount(bin_N, minlength=bins)
@@ -81,15 +87,19 @@ def quantile_bins(scores: Values, labels: Values, bins: int = 10, *, weights: Va
 
 
 def ece(scores: Values, labels: Values, bins: int = 10, *, weights: Values | None = None) -> float:
-    """Expected calibration error: mean over the occupied quantile bins of |share true - mean score|, bins alike.
+    """Expected calibration error: mean over the occupied quantile bins of |share true - mean
+    score|, bins alike.
 
-    Source: Liu et al. 2023 (Vera). Elsewhere ECE often means bins of equal width, weighted by their counts.
+    Source: Liu et al. 2023 (Vera). Elsewhere ECE often means bins of equal width, weighted by their
+    counts.
     """
     found = quantile_bins(scores, labels, bins, weights=weights)
     return float(np.abs(found.share_true - found.mean_score).mean())
 
 
-def nll(logits: Values, labels: Values, *, temperature: float = 1.0, weights: Values | None = None) -> float:
+def nll(
+    logits: Values, labels: Values, *, temperature: float = 1.0, weights: Values | None = None
+) -> float:
     """Mean negative log likelihood of the labels, in nats. DataError without statements."""
     logits_N, labels_N, weights_N = _statements(logits, labels, weights)
     scaled_N = logits_N / temperature
@@ -99,36 +109,52 @@ def nll(logits: Values, labels: Values, *, temperature: float = 1.0, weights: Va
 def fit_temperature(
     logits: Values, labels: Values, *, objective: Objective = "ece", weights: Values | None = None
 ) -> float:
-    """The temperature between 0.01 and 100 that makes the objective least; of equals, the one nearest to 1.
+    """The temperature between 0.01 and 100 that makes the objective least; of equals, the one
+    nearest to 1.
 
-    The order of the rows does not matter, and the objective is never worse than at 1. ECE has several minima in T: a
-    geometric search sees all but the narrowest of them, and later ones narrow down on the best.
-    objective: "ece" as in Liu et al. 2023 (Vera), or "nll", smooth and steadier on few rows (Guo et al. 2017).
-    weights: one for each row, as 1 / the statements of its task. DataError without rows or with a logit not finite.
+    The order of the rows does not matter, and the objective is never worse than at 1. ECE has
+    several minima in T: a geometric search sees all but the narrowest of them, and later ones
+    narrow down on the best. objective: "ece" as in Liu et al. 2023 (Vera), or "nll", smooth and
+    steadier on few rows (Guo et al. 2017). weights: one for each row, as 1 / the statements of its
+    task. DataError without rows or with a logit not finite.
     """
     sorted_rows = _sorted(*_statements(logits, labels, weights))
     loss = _objective(objective, *sorted_rows)
-    tried = {temperature: loss(temperature) for temperature in [1.0, *np.geomspace(COLDEST, HOTTEST, STEPS + 1)]}
+    tried = {
+        temperature: loss(temperature)
+        for temperature in [1.0, *np.geomspace(COLDEST, HOTTEST, STEPS + 1)]
+    }
     width = (HOTTEST / COLDEST) ** (1 / STEPS)
     for _ in range(SEARCHES):
         best = _best(tried)
         low, high = max(best / width, COLDEST), min(best * width, HOTTEST)
-        tried |= {temperature: loss(temperature) for temperature in np.geomspace(low, high, NARROWER + 1)}
+        tried |= {
+            temperature: loss(temperature) for temperature in np.geomspace(low, high, NARROWER + 1)
+        }
         width **= 2 / NARROWER
     best = _best(tried)
     if not COLDEST < best < HOTTEST:
         log.warning(
-            "The best temperature, %g, is at the edge of what is searched: look at the rows it was fitted on", best
+            "The best temperature, %g, is at the edge of what is searched: look at the rows it "
+            "was fitted on",
+            best,
         )
     return best
 
 
 def calibrate(
-    logits: Values, labels: Values, *, split: str, objective: Objective = "ece", weights: Values | None = None
+    logits: Values,
+    labels: Values,
+    *,
+    split: str,
+    objective: Objective = "ece",
+    weights: Values | None = None,
 ) -> Calibration:
-    """The temperature that suits these rows, and their ECE and NLL at 1 and at it; `weights` only shape the fit.
+    """The temperature that suits these rows, and their ECE and NLL at 1 and at it; `weights` only
+    shape the fit.
 
-    split: where the rows are from. Numbers "after" flatter: report those of rows that were not fitted on as well.
+    split: where the rows are from. Numbers "after" flatter: report those of rows that were not
+    fitted on as well.
     """
     temperature = fit_temperature(logits, labels, objective=objective, weights=weights)
     return Calibration(
@@ -148,32 +174,41 @@ def _objective(
 ) -> Callable[[float], float]:
     if name == "nll":
         return lambda temperature: nll(logits, labels, temperature=temperature, weights=weights)
-    # Scores are fp32. Where the error does not depend on the temperature, less than that must not choose one.
-    return lambda temperature: round(ece(scores_of(logits, temperature=temperature), labels, weights=weights), 7)
+    # Scores are fp32. Where the error does not depend on the temperature, less than that must not
+    # choose one.
+    return lambda temperature: round(
+        ece(scores_of(logits, temperature=temperature), labels, weights=weights), 7
+    )
 
 
 def _best(tried: dict[float, float]) -> float:
     return float(min(tried, key=lambda temperature: (tried[temperature], abs(np.log(temperature)))))
 
 
-def _sorted(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _sorted(
+    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The rows in an order of their own, so that sums round alike whatever order they came in."""
     order = np.lexsort((weights, labels, logits))
     return logits[order], labels[order], weights[order]
 
 
-def _statements(values: Values, labels: Values, weights: Values | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _statements(
+    values: Values, labels: Values, weights: Values | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     values_N, labels_N = _array(values), _array(labels)
     weights_N = np.ones_like(values_N) if weights is None else _array(weights)
     if not len(values_N) == len(labels_N) == len(weights_N):
         raise DataError(
-            f"{len(values_N)} statements, {len(labels_N)} labels and {len(weights_N)} weights. Give as many of each."
+            f"{len(values_N)} statements, {len(labels_N)} labels and {len(weights_N)} weights. "
+            "Give as many of each."
         )
     if not len(values_N):
         raise DataError("No statements to calibrate on. Give a split that has some.")
     if not np.isfinite(values_N).all():
         raise DataError(
-            f"{np.count_nonzero(~np.isfinite(values_N))} of {len(values_N)} logits or scores are not finite. "
+            f"{np.count_nonzero(~np.isfinite(values_N))} of {len(values_N)} logits or scores are "
+            "not finite. "
             "Calibrate a checkpoint from before the model diverged."
         )
     return values_N, labels_N, weights_N

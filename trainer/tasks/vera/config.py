@@ -14,34 +14,47 @@ Part = Literal["seen", "unseen1", "unseen2"]
 class Data(Strict):
     """Statement groups and how they become tokens."""
 
-    # groups: --data_path holds <task>/train.json and <task>/dev.json, as `python -m trainer convert` writes them.
-    # stdlib_docs: the embedded corpus, tasks docs_choice and docs_boolean.
+    # groups: --data_path holds <task>/train.json and <task>/dev.json, as `python -m trainer
+    # convert` writes them. stdlib_docs: the embedded corpus, tasks docs_choice and docs_boolean.
     source: Literal["groups", "stdlib_docs"]
     train_tasks: Annotated[list[str], Field(min_length=1)]
     valid_tasks: Annotated[list[str], Field(min_length=1)]
     test_tasks: tuple[str, ...] = ()
     unseen1: tuple[str, ...] = ()  # valid and test tasks unlike the training's by kind, and
     unseen2: tuple[str, ...] = ()  # those further away: their metrics are averaged apart
-    boolean: tuple[str, ...] = ()  # tasks whose statements are true or false by themselves, beside the published ones
+    boolean: tuple[
+        str, ...
+    ] = ()  # tasks whose statements are true or false by themselves, beside the published ones
     max_tokens: Annotated[int, Field(ge=2)] = 128  # of a statement with its end
-    statements: Annotated[int, Field(ge=1)] = 4  # of a group in training: the gold and as many distractors as fit
-    sample_distractors: bool = True  # other ones in every epoch; False: always the first, as published
+    statements: Annotated[int, Field(ge=1)] = (
+        4  # of a group in training: the gold and as many distractors as fit
+    )
+    sample_distractors: bool = (
+        True  # other ones in every epoch; False: always the first, as published
+    )
     valid_limit: Positive | None = 2000  # of a valid task's groups, drawn as published; None: all
-    order: Literal["reshuffled", "legacy"] = "reshuffled"  # legacy: one shuffle for all epochs, as published
+    order: Literal["reshuffled", "legacy"] = (
+        "reshuffled"  # legacy: one shuffle for all epochs, as published
+    )
 
     @model_validator(mode="after")
     def _tasks_are_named_once(self) -> Data:
-        lists = {name: list(getattr(self, name)) for name in ("train_tasks", "valid_tasks", "test_tasks")}
+        lists = {
+            name: list(getattr(self, name)) for name in ("train_tasks", "valid_tasks", "test_tasks")
+        }
         lists["unseen1 and unseen2"] = [*self.unseen1, *self.unseen2]
         for name, tasks in lists.items():
             twice = sorted({task for task in tasks if tasks.count(task) > 1})
             if twice:
-                raise ValueError(f"{name}: {', '.join(twice)} stands there twice. Name each task once")
+                raise ValueError(
+                    f"{name}: {', '.join(twice)} stands there twice. Name each task once"
+                )
         known = sorted({*self.train_tasks, *self.valid_tasks, *self.test_tasks})
         for task in (*self.unseen1, *self.unseen2, *self.boolean):
             if task not in known:
                 raise ValueError(
-                    f"{task!r} is none of the tasks that are trained on or evaluated. {nearest(task, known)}"
+                    f"{task!r} is none of the tasks that are trained on or evaluated. "
+                    f"{nearest(task, known)}"
                 )
         return self
 
@@ -49,16 +62,17 @@ class Data(Strict):
 class Loss(Strict):
     """What is minimised. The defaults are the published terms, normalised over the global batch."""
 
-    # original: the published program on every rank and micro-batch by itself: keys of other ranks without gradient,
-    # cross-entropies over the rank's own multiple-choice groups, classes by column, infinite for lonely anchors.
+    # original: the published program on every rank and micro-batch by itself: keys of other ranks
+    # without gradient, cross-entropies over the rank's own multiple-choice groups, classes by
+    # column, infinite for lonely anchors.
     mode: Literal["corrected", "original"] = "corrected"
     terms: Literal["margin", "bce", "mce", "mce+bce"] = "mce+bce"
     ce_norm: Literal["mc", "all_problems"] = "all_problems"  # what divides the cross-entropies
     contrastive: Literal[0, 1, 2, 3, 4] = 4  # 0: none
     temperature: Annotated[float, Field(gt=0)] = 0.05  # of the contrastive term
     coefficient: Annotated[float, Field(ge=0)] = 0.1
-    # label: true and false statements are two classes. column: the first of a group and the others, as published,
-    # which takes a false boolean statement for a true one.
+    # label: true and false statements are two classes. column: the first of a group and the others,
+    # as published, which takes a false boolean statement for a true one.
     classes: Literal["label", "column"] = "label"
 
     @model_validator(mode="after")
@@ -79,5 +93,7 @@ class Config(Experiment):
     @model_validator(mode="after")
     def _legacy_order_is_kept(self) -> Config:
         if self.data.order == "legacy" and self.train.order != "as_given":
-            raise ValueError('data.order="legacy" is one order for all epochs: set train.order="as_given" too')
+            raise ValueError(
+                'data.order="legacy" is one order for all epochs: set train.order="as_given" too'
+            )
         return self

@@ -13,37 +13,59 @@ from typing import Any, cast
 from trainer.data import stdlib_docs
 from trainer.data.sources import given_folder
 from trainer.errors import DataError
-from trainer.task import Row
+from trainer.tasks.protocol import Row
 from trainer.tasks.vera.config import Data
 
 log = logging.getLogger(__name__)
 
 SEED = 19260817  # of the published program's shuffle and of its cut of large dev sets
-# Of the published data sets, those whose statements are judged one by one. Source: its FORMAT_BY_TASK.
-BOOLEAN = {"csqa2", "symkd_anno", "gengen_anno", "spatial_cs", "strategyqa", "creak", "rainier_anno"}
-DOCUMENTED = {"docs_choice": False, "docs_boolean": True}  # tasks of the embedded corpus, and whether they are boolean
+# Of the published data sets, those whose statements are judged one by one. Source: its
+# FORMAT_BY_TASK.
+BOOLEAN = {
+    "csqa2",
+    "symkd_anno",
+    "gengen_anno",
+    "spatial_cs",
+    "strategyqa",
+    "creak",
+    "rainier_anno",
+}
+DOCUMENTED = {
+    "docs_choice": False,
+    "docs_boolean": True,
+}  # tasks of the embedded corpus, and whether they are boolean
 _FILES = {"train": "train.json", "valid": "dev.json", "test": "test.json"}
 _CHOICES = 4
 
 
 def tasks_of(data: Data, split: str) -> Sequence[str]:
-    """The tasks of a split in their order; test falls back on valid_tasks. DataError for an unknown split."""
-    named = {"train": data.train_tasks, "valid": data.valid_tasks, "test": data.test_tasks or data.valid_tasks}
+    """The tasks of a split in their order; test falls back on valid_tasks. DataError for an unknown
+    split.
+    """
+    named = {
+        "train": data.train_tasks,
+        "valid": data.valid_tasks,
+        "test": data.test_tasks or data.valid_tasks,
+    }
     if split not in named:
         raise DataError(f"split={split!r} does not exist. Use {', '.join(named)}.")
     return named[split]
 
 
 def is_boolean(task: str, data: Data) -> bool:
-    """Whether the statements of a task are true or false by themselves, instead of one of a group being true."""
+    """Whether the statements of a task are true or false by themselves, instead of one of a group
+    being true.
+    """
     return task in BOOLEAN or task in data.boolean or DOCUMENTED.get(task, False)
 
 
 def rows(data: Data, split: str, folder: Path | None) -> list[Row]:
-    """{"task", "number", "golds", "distractors"} of every group, tasks one after the other; number: the place there.
+    """{"task", "number", "golds", "distractors"} of every group, tasks one after the other; number:
+    the place there.
 
-    Legacy order shuffles the training groups once, as published. A valid task of more groups than data.valid_limit is
-    cut to a sample of them, drawn as published. DataError names the file and the group of whatever is wrong.
+    Legacy order shuffles the training groups once, as published. A valid task of more groups than
+    data.valid_limit is cut to a sample of them, drawn as published. DataError names the file and
+    the group of whatever is wrong.
     """
     found = [row for task in tasks_of(data, split) for row in _of_task(task, data, split, folder)]
     if split == "train" and data.order == "legacy":
@@ -57,7 +79,11 @@ def mixture(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def _of_task(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
-    groups = _documented(task, split) if data.source == "stdlib_docs" else _read(task, data, split, folder)
+    groups = (
+        _documented(task, split)
+        if data.source == "stdlib_docs"
+        else _read(task, data, split, folder)
+    )
     if split == "valid" and data.valid_limit is not None and len(groups) > data.valid_limit:
         log.info("%s: %d of its %d validation groups are used", task, data.valid_limit, len(groups))
         groups = random.Random(SEED).sample(groups, data.valid_limit)
@@ -65,26 +91,35 @@ def _of_task(task: str, data: Data, split: str, folder: Path | None) -> list[Row
 
 
 def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
-    root = given_folder(folder, f"<task>/train.json and <task>/dev.json, for example {task}/{_FILES[split]}")
+    root = given_folder(
+        folder, f"<task>/train.json and <task>/dev.json, for example {task}/{_FILES[split]}"
+    )
     names = (
         [_FILES[split]] if split != "test" else [_FILES["test"], _FILES["valid"]]
     )  # many sets publish no test answers
-    path = next((root / task / name for name in names if (root / task / name).is_file()), root / task / names[0])
+    path = next(
+        (root / task / name for name in names if (root / task / name).is_file()),
+        root / task / names[0],
+    )
     if split == "test":
         log.info("%s: test groups of %s", task, path.name)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}. Task {task!r} of data.{split}_tasks wants it: "
+            f"{path} cannot be read: {error.strerror}. Task {task!r} of data.{split}_tasks wants "
+            "it: "
             f"{_advice(task, root)}, or leave the task out."
         ) from None
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error}). Want a list of groups.") from None
     if not isinstance(values, list) or not values:
-        raise DataError(f"{path}: want a list of groups that is not empty, each with golds and distractors.")
+        raise DataError(
+            f"{path}: want a list of groups that is not empty, each with golds and distractors."
+        )
     return [
-        _checked(group, path, number, is_boolean(task, data)) for number, group in enumerate(cast(list[Any], values), 1)
+        _checked(group, path, number, is_boolean(task, data))
+        for number, group in enumerate(cast(list[Any], values), 1)
     ]
 
 
@@ -93,7 +128,9 @@ def _advice(task: str, root: Path) -> str:
 
     if task in ADAPTERS:
         return f"make it with `python -m trainer convert {task} --in RAW --out {root}`"
-    return 'put a list of {"golds": [...], "distractors": [...]} there (no converter knows this set)'
+    return (
+        'put a list of {"golds": [...], "distractors": [...]} there (no converter knows this set)'
+    )
 
 
 def _checked(group: Any, path: Path, number: int, is_boolean: bool) -> Row:
@@ -103,14 +140,19 @@ def _checked(group: Any, path: Path, number: int, is_boolean: bool) -> Row:
     golds, distractors = (_texts(group[name], where, name) for name in ("golds", "distractors"))
     if len(golds) > 1 or not golds + distractors:
         raise DataError(
-            f"{where}: {len(golds)} golds, {len(distractors)} distractors; want a statement or more, one gold at most."
+            f"{where}: {len(golds)} golds, {len(distractors)} distractors; want a statement or "
+            "more, one gold at most."
         )
     if not is_boolean and not golds:
         raise DataError(
-            f"{where}: no gold, but its task is multiple-choice. Give one, or name the task in data.boolean."
+            f"{where}: no gold, but its task is multiple-choice. Give one, or name the task in "
+            "data.boolean."
         )
     if is_boolean and len(golds + distractors) > 1:
-        raise DataError(f"{where}: {len(golds + distractors)} statements, but its task is boolean: want exactly one.")
+        raise DataError(
+            f"{where}: {len(golds + distractors)} statements, but its task is boolean: want "
+            "exactly one."
+        )
     return {"golds": golds, "distractors": distractors}
 
 
@@ -125,7 +167,9 @@ def _texts(values: Any, where: str, name: str) -> list[str]:
 def _documented(task: str, split: str) -> list[Row]:
     """Statements about functions, true or with another function's summary."""
     if task not in DOCUMENTED:
-        raise DataError(f"task {task!r} is not in the embedded corpus. Use {' or '.join(DOCUMENTED)}.")
+        raise DataError(
+            f"task {task!r} is not in the embedded corpus. Use {' or '.join(DOCUMENTED)}."
+        )
     found = stdlib_docs.qa_rows("valid" if split == "test" else split)
     names = [row["question"].removeprefix("What does ").removesuffix(" do?") for row in found]
     summaries = [row["answers"][0] for row in found]
@@ -135,7 +179,8 @@ def _documented(task: str, split: str) -> list[Row]:
         {
             "golds": [_statement(names[number], summaries[number])],
             "distractors": [
-                _statement(names[number], summaries[(number + step) % len(found)]) for step in range(1, _CHOICES)
+                _statement(names[number], summaries[(number + step) % len(found)])
+                for step in range(1, _CHOICES)
             ],
         }
         for number in range(len(found))
@@ -144,7 +189,10 @@ def _documented(task: str, split: str) -> list[Row]:
 
 def _boolean_group(number: int, names: Sequence[str], summaries: Sequence[str]) -> Row:
     if number % 2:
-        return {"golds": [], "distractors": [_statement(names[number], summaries[(number + 7) % len(names)])]}
+        return {
+            "golds": [],
+            "distractors": [_statement(names[number], summaries[(number + 7) % len(names)])],
+        }
     return {"golds": [_statement(names[number], summaries[number])], "distractors": []}
 
 

@@ -1,7 +1,9 @@
-"""Verifiers as the public releases pack them: the head, its bias and the temperature stand in unused embedding rows.
+"""Verifiers as the public releases pack them: the head, its bias and the temperature stand in
+unused embedding rows.
 
-Source: the model cards of liujch1998/vera and vera-*: row 32099 of the embedding is the head, column 0 of row 32098 its
-bias, of row 32097 the temperature. 1.0 there means that nothing was calibrated.
+Source: the model cards of liujch1998/vera and vera-*: row 32099 of the embedding is the head,
+column 0 of row 32098 its bias, of row 32097 the temperature. 1.0 there means that nothing was
+calibrated.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer import shards
 from trainer.data import vocabulary
-from trainer.disk import new_folder, refuse_existing
 from trainer.errors import ConfigError
+from trainer.files import safetensors_file
+from trainer.files.atomic import new_folder, refuse_existing
 from trainer.models.head import HEAD_FILE, write_head
 from trainer.tasks.vera.model import read_temperature, write_temperature
 
@@ -28,10 +30,11 @@ _SHARED, _WEIGHTS, _CONFIG = "shared.weight", "model.safetensors", "config.json"
 
 
 def import_model(source: Path, *, out: Path, tokenizer: str | None = None) -> None:
-    """Read a public verifier's folder and write ours: the encoder, head.safetensors and the temperature in vera.json.
+    """Read a public verifier's folder and write ours: the encoder, head.safetensors and the
+    temperature in vera.json.
 
-    tokenizer: a folder or Hub id whose tokenizer is written instead of the source's. ConfigError when the folder is no
-    packed verifier, or `out` exists; nothing half-written is left.
+    tokenizer: a folder or Hub id whose tokenizer is written instead of the source's. ConfigError
+    when the folder is no packed verifier, or `out` exists; nothing half-written is left.
     """
     refuse_existing(out)
     config, tensors = _read(source)
@@ -39,7 +42,8 @@ def import_model(source: Path, *, out: Path, tokenizer: str | None = None) -> No
     temperature = float(shared[TEMPERATURE_ROW, 0])
     if not temperature > 0:
         raise ConfigError(
-            f"{source}: row {TEMPERATURE_ROW} of its embedding begins with {temperature}, want a temperature above 0. "
+            f"{source}: row {TEMPERATURE_ROW} of its embedding begins with {temperature}, want a "
+            "temperature above 0. "
             "This is a plain T5, not a packed verifier: name it as an experiment's base instead."
         )
     head = {"weight": shared[HEAD_ROW].unsqueeze(0), "bias": shared[BIAS_ROW, :1]}
@@ -59,7 +63,8 @@ def export_model(folder: Path, *, out: Path) -> None:
     """
     if not (folder / HEAD_FILE).is_file():
         raise ConfigError(
-            f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or final/ folder."
+            f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or "
+            "final/ folder."
         )
     from safetensors.torch import load_file
 
@@ -85,21 +90,26 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config = json.loads((folder / _CONFIG).read_text())
     if config.get("model_type") != "t5" or int(config.get("vocab_size", 0)) <= HEAD_ROW:
         raise ConfigError(
-            f"{folder}: a {config.get('model_type')} of {config.get('vocab_size')} ids; the packing wants a t5 of more "
+            f"{folder}: a {config.get('model_type')} of {config.get('vocab_size')} ids; the "
+            "packing wants a t5 of more "
             f"than {HEAD_ROW}."
         )
-    model = T5EncoderModel.from_pretrained(folder, config=AutoConfig.from_pretrained(folder), dtype="auto")
+    model = T5EncoderModel.from_pretrained(
+        folder, config=AutoConfig.from_pretrained(folder), dtype="auto"
+    )
     return config, {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
 def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    shards.write_tensors(folder, _WEIGHTS, tensors)
+    safetensors_file.write_tensors(folder, _WEIGHTS, tensors)
 
 
 def _copy_tokenizer(source: Path, folder: Path, tokenizer: str | None) -> None:
     if tokenizer is not None:
-        vocabulary.load_tokenizer(tokenizer, data_path=None, cache_dir=folder).save_pretrained(folder)
+        vocabulary.load_tokenizer(tokenizer, data_path=None, cache_dir=folder).save_pretrained(
+            folder
+        )
         return
     for name in vocabulary.FILES:
         if (source / name).is_file():

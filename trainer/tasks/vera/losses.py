@@ -1,9 +1,9 @@
 """The verifier's losses: scoring terms per group of statements, contrastive terms per statement.
 
-Statements stand flat, in any order; no group is padded. `corrected_sums` is what training minimises: sums that their
-counts over all ranks divide once, so that neither ranks nor micro-batches change the loss. `original` gives the
-published program's numbers, its infinite ones included.
-Source: Liu et al. 2023, Vera, sec. 3.2, and the program published with it.
+Statements stand flat, in any order; no group is padded. `corrected_sums` is what training
+minimises: sums that their counts over all ranks divide once, so that neither ranks nor
+micro-batches change the loss. `original` gives the published program's numbers, its infinite ones
+included. Source: Liu et al. 2023, Vera, sec. 3.2, and the program published with it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer import distributed
+from trainer.runtime import distributed
 
 # A anchors, D width, G groups, K keys, S statements
 
 LossName = Literal["margin", "bce", "mce", "mce+bce"]
-# 0: none. 1, 3: a statement against those of the other class. 2, 4: those of its own class among all others.
-# 1, 2: dot products. 3, 4: cosines.
+# 0: none. 1, 3: a statement against those of the other class. 2, 4: those of its own class among
+# all others. 1, 2: dot products. 3, 4: cosines.
 ContrastiveType = Literal[0, 1, 2, 3, 4]
-# What divides the sum of cross-entropies. mc: the multiple-choice groups of all ranks. all_problems: all groups of all
-# ranks. rank_mc: the multiple-choice groups of this batch, and the means of all batches are averaged.
+# What divides the sum of cross-entropies. mc: the multiple-choice groups of all ranks.
+# all_problems: all groups of all ranks. rank_mc: the multiple-choice groups of this batch, and the
+# means of all batches are averaged.
 CrossEntropyNorm = Literal["mc", "all_problems", "rank_mc"]
 
 COSINE_EPSILON = 1e-8  # torch.nn.functional.cosine_similarity's own
@@ -38,7 +39,8 @@ class Statements:
     logits_S: Tensor
     hidden_SD: Tensor  # pooled, before the head
     group_S: Tensor  # int64, 0 .. G-1
-    column_S: Tensor  # int64; 0: the gold, or the first distractor of a group that has none; 1 and above: the others
+    # int64; 0: the gold, or the first distractor of a group that has none; 1 and above: the others
+    column_S: Tensor
     is_gold_S: Tensor
     is_multiple_choice_G: Tensor
 
@@ -55,7 +57,8 @@ class Statements:
         return is_member_GS & ((self.column_S == 0) == (columns == "first"))
 
 
-# Scoring ------------------------------------------------------------------------------------------------------------
+# Scoring
+# ------------------------------------------------------------------------------------------------------------
 
 
 def margin(statements: Statements) -> Tensor:
@@ -66,16 +69,22 @@ def margin(statements: Statements) -> Tensor:
 
 
 def bce(statements: Statements) -> Tensor:
-    """(G,): binary cross-entropy of the first statement, plus the mean of that of the others where there are any."""
+    """(G,): binary cross-entropy of the first statement, plus the mean of that of the others where
+    there are any.
+    """
     logits_S = _precise(statements.logits_S)
     is_other_GS = statements.members(columns="others")
-    terms_S = F.binary_cross_entropy_with_logits(logits_S, statements.is_gold_S.to(logits_S.dtype), reduction="none")
+    terms_S = F.binary_cross_entropy_with_logits(
+        logits_S, statements.is_gold_S.to(logits_S.dtype), reduction="none"
+    )
     others_G = _summed(terms_S, is_other_GS) / is_other_GS.sum(-1).clamp(min=1)
     return _first(statements, terms_S) + others_G
 
 
 def cross_entropy(statements: Statements) -> Tensor:
-    """(G,): -log of the first statement's softmax share of its group; 0 for groups that are not multiple-choice."""
+    """(G,): -log of the first statement's softmax share of its group; 0 for groups that are not
+    multiple-choice.
+    """
     logits_S = _precise(statements.logits_S)
     ahead_GS = logits_S - _first(statements, logits_S)[:, None]
     terms_G = ahead_GS.masked_fill(~statements.members(columns="all"), -torch.inf).logsumexp(-1)
@@ -95,7 +104,8 @@ def _precise(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-# Contrastive --------------------------------------------------------------------------------------------------------
+# Contrastive
+# --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -121,16 +131,22 @@ def keys_by_label(statements: Statements) -> Keys:
 
 
 def keys_by_column(statements: Statements) -> Keys:
-    """The statements as keys and anchors in one, by class: first of its group, which a false one can be, or not."""
+    """The statements as keys and anchors in one, by class: first of its group, which a false one
+    can be, or not.
+    """
     return _keys(statements, statements.column_S > 0)
 
 
-def contrastive(hidden_AD: Tensor, *, keys: Keys, contrastive_type: ContrastiveType, temperature: float) -> Weighted:
-    """The contrastive term of every anchor; 0 without gradient where the weight is 0 (see `anchor_weights`).
+def contrastive(
+    hidden_AD: Tensor, *, keys: Keys, contrastive_type: ContrastiveType, temperature: float
+) -> Weighted:
+    """The contrastive term of every anchor; 0 without gradient where the weight is 0 (see
+    `anchor_weights`).
 
     A term is -log of the share, among the anchor's candidates, of its positives, each key weighing
-    exp(similarity / temperature). Types 2 and 4: the positives are the keys of its class, the candidates all keys, both
-    without itself. Types 1 and 3: the positive is itself, the candidates are itself and the keys of other classes.
+    exp(similarity / temperature). Types 2 and 4: the positives are the keys of its class, the
+    candidates all keys, both without itself. Types 1 and 3: the positive is itself, the candidates
+    are itself and the keys of other classes.
     """
     weights_A = anchor_weights(keys.class_K, own_A=keys.own_A, contrastive_type=contrastive_type)
     if contrastive_type == 0:
@@ -142,7 +158,8 @@ def contrastive(hidden_AD: Tensor, *, keys: Keys, contrastive_type: ContrastiveT
 def anchor_weights(class_K: Tensor, *, own_A: Tensor, contrastive_type: ContrastiveType) -> Tensor:
     """(A,) int64: 1 for anchors with something to learn, which depends on classes alone.
 
-    Types 2 and 4 need another key of the class. Types 1 and 3 need a key of another class: without it the term is 0.
+    Types 2 and 4 need another key of the class. Types 1 and 3 need a key of another class: without
+    it the term is 0.
     """
     if contrastive_type == 0:
         return torch.zeros_like(own_A)
@@ -152,20 +169,27 @@ def anchor_weights(class_K: Tensor, *, own_A: Tensor, contrastive_type: Contrast
     return positives_AK.any(-1).long()
 
 
-def _contrast(hidden_AD: Tensor, keys: Keys, contrastive_type: ContrastiveType, temperature: float) -> Tensor:
+def _contrast(
+    hidden_AD: Tensor, keys: Keys, contrastive_type: ContrastiveType, temperature: float
+) -> Tensor:
     """(A,) terms; infinite, and without gradient, for an anchor without positives."""
     candidates_AK, positives_AK = _compared(keys.class_K, keys.own_A, contrastive_type)
     is_alone_A = ~positives_AK.any(-1)
-    # An empty row is inf - inf, with nan behind it in the gradient: it may compare with everything, and is not used.
+    # An empty row is inf - inf, with nan behind it in the gradient: it may compare with everything,
+    # and is not used.
     left_out_AK = ~(candidates_AK | is_alone_A[:, None])
     unlike_AK = ~(positives_AK | is_alone_A[:, None])
-    scores_AK = _similarity(_precise(hidden_AD), _precise(keys.hidden_KD), contrastive_type) / temperature
+    scores_AK = (
+        _similarity(_precise(hidden_AD), _precise(keys.hidden_KD), contrastive_type) / temperature
+    )
     log_shares_AK = scores_AK.masked_fill(left_out_AK, -torch.inf).log_softmax(-1)
     terms_A = -log_shares_AK.masked_fill(unlike_AK, -torch.inf).logsumexp(-1)
     return terms_A.masked_fill(is_alone_A, torch.inf)
 
 
-def _compared(class_K: Tensor, own_A: Tensor, contrastive_type: ContrastiveType) -> tuple[Tensor, Tensor]:
+def _compared(
+    class_K: Tensor, own_A: Tensor, contrastive_type: ContrastiveType
+) -> tuple[Tensor, Tensor]:
     """(A, K) bool candidates and positives."""
     is_self_AK = own_A[:, None] == torch.arange(len(class_K), device=class_K.device)
     is_same_AK = class_K[own_A][:, None] == class_K
@@ -185,18 +209,25 @@ def _keys(statements: Statements, class_S: Tensor) -> Keys:
     return Keys(statements.hidden_SD, class_S, torch.arange(len(class_S), device=class_S.device))
 
 
-# The loss to train with ---------------------------------------------------------------------------------------------
+# The loss to train with
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a mean: the sums of all ranks and batches are divided, once, by their counts."""
+    """One rank's part of a mean: the sums of all ranks and batches are divided, once, by their
+    counts.
+    """
 
     sum: Tensor  # ()
     count: Tensor  # () int64
 
 
-_TERMS: dict[str, Callable[[Statements], Tensor]] = {"margin": margin, "bce": bce, "cross_entropy": cross_entropy}
+_TERMS: dict[str, Callable[[Statements], Tensor]] = {
+    "margin": margin,
+    "bce": bce,
+    "cross_entropy": cross_entropy,
+}
 _PARTS: dict[LossName, tuple[str, ...]] = {
     "margin": ("margin",),
     "bce": ("bce",),
@@ -214,10 +245,12 @@ def corrected_sums(
     temperature: float,
     keys: Keys | None = None,
 ) -> dict[str, Share]:
-    """What `loss_fn` consists of (margin, bce, cross_entropy), and "contrastive" unless its type is 0.
+    """What `loss_fn` consists of (margin, bce, cross_entropy), and "contrastive" unless its type is
+    0.
 
-    keys: the statements are its anchors; None: each other's keys, by label. The loss is the sum of the shares' means,
-    the contrastive one times its coefficient. A share whose global count is 0 has sum 0: divide by at least 1.
+    keys: the statements are its anchors; None: each other's keys, by label. The loss is the sum of
+    the shares' means, the contrastive one times its coefficient. A share whose global count is 0
+    has sum 0: divide by at least 1.
     """
     shares: dict[str, Share] = {}
     for name in _PARTS[loss_fn]:
@@ -227,16 +260,25 @@ def corrected_sums(
         is_multiple_choice_G, total = statements.is_multiple_choice_G, shares["cross_entropy"].sum
         if ce_norm == "rank_mc":
             total = total / is_multiple_choice_G.sum().clamp(min=1)
-        shares["cross_entropy"] = Share(total, cross_entropy_count(is_multiple_choice_G, norm=ce_norm))
+        shares["cross_entropy"] = Share(
+            total, cross_entropy_count(is_multiple_choice_G, norm=ce_norm)
+        )
     if contrastive_type:
         keys = keys or keys_by_label(statements)
-        found = contrastive(statements.hidden_SD, keys=keys, contrastive_type=contrastive_type, temperature=temperature)
+        found = contrastive(
+            statements.hidden_SD,
+            keys=keys,
+            contrastive_type=contrastive_type,
+            temperature=temperature,
+        )
         shares["contrastive"] = Share(found.terms_A.sum(), found.weights_A.sum())
     return shares
 
 
 def cross_entropy_count(is_multiple_choice_G: Tensor, *, norm: CrossEntropyNorm) -> Tensor:
-    """() int64: what a batch adds to the number that divides the cross-entropies; known before the forward pass."""
+    """() int64: what a batch adds to the number that divides the cross-entropies; known before the
+    forward pass.
+    """
     if norm == "mc":
         return is_multiple_choice_G.sum()
     return _count(len(is_multiple_choice_G) if norm == "all_problems" else 1, is_multiple_choice_G)
@@ -246,12 +288,15 @@ def _count(number: int, like: Tensor) -> Tensor:
     return torch.full((), number, dtype=torch.int64, device=like.device)
 
 
-# The published program ----------------------------------------------------------------------------------------------
+# The published program
+# ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """The statements of all ranks as keys without gradient, and how much this rank's contrastive term counts."""
+    """The statements of all ranks as keys without gradient, and how much this rank's contrastive
+    term counts.
+    """
 
     keys: Keys
     weight: float  # this rank's statements per group over those of all ranks
@@ -259,7 +304,9 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Original:
-    """The published program's loss of one batch on one rank: scoring + coefficient * contrastive, each ()."""
+    """The published program's loss of one batch on one rank: scoring + coefficient * contrastive,
+    each ().
+    """
 
     loss: Tensor
     scoring: Tensor
@@ -278,10 +325,10 @@ def original(
 ) -> Original:
     """What the published program minimises; on many ranks it averages the ranks' gradients.
 
-    Cross-entropy is averaged over this batch's multiple-choice groups, the rest over its groups. Classes are columns.
-    An anchor without a positive makes the loss infinite and adds nothing to the gradient; is_infinite=False counts its
-    term as 0 instead, with the same gradient.
-    gathered: see `gather`; None: one process, where the keys have a gradient too.
+    Cross-entropy is averaged over this batch's multiple-choice groups, the rest over its groups.
+    Classes are columns. An anchor without a positive makes the loss infinite and adds nothing to
+    the gradient; is_infinite=False counts its term as 0 instead, with the same gradient. gathered:
+    see `gather`; None: one process, where the keys have a gradient too.
     """
     num_multiple_choice = statements.is_multiple_choice_G.sum().clamp(min=1)
     scoring = torch.zeros((), device=statements.logits_S.device)
@@ -308,7 +355,9 @@ def gather(statements: Statements) -> Gathered:
     def everywhere(own_S: Tensor) -> Tensor:
         placed_K = own_S.new_zeros(num_all, *own_S.shape[1:])
         placed_K[start : start + own] = own_S
-        return distributed.total(placed_K).to(own_S.dtype)  # exact: every row is one rank's, plus zeros
+        return distributed.total(placed_K).to(
+            own_S.dtype
+        )  # exact: every row is one rank's, plus zeros
 
     keys = keys_by_column(statements)
     weight = (own / statements.num_groups) / (num_all / sum(groups for _, groups in counts))

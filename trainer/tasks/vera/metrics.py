@@ -1,21 +1,31 @@
 """What an evaluation says of a verifier, from one table that holds every scored statement once.
 
-A metric's name is <metric>/<set>. Sets are "mean" (accuracy) or "all" (the others), "seen", "unseen", "unseen1",
-"unseen2" and each task. Definitions are those of the published program (Liu et al. 2023, Vera), odd ones included:
+A metric's name is <metric>/<set>. Sets are "mean" (accuracy) or "all" (the others), "seen",
+"unseen", "unseen1", "unseen2" and each task. Definitions are those of the published program (Liu et
+al. 2023, Vera), odd ones included:
 
-accuracy        share of multiple-choice problems whose best statement is the true one. The first statement wins a tie,
-                and the true one comes first: a verifier that says the same of everything is right every time.
-tied            share of multiple-choice problems with such a tie. Not published; accuracy is no surer than this.
+accuracy        share of multiple-choice problems whose best statement is the true one. The first
+                statement wins a tie,
+                and the true one comes first: a verifier that says the same of everything is right
+                every time.
+tied            share of multiple-choice problems with such a tie. Not published; accuracy is no
+                surer than this.
 weighted_accuracy, auroc, ap_true, ap_false
-                over statements, each weighing 1 / the statements of its task. Predicted true is a logit above 0. The
+                over statements, each weighing 1 / the statements of its task. Predicted true is a
+                logit above 0. The
                 false class is scored by the negated logit.
 precision_true, recall_true, f1_true, ..._false
-                read off the precision-recall curve at the first threshold above 0. Where all logits have one sign
-                there is no such place or nothing beyond it, and they are 1, 0 and 0: right for the class that is never
-                predicted, wrong for the other. F1 is 0 where precision and recall are 0; it was published as NaN.
-ece             expected calibration error in 10 quantile bins of all statements, whatever their task; no temperature.
+                read off the precision-recall curve at the first threshold above 0. Where all logits
+                have one sign
+                there is no such place or nothing beyond it, and they are 1, 0 and 0: right for the
+                class that is never
+                predicted, wrong for the other. F1 is 0 where precision and recall are 0; it was
+                published as NaN.
+ece             expected calibration error in 10 quantile bins of all statements, whatever their
+                task; no temperature.
 
-A metric of nothing does not exist: no accuracy of a boolean task, no AUROC of one class, no ap_true without a true one.
+A metric of nothing does not exist: no accuracy of a boolean task, no AUROC of one class, no ap_true
+without a true one.
 """
 
 from __future__ import annotations
@@ -42,17 +52,27 @@ PARTS: dict[str, tuple[Part, ...]] = {
 
 
 def statement_metrics(
-    table: Tensor | np.ndarray, tasks: Sequence[str], kinds: Mapping[str, Kind], parts: Mapping[str, Part]
+    table: Tensor | np.ndarray,
+    tasks: Sequence[str],
+    kinds: Mapping[str, Kind],
+    parts: Mapping[str, Part],
 ) -> dict[str, float]:
     """Every metric that this table has, by name; none for an empty table.
 
-    table: (N, 5) float64, in any order: number of the task in `tasks`, number of the problem (unique within its task),
-    column within the problem, logit, label (1 true, 0 false). DivergedError for a logit that is not finite.
+    table: (N, 5) float64, in any order: number of the task in `tasks`, number of the problem
+    (unique within its task), column within the problem, logit, label (1 true, 0 false).
+    DivergedError for a logit that is not finite.
     """
     rows = _checked(table, tasks)
     numbers = rows[:, TASK].astype(np.int64)
-    of_task = {task: numbers == number for number, task in enumerate(tasks) if (numbers == number).any()}
-    choices = {task: _choices(rows[mask]) for task, mask in of_task.items() if kinds[task] == "multiple_choice"}
+    of_task = {
+        task: numbers == number for number, task in enumerate(tasks) if (numbers == number).any()
+    }
+    choices = {
+        task: _choices(rows[mask])
+        for task, mask in of_task.items()
+        if kinds[task] == "multiple_choice"
+    }
     found: dict[str, float] = {}
     for metric in ("accuracy", "tied"):
         by_task = {task: values[metric] for task, values in choices.items()}
@@ -65,7 +85,9 @@ def statement_metrics(
 
 
 def best_rows(table: Tensor | np.ndarray) -> np.ndarray:
-    """The row of each problem's highest logit, the lowest column of equals; problems by task and number."""
+    """The row of each problem's highest logit, the lowest column of equals; problems by task and
+    number.
+    """
     rows = _rows(table)
     ranked, firsts = _ranked(rows)
     return ranked[firsts]
@@ -81,25 +103,41 @@ def _choices(rows: np.ndarray) -> dict[str, float]:
 
 
 def _ranked(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers by task, problem, falling logit and column; and where in them each problem begins."""
+    """Row numbers by task, problem, falling logit and column; and where in them each problem
+    begins.
+    """
     ranked = np.lexsort((rows[:, COLUMN], -rows[:, LOGIT], rows[:, GROUP], rows[:, TASK]))
     problems = rows[ranked][:, [TASK, GROUP]]
     return ranked, np.flatnonzero(np.any(np.diff(problems, axis=0, prepend=-1) != 0, axis=1))
 
 
 def _averages(by_task: Mapping[str, float], parts: Mapping[str, Part]) -> dict[str, float]:
-    """The tasks' values, and their means over all tasks and over each part, every task weighing the same."""
+    """The tasks' values, and their means over all tasks and over each part, every task weighing the
+    same.
+    """
     members = {"mean": list(by_task)}
-    members |= {name: [task for task in by_task if parts[task] in own] for name, own in PARTS.items()}
-    means = {name: float(np.mean([by_task[task] for task in own])) for name, own in members.items() if own}
+    members |= {
+        name: [task for task in by_task if parts[task] in own] for name, own in PARTS.items()
+    }
+    means = {
+        name: float(np.mean([by_task[task] for task in own]))
+        for name, own in members.items()
+        if own
+    }
     return means | dict(by_task)
 
 
 def _sets(of_task: Mapping[str, np.ndarray], parts: Mapping[str, Part]) -> dict[str, np.ndarray]:
     """Which rows are of each set that has any; (N,) masks."""
     members = {"all": list(of_task)}
-    members |= {name: [task for task in of_task if parts[task] in own] for name, own in PARTS.items()}
-    masks = {name: np.any([of_task[task] for task in own], axis=0) for name, own in members.items() if own}
+    members |= {
+        name: [task for task in of_task if parts[task] in own] for name, own in PARTS.items()
+    }
+    masks = {
+        name: np.any([of_task[task] for task in own], axis=0)
+        for name, own in members.items()
+        if own
+    }
     return masks | dict(of_task)
 
 
@@ -113,9 +151,13 @@ def _of_statements(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray) 
     if labels.any() and not labels.all():
         found["auroc"] = float(roc_auc_score(labels, logits, sample_weight=weights))
     if labels.any():
-        found |= {f"{name}_true": value for name, value in _of_class(labels, logits, weights).items()}
+        found |= {
+            f"{name}_true": value for name, value in _of_class(labels, logits, weights).items()
+        }
     if not labels.all():
-        found |= {f"{name}_false": value for name, value in _of_class(~labels, -logits, weights).items()}
+        found |= {
+            f"{name}_false": value for name, value in _of_class(~labels, -logits, weights).items()
+        }
     return found
 
 
@@ -123,9 +165,13 @@ def _of_class(is_member: np.ndarray, logits: np.ndarray, weights: np.ndarray) ->
     """ap, precision, recall, f1 of a class that has members; its logits are high."""
     from sklearn.metrics import average_precision_score, precision_recall_curve
 
-    precisions, recalls, thresholds = precision_recall_curve(is_member, logits, sample_weight=weights)
+    precisions, recalls, thresholds = precision_recall_curve(
+        is_member, logits, sample_weight=weights
+    )
     above = int(np.searchsorted(thresholds, 0.0, side="right"))
-    place = above or len(thresholds)  # with none at or below 0 as with none above: the curve's last point, (1, 0)
+    place = above or len(
+        thresholds
+    )  # with none at or below 0 as with none above: the curve's last point, (1, 0)
     precision, recall = float(precisions[place]), float(recalls[place])
     return {
         "ap": float(average_precision_score(is_member, logits, sample_weight=weights)),
@@ -141,12 +187,16 @@ def _checked(table: Tensor | np.ndarray, tasks: Sequence[str]) -> np.ndarray:
     if len(bad):
         first = rows[bad[0]]
         raise DivergedError(
-            f"{len(bad)} of {len(rows)} logits are not finite; the first is {first[LOGIT]}, of task "
-            f"{tasks[int(first[TASK])]!r}, problem {int(first[GROUP])}, column {int(first[COLUMN])}. "
+            f"{len(bad)} of {len(rows)} logits are not finite; the first is {first[LOGIT]}, of "
+            "task "
+            f"{tasks[int(first[TASK])]!r}, problem {int(first[GROUP])}, column "
+            f"{int(first[COLUMN])}. "
             "Evaluate an earlier checkpoint, or train on with a lower optim.lr."
         )
     places = rows[:, [TASK, GROUP, COLUMN]]
-    assert len(np.unique(places, axis=0)) == len(places), "a statement stands twice: number problems over all ranks"
+    assert len(np.unique(places, axis=0)) == len(places), (
+        "a statement stands twice: number problems over all ranks"
+    )
     return rows
 
 

@@ -1,4 +1,6 @@
-"""A plausibility verifier: an encoder, the state of a statement's last token, a linear head, a temperature."""
+"""A plausibility verifier: an encoder, the state of a statement's last token, a linear head, a
+temperature.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer import packed_encoder
 from trainer.data.padding import pad_right
 from trainer.data.sources import shown
 from trainer.errors import ConfigError
-from trainer.packing import pack
+from trainer.models.packed import t5_encoder
+from trainer.models.packed.layout import pack
 
 # S statements, L tokens of the longest, M tokens of all of them, D width
 
@@ -29,7 +31,8 @@ DESCRIPTION = "vera.json"
 class Head(nn.Linear):
     """A linear layer that computes in fp32, whatever its weights are in.
 
-    bf16 logits would have 256 values between two powers of 2, and tied statements count as answered rightly.
+    bf16 logits would have 256 values between two powers of 2, and tied statements count as answered
+    rightly.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -37,44 +40,65 @@ class Head(nn.Linear):
 
 
 class Verifier(nn.Module):
-    """An encoder (T5's, or a decoder's body) and a head on the state of each statement's last token."""
+    """An encoder (T5's, or a decoder's body) and a head on the state of each statement's last
+    token.
+    """
 
     def __init__(self, encoder: Any, *, seed: int, recompute: bool = False) -> None:
-        """encoder: reads packed batches when it is a T5's. recompute: its blocks once more in backward, then."""
+        """encoder: reads packed batches when it is a T5's. recompute: its blocks once more in
+        backward, then.
+        """
         super().__init__()
         self.recompute = recompute
         encoder.config.use_cache = False  # a decoder's body would fill one in training
         self.encoder = encoder
         width = encoder.config.hidden_size
         self.head = Head(width, 1, dtype=next(encoder.parameters()).dtype)
-        generator, bound = torch.Generator().manual_seed(seed), 1 / math.sqrt(width)  # torch's own for a linear layer
+        generator, bound = (
+            torch.Generator().manual_seed(seed),
+            1 / math.sqrt(width),
+        )  # torch's own for a linear layer
         if self.head.weight.device.type != "meta":
             with torch.no_grad():
                 for parameter in self.head.parameters():
-                    parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+                    parameter.copy_(
+                        torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+                    )
 
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
-        """Statements as read_by lays them out -> {"hidden": (S, D) of the last tokens, "logits": (S,) fp32}."""
+        """Statements as read_by lays them out -> {"hidden": (S, D) of the last tokens, "logits":
+        (S,) fp32}.
+        """
         if "tokens" in batch:
             stack = self.encoder.encoder  # of a T5EncoderModel
-            states_MD = packed_encoder.encode(stack, batch, recompute_every=1 if self.recompute else None)
+            states_MD = t5_encoder.encode(
+                stack, batch, recompute_every=1 if self.recompute else None
+            )
             hidden_SD = states_MD[batch["last"]]
         else:
             mask_SL = batch["attention_mask"]
-            states_SLD = self.encoder(input_ids=batch["input_ids"], attention_mask=mask_SL).last_hidden_state
-            hidden_SD = states_SLD[torch.arange(len(mask_SL), device=mask_SL.device), mask_SL.sum(-1) - 1]
+            states_SLD = self.encoder(
+                input_ids=batch["input_ids"], attention_mask=mask_SL
+            ).last_hidden_state
+            hidden_SD = states_SLD[
+                torch.arange(len(mask_SL), device=mask_SL.device), mask_SL.sum(-1) - 1
+            ]
         logits_S = self.head(hidden_SD).squeeze(-1)
         if "which" in batch:
             hidden_SD, logits_S = hidden_SD[batch["which"]], logits_S[batch["which"]]
         return {"hidden": hidden_SD, "logits": logits_S}
 
 
-def read_by(config: Any, statements: Sequence[Sequence[int]], *, pad: int, once: bool = False) -> dict[str, Tensor]:
-    """Token rows as the model of `config` reads them: a T5 one stream of real tokens (packing.pack) and `last`, (S,)
-    where each statement ends in it; any other (S, L) right-padded input_ids and attention_mask.
+def read_by(
+    config: Any, statements: Sequence[Sequence[int]], *, pad: int, once: bool = False
+) -> dict[str, Tensor]:
+    """Token rows as the model of `config` reads them: a T5 one stream of real tokens (packing.pack)
+    and `last`, (S,) where each statement ends in it; any other (S, L) right-padded input_ids and
+    attention_mask.
 
-    once: equal statements are read once, and `which` (S,) says where each one's states and logit are; they are then
-    equal to the last bit. A tie counts as answered rightly, and rounding must not break it.
+    once: equal statements are read once, and `which` (S,) says where each one's states and logit
+    are; they are then equal to the last bit. A tie counts as answered rightly, and rounding must
+    not break it.
     """
     if config.model_type not in _PACKED:
         ids, mask = pad_right(statements, pad)
@@ -89,8 +113,19 @@ def read_by(config: Any, statements: Sequence[Sequence[int]], *, pad: int, once:
 
 def layout_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What of a batch read_by made."""
-    names = ("tokens", "passage", "position", "cells", "last", "which", "input_ids", "attention_mask")
-    return {name: tensor for name, tensor in batch.items() if name in names or name.startswith("grid_")}
+    names = (
+        "tokens",
+        "passage",
+        "position",
+        "cells",
+        "last",
+        "which",
+        "input_ids",
+        "attention_mask",
+    )
+    return {
+        name: tensor for name, tensor in batch.items() if name in names or name.startswith("grid_")
+    }
 
 
 def write_temperature(folder: Path, temperature: float) -> None:
@@ -108,5 +143,8 @@ def read_temperature(folder: Path) -> float:
     except (ValueError, KeyError, TypeError):
         value = None
     if not isinstance(value, (int, float)) or not value > 0:
-        raise ConfigError(f"{path}: temperature is {shown(value)}, want a number above 0. Calibrate the model again.")
+        raise ConfigError(
+            f"{path}: temperature is {shown(value)}, want a number above 0. Calibrate the model "
+            "again."
+        )
     return float(value)

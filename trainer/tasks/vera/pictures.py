@@ -1,6 +1,7 @@
 """Two pictures of a verifier's scores, as PNG files of 800 x 600 pixels; both read without colour.
 
-Drawn on figures of their own, never through pyplot: no window, no state shared with whoever else draws.
+Drawn on figures of their own, never through pyplot: no window, no state shared with whoever else
+draws.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.disk import replace_file
+from trainer.files.atomic import replace_file
 from trainer.tasks.vera.calibration import Values, ece, quantile_bins
 
 if TYPE_CHECKING:
@@ -26,11 +27,14 @@ SCORE = "score (probability that the statement is true)"
 WIDTH = 0.05  # of a bar of the histogram
 
 
-def reliability_diagram(path: Path, scores_before: Values, scores_after: Values, labels: Values) -> None:
-    """Write how often statements were true against how true they were said to be, before and after calibration.
+def reliability_diagram(
+    path: Path, scores_before: Values, scores_after: Values, labels: Values
+) -> None:
+    """Write how often statements were true against how true they were said to be, before and after
+    calibration.
 
-    Points are the 10 quantile bins of `ece`; bars below say how many statements each bin holds. DataError without
-    statements; StorageError when the disk refuses.
+    Points are the 10 quantile bins of `ece`; bars below say how many statements each bin holds.
+    DataError without statements; StorageError when the disk refuses.
     """
     drawn = (
         ("before", quantile_bins(scores_before, labels), ece(scores_before, labels)),
@@ -46,15 +50,24 @@ def reliability_diagram(path: Path, scores_before: Values, scores_after: Values,
                 bins.mean_score, bins.share_true, color=color, linestyle=line, marker=marker, markersize=8,
                 markerfacecolor=face, label=f"{when} calibration, ECE {error:.3f}",
             )  # fmt: skip
-        upper.set(xlim=(-0.03, 1.03), ylim=(-0.04, 1.04), xlabel=f"mean {SCORE}", ylabel="share of true statements")
+        upper.set(
+            xlim=(-0.03, 1.03),
+            ylim=(-0.04, 1.04),
+            xlabel=f"mean {SCORE}",
+            ylabel="share of true statements",
+        )
         upper.grid(alpha=0.3)
         _draw_counts(lower, *(bins.count for _, bins, _ in drawn))
-        figure.legend(*upper.get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+        figure.legend(
+            *upper.get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False
+        )
         _save(figure, path)
 
 
 def score_histogram(path: Path, scores: Values, labels: Values) -> None:
-    """Write how many true and how many false statements got each score. StorageError when the disk refuses."""
+    """Write how many true and how many false statements got each score. StorageError when the disk
+    refuses.
+    """
     scores_N, is_true_N = np.asarray(scores, dtype=np.float64), np.asarray(labels) > 0.5
     of_class = [scores_N[is_true_N], scores_N[~is_true_N]]
     with _default_style():
@@ -75,7 +88,8 @@ def score_histogram(path: Path, scores: Values, labels: Values) -> None:
 
 
 def _draw_counts(axes: Axes, before: np.ndarray, after: np.ndarray) -> None:
-    """A bar and its number for each occupied bin: one where calibration left all counts alone, as it does but for ties.
+    """A bar and its number for each occupied bin: one where calibration left all counts alone, as
+    it does but for ties.
 
     Numbers of neighbouring bars stand at two heights, so that five digits find room.
     """
@@ -87,10 +101,16 @@ def _draw_counts(axes: Axes, before: np.ndarray, after: np.ndarray) -> None:
         which = " (left bar before, right bar after)"
     for count, shift, width, color, hatch, padding in drawn:
         places = np.arange(1, len(count) + 1) + shift
-        bars = axes.bar(places, count, width, color=color, hatch=hatch, edgecolor="black", linewidth=0.6)
+        bars = axes.bar(
+            places, count, width, color=color, hatch=hatch, edgecolor="black", linewidth=0.6
+        )
         plate = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
         axes.bar_label(bars, fmt="{:,.0f}", fontsize=8, padding=padding, bbox=plate)
-    axes.set(xticks=range(1, most + 1), xlabel=f"occupied bin, lowest scores first{which}", ylabel="statements")
+    axes.set(
+        xticks=range(1, most + 1),
+        xlabel=f"occupied bin, lowest scores first{which}",
+        ylabel="statements",
+    )
     axes.margins(y=0.4)
     axes.yaxis.set_major_formatter("{x:,.0f}")
 

@@ -5,18 +5,44 @@ Imports no torch. exp_configs.py takes these groups over as they are.
 
 from __future__ import annotations
 
-from trainer.groups import Values, vary
+from trainer.config.groups import Values, vary
 
-# The plausibility verifier, as published (Liu et al. 2023): 64 groups of up to 4 statements a step, 50,000 steps.
-# Data are converted first: python -m trainer convert TASK --in RAW --out DIR; then --data_path DIR.
+# The plausibility verifier, as published (Liu et al. 2023): 64 groups of up to 4 statements a step,
+# 50,000 steps. Data are converted first: python -m trainer convert TASK --in RAW --out DIR; then
+# --data_path DIR.
 
 STAGE_B_TASKS = [
-    *("openbookqa", "arc_easy", "arc_hard", "ai2_science_elementary", "ai2_science_middle", "commonsenseqa", "qasc"),
-    *("physical_iqa", "social_iqa", "winogrande_xl", "com2sense_paired", "sciq", "quarel", "quartz", "cycic_mc"),
+    *(
+        "openbookqa",
+        "arc_easy",
+        "arc_hard",
+        "ai2_science_elementary",
+        "ai2_science_middle",
+        "commonsenseqa",
+        "qasc",
+    ),
+    *(
+        "physical_iqa",
+        "social_iqa",
+        "winogrande_xl",
+        "com2sense_paired",
+        "sciq",
+        "quarel",
+        "quartz",
+        "cycic_mc",
+    ),
     *("comve_a", "csqa2", "symkd_anno", "gengen_anno"),
 ]
 UNSEEN1_TASKS = ["wsc273", "copa", "numersense", "prost", "spatial_cs", "rainier_anno"]
-UNSEEN2_TASKS = ["swag", "hellaswag", "codah", "story_cloze_test", "alphanli", "strategyqa", "creak"]
+UNSEEN2_TASKS = [
+    "swag",
+    "hellaswag",
+    "codah",
+    "story_cloze_test",
+    "alphanli",
+    "strategyqa",
+    "creak",
+]
 VERA_STAGE_A_XXL: Values = {
     "task": "vera",
     "base": "google/t5-v1_1-xxl",
@@ -48,7 +74,11 @@ VERA_STAGE_A_XXL: Values = {
     "deepspeed": "zero2",
 }
 VERA_STAGE_A = {
-    size: vary(VERA_STAGE_A_XXL, base=f"google/t5-v1_1-{size}", train={"gradient_checkpointing": size in ("xl", "xxl")})
+    size: vary(
+        VERA_STAGE_A_XXL,
+        base=f"google/t5-v1_1-{size}",
+        train={"gradient_checkpointing": size in ("xl", "xxl")},
+    )
     for size in ("small", "base", "large", "xl", "xxl")
 }
 VERA_STAGE_B = {

@@ -1,4 +1,6 @@
-"""Statements in, plausibilities out: a verifier trained on groups of one true statement and several false ones."""
+"""Statements in, plausibilities out: a verifier trained on groups of one true statement and several
+false ones.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer import base_model, distributed
 from trainer.errors import ConfigError
-from trainer.gradcache import pooled_losses
-from trainer.metrics import Pool, Ratio
+from trainer.evaluation.mergeable import Pool, Ratio
+from trainer.models import base_model
+from trainer.models.gradcache import pooled_losses
 from trainer.models.head import HEAD_FILE
 from trainer.models.token_task import TokenTask
-from trainer.task import DRAW, Batch, Encoded, Places, Row, Uncut
+from trainer.runtime import distributed
+from trainer.tasks.protocol import DRAW, Batch, Encoded, Places, Row, Uncut
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Config, Part
 from trainer.tasks.vera.metrics import LOGIT, Kind, statement_metrics
-from trainer.tasks.vera.model import Verifier, layout_of, read_by, read_temperature, write_temperature
+from trainer.tasks.vera.model import (
+    Verifier,
+    layout_of,
+    read_by,
+    read_temperature,
+    write_temperature,
+)
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +48,19 @@ class Task(TokenTask[Config]):
         super().__init__(cfg, places)
         self.temperature = 1.0  # of an exported model that was calibrated
         self._told: set[str] = set()  # splits whose mixture was shown
-        self.tasks = list(dict.fromkeys([*cfg.data.train_tasks, *cfg.data.valid_tasks, *cfg.data.test_tasks]))
+        self.tasks = list(
+            dict.fromkeys([*cfg.data.train_tasks, *cfg.data.valid_tasks, *cfg.data.test_tasks])
+        )
 
-    # Model ------------------------------------------------------------------------------------------------------
+    # Model
+    # ----------------------------------------------------------------------------------------------
 
     def exported(self, folder: Path) -> nn.Module:
         self.temperature = read_temperature(folder)
         if not (folder / HEAD_FILE).is_file():
             raise ConfigError(
-                f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or final/ folder, or one "
+                f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or "
+                "final/ folder, or one "
                 "that `python -m trainer import vera` wrote."
             )
         return super().exported(folder)
@@ -56,25 +69,34 @@ class Task(TokenTask[Config]):
         if self.cfg.dropout is not None:
             base_model.set_dropout(base, self.cfg.dropout)
         self.recompute(base)  # a decoder's body; a T5's blocks are called one by one
-        return Verifier(base, seed=self.cfg.train.seed, recompute=self.cfg.train.gradient_checkpointing)
+        return Verifier(
+            base, seed=self.cfg.train.seed, recompute=self.cfg.train.gradient_checkpointing
+        )
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         super().export(weights, folder)
         write_temperature(folder, 1.0)
 
-    # Data -------------------------------------------------------------------------------------------------------
+    # Data
+    # ----------------------------------------------------------------------------------------------
 
     def rows(self, split: str) -> Iterable[Row]:
         found = groups.rows(self.cfg.data, split, self.places.data_path)
         if split not in self._told:
             self._told.add(split)
             log.info(
-                "%s: %s", split, ", ".join(f"{task} {count} groups" for task, count in groups.mixture(found).items())
+                "%s: %s",
+                split,
+                ", ".join(
+                    f"{task} {count} groups" for task, count in groups.mixture(found).items()
+                ),
             )
         return found
 
     def encode(self, row: Row) -> Encoded:
-        """The statements of a group as ids with their end, the gold first, and what kind of group it is."""
+        """The statements of a group as ids with their end, the gold first, and what kind of group
+        it is.
+        """
         ids = self._ids([*row["golds"], *row["distractors"]])
         kept = [self._ended(tokens) for tokens in ids]
         return Encoded(
@@ -131,9 +153,11 @@ class Task(TokenTask[Config]):
         return sum(int(length) for length in encoded["lengths"][: self.cfg.data.statements])
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """What the model reads (model.read_by); group, column, is_gold (S,); is_multiple_choice, task, number (G,).
+        """What the model reads (model.read_by); group, column, is_gold (S,); is_multiple_choice,
+        task, number (G,).
 
-        In training (rows that draw) a group has at most data.statements statements, otherwise all of them.
+        In training (rows that draw) a group has at most data.statements statements, otherwise all
+        of them.
         """
         statements: list[Sequence[int]] = []
         group, column, is_gold = [], [], []
@@ -149,7 +173,9 @@ class Task(TokenTask[Config]):
             "group": torch.tensor(group),
             "column": torch.tensor(column),
             "is_gold": torch.tensor(is_gold),
-            "is_multiple_choice": torch.tensor([bool(row["is_multiple_choice"][0]) for row in rows]),
+            "is_multiple_choice": torch.tensor(
+                [bool(row["is_multiple_choice"][0]) for row in rows]
+            ),
             "task": torch.tensor([int(row["task"][0]) for row in rows]),
             "number": torch.tensor([int(row["number"][0]) for row in rows]),
         }
@@ -163,7 +189,9 @@ class Task(TokenTask[Config]):
         return base_model.config_of(self.cfg.base, self.places)
 
     def _chosen(self, row: Mapping[str, Any]) -> list[int]:
-        """Which statements of a group are looked at: in training the gold and some distractors, else all."""
+        """Which statements of a group are looked at: in training the gold and some distractors,
+        else all.
+        """
         everyone = list(range(len(row["lengths"])))
         most, gold = self.cfg.data.statements, int(row["has_gold"][0])
         if DRAW not in row or len(everyone) <= most:
@@ -174,7 +202,8 @@ class Task(TokenTask[Config]):
         picked = np.sort(np.argsort(draws, kind="stable")[: most - gold]) + gold
         return [*everyone[:gold], *picked.tolist()]
 
-    # Loss and scores --------------------------------------------------------------------------------------------
+    # Loss and scores
+    # ----------------------------------------------------------------------------------------------
 
     def units(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch["is_multiple_choice"]), device=batch["group"].device)
@@ -192,22 +221,33 @@ class Task(TokenTask[Config]):
     def _of_pool(self, pool: Mapping[str, Tensor]) -> Tensor:
         statements = _statements(pool)
         shares = self._shares(statements)
-        return self._total(shares, {name: share.count for name, share in shares.items()}, statements.num_groups)
+        return self._total(
+            shares, {name: share.count for name, share in shares.items()}, statements.num_groups
+        )
 
     def _scored_apart(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        """Without a contrastive term no statement needs another group's: only their number is exchanged."""
+        """Without a contrastive term no statement needs another group's: only their number is
+        exchanged.
+        """
         kinds = torch.cat([batch["is_multiple_choice"] for batch in window])
-        own = [losses.cross_entropy_count(kinds, norm=self.cfg.loss.ce_norm), torch.full_like(kinds, 1).long().sum()]
+        own = [
+            losses.cross_entropy_count(kinds, norm=self.cfg.loss.ce_norm),
+            torch.full_like(kinds, 1).long().sum(),
+        ]
         num_cross_entropies, num_groups = distributed.total(torch.stack(own))
         for batch in window:
             shares = self._shares(_statements(_represented(model, batch)))
-            counts = {name: num_cross_entropies if name == "cross_entropy" else num_groups for name in shares}
+            counts = {
+                name: num_cross_entropies if name == "cross_entropy" else num_groups
+                for name in shares
+            }
             yield self._total(shares, counts, num_groups)
 
     def _as_published(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
         """The published program averages its micro-batches and ranks, whatever is in them.
 
-        Where its loss is infinite its gradients are not; the loop stops at an infinite loss, so such terms count as 0.
+        Where its loss is infinite its gradients are not; the loop stops at an infinite loss, so
+        such terms count as 0.
         """
         loss, num_groups = self.cfg.loss, sum(len(batch["is_multiple_choice"]) for batch in window)
         total = int(distributed.total(torch.tensor(num_groups)))
@@ -237,17 +277,23 @@ class Task(TokenTask[Config]):
         )
 
     def _total(
-        self, shares: Mapping[str, losses.Share], counts: Mapping[str, Tensor], num_groups: int | Tensor
+        self,
+        shares: Mapping[str, losses.Share],
+        counts: Mapping[str, Tensor],
+        num_groups: int | Tensor,
     ) -> Tensor:
         """The sum that, divided by the groups of all ranks, is the sum of the terms' means."""
         means = [
-            share.sum / counts[name].clamp(min=1) * (self.cfg.loss.coefficient if name == "contrastive" else 1.0)
+            share.sum
+            / counts[name].clamp(min=1)
+            * (self.cfg.loss.coefficient if name == "contrastive" else 1.0)
             for name, share in shares.items()
         ]
         return torch.stack(means).sum() * num_groups
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
-        """loss: cross-entropy and binary cross-entropy per group; and every metric of metrics.statement_metrics.
+        """loss: cross-entropy and binary cross-entropy per group; and every metric of
+        metrics.statement_metrics.
 
         Of a calibrated model ece_calibrated/... too; all others are of logits as they are.
         """
@@ -257,13 +303,22 @@ class Task(TokenTask[Config]):
         task_S = batch["task"][batch["group"]]
         group_S = batch["number"][batch["group"]]
         table = torch.stack([task_S, group_S, batch["column"], logits_S, batch["is_gold"]], dim=-1)
-        return {"loss": Ratio(terms_G.sum(), self.units(batch)), "statements": Pool(table, self._metrics)}
+        return {
+            "loss": Ratio(terms_G.sum(), self.units(batch)),
+            "statements": Pool(table, self._metrics),
+        }
 
     def _metrics(self, table: Tensor) -> dict[str, float]:
         data = self.cfg.data
-        kinds: dict[str, Kind] = {t: "boolean" if groups.is_boolean(t, data) else "multiple_choice" for t in self.tasks}
+        kinds: dict[str, Kind] = {
+            t: "boolean" if groups.is_boolean(t, data) else "multiple_choice" for t in self.tasks
+        }
         parts: dict[str, Part] = {
-            task: "unseen1" if task in data.unseen1 else "unseen2" if task in data.unseen2 else "seen"
+            task: "unseen1"
+            if task in data.unseen1
+            else "unseen2"
+            if task in data.unseen2
+            else "seen"
             for task in self.tasks
         }
         found = statement_metrics(table, self.tasks, kinds, parts)
@@ -271,7 +326,11 @@ class Task(TokenTask[Config]):
             table = table.clone()
             table[:, LOGIT] /= self.temperature
             calibrated = statement_metrics(table, self.tasks, kinds, parts)
-            found |= {name.replace("ece/", "ece_calibrated/"): calibrated[name] for name in found if name[:4] == "ece/"}
+            found |= {
+                name.replace("ece/", "ece_calibrated/"): calibrated[name]
+                for name in found
+                if name[:4] == "ece/"
+            }
         return found
 
 
@@ -279,7 +338,12 @@ def _represented(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Pooled states and logits of a batch, with what says how its statements belong together."""
     found = model(**layout_of(batch))
     kind_S = batch["is_multiple_choice"][batch["group"]]
-    return {**found, "column": batch["column"], "is_gold": batch["is_gold"], "is_multiple_choice": kind_S}
+    return {
+        **found,
+        "column": batch["column"],
+        "is_gold": batch["is_gold"],
+        "is_multiple_choice": kind_S,
+    }
 
 
 def _statements(pool: Mapping[str, Tensor]) -> losses.Statements:

@@ -1,4 +1,6 @@
-"""What is done with a trained verifier: its temperature is fitted and kept with it, and statements are scored."""
+"""What is done with a trained verifier: its temperature is fitted and kept with it, and statements
+are scored.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer import distributed
-from trainer.disk import write_json
 from trainer.errors import ConfigError
+from trainer.files.atomic import write_json
 from trainer.models.head import HEAD_FILE
+from trainer.runtime import distributed
 from trainer.tasks.vera import pictures
 from trainer.tasks.vera.calibration import Calibration, Objective, calibrate, scores_of
 from trainer.tasks.vera.metrics import LABEL, LOGIT, TASK
@@ -28,23 +30,31 @@ POOL = "statements"  # the pool of Task.scores whose rows are the scored stateme
 _TOGETHER = 64  # statements in one forward
 
 
-def calibrate_model(folder: Path, table: Tensor, *, split: str, objective: Objective, report: Path) -> Calibration:
-    """Fit the temperature of the model in `folder` on scored statements (metrics.statement_metrics), each task weighing
-    the same, and store it there; calibration.json, reliability.png and scores.png are written into `report`.
+def calibrate_model(
+    folder: Path, table: Tensor, *, split: str, objective: Objective, report: Path
+) -> Calibration:
+    """Fit the temperature of the model in `folder` on scored statements
+    (metrics.statement_metrics), each task weighing the same, and store it there; calibration.json,
+    reliability.png and scores.png are written into `report`.
 
     ConfigError when the folder is no verifier of ours.
     """
     if not (folder / HEAD_FILE).is_file():
         raise ConfigError(
-            f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or final/ folder."
+            f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or "
+            "final/ folder."
         )
     rows = table.numpy()
     numbers = rows[:, TASK].astype(np.int64)
     weights = 1.0 / np.bincount(numbers)[numbers]
-    found = calibrate(rows[:, LOGIT], rows[:, LABEL], split=split, objective=objective, weights=weights)
+    found = calibrate(
+        rows[:, LOGIT], rows[:, LABEL], split=split, objective=objective, weights=weights
+    )
     report.mkdir(parents=True, exist_ok=True)
     after = scores_of(rows[:, LOGIT], temperature=found.temperature)
-    pictures.reliability_diagram(report / "reliability.png", scores_of(rows[:, LOGIT]), after, rows[:, LABEL])
+    pictures.reliability_diagram(
+        report / "reliability.png", scores_of(rows[:, LOGIT]), after, rows[:, LABEL]
+    )
     pictures.score_histogram(report / "scores.png", after, rows[:, LABEL])
     write_json(report / "calibration.json", asdict(found))
     write_json(folder / DESCRIPTION, {**_described(folder), "temperature": found.temperature})
@@ -58,10 +68,16 @@ def _described(folder: Path) -> dict[str, object]:
 
 
 @torch.no_grad()
-def plausibilities(task: Task, model: Verifier, texts: Sequence[str], *, folder: Path) -> Iterator[float]:
-    """How plausible each text is, 0 to 1, under the temperature stored in the model's `folder`; lazily, in order."""
+def plausibilities(
+    task: Task, model: Verifier, texts: Sequence[str], *, folder: Path
+) -> Iterator[float]:
+    """How plausible each text is, 0 to 1, under the temperature stored in the model's `folder`;
+    lazily, in order.
+    """
     temperature = read_temperature(folder)
     for start in range(0, len(texts), _TOGETHER):
         batch = task.read([task.statement_ids(text) for text in texts[start : start + _TOGETHER]])
-        logits_S = model(**{name: tensor.to(distributed.device()) for name, tensor in batch.items()})["logits"]
+        logits_S = model(
+            **{name: tensor.to(distributed.device()) for name, tensor in batch.items()}
+        )["logits"]
         yield from scores_of(logits_S.double().cpu(), temperature=temperature).tolist()

@@ -1,1 +1,3 @@
-"""Publishers' question-answering data, made into groups of statements: raw record -> Problem -> statements."""
+"""Publishers' question-answering data, made into groups of statements: raw record -> Problem ->
+statements.
+"""

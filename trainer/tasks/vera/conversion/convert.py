@@ -1,4 +1,6 @@
-"""The whole conversion: raw files -> problems -> UnifiedQA lines and statement groups -> files and a report."""
+"""The whole conversion: raw files -> problems -> UnifiedQA lines and statement groups -> files and
+a report.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from trainer.config import nearest
-from trainer.disk import refusals, replace_file, write_json
 from trainer.errors import ConfigError, DataError
+from trainer.files.atomic import refusals, replace_file, write_json
 from trainer.tasks.vera.conversion.adapters import ADAPTERS
 from trainer.tasks.vera.conversion.adapters.adapter import Adapter
 from trainer.tasks.vera.conversion.declare import Draft, draft, ended
@@ -53,12 +55,13 @@ class _Item:
 
 
 def convert(asked: Conversion, converter: Converter | None = None) -> list[Report]:
-    """Write out/<task>/<split>.json, <split>.tsv and report.json of every split; the reports, in the order of splits.
+    """Write out/<task>/<split>.json, <split>.tsv and report.json of every split; the reports, in
+    the order of splits.
 
-    converter: makes statements of `sentence </s> choice`; None: problems that need one are left out and counted.
-    DataError for files that are not there or malformed, for a split without a group, and with is_strict for every row
-    that gives none;
-    ConfigError for an unknown name or for files that exist: nothing is overwritten.
+    converter: makes statements of `sentence </s> choice`; None: problems that need one are left out
+    and counted. DataError for files that are not there or malformed, for a split without a group,
+    and with is_strict for every row that gives none; ConfigError for an unknown name or for files
+    that exist: nothing is overwritten.
     """
     adapter, task = _adapter(asked)
     variants = _variants(asked, adapter)
@@ -77,7 +80,9 @@ def convert(asked: Conversion, converter: Converter | None = None) -> list[Repor
     return reports
 
 
-def statement_groups(problems: Sequence[Problem], adapter: Adapter, converter: Converter) -> list[Group]:
+def statement_groups(
+    problems: Sequence[Problem], adapter: Adapter, converter: Converter
+) -> list[Group]:
     """The groups of problems as the original makes them, with nothing read or written."""
     items = [_Item("", problem, "", _drafts(problem, adapter, "original")) for problem in problems]
     return [group for _, group in _finished(items, converter)]
@@ -92,27 +97,41 @@ def named_values(texts: Sequence[str]) -> dict[str, str]:
 
 
 def known_declarer(name: str) -> Declarer:
-    """The declarer of that name: original (rules a to d, the default and what the published data is), or rules."""
+    """The declarer of that name: original (rules a to d, the default and what the published data
+    is), or rules.
+    """
     for known in get_args(Declarer):
         if name == known:
             return known
-    raise ConfigError(f"--declarer {name}: no such declarer. {nearest(name, list(get_args(Declarer)))}")
+    raise ConfigError(
+        f"--declarer {name}: no such declarer. {nearest(name, list(get_args(Declarer)))}"
+    )
 
 
-# What is asked --------------------------------------------------------------------------------------------------------
+# What is asked
+# --------------------------------------------------------------------------------------------------------
 
 
 def _adapter(asked: Conversion) -> tuple[Adapter, str]:
-    """The adapter, and the name of the task. Lines of UnifiedQA are declared as the task that they are of."""
+    """The adapter, and the name of the task. Lines of UnifiedQA are declared as the task that they
+    are of.
+    """
     if asked.dataset not in ADAPTERS:
-        raise ConfigError(f"no data set is called {asked.dataset!r}. {nearest(asked.dataset, sorted(ADAPTERS))}")
+        raise ConfigError(
+            f"no data set is called {asked.dataset!r}. {nearest(asked.dataset, sorted(ADAPTERS))}"
+        )
     adapter, task = ADAPTERS[asked.dataset], asked.task or asked.dataset
     if asked.dataset == _UNIFIED:
         if asked.task is None:
-            raise ConfigError("unifiedqa: --task NAME is required, the set that the lines are of, such as --task qasc.")
+            raise ConfigError(
+                "unifiedqa: --task NAME is required, the set that the lines are of, such as "
+                "--task qasc."
+            )
         if task in ADAPTERS:
             known = ADAPTERS[task]
-            return replace(adapter, is_joined=known.is_joined, is_statement=known.is_statement), task
+            return replace(
+                adapter, is_joined=known.is_joined, is_statement=known.is_statement
+            ), task
     return adapter, task
 
 
@@ -120,8 +139,12 @@ def _variants(asked: Conversion, adapter: Adapter) -> dict[str, str]:
     """Every variant of the adapter, given or default."""
     for name, value in asked.variants.items():
         if value not in adapter.variants.get(name, ()):
-            legal = [f"{known}={one}" for known, values in adapter.variants.items() for one in values]
-            wanted = f"Use one of {', '.join(legal)}." if legal else "It has no variants: leave it out."
+            legal = [
+                f"{known}={one}" for known, values in adapter.variants.items() for one in values
+            ]
+            wanted = (
+                f"Use one of {', '.join(legal)}." if legal else "It has no variants: leave it out."
+            )
             raise ConfigError(f"{asked.dataset} has no variant {name}={value}. {wanted}")
     defaults = {name: values[0] for name, values in adapter.variants.items()}
     if asked.dataset == _UNIFIED and adapter.is_statement:
@@ -130,7 +153,9 @@ def _variants(asked: Conversion, adapter: Adapter) -> dict[str, str]:
 
 
 def _files(asked: Conversion, adapter: Adapter) -> dict[str, list[Path | None]]:
-    """The files of each split that is asked for and there; DataError when none is, or one of several is missing."""
+    """The files of each split that is asked for and there; DataError when none is, or one of
+    several is missing.
+    """
     if asked.raw.is_file():
         return _single_file(asked, adapter)
     splits = list(adapter.files) if asked.split is None else [asked.split]
@@ -139,27 +164,44 @@ def _files(asked: Conversion, adapter: Adapter) -> dict[str, list[Path | None]]:
     found: dict[str, list[Path | None]] = {}
     for split in splits:
         paths = [_first_there(asked.raw, name) for name in adapter.files[split]]
-        missing = [name for name, path in zip(adapter.files[split], paths, strict=True) if path is None]
+        missing = [
+            name for name, path in zip(adapter.files[split], paths, strict=True) if path is None
+        ]
         missing = [name for name in missing if not name.endswith("?")]
         if not missing:
             found[split] = paths
         elif any(paths) and len(missing) < len(paths):
-            raise DataError(f"{asked.raw} lacks {', '.join(missing)} of the {split} split. Put it beside the others.")
+            raise DataError(
+                f"{asked.raw} lacks {', '.join(missing)} of the {split} split. Put it beside the "
+                "others."
+            )
     if not found:
         listed = "; ".join(f"{split}: {' and '.join(adapter.files[split])}" for split in splits)
-        raise DataError(f"{asked.raw} holds no split of {asked.dataset} ({listed}). Give --in the folder that does.")
+        raise DataError(
+            f"{asked.raw} holds no split of {asked.dataset} ({listed}). Give --in the folder "
+            "that does."
+        )
     return found
 
 
 def _single_file(asked: Conversion, adapter: Adapter) -> dict[str, list[Path | None]]:
     """The split of a file that was given by its own name, or the one that --split says it is."""
-    named = [split for split, names in adapter.files.items() if asked.raw.name in names[0].rstrip("?").split("|")]
+    named = [
+        split
+        for split, names in adapter.files.items()
+        if asked.raw.name in names[0].rstrip("?").split("|")
+    ]
     split = asked.split or (named[0] if named else None)
     if split is None:
-        raise ConfigError(f"--in {asked.raw} is no name that {asked.dataset} has. Say by --split which split it is.")
+        raise ConfigError(
+            f"--in {asked.raw} is no name that {asked.dataset} has. Say by --split which split "
+            "it is."
+        )
     names = adapter.files.get(split, next(iter(adapter.files.values())))
     if sum(not name.endswith("?") for name in names) != 1:
-        raise ConfigError(f"--in {asked.raw} is one file, and a split is {', '.join(names)}. Give their folder.")
+        raise ConfigError(
+            f"--in {asked.raw} is one file, and a split is {', '.join(names)}. Give their folder."
+        )
     return {split: [asked.raw, *(None for _ in names[1:])]}
 
 
@@ -168,11 +210,16 @@ def _first_there(folder: Path, names: str) -> Path | None:
     return next((path for path in places if path.is_file()), None)
 
 
-# What becomes of it ---------------------------------------------------------------------------------------------------
+# What becomes of it
+# ---------------------------------------------------------------------------------------------------
 
 
 def _read(
-    adapter: Adapter, paths: Sequence[Path | None], variants: Mapping[str, str], asked: Conversion, report: Report
+    adapter: Adapter,
+    paths: Sequence[Path | None],
+    variants: Mapping[str, str],
+    asked: Conversion,
+    report: Report,
 ) -> Iterator[_Item]:
     for raw in adapter.read(paths):
         report.rows += 1
@@ -182,13 +229,18 @@ def _read(
         except BadRecord as error:
             report.failures.append(f"{raw.place}: {error}")
             continue
-        report.count_problem(problem, line, is_cloze=adapter.is_cloze, is_statement=adapter.is_statement)
+        report.count_problem(
+            problem, line, is_cloze=adapter.is_cloze, is_statement=adapter.is_statement
+        )
         yield _Item(raw.place, problem, line, _drafts(problem, adapter, asked.declarer))
 
 
 def _drafts(problem: Problem, adapter: Adapter, declarer: str) -> list[Draft]:
     rules = declared if declarer == "rules" else None
-    return [draft(problem, choice, is_joined=adapter.is_joined, declarer=rules) for choice in problem.choices]
+    return [
+        draft(problem, choice, is_joined=adapter.is_joined, declarer=rules)
+        for choice in problem.choices
+    ]
 
 
 def _groups(items: Sequence[_Item], converter: Converter | None, report: Report) -> list[Group]:
@@ -212,7 +264,10 @@ def _finished(items: Sequence[_Item], converter: Converter | None) -> list[tuple
     converted = iter(converter(texts) if converter and texts else ())
     finished: list[tuple[_Item, Group]] = []
     for item in items:
-        made = [ended(next(converted)) if found.rule == "converter" else found.text for found in item.drafts]
+        made = [
+            ended(next(converted)) if found.rule == "converter" else found.text
+            for found in item.drafts
+        ]
         texts_made = [found.before + text for found, text in zip(item.drafts, made, strict=True)]
         finished.append((item, _group(item.problem, texts_made)))
     return finished
@@ -224,34 +279,52 @@ def _group(problem: Problem, statements: Sequence[str]) -> Group:
         return {"golds": [], "distractors": list(statements)}
     choices = [choice.strip() for choice in problem.choices]
     gold = choices[problem.gold]
-    others = [statement for choice, statement in zip(choices, statements, strict=True) if choice != gold]
+    others = [
+        statement for choice, statement in zip(choices, statements, strict=True) if choice != gold
+    ]
     return {"golds": [statements[problem.gold]], "distractors": others}
 
 
 def _refuse_losses(report: Report) -> None:
-    problems = report.failures + [f"{place}: needs a question converter" for place in report.unconverted]
+    problems = report.failures + [
+        f"{place}: needs a question converter" for place in report.unconverted
+    ]
     if not problems:
         return
     listed = "\n".join(f"  {problem}" for problem in problems[:_NAMED_FAILURES])
-    more = "" if len(problems) <= _NAMED_FAILURES else f"\n  and {len(problems) - _NAMED_FAILURES} more"
+    more = (
+        ""
+        if len(problems) <= _NAMED_FAILURES
+        else f"\n  and {len(problems) - _NAMED_FAILURES} more"
+    )
     raise DataError(
-        f"{report.task}/{report.split}: {len(problems)} of {report.rows} rows give no group:\n{listed}{more}\n"
-        "Mend them, or give --converter where one is needed (--declarer rules needs it less often). Without --strict, "
+        f"{report.task}/{report.split}: {len(problems)} of {report.rows} rows give no "
+        f"group:\n{listed}{more}\n"
+        "Mend them, or give --converter where one is needed (--declarer rules needs it less "
+        "often). Without --strict, "
         "rows like these are left out and counted, as long as others are left."
     )
 
 
-# Writing --------------------------------------------------------------------------------------------------------------
+# Writing
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _refuse_existing(folder: Path, split: str) -> None:
     for path in (folder / f"{split}.json", folder / f"{split}.tsv"):
         if path.exists():
-            raise ConfigError(f"{path} exists already, and nothing is overwritten. Delete it, or use another --out.")
+            raise ConfigError(
+                f"{path} exists already, and nothing is overwritten. Delete it, or use another "
+                "--out."
+            )
 
 
-def _write(folder: Path, split: str, items: Sequence[_Item], groups: Sequence[Group], report: Report) -> None:
-    """The three files, each whole or not there; the groups come last, for they are what experiments look for."""
+def _write(
+    folder: Path, split: str, items: Sequence[_Item], groups: Sequence[Group], report: Report
+) -> None:
+    """The three files, each whole or not there; the groups come last, for they are what experiments
+    look for.
+    """
     with refusals(folder):
         folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / f"{split}.tsv", "".join(f"{item.line}\n" for item in items).encode())
@@ -268,4 +341,6 @@ def _reports(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}). Delete it; it is written again.") from None
+        raise DataError(
+            f"{path} cannot be read ({error}). Delete it; it is written again."
+        ) from None

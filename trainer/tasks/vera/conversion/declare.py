@@ -1,9 +1,11 @@
-"""From a question and a choice to a statement, by the four rules of the original; the first that fits decides.
+"""From a question and a choice to a statement, by the four rules of the original; the first that
+fits decides.
 
-(a) no question: the choice as it is; (b) question and ending joined, in the sets made of endings; (c) exactly one
-blank: the choice fills it; (d) the last sentence goes to the question converter, as `sentence </s> choice`, and those
-before it come back in front. The statements of (c) and (d) end in "." or "!", and the context stands before them.
-Source: Liu et al. 2023 (Vera), its data preparation.
+(a) no question: the choice as it is; (b) question and ending joined, in the sets made of endings;
+(c) exactly one blank: the choice fills it; (d) the last sentence goes to the question converter, as
+`sentence </s> choice`, and those before it come back in front. The statements of (c) and (d) end in
+"." or "!", and the context stands before them. Source: Liu et al. 2023 (Vera), its data
+preparation.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Literal
 from trainer.tasks.vera.conversion.problem import Problem
 
 Rule = Literal["verbatim", "joined", "blank", "rules", "converter"]
-Declarer = Callable[[str, str, str], str | None]  # last sentence, choice, what is before; None: this is not for rules
+Declarer = Callable[
+    [str, str, str], str | None
+]  # last sentence, choice, what is before; None: this is not for rules
 
 _UNDERSCORES = re.compile(r"_+")
 _LONGEST_BLANK = 20
@@ -25,15 +29,21 @@ _SENTENCE_END = ". "
 
 @dataclass(frozen=True)
 class Draft:
-    """A statement, but for the text that the converter is to put between `before` and the full stop."""
+    """A statement, but for the text that the converter is to put between `before` and the full
+    stop.
+    """
 
     rule: Rule
     text: str  # of rule "converter": what it is given
     before: str = ""  # the context, and the sentences before the last
 
 
-def draft(problem: Problem, choice: str, *, is_joined: bool, declarer: Declarer | None = None) -> Draft:
-    """What becomes of one choice. is_joined: rule (b) holds in this set. declarer: is tried before rule (d)."""
+def draft(
+    problem: Problem, choice: str, *, is_joined: bool, declarer: Declarer | None = None
+) -> Draft:
+    """What becomes of one choice. is_joined: rule (b) holds in this set. declarer: is tried before
+    rule (d).
+    """
     choice = choice.strip()
     if problem.question is None:
         return Draft("verbatim", choice)
@@ -54,12 +64,20 @@ def draft(problem: Problem, choice: str, *, is_joined: bool, declarer: Declarer 
 
 
 def find_blanks(question: str) -> list[tuple[int, int]]:
-    """(start, end) of every blank: 1 to 20 underscores beside a space, or one that starts the text before a letter."""
-    return [match.span() for match in _UNDERSCORES.finditer(question) if _is_blank(question, *match.span())]
+    """(start, end) of every blank: 1 to 20 underscores beside a space, or one that starts the text
+    before a letter.
+    """
+    return [
+        match.span()
+        for match in _UNDERSCORES.finditer(question)
+        if _is_blank(question, *match.span())
+    ]
 
 
 def ended(text: str) -> str:
-    """A statement with its full stop: question marks are taken off; what ends in "." or "!" is kept."""
+    """A statement with its full stop: question marks are taken off; what ends in "." or "!" is
+    kept.
+    """
     return text if text.endswith((".", "!")) else f"{text.strip('?')}."
 
 

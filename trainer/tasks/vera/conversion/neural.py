@@ -1,7 +1,9 @@
-"""The question converter: a seq2seq model that makes `sentence </s> choice` a statement. Imports torch.
+"""The question converter: a seq2seq model that makes `sentence </s> choice` a statement. Imports
+torch.
 
-Texts are sorted by length and generated in batches, greedily. Every answer is appended to a cache beside others of the
-same weights, so a conversion that was interrupted goes on where it was, and a text is never converted twice.
+Texts are sorted by length and generated in batches, greedily. Every answer is appended to a cache
+beside others of the same weights, so a conversion that was interrupted goes on where it was, and a
+text is never converted twice.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from trainer.disk import refusals
 from trainer.errors import ConfigError
+from trainer.files.atomic import refusals
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +29,16 @@ _LOG_EVERY = 50  # batches
 
 
 class QuestionConverter:
-    """A callable: texts -> statements, in the same order. Weights are read when the first text is not in the cache."""
+    """A callable: texts -> statements, in the same order. Weights are read when the first text is
+    not in the cache.
+    """
 
-    def __init__(self, source: str, *, cache_dir: Path, batch: int = 64, device: str | None = None) -> None:
-        """source: a folder or Hub id of any T5. batch: texts per forward. ConfigError for a model that is not there."""
+    def __init__(
+        self, source: str, *, cache_dir: Path, batch: int = 64, device: str | None = None
+    ) -> None:
+        """source: a folder or Hub id of any T5. batch: texts per forward. ConfigError for a model
+        that is not there.
+        """
         self.source, self.cache_dir, self.batch = source, cache_dir, batch
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.num_generated = 0
@@ -39,7 +47,9 @@ class QuestionConverter:
         self._digest = ""
 
     def __call__(self, texts: Sequence[str]) -> list[str]:
-        """One statement for each text. ConfigError when another process writes the cache of these weights."""
+        """One statement for each text. ConfigError when another process writes the cache of these
+        weights.
+        """
         if not texts:
             return []
         self._load()
@@ -51,13 +61,19 @@ class QuestionConverter:
                 return self._converted(texts, path)
         except Timeout:
             raise ConfigError(
-                f"{path} is being written by another conversion. Wait for it, or use another --cache_dir."
+                f"{path} is being written by another conversion. Wait for it, or use another "
+                "--cache_dir."
             ) from None
 
     def _converted(self, texts: Sequence[str], path: Path) -> list[str]:
         known = _read_cache(path)
         missing = list(dict.fromkeys(text for text in texts if text not in known))
-        log.info("question converter: %d texts, %d of them in %s", len(texts), len(texts) - len(missing), path)
+        log.info(
+            "question converter: %d texts, %d of them in %s",
+            len(texts),
+            len(texts) - len(missing),
+            path,
+        )
         with refusals(path), path.open("a", encoding="utf-8") as cache:
             for number, batch in enumerate(self._batches(missing), start=1):
                 for text, statement in zip(batch, self._generate(batch), strict=True):
@@ -78,7 +94,8 @@ class QuestionConverter:
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
-                f"--converter {self.source}: cannot be loaded ({reason}). Give the folder or Hub id of a T5."
+                f"--converter {self.source}: cannot be loaded ({reason}). Give the folder or Hub "
+                "id of a T5."
             ) from None
         self._digest = _digest(self._model, self._tokenizer)
         self._model = self._model.to(self.device).eval()
@@ -100,7 +117,9 @@ class QuestionConverter:
             num_beams=1,
             do_sample=False,
         )
-        return [text.strip() for text in self._tokenizer.batch_decode(found, skip_special_tokens=True)]
+        return [
+            text.strip() for text in self._tokenizer.batch_decode(found, skip_special_tokens=True)
+        ]
 
 
 def _digest(model: Any, tokenizer: Any) -> str:

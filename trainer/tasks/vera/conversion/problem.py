@@ -1,7 +1,7 @@
 r"""A question with its choices, and the line that UnifiedQA has for it.
 
-`question \n (A) c1 (B) c2 [\n context]<TAB>answer text`, where \n is a backslash and an n; without a question the line
-starts with \n. A yes/no question is `question<TAB>yes` or `question<TAB>no`.
+`question \n (A) c1 (B) c2 [\n context]<TAB>answer text`, where \n is a backslash and an n; without
+a question the line starts with \n. A yes/no question is `question<TAB>yes` or `question<TAB>no`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ YES = "yes"
 
 
 class BadRecord(ValueError):
-    """A record that is no problem: what was got and what was wanted. The caller knows file and line."""
+    """A record that is no problem: what was got and what was wanted. The caller knows file and
+    line.
+    """
 
 
 @dataclass(frozen=True)
 class Problem:
     """A question and what may answer it.
 
-    A boolean has one choice, which holds (gold 0) or does not (gold None): "yes", or the statement if nothing is asked.
+    A boolean has one choice, which holds (gold 0) or does not (gold None): "yes", or the statement
+    if nothing is asked.
     """
 
     question: str | None  # None: the choices are statements
@@ -46,8 +49,12 @@ def statement(text: str, *, label: bool) -> Problem:
     return Problem(None, (text,), 0 if label else None)
 
 
-def multiple_choice(question: str | None, choices: list[str], gold: int, context: str | None = None) -> Problem:
-    """A problem with two choices or more; BadRecord for fewer, or for a gold that is none of them."""
+def multiple_choice(
+    question: str | None, choices: list[str], gold: int, context: str | None = None
+) -> Problem:
+    """A problem with two choices or more; BadRecord for fewer, or for a gold that is none
+    of them.
+    """
     if len(choices) < 2:
         raise BadRecord(f"{len(choices)} option(s), want two or more")
     if not 0 <= gold < len(choices):
@@ -70,7 +77,8 @@ def write_padded_line(problem: Problem) -> str:
 def read_line(line: str, *, is_statement: bool = False, keeps_blank: bool = False) -> Problem:
     """The problem of a UnifiedQA line; texts are stripped. BadRecord says why a line holds none.
 
-    is_statement: what stands before yes or no is a statement, not a question. keeps_blank: a blank question is one.
+    is_statement: what stands before yes or no is a statement, not a question. keeps_blank: a blank
+    question is one.
     """
     asked, tab, answer = line.rpartition("\t")
     if not tab:
@@ -79,24 +87,39 @@ def read_line(line: str, *, is_statement: bool = False, keeps_blank: bool = Fals
     if len(parts) == 1:
         return _read_boolean(parts[0], answer, is_statement=is_statement, keeps_blank=keeps_blank)
     if len(parts) > 3:
-        raise BadRecord(f"{len(parts)} parts with {_SEPARATOR} between, want question, choices and perhaps context")
+        raise BadRecord(
+            f"{len(parts)} parts with {_SEPARATOR} between, want question, choices and perhaps "
+            "context"
+        )
     choices = list(_read_choices(parts[1]))
     if answer not in choices:
         raise BadRecord(f"the answer {answer!r} is none of the options {choices}")
-    return multiple_choice(parts[0] or None, choices, choices.index(answer), parts[2] if len(parts) == 3 else None)
+    return multiple_choice(
+        parts[0] or None, choices, choices.index(answer), parts[2] if len(parts) == 3 else None
+    )
 
 
 def one_line(text: str) -> str:
-    """A text without tabs and line ends, which would break a line: a space stands where they joined two words."""
+    """A text without tabs and line ends, which would break a line: a space stands where they joined
+    two words.
+    """
     return (
-        " ".join(part for part in re.split(r"\s*[\t\r\n]+\s*", text) if part) if re.search(r"[\t\r\n]", text) else text
+        " ".join(part for part in re.split(r"\s*[\t\r\n]+\s*", text) if part)
+        if re.search(r"[\t\r\n]", text)
+        else text
     )
 
 
 def _asked(problem: Problem) -> str:
     if len(problem.choices) > len(ascii_uppercase):
-        raise BadRecord(f"{len(problem.choices)} options, want {len(ascii_uppercase)} at most, one for each letter")
-    marked = (f"({letter}) {choice}" for letter, choice in zip(ascii_uppercase, problem.choices, strict=False))
+        raise BadRecord(
+            f"{len(problem.choices)} options, want {len(ascii_uppercase)} at most, one for each "
+            "letter"
+        )
+    marked = (
+        f"({letter}) {choice}"
+        for letter, choice in zip(ascii_uppercase, problem.choices, strict=False)
+    )
     parts = [_SEPARATOR, *marked]
     if problem.question is not None:
         parts.insert(0, problem.question)
@@ -124,7 +147,9 @@ def _read_boolean(text: str, answer: str, *, is_statement: bool, keeps_blank: bo
 
 
 def _read_choices(text: str) -> Iterator[str]:
-    """The texts between (A), (B), ... as far as these follow one another. An option that holds the next is cut."""
+    """The texts between (A), (B), ... as far as these follow one another. An option that holds the
+    next is cut.
+    """
     if not text.startswith("(A)"):
         raise BadRecord(f"the options are {text[:40]!r}, want (A) ... (B) ...")
     rest = text[3:]

@@ -1,11 +1,16 @@
-"""Statements by rule where English leaves no choice: `--declarer rules`, tried before the question converter.
+"""Statements by rule where English leaves no choice: `--declarer rules`, tried before the question
+converter.
 
-Each rule gives up (None) unless the order of words alone decides, for a wrong statement is worse than a missing one:
+Each rule gives up (None) unless the order of words alone decides, for a wrong statement is worse
+than a missing one:
 1. a yes/no "question" that is a statement, perhaps with a question mark: the mark goes;
-2. a form of be, a modal, do or does behind which the end of the subject is certain: the two change places, "do" goes.
-   The end is certain behind a pronoun or "there", before a word that starts no noun ("be", "have", "more", "able"), and
+2. a form of be, a modal, do or does behind which the end of the subject is certain: the two change
+places, "do" goes.
+   The end is certain behind a pronoun or "there", before a word that starts no noun ("be", "have",
+   "more", "able"), and
    between two nouns with "a" or "an";
-3. "... is what?" and stems that break off at a word that needs another ("is", "of", "because"): the choice goes there.
+3. "... is what?" and stems that break off at a word that needs another ("is", "of", "because"): the
+choice goes there.
 Questions that start with what, who, where, when, why or how are never rearranged.
 """
 
@@ -29,26 +34,39 @@ _HAVE = {"does": "has", "did": "had"}
 _NEGATED = re.compile(r"(?i)(?:\w+n['’]t|cannot)$")
 _QUESTION_WORDS = _words("what who whom whose which where when why how")
 _PRONOUNS = _words("i you he she it we they there")
-_ASKED_OF_NONE = _words("any anyone anybody anything anywhere ever either yet")  # not so in statements
+_ASKED_OF_NONE = _words(
+    "any anyone anybody anything anywhere ever either yet"
+)  # not so in statements
 _TAGS = ("right", "correct", "yes or no", "true or false", "agree")
-_PREPOSITIONS = _words("of in on at with by for from about like under over into near during without than")
+_PREPOSITIONS = _words(
+    "of in on at with by for from about like under over into near during without than"
+)
 # A clause or a list inside the subject may hold a second verb: then its end is not certain.
-_CLAUSES = _words("that which who whom whose where when while if because to and or but than as") | _AUXILIARIES
+_CLAUSES = (
+    _words("that which who whom whose where when while if because to and or but than as")
+    | _AUXILIARIES
+)
 _ENDS_BEFORE_VERB = _words("be have always never usually often sometimes also still")
 _ENDS_AFTER_BE = _words(
-    "always never usually often sometimes also still able unable capable more less shorter taller longer bigger "
-    "smaller larger heavier lighter faster slower older younger better worse beside under above below behind"
+    "always never usually often sometimes also still able unable capable more less shorter "
+    "taller longer bigger "
+    "smaller larger heavier lighter faster slower older younger better worse beside under above "
+    "below behind"
 )
 _ARTICLES = frozenset(("a", "an"))
 _OPENERS = _words("if when while before after as so because since unless")
-_NO_ENDS = _words("a an the this that these those some all no every each my your his her its our their not almost")
+_NO_ENDS = _words(
+    "a an the this that these those some all no every each my your his her its our their not almost"
+)
 _OPEN_ENDS = _words(
-    "is are was were be been a an the of to for by with from in on at as into than because called causes when"
+    "is are was were be been a an the of to for by with from in on at as into than because "
+    "called causes when"
 )
 
 
 def declared(sentence: str, choice: str, before: str = "") -> str | None:
-    """The statement that a last sentence and its choice make, perhaps without its full stop; None: ask a converter.
+    """The statement that a last sentence and its choice make, perhaps without its full stop; None:
+    ask a converter.
 
     before: what stands in front of the sentence; behind "Was Dr. " it is no sentence.
     """
@@ -65,11 +83,15 @@ def declared(sentence: str, choice: str, before: str = "") -> str | None:
 
 
 def _is_torn(before: str) -> bool:
-    """Whether the full stop behind `before` is that of "Dr." or "J." in a question rather than of a sentence."""
+    """Whether the full stop behind `before` is that of "Dr." or "J." in a question rather than of a
+    sentence.
+    """
     words = before.rstrip(" .").rpartition(". ")[2].split()
     if not words:
         return False
-    return len(words[-1]) < 3 or "." in words[-1] or words[0].lower() in _AUXILIARIES | _QUESTION_WORDS
+    return (
+        len(words[-1]) < 3 or "." in words[-1] or words[0].lower() in _AUXILIARIES | _QUESTION_WORDS
+    )
 
 
 def _asks(words: list[str]) -> bool:
@@ -81,8 +103,12 @@ def _asks(words: list[str]) -> bool:
         return True
     pairs = list(pairwise(lowered))
     after = _PRONOUNS | _NO_ENDS if lowered[0] in _OPENERS else _PRONOUNS
-    is_turned = any(a in _AUXILIARIES and b in after for a, b in pairs)  # "After losing can you win"
-    return is_turned or any((a.endswith(",") or a == "then") and b in _AUXILIARIES for a, b in pairs)
+    is_turned = any(
+        a in _AUXILIARIES and b in after for a, b in pairs
+    )  # "After losing can you win"
+    return is_turned or any(
+        (a.endswith(",") or a == "then") and b in _AUXILIARIES for a, b in pairs
+    )
 
 
 def _inverted(auxiliary: str, rest: list[str]) -> str | None:

@@ -1,4 +1,6 @@
-"""What an adapter is, and how publishers' files are opened: every record with the file and the place it came from."""
+"""What an adapter is, and how publishers' files are opened: every record with the file and the
+place it came from.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,24 @@ class Raw(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """One publisher's format. `files`: split -> names below the raw folder; "a|b" is either, "a?" may be missing."""
+    """One publisher's format. `files`: split -> names below the raw folder; "a|b" is either, "a?"
+    may be missing.
+    """
 
     files: Mapping[str, tuple[str, ...]]
     read: Callable[[Sequence[Path | None]], Iterator[Raw]]
     problem: Callable[[Any, Variants], Problem]  # raises BadRecord
-    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # the first is default
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict[str, tuple[str, ...]]
+    )  # the first is default
     is_joined: bool = False  # rule (b) of declare.py
     is_statement: bool = False  # of a boolean: what is asked is a statement already
     is_cloze: bool = False  # every question is meant to have a blank
     line: Callable[[Problem], str] = write_line
 
 
-# Files ----------------------------------------------------------------------------------------------------------------
+# Files
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def json_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
@@ -60,7 +67,9 @@ def json_list(paths: Sequence[Path | None]) -> Iterator[Raw]:
     (path,) = _given(paths)
     rows = whole_json(path)
     if not isinstance(rows, list) or not rows:
-        raise DataError(f"{path} is no JSON list with something in it. Take the publisher's file as it is.")
+        raise DataError(
+            f"{path} is no JSON list with something in it. Take the publisher's file as it is."
+        )
     for number, row in enumerate(rows, start=1):
         yield Raw(path, "item", number, row)
 
@@ -72,7 +81,8 @@ def labelled_json_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
     rows = list(sources.numbered_jsonl(questions))
     if len(rows) != len(told):
         raise DataError(
-            f"{labels} has {len(told)} lines for {len(rows)} of {questions.name}. Take both of one release."
+            f"{labels} has {len(told)} lines for {len(rows)} of {questions.name}. Take both of "
+            "one release."
         )
     for (number, row), label in zip(rows, told, strict=True):
         yield Raw(questions, "line", number, (row, label))
@@ -92,7 +102,9 @@ def plain_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
 
 
 def csv_rows(path: Path) -> Iterator[Raw]:
-    """The fields of every row of a CSV file, a header included; `number` is the line where the row ends."""
+    """The fields of every row of a CSV file, a header included; `number` is the line where the row
+    ends.
+    """
     text = "\n".join(line for _, line in sources.lines(path))
     reader = csv.reader(io.StringIO(text), strict=True)
     try:
@@ -100,7 +112,9 @@ def csv_rows(path: Path) -> Iterator[Raw]:
             if row:
                 yield Raw(path, "line", reader.line_num, row)
     except csv.Error as error:
-        raise sources.bad_line(path, reader.line_num, f"{error}; take the publisher's file as it is") from None
+        raise sources.bad_line(
+            path, reader.line_num, f"{error}; take the publisher's file as it is"
+        ) from None
 
 
 def csv_objects(paths: Sequence[Path | None]) -> Iterator[Raw]:
@@ -120,7 +134,9 @@ def xml_items(paths: Sequence[Path | None], tag: str) -> Iterator[Raw]:
     try:
         found = ElementTree.parse(path).getroot().iter(tag)
     except (OSError, ElementTree.ParseError) as error:
-        raise DataError(f"{path} cannot be read as XML ({error}). Take the publisher's file as it is.") from None
+        raise DataError(
+            f"{path} cannot be read as XML ({error}). Take the publisher's file as it is."
+        ) from None
     for number, element in enumerate(found, start=1):
         yield Raw(path, "item", number, element)
 
@@ -129,14 +145,17 @@ def whole_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON ({error}). Take the publisher's file as it is.") from None
+        raise DataError(
+            f"{path} cannot be read as JSON ({error}). Take the publisher's file as it is."
+        ) from None
 
 
 def _given(paths: Sequence[Path | None]) -> list[Path]:
     return [path for path in paths if path is not None]
 
 
-# Fields ---------------------------------------------------------------------------------------------------------------
+# Fields
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def value_of(row: Any, *names: str) -> Any:
@@ -150,7 +169,9 @@ def value_of(row: Any, *names: str) -> Any:
 
 
 def text_of(row: Any, *names: str) -> str:
-    """A text on one line that is not blank; spaces at its ends are kept. BadRecord for anything else."""
+    """A text on one line that is not blank; spaces at its ends are kept. BadRecord for anything
+    else.
+    """
     return checked_text(value_of(row, *names), ".".join(names))
 
 

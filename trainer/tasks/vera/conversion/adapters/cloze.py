@@ -1,4 +1,6 @@
-"""Sets with a blank (wsc273, numersense, winogrande_xl, alphanli) and with endings (copa, codah, swag, ...)."""
+"""Sets with a blank (wsc273, numersense, winogrande_xl, alphanli) and with endings (copa, codah,
+swag, ...).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from trainer.tasks.vera.conversion.adapters.adapter import (
     value_of,
     xml_items,
 )
-from trainer.tasks.vera.conversion.problem import BadRecord, Problem, multiple_choice, write_padded_line
+from trainer.tasks.vera.conversion.problem import (
+    BadRecord,
+    Problem,
+    multiple_choice,
+    write_padded_line,
+)
 
 
 def _words(text: str) -> frozenset[str]:
@@ -33,35 +40,51 @@ def _words(text: str) -> frozenset[str]:
 
 _NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 _WSC273 = 273  # the schemas of the collection that are WSC273, the first ones
-# Words that lose their capital inside a sentence whatever comes next; names and "I" are not among them.
+# Words that lose their capital inside a sentence whatever comes next; names and "I" are not among
+# them.
 _FUNCTION_WORDS = _words(
-    "a all an another both each every he her his it its many my no one our several she some someone something that the "
+    "a all an another both each every he her his it its many my no one our several she some "
+    "someone something that the "
     "their there these they this those two we you your"
 )
 
 
-# Blanks ---------------------------------------------------------------------------------------------------------------
+# Blanks
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _schemas(paths: Sequence[Path | None]) -> Iterator[Raw]:
-    """(schema, its options) of WSC273; options as in wsc273.txt, where that is given, else as in the collection."""
+    """(schema, its options) of WSC273; options as in wsc273.txt, where that is given, else as in
+    the collection.
+    """
     collection, texts = paths
     found = list(xml_items([collection], "schema"))[:_WSC273]
     told = None if texts is None else _wsc_options(texts)
     if told is not None and len(told) != len(found):
-        raise DataError(f"{texts} holds {len(told)} schemas, and {collection} {len(found)}. Take the published files.")
+        raise DataError(
+            f"{texts} holds {len(told)} schemas, and {collection} {len(found)}. Take the "
+            "published files."
+        )
     for index, raw in enumerate(found):
         yield raw._replace(value=(raw.value, None if told is None else told[index]))
 
 
 def _wsc_options(path: Path) -> list[tuple[str, str]]:
-    """(right, wrong) of every record of wsc273.txt: sentence, [MASK], options with a comma between, answer, blank."""
+    """(right, wrong) of every record of wsc273.txt: sentence, [MASK], options with a comma between,
+    answer, blank.
+    """
     lines = [text.strip() for _, text in sources.lines(path)]
     found: list[tuple[str, str]] = []
     for start in range(0, len(lines) - 3, 5):
-        options, right = [option.strip() for option in lines[start + 2].split(",")], lines[start + 3]
+        options, right = (
+            [option.strip() for option in lines[start + 2].split(",")],
+            lines[start + 3],
+        )
         if len(options) != 2 or right not in options:
-            problem = f"options {sources.shown(lines[start + 2])} and answer {sources.shown(right)} do not fit"
+            problem = (
+                f"options {sources.shown(lines[start + 2])} and answer {sources.shown(right)} do "
+                "not fit"
+            )
             raise sources.bad_line(path, start + 3, f"{problem}; take the published file")
         found.append((right, options[1 - options.index(right)]))
     return found
@@ -71,13 +94,17 @@ def _wsc(row: Any, variants: Variants) -> Problem:
     schema, told = row
     gold = index_of(_xml_text(schema, "correctAnswer").strip(" ."), ("A", "B"), "correctAnswer")
     if told is None:
-        choices = [" ".join((element.text or "").split()) for element in schema.findall("answers/answer")]
+        choices = [
+            " ".join((element.text or "").split()) for element in schema.findall("answers/answer")
+        ]
     else:
         choices = [told[0], told[1]] if gold == 0 else [told[1], told[0]]
     before, after = (schema.findtext(f"text/{name}") or "" for name in ("txt1", "txt2"))
     question = " ".join(f"{before} _ {after}".split())
     if variants["case"] == "fit":
-        starts = question.startswith("_") or question[: question.index("_")].rstrip().endswith((".", "!", "?"))
+        starts = question.startswith("_") or question[: question.index("_")].rstrip().endswith(
+            (".", "!", "?")
+        )
         choices = [_capitalised(choice) if starts else _uncapitalised(choice) for choice in choices]
     return multiple_choice(question, choices, gold)
 
@@ -90,7 +117,9 @@ def _numersense(fields: Any, _: Variants) -> Problem:
 
 def _winogrande(row: Any, _: Variants) -> Problem:
     choices = [text_of(row, "option1"), text_of(row, "option2")]
-    return multiple_choice(text_of(row, "sentence"), choices, index_of(value_of(row, "answer"), ("1", "2"), "answer"))
+    return multiple_choice(
+        text_of(row, "sentence"), choices, index_of(value_of(row, "answer"), ("1", "2"), "answer")
+    )
 
 
 def _alphanli(row: Any, _: Variants) -> Problem:
@@ -100,12 +129,15 @@ def _alphanli(row: Any, _: Variants) -> Problem:
     return multiple_choice(question, choices, index_of(label, ("1", "2"), "label"))
 
 
-# Endings --------------------------------------------------------------------------------------------------------------
+# Endings
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _copa(item: Any, variants: Variants) -> Problem:
     premise, choices = _xml_text(item, "p"), [_xml_text(item, "a1"), _xml_text(item, "a2")]
-    gold = index_of(item.get("most-plausible-alternative"), ("1", "2"), "most-plausible-alternative")
+    gold = index_of(
+        item.get("most-plausible-alternative"), ("1", "2"), "most-plausible-alternative"
+    )
     if variants["connective"] == "because_so":
         asked = index_of(item.get("asks-for"), ("cause", "effect"), "asks-for")
         premise = f"{premise.strip().rstrip('.')} {('because', 'so')[asked]}"
@@ -162,7 +194,10 @@ ADAPTERS = {
         is_cloze=True,
     ),
     "numersense": Adapter(
-        {"train": ("train.masked.tsv",), "dev": ("validation.masked.tsv",)}, tab_lines, _numersense, is_cloze=True
+        {"train": ("train.masked.tsv",), "dev": ("validation.masked.tsv",)},
+        tab_lines,
+        _numersense,
+        is_cloze=True,
     ),
     "winogrande_xl": Adapter(
         {"train": ("train_xl.jsonl",), "dev": ("dev.jsonl",)},
@@ -185,9 +220,14 @@ ADAPTERS = {
         is_joined=True,
     ),
     "codah": Adapter({"dev": ("full_data.tsv",)}, tab_lines, _codah, is_joined=True),
-    "swag": Adapter({"train": ("train.csv",), "dev": ("val.csv",)}, csv_objects, _swag, is_joined=True),
+    "swag": Adapter(
+        {"train": ("train.csv",), "dev": ("val.csv",)}, csv_objects, _swag, is_joined=True
+    ),
     "hellaswag": Adapter(
-        {"train": ("hellaswag_train.jsonl",), "dev": ("hellaswag_val.jsonl",)}, json_lines, _hellaswag, is_joined=True
+        {"train": ("hellaswag_train.jsonl",), "dev": ("hellaswag_val.jsonl",)},
+        json_lines,
+        _hellaswag,
+        is_joined=True,
     ),
     "story_cloze_test": Adapter(
         {

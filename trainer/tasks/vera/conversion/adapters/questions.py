@@ -1,4 +1,6 @@
-"""Sets of questions with options: the science and commonsense exams of AI2 and their kin, and UnifiedQA's own files."""
+"""Sets of questions with options: the science and commonsense exams of AI2 and their kin, and
+UnifiedQA's own files.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,25 @@ _OPTION_MARK = re.compile(r"\s*\([A-Z]\)\s*")
 
 
 def _stem(row: Any, _: Variants) -> Problem:
-    """{"question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}: labels may be letters or numbers."""
+    """{"question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}: labels may be letters or
+    numbers.
+    """
     options = value_of(row, "question", "choices")
     if not isinstance(options, list):
         raise BadRecord(f"'question.choices' is {sources.shown(options)}, want a list")
     labels = [str(value_of(option, "label")) for option in options]
     gold = index_of(value_of(row, "answerKey"), labels, "answerKey")
-    return multiple_choice(text_of(row, "question", "stem"), [text_of(option, "text") for option in options], gold)
+    return multiple_choice(
+        text_of(row, "question", "stem"), [text_of(option, "text") for option in options], gold
+    )
 
 
 def _piqa(row: Any, _: Variants) -> Problem:
     goal, label = row
     return multiple_choice(
-        text_of(goal, "goal"), [text_of(goal, "sol1"), text_of(goal, "sol2")], index_of(label, ("0", "1"), "label")
+        text_of(goal, "goal"),
+        [text_of(goal, "sol1"), text_of(goal, "sol2")],
+        index_of(label, ("0", "1"), "label"),
     )
 
 
@@ -52,7 +60,9 @@ def _siqa(row: Any, _: Variants) -> Problem:
 
 
 def _sciq(row: Any, _: Variants) -> Problem:
-    """The options in alphabetical order: the file has the answer apart, and the place of an option must not tell it."""
+    """The options in alphabetical order: the file has the answer apart, and the place of an option
+    must not tell it.
+    """
     right = text_of(row, "correct_answer")
     choices = sorted([right, *(text_of(row, f"distractor{number}") for number in (1, 2, 3))])
     return multiple_choice(text_of(row, "question"), choices, choices.index(right))
@@ -61,13 +71,19 @@ def _sciq(row: Any, _: Variants) -> Problem:
 def _quarel(row: Any, _: Variants) -> Problem:
     """{"question": "text (A) one (B) other", "answer_index"}."""
     question, *choices = _OPTION_MARK.split(text_of(row, "question"))
-    choices = [checked_text(choice.strip(), f"option {index + 1}") for index, choice in enumerate(choices)]
-    gold = index_of(value_of(row, "answer_index"), [str(index) for index in range(len(choices))], "answer_index")
+    choices = [
+        checked_text(choice.strip(), f"option {index + 1}") for index, choice in enumerate(choices)
+    ]
+    gold = index_of(
+        value_of(row, "answer_index"), [str(index) for index in range(len(choices))], "answer_index"
+    )
     return multiple_choice(checked_text(question.strip(), "question"), choices, gold)
 
 
 def _cycic_rows(paths: Sequence[Path | None]) -> Iterator[Raw]:
-    """(question, label) of the multiple-choice half of CycIC, joined by run_id; the true/false half is left alone."""
+    """(question, label) of the multiple-choice half of CycIC, joined by run_id; the true/false half
+    is left alone.
+    """
     questions, labels = (path for path in paths if path is not None)
     told = {str(row.get("run_id")): row.get("correct_answer") for row in sources.read_jsonl(labels)}
     for raw in json_lines([questions]):
@@ -79,7 +95,9 @@ def _cycic(row: Any, _: Variants) -> Problem:
     question, label = row
     names = sorted(name for name in question if name.startswith("answer_option"))
     gold = index_of(label, [name.removeprefix("answer_option") for name in names], "correct_answer")
-    return multiple_choice(text_of(question, "question"), [text_of(question, name) for name in names], gold)
+    return multiple_choice(
+        text_of(question, "question"), [text_of(question, name) for name in names], gold
+    )
 
 
 def _prost(row: Any, variants: Variants) -> Problem:
@@ -93,7 +111,11 @@ def _prost(row: Any, variants: Variants) -> Problem:
 
 
 def _unified(line: Any, variants: Variants) -> Problem:
-    return read_line(line, is_statement=variants["boolean"] == "statement", keeps_blank=variants["blank"] == "keep")
+    return read_line(
+        line,
+        is_statement=variants["boolean"] == "statement",
+        keeps_blank=variants["blank"] == "keep",
+    )
 
 
 def unified_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
@@ -103,31 +125,47 @@ def unified_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
         is_empty = False
         yield raw
     if is_empty:
-        raise DataError(f"{paths[0]} is empty. Put one question, a tab and its answer on every line.")
+        raise DataError(
+            f"{paths[0]} is empty. Put one question, a tab and its answer on every line."
+        )
 
 
-def _named(pattern: str, *, train: str = "train", dev: str = "dev", test: str = "test") -> dict[str, tuple[str, ...]]:
+def _named(
+    pattern: str, *, train: str = "train", dev: str = "dev", test: str = "test"
+) -> dict[str, tuple[str, ...]]:
     names = {"train": train, "dev": dev, "test": test}
     return {split: (pattern.format(name),) for split, name in names.items()}
 
 
 def _labelled(dev: str) -> dict[str, tuple[str, ...]]:
     names = {"train": "train", "dev": dev}
-    labels = {split: "|".join(f"{name}-labels.lst" for name in given.split("|")) for split, given in names.items()}
-    rows = {split: "|".join(f"{name}.jsonl" for name in given.split("|")) for split, given in names.items()}
+    labels = {
+        split: "|".join(f"{name}-labels.lst" for name in given.split("|"))
+        for split, given in names.items()
+    }
+    rows = {
+        split: "|".join(f"{name}.jsonl" for name in given.split("|"))
+        for split, given in names.items()
+    }
     return {split: (rows[split], labels[split]) for split in names}
 
 
 _CAPITALISED = {"train": "Train", "dev": "Dev", "test": "Test"}
 
 ADAPTERS = {
-    "commonsenseqa": Adapter({split: (f"{split}_rand_split.jsonl",) for split in ("train", "dev")}, json_lines, _stem),
+    "commonsenseqa": Adapter(
+        {split: (f"{split}_rand_split.jsonl",) for split in ("train", "dev")}, json_lines, _stem
+    ),
     "qasc": Adapter({split: (f"{split}.jsonl",) for split in ("train", "dev")}, json_lines, _stem),
     "openbookqa": Adapter(_named("{}.jsonl"), json_lines, _stem),
     "arc_easy": Adapter(_named("ARC-Easy-{}.jsonl", **_CAPITALISED), json_lines, _stem),
     "arc_hard": Adapter(_named("ARC-Challenge-{}.jsonl", **_CAPITALISED), json_lines, _stem),
-    "ai2_science_elementary": Adapter(_named("Elementary-NDMC-{}.jsonl", **_CAPITALISED), json_lines, _stem),
-    "ai2_science_middle": Adapter(_named("Middle-NDMC-{}.jsonl", **_CAPITALISED), json_lines, _stem),
+    "ai2_science_elementary": Adapter(
+        _named("Elementary-NDMC-{}.jsonl", **_CAPITALISED), json_lines, _stem
+    ),
+    "ai2_science_middle": Adapter(
+        _named("Middle-NDMC-{}.jsonl", **_CAPITALISED), json_lines, _stem
+    ),
     "physical_iqa": Adapter(_labelled("valid|dev"), labelled_json_lines, _piqa),
     "social_iqa": Adapter(_labelled("dev"), labelled_json_lines, _siqa),
     "sciq": Adapter(_named("{}.json", dev="valid"), json_list, _sciq),
@@ -136,15 +174,21 @@ ADAPTERS = {
     "cycic_mc": Adapter(
         {
             "train": tuple(
-                f"CycIC_training_{part}.jsonl|cycic_training_{part}.jsonl" for part in ("questions", "labels")
+                f"CycIC_training_{part}.jsonl|cycic_training_{part}.jsonl"
+                for part in ("questions", "labels")
             ),
-            "dev": tuple(f"CycIC_dev_{part}.jsonl|cycic_dev_{part}.jsonl" for part in ("questions", "labels")),
+            "dev": tuple(
+                f"CycIC_dev_{part}.jsonl|cycic_dev_{part}.jsonl" for part in ("questions", "labels")
+            ),
         },
         _cycic_rows,
         _cycic,
     ),
     "prost": Adapter(
-        {"dev": ("default.jsonl|prost.jsonl",)}, json_lines, _prost, variants={"question": ("ex_question", "masked")}
+        {"dev": ("default.jsonl|prost.jsonl",)},
+        json_lines,
+        _prost,
+        variants={"question": ("ex_question", "masked")},
     ),
     "unifiedqa": Adapter(
         _named("{}.tsv"),

@@ -1,4 +1,6 @@
-"""Sets of yes/no questions and of statements: creak, csqa2, strategyqa, spatial_cs, com2sense_paired, comve_a."""
+"""Sets of yes/no questions and of statements: creak, csqa2, strategyqa, spatial_cs,
+com2sense_paired, comve_a.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from trainer.tasks.vera.conversion.adapters.adapter import (
     value_of,
     whole_json,
 )
-from trainer.tasks.vera.conversion.problem import BadRecord, Problem, multiple_choice, statement, yes_no
+from trainer.tasks.vera.conversion.problem import (
+    BadRecord,
+    Problem,
+    multiple_choice,
+    statement,
+    yes_no,
+)
 
 _FALSE_TRUE, _NO_YES = ("false", "true"), ("no", "yes")
 
@@ -49,9 +57,15 @@ def _spatial(row: Any, _: Variants) -> Problem:
 
 
 def _com2sense_pairs(paths: Sequence[Path | None]) -> Iterator[Raw]:
-    """(the ids, their records) of every pair, in the order of the pair file, which has each pair in both directions."""
+    """(the ids, their records) of every pair, in the order of the pair file, which has each pair in
+    both directions.
+    """
     sentences, pairs = (path for path in paths if path is not None)
-    by_id = {str(raw.value.get("id")): raw.value for raw in json_list([sentences]) if isinstance(raw.value, dict)}
+    by_id = {
+        str(raw.value.get("id")): raw.value
+        for raw in json_list([sentences])
+        if isinstance(raw.value, dict)
+    }
     pair_of = whole_json(pairs)
     if not isinstance(pair_of, dict):
         raise DataError(f"{pairs} is no JSON object of ids. Take the publisher's file as it is.")
@@ -59,7 +73,12 @@ def _com2sense_pairs(paths: Sequence[Path | None]) -> Iterator[Raw]:
     for number, (first, second) in enumerate(pair_of.items(), start=1):
         if first not in done:
             done |= {first, str(second)}
-            yield Raw(pairs, "item", number, [(identity, by_id.get(identity)) for identity in (first, str(second))])
+            yield Raw(
+                pairs,
+                "item",
+                number,
+                [(identity, by_id.get(identity)) for identity in (first, str(second))],
+            )
 
 
 def _com2sense(pair: Any, _: Variants) -> Problem:
@@ -100,7 +119,8 @@ ADAPTERS = {
         {split: (f"CSQA2_{split}.json|csqa2_{split}.json",) for split in ("train", "dev")},
         json_lines,
         _csqa2,
-        # keep: as the author's train file has it, where a question with a line end in it makes two broken lines
+        # keep: as the author's train file has it, where a question with a line end in it makes two
+        # broken lines
         variants={"newlines": ("join", "keep")},
     ),
     "strategyqa": Adapter({"train": ("train.json",), "dev": ("dev.json",)}, json_list, _strategyqa),

@@ -1,0 +1,1 @@
+"""The backend `k8s` (its class stands in backend.py)."""

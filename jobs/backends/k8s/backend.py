@@ -1,0 +1,478 @@
+"""Kubernetes: Jobs and JobSets through the kubernetes Python client.
+
+The object's name is the attempt's token, so the API server itself keeps an attempt from being made
+twice. Jobs too are sent through CustomObjectsApi, which takes and gives plain dictionaries: client
+37 refuses whole replies that hold a field newer than itself, and a reply that cannot be read after
+the Job was made would look like a failed submission. An id is "<namespace>/<kind>/<name>", kind
+being job or jobset.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, cast
+
+import yaml
+
+from jobs.backends.k8s.manifest import CONTAINER, KINDS, RANK, TOKEN, manifest, text_of, token_in
+from jobs.errors import Refused, Unreachable
+from jobs.submit.spec import Finding, JobSpec, JobState, Observed, Rendered
+from trainer.errors import ConfigError
+
+TIMEOUT_S = (10, 60)  # to connect, to read
+SILENCE_S = (10, 24 * 3600)  # a log that is followed may be quiet for long
+CHUNK = 40  # tokens in one label selector: a URL of 2 KiB at most
+CERTAIN = (400, 403, 404, 405, 413, 415, 422)  # the API server looked at it and made nothing
+NEEDS_A_PERSON = {
+    "ErrImagePull": "Check job.image and the cluster's rights to pull it.",
+    "ImagePullBackOff": "Check job.image and the cluster's rights to pull it.",
+    "InvalidImageName": "Correct job.image.",
+    "CreateContainerConfigError": "Check that the Secret of job.wandb_key_secret exists in this "
+    "namespace.",
+}
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Object = dict[str, Any]
+
+
+class K8s:
+    """A cluster as ~/.kube/config, $KUBECONFIG or a pod's own service account name it."""
+
+    name: ClassVar[str] = "k8s"
+    validation: ClassVar[str] = (
+        "offline only: manifests against the schemas of Kubernetes and JobSet, requests against "
+        "a loopback HTTP "
+        "server; no real cluster"
+    )
+
+    def __init__(self, namespace: str = "default") -> None:
+        """namespace: where `check` looks, and `find` when it may not look everywhere; ids carry
+        their own.
+        """
+        self.namespace = namespace
+
+    def check(self) -> list[Finding]:
+        """Whether the client is there, the cluster answers, and Jobs and JobSets can be listed in
+        the namespace.
+        """
+        try:
+            version = importlib.import_module("kubernetes").__version__
+        except ModuleNotFoundError:
+            return [Finding("kubernetes client", False, "not installed: pip install 'lathe[k8s]'")]
+        found = [Finding("kubernetes client", True, str(version))]
+        for kind, note in (("job", ""), ("jobset", " (needed for nodes > 1 only)")):
+            try:
+                listed = _list(self.namespace, kind, limit=1)
+            except Unreachable as error:
+                return [*found, Finding("cluster", False, str(error))]
+            text = f"namespace {self.namespace}: " + (
+                "can be listed" if listed is not None else "the cluster has none"
+            )
+            found.append(Finding(f"{kind}s", listed is not None or kind == "jobset", text + note))
+        return found
+
+    def render(self, spec: JobSpec) -> Rendered:
+        """The manifest as YAML. ConfigError names what cannot be rendered."""
+        return Rendered(spec.token, "rendered.yaml", text_of(manifest(spec)))
+
+    def rehearse(self, rendered: Rendered) -> str | None:
+        """The API server's own dry run: admission, quota and every field, without making
+        anything.
+        """
+        job_id = self._create(rendered, dry_run="All")
+        return f"{job_id}: the API server would take it"
+
+    def submit(self, rendered: Rendered) -> str:
+        """The id. An object of this name that carries our token is adopted: it is the same
+        submission.
+        """
+        return self._create(rendered)
+
+    def find(self, token: str) -> list[str]:
+        """Ids of the objects with this token; those deleted are gone.
+
+        Looks in all namespaces where that is allowed, else in its own. Missing one elsewhere is
+        safe: a submission under the same name is adopted.
+        """
+        found: list[str] = []
+        for kind in KINDS:
+            listed = _everywhere(self.namespace, kind, f"{TOKEN}={token}") or []
+            found += [
+                f"{item['metadata']['namespace']}/{kind}/{item['metadata']['name']}"
+                for item in listed
+            ]
+        return found
+
+    def query(self, ids: Sequence[str]) -> dict[str, Observed]:
+        """What the cluster says of these ids, of the objects and of their pods."""
+        wanted: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for job_id in ids:
+            namespace, kind, name = _parts(job_id)
+            wanted[namespace, kind].append(name)
+        found: dict[str, Observed] = {}
+        for (namespace, kind), names in wanted.items():
+            for start in range(0, len(names), CHUNK):
+                found.update(_query(namespace, kind, names[start : start + CHUNK]))
+        return {job_id: found[job_id] for job_id in ids if job_id in found}
+
+    def cancel(self, job_id: str) -> None:
+        """Delete the object. It stays, marked, until its pods have had their grace."""
+        namespace, kind, name = _parts(job_id)
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
+        group, version, plural = KINDS[kind]
+        try:
+            _custom(
+                lambda api: api.delete_namespaced_custom_object(
+                    group, version, namespace, plural, name, body=body, _request_timeout=TIMEOUT_S
+                )
+            )
+        except Answer as answer:
+            if answer.status != 404:  # 404: it is gone already
+                raise Unreachable(f"cannot delete {job_id}: {answer}") from None
+
+    def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
+        """Lines of the newest pod of the first node; nothing before it has started."""
+        namespace, _, name = _parts(job_id)
+        pods = [pod for pod in _pods(namespace, [token_in(name)]) if _rank(pod) == "0"]
+        if not pods:
+            return
+        pod = max(pods, key=_born)["metadata"]["name"]
+        timeout = SILENCE_S if follow else TIMEOUT_S
+        try:
+            response = _core(
+                lambda api: api.read_namespaced_pod_log(
+                    pod,
+                    namespace,
+                    container=CONTAINER,
+                    follow=follow,
+                    _preload_content=False,
+                    _request_timeout=timeout,
+                )
+            )
+        except Answer as answer:
+            if answer.status in (400, 404):  # its container has not started, or the pod is gone
+                return
+            raise Unreachable(f"no log of {job_id}: {answer}") from None
+        yield from _lines(response)
+
+    def _create(self, rendered: Rendered, dry_run: str | None = None) -> str:
+        body: Object = yaml.safe_load(rendered.text)
+        kind, meta = body["kind"].lower(), body["metadata"]
+        job_id = f"{meta['namespace']}/{kind}/{meta['name']}"
+        group, version, plural = KINDS[kind]
+        extra = {"dry_run": dry_run} if dry_run else {}
+        try:
+            _custom(
+                lambda api: api.create_namespaced_custom_object(
+                    group,
+                    version,
+                    meta["namespace"],
+                    plural,
+                    body,
+                    field_validation="Strict",
+                    _request_timeout=TIMEOUT_S,
+                    **extra,
+                )
+            )
+        except Answer as answer:
+            if answer.status == 409 and answer.reason == "AlreadyExists":
+                return _adopted(job_id, rendered.token)
+            if answer.status in CERTAIN:
+                raise Refused(
+                    f"the cluster refused {job_id}: {answer}{_advice(answer, kind)}"
+                ) from None
+            raise Unreachable(f"{job_id}: {answer}") from None
+        return job_id
+
+
+class Answer(Exception):
+    """An HTTP status of the API server that is no success."""
+
+    def __init__(self, status: int, body: Any, phrase: Any) -> None:
+        content = body.decode(errors="replace") if isinstance(body, bytes) else str(body or "")
+        try:
+            said: Any = json.loads(content)
+        except ValueError:
+            said = None
+        facts = cast("Object", said) if isinstance(said, dict) else {}
+        self.status, self.reason = status, facts.get("reason")
+        super().__init__(f"{status} {facts.get('message') or content[:200] or phrase}")
+
+
+def _advice(answer: Answer, kind: str) -> str:
+    if answer.status == 404 and kind == "jobset":
+        return ". Several nodes need JobSet (jobset.sigs.k8s.io) in the cluster."
+    return ". Ask for the right to create it in this namespace." if answer.status == 403 else ""
+
+
+def _adopted(job_id: str, token: str) -> str:
+    """`job_id`, whose object exists, if it carries our token; Refused when it is somebody
+    else's.
+    """
+    namespace, kind, name = _parts(job_id)
+    group, version, plural = KINDS[kind]
+    try:
+        found: Object = _custom(
+            lambda api: api.get_namespaced_custom_object(
+                group, version, namespace, plural, name, _request_timeout=TIMEOUT_S
+            )
+        )
+    except Answer as answer:
+        raise Unreachable(f"{job_id} exists, but cannot be read: {answer}") from None
+    if found["metadata"].get("labels", {}).get(TOKEN) != token:
+        raise Refused(
+            f"{job_id} exists and is not ours: it has no label {TOKEN}={token}. Delete or rename "
+            "it."
+        )
+    log.info("%s was there already: adopted", job_id)
+    return job_id
+
+
+def _parts(job_id: str) -> tuple[str, str, str]:
+    namespace, _, rest = job_id.partition("/")
+    kind, _, name = rest.partition("/")
+    if kind not in KINDS or not name:
+        raise ConfigError(
+            f'{job_id!r} is no id of the k8s backend. Want "<namespace>/job/<name>" or '
+            '".../jobset/...".'
+        )
+    return namespace, kind, name
+
+
+def _list(namespace: str, kind: str, **options: Any) -> list[Object] | None:
+    """Objects of one kind; None when the cluster does not know the kind. Unreachable."""
+    group, version, plural = KINDS[kind]
+    try:
+        reply: Object = _custom(
+            lambda api: api.list_namespaced_custom_object(
+                group, version, namespace, plural, _request_timeout=TIMEOUT_S, **options
+            )
+        )
+    except Answer as answer:
+        if answer.status == 404:
+            return None
+        raise Unreachable(f"cannot list {plural} in namespace {namespace}: {answer}") from None
+    return reply.get("items", [])
+
+
+def _everywhere(namespace: str, kind: str, selector: str) -> list[Object] | None:
+    """Objects of one kind in all namespaces, or in `namespace` for who may not see all.
+    Unreachable.
+    """
+    group, version, plural = KINDS[kind]
+    try:
+        reply: Object = _custom(
+            lambda api: api.list_cluster_custom_object(
+                group, version, plural, label_selector=selector, _request_timeout=TIMEOUT_S
+            )
+        )
+    except Answer as answer:
+        if answer.status in (403, 404):
+            return _list(namespace, kind, label_selector=selector)
+        raise Unreachable(f"cannot list {plural}: {answer}") from None
+    return reply.get("items", [])
+
+
+def _pods(namespace: str, tokens: Sequence[str]) -> list[Object]:
+    """The pods of these tokens. Unreachable."""
+    selector = f"{TOKEN} in ({','.join(tokens)})"
+    try:
+        response = _core(
+            lambda api: api.list_namespaced_pod(
+                namespace,
+                label_selector=selector,
+                _preload_content=False,
+                _request_timeout=TIMEOUT_S,
+            )
+        )
+    except Answer as answer:
+        raise Unreachable(f"cannot list pods in namespace {namespace}: {answer}") from None
+    reply: Object = _asked(lambda: json.loads(response.data))
+    return reply.get("items", [])
+
+
+def _query(namespace: str, kind: str, names: Sequence[str]) -> dict[str, Observed]:
+    tokens = [token_in(name) for name in names]
+    objects = _list(namespace, kind, label_selector=f"{TOKEN} in ({','.join(tokens)})")
+    if not objects:
+        return {}
+    pods: dict[str, list[Object]] = defaultdict(list)
+    for pod in _pods(namespace, tokens):
+        pods[pod["metadata"]["labels"][TOKEN]].append(pod)
+    found: dict[str, Observed] = {}
+    for item in objects:
+        name = item["metadata"]["name"]
+        found[f"{namespace}/{kind}/{name}"] = observe(item, pods[token_in(name)])
+    return found
+
+
+def observe(item: Object, pods: Sequence[Object]) -> Observed:
+    """What a Job or JobSet and its pods add up to."""
+    conditions = {
+        c["type"]: c
+        for c in item.get("status", {}).get("conditions", [])
+        if c.get("status") == "True"
+    }
+    newest = sorted((pod for pod in pods if _rank(pod) == "0"), key=_born)
+    restarts = item.get("status", {}).get("restarts", max(len(newest) - 1, 0))
+    if "Complete" in conditions or "Completed" in conditions:
+        return Observed("succeeded", restarts=restarts)
+    if "Failed" in conditions:
+        return _failed(conditions["Failed"], pods, restarts)
+    if item["metadata"].get("deletionTimestamp"):
+        return Observed("running", "is being deleted", host=_host(newest), restarts=restarts)
+    if item.get("spec", {}).get("suspend"):
+        return _suspended(item, restarts)
+    if not newest:
+        return Observed("queued", "no pod yet", restarts=restarts)
+    return _living(newest[-1], restarts)
+
+
+def _suspended(item: Object, restarts: int) -> Observed:
+    if "kueue.x-k8s.io/queue-name" in item["metadata"].get("labels", {}):
+        return Observed("queued", "waits for Kueue to admit it", restarts=restarts)
+    return Observed("held", "suspended by somebody; set spec.suspend to false", restarts=restarts)
+
+
+def _failed(condition: Object, pods: Sequence[Object], restarts: int) -> Observed:
+    """Failed for good: why is best seen in the container that ended last and badly."""
+    reason = ": ".join(text for key in ("reason", "message") if (text := condition.get(key)))
+    ends = [
+        end
+        for pod in sorted(pods, key=_born)
+        if (end := _terminated(pod)) and end.get("exitCode") != 0
+    ]
+    is_late = condition.get("reason") == "DeadlineExceeded" or any(
+        pod.get("status", {}).get("reason") == "DeadlineExceeded" for pod in pods
+    )
+    if is_late:
+        return Observed("timeout", reason, host=_host(pods), restarts=restarts)
+    state: JobState = "oom" if any(end.get("reason") == "OOMKilled" for end in ends) else "failed"
+    code = ends[-1].get("exitCode") if ends else None
+    return Observed(state, reason, host=_host(pods), exit_code=code, restarts=restarts)
+
+
+def _living(pod: Object, restarts: int) -> Observed:
+    """The state of a Job that has not ended, from the newest pod of its first node."""
+    status = pod.get("status", {})
+    phase = status.get("phase")
+    if phase == "Running":
+        return Observed("running", host=_host([pod]), restarts=restarts)
+    if phase in ("Failed", "Succeeded"):
+        text = f"its pod has ended ({status.get('reason') or phase})"
+        return Observed("queued", text, restarts=restarts, will_rerun=phase == "Failed")
+    for container in status.get("containerStatuses", []):
+        waiting = container.get("state", {}).get("waiting", {})
+        if waiting.get("reason") in NEEDS_A_PERSON:
+            cure = NEEDS_A_PERSON[waiting["reason"]]
+            return Observed(
+                "held",
+                f"{waiting['reason']}: {waiting.get('message', '')} {cure}",
+                restarts=restarts,
+            )
+    why = [
+        c.get("message") for c in status.get("conditions", []) if c.get("reason") == "Unschedulable"
+    ]
+    return Observed("queued", why[0] if why else None, restarts=restarts)
+
+
+def _terminated(pod: Object) -> Object | None:
+    """How the wrapper's container of this pod ended."""
+    for container in pod.get("status", {}).get("containerStatuses", []):
+        if container.get("name") == CONTAINER:
+            return container.get("state", {}).get("terminated")
+    return None
+
+
+def _rank(pod: Object) -> str:
+    return pod["metadata"].get("annotations", {}).get(RANK, "0")
+
+
+def _born(pod: Object) -> str:
+    return pod["metadata"].get("creationTimestamp", "")
+
+
+def _host(pods: Sequence[Object]) -> str | None:
+    return pods[-1].get("spec", {}).get("nodeName") if pods else None
+
+
+def _lines(response: Any) -> Iterator[str]:
+    """Lines of a streamed reply; Unreachable when the connection breaks."""
+    blocks: Iterator[bytes] = response.stream()
+    rest = b""
+    try:
+        while (block := _asked(lambda: next(blocks, None))) is not None:
+            *whole, rest = (rest + block).split(b"\n")
+            yield from (line.decode(errors="replace") for line in whole)
+    finally:
+        response.release_conn()
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _custom(call: Callable[[Any], T]) -> T:
+    return _asked(lambda: call(_client("CustomObjectsApi")))
+
+
+def _core(call: Callable[[Any], T]) -> T:
+    return _asked(lambda: call(_client("CoreV1Api")))
+
+
+def _asked(call: Callable[[], T]) -> T:
+    """The reply to one request. Answer for a status that is no success, Unreachable for a broken
+    connection.
+    """
+    try:
+        return call()
+    except (OSError, ValueError) as error:
+        raise Unreachable(f"the Kubernetes API server cannot be seen: {error}") from None
+    except Exception as error:
+        kind = type(error)
+        if kind.__module__.startswith("urllib3"):
+            raise Unreachable(f"the Kubernetes API server cannot be seen: {error}") from None
+        status = (
+            getattr(error, "status", None) if kind.__module__.startswith("kubernetes") else None
+        )
+        if status is None:
+            raise
+        if not status:  # TLS
+            raise Unreachable(f"the Kubernetes API server cannot be seen: {error}") from None
+        raise Answer(
+            int(status), getattr(error, "body", None), getattr(error, "reason", None)
+        ) from None
+
+
+def _client(api: str) -> Any:
+    """An API of the client, with the configuration of the user or of the pod. Unreachable when
+    there is none.
+    """
+    try:
+        client, config = (
+            importlib.import_module("kubernetes.client"),
+            importlib.import_module("kubernetes.config"),
+        )
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "the k8s backend needs the kubernetes package. pip install 'lathe[k8s]'"
+        ) from None
+    configuration = client.Configuration()
+    files = (
+        os.environ.get("KUBECONFIG") or "~/.kube/config"
+    )  # the client reads the variable at import only
+    try:
+        if any(Path(name).expanduser().exists() for name in files.split(os.pathsep)):
+            config.load_kube_config(files, client_configuration=configuration, persist_config=False)
+        else:
+            config.load_incluster_config(client_configuration=configuration)
+    except (config.ConfigException, OSError, ValueError, yaml.YAMLError) as error:
+        raise Unreachable(
+            f"no cluster is configured: {error}. Set KUBECONFIG or write ~/.kube/config."
+        ) from None
+    configuration.retries = False  # repeating is the caller's business, which looks first
+    return getattr(client, api)(client.ApiClient(configuration))

@@ -1,0 +1,449 @@
+"""Kubernetes manifests: a batch/v1 Job for one node, a JobSet (jobset.x-k8s.io/v1alpha2) for
+several.
+
+The pod and the Job are built of the kubernetes client's own models, which refuse a misspelt field;
+what those do not check (names, mounts, secrets) is checked here. Values stand in YAML scalars and
+argv lists only, and no shell runs.
+
+Kubernetes expands $(NAME) in argv and in values of variables, so every "$" is doubled, its escape
+for one "$".
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from jobs.config import JobConfig
+from jobs.submit.spec import JobSpec
+from trainer.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, ConfigError
+
+CONTAINER, REPLICATED = "wrapper", "node"
+KINDS = {"job": ("batch", "v1", "jobs"), "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets")}
+MANAGED = {"app.kubernetes.io/managed-by": "lathe"}
+TOKEN = "lathe/token"
+RANK = "batch.kubernetes.io/job-completion-index"
+GRACE_MARGIN_S = 15  # the wrapper writes exit.json after the training's own grace
+# Backstop behind the wrapper's own limit, which ends a run as `timeout`. It is the pod's, so each
+# restart has it anew, and it begins before the image is pulled.
+DEADLINE_MARGIN_S = 900
+
+DNS_LABEL = re.compile(
+    r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?\Z"
+)  # and room for "-node-0-<index>" within 63 letters
+DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\Z")
+IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}\Z")
+SECRET_KEY = re.compile(r"[A-Za-z0-9._-]{1,253}\Z")
+TOKEN_FORM = re.compile(r"[a-z][a-z0-9_]*[a-z0-9]\Z")
+
+# Keys of other backends: set here they would be ignored, and nothing is ever ignored.
+FOREIGN = (
+    *(
+        "account_id",
+        "data",
+        "preemptable",
+        "restartable",
+        "bid",
+        "partition",
+        "account",
+        "qos",
+        "gres",
+        "constraint",
+    ),
+    *("reservation", "exclude", "nodelist", "time", "requeue", "signal_s"),
+)
+K8S_ONLY = ("image", "namespace", "queue", "service_account", "volumes", "wandb_key_secret")
+
+
+def refuse_foreign(
+    spec: JobSpec, keys: tuple[str, ...], *, backend: str, allow_gpu_model: bool = False
+) -> None:
+    """ConfigError that names every key of the job dictionary which `backend` does not know, and
+    jobs to wait for.
+    """
+    default, job = JobConfig(), spec.job
+    found = [key for key in keys if getattr(job, key) != getattr(default, key)]
+    of_gpu = ("gpu_mem",) if allow_gpu_model else ("gpu_mem", "gpu_model")
+    found += [f"resources.{key}" for key in of_gpu if getattr(job.resources, key) is not None]
+    if found:
+        raise ConfigError(
+            f"job: the {backend} backend does not know {', '.join(found)}. Remove them, or use "
+            "another."
+        )
+    if spec.after:
+        raise ConfigError(
+            f"after={spec.after}: the {backend} backend cannot wait for other jobs. Submit it "
+            "later."
+        )
+
+
+def text_of(manifest: dict[str, Any]) -> str:
+    """The manifest as YAML, keys in their usual order."""
+    return yaml.safe_dump(manifest, sort_keys=False, width=120, allow_unicode=True)
+
+
+def name_of(token: str) -> str:
+    """The object's name: the token with "-" for "_"; ConfigError when it cannot be one. `token_in`
+    is its inverse.
+    """
+    name = token.replace("_", "-")
+    if not TOKEN_FORM.match(token) or not DNS_LABEL.match(name):
+        raise ConfigError(
+            f"token {token!r}: want at most 52 of [a-z0-9_], a letter first, none of '_' at the "
+            "end."
+        )
+    return name
+
+
+def token_in(name: str) -> str:
+    """The token that an object's name was made of."""
+    return name.replace("-", "_")
+
+
+def manifest(spec: JobSpec) -> dict[str, Any]:
+    """The Job or JobSet of one attempt, as the API server takes it. Pure; needs the `k8s` extra.
+
+    ConfigError names everything that cannot be rendered: a key of another backend, a missing image,
+    a bad name.
+    """
+    job, is_gang = checked(spec).job, spec.job.nodes > 1
+    body: dict[str, Any] = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2" if is_gang else "batch/v1",
+        "kind": "JobSet" if is_gang else "Job",
+        "metadata": metadata(spec),
+        "spec": _gang(spec) if is_gang else wire(job_spec(spec)),
+    }
+    if job.queue is not None:
+        body["spec"]["suspend"] = True  # Kueue starts it
+    return body
+
+
+def metadata(spec: JobSpec) -> dict[str, Any]:
+    """Name, namespace, labels, and in annotations what a label cannot hold."""
+    return {
+        "name": name_of(spec.token),
+        "namespace": spec.job.namespace,
+        "labels": labels(spec),
+        "annotations": {"lathe/group": spec.group, "lathe/folder": spec.folder},
+    }
+
+
+def labels(spec: JobSpec) -> dict[str, str]:
+    """Labels of the object; `lathe/token` finds it and its pods."""
+    found = {
+        **MANAGED,
+        TOKEN: spec.token,
+        "lathe/exp-id": label(spec.exp_id),
+        "lathe/group": label(spec.group),
+    }
+    found["lathe/attempt"] = str(spec.attempt)
+    if spec.job.queue is not None:
+        found["kueue.x-k8s.io/queue-name"] = spec.job.queue
+    return found
+
+
+def label(text: str) -> str:
+    """`text` with what a label may not hold replaced by "-": at most 63 letters, a letter or digit
+    at both ends.
+    """
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:63].strip("-_.")
+
+
+def job_spec(spec: JobSpec) -> Any:
+    """V1JobSpec: one pod for each node, none ever started again after it has failed by itself.
+
+    backoffLimit is 0: exit.json of a failure is final, so the wrapper would refuse a second start;
+    `max_retries` is the submitter's. Only a pod that the platform took away is started again, and
+    its attempt goes on.
+    """
+    models, is_gang = _models(), spec.job.nodes > 1
+    return models.V1JobSpec(
+        completion_mode="Indexed",
+        completions=spec.job.nodes,
+        parallelism=spec.job.nodes,
+        backoff_limit=0,
+        pod_failure_policy=models.V1PodFailurePolicy(
+            rules=_gang_rules() if is_gang else _single_rules()
+        ),
+        template=models.V1PodTemplateSpec(
+            metadata=models.V1ObjectMeta(labels={**MANAGED, TOKEN: spec.token}), spec=pod_spec(spec)
+        ),
+    )
+
+
+def _single_rules() -> list[Any]:
+    """Bad input ends the Job with a reason of its own; a pod that was evicted or preempted is
+    replaced.
+    """
+    return [_on_exit("FailJob", EXIT_BAD_INPUT), _on_disruption("Ignore")]
+
+
+def _gang_rules() -> list[Any]:
+    """A node that is taken away fails the child Job as `PodFailurePolicy`, upon which the JobSet
+    restarts all nodes.
+    """
+    return [_on_disruption("FailJob"), _on_exit("FailJob", EXIT_PREEMPTED)]
+
+
+def _on_exit(action: str, code: int) -> Any:
+    models = _models()
+    codes = models.V1PodFailurePolicyOnExitCodesRequirement(
+        container_name=CONTAINER, operator="In", values=[code]
+    )
+    return models.V1PodFailurePolicyRule(action=action, on_exit_codes=codes)
+
+
+def _on_disruption(action: str) -> Any:
+    models = _models()
+    pattern = models.V1PodFailurePolicyOnPodConditionsPattern(
+        type="DisruptionTarget", status="True"
+    )
+    return models.V1PodFailurePolicyRule(action=action, on_pod_conditions=[pattern])
+
+
+def _gang(spec: JobSpec) -> dict[str, Any]:
+    """The JobSet's spec: one child Job with a pod for each node, and DNS names for the
+    rendezvous.
+    """
+    preempted = {
+        "name": "preempted",
+        "action": "RestartJobSet",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    return {
+        "failurePolicy": {
+            "maxRestarts": spec.job.max_preemptions,
+            "rules": [preempted, {"name": "failed", "action": "FailJobSet"}],
+        },
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "replicatedJobs": [
+            {"name": REPLICATED, "replicas": 1, "template": {"spec": wire(job_spec(spec))}}
+        ],
+    }
+
+
+def head_node(spec: JobSpec) -> str:
+    """DNS name of the first pod of a JobSet, within its namespace."""
+    name = name_of(spec.token)
+    return f"{name}-{REPLICATED}-0-0.{name}"
+
+
+def pod_spec(spec: JobSpec) -> Any:
+    """V1PodSpec: one wrapper in one container, never restarted in place."""
+    models, job = _models(), spec.job
+    volumes, mounts = storage(spec)
+    container = models.V1Container(
+        name=CONTAINER,
+        image=job.image,
+        command=[literal(part) for part in spec.wrapper],
+        working_dir=spec.workdir,
+        env=variables(spec),
+        resources=resources(spec),
+        volume_mounts=mounts or None,
+    )
+    limit_s = job.max_run_time
+    return models.V1PodSpec(
+        restart_policy="Never",
+        termination_grace_period_seconds=job.grace_s + GRACE_MARGIN_S,
+        active_deadline_seconds=limit_s and limit_s + job.grace_s + DEADLINE_MARGIN_S,
+        service_account_name=job.service_account,
+        automount_service_account_token=job.service_account is not None,
+        enable_service_links=False,  # a Service named "wandb" would set WANDB_PORT in every pod
+        containers=[container],
+        volumes=volumes or None,
+    )
+
+
+def resources(spec: JobSpec) -> Any:
+    """Requests for the scheduler; memory is a limit too, as under Slurm, so that a leak ends one
+    job and not a node.
+    """
+    wanted = spec.job.resources
+    memory = f"{wanted.mem}Gi"
+    limits = {"memory": memory, **({"nvidia.com/gpu": str(wanted.gpu)} if wanted.gpu else {})}
+    return _models().V1ResourceRequirements(
+        requests={"cpu": str(wanted.cpu), "memory": memory}, limits=limits
+    )
+
+
+def variables(spec: JobSpec) -> list[Any]:
+    """What the wrapper must know. The training's own environment is not here: the wrapper reads it
+    in spec.json.
+    """
+    models = _models()
+    found = [
+        models.V1EnvVar(name="LATHE_JOB_ID", value=literal(job_id(spec)))
+    ]  # the same at every restart
+    if spec.job.nodes > 1:
+        field = models.V1ObjectFieldSelector(field_path=f"metadata.annotations['{RANK}']")
+        source = models.V1EnvVarSource(field_ref=field)
+        found.append(models.V1EnvVar(name="LATHE_NODE_RANK", value_from=source))
+        found.append(models.V1EnvVar(name="LATHE_HEAD_NODE", value=head_node(spec)))
+    if spec.job.wandb_key_secret is not None:
+        name, _, key = spec.job.wandb_key_secret.partition("/")
+        source = models.V1EnvVarSource(
+            secret_key_ref=models.V1SecretKeySelector(name=name, key=key)
+        )
+        found.append(models.V1EnvVar(name="WANDB_API_KEY", value_from=source))
+    return found
+
+
+def job_id(spec: JobSpec) -> str:
+    """ "<namespace>/<kind>/<name>": enough to see the object again without the job dictionary."""
+    return f"{spec.job.namespace}/{'jobset' if spec.job.nodes > 1 else 'job'}/{name_of(spec.token)}"
+
+
+def storage(spec: JobSpec) -> tuple[list[Any], list[Any]]:
+    """Volumes and mounts of `job.volumes`, one volume for each claim, and shared memory for jobs
+    with GPUs.
+    """
+    models = _models()
+    parsed = [_volume(text) for text in spec.job.volumes]
+    names = {
+        claim: f"claim-{index}"
+        for index, claim in enumerate(dict.fromkeys(claim for claim, *_ in parsed))
+    }
+    volumes = [
+        models.V1Volume(
+            name=name,
+            persistent_volume_claim=models.V1PersistentVolumeClaimVolumeSource(claim_name=claim),
+        )
+        for claim, name in names.items()
+    ]
+    mounts = [
+        models.V1VolumeMount(
+            name=names[claim], mount_path=path, read_only=True if is_read_only else None
+        )
+        for claim, path, is_read_only in parsed
+    ]
+    if spec.job.resources.gpu and "/dev/shm" not in {path for _, path, _ in parsed}:
+        # A container's own /dev/shm is 64 MiB: NCCL and data loaders with workers need more.
+        memory = models.V1EmptyDirVolumeSource(medium="Memory")
+        volumes.append(models.V1Volume(name="shared-memory", empty_dir=memory))
+        mounts.append(models.V1VolumeMount(name="shared-memory", mount_path="/dev/shm"))
+    return volumes, mounts
+
+
+def _volume(text: str) -> tuple[str, str, bool]:
+    """(claim, mount path, is it read-only) of "<claim>:/mount[:ro]"."""
+    claim, _, rest = text.partition(":")
+    path, _, mode = rest.partition(":")
+    return claim, path, mode == "ro"
+
+
+def checked(spec: JobSpec) -> JobSpec:
+    """`spec` itself; ConfigError with every fault that the API server or a pod would only show
+    later.
+    """
+    refuse_foreign(spec, ("address", *FOREIGN), backend="k8s")
+    faults = [*_name_faults(spec), *_volume_faults(spec), *text_faults(spec)]
+    if faults:
+        raise ConfigError(
+            f"job for k8s: {len(faults)} mistake(s)\n" + "\n".join(f"  {fault}" for fault in faults)
+        )
+    return spec
+
+
+def _name_faults(spec: JobSpec) -> list[str]:
+    job, found = spec.job, list[str]()
+    name_of(spec.token)
+    if job.image is None:
+        found.append('image: required, for example "registry.example/lathe:1".')
+    elif not IMAGE.match(job.image):
+        found.append(f"image: {job.image!r} is no image reference.")
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", job.namespace):
+        found.append(f"namespace: {job.namespace!r} is no DNS label ([a-z0-9-]).")
+    for key in ("queue", "service_account"):
+        value = getattr(job, key)
+        if value is not None and not (DNS_SUBDOMAIN.match(value) and label(value) == value):
+            found.append(f"{key}: {value!r} is no name of an object ([a-z0-9.-]).")
+    if job.wandb_key_secret is not None:
+        name, _, key = job.wandb_key_secret.partition("/")
+        if not DNS_SUBDOMAIN.match(name) or not SECRET_KEY.match(key):
+            found.append(
+                f'wandb_key_secret: {job.wandb_key_secret!r}, want "NAME/KEY" of a Secret.'
+            )
+    return found
+
+
+def _volume_faults(spec: JobSpec) -> list[str]:
+    found, paths = list[str](), list[str]()
+    for text in spec.job.volumes:
+        claim, path, _ = _volume(text)
+        if (
+            not DNS_SUBDOMAIN.match(claim)
+            or not text.endswith((f":{path}", f":{path}:ro"))
+            or not _is_path(path)
+        ):
+            found.append(f'volumes: {text!r}, want "<claim>:/mount" or "<claim>:/mount:ro".')
+        if path in paths:
+            found.append(f"volumes: {path!r} is mounted twice.")
+        paths.append(path)
+    for key in ("folder", "workdir"):
+        value = getattr(spec, key)
+        if not any(PurePosixPath(value).is_relative_to(path) for path in paths):
+            found.append(
+                f"{key}: {value!r} lies below no mount of `volumes`, so a pod cannot see it."
+            )
+    return found
+
+
+def _is_path(path: str) -> bool:
+    parts = path.split("/")[1:]
+    return (
+        path.startswith("/") and bool(parts) and all(part not in ("", ".", "..") for part in parts)
+    )
+
+
+def text_faults(spec: JobSpec) -> list[str]:
+    """Control characters, which YAML and the kernel refuse, paths that lead elsewhere, and what is
+    no program.
+    """
+    found = list[str]()
+    if (
+        not spec.wrapper
+        or spec.wrapper[0].startswith("-")
+        or "=" in spec.wrapper[0]
+        or not spec.wrapper[0]
+    ):
+        found.append(
+            f"wrapper: {spec.wrapper!r}, want the argv that runs the job, a program first."
+        )
+    for key, value in [("folder", spec.folder), ("workdir", spec.workdir)]:
+        if not _is_path(value):
+            found.append(f"{key}: {value!r} is no absolute path without '..'.")
+    texts = [
+        ("folder", spec.folder),
+        ("workdir", spec.workdir),
+        ("group", spec.group),
+        ("exp_id", spec.exp_id),
+    ]
+    for key, value in [*texts, *(("wrapper", part) for part in spec.wrapper)]:
+        if not value.isprintable():
+            found.append(f"{key}: {value!r} holds a character that cannot be printed.")
+    return found
+
+
+def literal(text: str) -> str:
+    """`text` as Kubernetes must get it so that the process gets `text`: without expansion of
+    $(NAME).
+    """
+    return text.replace("$", "$$")
+
+
+def _models() -> Any:
+    try:
+        return importlib.import_module("kubernetes.client")
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "the k8s backend needs the kubernetes package. pip install 'lathe[k8s]'"
+        ) from None
+
+
+def wire(model: Any) -> dict[str, Any]:
+    """A model as the dictionary that goes over the wire, without what is not set."""
+    return _models().ApiClient().sanitize_for_serialization(model)

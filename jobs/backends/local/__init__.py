@@ -1,0 +1,1 @@
+"""The backend `local` (its class stands in backend.py)."""

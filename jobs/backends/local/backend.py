@@ -1,0 +1,335 @@
+"""Processes of this machine: a queue bounded by its cores and GPUs, which survives whoever
+submitted.
+
+Ids are `<host>:<queue>:<token>`, with the random id of the queue's folder
+(jobs/backends/local/queue.py): another LATHE_QUEUE, home or machine neither finds such a job nor
+calls it lost. What cannot be seen from here is never said to have ended: asked about such jobs
+alone, the answer is Unreachable; among others they are "submitted", with the place where they are
+seen. A job is handed to one queue only: which one is in its rendered.local.json before it is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from jobs.backends.local.queue import Entry, Queue, attempt_of, default_folder, life
+from jobs.backends.local.runner import CANCELLED, RESTARTED, Capacity
+from jobs.code.secret_keys import minimal_environment
+from jobs.errors import Refused, Unreachable
+from jobs.record.paths import read_json
+from jobs.submit.spec import Finding, JobSpec, Observed, Rendered
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError
+from trainer.files.atomic import refusals, replace_file
+
+FOLLOW_S = 0.3
+FILE = "rendered.local.json"
+DEVICES = ("LATHE_QUEUE_CPUS", "CUDA_VISIBLE_DEVICES")  # what the runner shares out
+OF_A_JOB = (
+    "LATHE_JOB_ID",
+    "LATHE_OUTCOME",
+    "LATHE_NODE_RANK",
+    "LATHE_HEAD_NODE",
+)  # of a job that submits others
+
+
+class Local:
+    """jobs/backends/local/queue.py as a backend."""
+
+    name: ClassVar[str] = "local"
+    validation: ClassVar[str] = "run for real by the tests"
+
+    def __init__(self) -> None:
+        inherited = minimal_environment(os.environ, is_same_machine=True)
+        environment = {name: value for name, value in inherited.items() if name not in OF_A_JOB}
+        environment |= {name: os.environ[name] for name in DEVICES if name in os.environ}
+        self._queue = Queue(default_folder(), environment)
+
+    @cached_property
+    def _capacity(self) -> Capacity:
+        return Capacity.here()
+
+    def check(self) -> list[Finding]:
+        """The queue's folder, its runner, and the devices that jobs share."""
+        try:
+            with refusals(self._queue.folder):
+                text = self._of_another_host()
+                runner = (
+                    "runs" if self._queue.has_runner() else "not running: the next job starts it"
+                )
+        except LatheError as error:
+            return [Finding("queue", False, str(error))]
+        folder = Finding(
+            "queue", text is None, text or f"{self._queue.folder} (LATHE_QUEUE names another)"
+        )
+        return [folder, Finding("runner", True, runner), self._check_devices()]
+
+    def _check_devices(self) -> Finding:
+        try:
+            capacity = self._capacity
+        except ConfigError as error:  # `render` says it too, as bad input
+            return Finding("devices", False, str(error), is_blocking=False)
+        return Finding("devices", True, f"{capacity.cpus} cores, {len(capacity.gpus)} GPUs")
+
+    def _of_another_host(self) -> str | None:
+        if self._queue.is_here:
+            return None
+        owner = self._queue.identity["host"]
+        return (
+            f"the queue {self._queue.folder} belongs to {owner}, this is {socket.gethostname()}: "
+            "submit there, or name a folder of this machine as LATHE_QUEUE"
+        )
+
+    def render(self, spec: JobSpec) -> Rendered:
+        """The queue's entry. Keys of clusters mean nothing here and are left out: any group can be
+        tried locally.
+        """
+        if spec.job.nodes > 1:
+            raise ConfigError(
+                f"nodes={spec.job.nodes}: the local queue is one machine. Use nodes=1, or -j slurm."
+            )
+        _ = self._capacity  # ConfigError before anything is sent
+        entry = {
+            "id": self._queue.id_of(spec.token),
+            "queue": str(self._queue.folder),
+            "wrapper": spec.wrapper,
+            "workdir": spec.workdir,
+            "attempt": f"{spec.folder}/attempts/{spec.attempt}",
+            "gpus": spec.job.gpus,
+            "cpus": spec.job.resources.cpu,
+            "grace_s": spec.job.grace_s,
+            "group": f"{spec.folder.rpartition('/')[0]}:{spec.group}",
+            "max_parallel": spec.max_parallel,
+            "after": spec.after,
+        }
+        return Rendered(spec.token, FILE, json.dumps(entry, indent=1) + "\n")
+
+    def rehearse(self, rendered: Rendered) -> str | None:
+        """Whether this machine could ever run it. Refused when it could not."""
+        entry = json.loads(rendered.text)
+        if (text := self._of_another_host()) is not None:
+            raise Refused(f"local: {text}.")
+        refusal = self._capacity.refusal(cpus=entry["cpus"], gpus=entry["gpus"])
+        if refusal is not None:
+            raise Refused(f"local: {refusal}. Ask for less in job_configs.py, or submit elsewhere.")
+        for job_id in entry["after"]:
+            token = self._own(job_id)
+            if token is None or not self._queue.entry(token).folder.exists():
+                raise Refused(
+                    f"--after {job_id}: no job of this queue. Give the id of one, as `status "
+                    "--json` says it."
+                )
+        return "fits this machine"
+
+    def submit(self, rendered: Rendered) -> str:
+        """Put it into the queue and see that a runner lives. Unreachable when it may be in another
+        queue already.
+        """
+        self.rehearse(rendered)
+        entry = json.loads(rendered.text)
+        with refusals(self._queue.folder):
+            if (elsewhere := _sent_elsewhere(entry, self._queue)) is not None:
+                return elsewhere
+            self._queue.add(rendered.token, json.dumps({**entry, "at": time.time()}))
+            self._queue.wake()
+        return entry["id"]
+
+    def find(self, token: str) -> list[str]:
+        """Its id when it is in this queue. Unreachable when this machine cannot have sent
+        it here.
+        """
+        entry = self._queue.entry(token)
+        if entry.folder.exists():
+            if entry.ended() is None:
+                self._wake()  # its submitter may have died before it did so
+            return [str(entry.read()["id"])]
+        if (text := self._of_another_host()) is not None:
+            raise Unreachable(f"local: {text}")
+        return []
+
+    def query(self, ids: Sequence[str]) -> dict[str, Observed]:
+        """What the queue's files say; a runner is started when jobs wait or run without one.
+        Unreachable when it sees no job.
+        """
+        found: dict[str, Observed] = {}
+        unseen: dict[str, str] = {}
+        outlook = _Outlook(self._queue)
+        for job_id in ids:
+            token = self._own(job_id)
+            if token is None:
+                unseen[job_id] = _where(job_id)
+            elif (entry := self._queue.entry(token)).folder.exists():
+                observed = outlook.of(entry)
+                if observed is not None:
+                    found[job_id] = observed
+                else:
+                    unseen[job_id] = _out_of_sight(entry)
+        if unseen and len(unseen) == len(ids):
+            raise Unreachable("; ".join(sorted(set(unseen.values()))))
+        if any(observed.state in ("queued", "running") for observed in found.values()):
+            # for those that run as well: without a runner nobody stops one that is cancelled
+            self._wake()
+        return found | {job_id: Observed("submitted", text) for job_id, text in unseen.items()}
+
+    def _wake(self) -> None:
+        with refusals(self._queue.folder):
+            self._queue.wake()
+
+    def _own(self, job_id: str) -> str | None:
+        """The token of an id of this queue; None for any other id."""
+        token = job_id.rpartition(":")[2]
+        return (
+            token if token and self._queue.is_here and job_id == self._queue.id_of(token) else None
+        )
+
+    def cancel(self, job_id: str) -> None:
+        """Ask for its end: a waiting job leaves the queue, a running one gets SIGTERM and may save.
+        Unreachable.
+        """
+        token = self._own(job_id)
+        if token is None:
+            raise Unreachable(_where(job_id))
+        entry = self._queue.entry(token)
+        started = entry.started()
+        with refusals(self._queue.folder):
+            self._queue.cancel(token)
+            self._queue.wake()
+        if started is not None and entry.ended() is None and life(started) == "unseen":
+            raise Unreachable(f"asked for the end of {job_id}, but: {_out_of_sight(entry)}")
+
+    def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
+        """What the wrapper printed; the training's own output is in the attempt's folder.
+        Unreachable.
+        """
+        token = self._own(job_id)
+        if token is None:
+            raise Unreachable(_where(job_id))
+        entry = self._queue.entry(token)
+        path, position = entry.folder / "wrapper.log", 0
+        while True:
+            is_over = entry.ended() is not None or not entry.folder.exists()
+            if path.exists():
+                with path.open(errors="replace") as file:
+                    file.seek(position)
+                    yield from file
+                    position = file.tell()
+            if is_over or not follow:
+                return
+            time.sleep(FOLLOW_S)
+
+
+@dataclass(frozen=True)
+class _Outlook:
+    """One look at the queue's files, for all the jobs of one question."""
+
+    queue: Queue
+
+    @cached_property
+    def _free(self) -> dict[str, Any]:
+        return read_json(self.queue.folder / "free.json") or {}
+
+    @cached_property
+    def _attempts(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for token in self.queue.tokens():
+            found.setdefault(attempt_of(token)[0], []).append(token)
+        return found
+
+    def of(self, entry: Entry) -> Observed | None:
+        """What is known of a job; None when it was started where nothing can be seen from here."""
+        if (ended := entry.ended()) is not None:
+            return _ending(ended)
+        started = entry.started()
+        if started is None:
+            return Observed("queued", self._why(entry.read()))
+        found, host = life(started), started.get("host")
+        if found == "unseen":
+            return None
+        if found == "restarted":
+            return Observed("preempted", RESTARTED, host=host)
+        if found == "alive" or self.queue.has_runner():  # which says in a moment how it ended
+            return Observed("running", host=host)
+        if (ended := entry.ended()) is not None:
+            return _ending(ended)
+        return Observed("failed", "its wrapper is gone: killed, as its runner was", host=host)
+
+    def _why(self, facts: Mapping[str, Any]) -> str:
+        """What a job waits for."""
+        before = [job_id for job_id in facts["after"] if not self._has_succeeded(job_id)]
+        if before:
+            return f"waits for {', '.join(before)}"
+        free = self._free
+        peers, limit = free.get("groups", {}).get(facts["group"], 0), facts["max_parallel"]
+        if limit is not None and peers >= limit:
+            return f"waits for its group: {peers} of at most {limit} run"
+        short = [
+            f"needs {facts[kind]} {unit}{'s' * (facts[kind] != 1)}, {free[kind]} free"
+            for kind, unit in (("cpus", "core"), ("gpus", "GPU"))
+            if free.get(kind, facts[kind]) < facts[kind]
+        ]
+        return f"waits for devices: {'; '.join(short)}" if short else "waits for its turn"
+
+    def _has_succeeded(self, job_id: str) -> bool | None:
+        return self.queue.has_succeeded(
+            self._attempts.get(attempt_of(job_id.rpartition(":")[2])[0], ())
+        )
+
+
+def _where(job_id: str) -> str:
+    host, _, queue = job_id.rpartition(":")[0].partition(":")
+    return (
+        f"local jobs of the queue {queue} of {host} can only be seen there, with the same "
+        "LATHE_QUEUE and home"
+    )
+
+
+def _out_of_sight(entry: Entry) -> str:
+    host = (entry.started() or {}).get("host")
+    return f"{entry.folder}: started on {host} in another container, and can only be seen there"
+
+
+def _sent_elsewhere(entry: Mapping[str, Any], queue: Queue) -> str | None:
+    """The id under which another queue has a job; None when none has. Unreachable when that cannot
+    be known here.
+
+    The attempt's folder names the queue that it was first handed to. The caller holds the
+    experiment's lock: what is not in that queue now never gets into it.
+    """
+    path = Path(entry["attempt"]) / FILE
+    before = read_json(path) or entry
+    token = entry["id"].rpartition(":")[2]
+    if before["id"] == entry["id"] or before["id"].rpartition(":")[2] != token:
+        return None
+    other = replace(queue, folder=Path(before["queue"]))
+    if (
+        not (other.folder / "identity.json").exists()
+        or other.id_of(token) != before["id"]
+        or not other.is_here
+    ):
+        raise Unreachable(
+            f"{token} was first sent to the queue {before['queue']} as {before['id']}, and may "
+            "run: look there first"
+        )
+    if other.entry(token).folder.exists():
+        other.wake()
+        return before["id"]
+    replace_file(path, json.dumps(entry, indent=1).encode())
+    return None
+
+
+def _ending(ended: Mapping[str, Any]) -> Observed:
+    code, reason = ended["code"], ended["reason"]
+    if code == EXIT_OK:
+        return Observed("succeeded", exit_code=0)
+    if code == EXIT_PREEMPTED:
+        return Observed("preempted", reason, exit_code=code)
+    if code == CANCELLED:
+        return Observed("cancelled", reason, exit_code=code)
+    return Observed("failed", reason or f"its wrapper ended with {code}", exit_code=code)

@@ -1,0 +1,299 @@
+"""The queue of one machine: a folder of jobs, which jobs/backends/local/runner.py starts as devices
+become free.
+
+    <queue>/identity.json     a random id and the host it belongs to: no other host submits here or
+                              runs its jobs
+    <queue>/runner.lock       held (flock) by the runner while it lives
+    <queue>/runner.log
+    <queue>/free.json         what is free, and how many of each group run: why a job waits
+    <queue>/jobs/<token>/     made by one rename: a token enters the queue once, for ever
+        entry.json            what to run and what it needs
+        started.json          written by the job's own process before it becomes the wrapper: never
+                              started twice
+        ended.json            code and reason
+        cancel                somebody asked for its end
+        wrapper.log
+
+The runner outlives whoever submitted; killed, it is started again by whoever submits or looks next,
+and adopts what still runs. A process is only judged where it can be seen: its host and pid
+namespace are in started.json, and in its birth the boot of the machine. What another container
+started is left alone (and its devices are not counted); what ran before the machine was restarted
+ends with code 75, to be run again.
+
+Standard library only. The folder is $XDG_STATE_HOME/lathe/queue/<host>, for a home may be shared;
+LATHE_QUEUE names another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from jobs.record.paths import read_json
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, StorageError
+
+IDLE_S = 1.0  # the runner leaves when there has been nothing to do for so long
+ATTEMPT = re.compile(r"(ft_[0-9a-z]+_[0-9a-z]+)_([0-9]+)\Z")
+
+Life = Literal["alive", "gone", "restarted", "unseen"]
+
+_waking = threading.Lock()
+_woken: dict[Path, tuple[float, subprocess.Popen[bytes]]] = {}
+
+
+def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this user's queue on this machine lies."""
+    if own := environ.get("LATHE_QUEUE"):
+        return Path(own).absolute()
+    state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(state) / "lathe" / "queue" / socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One job of the queue."""
+
+    folder: Path
+
+    @property
+    def token(self) -> str:
+        return self.folder.name
+
+    def read(self) -> dict[str, Any]:
+        """What was submitted: wrapper, workdir, id, gpus, cpus, grace_s, group, max_parallel, after
+        (ids), at.
+        """
+        value = read_json(self.folder / "entry.json")
+        assert value is not None, "an entry comes into the queue whole"
+        return value
+
+    def started(self) -> dict[str, Any] | None:
+        """{"pid", "birth", "gpus", "host", "namespace"}, or None when it has not started."""
+        return read_json(self.folder / "started.json")
+
+    def ended(self) -> dict[str, Any] | None:
+        """{"code", "reason"}, or None when it has not ended."""
+        return read_json(self.folder / "ended.json")
+
+    def is_cancelled(self) -> bool:
+        """Whether somebody asked for its end."""
+        return (self.folder / "cancel").exists()
+
+    def end(self, code: int, reason: str | None) -> None:
+        """Record its end; the first one counts."""
+        with contextlib.suppress(FileExistsError):
+            write_once(self.folder / "ended.json", {"code": code, "reason": reason})
+
+
+@dataclass(frozen=True)
+class Queue:
+    """The folder, for those who submit and look. environment: of the runner that they wake; None:
+    their own.
+    """
+
+    folder: Path
+    environment: Mapping[str, str] | None = None
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """{"id", "host"} of this queue, given at its first use and kept for ever. StorageError,
+        ConfigError.
+        """
+        path = self.folder / "identity.json"
+        try:
+            found = read_json(path)
+            if found is None:
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with contextlib.suppress(FileExistsError):
+                    write_once(path, {"id": secrets.token_hex(4), "host": socket.gethostname()})
+                found = read_json(path)
+        except OSError as error:
+            raise StorageError(
+                f"{path}: {error.strerror}. Name a folder of this machine as LATHE_QUEUE."
+            ) from error
+        if found is None or not {"id", "host"} <= found.keys():
+            raise ConfigError(
+                f"{path}: somebody has altered it, want an id and a host. Name another LATHE_QUEUE."
+            )
+        return found
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the host that the queue belongs to."""
+        return self.identity["host"] == socket.gethostname()
+
+    def id_of(self, token: str) -> str:
+        """The id of a job of this queue."""
+        return f"{self.identity['host']}:{self.identity['id']}:{token}"
+
+    def tokens(self) -> set[str]:
+        """All jobs that ever entered the queue."""
+        try:
+            return {entry.name for entry in os.scandir(self.folder / "jobs")}
+        except FileNotFoundError:
+            return set()
+
+    def has_succeeded(self, tokens: Iterable[str]) -> bool | None:
+        """Whether one of these attempts (at one experiment) has succeeded; None while one of them,
+        or a next, may.
+        """
+        ended = [
+            (entry, entry.ended()) for entry in map(self.entry, sorted(tokens, key=attempt_of))
+        ]
+        if any(end is not None and end["code"] == EXIT_OK for _, end in ended):
+            return True
+        if not ended or any(end is None for _, end in ended):
+            return None
+        entry, end = ended[-1]
+        will_rerun = end is not None and end["code"] == EXIT_PREEMPTED and not entry.is_cancelled()
+        return None if will_rerun else False
+
+    def entry(self, token: str) -> Entry:
+        return Entry(self.folder / "jobs" / token)
+
+    def add(self, token: str, content: str) -> None:
+        """Put a job into the queue; once it is there, adding it again does nothing."""
+        target = self.entry(token).folder
+        if target.exists():
+            return
+        aside = self.folder / f".{token}.{os.getpid()}"
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside.mkdir(exist_ok=True)
+        with (aside / "entry.json").open("w") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.rename(aside, target)
+        except OSError:  # somebody else was faster: a folder that is not empty cannot be replaced
+            shutil.rmtree(aside, ignore_errors=True)
+            if not target.exists():
+                raise
+
+    def cancel(self, token: str) -> None:
+        """Ask for the end of a job."""
+        with contextlib.suppress(FileNotFoundError):  # not in this queue: nothing runs
+            (self.entry(token).folder / "cancel").touch()
+
+    def has_runner(self) -> bool:
+        """Whether a runner holds the queue now. Looking disturbs nobody else who looks."""
+        with runner_lock(self.folder, fcntl.LOCK_SH) as is_free:
+            return not is_free
+
+    def wake(self) -> None:
+        """Start a runner unless there is one. It lives on when this process ends. On another host:
+        nothing.
+        """
+        if not self.is_here:
+            return
+        with _waking:
+            if not self._is_waking() and not self.has_runner():
+                _woken[self.folder] = (time.monotonic(), self._spawn())
+
+    def _is_waking(self) -> bool:
+        """Whether the runner that this process started will still look: it stays, or waits for its
+        turn, so long.
+        """
+        if self.folder not in _woken:
+            return False
+        woken_at, runner = _woken[self.folder]
+        code = runner.poll()
+        return time.monotonic() - woken_at < IDLE_S and (
+            code is None or code > 0
+        )  # > 0: the next would fail as well
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with (self.folder / "runner.log").open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "jobs.backends.local.runner", str(self.folder)],
+                cwd=Path(__file__).resolve().parent.parent.parent.parent,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+
+def birth(pid: int) -> str | None:
+    """When a process began, in clock ticks since boot, with the boot's id; None when it does not
+    live.
+
+    Together with the pid (and its namespace) it names one process for ever; a zombie counts as
+    dead.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else f"{_boot()}:{fields[19]}"
+
+
+def life(started: Mapping[str, Any]) -> Life:
+    """What can be said, from here, of the process of a started.json; "unseen": nothing at all."""
+    if started.get("host") != socket.gethostname():
+        return "unseen"
+    if str(started["birth"]).partition(":")[0] != _boot():
+        return "restarted"
+    if started.get("namespace") != namespace():
+        return "unseen"
+    return "alive" if birth(started["pid"]) == started["birth"] else "gone"
+
+
+def attempt_of(token: str) -> tuple[str, int]:
+    """(what all attempts at this experiment have in common, the attempt's number)."""
+    match = ATTEMPT.match(token)
+    return (match[1], int(match[2])) if match else (token, 0)
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def namespace() -> str:
+    """The pid namespace of this process: a pid means something within it only."""
+    return os.readlink("/proc/self/ns/pid")
+
+
+def write_once(path: Path, value: Mapping[str, Any]) -> None:
+    """Make `path` with this content, whole or not at all; FileExistsError when it is there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    with temporary.open("w") as file:
+        json.dump(value, file)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(temporary, path)
+    finally:
+        temporary.unlink()
+
+
+@contextlib.contextmanager
+def runner_lock(folder: Path, kind: int) -> Generator[bool]:
+    """Whether the runner's lock could be taken, to be it (LOCK_EX) or to look (LOCK_SH); held while
+    the block lasts.
+    """
+    if not folder.is_dir():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (folder / "runner.lock").open("ab") as file:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True

@@ -1,0 +1,356 @@
+"""The one process that starts the jobs of a machine's queue (jobs/backends/local/queue.py): `python
+-m jobs.backends.local.runner FOLDER`.
+
+It lives while it holds the queue's lock and there is something to do. First come, first served: a
+job that waits for devices is not overtaken; one that waits for another job, or for its group, is.
+LATHE_QUEUE_CPUS and CUDA_VISIBLE_DEVICES of whoever woke it bound what it shares out; a job that
+can never fit into that ends at once. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jobs.backends.local import queue as queue_folder
+from jobs.backends.local.queue import (
+    Entry,
+    Queue,
+    attempt_of,
+    birth,
+    life,
+    namespace,
+    runner_lock,
+    write_once,
+)
+from jobs.node.host import gpus as gpu_lines
+from trainer.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, ConfigError, LatheError
+
+POLL_S = 0.1
+LOOK_S = 1.0  # between two looks at what was asked of waiting jobs
+LOCK_TRIES = 20  # each POLL_S: together longer than a runner stays idle
+KILL_AFTER_S = 30.0  # beyond the job's own grace: a wrapper that does not end by itself
+CANCELLED = 143  # 128 + SIGTERM, as a shell reports it
+RESTARTED = "the machine was restarted"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the jobs of one machine share."""
+
+    cpus: int
+    gpus: tuple[str, ...]
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str] = os.environ) -> Capacity:
+        """Cores and GPUs of this machine, as LATHE_QUEUE_CPUS and CUDA_VISIBLE_DEVICES limit them.
+        ConfigError.
+        """
+        text = environ.get("LATHE_QUEUE_CPUS") or str(os.cpu_count() or 1)
+        if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
+            raise ConfigError(
+                f"LATHE_QUEUE_CPUS={text}: want the number of cores to share, 1 or more. Mend or "
+                "unset it."
+            )
+        cpus, visible = int(text), environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            return cls(
+                cpus,
+                tuple(
+                    name for name in map(str.strip, visible.split(",")) if name not in ("", "-1")
+                ),
+            )
+        return cls(cpus, tuple(str(number) for number in range(len(gpu_lines()))))
+
+    def refusal(self, *, cpus: int, gpus: int) -> str | None:
+        """Why a job could never run here, or None."""
+        if gpus > len(self.gpus):
+            return f"it needs {gpus} GPUs, this machine has {len(self.gpus)}"
+        if cpus > self.cpus:
+            return f"it needs {cpus} cores, this machine has {self.cpus}"
+        return None
+
+
+@dataclass
+class Live:
+    """A job that runs: as this runner's child, or adopted from a runner that was killed."""
+
+    entry: Entry
+    facts: dict[str, Any]  # entry.json
+    pid: int
+    birth: str
+    gpus: tuple[str, ...]
+    child: subprocess.Popen[bytes] | None = None
+    asked_at: float | None = None
+
+    def code(self) -> int | None:
+        """The exit code when it has ended; an adopted job's is not known: -1."""
+        if self.child is not None:
+            return self.child.poll()
+        return None if birth(self.pid) == self.birth else -1
+
+
+@dataclass
+class Runner:
+    """The one process that starts jobs, as long as it holds the lock."""
+
+    queue: Queue
+    capacity: Capacity
+    waiting: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    live: dict[str, Live] = field(default_factory=dict[str, Live])
+    known: set[str] = field(default_factory=set[str])
+    attempts: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    verdicts: dict[str, bool | None] = field(
+        default_factory=dict[str, "bool | None"]
+    )  # of this turn
+    told: dict[str, Any] = field(default_factory=dict[str, Any])
+    looked_at: float = -float("inf")
+
+    def turn(self) -> None:
+        """Look once: who is new, who has ended, who is to be stopped, who can start."""
+        self.verdicts.clear()
+        self.welcome()
+        for token in [token for token, live in self.live.items() if live.code() is not None]:
+            live = self.live.pop(token)
+            code = live.code()
+            live.entry.end(
+                -1 if code is None else code,
+                None if live.child else "its runner was killed before it",
+            )
+        for live in self.live.values():
+            self._stop_if_asked(live)
+        if time.monotonic() - self.looked_at > LOOK_S:
+            self._end_what_cannot_start()
+        self._start_what_fits()
+        self._tell()
+
+    def is_idle(self) -> bool:
+        return not self.live and not self.waiting
+
+    def welcome(self) -> None:
+        """Take in new entries, and adopt those that a killed runner had started."""
+        while (
+            names := self.queue.tokens() - self.known
+        ):  # once more: a job that one of them waits for may be newer
+            self.known |= names
+            for token in names:
+                self.attempts.setdefault(attempt_of(token)[0], set()).add(token)
+                self._take_in(self.queue.entry(token))
+
+    def _take_in(self, entry: Entry) -> None:
+        if entry.ended() is not None:
+            return
+        started, facts = entry.started(), entry.read()
+        if started is None:
+            refusal = self.capacity.refusal(cpus=facts["cpus"], gpus=facts["gpus"])
+            if refusal is None:
+                self.waiting[entry.token] = facts
+            else:  # it would stand in the way of all others for ever
+                entry.end(
+                    EXIT_BAD_INPUT,
+                    f"{refusal}, as its queue was started. Ask for less, or send it elsewhere.",
+                )
+        elif (found := life(started)) == "restarted":
+            entry.end(EXIT_PREEMPTED, RESTARTED)
+        elif found == "unseen":
+            log.warning(
+                "%s was started on %s, out of sight: left alone", entry.token, started.get("host")
+            )
+        else:
+            self.live[entry.token] = Live(
+                entry, facts, started["pid"], started["birth"], tuple(started["gpus"])
+            )
+
+    def _stop_if_asked(self, live: Live) -> None:
+        if not live.entry.is_cancelled():
+            return
+        moment = time.monotonic()
+        if live.asked_at is None:
+            live.asked_at = moment
+            _signal(live, signal.SIGTERM)
+        elif moment - live.asked_at > live.facts["grace_s"] + KILL_AFTER_S:
+            _signal(live, signal.SIGKILL)
+
+    def _end_what_cannot_start(self) -> None:
+        self.looked_at = time.monotonic()
+        for token, facts in list(self.waiting.items()):
+            self._end_if_unwanted(token, facts)
+
+    def _end_if_unwanted(self, token: str, facts: dict[str, Any]) -> bool:
+        """End a waiting job that was cancelled, or whose predecessor did not succeed; returns
+        whether it was ended.
+        """
+        entry = self.queue.entry(token)
+        if entry.is_cancelled():
+            entry.end(CANCELLED, "cancelled before it started")
+        elif any(self._has_succeeded(other) is False for other in facts["after"]):
+            entry.end(
+                CANCELLED, f"it was to run after {', '.join(facts['after'])}, which did not succeed"
+            )
+        else:
+            return False
+        del self.waiting[token]
+        return True
+
+    def _has_succeeded(self, job_id: str) -> bool | None:
+        """Whether the experiment of this job has succeeded, in whatever attempt; None while it
+        still may.
+        """
+        name = attempt_of(job_id.rpartition(":")[2])[0]
+        if name not in self.verdicts:
+            self.verdicts[name] = self.queue.has_succeeded(self.attempts.get(name, ()))
+        return self.verdicts[name]
+
+    def _start_what_fits(self) -> None:
+        """First come, first served: a job that waits for devices is not overtaken, so that it
+        cannot starve.
+        """
+        for token in sorted(self.waiting, key=lambda token: (self.waiting[token]["at"], token)):
+            facts, gpus = self.waiting[token], self._free_gpus()
+            is_held = any(self._has_succeeded(other) is not True for other in facts["after"])
+            peers = sum(live.facts["group"] == facts["group"] for live in self.live.values())
+            if is_held or (facts["max_parallel"] is not None and peers >= facts["max_parallel"]):
+                continue
+            if len(gpus) < facts["gpus"] or self._free_cpus() < facts["cpus"]:
+                return
+            if not self._end_if_unwanted(token, facts):
+                del self.waiting[token]
+                live = _start(self.queue.entry(token), facts, gpus[: facts["gpus"]])
+                if live is not None:
+                    self.live[token] = live
+                else:
+                    self._take_in(self.queue.entry(token))
+
+    def _tell(self) -> None:
+        groups = Counter(live.facts["group"] for live in self.live.values())
+        now = {"cpus": self._free_cpus(), "gpus": len(self._free_gpus()), "groups": dict(groups)}
+        if now != self.told:
+            self.told = now
+            with contextlib.suppress(OSError):  # it only explains
+                _replace(self.queue.folder / "free.json", now)
+
+    def _free_cpus(self) -> int:
+        return self.capacity.cpus - sum(live.facts["cpus"] for live in self.live.values())
+
+    def _free_gpus(self) -> tuple[str, ...]:
+        taken = {name for live in self.live.values() for name in live.gpus}
+        return tuple(name for name in self.capacity.gpus if name not in taken)
+
+
+def _start(entry: Entry, facts: dict[str, Any], gpus: tuple[str, ...]) -> Live | None:
+    """Start a job; None when it did not: it has ended then, or somebody else had started it."""
+    place = {"gpus": gpus, "host": socket.gethostname(), "namespace": namespace()}
+
+    def announce() -> (
+        None
+    ):  # in the child, before it becomes the wrapper: a killed runner must not start it again
+        write_once(
+            entry.folder / "started.json",
+            {"pid": os.getpid(), "birth": birth(os.getpid()), **place},
+        )
+
+    environment = {
+        **os.environ,
+        "LATHE_JOB_ID": facts["id"],
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+    }
+    with (entry.folder / "wrapper.log").open("ab") as output:
+        try:
+            child = subprocess.Popen(
+                facts["wrapper"],
+                cwd=facts["workdir"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=announce,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            started = entry.started()
+            if started is None or life(started) == "gone":  # else it runs, started by another
+                entry.end(1, f"cannot start {facts['wrapper'][0]}: {error}")
+            return None
+    return Live(entry, facts, child.pid, birth(child.pid) or "", gpus, child)
+
+
+def _signal(live: Live, number: signal.Signals) -> None:
+    if live.child is None and birth(live.pid) != live.birth:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        (os.killpg if number == signal.SIGKILL else os.kill)(live.pid, number)
+
+
+def _replace(path: Path, value: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value))
+    os.replace(temporary, path)
+
+
+def serve(queue: Queue) -> None:
+    """Run the queue until it is empty, unless another process does. ConfigError for what limits its
+    devices.
+    """
+    capacity, tries = Capacity.here(), 0
+    while tries < LOCK_TRIES:
+        runner = None
+        with runner_lock(queue.folder, fcntl.LOCK_EX) as is_mine:
+            if is_mine:
+                runner = Runner(queue, capacity)
+                _work(runner)
+        if runner is None:  # a runner has it, or somebody who looks whether there is one
+            tries += 1
+            time.sleep(POLL_S)
+            continue
+        tries = 0
+        # a job may have come after the last turn, while its submitter still saw a runner
+        runner.welcome()
+        if runner.is_idle():
+            return
+
+
+def _work(runner: Runner) -> None:
+    idle_since = time.monotonic()
+    while time.monotonic() - idle_since < queue_folder.IDLE_S:
+        runner.turn()
+        if not runner.is_idle():
+            idle_since = time.monotonic()
+        time.sleep(POLL_S)
+
+
+def main() -> int:
+    """`python -m jobs.backends.local.runner FOLDER`: be the runner."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    queue = Queue(Path(sys.argv[1]))
+    try:
+        if not queue.is_here:
+            raise ConfigError(
+                f"{queue.folder} belongs to {queue.identity['host']}: its jobs run there. Wake "
+                "it there."
+            )
+        serve(queue)
+    except LatheError as error:
+        log.error("%s", error)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The backend `slurm` (its class stands in backend.py)."""

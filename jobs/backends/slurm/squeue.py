@@ -1,0 +1,320 @@
+"""What Slurm's clients answer: calling them, the columns of squeue and sacct, and what a job's
+words mean.
+
+Source of the states and reasons: squeue(1), and Slurm 22.05.8 as it was seen to behave.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jobs.errors import Refused, Unreachable
+from jobs.submit.spec import ACTIVE, JobState, Observed
+
+ASK_S = 60.0
+log = logging.getLogger(__name__)
+ID = re.compile(r"\d+(_\d+)?\Z")
+LAST_SIGNAL = 64
+
+# What a client says when it did not reach the controller, or did not get its answer: then nothing
+# is known. From the errors 1000-1999 and 5000-5099 of slurm_errno.h, libc's words, and munge's.
+UNSEEN = re.compile(
+    r"unable to contact|socket timed out|timed out|zero bytes were transmitted|connection "
+    r"(refused|reset|failure)"
+    r"|message (send|receive) failure|unexpected message received|protocol authentication "
+    r"error|insane message length"
+    r"|munge (encode|decode) failed|munged is up|configuration source|temporarily un|try "
+    r"again|standby mode"
+    r"|no route to host|network is (unreachable|down)|host is (down|unreachable)|broken "
+    r"pipe|unspecified error"
+    r"|name or service not known|not responding|transport endpoint|header lengths|slurmdbd: .*fail",
+    re.IGNORECASE,
+)
+UNKNOWN_ID = re.compile(r"invalid job id specified", re.IGNORECASE)
+ENDED = re.compile(
+    r"invalid job id|already completing or completed|already finished|has finished", re.IGNORECASE
+)
+
+# What a client may see of our own environment. `sbatch --export=ALL` hands exactly this on to the
+# job, and so no login shell runs on the node: in 22.05 every other value of --export (NONE, a list
+# of names, and NIL, which it takes for a name) makes it run one, about 1 s here and up to 2 minutes
+# where a profile hangs, and what it sets differs by site. No SLURM_* of a job that we may stand in
+# ourselves, and of the user's defaults only those that name a place.
+HANDED_ON = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "SLURM_CONF")
+DEFAULTS = (
+    "SBATCH_ACCOUNT",
+    "SBATCH_PARTITION",
+    "SBATCH_QOS",
+    "SBATCH_RESERVATION",
+    "SBATCH_CONSTRAINT",
+)
+
+STATES: dict[str, JobState] = {
+    "PENDING": "queued",
+    "CONFIGURING": "queued",
+    "REQUEUED": "queued",
+    "REQUEUE_FED": "queued",
+    "REQUEUE_HOLD": "held",
+    "SPECIAL_EXIT": "held",
+    "RUNNING": "running",
+    "COMPLETING": "running",
+    "STAGE_OUT": "running",
+    "SIGNALING": "running",
+    "RESIZING": "running",
+    "SUSPENDED": "running",
+    "STOPPED": "running",
+    "COMPLETED": "succeeded",
+    "FAILED": "failed",
+    "TIMEOUT": "timeout",
+    "DEADLINE": "timeout",
+    "OUT_OF_MEMORY": "oom",
+    "CANCELLED": "cancelled",
+    "REVOKED": "cancelled",
+    "PREEMPTED": "preempted",
+    "NODE_FAIL": "preempted",
+    "BOOT_FAIL": "preempted",
+}
+# Reasons for which a pending job waits until a person does something, and what that is.
+RELEASE = "`scontrol release {id}` lets it start"
+HOPELESS = "it never fits as it is: cancel it, change the job dictionary, and submit again"
+CURES = {
+    "JobHeldUser": RELEASE,
+    "JobHeldAdmin": f"{RELEASE}, for an administrator",
+    "launch failed requeued held": f"its start failed; {RELEASE} again",
+    "launch_failed_requeued_held": f"its start failed; {RELEASE} again",
+    "job requeued in held state": RELEASE,
+    "DependencyNeverSatisfied": "a job that it depends on failed: cancel it, and submit again "
+    "after that one",
+    "BadConstraints": HOPELESS,
+    "PartitionNodeLimit": HOPELESS,
+    "PartitionTimeLimit": HOPELESS,
+    "InvalidAccount": HOPELESS,
+    "InvalidQOS": HOPELESS,
+}
+NO_NODES = ("ReqNodeNotAvail", "Nodes required for job are DOWN")
+OUT_OF_USE = re.compile(r"down|drain|fail|inval|.*\*")  # as sinfo has them; "*" does not answer
+
+
+class Row(NamedTuple):
+    """One job, as squeue or sacct shows it; `status` as wait(2) has it."""
+
+    id: str
+    state: str
+    status: int = 0
+    restarts: str = ""
+    host: str = ""
+    nodes: str = "1"
+    partition: str = ""
+    required: str = ""  # nodes that the job itself names
+    reason: str = ""
+
+
+class Node(NamedTuple):
+    """One node of one partition, as sinfo shows it."""
+
+    name: str
+    partition: str
+    state: str
+    reason: str
+
+
+# The reason comes last: it is the one column whose text is free.
+COLUMNS = (
+    "JobArrayID:48|,State:24|,exit_code:16|,RestartCnt:12|,BatchHost:128|,NumNodes:24|,Partition:256|"
+    ",ReqNodes:2048|,Reason:1024"
+)
+HISTORY = "JobID,State,ExitCode,NodeList"  # its Reason is why the job once waited, not why it ended
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a client ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def words(self) -> str:
+        """What it had to say, on one line."""
+        return "; ".join(
+            line.strip() for line in (self.err or self.out).splitlines() if line.strip()
+        )
+
+
+def call(argv: Sequence[str], *, text: str = "", timeout_s: float) -> Done:
+    """Run a client to its end. Unreachable when it cannot be run or does not end in time."""
+    env = {
+        name: value
+        for name in (*HANDED_ON, *DEFAULTS)
+        if (value := os.environ.get(name)) is not None
+    }
+    try:
+        done = subprocess.run(
+            argv,
+            input=text.encode(errors="surrogateescape"),
+            capture_output=True,
+            env=env,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise Unreachable(f"{argv[0]} did not answer within {timeout_s:.0f} s") from None
+    except OSError as error:
+        raise Unreachable(f"{argv[0]} cannot be run: {error.strerror or error}") from None
+    return Done(
+        done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    )
+
+
+def ask(*argv: str) -> list[str]:
+    """The lines that a client answers; Unreachable for any failure."""
+    done = call(argv, timeout_s=ASK_S)
+    if done.code != 0:
+        raise Unreachable(f"{argv[0]}: {done.words}")
+    return done.out.splitlines()
+
+
+def rejection(done: Done, what: str) -> Refused | Unreachable:
+    """Refused when Slurm has clearly said no, else Unreachable: a lost answer is no answer."""
+    kind = Unreachable if done.code < 0 or not done.words or UNSEEN.search(done.words) else Refused
+    return kind(f"{what}: {done.words or f'ended with code {done.code}'}")
+
+
+def listed(ids: Sequence[str], columns: str) -> list[str]:
+    """Lines of squeue for these jobs, dead ones too; an id that it does not know has none.
+    Unreachable.
+    """
+    done = call(
+        ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", columns],
+        timeout_s=ASK_S,
+    )
+    if done.code != 0 and not UNKNOWN_ID.search(
+        done.err
+    ):  # it says so of a single id; of several it leaves them out
+        raise Unreachable(f"squeue: {done.words}")
+    return done.out.splitlines()
+
+
+def queued(ids: Sequence[str]) -> Iterator[Row]:
+    """Rows of the jobs that the controller still knows."""
+    for line in listed(ids, f"--Format={COLUMNS}"):
+        fields = [field.strip() for field in line.split("|", 8)]
+        if len(fields) == 9:
+            yield Row(
+                fields[0], fields[1], int(fields[2]) if fields[2].isdigit() else 0, *fields[3:]
+            )
+
+
+def past(ids: Sequence[str]) -> Iterator[Row]:
+    """Rows of the ended jobs that accounting knows. One that it calls alive is none: the controller
+    would know it.
+    """
+    for line in history(f"--jobs={','.join(ids)}", f"--format={HISTORY}"):
+        fields = line.split("|")
+        if len(fields) == 4 and STATES.get(fields[1].partition(" ")[0], "running") not in ACTIVE:
+            code, _, number = fields[2].partition(":")
+            status = (int(code) << 8 | int(number)) if code.isdigit() and number.isdigit() else 0
+            host = "" if fields[3].startswith("None") else fields[3]
+            yield Row(fields[0], fields[1], status, host=host)
+
+
+def history(*options: str) -> list[str]:
+    """Lines of sacct; none without accounting, and none while its database is away: it only adds to
+    squeue.
+    """
+    try:
+        done = call(
+            ["sacct", "--noheader", "--parsable2", "--allocations", *options], timeout_s=ASK_S
+        )
+    except Unreachable as error:
+        done = Done(1, "", str(error))
+    if done.code != 0 and "accounting storage is disabled" not in done.words:
+        log.warning("jobs that ended long ago cannot be seen now: %s", done.words)
+    return done.out.splitlines() if done.code == 0 else []
+
+
+def observed(row: Row, around: Sequence[Node]) -> Observed:
+    """What a row says of its job. `around`: the cluster's nodes, needed when the row says that
+    there are too few.
+
+    exit_code is 128 + the signal, as in a shell, for a job that a signal ended; None for one that
+    never ran.
+    """
+    word = row.state.partition(" ")[0]
+    state = STATES.get(word)
+    reason = None if row.reason in ("", "None", "(null)") else row.reason
+    host = None if row.host in ("", "n/a", "(null)") else row.host
+    restarts = int(row.restarts) if row.restarts.isdigit() else 0
+    if state is None:  # a word of a later Slurm: it is not for us to call it an end
+        return Observed("running", f"Slurm says {row.state}", host, restarts=restarts)
+    if state in ACTIVE:
+        state, reason = (
+            _waiting(row, state, reason, around) if word == "PENDING" else (state, reason)
+        )
+        return Observed(
+            state, reason, host, restarts=restarts, will_rerun=state == "queued" and restarts > 0
+        )
+    number = row.status & 0x7F
+    if (
+        host is None or number > LAST_SIGNAL
+    ):  # it never ran on a node, or Slurm's own mark (53, 125) is no signal
+        number, code = 0, None
+    else:
+        code = 128 + number if number else row.status >> 8
+    if state != "succeeded":
+        killed = f"signal {number}" if number and state != "cancelled" else None
+        reason = ", ".join(part for part in (row.state, reason, killed) if part)
+    never_ran = host is None and restarts == 0
+    return Observed(state, reason, host, exit_code=code, restarts=restarts, never_ran=never_ran)
+
+
+def _waiting(
+    row: Row, state: JobState, reason: str | None, around: Sequence[Node]
+) -> tuple[JobState, str | None]:
+    """A pending job: whether time alone will start it, and if not, what will."""
+    for start, cure in CURES.items():
+        if row.reason.startswith(start):
+            return "held", f"{row.reason}: {cure.format(id=row.id)}"
+    if not row.reason.startswith(NO_NODES):
+        return state, reason
+    here = {node.name: node for node in around if node.partition in row.partition.split(",")}
+    out = {name: node.reason for name, node in here.items() if OUT_OF_USE.match(node.state)}
+    needed = int(row.nodes) if row.nodes.isdigit() else 1
+    is_stuck = len(here) - len(out) < needed or bool(out.keys() & _expanded(row.required))
+    if not out or not is_stuck:
+        return state, reason
+    drained = ", ".join(f"{name} ({why})" for name, why in sorted(out.items())[:4])
+    cure = (
+        f"`scontrol update NodeName={min(out)} State=RESUME`, by an administrator, takes a node "
+        "back"
+    )
+    return "held", f"{row.reason}: out of use: {drained}; {cure}"
+
+
+def nodes() -> list[Node]:
+    """Every node, once for each of its partitions. Unreachable."""
+    lines = ask("sinfo", "--noheader", "--Node", "--format=%N|%R|%T|%E")
+    return [Node(*fields) for line in lines if len(fields := line.split("|", 3)) == 4]
+
+
+def _expanded(names: str) -> set[str]:
+    """The nodes that "n[1-2],m4" stands for."""
+    if "[" not in names:
+        return set(names.split(","))
+    return set(ask("scontrol", "show", "hostnames", names))
+
+
+def config() -> dict[str, str]:
+    """The cluster's configuration by name, as `scontrol show config` prints it. Unreachable."""
+    lines = ask("scontrol", "show", "config")
+    return {
+        key.strip(): value.strip()
+        for key, is_there, value in (line.partition("=") for line in lines)
+        if is_there
+    }

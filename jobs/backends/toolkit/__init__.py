@@ -1,0 +1,1 @@
+"""The backend `toolkit` (its class stands in backend.py)."""

@@ -1,0 +1,366 @@
+"""What a project consists of: the files of its git repository, and what of them a job gets
+to see.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from jobs.code import secret_keys
+from trainer.errors import ConfigError, LatheError
+
+MIB = 1 << 20
+MAX_FILE, MAX_TOTAL, MAX_WEIGHTS = (
+    20 * MIB,
+    200 * MIB,
+    MIB,
+)  # bytes; code is small, and every file is hashed each time
+WEIGHTS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".pkl")
+SHOWN = 5  # names in an error
+GIT_S = 120.0  # a repository of 100,000 files on a cold network file system takes tens of seconds
+PATHS_A_CALL = 200  # a command line holds 2 MiB, and a path at most 4 KiB
+# Never listed when git does not know them: names that no source folder has.
+# fmt: off
+LITTER = frozenset({
+    ".git", ".hg", ".svn", ".venv", "venv", "__pycache__", "node_modules", "results", "wandb", ".mypy_cache",
+    ".ruff_cache", ".pytest_cache", ".hypothesis", ".tox", ".nox", ".eggs", ".ipynb_checkpoints", ".cache",
+    ".DS_Store",
+})
+# fmt: on
+# A hook or an alias of git runs its commands with these set; they would answer for another
+# repository.
+# fmt: off
+_ELSEWHERE = frozenset({
+    "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+    "GIT_COMMON_DIR", "GIT_NAMESPACE", "GIT_PREFIX", "GIT_EXTERNAL_DIFF", "GIT_DIFF_OPTS", "GIT_LITERAL_PATHSPECS",
+    "GIT_GLOB_PATHSPECS", "GIT_NOGLOB_PATHSPECS", "GIT_ICASE_PATHSPECS", "GIT_TRACE", "GIT_CEILING_DIRECTORIES",
+})
+# fmt: on
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files of a project. Paths are relative to `top`, with "/", in the file system's own bytes
+    (os.fsdecode).
+    """
+
+    top: (
+        Path  # resolved; the top of the working tree, or the project's folder where there is no git
+    )
+    project: Path  # the project's folder, relative to top
+    tracked: frozenset[str]
+    untracked: frozenset[str]  # and not ignored
+    changed: Mapping[str, str] = field(
+        default_factory=dict[str, str]
+    )  # tracked path -> git's two letters: "M ", " D"
+    commit: str | None = None  # None: no git, or no commit yet
+    branch: str | None = None
+    is_git: bool = False
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a job gets of a project."""
+
+    paths: list[str]  # sorted
+    left_out: dict[str, str]  # path -> why, for what somebody could miss
+    dirty: dict[str, str]  # path -> git's two letters: where the paths differ from the commit
+
+
+def read_source(project: Path) -> Source:
+    """What lies in the repository of a project's folder; of the folder alone where git does not
+    track it.
+
+    ConfigError when the folder or git refuses; LatheError when git does not answer in two minutes.
+    """
+    project = project.resolve()
+    top = _top(project)
+    if top is None:
+        return _walked(project)
+    commit, branch, changed = _status(top)
+    tracked, untracked = _listing(top)
+    inside = project.relative_to(top)
+    if inside.parts and not any(
+        path.startswith(f"{inside.as_posix()}/") for path in (*tracked, *untracked)
+    ):
+        return _walked(project)  # the repository around it ignores it
+    return Source(
+        top, inside, frozenset(tracked), frozenset(untracked), changed, commit, branch, is_git=True
+    )
+
+
+def patch(source: Source, paths: Iterable[str]) -> bytes:
+    """git diff of these changed tracked files against the commit, for `git apply`."""
+    options = [
+        "--binary",
+        "--no-color",
+        "--no-ext-diff",
+        "--no-textconv",
+        "--no-renames",
+        "--full-index",
+    ]
+    options += ["--src-prefix=a/", "--dst-prefix=b/", "--submodule=short"]
+    parts = [
+        _git(source.top, "--literal-pathspecs", "diff", "HEAD", *options, "--", *chunk)
+        for chunk in _chunks(sorted(paths))
+    ]
+    return b"".join(parts)
+
+
+def _chunks(paths: Sequence[str]) -> Iterator[list[str]]:
+    rest = iter(paths)
+    while chunk := list(islice(rest, PATHS_A_CALL)):
+        yield chunk
+
+
+def _top(project: Path) -> Path | None:
+    """The top of the working tree; None without git. ConfigError when git knows it and
+    refuses it.
+    """
+    try:
+        return Path(
+            os.fsdecode(_git(project, "rev-parse", "--show-toplevel").removesuffix(b"\n"))
+        ).resolve()
+    except FileNotFoundError:
+        return None  # git is not installed
+    except ConfigError as error:
+        if "not a git repository" in str(error):
+            return None
+        raise
+
+
+def _status(top: Path) -> tuple[str | None, str | None, dict[str, str]]:
+    """Commit, branch, and tracked files that differ from the commit. Source: git-status, porcelain
+    version 2.
+    """
+    answer = _git(
+        top,
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "-z",
+        "--untracked-files=no",
+        "--no-renames",
+        "--ignore-submodules=none",
+    )
+    commit = branch = None
+    changed: dict[str, str] = {}
+    for record in map(os.fsdecode, answer.split(b"\0")):
+        if record.startswith("# branch.oid "):
+            commit = record.split(" ", 2)[2]
+        elif record.startswith("# branch.head "):
+            branch = record.split(" ", 2)[2]
+        elif record.startswith(("1 ", "u ")):
+            fields = record.split(
+                " ", 8 if record[0] == "1" else 10
+            )  # the path comes last and may hold spaces
+            changed[fields[-1]] = fields[1].replace(".", " ")
+    return (
+        (None if commit == "(initial)" else commit),
+        (None if branch == "(detached)" else branch),
+        changed,
+    )
+
+
+def _listing(top: Path) -> tuple[set[str], set[str]]:
+    """Tracked and untracked files, those of submodules and of repositories inside included."""
+    tracked = _names(_git(top, "ls-files", "--cached", "-z"))
+    untracked = _names(_git(top, "ls-files", "--others", "--exclude-standard", "-z"))
+    for path in [path for path in (*tracked, *untracked) if (top / path / ".git").exists()]:
+        into, beside = _listing(top / path)
+        prefix = path.rstrip("/")
+        untracked |= {f"{prefix}/{name}" for name in beside}
+        (tracked if path in tracked else untracked).update(f"{prefix}/{name}" for name in into)
+        tracked.discard(path)
+        untracked.discard(path)
+    return tracked, untracked
+
+
+def _names(answer: bytes) -> set[str]:
+    return {os.fsdecode(name) for name in answer.split(b"\0") if name}
+
+
+def _walked(project: Path) -> Source:
+    def refuse(error: OSError) -> None:
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}. Make the project readable for this user."
+        ) from None
+
+    found: list[str] = []
+    for folder, folders, files in os.walk(project, onerror=refuse):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        folders[:] = sorted(set(folders) - set(links) - LITTER)
+        found += [os.path.relpath(os.path.join(folder, name), project) for name in (*files, *links)]
+    return Source(project, Path(), frozenset(), frozenset(found))
+
+
+def _git(folder: Path, *arguments: str) -> bytes:
+    """What git prints. ConfigError with git's words when it fails; FileNotFoundError where it is
+    not installed.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    environment |= {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    # core.fsmonitor may name a program of the repository, which a submission has no reason to run
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder. Give the folder of the project.")
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=GIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise LatheError(
+            f"git {arguments[0]} in {folder} took over {GIT_S:.0f} s. Try it by hand."
+        ) from None
+    if done.returncode != 0:
+        words = done.stderr.decode(errors="replace").strip().removeprefix("fatal: ")
+        raise ConfigError(f"{folder}: git {arguments[0]} says: {words}")
+    return done.stdout
+
+
+def shown(path: str) -> str:
+    """A path for a message: on one line, and no terminal sequence, whatever its name is."""
+    return path if path.isprintable() else ascii(path)[1:-1]
+
+
+def select(source: Source, savedir_base: Path) -> Selection:
+    """The files that a job gets: no secrets, no results, no weights, no litter.
+
+    ConfigError for files that are too big and for a savedir_base that is the project itself. Files
+    that are committed and left out are logged as a warning.
+    """
+    savedir = os.path.relpath(os.path.realpath(savedir_base), source.top)
+    if savedir == ".":
+        raise ConfigError(
+            f"savedir_base {savedir_base} is the project's own folder. Give it a folder of its own."
+        )
+    sizes: dict[str, int] = {}
+    left_out: dict[str, str] = {}
+    for path in sorted(source.tracked | source.untracked | set(source.changed)):
+        if path in source.untracked and _is_litter(path):
+            continue
+        status = _status_of(source.top / path)
+        is_result = f"{path}/".startswith(f"{savedir}/")
+        why = "below the savedir_base" if is_result else _why_not(source.top, path, status)
+        if why is not None:
+            left_out[path] = why
+        elif status is not None and (stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode)):
+            sizes[path] = status.st_size
+    _refuse_big(source.top, sizes)
+    _warn(source, left_out)
+    dirty = {path: letters for path, letters in source.changed.items() if path not in left_out}
+    dirty |= {path: "??" for path in sizes if path in source.untracked}
+    return Selection(list(sizes), left_out, dirty)
+
+
+def _is_litter(path: str) -> bool:
+    return not LITTER.isdisjoint(path.split("/")) or path.endswith(".pyc")
+
+
+def _status_of(path: Path) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None  # deleted
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}. Make the project readable for this user."
+        ) from None
+
+
+def _why_not(top: Path, path: str, status: os.stat_result | None) -> str | None:
+    if secret_keys.is_secret_file(path):
+        return "may hold a secret"
+    if status is None:
+        return None
+    if stat.S_ISLNK(status.st_mode) and not _stays_inside(top, path):
+        return "a link out of the project"
+    if path.lower().endswith(WEIGHTS) and status.st_size > MAX_WEIGHTS:
+        return "weights"
+    return None
+
+
+def _stays_inside(top: Path, path: str) -> bool:
+    """Whether a link means the same in the copy: relative, and neither its text nor its end leaves
+    the project.
+    """
+    target = os.readlink(top / path)
+    lexical = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    if os.path.isabs(target) or lexical.split("/")[0] == "..":
+        return False
+    return Path(os.path.realpath(top / path)).is_relative_to(top)
+
+
+def _refuse_big(top: Path, sizes: Mapping[str, int]) -> None:
+    if not sizes:
+        raise ConfigError(
+            f"{top}: no file to take. Is it the folder of trainval.py, and does .gitignore "
+            "exclude it?"
+        )
+    largest = sorted(sizes.items(), key=lambda item: -item[1])
+    big = [(path, size) for path, size in largest if size > MAX_FILE]
+    if big:
+        raise ConfigError(
+            f"{top}: {len(big)} file(s) too big for a code snapshot: {_sizes(big)}; want at most "
+            f"{MAX_FILE // MIB} MiB "
+            "each. Data belongs below --data_path: move it, or exclude it by .gitignore."
+        )
+    if (total := sum(sizes.values())) > MAX_TOTAL:
+        raise ConfigError(
+            f"{top}: a code snapshot of {total / MIB:.0f} MiB, want at most {MAX_TOTAL // MIB} "
+            "MiB. The largest: "
+            f"{_sizes(largest)}. Data belongs below --data_path: move it, or exclude it by "
+            ".gitignore."
+        )
+
+
+def _sizes(files: list[tuple[str, int]]) -> str:
+    named = [f"{shown(path)} ({size / MIB:.1f} MiB)" for path, size in files[:SHOWN]]
+    return ", ".join([*named, *(["..."] if len(files) > SHOWN else [])])
+
+
+def _warn(source: Source, left_out: Mapping[str, str]) -> None:
+    committed = [
+        f"{shown(path)} ({why})" for path, why in left_out.items() if path in source.tracked
+    ]
+    if committed:
+        log.warning(
+            "code snapshot: committed but left out, so no job sees them: %s", ", ".join(committed)
+        )
+
+
+def why_dirty(source: Source, dirty: Mapping[str, str]) -> str:
+    """The error for a project that no commit tells."""
+    if not source.is_git:
+        return (
+            f"{source.top}: not in a git repository (or git is not installed), so nobody can "
+            "tell later which code "
+            "ran. Commit it to one (git init), or submit with --allow-dirty."
+        )
+    named = [f"{letters.strip()} {shown(path)}" for path, letters in dirty.items()]
+    more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+    return (
+        f"{source.top}: {len(named)} file(s) differ from {_last_commit(source)}: "
+        f"{', '.join(named[:SHOWN])}{more}. Commit them, or exclude them by .gitignore, or "
+        "submit with --allow-dirty."
+    )
+
+
+def _last_commit(source: Source) -> str:
+    return (
+        f"commit {source.commit[:12]}" if source.commit else "the last commit (there is none yet)"
+    )

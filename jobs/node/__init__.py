@@ -1,0 +1,1 @@
+"""What runs inside a job: the wrapper around the training, and its host."""

@@ -1,0 +1,446 @@
+"""The wrapper inside a job: `python -m jobs.node.wrapper FOLDER ATTEMPT`, or `--array FILE` for one
+element of an array.
+
+It runs one attempt at most once at a time, tees what the training prints, beats its heart, hands
+signals on, and writes exit.json: the one file that says how the attempt ended. Standard library
+only: on the node this may be another interpreter than the training's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, Any
+
+from jobs.node import host as node
+from jobs.record.paths import Attempt, RunFolder, read_json
+from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError
+from trainer.files.atomic import replace_file
+
+HEARTBEAT_S = 30.0
+POLL_S = 0.1
+KEY_BYTES = 2048
+PATIENCE_S = 120.0  # how long to wait for an earlier start's last sign of life to grow old
+SILENT = (
+    "it ended with code 0, but no training told its outcome: does the launch line run trainval.py?"
+)
+ALIVE_S = 90.0  # an earlier attempt whose heart beat so recently still runs
+EXIT_FAILED = 1
+EXIT_DUPLICATE = (
+    76  # another copy of this attempt runs, or nobody waits for it any more: this one does nothing
+)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one start of an attempt ended."""
+
+    code: int
+    kind: str  # succeeded, failed, preempted, timeout, oom
+    reason: str | None = None
+
+
+class Unfit(Exception):
+    """The job cannot run as it was sent; a person must change something. Ends with code 2."""
+
+
+@dataclass
+class Stop:
+    """Whether the platform asked this job to end, and by which signal; since when."""
+
+    name: str | None = None
+    at: float = field(default=float("inf"))
+
+    def ask(self, number: int, frame: Any = None) -> None:
+        if self.name is None:
+            self.name, self.at = signal.Signals(number).name, time.monotonic()
+
+
+def run(folder: Path, number: int, *, has_terminal: bool = False) -> int:
+    """Run attempt `number` of the experiment in `folder`; returns the exit code, which is also in
+    exit.json.
+
+    has_terminal: the training gets this process's own stdin, stdout and stderr (to debug), and no
+    log is kept.
+    """
+    attempt = RunFolder(folder).attempt(number)
+    spec = read_json(attempt.spec)
+    if spec is None:
+        log.error("%s: absent or not whole. Submit the experiment again.", attempt.spec)
+        return EXIT_BAD_INPUT
+    stop = Stop()
+    before = {number: signal.signal(number, stop.ask) for number in STOP_SIGNALS}
+    try:
+        if not node.is_leader():  # the files are the first node's to write
+            return _train(attempt, spec, stop, has_terminal=has_terminal).code
+        return _lead(attempt, spec, stop, has_terminal=has_terminal)
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _lead(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: bool) -> int:
+    """Claim the attempt, run it, and write down how it ended; nothing of it when the claim is
+    another's.
+    """
+    ended = read_json(attempt.exit)
+    if ended is not None and ended["code"] != EXIT_PREEMPTED:
+        log.error("%s has ended with code %d: it does not run again", attempt.folder, ended["code"])
+        return int(ended["code"])
+    try:
+        if _waits_in_vain(attempt, ended, stop):
+            return EXIT_DUPLICATE
+        start = _claim(attempt)
+        if start is None:
+            return EXIT_DUPLICATE
+        if ended is not None:
+            os.replace(attempt.exit, attempt.folder / f"exit-{start - 1}.json")
+        _replace(attempt.env, node.facts())
+        ending = _other_attempts(attempt) or _train(attempt, spec, stop, has_terminal=has_terminal)
+    except Unfit as error:
+        start, ending = len(attempt.starts()), Ending(EXIT_BAD_INPUT, "failed", str(error))
+    except (OSError, LatheError) as error:  # the disk, or a program that does not exist
+        start, ending = (
+            len(attempt.starts()),
+            Ending(EXIT_FAILED, "failed", f"{type(error).__name__}: {error}"),
+        )
+    _conclude(attempt, ending, start)
+    return ending.code
+
+
+def _waits_in_vain(attempt: Attempt, ended: dict[str, Any] | None, stop: Stop) -> bool:
+    """Wait until the start before this one is dead for certain; True when it goes on living.
+
+    A scheduler that loses sight of a node starts the job on another one, while the first may still
+    be writing.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while ended is None and _is_alive(attempt):
+        if time.monotonic() > deadline or stop.name is not None:
+            log.error("%s: an earlier start of it is alive; this one does nothing", attempt.folder)
+            return True
+        time.sleep(1)
+    return False
+
+
+def _is_alive(attempt: Attempt) -> bool:
+    """Whether its last start has left no outcome and has given a sign of life within ALIVE_S."""
+    starts = attempt.starts()
+    if not starts or attempt.exit.exists():
+        return False
+    started = read_json(starts[-1]) or {}
+    if (
+        started.get("host") == socket.gethostname()
+        and not Path(f"/proc/{started.get('pid')}").exists()
+    ):
+        return False
+    beat = read_json(attempt.heartbeat) or {}
+    return min(_age_s(started.get("at")), _age_s(beat.get("at"))) < ALIVE_S
+
+
+def _claim(attempt: Attempt) -> int | None:
+    """Write the next started-<k>.json and return k; None when this attempt is another's, or was
+    given up.
+
+    A scheduler that starts a job again uses the same id; another id is a second copy of the same
+    submission.
+    """
+    own, starts = node.job_id(), attempt.starts()
+    first = read_json(starts[0]) if starts else None
+    if first is not None and own is not None and first.get("id") not in (None, own):
+        log.error(
+            "%s has started as job %s; this is a second copy, %s", attempt.folder, first["id"], own
+        )
+        return None
+    start = len(starts) + 1
+    facts = {
+        "at": _now(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "id": own,
+        "restarts": node.restarts(),
+    }
+    if not _write_once(attempt.started(start), facts):
+        log.error("%s: start %d was taken by another process at this moment", attempt.folder, start)
+        return None
+    if (
+        attempt.given_up.exists()
+    ):  # looked at after the start is on the disk: whoever gives up looks for that
+        log.error("%s was given up: another attempt runs in its place", attempt.folder)
+        return None
+    return start
+
+
+def _other_attempts(attempt: Attempt) -> Ending | None:
+    """What another attempt of this experiment says: it has succeeded, or is alive. Then this one
+    does not train.
+    """
+    for folder in sorted(attempt.folder.parent.iterdir()):
+        other = Attempt(folder)
+        if not folder.name.isdigit() or other.number == attempt.number:
+            continue
+        if (read_json(other.exit) or {}).get("code") == EXIT_OK:
+            return Ending(EXIT_OK, "succeeded", f"attempt {other.number} had reached the end")
+        if _is_alive(other):
+            return Ending(EXIT_PREEMPTED, "preempted", f"attempt {other.number} is alive")
+    return None
+
+
+def _train(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: bool) -> Ending:
+    environment = environment_of(spec, attempt, os.environ)
+    argv = [*node.launcher(spec), *spec["program"]]
+    attempt.outcome.unlink(missing_ok=True)
+    pipe = None if has_terminal else subprocess.PIPE
+    oom_before = node.oom_kills()
+    if not has_terminal:
+        node.adopt_orphans()
+    child = subprocess.Popen(
+        argv,
+        cwd=spec["workdir"],
+        env=environment,
+        stdin=None if has_terminal else subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        start_new_session=not has_terminal,
+        preexec_fn=node.die_with_parent,
+    )
+    tees = (
+        []
+        if has_terminal
+        else [_tee(child.stdout, attempt.logs, 1), _tee(child.stderr, attempt.err, 2)]
+    )
+    timed_out = _watch(child, attempt, spec, stop)
+    if not has_terminal:
+        node.kill_descendants()  # ranks that a launcher left behind
+    for tee in tees:
+        tee.join(timeout=5)  # a grandchild that outlives the training may hold the pipe for ever
+    return _ending(attempt, child.returncode, stop, timed_out, node.oom_kills() > oom_before)
+
+
+def _watch(
+    child: subprocess.Popen[bytes], attempt: Attempt, spec: dict[str, Any], stop: Stop
+) -> bool:
+    """Wait for the training's end, beating the heart and handing a stop on. Returns whether it ran
+    out of time.
+    """
+    job, began, beat_at = spec["job"], time.monotonic(), -float("inf")
+    limit_s, was_asked, timed_out = job.get("max_run_time") or float("inf"), False, False
+    while child.poll() is None:
+        moment = time.monotonic()
+        if moment - began > limit_s and stop.name is None:
+            timed_out = True
+            stop.ask(signal.SIGTERM)
+        if stop.name is not None and not was_asked:
+            was_asked = True
+            log.warning("%s: asking the training to save and stop", stop.name)
+            node.signal_all(
+                child.pid, signal.SIGTERM
+            )  # torchrun knows no SIGUSR1: it would die of it
+        if moment - stop.at > job["grace_s"]:
+            node.signal_all(child.pid, signal.SIGKILL)
+        if moment - beat_at > HEARTBEAT_S and node.is_leader():
+            beat_at = moment
+            _beat(attempt)
+            if (
+                attempt.cancelled.exists()
+            ):  # its scheduler may have lost sight of it, and sends no signal then
+                stop.ask(signal.SIGTERM)
+        time.sleep(POLL_S)
+    return timed_out
+
+
+def _ending(attempt: Attempt, code: int, stop: Stop, timed_out: bool, was_oom: bool) -> Ending:
+    """What the training says of itself counts more than its launcher's exit code, which is 1 for
+    nearly everything.
+    """
+    outcome = read_json(attempt.outcome) or {}
+    said, error = outcome.get("code"), outcome.get("error")
+    if said is None and code == 0:
+        has_succeeded = (read_json(_run_folder(attempt).status) or {}).get("state") == "succeeded"
+        said, error = (EXIT_OK, None) if has_succeeded else (EXIT_FAILED, SILENT)
+    if said == EXIT_OK:
+        return Ending(EXIT_OK, "succeeded")
+    if timed_out:
+        return Ending(
+            EXIT_FAILED, "timeout", "max_run_time is over; `retry` goes on from the last checkpoint"
+        )
+    if was_oom or "OutOfMemoryError" in (error or ""):
+        return Ending(
+            EXIT_FAILED, "oom", error or "the kernel killed a process of this job: out of memory"
+        )
+    final = code if said is None else said
+    if final == EXIT_PREEMPTED or (
+        said is None and stop.name is not None and code != EXIT_BAD_INPUT
+    ):
+        return Ending(EXIT_PREEMPTED, "preempted", f"stopped by {stop.name or 'its own request'}")
+    if final == EXIT_BAD_INPUT:
+        return Ending(EXIT_BAD_INPUT, "failed", error or "bad input: see the log")
+    text = f"killed by {signal.Signals(-final).name}" if final < 0 else f"exit code {final}"
+    return Ending(EXIT_FAILED, "failed", error or text)
+
+
+def environment_of(
+    spec: Mapping[str, Any], attempt: Attempt, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """The training's environment: the scheduler's, over it the job's own, and the key, which is
+    stored nowhere else.
+    """
+    found = {
+        **inherited,
+        **spec["environment"],
+        "PYTHONUNBUFFERED": "1",
+        "LATHE_OUTCOME": str(attempt.outcome),
+    }
+    if spec.get("activate"):
+        found = {**found, **node.activated(spec["activate"], found)}
+    key_file = spec["job"].get("wandb_key_file")
+    if key_file:
+        found["WANDB_API_KEY"] = read_key(Path(key_file).expanduser())
+    return found
+
+
+def read_key(path: Path) -> str:
+    """The key in a file that only its owner can read. Unfit when it is absent, open to others, or
+    no single word.
+    """
+    try:
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_NONBLOCK
+        )  # a pipe of that name must not hang the job
+    except OSError as error:
+        raise Unfit(
+            f"wandb_key_file {path}: {error.strerror}. Write the key there, mode 0600."
+        ) from None
+    with open(descriptor, "rb") as file:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_mode & 0o077 or facts.st_uid != os.geteuid():
+            mode = oct(stat.S_IMODE(facts.st_mode))
+            raise Unfit(
+                f"wandb_key_file {path}: mode {mode}, want 0o600 and owned by this user. chmod "
+                f"600 {path}"
+            )
+        text = file.read(KEY_BYTES).decode(errors="replace").strip()
+    if not text or any(letter.isspace() for letter in text):
+        raise Unfit(f"wandb_key_file {path}: want one word, the key, and nothing else.")
+    return text
+
+
+def _tee(source: IO[bytes] | None, path: Path, number: int) -> threading.Thread:
+    """Copy a pipe to a file (in append mode) and to this process's own stream `number`, until it
+    ends.
+    """
+
+    def copy() -> None:
+        assert source is not None, "a tee is made of a pipe"
+        with path.open("ab", buffering=0) as file:
+            while block := os.read(source.fileno(), 65536):
+                _write_all(file.fileno(), block)
+                _write_all(number, block)
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    return thread
+
+
+def _write_all(descriptor: int, block: bytes) -> None:
+    """Write it; a stream that is gone (a closed terminal) or a full disk must not block the
+    training's own pipe.
+    """
+    try:
+        while block:
+            block = block[os.write(descriptor, block) :]
+    except OSError as error:
+        log.debug("cannot write %d bytes: %s", len(block), error)
+
+
+def _run_folder(attempt: Attempt) -> RunFolder:
+    return RunFolder(attempt.folder.parent.parent)
+
+
+def _beat(attempt: Attempt) -> None:
+    step = (read_json(_run_folder(attempt).status) or {}).get("step")
+    try:
+        _replace(attempt.heartbeat, {"at": _now(), "step": step})
+    except LatheError as error:  # a full disk: the training itself will say more
+        log.warning("no heartbeat: %s", error)
+
+
+def _conclude(attempt: Attempt, ending: Ending, start: int) -> None:
+    step = (read_json(_run_folder(attempt).status) or {}).get("step")
+    facts = {
+        "code": ending.code,
+        "kind": ending.kind,
+        "reason": ending.reason,
+        "step": step,
+        "start": start,
+    }
+    _replace(
+        attempt.exit, {"at": _now(), **facts, "host": socket.gethostname(), "id": node.job_id()}
+    )
+    log.info("%s: %s", ending.kind, ending.reason or "done")
+
+
+def _replace(path: Path, value: dict[str, Any]) -> None:
+    replace_file(path, json.dumps(value).encode())
+
+
+def _write_once(path: Path, value: dict[str, Any]) -> bool:
+    """Make `path` with this content, whole or not at all; False when it is there."""
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    _replace(temporary, value)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def _age_s(at: Any) -> float:
+    try:
+        return (datetime.now(timezone.utc) - datetime.fromisoformat(at)).total_seconds()
+    except (TypeError, ValueError):
+        return float("inf")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command: exit code of the training, 2 for wrong arguments."""
+    logging.basicConfig(
+        level=logging.INFO, format="jobs.node.wrapper: %(message)s", stream=sys.stderr
+    )
+    if len(arguments) == 2 and arguments[0] == "--array":
+        index = os.environ.get("SLURM_ARRAY_TASK_ID", "")
+        table = read_json(Path(arguments[1])) or {}
+        if index not in table:
+            log.error("%s has no entry %r (SLURM_ARRAY_TASK_ID)", arguments[1], index)
+            return EXIT_BAD_INPUT
+        folder, number = table[index]
+        return run(Path(folder), int(number))
+    if len(arguments) == 2 and arguments[1].isdigit():
+        return run(Path(arguments[0]), int(arguments[1]))
+    log.error("got %s, want FOLDER ATTEMPT or --array FILE", list(arguments))
+    return EXIT_BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

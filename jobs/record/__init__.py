@@ -1,0 +1,1 @@
+"""What is known of a job: its paths, its events, the verdict on them."""

@@ -1,0 +1,243 @@
+"""job.jsonl: the append-only record of one experiment, and what it adds up to.
+
+Every line is one JSON object with `at` (UTC) and `event`, written with one write and fsynced. A
+torn last line (its writer was killed) is ignored, and the next writer starts on a line of its own.
+Events:
+
+    created    exp_id, digest, group, nonce                        once, the first line
+    intent     attempt, token, name, index, backend, by            before anything is sent
+    resent     attempt                                             sent again under the same name
+    submitted  attempt, id, adopted                                the scheduler has it
+    refused    attempt, reason                                     the scheduler said no: nothing was sent
+    observed   attempt, state, reason, host                        the state changed
+    cancel     attempt                                             somebody asked for its end
+    unseen     reason                                              the scheduler cannot be reached ...
+    seen                                                           ... and can again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any, cast
+
+from filelock import FileLock, SoftFileLock, Timeout
+
+from jobs.record.paths import RunFolder
+from jobs.submit.spec import JobState
+from trainer.errors import LatheError
+from trainer.files.atomic import refusals
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One attempt, as far as the record knows."""
+
+    number: int
+    token: str
+    name: str  # what the scheduler calls it: the token, or the name of the array that holds it
+    index: int | None  # its place in that array
+    backend: str
+    at: str  # when it was sent last: the intent, or `resent`
+    id: str | None = None
+    submitted_at: str | None = None
+    was_adopted: bool = False
+    state: JobState = "submitting"
+    reason: str | None = None
+    host: str | None = None
+    is_cancelled: bool = False  # somebody asked for its end
+
+
+@dataclass(frozen=True)
+class Job:
+    """What job.jsonl adds up to."""
+
+    exp_id: str
+    digest: str
+    group: str
+    nonce: str
+    created_at: str
+    attempts: tuple[Sent, ...] = field(default=())
+    unseen_since: str | None = None
+    unseen_reason: str | None = None
+
+    @property
+    def last(self) -> Sent | None:
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def state(self) -> JobState:
+        return self.last.state if self.last else "pending"
+
+
+def now() -> str:
+    """UTC, ISO 8601, to the second's thousandth."""
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def seconds_since(at: str | None) -> float:
+    """Seconds from an ISO time until now; infinite for None or what is no time."""
+    try:
+        return (datetime.now(timezone.utc) - datetime.fromisoformat(at or "")).total_seconds()
+    except (ValueError, TypeError):
+        return float("inf")
+
+
+def append(folder: RunFolder, *events: dict[str, Any], is_durable: bool = True) -> None:
+    """Add events to the record, durably and each on a line of its own. The caller holds the lock of
+    the folder.
+    """
+    lines = b"".join(json.dumps({"at": now(), **event}).encode() + b"\n" for event in events)
+    path = folder.record
+    with refusals(path), path.open("a+b", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            lines = b"\n" + lines  # the last writer was killed in the middle of its line
+        file.write(lines)
+        if is_durable:
+            os.fsync(file.fileno())
+
+
+def create(folder: RunFolder, *, exp_id: str, digest: str, group: str) -> None:
+    """Begin the record of an experiment. The intent that follows makes it durable: before that,
+    nothing was sent.
+    """
+    nonce = secrets.token_hex(3)
+    event = {"event": "created", "exp_id": exp_id, "digest": digest, "group": group, "nonce": nonce}
+    append(folder, event, is_durable=False)
+
+
+def intent(
+    number: int, token: str, *, name: str, index: int | None, backend: str
+) -> dict[str, Any]:
+    """The event that must be on the disk before anything is sent."""
+    by = f"{socket.gethostname()}:{os.getpid()}"
+    return {
+        "event": "intent",
+        "attempt": number,
+        "token": token,
+        "name": name,
+        "index": index,
+        "backend": backend,
+        "by": by,
+    }
+
+
+def read(folder: RunFolder) -> Job | None:
+    """What the record adds up to; None when nothing was ever recorded. LatheError when somebody has
+    altered it.
+    """
+    try:
+        content = folder.record.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return fold(_whole(content))
+    except (KeyError, TypeError) as error:
+        raise LatheError(
+            f"{folder.record}: an event lacks {error}. `reset` the experiment, or mend that line."
+        ) from error
+
+
+def _whole(content: bytes) -> Iterator[dict[str, Any]]:
+    for line in content.splitlines():
+        with contextlib.suppress(ValueError):
+            event: Any = json.loads(line)
+            if isinstance(event, dict):
+                yield cast("dict[str, Any]", event)
+
+
+def fold(events: Iterable[dict[str, Any]]) -> Job | None:
+    """The state that a sequence of events adds up to; None when it does not begin with
+    `created`.
+    """
+    job: Job | None = None
+    for event in events:
+        kind = event.get("event")
+        if job is None:
+            if kind == "created":
+                job = Job(
+                    event["exp_id"], event["digest"], event["group"], event["nonce"], event["at"]
+                )
+        elif kind == "intent":
+            sent = Sent(
+                event["attempt"],
+                event["token"],
+                event["name"],
+                event["index"],
+                event["backend"],
+                at=event["at"],
+            )
+            job = replace(job, attempts=(*job.attempts, sent))
+        elif kind == "unseen":
+            job = replace(
+                job, unseen_since=job.unseen_since or event["at"], unseen_reason=event["reason"]
+            )
+        elif kind == "seen":
+            job = replace(job, unseen_since=None, unseen_reason=None)
+        else:
+            job = _changed(job, event)
+    return job
+
+
+def _changed(job: Job, event: dict[str, Any]) -> Job:
+    changes: dict[str, Any] = {}
+    if event["event"] == "submitted":
+        changes = {"id": event["id"], "submitted_at": event["at"], "was_adopted": event["adopted"]}
+        changes["state"] = "submitted"
+    elif event["event"] == "resent":
+        changes = {"at": event["at"]}
+    elif event["event"] == "refused":
+        changes = {"state": "pending", "reason": event["reason"]}
+    elif event["event"] == "observed":
+        changes = {
+            "state": event["state"],
+            "reason": event.get("reason"),
+            "host": event.get("host"),
+        }
+    elif event["event"] == "cancel":
+        changes = {"is_cancelled": True}
+    attempts = tuple(
+        replace(sent, **changes) if sent.number == event["attempt"] else sent
+        for sent in job.attempts
+    )
+    return replace(job, attempts=attempts)
+
+
+class Busy(LatheError):
+    """Another process decides about this experiment at this moment."""
+
+
+@contextlib.contextmanager
+def locked(folder: RunFolder, *, wait_s: float) -> Generator[None]:
+    """Hold the right to decide about an experiment. Busy when another process has it for longer
+    than `wait_s`.
+    """
+    with refusals(folder.lock):
+        folder.lock.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        try:
+            _take(folder, held, wait_s)
+        except Timeout:  # an OSError too
+            raise Busy(
+                f"{folder.lock}: another process has held this for {wait_s:.0f} s. Let it finish."
+            ) from None
+        yield
+
+
+def _take(folder: RunFolder, held: contextlib.ExitStack, wait_s: float) -> None:
+    try:
+        held.enter_context(FileLock(folder.lock, timeout=wait_s, poll_interval=0.02))
+    except NotImplementedError:  # a file system without flock: a lock file that names its owner
+        held.enter_context(SoftFileLock(folder.lock, timeout=wait_s))
+    except Timeout:
+        raise
+    except OSError as error:
+        with refusals(folder.lock):
+            raise error

@@ -1,0 +1,194 @@
+"""Where everything of a submitted experiment lies: every path in one place. Standard library only.
+
+<savedir_base>/<exp_id>/
+    exp_dict.json          the dictionary as written
+    job.jsonl              append-only events; what happened to this experiment is a fold over them
+    job_dict.json          {"job_id", "command"}, derived, for haven
+    code                   link to the snapshot, ../_jobs/code/<digest>/tree
+    attempts/<n>/          one folder for each time it was sent out
+        spec.json          what was sent (JobSpec)
+        rendered.<kind>    the text the scheduler got
+        env.json           versions and devices where it ran
+        started-<k>.json   start k of this attempt: a scheduler that requeues runs one attempt
+                           several times
+        heartbeat.json     rewritten every 30 s by the wrapper
+        cancelled          somebody asked for its end
+        exit.json          the outcome, written once: the truth
+        logs.txt err.txt   what the training printed, all starts in one
+<savedir_base>/_jobs/      code snapshots, arrays
+<savedir_base>/deleted/    what `reset` moved aside
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+EXP_DICT, RECORD, JOB_DICT, CODE, STATUS, METRICS = (
+    "exp_dict.json",
+    "job.jsonl",
+    "job_dict.json",
+    "code",
+    "status.json",
+    "metrics.jsonl",
+)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The files of one attempt."""
+
+    folder: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.folder.name)
+
+    @property
+    def spec(self) -> Path:
+        return self.folder / "spec.json"
+
+    @property
+    def env(self) -> Path:
+        return self.folder / "env.json"
+
+    @property
+    def heartbeat(self) -> Path:
+        return self.folder / "heartbeat.json"
+
+    @property
+    def exit(self) -> Path:
+        return self.folder / "exit.json"
+
+    @property
+    def outcome(self) -> Path:
+        """Where the training itself leaves its exit code: torchrun turns every other code
+        into 1.
+        """
+        return self.folder / "outcome.json"
+
+    @property
+    def given_up(self) -> Path:
+        """There when nobody waits for this attempt any more: it must not start."""
+        return self.folder / "given-up"
+
+    @property
+    def cancelled(self) -> Path:
+        """There when somebody asked for the end of this attempt: the wrapper obeys it, whatever its
+        scheduler does.
+        """
+        return self.folder / "cancelled"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs.txt"
+
+    @property
+    def err(self) -> Path:
+        return self.folder / "err.txt"
+
+    def started(self, k: int) -> Path:
+        return self.folder / f"started-{k}.json"
+
+    def starts(self) -> list[Path]:
+        """started-1.json, started-2.json, ... as far as they exist, in order."""
+        found: list[Path] = []
+        while (path := self.started(len(found) + 1)).exists():
+            found.append(path)
+        return found
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of one experiment."""
+
+    path: Path
+
+    @property
+    def exp_dict(self) -> Path:
+        return self.path / EXP_DICT
+
+    @property
+    def record(self) -> Path:
+        return self.path / RECORD
+
+    @property
+    def job_dict(self) -> Path:
+        return self.path / JOB_DICT
+
+    @property
+    def code(self) -> Path:
+        return self.path / CODE
+
+    @property
+    def status(self) -> Path:
+        """status.json of the training itself: state, step, total, host, updated_at, error."""
+        return self.path / STATUS
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / METRICS
+
+    @property
+    def lock(self) -> Path:
+        """Held while somebody decides about this experiment; beside the folder, so that reset can
+        move the folder.
+        """
+        return self.path.with_name(f".{self.path.name}.job.lock")
+
+    def attempt(self, number: int) -> Attempt:
+        return Attempt(self.path / "attempts" / str(number))
+
+
+@dataclass(frozen=True)
+class BaseFolder:
+    """<savedir_base>: run folders, and what they share."""
+
+    path: Path
+
+    def run(self, exp_id: str) -> RunFolder:
+        return RunFolder(self.path / exp_id)
+
+    @property
+    def snapshots(self) -> Path:
+        return self.path / "_jobs" / "code"
+
+    def snapshot(self, digest: str) -> Path:
+        """The tree of one code snapshot; its manifest and archive lie beside it."""
+        return self.snapshots / digest / "tree"
+
+    @property
+    def arrays(self) -> Path:
+        return self.path / "_jobs" / "arrays"
+
+    @property
+    def deleted(self) -> Path:
+        return self.path / "deleted"
+
+    def recorded(self) -> list[RunFolder]:
+        """Every experiment that was ever submitted from here, by name."""
+        try:
+            with os.scandir(self.path) as entries:
+                names = sorted(entry.name for entry in entries if is_exp_id(entry.name))
+        except FileNotFoundError:
+            return []
+        return [folder for name in names if (folder := self.run(name)).record.exists()]
+
+
+def is_exp_id(name: str) -> bool:
+    """Whether `name` looks like haven's hash: 32 lower-case hexadecimal digits."""
+    return len(name) == 32 and all(letter in "0123456789abcdef" for letter in name)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a small JSON file, or None when it is absent or (its writer was killed) no
+    whole object.
+    """
+    try:
+        value: Any = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None

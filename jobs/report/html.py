@@ -1,0 +1,310 @@
+"""One static HTML file about a group of experiments: what they are, how they went, what they
+scored, why they fell.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+from html import escape
+from pathlib import Path
+
+from jobs.record.events import Sent
+from jobs.record.paths import BaseFolder, RunFolder
+from jobs.record.status import STATES, Row, Start, seconds_between
+from jobs.report import curves
+from jobs.report.curves import Curves
+from jobs.report.logs import last_lines, visible
+from jobs.report.page import page
+from jobs.report.scores import Result, Results, Score, short_names, shown, written
+from jobs.report.table import duration, summary
+from jobs.submit.spec import ENDED_BADLY
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED
+
+MOST_CARDS = 200  # experiments with curves: about 20 kB each
+MOST_SPARKS = 8
+MOST_ATTEMPTS = 6  # of one experiment, in words
+LOG_LINES = 40
+LONGEST_TEXT = 400  # letters of one hyper-parameter
+
+
+def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
+    """The whole page, without any reference outside itself. Reads metrics.jsonl and the logs of
+    what failed.
+
+    rows: from `status.survey`. results: from `results.gather`, of the same experiments.
+    """
+    found = {result.exp_id: result for result in results.results}
+    now = datetime.now(timezone.utc)
+    title = base.path.resolve().name
+    facts = [str(base.path), f"{now:%Y-%m-%d %H:%M} UTC", *summary(rows).split("; ")[1:]]
+    body = [
+        f"<header><h1>{_text(title)}</h1>",
+        f'<p class="soft small">{" · ".join(map(_text, facts))}</p>',
+        _states(rows),
+        "</header><main>",
+        f"<h2>Results</h2>{_table(rows, found, results)}",
+        f"<h2>Experiments</h2>{_left_out(rows)}",
+        '<div class="cards">',
+        *(_card(row, found.get(row.exp_id), results, now.isoformat()) for row in rows[:MOST_CARDS]),
+        "</div><footer class='soft small'>Scores are the best of each run; the last one stands "
+        "in brackets where it "
+        "differs. Where a curve has a shade, it is the mean of neighbouring steps and the shade "
+        "how far they reach."
+        "</footer></main>",
+    ]
+    return page(f"{title}: {len(rows)} experiments", "\n".join(body))
+
+
+def _text(value: str) -> str:
+    """Text of a file or of a person, harmless in HTML."""
+    return escape(visible(value))
+
+
+def _states(rows: Sequence[Row]) -> str:
+    counts = Counter(row.state for row in rows)
+    order = [state for state in dict.fromkeys(("succeeded", "running", *STATES)) if counts[state]]
+    bars = "".join(f'<i class="s-{state}" style="flex:{counts[state]}"></i>' for state in order)
+    items = (
+        f'<li class="dot s-{state}"><span><b>{counts[state]}</b> {state}</span></li>'
+        for state in order
+    )
+    return f'<div class="states">{bars}</div><ul class="legend">{"".join(items)}</ul>'
+
+
+def _left_out(rows: Sequence[Row]) -> str:
+    if len(rows) <= MOST_CARDS:
+        return ""
+    return (
+        f'<p class="soft">Curves of the first {MOST_CARDS} experiments; the other '
+        f"{len(rows) - MOST_CARDS} are in the "
+        "table above only. Make a report of one group to see them.</p>"
+    )
+
+
+def _table(rows: Sequence[Row], found: dict[str, Result], results: Results) -> str:
+    has_groups = len({row.group for row in rows}) > 1
+    texts = ["id", *(["group"] if has_groups else []), "state", *short_names(results.parameters)]
+    numbers = [*results.metrics, "steps", "hours", "GPU-hours"]
+    heads = [f"<th><button>{_text(name)}</button></th>" for name in texts]
+    heads += [f'<th class="num"><button>{_text(name)}</button></th>' for name in numbers]
+    bests = {name: _best(results, name) for name in results.metrics}
+    lines: list[str] = []
+    for place, row in enumerate(rows):
+        name = row.exp_id[:8]
+        name = (
+            f'<a href="#x{_text(row.exp_id)}">{_text(name)}</a>'
+            if place < MOST_CARDS
+            else _text(name)
+        )
+        cells = [f'<td class="mono">{name}</td>']
+        cells += (
+            [f'<td class="text" title="{_text(row.group)}">{_text(row.group)}</td>']
+            if has_groups
+            else []
+        )
+        cells.append(f'<td class="pill s-{row.state}">{_state(row)}</td>')
+        cells += _result_cells(found.get(row.exp_id), results, bests)
+        cells += [
+            _number(row.step, ""),
+            _number(_hours(row), ".2f"),
+            _number(row.gpu_hours or None, ".1f"),
+        ]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    head = f"<thead><tr>{''.join(heads)}</tr></thead>"
+    return f'<div class="scroll"><table>{head}<tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _state(row: Row) -> str:
+    return f"{row.state}?" if row.unseen_since else row.state
+
+
+def _result_cells(
+    result: Result | None, results: Results, bests: dict[str, float | None]
+) -> Iterator[str]:
+    for key in results.parameters:
+        text = _parameter(result, key)
+        yield f'<td class="text" title="{text}">{text}</td>'
+    for name in results.metrics:
+        score = result.scores.get(name) if result is not None else None
+        if score is None:
+            yield '<td class="num"></td>'
+            continue
+        kind = "num best" if score.best == bests[name] else "num"
+        last = (
+            f' <span class="soft">({shown(score.last)})</span>' if score.last != score.best else ""
+        )
+        yield f'<td class="{kind}" data-value="{score.best!r}">{shown(score.best)}{last}</td>'
+
+
+def _best(results: Results, metric: str) -> float | None:
+    """The best value of all; None when there are not two to compare."""
+    scores = [result.scores[metric] for result in results.results if metric in result.scores]
+    if len(scores) < 2:
+        return None
+    values = [score.best for score in scores]
+    return min(values) if scores[0].is_least_best else max(values)
+
+
+def _parameter(result: Result | None, key: str) -> str:
+    if result is None or key not in result.parameters:
+        return "–"
+    text = written(result.parameters[key])
+    return _text(text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…")
+
+
+def _number(value: float | None, form: str) -> str:
+    return '<td class="num"></td>' if value is None else f'<td class="num">{value:{form}}</td>'
+
+
+def _hours(row: Row) -> float | None:
+    return sum(start.hours for start in row.starts) if row.starts else None
+
+
+def _card(row: Row, result: Result | None, results: Results, now: str) -> str:
+    folder = RunFolder(Path(row.folder))
+    drawn = curves.read(folder)
+    parts = [
+        f'<article class="card" id="x{_text(row.exp_id)}">',
+        f'<header><h3 class="mono" title="{_text(row.exp_id)}">{_text(row.exp_id[:8])}</h3>'
+        f'<span class="group soft small" title="{_text(row.group)}">{_text(row.group)}</span>'
+        f'<span class="pill dot s-{row.state}">{_state(row)}</span></header>',
+        _progress(row),
+        _chips(result, results),
+        _why(row),
+        _picture(row, drawn, result),
+        _timeline(row, now),
+        _log(row, folder),
+        "</article>",
+    ]
+    return "".join(parts)
+
+
+def _progress(row: Row) -> str:
+    if row.step is None:
+        return ""
+    share = min(row.step / row.total, 1.0) if row.total else 0.0
+    facts = [f"step {row.step}{f' of {row.total}' if row.total else ''}"]
+    facts += [f"{duration(row.eta_s)} left"] if row.eta_s is not None else []
+    facts += [f"{row.metrics['step_s']:.3g} s a step"] if "step_s" in row.metrics else []
+    facts += [f"peak {row.metrics['peak_gib']:.3g} GiB"] if "peak_gib" in row.metrics else []
+    facts += [f"{row.gpu_hours:.1f} GPU-hours"] if row.gpu_hours else []
+    words = "".join(f"<span>{_text(fact)}</span>" for fact in facts)
+    bar = f'<div class="progress s-{row.state}"><i style="width:{share:.1%}"></i></div>'
+    return f'{bar}<div class="facts">{words}</div>'
+
+
+def _chips(result: Result | None, results: Results) -> str:
+    if result is None or not results.parameters:
+        return ""
+    pairs = zip(results.parameters, short_names(results.parameters), strict=True)
+    items = (
+        f'<li title="{_text(key)}"><span>{_text(name)}</span> {_parameter(result, key)}</li>'
+        for key, name in pairs
+        if key in result.parameters
+    )
+    return f'<ul class="chips">{"".join(items)}</ul>'
+
+
+def _why(row: Row) -> str:
+    words = [row.reason] if row.reason and row.state != "succeeded" else []
+    words += [f"Not seen since {row.unseen_since}: {row.unseen_reason}"] if row.unseen_since else []
+    shown_lines = "\n".join(_text(line) for word in words for line in word.splitlines())
+    return f'<div class="why s-{row.state}"><span>{shown_lines}</span></div>' if words else ""
+
+
+def _picture(row: Row, drawn: Curves, result: Result | None) -> str:
+    svg = curves.chart(drawn)
+    if not svg:
+        has_begun = bool(row.starts) or row.step is not None
+        return (
+            "<div "
+            f'class="empty">{"no metrics were written" if has_begun else "has not begun"}</div>'
+        )
+    valid = drawn.scores.get("valid/loss")
+    key = (
+        [f'<span class="k-train">loss <b>{shown(drawn.loss[-1][1])}</b></span>']
+        if drawn.loss
+        else []
+    )
+    key += (
+        [f'<span class="k-valid">valid/loss <b>{shown(valid[-1][1])}</b></span>'] if valid else []
+    )
+    others = [name for name in drawn.scores if name != "valid/loss"]
+    scores = result.scores if result is not None else {}
+    sparks = "".join(_spark(name, drawn, scores.get(name)) for name in others[:MOST_SPARKS])
+    rest = (
+        f'<p class="soft small">and {len(others) - MOST_SPARKS} more metrics</p>'
+        if others[MOST_SPARKS:]
+        else ""
+    )
+    return f'{svg}<div class="key">{"".join(key)}</div><div class="sparks">{sparks}</div>{rest}'
+
+
+def _spark(name: str, drawn: Curves, score: Score | None) -> str:
+    last = drawn.scores[name][-1][1]
+    best = f"best {shown(score.best)} at step {score.best_step}" if score is not None else ""
+    label = (
+        "<span><em "
+        f'title="{_text(name)}">{_text(name.partition("/")[2])}</em><b>{shown(last)}</b></span>'
+    )
+    return f'<div title="{best}">{label}{curves.sparkline(name, drawn.scores[name])}</div>'
+
+
+def _timeline(row: Row, now: str) -> str:
+    """When it waited (pale) and when it ran, and each attempt in words."""
+    if not row.history:
+        return ""
+    begin = row.history[0].at
+    end = row.ended_at or (
+        row.starts[-1].ended_at if row.starts and row.state in ENDED_BADLY else now
+    )
+    total_s = max(seconds_between(begin, end), 1.0)
+    bars: list[str] = []
+    for start in row.starts:
+        left = min(max(seconds_between(begin, start.began_at) / total_s, 0.0), 1.0)
+        width = min(start.hours * 3600 / total_s, 1.0 - left)
+        words = f"attempt {start.attempt}, start {start.number}: {duration(start.hours * 3600)}"
+        bars.append(
+            f'<i class="{_colour(start, row)}" style="left:{left:.2%};width:{width:.2%}" '
+            f'title="{words}"></i>'
+        )
+    sentences = [_sentence(sent, row.starts) for sent in row.history[-MOST_ATTEMPTS:]]
+    earlier = len(row.history) - len(sentences)
+    items = [f"<li>{earlier} earlier attempts</li>"] if earlier else []
+    items += [f"<li>{_text(sentence)}</li>" for sentence in sentences]
+    return f'<div class="time">{"".join(bars)}</div><ul class="tries">{"".join(items)}</ul>'
+
+
+def _colour(start: Start, row: Row) -> str:
+    """The class of the state in which a start ended."""
+    if start.code is None:
+        goes_on = row.state == "running" and start == row.starts[-1]
+        return "s-running" if goes_on else "s-lost"
+    return {EXIT_OK: "s-succeeded", EXIT_PREEMPTED: "s-preempted"}.get(start.code, "s-failed")
+
+
+def _sentence(sent: Sent, starts: Iterable[Start]) -> str:
+    own = [start for start in starts if start.attempt == sent.number]
+    where = f"{sent.backend} {sent.id or ''}".strip()
+    hosts = list(dict.fromkeys(start.host for start in own if start.host))
+    ran = f", ran {duration(sum(start.hours for start in own) * 3600)}" if own else ""
+    times = f" in {len(own)} starts" if len(own) > 1 else ""
+    return (
+        f"{sent.number}. {where}{' on ' + ', '.join(hosts) if hosts else ''}: "
+        f"{sent.state}{ran}{times}"
+    )
+
+
+def _log(row: Row, folder: RunFolder) -> str:
+    """The end of what a failed one printed, stderr first."""
+    if row.state not in ENDED_BADLY or not row.attempt:
+        return ""
+    attempt = folder.attempt(row.attempt)
+    for path in (attempt.err, attempt.logs):
+        lines = last_lines(path, LOG_LINES)
+        if lines:
+            text = "\n".join(escape(line) for line in lines)
+            return f"<details open><summary>end of {path.name}</summary><pre>{text}</pre></details>"
+    return ""

@@ -1,0 +1,265 @@
+"""What a job printed, as lines that are safe to show: nothing in a log can drive the terminal that
+shows it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from jobs.errors import NothingMatched, Unreachable
+from jobs.record import events as record
+from jobs.record.paths import Attempt, RunFolder
+from jobs.record.verdict import Witnesses, settle
+from jobs.submit.spec import ACTIVE, Backend, JobState, Observed
+
+POLL_S = 0.2
+ASK_S = 15.0  # between two questions to the scheduler while a log stands still
+ELSEWHERE_S = 60.0  # a job that runs so long without a file here writes to another file system
+LONGEST_LINE = 64 << 10  # bytes; a longer line comes in pieces
+BLOCK = 64 << 10
+COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,32}m)")
+CONCEAL = "8"  # the one ANSI "colour" that hides text
+# C0 but tab, DEL, C1, and the marks that reorder letters (CVE-2021-42574); lone surrogates cannot
+# be printed at all
+CONTROL = re.compile(
+    r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+LINE_END = re.compile(
+    rb"\r\n|\n|\r(?=[^\n])"
+)  # a progress bar's returns too; the last "\r" may be half of "\r\n"
+
+
+def visible(text: str, *, keep_colours: bool = False) -> str:
+    """`text` with every control character but the tab made visible: ESC as ␛, others as \\x9b or
+    \\u202e.
+
+    keep_colours: ANSI colours stay, and end where the text ends; otherwise they are dropped.
+    """
+    if not CONTROL.search(text):
+        return text
+    pieces = COLOUR.split(text)
+    pieces[::2] = [CONTROL.sub(_picture, piece) for piece in pieces[::2]]
+    pieces[1::2] = [_colour(piece, keep=keep_colours) for piece in pieces[1::2]]
+    shown = "".join(pieces)
+    return f"{shown}\x1b[0m" if "\x1b" in shown else shown
+
+
+def _picture(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code < 0x20:
+        return chr(0x2400 + code)  # Unicode's control pictures
+    if code == 0x7F:
+        return "␡"
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def _colour(sequence: str, *, keep: bool) -> str:
+    if CONCEAL in {number.lstrip("0") for number in re.split("[;:]", sequence[2:-1])}:
+        return CONTROL.sub(_picture, sequence)
+    return sequence if keep else ""
+
+
+def show(
+    run: RunFolder,
+    backend: Backend | None,
+    *,
+    attempt: int | None = None,
+    err: bool = False,
+    tail: int | None = None,
+    follow: bool = False,
+) -> Iterator[str]:
+    """Lines of what an attempt printed (the last one unless given), without line ends and safe to
+    print.
+
+    err: what it printed to stderr. tail: only so many of the lines that are there now. follow: go
+    on until the attempt has ended and everything is read. Where there is no file, the scheduler's
+    own log. NothingMatched, Unreachable.
+    """
+    job = record.read(run)
+    numbers = [sent.number for sent in job.attempts] if job is not None else []
+    if not numbers:
+        raise NothingMatched(f"{run.path.name} was never submitted, so it has no log.")
+    number = numbers[-1] if attempt is None else attempt
+    if number not in numbers:
+        raise NothingMatched(
+            f"{run.path.name} has no attempt {number}. It has {', '.join(map(str, numbers))}."
+        )
+    files = run.attempt(number)
+    return _show(
+        files.err if err else files.logs, _Watch(run, files, backend), tail=tail, follow=follow
+    )
+
+
+def last_lines(path: Path, count: int, *, most: int = 64 << 10) -> list[str]:
+    """The last `count` lines among the last `most` bytes of a log, without colours; none when there
+    is no file.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = max(file.seek(0, os.SEEK_END) - most, 0)
+            file.seek(begin)
+            content = file.read(most)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    lines = LINE_END.split(content.rstrip(b"\r\n"))[1 if begin else 0 :]
+    return [visible(_text(line)) for line in lines[-count:]] if content else []
+
+
+def _show(path: Path, watch: _Watch, *, tail: int | None, follow: bool) -> Iterator[str]:
+    is_here = watch.appears(path) if follow else path.exists()
+    lines = (
+        _lines(path, watch, tail=tail, follow=follow)
+        if is_here
+        else watch.of_scheduler(tail=tail, follow=follow)
+    )
+    for line in lines:
+        yield visible(line, keep_colours=True)
+
+
+def _lines(path: Path, watch: _Watch, *, tail: int | None, follow: bool) -> Iterator[str]:
+    reader = _Reader(path)
+    try:
+        if tail is not None:
+            reader.skip_to_last(tail)
+            there = list(reader.read())
+            there += [] if follow else list(reader.rest())
+            yield from there[max(len(there) - tail, 0) :]
+        while follow:
+            is_over = (
+                watch.is_over()
+            )  # asked before reading: what was printed until then is read below
+            has_grown = False
+            for line in reader.read():
+                has_grown = True
+                yield line
+            if is_over and not has_grown:
+                break
+            time.sleep(0 if has_grown else POLL_S)
+        yield from reader.read()
+        yield from reader.rest()
+    finally:
+        reader.close()
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="backslashreplace")
+
+
+class _Reader:
+    """The lines of a file that grows, and may be cut or replaced meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: BinaryIO = path.open("rb")
+        self._pending = b""
+
+    def read(self) -> Iterator[str]:
+        """Every line that is complete by now."""
+        yield from self._begin_again_if_cut()
+        while block := self._file.read(BLOCK):
+            *lines, self._pending = LINE_END.split(self._pending + block)
+            yield from map(_text, lines)
+            if len(self._pending) > LONGEST_LINE:
+                yield from self.rest()
+
+    def rest(self) -> Iterator[str]:
+        """The last line, which has no end yet."""
+        pending, self._pending = self._pending, b""
+        if pending:
+            yield _text(pending.removesuffix(b"\r"))
+
+    def skip_to_last(self, count: int) -> None:
+        """Go to a place from which at least `count` lines follow."""
+        position = self._file.seek(0, os.SEEK_END)
+        ends = 0 if count else 1  # with the end of the last line itself: count + 1
+        while position > 0 and count and ends <= count:
+            size = min(BLOCK, position)
+            position -= size
+            self._file.seek(position)
+            ends += self._file.read(size).count(b"\n")
+        self._file.seek(position)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _begin_again_if_cut(self) -> Iterator[str]:
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return  # moved aside: the rest of the old one is still read
+        is_another = found.st_ino != os.fstat(self._file.fileno()).st_ino
+        if is_another or found.st_size < self._file.tell():
+            yield from self.rest()
+            self._file.close()
+            self._file = self._path.open("rb")
+
+
+class _Watch:
+    """Whether an attempt goes on: its exit file says so, or else its scheduler, asked now
+    and then.
+    """
+
+    def __init__(self, run: RunFolder, files: Attempt, backend: Backend | None) -> None:
+        self._run, self._files, self._backend = run, files, backend
+        self._asked_at = -float("inf")
+        self._state: JobState = "submitted"
+
+    def is_over(self) -> bool:
+        """Whether nothing more will be printed."""
+        return self._files.exit.exists() or self._ask() not in ACTIVE
+
+    def appears(self, path: Path) -> bool:
+        """Wait until a file is there. False when its job ended without it, or runs where this
+        folder is not seen.
+        """
+        running_since: float | None = None
+        while not path.exists():
+            if self.is_over():
+                return path.exists()
+            if self._state == "running" and not self._files.starts():
+                running_since = running_since or time.monotonic()
+                if time.monotonic() - running_since > ELSEWHERE_S:
+                    return False
+            time.sleep(POLL_S)
+        return True
+
+    def of_scheduler(self, *, tail: int | None, follow: bool) -> Iterator[str]:
+        """Lines of the scheduler's own log; `tail` applies to a log that is not followed."""
+        job = record.read(self._run)
+        ids = (
+            [sent.id for sent in job.attempts if sent.number == self._files.number]
+            if job is not None
+            else []
+        )
+        if self._backend is None or not ids or ids[0] is None:
+            return
+        lines: Iterable[str] = self._backend.logs(ids[0], follow=follow)
+        if tail is not None and not follow:
+            lines = deque(lines, maxlen=tail)
+        yield from (line.rstrip("\r\n") for line in lines)
+
+    def _ask(self) -> JobState:
+        if time.monotonic() - self._asked_at > ASK_S:
+            self._state = self._settled()
+            self._asked_at = time.monotonic()
+        return self._state
+
+    def _settled(self) -> JobState:
+        job = record.read(self._run)
+        sent = job.last if job is not None else None
+        if job is None or sent is None or sent.number != self._files.number:
+            return "lost"  # a later attempt has begun: this one prints no more
+        observed: Observed | None = None
+        is_seen = self._backend is not None and sent.id is not None
+        if self._backend is not None and sent.id is not None:
+            try:
+                observed = self._backend.query([sent.id]).get(sent.id)
+            except Unreachable:
+                is_seen = False
+        return settle(job, Witnesses.of(self._run, sent), observed, is_seen=is_seen).state

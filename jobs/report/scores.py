@@ -1,0 +1,385 @@
+"""What came out of a group of experiments: the hyper-parameters in which they differ, and their
+scores.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from rich.table import Table
+from rich.text import Text
+
+from jobs.record import events as record
+from jobs.record.paths import BaseFolder, RunFolder, is_exp_id, read_json
+from jobs.record.status import last_metrics, numbers, numbers_in, starts_of
+from jobs.report.logs import visible
+
+# Names whose best value is the least. `train.best_is` of an experiment decides for its own
+# `train.best`.
+LEAST_IS_BEST = (
+    "loss",
+    "perplexity",
+    "ppl",
+    "nll",
+    "error",
+    "wer",
+    "cer",
+    "rank",
+    "mae",
+    "mse",
+    "rmse",
+)
+FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # how a spreadsheet knows one
+ID_WIDTH, GAP = 8, 2
+WIDEST_CELL = 24  # letters of a hyper-parameter in the table
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric over a run."""
+
+    best: float
+    best_step: int
+    last: float
+    last_step: int
+    is_least_best: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """One experiment: its dictionary, flattened, and its scores. wall_s: of all starts, None when
+    run by hand.
+    """
+
+    exp_id: str
+    group: str
+    parameters: dict[str, Any]
+    scores: dict[str, Score] = field(default_factory=dict[str, Score])
+    steps: int | None = None
+    wall_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Results:
+    """Experiments by the keys in which they differ (in the order in which they appear) and by all
+    their metrics.
+    """
+
+    results: tuple[Result, ...]
+    parameters: tuple[str, ...]
+    metrics: tuple[str, ...]
+
+
+def gather(
+    base: BaseFolder,
+    only: Collection[str] | None = None,
+    *,
+    split_prefixes: Sequence[str] = ("valid/",),
+) -> Results:
+    """The results of the experiments in `base`, submitted or run by hand, with metrics that begin
+    with a prefix.
+
+    only: ids of experiments, in the order wanted; None for all. One without an exp_dict.json is
+    left out.
+    """
+    names = list(dict.fromkeys(only)) if only is not None else _all(base)
+    found = [_result(base.run(name), tuple(split_prefixes)) for name in names]
+    results = tuple(result for result in found if result is not None)
+    metrics = dict.fromkeys(name for result in results for name in result.scores)
+    return Results(
+        results,
+        differing([result.parameters for result in results]),
+        tuple(sorted(metrics, key=_by_kind)),
+    )
+
+
+def _all(base: BaseFolder) -> list[str]:
+    try:
+        return sorted(path.name for path in base.path.iterdir() if is_exp_id(path.name))
+    except FileNotFoundError:
+        return []
+
+
+def _by_kind(metric: str) -> tuple[bool, str]:
+    return not metric.endswith("/loss"), metric
+
+
+def _result(folder: RunFolder, prefixes: tuple[str, ...]) -> Result | None:
+    values = read_json(folder.exp_dict)
+    if values is None:
+        return None
+    job = record.read(folder)
+    starts = [
+        start
+        for sent in (job.attempts if job else ())
+        for start in starts_of(folder.attempt(sent.number))
+    ]
+    step = last_metrics(folder).get("step")
+    return Result(
+        folder.path.name,
+        job.group if job else "",
+        flattened(values),
+        _scores(folder, prefixes, _directions(values)),
+        int(step) if step is not None else (read_json(folder.status) or {}).get("step"),
+        math.fsum(start.hours for start in starts) * 3600 if starts else None,
+    )
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dictionary as one of dotted keys; lists and empty dictionaries stay values."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= flattened(cast("dict[str, Any]", value), f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def differing(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Keys that are absent somewhere, or do not have the same value everywhere, in order of
+    appearance.
+    """
+    keys = dict.fromkeys(key for values in dictionaries for key in values)
+    absent = object()
+    return tuple(
+        key
+        for key in keys
+        if len({_identity(values.get(key, absent), absent) for values in dictionaries}) > 1
+    )
+
+
+def _identity(value: Any, absent: object) -> str:
+    return (
+        "" if value is absent else json.dumps(value, sort_keys=True, default=str)
+    )  # 1, 1.0, "1" and True differ
+
+
+def _directions(values: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:
+    train = values.get("train")
+    if not isinstance(train, dict):
+        return {}
+    train = cast("dict[str, Any]", train)
+    is_known = isinstance(train.get("best"), str) and train.get("best_is") in ("min", "max")
+    return {train["best"]: train["best_is"]} if is_known else {}
+
+
+def least_is_best(metric: str) -> bool:
+    """Whether a smaller value of this metric is better, judged by its name."""
+    words = metric.rpartition("/")[2].lower().replace("-", "_").split("_")
+    return any(word in LEAST_IS_BEST for word in words)
+
+
+def _scores(
+    folder: RunFolder, prefixes: tuple[str, ...], directions: Mapping[str, Literal["min", "max"]]
+) -> dict[str, Score]:
+    series: dict[str, list[tuple[int, float]]] = {}
+    for values in evaluations(folder, prefixes):
+        step = int(values.get("step", 0))
+        for name in values:
+            if name.startswith(prefixes):
+                series.setdefault(name, []).append((step, values[name]))
+    scores: dict[str, Score] = {}
+    for name, points in series.items():
+        is_least = directions[name] == "min" if name in directions else least_is_best(name)
+        best_step, best = min(points, key=lambda point: point[1] if is_least else -point[1])
+        scores[name] = Score(best, best_step, points[-1][1], points[-1][0], is_least)
+    return scores
+
+
+def evaluations(folder: RunFolder, prefixes: tuple[str, ...]) -> Iterable[dict[str, float]]:
+    """Every evaluation in order: of score_list.json or, where it is absent or torn, of
+    metrics.jsonl.
+    """
+    try:
+        listed: Any = json.loads((folder.path / "score_list.json").read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        listed = None
+    if isinstance(listed, list) and listed:
+        return [numbers(entry) for entry in cast("list[Any]", listed)]
+    wanted = [f'"{prefix}'.encode() for prefix in prefixes]
+    try:
+        with folder.metrics.open("rb") as file:
+            return [numbers_in(line) for line in file if any(word in line for word in wanted)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def as_table(results: Results, *, width: int = 120) -> Table:
+    """The results for a terminal: of each metric the best value, and the last in brackets where it
+    is another.
+
+    Parameters that do not fit into `width` columns are left out, and the caption says how many.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
+    bests = {name: _winner(results, name) for name in results.metrics}
+    scores = [
+        (
+            _head(name),
+            [
+                _score_cell(each, name, is_best=bests[name] == each.exp_id)
+                for each in results.results
+            ],
+        )
+        for name in results.metrics
+    ]
+    scores.append(
+        (
+            Text("steps"),
+            [Text("" if each.steps is None else str(each.steps)) for each in results.results],
+        )
+    )
+    hours = [
+        Text("" if each.wall_s is None else f"{each.wall_s / 3600:.2f}") for each in results.results
+    ]
+    scores.append((Text("hours"), hours))
+    room = width - ID_WIDTH - GAP - sum(_width(head, cells) + GAP for head, cells in scores)
+    table.add_column("id", no_wrap=True)
+    columns: list[list[Text]] = [[Text(each.exp_id[:ID_WIDTH]) for each in results.results]]
+    for key, name in zip(results.parameters, short_names(results.parameters), strict=True):
+        cells = [Text(_short(each.parameters, key)) for each in results.results]
+        room -= _width(Text(visible(name)), cells) + GAP
+        if room >= 0:
+            table.add_column(Text(visible(name)), no_wrap=True)
+            columns.append(cells)
+    left_out = len(results.parameters) - len(columns) + 1
+    for head, cells in scores:
+        table.add_column(head, justify="right", no_wrap=True)
+        columns.append(cells)
+    for row in zip(*columns, strict=True):
+        table.add_row(*row)
+    if left_out:
+        table.caption = f"{left_out} more parameters differ: --csv, --json or --html shows all"
+    return table
+
+
+def _head(metric: str) -> Text:
+    return Text(visible(metric).replace("/", "/\n", 1))
+
+
+def _width(head: Text, cells: Sequence[Text]) -> int:
+    return max(cell.cell_len for cell in (*head.split("\n"), *cells))
+
+
+def short_names(keys: Sequence[str]) -> list[str]:
+    """The last part of each dotted key, or as many parts as tell it from the others."""
+    names: list[str] = []
+    for key in keys:
+        parts = key.split(".")
+        others = [other.split(".") for other in keys if other != key]
+        lengths = (
+            n for n in range(1, len(parts)) if all(other[-n:] != parts[-n:] for other in others)
+        )
+        names.append(".".join(parts[-next(lengths, len(parts)) :]))
+    return names
+
+
+def _winner(results: Results, metric: str) -> str | None:
+    """Which experiment has the best value; None when there are not two to compare."""
+    found = [
+        (result.scores[metric], result.exp_id)
+        for result in results.results
+        if metric in result.scores
+    ]
+    if len(found) < 2:
+        return None
+    return min(found, key=lambda pair: pair[0].best if pair[0].is_least_best else -pair[0].best)[1]
+
+
+def _short(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return "–"
+    text = visible(written(values[key]))
+    return text if len(text) <= WIDEST_CELL else text[: WIDEST_CELL - 1] + "…"
+
+
+def written(value: Any) -> str:
+    """A hyper-parameter as one reads it: text bare, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def shown(value: float) -> str:
+    """A number in four digits: 5.123, 0.03120, 3.0e-05, 12000; whole ones in full."""
+    if value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:#.4g}".rstrip(".") if abs(value) < 1e4 else f"{value:.0f}"
+    return f"{value:.1e}"
+
+
+def _score_cell(result: Result, metric: str, *, is_best: bool) -> Text:
+    score = result.scores.get(metric)
+    if score is None:
+        return Text("–", style="dim")
+    text = Text().append(shown(score.best), style="bold green" if is_best else "")
+    return text if score.last == score.best else text.append(f" ({shown(score.last)})", style="dim")
+
+
+def as_csv(results: Results) -> str:
+    """The results as CSV with whole ids and unrounded numbers; text that a spreadsheet would run is
+    defused by a '.
+    """
+    heads = [
+        head
+        for name in results.metrics
+        for head in (f"{name} best", f"{name} best step", f"{name} last")
+    ]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(
+        [
+            _defused(head)
+            for head in ("exp_id", "group", *results.parameters, *heads, "steps", "wall_s")
+        ]
+    )
+    for result in results.results:
+        cells: list[Any] = [result.exp_id, result.group]
+        cells += [_cell(result.parameters, key) for key in results.parameters]
+        for name in results.metrics:
+            score = result.scores.get(name)
+            cells += (
+                [score.best, score.best_step, score.last] if score is not None else ["", "", ""]
+            )
+        cells += [result.steps, None if result.wall_s is None else round(result.wall_s, 1)]
+        writer.writerow([_defused(cell) for cell in cells])
+    return out.getvalue()
+
+
+def _cell(values: Mapping[str, Any], key: str) -> Any:
+    value = values.get(key, "")
+    return value if type(value) in (int, float) else written(value)
+
+
+def _defused(cell: Any) -> Any:
+    """Text that a spreadsheet would take for a formula, behind a quote; control characters visible;
+    numbers stay.
+    """
+    if not isinstance(cell, str):
+        return cell
+    text = visible(cell)
+    return f"'{text}" if text.lstrip(" ").startswith(FORMULA) else text
+
+
+def as_json(results: Results) -> list[dict[str, Any]]:
+    """The results as plain dictionaries, with the differing hyper-parameters only."""
+    return [
+        {
+            "exp_id": result.exp_id,
+            "group": result.group,
+            "parameters": {
+                key: result.parameters[key]
+                for key in results.parameters
+                if key in result.parameters
+            },
+            "metrics": {name: vars(score) for name, score in result.scores.items()},
+            "steps": result.steps,
+            "wall_s": result.wall_s,
+        }
+        for result in results.results
+    ]

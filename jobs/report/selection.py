@@ -1,0 +1,200 @@
+"""What a command's words mean: which experiments, which states; and how its outcome is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import typer
+
+from exp_configs import experiments_of
+from jobs.errors import NothingMatched, SomeFailed, Unreachable
+from jobs.record.paths import BaseFolder
+from jobs.record.status import STATES, Row, survey
+from jobs.report.logs import visible
+from jobs.submit.launch import Result
+from jobs.submit.request import BackendCache
+from jobs.submit.spec import ACTIVE, JobState
+from trainer.config import exp_id
+from trainer.errors import ConfigError
+
+
+def experiments(
+    group: str, file: Path | None, steps: int | None, only: Sequence[str] | None
+) -> list[dict[str, Any]]:
+    """The dictionaries of a group, or those whose ids begin as asked for.
+
+    NothingMatched names every text of `only` that fits none, ConfigError refuses one that would fit
+    all.
+    """
+    found = experiments_of(group, file, steps)
+    if not only:
+        return found
+    if not all(only):
+        raise ConfigError(
+            '--only "": want an id, or its beginning. Leave --only out to take the whole group.'
+        )
+    ids = [exp_id(values) for values in found]
+    strays = [text for text in only if not any(name.startswith(text) for name in ids)]
+    if strays:
+        raise NothingMatched(
+            f"--only {', '.join(map(repr, strays))}: no experiment of {group} has an id like that."
+        )
+    return [values for name, values in zip(ids, found, strict=True) if name.startswith(tuple(only))]
+
+
+def rows(
+    base: Path, group: str | None, ids: Iterable[str] | None, *, by_hand: bool = False
+) -> list[Row]:
+    """How the experiments of a folder stand, of one group or all."""
+    only = None if ids is None else list(ids)
+    folder = BaseFolder(base.absolute())
+    rows = survey(folder, only=only, backend_of=BackendCache(), include_unsubmitted=by_hand)
+    return [row for row in rows if group is None or row.group == group]
+
+
+def chosen(
+    base: Path, ids: Sequence[str] | None, group: str | None, *, is_all: bool = False
+) -> list[Row]:
+    """The rows that ids or a group name. ConfigError when neither is given, NothingMatched when
+    there are none.
+    """
+    if not ids and group is None and not is_all:
+        raise ConfigError("name experiments: their ids, or -e GROUP.")
+    found = rows(base, group, None)
+    if ids:
+        found = list({row.exp_id: row for row in (match(found, text) for text in ids)}.values())
+    if not found:
+        raise NothingMatched(f"{base} holds no submitted experiment of {group or 'any group'}.")
+    return found
+
+
+def one(base: Path, text: str) -> Row:
+    """The one row whose id begins so."""
+    return match(rows(base, None, None, by_hand=True), text)
+
+
+def match(rows: Sequence[Row], text: str) -> Row:
+    """The one row whose id begins so. NothingMatched, or ConfigError when several do."""
+    found = [row for row in rows if text and row.exp_id.startswith(text)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise NothingMatched(
+            f"{text!r}: no experiment has an id that begins so. `status` lists them."
+        )
+    raise ConfigError(
+        f"{text!r}: {len(found)} ids begin so ({', '.join(row.exp_id[:12] for row in found)}). "
+        "Give more."
+    )
+
+
+def refuse_live(found: Iterable[Row]) -> None:
+    """Return when none of these is alive: then their folders may be moved. ConfigError names those
+    that are.
+    """
+    live = [
+        f"{row.exp_id} is {row.state} as {row.job_id}. `cancel` it first."
+        if row.history
+        else f"{row.exp_id} is running on {row.host}, started by hand. Stop it there first."
+        for row in found
+        if (row.state in ACTIVE if row.history else row.state == "running")
+    ]
+    if live:
+        raise ConfigError("\n".join(live))
+
+
+def states(text: str) -> list[JobState]:
+    """The states that a comma-separated text names."""
+    names = [word for word in text.split(",") if word]
+    wrong = [name for name in names if name not in STATES]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)}: no such state. States: {', '.join(STATES)}")
+    return cast("list[JobState]", names)
+
+
+def seconds(text: str) -> float:
+    """Seconds of a text such as 30s, 5m or 2h: more than none, and at most a year."""
+    units = {"s": 1, "m": 60, "h": 3600}
+    number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "s")
+    try:
+        found = float(number) * units[unit]
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= 366 * 24 * 3600:
+        raise ConfigError(
+            f"--every {text!r}: want a number of seconds above 0, or one with s, m or h: 30s."
+        )
+    return found
+
+
+def show(
+    results: Sequence[Result],
+    as_json: bool,
+    *,
+    rendered: Mapping[str, str] | None = None,
+    is_line: bool = False,
+) -> None:
+    """Print what was done with each experiment; with the text for the scheduler where `rendered`
+    has one.
+
+    is_line: the JSON in one line, because another one follows.
+    """
+    if as_json:
+        found = [vars(result) for result in results]
+        if rendered is not None:
+            found = [{**values, "rendered": rendered[values["exp_id"]]} for values in found]
+        typer.echo(json.dumps(found, indent=None if is_line else 1))
+        return
+    for result in results:
+        typer.echo(shown(f"{result.exp_id}  {result.action:<7} {result.text}"))
+    for text in (rendered or {}).values():
+        typer.echo(text)
+
+
+def shown(text: str) -> str:
+    """`text`, which may quote a log or a file name, with nothing in it that could drive the
+    terminal.
+    """
+    return "\n".join(visible(line) for line in text.split("\n"))
+
+
+def fail_if_any(results: Sequence[Result]) -> None:
+    """Raise what gives the command its exit code when some experiment was not dealt with."""
+    bad = [result for result in results if result.is_bad]
+    if not bad:
+        return
+    if all(result.action == "settle" or result.is_unanswered for result in bad):
+        raise Unreachable(
+            f"{len(bad)} of {len(results)} got no answer: run the same command again, nothing is "
+            "sent twice."
+        )
+    raise SomeFailed(f"{len(bad)} of {len(results)} were not dealt with: see above.")
+
+
+def details(row: Row) -> str:
+    """All that is known of one experiment, as lines of text."""
+    lines = [
+        f"{row.exp_id}  {row.state}" + (f": {row.reason}" if row.reason else ""),
+        f"folder    {row.folder}",
+    ]
+    lines.append(f"group     {row.group}")
+    if row.total:
+        lines.append(f"step      {row.step or 0} of {row.total}")
+    lines += [f"          {name} {value:.6g}" for name, value in row.metrics.items()]
+    for sent in row.history:
+        where = f"{sent.backend} {sent.id or '(no id yet)'}" + (
+            f", part {sent.index} of {sent.name}" if sent.index is not None else ""
+        )
+        why = f": {sent.reason}" if sent.reason else ""
+        lines.append(f"attempt {sent.number}  {sent.state}{why}  ({where}, sent {sent.at[:19]})")
+        for start in (start for start in row.starts if start.attempt == sent.number):
+            when = f"{start.began_at[:19]} to {start.ended_at[:19]}"
+            lines.append(f"  start {start.number}  {when} on {start.host}, code {start.code}")
+    if row.unseen_since:
+        lines.append(f"unseen    since {row.unseen_since[:19]}: {row.unseen_reason}")
+    if row.sync_hint:
+        lines.append(f"wandb     {row.sync_hint}")
+    return shown("\n".join(lines))

@@ -1,0 +1,1 @@
+"""From a group to submitted jobs: what is asked, decided, sent, controlled."""

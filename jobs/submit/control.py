@@ -1,0 +1,200 @@
+"""What a person (or a watchdog) does to experiments that were sent: cancel, retry, reset,
+reconcile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jobs.errors import Unreachable
+from jobs.record import events as record
+from jobs.record.events import Job
+from jobs.record.paths import BaseFolder, RunFolder, read_json
+from jobs.record.status import Row, survey
+from jobs.submit.launch import LOCK_WAIT_S, RESEND_S, Result
+from jobs.submit.policy import Limits, decide
+from jobs.submit.send import Outcome, fresh, give_up, ids_of, send, settle_intent, stored
+from jobs.submit.spec import ACTIVE, Backend, JobSpec, JobState
+from trainer.errors import ConfigError, LatheError
+from trainer.files.atomic import refusals
+
+log = logging.getLogger(__name__)
+BackendOf = Callable[[str], Backend]
+
+
+def cancel(base: BaseFolder, rows: Collection[Row], backend_of: BackendOf) -> list[Result]:
+    """Ask for the end of every live job among `rows`; also of those whose submission was never
+    answered.
+    """
+    return [_cancel(base.run(row.exp_id), row, backend_of) for row in rows]
+
+
+def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> Result:
+    if row.state not in ACTIVE:
+        return Result(row.exp_id, "skip", f"it is {row.state}: nothing runs", row.state)
+    try:
+        with record.locked(folder, wait_s=LOCK_WAIT_S):
+            job = record.read(folder)
+            sent = job.last if job else None
+            if sent is None:
+                return Result(row.exp_id, "skip", "never sent", "pending")
+            backend = backend_of(sent.backend)
+            record.append(folder, {"event": "cancel", "attempt": sent.number})
+            _mark_cancelled(folder, sent.number)
+            ids = [sent.id] if sent.id else ids_of(sent, backend)
+            if not ids:
+                give_up(folder, sent.number)  # it may still be on its way: then it must not start
+            for job_id in ids:
+                backend.cancel(job_id)
+        return Result(
+            row.exp_id,
+            "cancel",
+            f"asked {sent.backend} to end {', '.join(ids) or 'nothing'}",
+            row.state,
+        )
+    except (LatheError, OSError) as error:
+        return Result(row.exp_id, "failed", str(error), row.state, is_bad=True)
+
+
+def _mark_cancelled(folder: RunFolder, number: int) -> None:
+    """Tell the wrapper itself: a scheduler may have lost sight of a job that it started, and then
+    cannot end it.
+    """
+    attempt = folder.attempt(number)
+    with refusals(attempt.folder):
+        attempt.folder.mkdir(parents=True, exist_ok=True)
+        attempt.cancelled.touch()
+
+
+@dataclass(frozen=True)
+class Again:
+    """How ended experiments are sent once more. limits None: those of each job's own dictionary."""
+
+    base: BaseFolder
+    backend_of: BackendOf
+    limits: Limits | None = None
+    resend_s: float = RESEND_S
+
+
+def again(asked: Again, rows: Sequence[Row]) -> list[Result]:
+    """Send each of `rows` once more, exactly as it was sent before, where the limits allow it.
+
+    The code is that of the last attempt: to run other code, submit the group again.
+    """
+    return [_again(asked, row, rows) for row in rows]
+
+
+def _again(asked: Again, row: Row, rows: Sequence[Row]) -> Result:
+    folder = asked.base.run(row.exp_id)
+    try:
+        with record.locked(folder, wait_s=LOCK_WAIT_S):
+            found = survey(asked.base, only=[row.exp_id], backend_of=asked.backend_of)
+            return _again_under_lock(asked, folder, found[0], rows)
+    except Unreachable as error:
+        return Result(row.exp_id, "settle", str(error), row.state, is_bad=True)
+    except (LatheError, OSError) as error:
+        return Result(row.exp_id, "failed", str(error), row.state, is_bad=True)
+
+
+def _again_under_lock(asked: Again, folder: RunFolder, row: Row, rows: Sequence[Row]) -> Result:
+    job = record.read(folder)
+    template = _template(folder, job) if job is not None else None
+    if job is None or template is None:
+        return Result(row.exp_id, "skip", "never sent: submit its group", row.state)
+    limits = asked.limits or Limits(template.job.max_retries, template.job.max_preemptions)
+    status = read_json(folder.status) or {}
+    decision = decide(row, limits, is_finished=status.get("state") == "succeeded")
+    is_refused = job.last is not None and row.state == "pending"
+    if decision.action == "skip" or (
+        is_refused and asked.limits is None
+    ):  # refused: a person must change something
+        return Result(row.exp_id, "skip", decision.reason, row.state)
+    if decision.action == "settle" and job.last is not None:
+        backend = asked.backend_of(job.last.backend)
+        return _result(
+            row, "settle", settle_intent(folder, job.last, backend, resend_s=asked.resend_s)
+        )
+    if _is_full(row, rows, template):
+        return Result(
+            row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
+        )
+    news = {"state": row.state, "reason": row.reason, "host": row.host}
+    if job.last is not None and (row.state, row.reason) != (job.last.state, job.last.reason):
+        record.append(folder, {"event": "observed", "attempt": job.last.number, **news})
+    return _result(
+        row, "send", send(folder, fresh(job, template, folder), asked.backend_of(template.backend))
+    )
+
+
+def _template(folder: RunFolder, job: Job) -> JobSpec | None:
+    """What to send: the last attempt's spec, or the one that waits for its turn; None when there is
+    neither.
+    """
+    planned = folder.attempt(len(job.attempts) + 1)
+    if planned.spec.exists():
+        return stored(folder, planned.number)
+    return stored(folder, job.last.number) if job.last is not None else None
+
+
+def _is_full(row: Row, rows: Collection[Row], template: JobSpec) -> bool:
+    """Whether the group has its fill of live jobs. The local queue counts by itself."""
+    if template.max_parallel is None or template.backend in ("local", "inline"):
+        return False
+    return (
+        sum(other.group == row.group and other.state in ACTIVE for other in rows)
+        >= template.max_parallel
+    )
+
+
+def _result(row: Row, action: str, outcome: Outcome) -> Result:
+    state: JobState = "submitted" if outcome.is_sent else row.state
+    return Result(row.exp_id, action, outcome.text, state, is_bad=not outcome.is_sent)
+
+
+def reset(
+    base: BaseFolder, exp_id: str, backend_of: BackendOf, *, aside: Path | None = None
+) -> Result:
+    """Move the whole folder of an experiment to deleted/<id>-<time> (or `aside`). ConfigError while
+    it is alive.
+
+    A record that cannot be read, and a folder that was never submitted, can be moved too.
+    """
+    folder = base.run(exp_id)
+    with record.locked(folder, wait_s=LOCK_WAIT_S):
+        found = survey(base, only=[exp_id], backend_of=backend_of, record_changes=False)
+        if found and found[0].state in ACTIVE and found[0].history:
+            raise ConfigError(
+                f"{exp_id} is {found[0].state} as {found[0].job_id}. `cancel` it first."
+            )
+        target = aside or base.deleted / f"{exp_id}-{time.strftime('%Y%m%d-%H%M%S')}"
+        with refusals(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
+                raise ConfigError(f"{target} exists. Wait a second, and try again.")
+            os.rename(folder.path, target)
+    return Result(exp_id, "reset", f"moved to {target}", "pending")
+
+
+def reconcile(asked: Again) -> list[Result]:
+    """What was done in one look at everything: adopted or sent again what was never answered, run
+    again what was preempted or may be retried, sent what waited for its turn.
+    """
+    rows = survey(asked.base, backend_of=asked.backend_of)
+    results: list[Result] = []
+    for row in [row for row in rows if row.state != "succeeded" or row.job_id is None]:
+        if row.state in ACTIVE and row.job_id is not None:
+            continue
+        result = _again(asked, row, rows)
+        if result.action != "skip":
+            results.append(result)
+        if result.action == "send" and not result.is_bad:
+            rows = [
+                replace(other, state="submitted") if other.exp_id == row.exp_id else other
+                for other in rows
+            ]
+    return results

@@ -1,0 +1,527 @@
+"""A group of experiments goes out: every dictionary is checked first, then each is sent at most
+once.
+
+Nothing is sent before every dictionary, flag and job dictionary of the group has been checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jobs.code.snapshot import Snapshot, link
+from jobs.config import JobConfig
+from jobs.errors import Unreachable
+from jobs.record import events as record
+from jobs.record.events import Job
+from jobs.record.paths import BaseFolder, RunFolder, read_json
+from jobs.record.status import Row, survey
+from jobs.submit import launch_line
+from jobs.submit.policy import Decision, Limits, decide
+from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
+from jobs.submit.spec import ACTIVE, ArrayBackend, Backend, JobSpec, JobState, token_of
+from trainer import tasks
+from trainer.config import deepspeed_config, digest, exp_id
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError
+from trainer.files.atomic import write_json
+
+LOCK_WAIT_S = 60.0
+RESEND_S = (
+    10.0  # how old an intent must be before a name that the scheduler does not know is sent again
+)
+SENDERS = 4  # threads: most of the time is spent waiting for the disk, or for a scheduler's reply
+ARRAY_LOCKS = 256  # experiments of one array: each holds a lock, and a process may hold 1,024 files
+SHARED_DISK = ("inline", "local", "slurm")  # backends whose nodes see the submitter's file system
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to send, where and how."""
+
+    base: BaseFolder
+    group: str
+    experiments: Sequence[dict[str, Any]]
+    job: JobConfig
+    backend: Backend
+    backend_of: Callable[[str], Backend]  # of earlier attempts, which may have gone elsewhere
+    workdir: Path  # where the job runs: the snapshot's copy of the project
+    snapshot: Snapshot | None  # None: the project itself (inline, or only a plan)
+    python: str  # interpreter of the wrapper, unless the job dictionary names one
+    flags: Sequence[str] = ()  # of the training: "--data_path=/data/nq"
+    deepspeed: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    retry: Collection[JobState] = ()
+    max_parallel: int | None = None
+    use_array: bool = False
+    after: Sequence[str] = ()
+    resend_s: float = RESEND_S
+
+    @functools.cached_property
+    def templates(self) -> dict[str, JobSpec]:
+        """A spec for each experiment, without attempt and token; ConfigError names every
+        mistake.
+        """
+        return _templates(self)
+
+    @functools.cached_property
+    def by_id(self) -> dict[str, dict[str, Any]]:
+        """The dictionaries by experiment id."""
+        return {exp_id(values): values for values in self.experiments}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is (or would be) done with one experiment."""
+
+    exp_id: str
+    action: str  # send, settle, skip, wait, failed
+    text: str
+    state: JobState
+    is_bad: bool = False
+    is_unanswered: bool = False
+
+
+def plan(request: Request) -> list[Result]:
+    """What `submit` would do with each experiment, and why; the scheduler is asked, nothing is
+    written or sent.
+    """
+    templates = request.templates
+    rows = _rows(request, record_changes=False)
+    results: list[Result] = []
+    for name in request.by_id:
+        try:
+            _check_dictionary(request.base.run(name), request.by_id[name])
+            decision = _decide(request, name, rows.get(name))
+            results.append(Result(name, decision.action, decision.reason, _state(rows.get(name))))
+        except LatheError as error:
+            results.append(Result(name, "failed", str(error), _state(rows.get(name)), is_bad=True))
+    to_send = [result.exp_id for result in results if result.action == "send"]
+    if to_send:  # one is asked for all: they differ in nothing that a scheduler sees
+        answer = request.backend.rehearse(request.backend.render(_named(templates[to_send[0]])))
+        log.info("%s: %s", request.backend.name, answer or "has no dry run")
+    return results
+
+
+def submit(request: Request) -> list[Result]:
+    """Send every experiment that is neither done nor alive. Each is in its own result; nothing
+    stops the others.
+
+    Whoever died before the answer came is waited for and then taken over.
+    """
+    templates = request.templates
+    rows = _rows(request, record_changes=True)
+    budget = _Budget(request)
+    done: dict[str, Result] = {}
+    if request.use_array:
+        done = _submit_arrays(request, templates, rows)
+    left = [name for name in templates if name not in done]
+
+    def send_it(name: str) -> Result:
+        return _submit_one(request, name, templates[name], rows.get(name), budget)
+
+    if request.backend.name == "inline":
+        done.update(_one_after_the_other(left, send_it))
+    elif budget.left is not None:  # each has to be counted before the next
+        done.update({name: send_it(name) for name in left})
+    else:
+        with ThreadPoolExecutor(SENDERS) as pool:
+            done.update(zip(left, pool.map(send_it, left), strict=True))
+    deadline = time.monotonic() + 3 * request.resend_s + 1
+    while (
+        open_ones := [name for name in done if done[name].is_unanswered]
+    ) and time.monotonic() < deadline:
+        time.sleep(min(0.5, request.resend_s / 4))
+        for name in open_ones:
+            done[name] = _submit_one(request, name, templates[name], None, budget)
+    return [done[name] for name in request.by_id]
+
+
+def specs(request: Request) -> list[JobSpec]:
+    """What would be sent first for each experiment, checked; attempt 0 and no record stand behind
+    it.
+    """
+    return [_named(template) for template in request.templates.values()]
+
+
+def rendered(request: Request) -> list[str]:
+    """The texts that the scheduler would get."""
+    return [request.backend.render(spec).text for spec in specs(request)]
+
+
+def _one_after_the_other(
+    names: Sequence[str], send_it: Callable[[str], Result]
+) -> dict[str, Result]:
+    """Results of an inline submission, which runs each to its end; after one that was stopped no
+    other begins.
+    """
+    done: dict[str, Result] = {}
+    for name in names:
+        if any(result.action == "send" and result.state == "preempted" for result in done.values()):
+            done[name] = Result(name, "wait", "the one before it was stopped", "pending")
+        else:
+            done[name] = send_it(name)
+    return done
+
+
+class _Budget:
+    """How many more of the group may be alive at once, where the backend keeps no queue of
+    its own.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.left: int | None = None
+        if (
+            request.max_parallel is None
+            or request.use_array
+            or request.backend.name in ("local", "inline")
+        ):
+            return
+        rows = survey(request.base, backend_of=request.backend_of, record_changes=False)
+        self.left = request.max_parallel - sum(
+            row.group == request.group and row.state in ACTIVE for row in rows
+        )
+
+    def is_spent(self) -> bool:
+        return self.left is not None and self.left <= 0
+
+    def spend(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+
+
+# One experiment
+# ----------------------------------------------------------------------------------------------------
+
+
+def _submit_one(
+    request: Request, name: str, template: JobSpec, row: Row | None, budget: _Budget
+) -> Result:
+    folder = request.base.run(name)
+    try:
+        _check_dictionary(folder, request.by_id[name])
+        decision = _decide(request, name, row)
+        if decision.action == "skip":  # without a row: it was run by hand, to its end
+            return Result(name, "skip", decision.reason, "succeeded" if row is None else row.state)
+        with record.locked(folder, wait_s=LOCK_WAIT_S):
+            return _under_lock(request, folder, template, row, budget)
+    except Unreachable as error:
+        return Result(name, "settle", str(error), "submitting", is_bad=True)
+    except (LatheError, OSError) as error:
+        return Result(name, "failed", str(error), _state(row), is_bad=True)
+
+
+def _under_lock(
+    request: Request, folder: RunFolder, template: JobSpec, row: Row | None, budget: _Budget
+) -> Result:
+    name = folder.path.name
+    job = _begin(request, folder, template)
+    if job.attempts:  # looked at again: it may have moved on, or ended, since the survey
+        row = survey(
+            request.base, only=[name], backend_of=request.backend_of, record_changes=False
+        )[0]
+        job = _recorded(folder, job, row)
+    decision = _decide(request, name, row)
+    if decision.action == "skip":
+        return Result(name, "skip", decision.reason, _state(row))
+    if decision.action == "settle" and job.last is not None:
+        outcome = settle_intent(
+            folder, job.last, request.backend_of(job.last.backend), resend_s=request.resend_s
+        )
+        return _result(name, "settle", outcome)
+    if budget.is_spent():
+        write_json(_planned(folder, job), template.model_dump(mode="json"))
+        return Result(
+            name,
+            "wait",
+            f"max_parallel={request.max_parallel} are alive: `reconcile` sends it",
+            "pending",
+        )
+    budget.spend()
+    spec = fresh(job, template, folder)
+    outcome = send(folder, spec, request.backend)
+    return (
+        _ended(folder, spec) if request.backend.name == "inline" else _result(name, "send", outcome)
+    )
+
+
+def _recorded(folder: RunFolder, job: Job, row: Row) -> Job:
+    """The record with the state that its last attempt was found in."""
+    last = job.last
+    if last is None or (row.state, row.reason) == (last.state, last.reason):
+        return job
+    news = {"state": row.state, "reason": row.reason, "host": row.host}
+    record.append(folder, {"event": "observed", "attempt": last.number, **news})
+    return record.read(folder) or job
+
+
+def _ended(folder: RunFolder, spec: JobSpec) -> Result:
+    """What became of an experiment that ran here, now."""
+    found = read_json(folder.attempt(spec.attempt).exit) or {}
+    code, kind = found.get("code"), str(found.get("kind", "lost"))
+    text = f"{kind}: {found['reason']}" if found.get("reason") else kind
+    state: JobState = (
+        "succeeded" if code == EXIT_OK else "preempted" if code == EXIT_PREEMPTED else "failed"
+    )
+    return Result(spec.exp_id, "send", text, state, is_bad=code != EXIT_OK)
+
+
+def _begin(request: Request, folder: RunFolder, template: JobSpec) -> Job:
+    """The record of an experiment, begun if need be; its dictionary is in its folder before
+    anything else.
+    """
+    _check_dictionary(folder, request.by_id[template.exp_id])
+    if not folder.exp_dict.exists():
+        with contextlib.suppress(FileExistsError):
+            folder.path.mkdir(parents=True)
+        write_json(folder.exp_dict, request.by_id[template.exp_id])
+    if request.snapshot is not None:
+        link(folder, request.snapshot)
+    job = record.read(folder)
+    if job is None:
+        record.create(folder, exp_id=template.exp_id, digest=template.digest, group=template.group)
+        job = record.read(folder)
+    assert job is not None, "the record was written a moment ago"
+    if job.digest != template.digest:
+        raise ResumeError(
+            f"{folder.record} is of another dictionary than {folder.exp_dict}. `reset` it, or "
+            "use another base."
+        )
+    return job
+
+
+def _planned(folder: RunFolder, job: Job) -> Path:
+    """Where the spec of an experiment that waits for its turn is kept, until it is sent."""
+    path = folder.attempt(len(job.attempts) + 1).spec
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _result(name: str, action: str, outcome: Outcome) -> Result:
+    state: JobState = (
+        "submitted" if outcome.is_sent else "pending" if outcome.is_refused else "submitting"
+    )
+    is_open = not outcome.is_sent and not outcome.is_refused
+    return Result(
+        name, action, outcome.text, state, is_bad=not outcome.is_sent, is_unanswered=is_open
+    )
+
+
+def _decide(request: Request, name: str, row: Row | None) -> Decision:
+    folder = request.base.run(name)
+    status = read_json(folder.status) or {}
+    limits = Limits(
+        request.job.max_retries,
+        request.job.max_preemptions,
+        request.retry,
+        with_bad_input=bool(request.retry and row is not None and _differs(request, folder, row)),
+    )
+    return decide(row, limits, is_finished=status.get("state") == "succeeded")
+
+
+def _differs(request: Request, folder: RunFolder, row: Row) -> bool:
+    """Whether what would be sent now differs from what was sent last: other flags, code or job
+    dictionary.
+    """
+    last = read_json(folder.attempt(row.attempt).spec) or {}
+    now = request.templates[row.exp_id].model_dump(mode="json")
+    return any(
+        last.get(key) != now[key]
+        for key in ("launcher", "program", "workdir", "environment", "activate", "job")
+    )
+
+
+def _state(row: Row | None) -> JobState:
+    return row.state if row is not None else "pending"
+
+
+def _check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
+    """A folder belongs to one dictionary; ids are md5 of joined text and can collide, the digest
+    cannot.
+    """
+    stored = read_json(folder.exp_dict)
+    if stored is not None and digest(stored) != digest(values):
+        differing = sorted(key for key in {*stored, *values} if stored.get(key) != values.get(key))
+        raise ResumeError(
+            f"{folder.exp_dict} is of another experiment with the same id: "
+            f"{', '.join(differing)} differ(s). "
+            "Use another --savedir_base."
+        )
+
+
+# Arrays
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _submit_arrays(
+    request: Request, templates: Mapping[str, JobSpec], rows: Mapping[str, Row]
+) -> dict[str, Result]:
+    """Those that have to be sent, in as few submissions as the scheduler's limit allows; the others
+    are left out.
+    """
+    if not isinstance(request.backend, ArrayBackend):
+        raise ConfigError(f"--array: {request.backend.name} has no arrays. Leave it out.")
+    wanted = [
+        name
+        for name in sorted(templates)
+        if _decide(request, name, rows.get(name)).action == "send"
+    ]
+    size = min(request.backend.max_array(), ARRAY_LOCKS)
+    if size < 1:
+        raise ConfigError(f"--array: {request.backend.name} allows none here. Leave it out.")
+    done: dict[str, Result] = {}
+    for start in range(0, len(wanted), size):
+        chunk = {name: templates[name] for name in wanted[start : start + size]}
+        done.update(_submit_array(request, chunk, rows))
+    return done
+
+
+def _submit_array(
+    request: Request, chunk: Mapping[str, JobSpec], rows: Mapping[str, Row]
+) -> dict[str, Result]:
+    done: dict[str, Result] = {}
+    specs: dict[str, JobSpec] = {}
+    with contextlib.ExitStack() as locks:
+        for name, template in chunk.items():
+            folder = request.base.run(name)
+            try:
+                locks.enter_context(record.locked(folder, wait_s=LOCK_WAIT_S))
+                job = _begin(request, folder, template)
+                row = rows.get(name)
+                if (row is not None and row.attempts == len(job.attempts)) or (
+                    row is None and not job.attempts
+                ):
+                    specs[str(folder.path)] = fresh(job, template, folder)
+            except LatheError as error:
+                done[name] = Result(name, "failed", str(error), _state(rows.get(name)), is_bad=True)
+        if specs:
+            outcomes = send_array(
+                specs, request.backend, request.base.arrays, max_parallel=request.max_parallel
+            )
+            done.update(
+                {
+                    spec.exp_id: _result(spec.exp_id, "send", outcomes[path])
+                    for path, spec in specs.items()
+                }
+            )
+    return done
+
+
+# Before anything is sent
+# -------------------------------------------------------------------------------------------
+
+
+def _templates(request: Request) -> dict[str, JobSpec]:
+    """A spec for each experiment, without attempt and token, all checked and rendered once.
+    ConfigError names all.
+    """
+    _check_flags(request)
+    mistakes: list[str] = []
+    templates: dict[str, JobSpec] = {}
+    for name, values in request.by_id.items():
+        try:
+            templates[name] = _template(request, name, values)
+        except ConfigError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    bad = [
+        finding
+        for finding in request.backend.check()
+        if not finding.is_good and finding.is_blocking
+    ]
+    problems = [f"{finding.name}: {finding.text}" for finding in bad]
+    if problems:
+        raise Unreachable(
+            f"-j {request.backend.name} cannot be used from here:\n  " + "\n  ".join(problems)
+        )
+    for template in templates.values():  # a bad value stops the group before anything is sent
+        request.backend.render(_named(template))
+    return templates
+
+
+def _named(template: JobSpec) -> JobSpec:
+    return template.model_copy(update={"token": token_of(template.exp_id, "000000", 0)})
+
+
+def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
+    launch = launch_line.read(
+        request.job.python_binary, request.job, python=request.python, exp_id=name
+    )
+    cfg = tasks.parse(values, source=f"experiment {name}")
+    deepspeed = request.deepspeed or cfg.deepspeed
+    world = launch_line.processes(launch.argv, request.job)
+    if world is not None:  # else only the node knows how many devices it has
+        source = f"DeepSpeed file {deepspeed!r} with experiment {name} on {world} processes"
+        deepspeed_config.build(
+            deepspeed_config.read(deepspeed),
+            train=cfg.train,
+            optim=cfg.optim,
+            world=world,
+            source=source,
+        )
+    folder = request.base.run(name)
+    program = [
+        "trainval.py",
+        f"--exp_id={name}",
+        f"--savedir_base={request.base.path}",
+        *request.flags,
+    ]
+    return JobSpec(
+        token="",
+        exp_id=name,
+        digest=digest(values),
+        group=request.group,
+        attempt=0,
+        backend=request.backend.name,
+        folder=str(folder.path),
+        workdir=str(request.workdir),
+        wrapper=[
+            request.job.python or request.python,
+            "-m",
+            "jobs.node.wrapper",
+            str(folder.path),
+            "0",
+        ],
+        launcher=list(launch.argv),
+        program=program,
+        activate=launch.activate,
+        environment={**request.environment, **request.job.environment_vars},
+        job=request.job,
+        after=list(request.after),
+        max_parallel=request.max_parallel,
+    )
+
+
+def _check_flags(request: Request) -> None:
+    for flag in request.flags:
+        name, _, text = flag.partition("=")
+        if "\0" in flag:
+            raise ConfigError(f"{name}: {text!r} holds a NUL character. Remove it.")
+        if (
+            name == "--data_path"
+            and request.backend.name in SHARED_DISK
+            and not Path(text).exists()
+        ):
+            raise ConfigError(
+                f"--data_path {text}: there is no such folder. Give one that the job's node sees "
+                "too."
+            )
+
+
+def _rows(request: Request, *, record_changes: bool) -> dict[str, Row]:
+    found = survey(
+        request.base,
+        only=list(request.by_id),
+        backend_of=request.backend_of,
+        record_changes=record_changes,
+    )
+    return {row.exp_id: row for row in found}

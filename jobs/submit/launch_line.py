@@ -1,0 +1,127 @@
+"""The launch line of a job: the text of --python_binary, read as words and never given to a
+shell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from jobs.config import JobConfig
+from jobs.node.host import HEAD
+from trainer.errors import ConfigError
+
+PYTHON = re.compile(r"python(\d+(\.\d+)*)?\Z")
+LAUNCHERS = ("torchrun", "deepspeed")
+FIRST_PORT, PORTS = 29400, 2000  # of rendezvous: two jobs that share a first node must not meet
+SHELL = re.compile(r"[$`|&<>(){}*?!\\\n\r\0]")
+COUNTS = ("--nproc-per-node", "--nproc_per_node", "--num_gpus", "--num_accelerators")
+FORM = (
+    "Want: [source|conda activate ENV ;] python | torchrun FLAGS | deepspeed FLAGS, for example "
+    "'source activate /envs/lathe ; torchrun --nproc-per-node NGPUS'."
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the training starts: the environment to activate first, and argv before the program."""
+
+    activate: str | None
+    argv: tuple[str, ...]
+
+
+def read(text: str, job: JobConfig, *, python: str, exp_id: str) -> Launch:
+    """The launch of one job. NGPUS stands for the GPUs of a node of this very job (1 where it has
+    none).
+
+    text: "" chooses by itself: torchrun for several GPUs or nodes, else `python`, the interpreter
+    of the job. Raises ConfigError for anything but activating an environment and one python,
+    torchrun or deepspeed.
+    """
+    activate, words = _split(text)
+    if not words:
+        torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", "NGPUS"]
+        words = torchrun if job.gpus > 1 or job.nodes > 1 else [python]
+    name = PurePath(words[0]).name
+    if name not in LAUNCHERS and not PYTHON.match(name):
+        raise ConfigError(
+            f"--python_binary {text!r}: {words[0]!r} is not python, torchrun or deepspeed. {FORM}"
+        )
+    if job.nodes > 1:
+        words = _across_nodes(words, job, exp_id)
+    return Launch(activate, tuple(word.replace("NGPUS", str(max(job.gpus, 1))) for word in words))
+
+
+def _split(text: str) -> tuple[str | None, list[str]]:
+    """The environment to activate, and the words of the one command after it."""
+    if found := SHELL.search(text):
+        raise ConfigError(
+            f"--python_binary {text!r}: {found.group()!r} belongs to a shell, and none runs. {FORM}"
+        )
+    try:
+        parts = [words for part in text.split(";") if (words := shlex.split(part))]
+    except ValueError as error:
+        raise ConfigError(f"--python_binary {text!r}: {error}. {FORM}") from None
+    activate = None
+    while parts and parts[0][0] in ("source", "conda", "."):
+        if activate is not None:
+            raise ConfigError(f"--python_binary {text!r}: it activates two environments. Keep one.")
+        activate = _environment(text, parts.pop(0))
+    if len(parts) > 1:
+        raise ConfigError(f"--python_binary {text!r}: {len(parts)} commands, want one. {FORM}")
+    return activate, parts[0] if parts else []
+
+
+def _environment(text: str, words: list[str]) -> str:
+    is_named = len(words) == 3 and words[0] in ("source", "conda") and words[1] == "activate"
+    is_script = (
+        len(words) == 2 and words[0] in ("source", ".") and words[1].endswith("/bin/activate")
+    )
+    if not (is_named or is_script) or words[-1].startswith("-"):
+        raise ConfigError(f"--python_binary {text!r}: cannot read {' '.join(words)!r}. {FORM}")
+    return words[-1]
+
+
+def _across_nodes(words: list[str], job: JobConfig, exp_id: str) -> list[str]:
+    """The same torchrun with a rendezvous at the first node, whose name the wrapper fills in."""
+    is_torchrun = PurePath(words[0]).name == "torchrun"
+    at = 1 if is_torchrun else 3
+    if not is_torchrun and words[1:3] != ["-m", "torch.distributed.run"]:
+        raise ConfigError(
+            f"nodes={job.nodes}: {words[0]!r} cannot start on several nodes. Use torchrun."
+        )
+    if any(word.startswith(("--nnodes", "--rdzv", "--master")) for word in words):
+        return words
+    port = FIRST_PORT + int(exp_id[:6], 16) % PORTS
+    rendezvous = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{HEAD}:{port}",
+        "--rdzv-id",
+        exp_id,
+    ]
+    return [*words[:at], "--nnodes", str(job.nodes), *rendezvous, *words[at:]]
+
+
+def processes(argv: tuple[str, ...], job: JobConfig) -> int | None:
+    """World size that a launcher will start; None when only the node knows (nproc-per-node "auto"
+    or "gpu").
+    """
+    counts = dict(itertools.pairwise(argv)) | dict(
+        word.split("=", 1) for word in argv if "=" in word
+    )
+    named = [counts[flag] for flag in COUNTS if flag in counts]
+    is_launcher = PurePath(argv[0]).name in LAUNCHERS or argv[1:3] == (
+        "-m",
+        "torch.distributed.run",
+    )
+    if not is_launcher:
+        return 1
+    if not named and PurePath(argv[0]).name == "deepspeed":
+        return job.gpus * job.nodes or None  # every device that it sees
+    per_node = named[0] if named else "1"
+    return int(per_node) * job.nodes if per_node.isdigit() else None

@@ -1,0 +1,226 @@
+"""Sending one attempt so that it starts exactly once, whoever dies in between.
+
+    intent on the disk -> sent under a name that only this attempt has -> the scheduler's id on the
+    disk
+
+Whoever finds an intent without an id asks the scheduler for the name first, and adopts what it
+finds; only a name that the scheduler does not know is sent again, and again under that name. Should
+two copies meet all the same, the wrapper lets only the first one start (jobs/node/wrapper.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from jobs.errors import Refused, Unreachable
+from jobs.record import events as record
+from jobs.record.events import Job, Sent
+from jobs.record.paths import RunFolder, read_json
+from jobs.submit.spec import ArrayBackend, Backend, JobSpec, Rendered, array_token, token_of
+from trainer.errors import ConfigError
+from trainer.files.atomic import refusals, replace_file, write_json
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an attempt to send one."""
+
+    is_sent: bool
+    text: str
+    is_refused: bool = False
+
+
+def fresh(job: Job, template: JobSpec, folder: RunFolder) -> JobSpec:
+    """`template` as the next attempt of `job`: its own number, token and wrapper."""
+    number = len(job.attempts) + 1
+    wrapper = [template.wrapper[0], "-m", "jobs.node.wrapper", str(folder.path), str(number)]
+    changes = {
+        "attempt": number,
+        "token": token_of(job.exp_id, job.nonce, number),
+        "wrapper": wrapper,
+    }
+    return template.model_copy(update=changes)
+
+
+def stored(folder: RunFolder, number: int) -> JobSpec:
+    """The spec of an attempt as it was sent. ConfigError when it cannot be read."""
+    values = read_json(folder.attempt(number).spec)
+    if values is None:
+        raise ConfigError(
+            f"{folder.attempt(number).spec}: absent or not whole. Submit the group again, or "
+            "`reset` it."
+        )
+    try:
+        return JobSpec.model_validate(values)
+    except ValidationError as error:  # written by another version
+        raise ConfigError(
+            f"{folder.attempt(number).spec}: {error}. Submit the group again."
+        ) from None
+
+
+def ids_of(sent: Sent, backend: Backend) -> list[str]:
+    """The scheduler's ids of one attempt, looked up by its name; of an array's element, its own.
+    Unreachable.
+    """
+    found = sorted(backend.find(sent.name), key=lambda text: (len(text), text))
+    if sent.index is not None and isinstance(backend, ArrayBackend):
+        return [backend.element(array_id, sent.index) for array_id in found]
+    return found
+
+
+def send(folder: RunFolder, spec: JobSpec, backend: Backend) -> Outcome:
+    """Send a new attempt. The caller holds the lock and knows that nothing of this
+    experiment runs.
+    """
+    rendered = backend.render(spec)
+    for earlier in range(
+        1, spec.attempt
+    ):  # one that was thought lost may still stand in a queue somewhere
+        give_up(folder, earlier)
+    _write(folder, spec, rendered)
+    record.append(
+        folder,
+        record.intent(spec.attempt, spec.token, name=spec.token, index=None, backend=backend.name),
+    )
+    return _submit(folder, spec, backend, rendered)
+
+
+def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: float) -> Outcome:
+    """Find out what became of an intent without an id: adopt it, or send it again once it is
+    `resend_s` old.
+    """
+    found = ids_of(sent, backend)
+    if found:
+        record.append(
+            folder, {"event": "submitted", "attempt": sent.number, "id": found[0], "adopted": True}
+        )
+        _tell_haven(folder, found[0], stored(folder, sent.number))
+        if sent.is_cancelled:
+            backend.cancel(found[0])
+        return Outcome(True, f"adopted {found[0]}: an earlier submission had sent it")
+    if folder.attempt(sent.number).starts():
+        return Outcome(True, "it has started, and its scheduler has forgotten under which id")
+    if sent.is_cancelled:
+        return Outcome(True, "cancelled, and its scheduler does not know it")
+    age_s = record.seconds_since(sent.at)
+    if age_s < resend_s:
+        return Outcome(
+            False,
+            f"sent {age_s:.0f} s ago without an answer, and {backend.name} does not know it yet",
+        )
+    if sent.index is not None:  # its array never was: it goes alone now, under its own name
+        if not give_up(folder, sent.number):
+            return Outcome(True, "it has started just now")
+        record.append(
+            folder,
+            {
+                "event": "refused",
+                "attempt": sent.number,
+                "reason": f"array {sent.name} never arrived",
+            },
+        )
+        job = record.read(folder)
+        assert job is not None, "the record was read a moment ago"
+        return send(folder, fresh(job, stored(folder, sent.number), folder), backend)
+    spec = stored(folder, sent.number)
+    record.append(folder, {"event": "resent", "attempt": sent.number})
+    return _submit(folder, spec, backend, backend.render(spec))
+
+
+def give_up(folder: RunFolder, number: int) -> bool:
+    """Forbid an attempt to start from now on; False when it has started already (and goes on).
+
+    The wrapper writes its start, then looks for the mark; here the mark comes first: one of the two
+    sees the other.
+    """
+    attempt = folder.attempt(number)
+    with refusals(attempt.folder):
+        attempt.folder.mkdir(parents=True, exist_ok=True)
+        attempt.given_up.touch()
+    if not attempt.starts():
+        return True
+    attempt.given_up.unlink(missing_ok=True)
+    return False
+
+
+def send_array(
+    specs: Mapping[str, JobSpec], backend: Backend, index_folder: Path, *, max_parallel: int | None
+) -> dict[str, Outcome]:
+    """Send many attempts in one submission; outcomes by folder. The caller holds all the locks."""
+    assert isinstance(backend, ArrayBackend), "asked for by the caller"
+    members = list(specs.values())
+    token = array_token([spec.token for spec in members])
+    index_file = index_folder / f"{token}.json"
+    rendered = backend.render_array(
+        members, token=token, index_file=str(index_file), max_parallel=max_parallel
+    )
+    with refusals(index_folder):
+        index_folder.mkdir(parents=True, exist_ok=True)
+    write_json(index_file, {str(i): [spec.folder, spec.attempt] for i, spec in enumerate(members)})
+    for i, spec in enumerate(members):
+        folder = RunFolder(Path(spec.folder))
+        _write(folder, spec, rendered)
+        record.append(
+            folder,
+            record.intent(spec.attempt, spec.token, name=token, index=i, backend=backend.name),
+        )
+    try:
+        array_id = backend.submit(rendered)
+    except (Refused, Unreachable) as error:
+        return {
+            spec.folder: _not_sent(RunFolder(Path(spec.folder)), spec, error) for spec in members
+        }
+    outcomes: dict[str, Outcome] = {}
+    for i, spec in enumerate(members):
+        outcomes[spec.folder] = _sent(
+            RunFolder(Path(spec.folder)), spec, backend.element(array_id, i)
+        )
+    return outcomes
+
+
+def _submit(folder: RunFolder, spec: JobSpec, backend: Backend, rendered: Rendered) -> Outcome:
+    try:
+        job_id = backend.submit(rendered)
+    except (Refused, Unreachable) as error:
+        return _not_sent(folder, spec, error)
+    return _sent(folder, spec, job_id)
+
+
+def _sent(folder: RunFolder, spec: JobSpec, job_id: str) -> Outcome:
+    record.append(
+        folder, {"event": "submitted", "attempt": spec.attempt, "id": job_id, "adopted": False}
+    )
+    _tell_haven(folder, job_id, spec)
+    return Outcome(True, f"submitted as {job_id}")
+
+
+def _not_sent(folder: RunFolder, spec: JobSpec, error: Exception) -> Outcome:
+    if isinstance(error, Refused):
+        record.append(folder, {"event": "refused", "attempt": spec.attempt, "reason": str(error)})
+        return Outcome(False, f"refused: {error}", is_refused=True)
+    record.append(folder, {"event": "unseen", "reason": str(error)})
+    return Outcome(False, f"no answer, so it may have arrived: {error}")
+
+
+def _write(folder: RunFolder, spec: JobSpec, rendered: Rendered) -> None:
+    attempt = folder.attempt(spec.attempt)
+    with refusals(attempt.folder):
+        attempt.folder.mkdir(parents=True, exist_ok=True)
+    replace_file(attempt.spec, spec.model_dump_json().encode())
+    replace_file(attempt.folder / rendered.file, rendered.text.encode(), is_durable=False)
+
+
+def _tell_haven(folder: RunFolder, job_id: str, spec: JobSpec) -> None:
+    """job_dict.json, which haven's notebooks read."""
+    write_json(
+        folder.job_dict,
+        {"job_id": job_id, "command": " ".join([*spec.launcher, *spec.program])},
+        is_durable=False,
+    )

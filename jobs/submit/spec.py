@@ -1,0 +1,170 @@
+"""What is sent (JobSpec), what a scheduler says of it (Observed), and what every backend can do
+(Backend).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+from pydantic import Field
+
+from jobs.config import JobConfig
+from trainer.config import Strict
+
+JobState = Literal[
+    "pending",  # never sent, or to be sent again
+    "submitting",  # an intent is on the disk; whether the scheduler has it is not known yet
+    "submitted",  # the scheduler gave an id
+    "queued",
+    "running",
+    "held",  # waits for a person
+    "succeeded",
+    "failed",
+    "timeout",
+    "oom",
+    "preempted",  # asks to be run again
+    "cancelled",
+    "lost",  # the scheduler does not know it, and it left no outcome
+]
+ACTIVE: tuple[JobState, ...] = ("submitting", "submitted", "queued", "running", "held")
+ENDED_BADLY: tuple[JobState, ...] = ("failed", "timeout", "oom", "cancelled", "lost")
+
+
+class JobSpec(Strict):
+    """One attempt at one experiment: everything a backend needs to render it, and the wrapper to
+    run it.
+    """
+
+    # ft_<12 of exp_id>_<6 of the record's nonce>_<attempt>: [a-z0-9_], unique, the key to
+    # idempotency
+    token: str
+    exp_id: str
+    digest: str  # sha256 of the canonical dictionary
+    group: str
+    attempt: int
+    backend: str
+    folder: str  # run folder, absolute
+    workdir: str  # code snapshot, absolute: where the job runs
+    wrapper: list[str]  # argv of the wrapper: python -m jobs.node.wrapper FOLDER ATTEMPT
+    launcher: list[str]  # argv before the program: python, or torchrun --nproc-per-node 4
+    program: list[str]  # trainval.py and its flags
+    activate: str | None = (
+        None  # environment to activate: a folder, or the name of a conda environment
+    )
+    environment: dict[str, str] = Field(default_factory=dict)  # of the training; holds no secret
+    job: JobConfig = JobConfig()
+    after: list[str] = Field(default_factory=list)  # scheduler ids that must have succeeded
+    max_parallel: int | None = (
+        None  # of this group at once, where the backend keeps a queue of its own
+    )
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """The text that a scheduler gets for one job (or one array of jobs), and under which name."""
+
+    token: str  # the name of the job: how `find` knows it
+    file: str  # where the text is kept in the attempt's folder: "rendered.sbatch"
+    text: str
+    argv: tuple[str, ...] = ()  # the command that takes it, where there is one
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a scheduler says of a job now."""
+
+    state: JobState
+    reason: str | None = None  # in the scheduler's own words, and the cure where there is one
+    host: str | None = None
+    exit_code: int | None = None
+    restarts: int = 0
+    will_rerun: bool = False  # the scheduler starts it again by itself
+    never_ran: bool = False  # it ended without having run, as far as the scheduler knows
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of `doctor`: what was looked at, and whether it will do."""
+
+    name: str
+    is_good: bool
+    text: str
+    # a bad one: whether it stops every job, or only concerns some (a partition that is down)
+    is_blocking: bool = True
+
+
+class Backend(Protocol):
+    """A place where jobs run. Made anew for each command; keeps no state of its own."""
+
+    name: ClassVar[str]
+    validation: ClassVar[
+        str
+    ]  # how far this was tried, shown in --help: "real Slurm 22.05", "offline only"
+
+    def check(self) -> list[Finding]:
+        """What `doctor` looks at. Never raises; a bad finding says what to do."""
+        ...
+
+    def render(self, spec: JobSpec) -> Rendered:
+        """The text for the scheduler. Pure. ConfigError for what this backend cannot do."""
+        ...
+
+    def rehearse(self, rendered: Rendered) -> str | None:
+        """What the scheduler says to a dry run; None when it has none. Refused, Unreachable."""
+        ...
+
+    def submit(self, rendered: Rendered) -> str:
+        """The scheduler's id. Refused: certainly not accepted. Unreachable: it may have been."""
+        ...
+
+    def find(self, token: str) -> list[str]:
+        """Ids of all jobs, dead ones too, that carry this token. Unreachable."""
+        ...
+
+    def query(self, ids: Sequence[str]) -> dict[str, Observed]:
+        """What is known of these ids; an id that the scheduler does not know is left out.
+        Unreachable.
+        """
+        ...
+
+    def cancel(self, job_id: str) -> None:
+        """Ask for the end of a job. A job that has ended already is fine. Unreachable."""
+        ...
+
+    def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
+        """Lines of the scheduler's own log of a job; nothing when it keeps none."""
+        ...
+
+
+@runtime_checkable
+class ArrayBackend(Protocol):
+    """A backend that takes many jobs in one submission."""
+
+    def max_array(self) -> int:
+        """How many jobs one array may hold. Unreachable."""
+        ...
+
+    def render_array(
+        self, specs: Sequence[JobSpec], *, token: str, index_file: str, max_parallel: int | None
+    ) -> Rendered:
+        """The text for one array named `token`; element i runs `wrapper --array index_file` for
+        specs[i]. Pure.
+        """
+        ...
+
+    def element(self, array_id: str, index: int) -> str:
+        """The scheduler's id of one job of an array."""
+        ...
+
+
+def token_of(exp_id: str, nonce: str, attempt: int) -> str:
+    """The name under which a scheduler knows an attempt: letters that all of them allow."""
+    return f"ft_{exp_id[:12]}_{nonce}_{attempt}"
+
+
+def array_token(tokens: Sequence[str]) -> str:
+    """The name of an array of these jobs: the same jobs always make the same name."""
+    return f"fta_{hashlib.sha256(' '.join(tokens).encode()).hexdigest()[:16]}"

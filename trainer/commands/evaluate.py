@@ -1,0 +1,140 @@
+"""A trained model over a split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainer.commands import options
+from trainer.commands.options import (
+    BatchSize,
+    CacheDir,
+    DataPath,
+    ExpConfigs,
+    ExpGroup,
+    ExpId,
+    Limit,
+    Model,
+    NumAnswers,
+    NumBeams,
+    Pred,
+    SavedirBase,
+    Split,
+    Steps,
+    WriteScores,
+)
+
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature", min=1e-3, help="Draw the tokens instead of taking the most likely."
+    ),
+]
+TopP = Annotated[
+    float,
+    typer.Option("--top_p", min=0.0, max=1.0, help="Draw from this share of the probability."),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the draws.")]
+BestAnswer = Annotated[
+    bool,
+    typer.Option(
+        "--best_answer",
+        help="Rows that ask the same of the same context count once, with all answers.",
+    ),
+]
+AnotherContext = Annotated[
+    bool,
+    typer.Option(
+        "--another_context", help="Answer under another row's context: what is reading worth?"
+    ),
+]
+CutAt = Annotated[
+    list[str] | None,
+    typer.Option("--cut_at", help="Answers end before this text; may be given several times."),
+]
+Measures = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--measure", help="Besides: rouge, meteor or bertscore; several times for several."
+    ),
+]
+Entity = Annotated[
+    str | None, typer.Option("--wandb_entity_name", help="With a project: tell the run in wandb.")
+]
+Project = Annotated[
+    str | None, typer.Option("--wandb_project_name", help="With an entity: tell the run in wandb.")
+]
+BertscoreModel = Annotated[
+    str | None, typer.Option("--bertscore_model", help="Default roberta-large.")
+]
+
+
+def evaluate(
+    savedir_base: SavedirBase,
+    exp_group: ExpGroup = None,
+    exp_id: ExpId = None,
+    exp_configs: ExpConfigs = None,
+    steps: Steps = None,
+    data_path: DataPath = None,
+    cache_dir: CacheDir = Path("tmp-cache"),
+    model: Model = "best",
+    split: Split = "valid",
+    limit: Limit = None,
+    batch: BatchSize = None,
+    num_beams: NumBeams = 1,
+    num_answers: NumAnswers = 1,
+    temperature: Temperature = None,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    best_answer: BestAnswer = False,
+    another_context: AnotherContext = False,
+    cut_at: CutAt = None,
+    measure: Measures = None,
+    bertscore_model: BertscoreModel = None,
+    pred: Pred = None,
+    write_scores: WriteScores = None,
+    wandb_entity_name: Entity = None,
+    wandb_project_name: Project = None,
+) -> None:
+    """Score a trained model on a split, every row exactly once; under torchrun, on all its
+    ranks.
+    """
+
+    def command() -> None:
+        from trainer.evaluation.run import Question, run
+        from trainer.evaluation.similarity import BERTSCORE_MODEL
+        from trainer.runtime import distributed
+        from trainer.tasks.protocol import Search
+        from trainer.training.run import Options
+
+        values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+        distributed.init()
+        given = Options(
+            savedir_base,
+            data_path=data_path,
+            cache_dir=cache_dir,
+            wandb_entity=wandb_entity_name,
+            wandb_project=wandb_project_name,
+        )
+        asked = Question(
+            values,
+            model=model,
+            split=split,
+            limit=limit,
+            batch=batch,
+            search=Search(num_beams, num_answers, temperature, top_p, seed),
+            predictions=pred,
+            best_answer=best_answer,
+            another_context=another_context,
+            cut_at=cut_at or (),
+            measures=measure or (),
+            bertscore_model=bertscore_model or BERTSCORE_MODEL,
+            passage_scores=write_scores,
+        )
+        for name, value in run(asked, given).items():
+            if distributed.is_main():
+                typer.echo(f"{split}/{name} {value:.6f}")
+
+    options.run(command)

@@ -1,0 +1,115 @@
+"""Data made ready for training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainer.commands import options
+from trainer.commands.options import CacheDir, DataPath, ExpConfigs, ExpGroup, ExpId, Steps
+
+if TYPE_CHECKING:
+    from filelock import FileLock
+
+Out = Annotated[
+    Path, typer.Option("--out", help="The folder to write; one that was begun is continued.")
+]
+Source = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--source", metavar="NAME=FOLDER_OR_HUB_ID", help="Where a set is; may be given again."
+    ),
+]
+Shuffles = Annotated[
+    int, typer.Option("--hotpotqa_shuffles", min=1, help="Copies of its train split, as published.")
+]
+BatchTokens = Annotated[
+    int, typer.Option("--batch_tokens", min=1, help="Padded tokens per device and forward.")
+]
+ShardTokens = Annotated[
+    int | None, typer.Option("--shard_tokens", min=1, help="Tokens per file: what a kill costs.")
+]
+Savedir = Annotated[
+    Path,
+    typer.Option("-sb", "--savedir_base", help="Where the base is, if a run of ours trained it."),
+]
+
+
+def prepare(
+    out: Out,
+    exp_group: ExpGroup = None,
+    exp_id: ExpId = None,
+    exp_configs: ExpConfigs = None,
+    steps: Steps = None,
+    data_path: DataPath = None,
+    source: Source = None,
+    cache_dir: CacheDir = Path("tmp-cache"),
+    savedir_base: Savedir = Path("results"),
+    hotpotqa_shuffles: Shuffles = 3,
+    batch_tokens: BatchTokens = 16_384,
+    shard_tokens: ShardTokens = None,
+) -> None:
+    """Write a group's rows, and what its frozen base makes of their contexts; under torchrun, on
+    every device.
+
+    The folder is then the --data_path of its runs. data.encode='cached' reads the states, 'online'
+    leaves them alone.
+    """
+
+    def command() -> None:
+        from filelock import FileLock
+
+        from trainer import tasks
+        from trainer.runtime import distributed
+        from trainer.tasks.cross_attention.encoder_states.writing import gib
+        from trainer.training.run import Options, on_main
+
+        values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+        module = options.module_of(values["task"], "preparation", "prepare")
+        places = Options(savedir_base, data_path=data_path, cache_dir=cache_dir).places
+        if data_path is not None and out.resolve() == data_path.resolve():
+            raise options.bad(f"--out {out}: is --data_path itself. Name another folder.")
+        distributed.init()
+        wanted = module.Wanted(out, _by_name(source), hotpotqa_shuffles, batch_tokens, shard_tokens)
+        cfg = tasks.parse(values)
+        lock = FileLock(
+            out.with_name(f".{out.name}.lock"), timeout=0
+        )  # a killed process lets go of it
+        on_main(lambda: _claim(out, lock))
+        on_main(lambda: module.write_rows(cfg, places, wanted))
+        made = module.write_states(cfg, places, wanted)
+        if distributed.is_main():
+            size, plan = made.bytes_on_disk, made.plan
+            rows = ", ".join(f"{count} {split}" for split, count in made.rows.items())
+            typer.echo(
+                f"{made.folder}: {plan.count} distinct contexts of {made.met} in {rows} rows, "
+                f"{plan.tokens} tokens, "
+                f"{gib(size)}, {size / (plan.tokens * plan.width):.4f} bytes per element"
+            )
+
+    options.run(command)
+
+
+def _claim(out: Path, lock: FileLock) -> None:
+    """Hold `out` for this process alone."""
+    from filelock import Timeout
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise options.bad(
+            f"--out {out}: another process is preparing it. Wait for it, or name another."
+        ) from None
+
+
+def _by_name(given: list[str] | None) -> dict[str, str]:
+    pairs = [text.partition("=") for text in given or ()]
+    wrong = [name for name, _, place in pairs if not place]
+    if wrong:
+        raise options.bad(
+            f"--source {wrong[0]}: want NAME=FOLDER_OR_HUB_ID, such as squad_v2=rajpurkar/squad_v2."
+        )
+    return {name: place for name, _, place in pairs}

@@ -1,0 +1,150 @@
+"""Groups of experiments: how one is derived from another, and how a user's file of groups is read.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any, cast
+
+from trainer.config import exp_id, nearest, userfile
+from trainer.errors import ConfigError
+
+Values = dict[str, Any]
+
+
+def vary(parent: Values, **changes: Any) -> Values:
+    """A copy of `parent` with `changes`: where both hold a dictionary the keys are merged, one
+    level deep.
+
+    `base` is replaced as a whole, because its kinds (a name, random weights, another experiment) do
+    not mix.
+    """
+    child = copy.deepcopy(parent)
+    for key, value in changes.items():
+        is_block = key != "base" and isinstance(value, dict) and isinstance(child.get(key), dict)
+        child[key] = {**child[key], **copy.deepcopy(value)} if is_block else copy.deepcopy(value)
+    return child
+
+
+def cartesian_exp_group(form: Values, remove_none: bool = False) -> list[Values]:
+    """One experiment for each combination of the values in `form`; the last key varies fastest.
+
+    A list at the top level is an axis, anything else stands for itself: a hyper-parameter that is
+    itself a list is written [[...]]. remove_none: leave out the keys whose value is None.
+    ConfigError for an axis without values. Source: haven-ai 0.7.3, cartesian_exp_group; there an
+    empty axis silently yields no experiment at all.
+    """
+    axes = {
+        key: cast(list[Any], value) if isinstance(value, list) else [value]
+        for key, value in form.items()
+    }
+    empty = [key for key, axis in axes.items() if not axis]
+    if empty:
+        raise ConfigError(
+            f"{', '.join(map(repr, empty))}: an empty list is an axis without values, and a "
+            "product over it is empty. "
+            "Give at least one value, or write [[]] for a hyper-parameter that is an empty list."
+        )
+    points = (zip(axes, values, strict=True) for values in itertools.product(*axes.values()))
+    return [
+        {key: copy.deepcopy(value) for key, value in point if not (remove_none and value is None)}
+        for point in points
+    ]
+
+
+def chosen(known: dict[str, list[Values]], group: str, steps: int | None) -> list[Values]:
+    """The experiments of one group, with `steps` written in where it is given.
+
+    ConfigError for an unknown group, and for two experiments that are the same.
+    """
+    if group not in known:
+        raise ConfigError(f"-e {group}: no such group. {nearest(group, sorted(known))}")
+    experiments = with_steps(known[group], steps)
+    ids = [exp_id(values) for values in experiments]
+    if len(set(ids)) < len(ids):
+        twice = sorted({name for name in ids if ids.count(name) > 1})
+        raise ConfigError(
+            f"-e {group}: some of its experiments are the same ({', '.join(twice)}). Remove the "
+            "copies."
+        )
+    return experiments
+
+
+def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
+    """The experiments with `steps` written in, also where one names an earlier one of them as its
+    base.
+    """
+    if steps is None:
+        return experiments
+    changed: dict[str, Values] = {}  # by the id that each had before
+    found: list[Values] = []
+    for values in experiments:
+        name, base = exp_id(values), values.get("base")
+        if isinstance(values.get("train"), dict):
+            values = {**values, "train": {**values["train"], "steps": steps}}
+        if isinstance(base, dict) and isinstance(base.get("experiment"), dict):
+            before = base["experiment"]
+            values = {**values, "base": {"experiment": changed.get(exp_id(before), before)}}
+        changed[name] = values
+        found.append(values)
+    return found
+
+
+def read(path: Path) -> dict[str, list[Values]]:
+    """EXP_GROUPS of the Python file at `path`, which is executed.
+
+    A group given as a dictionary is a form: cartesian_exp_group makes its experiments. Raises
+    ConfigError, with file and line, for whatever goes wrong in that file, and with every mistake at
+    once when its EXP_GROUPS is not a dictionary of forms and non-empty lists of dictionaries.
+    """
+    groups = userfile.execute(path, flag="--exp_configs", defines="EXP_GROUPS").get("EXP_GROUPS")
+    if not isinstance(groups, dict) or not groups:
+        raise ConfigError(
+            f"{path}: EXP_GROUPS is {userfile.kind(groups)}. Want a dictionary: group -> list of "
+            "experiments."
+        )
+    read: dict[Any, Any] = {}
+    mistakes: list[str] = []
+    for group, given in cast(dict[Any, Any], groups).items():
+        try:
+            read[group] = (
+                cartesian_exp_group(cast(Values, given)) if isinstance(given, dict) else given
+            )
+        except ConfigError as error:
+            mistakes.append(f"  EXP_GROUPS[{group!r}] {error}")
+        else:
+            mistakes += [
+                f"  EXP_GROUPS[{group!r}] {problem}"
+                for problem in _group_mistakes(group, read[group])
+            ]
+    if mistakes:
+        raise ConfigError(f"{path}: {len(mistakes)} mistake(s)\n" + "\n".join(mistakes))
+    return cast(dict[str, list[Values]], read)
+
+
+def _group_mistakes(group: Any, experiments: Any) -> list[str]:
+    if not isinstance(group, str):
+        return [f"is named by {userfile.kind(group)}. Want a string."]
+    if not isinstance(experiments, list):
+        return [
+            f"is {userfile.kind(experiments)}. Want a list of experiments, or a dictionary whose "
+            "lists are axes."
+        ]
+    if (
+        not experiments
+    ):  # haven's cartesian_exp_group returns one for a hyper-parameter without values
+        return [
+            "is an empty list. Want at least one experiment: does a hyper-parameter of the "
+            "product have no values?"
+        ]
+    wrong = [
+        index
+        for index, item in enumerate(cast(list[Any], experiments))
+        if not isinstance(item, dict)
+    ]
+    return [
+        f"[{index}] is {userfile.kind(experiments[index])}. Want a dictionary." for index in wrong
+    ]

@@ -1,0 +1,259 @@
+"""The blocks that every experiment dictionary has, and the id of an experiment. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from trainer.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Strict(BaseModel):
+    """A frozen block that refuses unknown keys and does not coerce types ("5" is not 5)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Optim(Strict):
+    """AdamW, or Adafactor: second moments as a row and a column, steps in proportion to the size of
+    a weight.
+    """
+
+    name: Literal["adamw", "adafactor"] = "adamw"
+    lr: Annotated[
+        float, Field(gt=0)
+    ]  # Adafactor: of a step relative to its weights, at most 1/sqrt(step)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # AdamW only
+    eps: Annotated[float, Field(gt=0)] = 1e-8  # AdamW only
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    decay: Literal["matrices", "all"] = (
+        "matrices"  # matrices: never biases, norms or other 1-D parameters
+    )
+    clip: Annotated[float, Field(ge=0)] = 1.0  # global gradient norm; 0.0 switches clipping off
+
+    @model_validator(mode="after")
+    def _moments_are_adamws(self) -> Optim:
+        foreign = sorted({"betas", "eps"} & self.model_fields_set)
+        if self.name == "adafactor" and foreign:
+            raise ValueError(
+                f'name="adafactor" has no {" and no ".join(foreign)}: leave out what only AdamW '
+                "reads"
+            )
+        return self
+
+
+class Schedule(Strict):
+    """Learning rate over the run: warm-up from 0, then a shape. `reduce_on_plateau` follows
+    `valid/loss`.
+    """
+
+    shape: Literal["constant", "linear", "cosine", "reduce_on_plateau"] = "linear"
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    warmup_ratio: Fraction | None = None  # of train.steps, rounded up
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1  # reduce_on_plateau: torch's defaults
+    patience: Annotated[int, Field(ge=0)] = 10  # evaluations without improvement
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Schedule:
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError(
+                f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio} are both "
+                "set; keep one"
+            )
+        return self
+
+
+def _rows_or_auto(value: Any) -> Any:
+    if value == 0:
+        raise ValueError('Input should be greater than 0, or "auto"')
+    return 0 if value == "auto" else value
+
+
+# 0 stands for "auto": the largest that fits, by the memory plan, which a launched run puts in its
+# place.
+MicroBatch = Annotated[int, BeforeValidator(_rows_or_auto), Field(ge=0)]
+
+
+class Train(Strict):
+    """What one run does. `global_batch` defines it; the world size changes only accumulation."""
+
+    steps: Positive
+    global_batch: Positive  # rows per optimizer step, over all devices
+    micro_batch: MicroBatch  # rows per device and forward; with micro_tokens: at most
+    micro_tokens: Positive | None = (
+        None  # tokens, pads included, per device and forward; a longer row goes alone
+    )
+    bucket_steps: Positive = (
+        1  # rows of so many steps are sorted by length and cut into steps of like rows
+    )
+    eval_batch: Positive | None = (
+        None  # rows per device and forward in evaluation; default micro_batch
+    )
+    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    gradient_checkpointing: bool = False
+    seed: Annotated[int, Field(ge=0)] = 42
+    order: Literal["shuffled", "as_given"] = (
+        "shuffled"  # of the rows: anew in every epoch, or as the task gives them
+    )
+    log_every: Positive | None = None  # steps; None: the flag --log_every
+    eval_every: Positive | None = None
+    save_every: Positive | None = None
+    answers: Positive | Literal["all"] | None = (
+        None  # validation rows answered by generation; None: --do_extra_evals
+    )
+    keep_last: Positive = 2  # checkpoints; the best one is kept besides
+    best: str | None = "valid/loss"  # the metric that chooses best/
+    best_is: Literal["min", "max"] = "min"
+    max_lost_labels: Fraction = (
+        0.05  # share of a split's label tokens that limits may cut off; more is refused
+    )
+
+    @model_validator(mode="after")
+    def _a_given_order_is_kept(self) -> Train:
+        if self.order == "as_given" and self.bucket_steps > 1:
+            raise ValueError(
+                f'bucket_steps={self.bucket_steps} reorders rows: leave it out, or order="as_given"'
+            )
+        return self
+
+
+class RandomBase(Strict):
+    """A base model with random weights: a transformers config as a dictionary (`model_type` names
+    the family).
+    """
+
+    config: dict[str, Any]
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+class ExperimentBase(Strict):
+    """A base model trained by another experiment of the same --savedir_base: its final/ folder."""
+
+    experiment: dict[str, Any]
+
+
+def _kind_of_base(value: Any) -> str:
+    if isinstance(value, dict):
+        return "<experiment>" if "experiment" in value else "<random>"
+    return {"RandomBase": "<random>", "ExperimentBase": "<experiment>"}.get(
+        type(value).__name__, "<name>"
+    )
+
+
+# A name is a Hub id or a folder. The tags pick one kind, so that a mistake is reported for that
+# kind alone.
+Base = Annotated[
+    Annotated[str, Tag("<name>")]
+    | Annotated[RandomBase, Tag("<random>")]
+    | Annotated[ExperimentBase, Tag("<experiment>")],
+    Discriminator(_kind_of_base),
+]
+
+
+class EmbeddedTokenizer(Strict):
+    """A byte-level BPE trained once on the embedded corpus."""
+
+    vocab_size: Annotated[int, Field(ge=300)] = 2048
+
+
+def _kind_of_tokenizer(value: Any) -> str:
+    return "<embedded>" if isinstance(value, (dict, EmbeddedTokenizer)) else "<name>"
+
+
+Tokenizer = Annotated[
+    Annotated[str, Tag("<name>")] | Annotated[EmbeddedTokenizer, Tag("<embedded>")],
+    Discriminator(_kind_of_tokenizer),
+]
+
+
+class Experiment(Strict):
+    """What every experiment states. A task's own Config derives from it and adds its blocks."""
+
+    task: str
+    base: Base
+    tokenizer: Tokenizer | None = (
+        None  # a folder (also below --data_path) or a Hub id; None: the base's
+    )
+    train: Train
+    optim: Optim
+    schedule: Schedule = Schedule()
+    # ds_configs/<name>.json, or a path; --deepspeed overrides it and never changes the id
+    deepspeed: str = "zero2"
+
+
+C = TypeVar("C", bound=Strict)
+
+
+def validate(schema: type[C], values: dict[str, Any], *, source: str = "experiment") -> C:
+    """`values` as a frozen `schema`; ConfigError names every mistake at once, with the nearest
+    legal key.
+    """
+    try:
+        return schema.model_validate_json(json.dumps(values), strict=True)
+    except TypeError as error:
+        raise ConfigError(
+            f"{source}: {error}. Use strings, numbers, booleans, None, lists and dictionaries."
+        ) from None
+    except ValidationError as error:
+        lines = [_mistake(schema, values, dict(item)) for item in error.errors()]
+        raise ConfigError(
+            f"{source}: {len(lines)} mistake(s)\n" + "\n".join(f"  {line}" for line in lines)
+        ) from None
+
+
+def _mistake(schema: type[Strict], values: dict[str, Any], item: dict[str, Any]) -> str:
+    location: tuple[Any, ...] = item["loc"]
+    path = ".".join(str(part) for part in location if not _is_union_tag(part)) or "(top level)"
+    if item["type"] == "extra_forbidden":
+        legal = sorted(_fields_at(schema, location[:-1]))
+        return f"{path}: no such key. {nearest(str(location[-1]), legal)}"
+    if item["type"] == "missing":
+        return f"{path}: required, but not given."
+    got = "" if isinstance(item["input"], dict) else f" Got {item['input']!r}."
+    return f"{path}: {item['msg']}.{got}"
+
+
+def _is_union_tag(part: Any) -> bool:
+    return isinstance(part, str) and part.startswith("<")
+
+
+def _fields_at(schema: type[Strict], location: tuple[Any, ...]) -> list[str]:
+    """Legal keys of the block at `location`, walking through optional and tagged annotations."""
+    blocks: list[type[Strict]] = [schema]
+    for part in location:
+        if _is_union_tag(part):
+            continue
+        fields = [block.model_fields[part] for block in blocks if part in block.model_fields]
+        blocks = [block for field in fields for block in _blocks_in(field.annotation)]
+    return [name for block in blocks for name in block.model_fields]
+
+
+def _blocks_in(annotation: Any) -> list[type[Strict]]:
+    if isinstance(annotation, type) and issubclass(annotation, Strict):
+        return [annotation]
+    return [block for argument in get_args(annotation) for block in _blocks_in(argument)]
+
+
+def nearest(name: str, legal: list[str]) -> str:
+    """A sentence that names the legal spelling nearest to `name`, or all of them when none
+    is near.
+    """
+    close = difflib.get_close_matches(name, legal, n=1, cutoff=0.6)
+    return f"Did you mean {close[0]!r}?" if close else f"Legal: {', '.join(legal)}."

@@ -1,0 +1,65 @@
+"""Python files of the user, executed for what they define (EXP_GROUPS, JOB_CONFIGS). Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import traceback
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError
+
+
+def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
+    """The names that the Python file at `path` defines.
+
+    ConfigError when it is no .py file, naming `flag` and what the file should define; and for
+    whatever goes wrong in it, with its own line.
+    """
+    path = path.absolute()  # as its frames name it
+    spec = (
+        importlib.util.spec_from_file_location(f"user_{path.stem}", path)
+        if path.suffix == ".py"
+        else None
+    )
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(
+            f"{flag} {path}: want the path of a Python file (.py) that defines {defines}."
+        )
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # any: it is the user's code, and must not end this command in silence
+        raise ConfigError(
+            f"{path}:{_line(error, path)}: {type(error).__name__}: {error}"
+        ) from error
+    return vars(module)
+
+
+def _line(error: BaseException, path: Path) -> int:
+    """The line of `path` that the error came from: of its own text, or the last of its frames that
+    lies in the file.
+    """
+    if isinstance(error, SyntaxError) and error.lineno and error.filename in (None, str(path)):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    return next(
+        (frame.lineno or 1 for frame in reversed(frames) if Path(frame.filename) == path), 1
+    )
+
+
+def kind(value: Any) -> str:
+    """What a value is, in the words of a message: "missing or None", "an empty list", "a str"."""
+    if value is None:
+        return "missing or None"
+    name = type(value).__name__
+    return (
+        f"an empty {name}"
+        if value in ({}, [], ())
+        else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    )

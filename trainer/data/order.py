@@ -1,0 +1,395 @@
+"""Which rows are trained on when: seekable by construction, batch = f(seed, epoch, step), the same
+for any world size.
+
+An epoch is a permutation of the rows; a step takes the next `global_batch` of them, or rows of like
+length out of what the next few steps take; a window is one rank's share of a step, cut into
+micro-batches of like length, of so many rows or tokens. Nothing is carried from step to step, so
+resuming at step n costs nothing.
+
+A row is as long as what it is padded with: its one length or, for a task that says so (`Shapes`), a
+length for each field that is padded by itself; or, where a task `Packs`, as its tokens. Rows of
+another kind come behind one another, and share no token-budgeted micro-batch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.data.token_store import TokenStore
+from trainer.errors import ConfigError, DataError
+from trainer.tasks.protocol import DRAW, EPOCH, Batch, Packs, Shapes, Task
+
+_WINDOWS_AHEAD = 2  # one being copied to the device, one ready
+_POLL_S = 0.1  # how soon a waiting collation thread notices that nobody reads any more
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the rows of one optimizer step are dealt to ranks and micro-batches.
+
+    Raises ConfigError when micro_batch x world does not divide global_batch.
+    """
+
+    global_batch: int  # rows per optimizer step, over all ranks
+    micro_batch: int  # rows per rank and forward; with micro_tokens: at most
+    world: int
+    rank: int
+    micro_tokens: int | None = (
+        None  # tokens, pads included, per rank and forward, at most; a longer row goes alone
+    )
+    bucket_steps: int = (
+        1  # rows of so many steps are sorted by length before they are cut into steps
+    )
+
+    def __post_init__(self) -> None:
+        least = min(
+            self.global_batch,
+            self.micro_batch,
+            self.world,
+            self.bucket_steps,
+            self.micro_tokens or 1,
+        )
+        if least < 1 or not 0 <= self.rank < self.world:
+            raise ConfigError(f"{self}: want numbers of at least 1, and 0 <= rank < world.")
+        together = self.micro_batch * self.world
+        if self.global_batch % together:
+            below = max(1, self.global_batch // together) * together
+            raise ConfigError(
+                f"train.global_batch={self.global_batch} is not a multiple of "
+                f"micro_batch={self.micro_batch} x "
+                f"world={self.world} = {together}.\nUse {below} or {below + together}, or "
+                "another micro_batch."
+            )
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per rank and optimizer step; with micro_tokens the fewest there may be."""
+        return self.global_batch // (self.micro_batch * self.world)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How long rows are, and which of them are kept apart."""
+
+    axes_NA: (
+        np.ndarray
+    )  # (rows, axes) int64: each axis is padded to the longest row of a micro-batch
+    kinds_N: np.ndarray  # (rows,)
+    is_packed: bool = False  # micro-batches are streams of real tokens, padded nowhere
+
+    def __len__(self) -> int:
+        return len(self.kinds_N)
+
+    @property
+    def lengths_N(self) -> np.ndarray:
+        """(rows,) int64: of all axes together."""
+        return self.axes_NA.sum(axis=1)
+
+
+Lengths = np.ndarray | Sizes  # (rows,): one axis, one kind
+
+
+def sizes_of(store: TokenStore, task: object) -> Sizes:
+    """The sizes of a store's rows as its task pads or packs them."""
+    is_packed = isinstance(task, Packs) and task.is_packed
+    if not isinstance(task, Shapes):
+        return replace(_sizes(store.lengths), is_packed=is_packed)
+    axes = np.stack([store.sizes(field) for field in task.padded_fields()], axis=1)
+    kind = task.kind_field()
+    kinds = np.zeros(len(store), np.int32) if kind is None else store.numbers(kind)
+    return Sizes(axes, kinds, is_packed)
+
+
+def _sizes(lengths: Lengths) -> Sizes:
+    if isinstance(lengths, Sizes):
+        return lengths
+    return Sizes(np.asarray(lengths, dtype=np.int64)[:, None], np.zeros(len(lengths), np.int32))
+
+
+@dataclass(frozen=True)
+class Window:
+    """One rank's share of an optimizer step."""
+
+    step: int  # 0-based
+    batches: list[
+        Batch
+    ]  # micro-batches, equally many on all ranks, on the CPU, pinned when there is a GPU
+    rows: list[np.ndarray]  # the row numbers of each micro-batch
+    units: Tensor  # () int64 on the CPU: units of all its batches
+
+
+@lru_cache(maxsize=2)
+def epoch_order(num_rows: int, *, seed: int | None, epoch: int) -> np.ndarray:
+    """The order of the rows in an epoch, (num_rows,) int64, read-only: a permutation drawn from
+    (seed, epoch) alone. seed: None leaves them in the order they were given.
+
+    Rows are sorted by raw 64-bit draws of PCG64, whose stream numpy guarantees; what
+    `Generator.permutation` draws may change between numpy versions (NEP 19), and a resumed run
+    would then repeat rows.
+    """
+    if seed is None:
+        order = np.arange(num_rows)
+    else:
+        draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
+        order = np.argsort(draws, kind="stable")
+    order.setflags(write=False)  # it is shared by everybody who asks
+    return order
+
+
+def step_rows(step: int, num_rows: int, *, global_batch: int, seed: int | None) -> np.ndarray:
+    """The (global_batch,) rows of optimizer step `step` (0-based), for any world size.
+
+    Every epoch drops its uneven tail, another one each time. Raises DataError when not even one
+    batch can be filled.
+    """
+    steps_per_epoch = num_rows // global_batch
+    if steps_per_epoch == 0:
+        raise DataError(
+            f"the train split has {num_rows} rows, fewer than train.global_batch={global_batch}. "
+            f"Use a global_batch of at most {num_rows}, or more data."
+        )
+    epoch, position = divmod(step, steps_per_epoch)
+    return epoch_order(num_rows, seed=seed, epoch=epoch)[
+        position * global_batch : (position + 1) * global_batch
+    ]
+
+
+def bucketed_step_rows(
+    step: int, lengths: Lengths, *, global_batch: int, bucket_steps: int, seed: int | None
+) -> np.ndarray:
+    """As step_rows, but the rows of `bucket_steps` steps are sorted by kind and length, cut into
+    steps of like rows, and those taken in an order drawn from (seed, epoch, bucket): the same rows
+    in the same epoch, less of them padding.
+
+    seed: None keeps every step's rows in its place, whatever bucket_steps. The last bucket of an
+    epoch may be shorter.
+    """
+    if bucket_steps == 1 or seed is None:
+        return step_rows(step, len(lengths), global_batch=global_batch, seed=seed)
+    steps_per_epoch = max(1, len(lengths) // global_batch)
+    epoch, position = divmod(step, steps_per_epoch)
+    bucket, place = divmod(position, bucket_steps)
+    first = step - place
+    count = min(bucket_steps, steps_per_epoch - bucket * bucket_steps)
+    pool = [
+        step_rows(first + i, len(lengths), global_batch=global_batch, seed=seed)
+        for i in range(count)
+    ]
+    draws = np.random.PCG64(np.random.SeedSequence([seed, epoch, bucket])).random_raw(count)
+    ranked = _longest_first(np.concatenate(pool), _sizes(lengths)).reshape(count, global_batch)
+    return ranked[np.argsort(draws, kind="stable")[place]]
+
+
+def window_rows(
+    step: int, *, lengths: Lengths, sharding: Sharding, seed: int | None
+) -> list[np.ndarray]:
+    """The rows of this rank at `step`, an array of row numbers for each micro-batch, the longest
+    rows first.
+
+    The rows of the step are sorted by kind and length before they are dealt: a micro-batch holds
+    rows of like length, and the ranks get neighbours at the same time, so that little is padded and
+    nobody waits. Over all ranks it is bucketed_step_rows. With micro_tokens a micro-batch is as
+    many rows of one kind as fit; all ranks get equally many.
+    """
+    sizes = _sizes(lengths)
+    rows = bucketed_step_rows(
+        step,
+        sizes,
+        global_batch=sharding.global_batch,
+        bucket_steps=sharding.bucket_steps,
+        seed=seed,
+    )
+    ranked = _longest_first(rows, sizes)
+    if sharding.micro_tokens is None:
+        dealt = ranked.reshape(sharding.accumulation, sharding.world, sharding.micro_batch)
+        return list(dealt[:, sharding.rank])
+    return _cut_by_tokens(ranked, sizes, sharding)[sharding.rank :: sharding.world]
+
+
+def _cut_by_tokens(ranked: np.ndarray, sizes: Sizes, sharding: Sharding) -> list[np.ndarray]:
+    """Ranked rows as micro-batches of one kind within micro_tokens and micro_batch; their number
+    divides by world.
+    """
+    assert sharding.micro_tokens is not None
+    axes_NA, kinds_N = sizes.axes_NA[ranked], sizes.kinds_N[ranked]
+    starts, widest_A, real = [0], axes_NA[0], int(axes_NA[0].sum())
+    for place in range(1, len(ranked)):
+        wider_A, longer = np.maximum(widest_A, axes_NA[place]), real + int(axes_NA[place].sum())
+        count = place - starts[-1] + 1
+        tokens = longer if sizes.is_packed else count * int(wider_A.sum())
+        fits = count <= sharding.micro_batch and tokens <= sharding.micro_tokens
+        if fits and kinds_N[place] == kinds_N[starts[-1]]:
+            widest_A, real = wider_A, longer
+        else:
+            starts.append(place)
+            widest_A, real = axes_NA[place], int(axes_NA[place].sum())
+    cuts = np.split(ranked, starts[1:])
+    while len(cuts) % sharding.world:
+        index = max(range(len(cuts)), key=lambda i: len(cuts[i]))
+        half = (len(cuts[index]) + 1) // 2
+        cuts[index : index + 1] = [cuts[index][:half], cuts[index][half:]]
+    return cuts
+
+
+def padding_share(lengths: Lengths, sharding: Sharding, *, seed: int | None, steps: int) -> float:
+    """Which part of the tokens of the first `steps` steps is padding, 0 to 1, over all ranks."""
+    sizes = _sizes(lengths)
+    if sizes.is_packed:
+        return 0.0
+    everyone = [replace(sharding, rank=rank) for rank in range(sharding.world)]
+    real = padded = 0
+    for step in range(steps):
+        for one in everyone:
+            for rows in window_rows(step, lengths=sizes, sharding=one, seed=seed):
+                axes_RA = sizes.axes_NA[rows]
+                real += int(axes_RA.sum())
+                padded += len(rows) * int(axes_RA.max(axis=0).sum())
+    return 1 - real / max(1, padded)
+
+
+def windows(
+    store: TokenStore,
+    task: Task,
+    sharding: Sharding,
+    *,
+    seed: int,
+    start_step: int,
+    stop_step: int,
+    is_shuffled: bool = True,
+) -> Generator[Window, None, None]:
+    """The windows of steps start_step .. stop_step - 1, collated ahead of their use by a thread.
+
+    Draws no global random number. An error in the thread is raised here. The thread ends with the
+    generator: close it when leaving early. Raises DataError at once when the store has fewer rows
+    than a step.
+    """
+    step_rows(0, len(store), global_batch=sharding.global_batch, seed=seed)
+    return _ahead(
+        _Collation(store, task, sharding, seed, is_shuffled, sizes_of(store, task)),
+        start_step,
+        stop_step,
+    )
+
+
+def evaluation_batches(
+    num_rows: int, lengths: np.ndarray, *, batch: int, world: int, rank: int
+) -> list[tuple[np.ndarray, bool]]:
+    """(rows, counted) of every evaluation batch of this rank; over all ranks, counted batches hold
+    every row once.
+
+    Batches are made of rows of like length, the longest first, and are the same for any world size.
+    All ranks get equally many, because a forward may be a collective: a rank that is short repeats
+    a batch with counted = False.
+    """
+    if num_rows < 1:
+        raise DataError("the valid split has no rows. Give it at least one.")
+    order = _longest_first(np.arange(num_rows), _sizes(lengths[:num_rows]))
+    batches = [order[start : start + batch] for start in range(0, num_rows, batch)]
+    mine = [(rows, True) for rows in batches[rank::world]]
+    short = -(-len(batches) // world) - len(mine)
+    return mine + [(batches[-1], False)] * short  # the last batch is the cheapest
+
+
+def _longest_first(rows: np.ndarray, sizes: Sizes) -> np.ndarray:
+    """The highest kind and then the longest first, so that the step that needs the most memory is
+    met at once; ties keep their order.
+    """
+    return rows[
+        np.lexsort((-sizes.axes_NA[rows].sum(axis=1), -sizes.kinds_N[rows].astype(np.int64)))
+    ]
+
+
+@dataclass(frozen=True)
+class _Collation:
+    """Everything that makes a window out of a step number."""
+
+    store: TokenStore
+    task: Task
+    sharding: Sharding
+    seed: int
+    is_shuffled: bool
+    sizes: Sizes
+
+    def window(self, step: int) -> Window:
+        seed = self.seed if self.is_shuffled else None
+        rows = window_rows(step, lengths=self.sizes, sharding=self.sharding, seed=seed)
+        batches = [
+            self.task.collate([self._row(step, int(index)) for index in indices])
+            for indices in rows
+        ]
+        units = torch.stack(
+            [self.task.units(batch).to("cpu", torch.int64) for batch in batches]
+        ).sum()
+        if torch.cuda.is_available():
+            batches = [
+                {name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches
+            ]
+        return Window(step=step, batches=batches, rows=rows, units=units)
+
+    def _row(self, step: int, index: int) -> dict[str, np.ndarray]:
+        words = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
+        epoch = step // (len(self.store) // self.sharding.global_batch)
+        return {
+            **self.store[index],
+            DRAW: (words >> np.uint64(1)).astype(np.int64),
+            EPOCH: np.array([epoch]),
+        }
+
+
+def _ahead(collation: _Collation, start_step: int, stop_step: int) -> Generator[Window, None, None]:
+    """The windows in order, made by a thread that is at most `_WINDOWS_AHEAD` in front."""
+    ready: queue.Queue[Any] = queue.Queue(maxsize=_WINDOWS_AHEAD)
+    closed = threading.Event()
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def hand_over(item: Any) -> bool:
+        while not closed.is_set():
+            try:
+                ready.put(item, timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def work() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(
+                    device
+                )  # per thread: pinning would otherwise open a context on GPU 0
+            for step in range(start_step, stop_step):
+                if not hand_over(collation.window(step)):
+                    return
+            hand_over(None)
+        except BaseException as error:
+            hand_over(error)
+
+    thread = threading.Thread(target=work, name="collate", daemon=True)
+
+    def stop() -> None:
+        closed.set()
+        thread.join()
+
+    # A script that dies of an error keeps this generator alive in its traceback, and the
+    # interpreter then stops the daemon thread wherever it is, in the middle of C++ code too.
+    # Handlers of atexit run before that.
+    atexit.register(stop)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop()
+        atexit.unregister(stop)

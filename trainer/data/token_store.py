@@ -1,0 +1,303 @@
+"""Encoded rows on disk, memory-mapped: every row is tokenised once, and any process reads any row
+at once.
+
+A store is a folder: per field a flat int32 array of ids and the int64 offsets of its rows, the
+length of every row, and meta.json, written last. It is built in a temporary folder and renamed, so
+it is whole or invisible.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.errors import DataError
+from trainer.files.build_once import build_once
+from trainer.tasks.protocol import Encoded, Row
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1  # raised when the files change shape, so that old folders are left alone
+_META = "meta.json"
+_LENGTHS = "lengths.npy"
+_PERCENTILES = (50, 90, 99, 100)
+_REPORT_EVERY_S = 10.0
+
+
+class TokenStore:
+    """The rows of one split: `store[i]` is row i by field, `store.lengths` how long each row is for
+    the device.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.meta: dict[str, Any] = json.loads((folder / _META).read_text(encoding="utf-8"))
+        fields = self.meta["fields"]
+        self._ids = {field: _mapped(folder / f"ids.{field}.npy") for field in fields}
+        self._offsets = {field: _mapped(folder / f"offsets.{field}.npy") for field in fields}
+        self.lengths = _mapped(folder / _LENGTHS)  # (rows,) int64
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the raw rows and the encoding id, 64 hex characters: equal stores hold equal
+        rows.
+        """
+        return self.meta["digest"]
+
+    def __len__(self) -> int:
+        return self.meta["rows"]
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Row `index` by field, (tokens,) int32 each. Copies: a caller may write to them, the file
+        stays as it is.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        row = {}
+        for field, ids in self._ids.items():
+            start, stop = self._offsets[field][index : index + 2]
+            row[field] = ids[start:stop].copy()
+        return row
+
+    def summary(self) -> dict[str, Any]:
+        """rows, tokens by field, percentiles of the length and the number of truncated rows, as
+        plain JSON values.
+        """
+        found = np.percentile(self.lengths, _PERCENTILES, method="higher")
+        return {
+            "rows": len(self),
+            "tokens": {field: len(ids) for field, ids in self._ids.items()},
+            "length": {f"p{p}": int(value) for p, value in zip(_PERCENTILES, found, strict=True)},
+            "truncated_rows": self.meta["truncated_rows"],
+        }
+
+    def lost_labels(self) -> tuple[int, int]:
+        """How many label tokens limits cut off, and of how many; (0, 0) when the task's encoding
+        does not say.
+        """
+        lost, of = self.meta.get("lost_labels", (0, 0))  # stores of older versions have none
+        return lost, of
+
+    def sizes(self, field: str) -> np.ndarray:
+        """(rows,) int64: how many ids each row has in `field`."""
+        return np.diff(self._offsets[field])
+
+    def numbers(self, field: str) -> np.ndarray:
+        """(rows,) int32: the number that each row has in a field of one; zeros when the rows have
+        no such field.
+        """
+        return self._ids.get(field, np.zeros(len(self), np.int32))
+
+
+def open_store(
+    rows: Callable[[], Iterable[Row]],
+    encode: Callable[[Row], Encoded],
+    *,
+    encoding_id: str,
+    split: str,
+    cache_dir: Path,
+    length: Callable[[Mapping[str, Any]], int],
+) -> TokenStore:
+    """The store of `rows()` under `encode`, from `cache_dir` when it is there, else built.
+
+    Any number of processes may call it at the same time: the first builds, the others wait and map.
+    Every call reads the raw rows once to find the key (sha256 over them and `encoding_id`), so
+    changed data gives another folder and a stale one is never used; only the build encodes. Memory
+    stays bounded. Raises DataError for no rows, rows that change between two readings, or an
+    encoding that is not lists of ids; StorageError when the disk refuses.
+    """
+    digest = _digest(rows(), encoding_id, split)
+
+    def build(temporary: Path) -> None:
+        with _Writer(temporary) as writer:
+            hasher = _RowHasher(encoding_id)
+            for index, row in enumerate(_reported(rows(), split)):
+                hasher.add(row)
+                writer.add(index, encode(row), length)
+        if hasher.hexdigest() != digest:
+            raise DataError(
+                f"the {split} rows changed while they were read. Start again when nobody writes "
+                "the data."
+            )
+        writer.write_meta(digest=digest, encoding_id=encoding_id, split=split)
+
+    folder = cache_dir / "tokens" / f"{split}-{digest[:32]}-v{_FORMAT}"
+    return TokenStore(build_once(folder, build, is_whole=_is_whole))
+
+
+class _RowHasher:
+    """sha256 over an encoding id and rows in their order; the order of a row's keys does not
+    matter.
+    """
+
+    def __init__(self, encoding_id: str) -> None:
+        self._sha = hashlib.sha256(f"{encoding_id}\n".encode())
+        self.rows = 0
+
+    def add(self, row: Row) -> None:
+        self._sha.update(json.dumps(row, sort_keys=True).encode())
+        self._sha.update(b"\n")
+        self.rows += 1
+
+    def hexdigest(self) -> str:
+        return self._sha.hexdigest()
+
+
+def _digest(rows: Iterable[Row], encoding_id: str, split: str) -> str:
+    hasher = _RowHasher(encoding_id)
+    for row in rows:
+        hasher.add(row)
+    if hasher.rows == 0:
+        raise DataError(f"the {split} split has no rows. Give it at least one.")
+    return hasher.hexdigest()
+
+
+class _Array:
+    """A one-dimensional .npy file that grows at its end, so that nothing has to be held in
+    memory.
+    """
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self._file = path.open("wb", buffering=1 << 20)
+        self._dtype = np.dtype(dtype)
+        self.size = 0
+        self._write_header()
+        self._data_starts = self._file.tell()
+
+    def append(self, values: Sequence[int] | np.ndarray) -> None:
+        self._file.write(np.asarray(values, dtype=self._dtype).tobytes())
+        self.size += len(values)
+
+    def finish(self) -> None:
+        """Write the true length into the header: numpy pads it, so that the data behind it stays in
+        place.
+        """
+        self._file.seek(0)
+        self._write_header()
+        assert self._file.tell() == self._data_starts
+        self._file.close()
+
+    def abandon(self) -> None:
+        """Close without caring for the content: a full disk may refuse even the last flush. Nothing
+        when finished.
+        """
+        try:
+            self._file.close()
+        except OSError as error:
+            log.debug("closing an abandoned file: %s", error)
+
+    def _write_header(self) -> None:
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.size,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+class _Writer:
+    """Appends encoded rows to the arrays of a store's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ids: dict[str, _Array] = {}
+        self._offsets: dict[str, _Array] = {}
+        self._lengths = _Array(folder / _LENGTHS, "<i8")
+        self._truncated_rows = 0
+        self._lost_labels = np.zeros(2, dtype=np.int64)
+
+    def add(self, index: int, encoded: Encoded, length: Callable[[Mapping[str, Any]], int]) -> None:
+        """Append one row; DataError when its fields are not those of the first row, or not lists of
+        32-bit integers.
+        """
+        tokens = {field: _as_ids(values, field, index) for field, values in encoded.items()}
+        if index == 0:
+            self._open(tokens)
+        if tokens.keys() != self._ids.keys():
+            raise DataError(
+                f"row {index} is encoded as {sorted(tokens)}, the first row as {sorted(self._ids)}."
+            )
+        self._truncated_rows += int(encoded.is_truncated)
+        self._lost_labels += encoded.lost_labels
+        self._lengths.append([length(encoded)])
+        for field, ids in tokens.items():
+            self._ids[field].append(ids)
+            self._offsets[field].append([self._ids[field].size])
+
+    def write_meta(self, **facts: Any) -> None:
+        """Write meta.json, the file that makes the folder a store; the arrays are closed by now."""
+        names = {path.name: path.stat().st_size for path in sorted(self._folder.iterdir())}
+        meta = {
+            "format": _FORMAT,
+            "rows": self._lengths.size,
+            "fields": list(self._ids),
+            "truncated_rows": self._truncated_rows,
+            "lost_labels": self._lost_labels.tolist(),
+            "bytes": names,
+            **facts,
+        }
+        (self._folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        arrays = (self._lengths, *self._ids.values(), *self._offsets.values())
+        try:
+            for array in arrays if kind is None else ():
+                array.finish()
+        finally:
+            for array in arrays:
+                array.abandon()
+
+    def _open(self, fields: Iterable[str]) -> None:
+        for field in fields:
+            self._ids[field] = _Array(self._folder / f"ids.{field}.npy", "<i4")
+            self._offsets[field] = _Array(self._folder / f"offsets.{field}.npy", "<i8")
+            self._offsets[field].append([0])
+
+
+def _as_ids(values: Any, field: str, index: int) -> np.ndarray:
+    try:
+        ids = np.asarray(values, dtype=np.int64 if len(values) == 0 else None)
+    except (TypeError, ValueError):
+        ids = np.zeros((0, 0))
+    limits = np.iinfo(np.int32)
+    if (
+        ids.ndim != 1
+        or ids.dtype.kind not in "iu"
+        or (ids.size and not limits.min <= ids.min() <= ids.max() <= limits.max)
+    ):
+        raise DataError(
+            f"row {index}: field {field!r} is encoded as {values!r:.80}, want a flat list of "
+            "32-bit integers."
+        )
+    return ids
+
+
+def _reported(rows: Iterable[Row], split: str) -> Iterator[Row]:
+    """The same rows; says every ten seconds how far it is, and at the end how fast it was."""
+    began = reported = time.monotonic()
+    count = 0
+    for count, row in enumerate(rows, start=1):
+        yield row
+        now = time.monotonic()
+        if now - reported >= _REPORT_EVERY_S:
+            reported = now
+            log.info("encoding %s: %d rows, %.0f rows/s", split, count, count / (now - began))
+    log.info("encoded %s: %d rows in %.1f s", split, count, time.monotonic() - began)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+        return all((folder / name).stat().st_size == size for name, size in meta["bytes"].items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False  # whatever is missing or malformed, it is to be built again
+
+
+def _mapped(path: Path) -> np.ndarray:
+    return np.asarray(np.load(path, mmap_mode="r"))

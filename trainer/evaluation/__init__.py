@@ -1,0 +1,1 @@
+"""Scores: sums that merge over ranks, answers, similarity, and a whole evaluation."""

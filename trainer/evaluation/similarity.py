@@ -1,0 +1,138 @@
+"""How like a text is to a reference, by libraries that are optional extras: ROUGE, METEOR,
+BERTScore.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+
+from trainer.config import nearest
+from trainer.errors import ConfigError
+
+Measure = Literal["rouge", "meteor", "bertscore"]
+MEASURES: tuple[Measure, ...] = get_args(Measure)
+BERTSCORE_MODEL = "roberta-large"  # of English texts, as bert-score chooses (Zhang et al. 2020)
+
+_LIBRARIES = {
+    "rouge": "rouge_score.rouge_scorer",
+    "meteor": "nltk.translate.meteor_score",
+    "bertscore": "torchmetrics",
+}
+_LAYERS = {
+    "roberta-large": 17
+}  # whose states bert-score compares, by its table; of any other model the last
+_ROUGE = {
+    "rouge1": "rouge1",
+    "rouge2": "rouge2",
+    "rougel": "rougeL",
+}  # our names, and the library's
+
+
+def check(measures: Sequence[str]) -> None:
+    """ConfigError for a measure that there is not, or whose library is not installed; it names the
+    extra.
+    """
+    for name in measures:
+        if name not in MEASURES:
+            raise ConfigError(f"--measure {name}: no such measure. {nearest(name, list(MEASURES))}")
+        try:
+            importlib.import_module(_LIBRARIES[name])
+        except ImportError as error:
+            raise ConfigError(
+                f"--measure {name}: {error}. Install it: pip install 'lathe[{name}]'."
+            ) from None
+
+
+def similarities(
+    predictions: Sequence[str],
+    references: Sequence[Sequence[str]],
+    *,
+    measures: Sequence[str],
+    bertscore_model: str = BERTSCORE_MODEL,
+) -> list[dict[str, float]]:
+    """The scores of each prediction, 0.0 to 1.0, each the best over its references, of which there
+    is at least one.
+
+    rouge: rouge1, rouge2, rougel, F-measures without stemming. meteor: over NLTK's word_punct
+    tokens. bertscore: F1, without baseline and idf. Source: the measures of ServiceNow/xc-cache.
+    """
+    found: list[dict[str, float]] = [{} for _ in predictions]
+    pairs = list(zip(predictions, references, strict=True))
+    if "rouge" in measures:
+        of_pair = _rouge()
+        for scores, (text, wanted) in zip(found, pairs, strict=True):
+            each = [of_pair(text, reference) for reference in wanted]
+            scores |= {name: max(one[name] for one in each) for name in _ROUGE}
+    if "meteor" in measures:
+        for scores, (text, wanted) in zip(found, pairs, strict=True):
+            scores["meteor"] = _meteor(text, wanted)
+    if "bertscore" in measures:
+        for scores, best in zip(found, _bertscore(pairs, bertscore_model), strict=True):
+            scores["bertscore"] = best
+    return found
+
+
+def _rouge() -> Callable[[str, str], dict[str, float]]:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(list(_ROUGE.values()))
+
+    def of_pair(text: str, reference: str) -> dict[str, float]:
+        scores = scorer.score(reference, text)
+        return {name: float(scores[theirs].fmeasure) for name, theirs in _ROUGE.items()}
+
+    return of_pair
+
+
+def _meteor(text: str, references: Sequence[str]) -> float:
+    from nltk.tokenize import wordpunct_tokenize
+    from nltk.translate.meteor_score import meteor_score
+
+    try:
+        return float(
+            meteor_score(
+                [wordpunct_tokenize(wanted) for wanted in references], wordpunct_tokenize(text)
+            )
+        )
+    except LookupError:  # NLTK's own; it says where it looked, on many lines
+        raise ConfigError(
+            "--measure meteor: NLTK has no WordNet on this machine, by which METEOR knows "
+            "synonyms. "
+            "Get it: python -m nltk.downloader wordnet."
+        ) from None
+
+
+def _bertscore(pairs: Sequence[tuple[str, Sequence[str]]], name: str) -> list[float]:
+    from torchmetrics.functional.text import bert_score
+    from transformers import AutoModel, AutoTokenizer
+
+    try:
+        tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"--measure bertscore: {name!r} is neither a folder nor a model that the Hub gives "
+            f"out ({reason}). "
+            "Name one by --bertscore_model."
+        ) from None
+    longest = min(tokenizer.model_max_length, 512)
+    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+    def f1(text: str, reference: str) -> float:
+        # One pair a call: torchmetrics 1.9 sorts both sides by length, and puts them back in
+        # another order.
+        how: dict[str, Any] = {
+            "model": model,
+            "user_tokenizer": tokenizer,
+            "num_layers": _LAYERS.get(name),
+        }
+        found: Any = bert_score(
+            [text], [reference], truncation=True, max_length=longest, device=model.device, **how
+        )
+        return float(found["f1"])
+
+    return [max(f1(text, reference) for reference in wanted) for text, wanted in pairs]

@@ -1,0 +1,146 @@
+"""Files of a checkpoint: written once, fsynced and checksummed on the way; tensors as safetensors,
+the rest as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trainer.errors import CheckpointError
+from trainer.files.atomic import refusals
+
+BLOCK = (
+    4 * 2**20
+)  # bytes written and hashed at a time: small enough for the cache that hashing and writing share
+DTYPES = {  # how a safetensors header spells them (its README, "Format")
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One file of a checkpoint as its manifest lists it."""
+
+    name: str
+    size: int  # bytes
+    sha256: str
+
+
+def bytes_needed(*shards: Mapping[str, Tensor]) -> int:
+    """Bytes that `write_tensors` puts on the disk for these dictionaries, headers included."""
+    return sum(
+        len(_header(tensors)) + sum(t.nbytes for t in tensors.values()) for tensors in shards
+    )
+
+
+def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Record:
+    """Write a safetensors file, fsynced; the checksum is taken of the very bytes handed to the
+    disk.
+
+    One tensor at a time is brought to the CPU, and hashing runs beside writing: safetensors' own
+    `save` would first build the whole file in memory, its `save_file` would need a second pass to
+    hash.
+    """
+    blocks = (_raw(tensors[key]) for key in _order(tensors))
+    return _write(folder / name, [_header(tensors)], blocks)
+
+
+def write_json(folder: Path, name: str, value: Mapping[str, Any]) -> Record:
+    """Write `value` as indented JSON, fsynced."""
+    return _write(folder / name, [(json.dumps(value, indent=1) + "\n").encode()])
+
+
+def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, CPU tensor) of one safetensors file, as views of it; CheckpointError when it cannot be
+    read.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                yield name, file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: {error}. Use another checkpoint.") from error
+
+
+def checksum_problem(folder: Path, record: Record) -> str | None:
+    """What a file's content says against its record, or None."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(min(BLOCK, max(record.size, 1))))
+    try:
+        with (folder / record.name).open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+    except OSError as error:
+        return f"{record.name}: cannot be read ({error.strerror})"
+    got = digest.hexdigest()
+    return (
+        None
+        if got == record.sha256
+        else f"{record.name}: checksum {got[:12]}, want {record.sha256[:12]}"
+    )
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    entries: dict[str, Any] = {
+        "__metadata__": {"format": "pt"}
+    }  # transformers refuses a file without it
+    end = 0
+    for key in _order(tensors):
+        tensor = tensors[key]
+        start, end = end, end + tensor.nbytes
+        entries[key] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start on an 8-byte boundary
+    return len(text).to_bytes(8, "little") + text
+
+
+def _order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Wide types first, so that every tensor stays aligned without holes (which the format
+    forbids).
+    """
+    return sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _write(path: Path, *parts: Iterable[bytes | memoryview]) -> Record:
+    digest, size = hashlib.sha256(), 0
+    with refusals(path), path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
+        for block in (memoryview(block) for blocks in parts for block in blocks):
+            for start in range(0, len(block), BLOCK):
+                piece = block[start : start + BLOCK]
+                hashed = hasher.submit(digest.update, piece)
+                file.write(piece)
+                hashed.result()
+            size += len(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return Record(path.name, size, digest.hexdigest())

@@ -1,0 +1,184 @@
+"""Integers of fake tensors keep their true values, for they steer a model: masks, lengths and
+places decide on shapes.
+
+A fake tensor that was computed from known values only has a `twin`: a real tensor on the CPU,
+computed beside it. An operation whose result's shape depends on values (nonzero, a boolean index,
+item) is answered from twins. Nothing that depends on weights has one: asked for such a number, it
+is 0; of such a choice, it is CHOSEN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map
+
+aten = torch.ops.aten
+
+CHOSEN = 3  # the token that a fake model generates: ids below it are ends and pads
+LARGEST = (
+    1 << 21
+)  # elements of a twin: larger ones, such as masks of all scores, steer nothing and cost time
+LARGEST_FLOAT = 1 << 12
+_SHAPED_BY_VALUES = {
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.unique_consecutive.default,
+    aten.unique_dim.default,
+    aten.bincount.default,
+    aten.repeat_interleave.Tensor,
+}
+_UNFILLED = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.empty_strided.default,
+}
+_INDEXING = {aten.index.Tensor, aten._unsafe_index.Tensor}
+_CHOOSING = {aten.argmax.default, aten.argmin.default, aten.topk.default, aten.multinomial.default}
+
+
+class UnknownShapeError(Exception):
+    """A shape depends on what a weight is worth, which nobody knows before the run."""
+
+
+def run_with_twins(func: Any, args: Any, kwargs: Any) -> Any:
+    """What `func` gives, fake, with twins where they can be known."""
+    if func is aten._local_scalar_dense.default:
+        return _number(args[0])
+    if func is aten.equal.default:
+        return all(_is_known(x) for x in args) and torch.equal(*(_real(x) for x in args))
+    if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+        return _constant(args[0])
+    if any(map(_is_real_array, _tensors(args))):
+        args = tree_map(lambda value: _constant(value) if _is_real_array(value) else value, args)
+    if func in _INDEXING:
+        args = (args[0], _without_masks(args[1]), *args[2:])
+    if func in _SHAPED_BY_VALUES:
+        return _shaped_by_values(func, args, kwargs)
+    out = func(*args, **kwargs)
+    if func in _CHOOSING:
+        _choose(out)
+    elif (func._schema.is_mutable or _is_small(out)) and _are_known(func, args, kwargs):
+        _attach(
+            out, _on_twins(func, args, kwargs)
+        )  # one that writes into its arguments writes into their twins
+    elif func._schema.is_mutable:
+        _forget(out)
+    return out
+
+
+def _is_small(out: Any) -> bool:
+    """Whether the results may have twins: integers and booleans of some size, and a few numbers."""
+    found = list(_tensors(out))
+    return bool(found) and all(
+        tensor.numel() <= (LARGEST_FLOAT if tensor.is_floating_point() else LARGEST)
+        for tensor in found
+    )
+
+
+def _is_real_array(value: Any) -> bool:
+    """Whether it is a real tensor, and not one of the numbers that torch wraps (they decide no
+    type).
+    """
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.ndim > 0
+
+
+def _constant(real: Tensor) -> Tensor:
+    """A fake of torch.tensor's result. torch's own would be computed with for real, on a device
+    that cannot.
+    """
+    fake: Any = torch.empty(real.shape, dtype=real.dtype, device=real.device)
+    fake.twin = real
+    return fake
+
+
+def _real(value: Any) -> Any:
+    return getattr(value, "twin") if isinstance(value, FakeTensor) else value  # noqa: B009 (pyright knows no twin)
+
+
+def _is_known(tensor: Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) or getattr(tensor, "twin", None) is not None
+
+
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    return (value for value in tree_iter(values) if isinstance(value, Tensor))
+
+
+def _number(tensor: Tensor) -> Any:
+    if _is_known(tensor):
+        with _disable_current_modes():
+            return _real(tensor).item()
+    return 0.0 if tensor.is_floating_point() else False if tensor.dtype == torch.bool else 0
+
+
+def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a twin of the result can be computed: from twins alone, or from no tensor at all
+    (arange, full).
+    """
+    if func in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    return all(map(_is_known, _tensors(args, kwargs)))
+
+
+def _on_twins(func: Any, args: Any, kwargs: Any) -> Any:
+    def real(value: Any) -> Any:
+        return torch.device("cpu") if isinstance(value, torch.device) else _real(value)
+
+    with _disable_current_modes(), torch.no_grad():
+        return func(*tree_map(real, args), **tree_map(real, kwargs))
+
+
+def _attach(out: Any, twins: Any) -> None:
+    for fake, twin in zip(_tensors(out), _tensors(twins), strict=True):
+        fake.twin = twin if isinstance(fake, FakeTensor) else None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _forget(out: Any) -> None:
+    for fake in _tensors(out):
+        fake.twin = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _choose(out: Any) -> None:
+    """Twins for the places among a result: which token a fake model picks is ours to say."""
+    for fake in _tensors(out):
+        if not fake.is_floating_point() and fake.numel() <= LARGEST:
+            with _disable_current_modes():
+                fake.twin = torch.full(fake.shape, CHOSEN, dtype=fake.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _without_masks(indices: Any) -> list[Any]:
+    """Boolean indices as the places that they mean, one index for each axis of the mask."""
+    places: list[Any] = []
+    for index in indices:
+        if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+            places.extend(_shaped_by_values(aten.nonzero.default, (index,), {}).unbind(1))
+        else:
+            places.append(index)
+    return places
+
+
+def _shaped_by_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation whose result is as large as the values say, such as nonzero. UnknownShapeError
+    without them.
+    """
+    known = [tensor for tensor in _tensors(args, kwargs) if not tensor.is_floating_point()]
+    if not known or not all(map(_is_known, known)):
+        raise UnknownShapeError(
+            f"{func}: the shape of its result depends on values that are not known beforehand"
+        )
+    device = next(_tensors(args, kwargs)).device
+    if func is aten.masked_select.default and not _is_known(args[0]):
+        with _disable_current_modes():
+            count = int(torch.broadcast_to(_real(args[1]), args[0].shape).sum())
+        return torch.empty(count, dtype=args[0].dtype, device=device)
+    twins = _on_twins(func, args, kwargs)
+    out = tree_map(lambda real: torch.empty(real.shape, dtype=real.dtype, device=device), twins)
+    _attach(out, twins)
+    return out

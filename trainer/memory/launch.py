@@ -1,0 +1,281 @@
+"""The memory plan of a run that is being launched: made, obeyed, and compared with what came."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.config import Experiment, deepspeed_config, digest
+from trainer.data.order import Sharding
+from trainer.data.token_store import TokenStore
+from trainer.errors import ConfigError, DoesNotFitError
+from trainer.files.atomic import write_json
+from trainer.memory import plan_text
+from trainer.memory.advice import advise, largest_divisor, largest_rows
+from trainer.memory.devices import Device, device_here, device_of
+from trainer.memory.measure import MeasuringError
+from trainer.memory.plan import MemoryPlan, Subject, make
+from trainer.memory.planned_rows import StoredRows
+from trainer.runtime import distributed, rng
+from trainer.tasks.protocol import DRAW, EPOCH, Places, Task
+from trainer.training.engine import Engine, trainable
+from trainer.training.loop import batch_of, named_when_out_of_memory, to_device
+
+logger = logging.getLogger(__name__)
+
+FILE = "memory_plan.json"
+AUTO = "auto"
+# The fastest first; stage 0 is not among them, for it accumulates gradients of a bf16 model in
+# bf16.
+PRESETS = ("zero2", "zero3", "zero2_offload", "zero3_offload")
+
+
+def device(name: str | None) -> Device | None:
+    """The device that a run is planned for: the one of --device, or the GPU of this process; None
+    without either.
+    """
+    return device_of(name) if name is not None else device_here()
+
+
+def cublas(target: Device | None) -> int:
+    """Bytes of cuBLAS's workspace on it."""
+    return 0 if target is None else target.cublas_nbytes
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a run is about to do."""
+
+    values: dict[str, Any]
+    cfg: Experiment
+    ds: dict[str, Any]
+    sharding: Sharding
+    task: Task
+    places: Places
+    stores: dict[str, TokenStore]
+    answers: bool
+
+    def subject(self) -> Subject:
+        rows = {split: StoredRows(store, self.task, split) for split, store in self.stores.items()}
+        return Subject(
+            self.values,
+            self.cfg,
+            self.ds,
+            self.sharding,
+            self.task,
+            self.places,
+            rows["train"],
+            rows["valid"],
+            self.answers,
+        )
+
+    def key(self, target: Device) -> str:
+        """Names everything that a plan depends on."""
+        digests = {split: store.digest for split, store in self.stores.items()}
+        versions = {"torch": version("torch"), "transformers": version("transformers")}
+        shards = [self.sharding.world, self.sharding.micro_batch, self.answers]
+        return digest(
+            {"values": self.values, "ds": self.ds, "shards": shards, "device": target.name}
+            | digests
+            | versions
+        )
+
+
+def before_launch(
+    launch: Launch, folder: Path, *, name: str | None, is_forced: bool
+) -> dict[str, Any] | None:
+    """The plan as plain values, shown in one line and kept in the run folder; None without a device
+    to plan for.
+
+    DoesNotFitError, with what would fit, unless `is_forced`. A step that cannot be measured is
+    reported, not refused.
+    """
+    target = device(name)
+    if target is None:
+        logger.info(
+            "memory: not planned, for there is no GPU here; `python -m trainer plan --device "
+            "24GiB` plans"
+        )
+        return None
+    key = launch.key(target)
+    try:
+        plan = _kept(folder / FILE, key) or make(launch.subject(), cublas=target.cublas_nbytes).plan
+        logger.info("%s", plan_text.summary(plan, target))
+        write_json(folder / FILE, {"key": key, "plan": plan.plain()})
+        if not plan.fits(target, launch.sharding.world) and not is_forced:
+            subject = launch.subject()
+            made = make(subject, cublas=target.cublas_nbytes)
+            advice = advise(subject, made, target, cublas=target.cublas_nbytes)
+            raise DoesNotFitError(
+                plan_text.refusal(plan, advice, target, world=launch.sharding.world)
+            )
+    except MeasuringError as error:
+        logger.warning("memory: not planned. %s", error)
+        return None
+    return plan.plain()
+
+
+def _kept(path: Path, key: str) -> MemoryPlan | None:
+    """The plan of an earlier start of the same run."""
+    if not path.is_file():
+        return None
+    stored = json.loads(path.read_text())
+    return MemoryPlan.of(stored["plan"]) if stored["key"] == key else None
+
+
+# "auto"
+# -----------------------------------------------------------------------------------------------------------
+
+
+def chosen(launch: Launch, asked: str, *, name: str | None) -> tuple[str, int]:
+    """The DeepSpeed file and the micro-batch that a run takes where it says "auto".
+
+    asked: the file, or "auto": the first of presets_of() that fits. A micro-batch that is picked is
+    the largest that fits and divides a rank's rows of a step, so that global_batch stays.
+    DoesNotFitError when nothing fits.
+    """
+    target = device(name)
+    if target is None:
+        raise ConfigError(
+            f'"{AUTO}" needs to know the device. Run on a GPU, or give --device, such as '
+            "--device 24GiB."
+        )
+    train, world = launch.cfg.train, launch.sharding.world
+    presets = presets_of(launch.cfg) if asked == AUTO else (asked,)
+    picks_rows = launch.values["train"]["micro_batch"] == AUTO
+    fitting = largest_rows(
+        launch.subject(), presets, usable=target.usable(world), cublas=target.cublas_nbytes
+    )
+    for preset, rows in fitting.items():
+        if rows >= (1 if picks_rows else train.micro_batch):
+            found = (
+                largest_divisor(train.global_batch // world, rows)
+                if picks_rows
+                else train.micro_batch
+            )
+            logger.info(
+                "memory: %s with micro-batches of %d, for %d of the longest rows fit",
+                preset,
+                found,
+                rows,
+            )
+            return preset, found
+    raise DoesNotFitError(
+        f"{target.name}: the longest rows do not fit under {', '.join(presets)}. "
+        "`python -m trainer plan` names what would make them fit."
+    )
+
+
+# In the run
+# -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def obeyed(
+    memory: dict[str, Any] | None, engine: Engine, launch: Launch, folder: Path
+) -> Iterator[None]:
+    """A run inside: the heaviest batches come first, and memory is compared with its plan
+    afterwards.
+
+    memory: what before_launch gave. DoesNotFitError, with the page of it, for an OutOfMemoryError
+    inside.
+    """
+    plan = MemoryPlan.of(memory) if memory is not None else None
+    try:
+        if plan is not None:
+            rehearse(engine, launch.task, launch.stores, plan)
+        yield
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(plan, engine, folder, error) from error
+    if plan is not None:
+        compare(plan, folder)
+
+
+def rehearse(engine: Engine, task: Task, stores: dict[str, TokenStore], plan: MemoryPlan) -> None:
+    """Run the micro-batch that needs most, and the evaluation batch that does, before step 1: now
+    is the time to fail.
+
+    Nothing that counts is changed: no optimizer step, gradients that no weight keeps, random state
+    put back. Every rank calls it, for a forward may be a collective.
+    """
+    state = rng.capture()
+    engine.train()
+    rows = [
+        {
+            **stores["train"][row],
+            DRAW: np.zeros(1, dtype=np.int64),
+            EPOCH: np.zeros(1, dtype=np.int64),
+        }
+        for row in plan.heaviest
+    ]
+    module = engine.model.module
+    weights = list(trainable(module).values())
+    trained = task.collate(rows)
+    with named_when_out_of_memory([trained]):
+        for loss in task.losses(module, [to_device(trained)]):
+            # not backward(): DeepSpeed's hooks would add what it gives to the first step's gradient
+            torch.autograd.grad(loss, weights, allow_unused=True)
+            del loss
+    engine.eval()
+    evaluated = task.collate([stores["valid"][row] for row in plan.heaviest_evaluated])
+    with torch.no_grad(), named_when_out_of_memory([evaluated]):
+        task.scores(engine.model, to_device(evaluated))
+    engine.train()
+    rng.restore(state)
+
+
+def compare(plan: MemoryPlan, folder: Path) -> None:
+    """Say and keep what was planned and what came, on a GPU."""
+    if not torch.cuda.is_available():
+        return
+    planned, measured = plan.peak.peak.total, torch.cuda.max_memory_allocated()
+    logger.info("%s", plan_text.compared(planned, measured))
+    if distributed.is_main() and (path := folder / FILE).is_file():
+        write_json(path, json.loads(path.read_text()) | {"measured": measured})
+
+
+def out_of_memory(
+    plan: MemoryPlan | None, engine: Engine, folder: Path, error: torch.OutOfMemoryError
+) -> DoesNotFitError:
+    """The page on an OutOfMemoryError, which is also written into the run folder."""
+    held = engine.held_bytes()
+    taken = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else sum(held.values())
+    text = plan_text.out_of_memory(
+        plan, held | {"rest": taken - sum(held.values())}, batch_of(error), str(error)
+    )
+    if distributed.is_main():
+        (folder / "out_of_memory.txt").write_text(text + "\n")
+    return DoesNotFitError(text)
+
+
+def with_micro_batch(cfg: Experiment, rows: int) -> Experiment:
+    """The experiment with a micro-batch of `rows`."""
+    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"micro_batch": rows})})
+
+
+def placeholder(name: str, cfg: Experiment) -> str:
+    """The DeepSpeed file that stands for "auto" until the plan has chosen."""
+    if name != AUTO:
+        return name
+    return "zero0" if cfg.optim.name == "adafactor" else PRESETS[0]
+
+
+def presets_of(cfg: Experiment) -> tuple[str, ...]:
+    """The files that "auto" chooses among."""
+    return ("zero0",) if cfg.optim.name == "adafactor" else PRESETS
+
+
+def rebuilt(cfg: Experiment, preset: str, *, world: int) -> dict[str, Any]:
+    """The complete DeepSpeed dictionary of a chosen file."""
+    return deepspeed_config.build(
+        deepspeed_config.read(preset), train=cfg.train, optim=cfg.optim, world=world, source=preset
+    )

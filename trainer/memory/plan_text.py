@@ -1,0 +1,183 @@
+"""A plan as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from trainer.memory.advice import Advice
+from trainer.memory.deepspeed_terms import Breakdown
+from trainer.memory.devices import GIB, Device
+from trainer.memory.plan import TRAINING, MemoryPlan
+
+_SHOWN_FIXES = 8
+
+
+def shown(plan: MemoryPlan, advice: Advice, device: Device | None, *, world: int) -> str:
+    """The whole plan: a table of phases and categories, what is needed besides, and what fits."""
+    lines = [*_phases(plan), "", *_besides(plan), "", *_verdict(plan, device, world), ""]
+    lines += [
+        f"under other DeepSpeed files ({world} device(s)), GiB per device in the training step:"
+    ]
+    for stage in advice.stages:
+        beside = f", and {_gib(stage.host)} of host memory" if stage.host else ""
+        lines.append(
+            f"  {stage.preset:14s} "
+            f"{_gib(stage.peak.total):>8s}{_mark(stage.peak, device, world)}{beside}"
+        )
+    if device is not None:
+        lines += ["", *_largest(advice, plan)]
+    if advice.fixes:
+        lines += ["", "what saves most:"]
+        lines += [
+            f"  {number}. {line}"
+            for number, line in enumerate(fix_lines(advice, device, world), start=1)
+        ]
+    lines += [f"note: {note}" for note in plan.notes]
+    lines.append(
+        f"planned in {plan.seconds:.1f} s of the processor, what would fit in "
+        f"{advice.seconds:.1f} s"
+    )
+    return "\n".join(lines)
+
+
+def summary(plan: MemoryPlan, device: Device | None) -> str:
+    """One line."""
+    peak = plan.peak
+    of = f" of {_gib(device.nbytes)} ({device.name})" if device is not None else ""
+    parts = ", ".join(
+        f"{name} {_gib(size)}"
+        for name, size in peak.peak.parts().items()
+        if size > 0.01 * peak.peak.total
+    )
+    return f"memory: {_gib(peak.peak.total)} GiB{of} in the {peak.name}: {parts}"
+
+
+def compared(planned: int, measured: int) -> str:
+    """How right the plan was, once the run is over."""
+    return (
+        f"memory: planned {_gib(planned)}, measured {_gib(measured)} GiB "
+        f"({planned / measured - 1:+.1%})"
+    )
+
+
+def refusal(plan: MemoryPlan, advice: Advice, device: Device, *, world: int) -> str:
+    """Why a run is not launched, and what would fit."""
+    lines = [
+        f"this run needs {_gib(plan.peak.peak.total)} GiB per device in the {plan.peak.name}, "
+        f"and {device.name} has "
+        f"{_gib(device.usable(world))} GiB to give.",
+        *[f"  {line}" for line in fix_lines(advice, device, world)],
+        "--force runs it all the same; `python -m trainer plan` shows everything.",
+    ]
+    return "\n".join(lines)
+
+
+def out_of_memory(
+    plan: MemoryPlan | None,
+    actual: Mapping[str, int],
+    batch: Mapping[str, Sequence[int]],
+    said: str,
+) -> str:
+    """The page of an OutOfMemoryError: predicted against actual by category, the batch, the largest
+    tensors.
+    """
+    lines = ["out of memory", "", f"{'GiB':14s}{'planned':>10s}{'actual':>10s}"]
+    planned = plan.phases[0].peak.parts() if plan is not None else {}
+    rest = {"activations", "logits", "workspace"}
+    if "rest" in actual:
+        planned = {
+            **{k: v for k, v in planned.items() if k not in rest},
+            "rest": sum(planned.get(k, 0) for k in rest),
+        }
+    for name in dict.fromkeys([*actual, *planned]):
+        lines.append(f"{name:14s}{_gib(planned.get(name, 0)):>10s}{_gib(actual.get(name, 0)):>10s}")
+    lines += ["", f"the batch: {_shapes(batch) or 'not known'}"]
+    if plan is not None:
+        lines += [
+            f"planned for: {_shapes(plan.phases[0].shapes)}",
+            "largest tensors of the planned step:",
+        ]
+        lines += [f"  {name}  {_gib(size)} GiB" for name, size in plan.phases[0].tensors]
+    lines += [
+        "",
+        said.strip().splitlines()[0],
+        "`python -m trainer plan -e GROUP` names what would fit.",
+    ]
+    return "\n".join(lines)
+
+
+def fix_lines(advice: Advice, device: Device | None, world: int) -> list[str]:
+    """The changes that save most, each with its peak and whether that fits."""
+    lines: list[str] = []
+    shown_fixes = advice.fixes[:_SHOWN_FIXES]
+    is_all_training = all(fix.phase == TRAINING for fix in shown_fixes)
+    for fix in shown_fixes:
+        fits = (
+            ""
+            if device is None
+            else (", fits" if fix.total <= device.usable(world) else ", does not fit yet")
+        )
+        where = "" if is_all_training else f" in the {fix.phase}"
+        lines.append(f"{fix.what}: {_gib(fix.total)} GiB{where} (saves {_gib(fix.saving)}{fits})")
+    return lines
+
+
+def _shapes(batch: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in batch.items())
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f}" if nbytes < 100 * GIB else f"{nbytes / GIB:.1f}"
+
+
+def _phases(plan: MemoryPlan) -> list[str]:
+    names = [phase.name for phase in plan.phases]
+    lines = [f"{'GiB per device':16s}" + "".join(f"{name:>16s}" for name in names)]
+    for category in plan.phases[0].peak.parts():
+        lines.append(
+            f"{category:16s}"
+            + "".join(f"{_gib(phase.peak.parts()[category]):>16s}" for phase in plan.phases)
+        )
+    lines.append(
+        f"{'together':16s}" + "".join(f"{_gib(phase.peak.total):>16s}" for phase in plan.phases)
+    )
+    lines.append(
+        f"{'rows x longest':16s}"
+        + "".join(f"{f'{p.rows} x {p.longest}':>16s}" for p in plan.phases)
+    )
+    return lines
+
+
+def _besides(plan: MemoryPlan) -> list[str]:
+    return [
+        f"host memory of a rank  {_gib(plan.host)} GiB",
+        f"checkpoints on disk    {_gib(plan.checkpoints)} GiB",
+        f"to download            {_gib(plan.download)} GiB",
+    ]
+
+
+def _verdict(plan: MemoryPlan, device: Device | None, world: int) -> list[str]:
+    if device is None:
+        return ["no device is known: give --device, such as 24GiB or h200, to see whether it fits"]
+    total, usable = plan.peak.peak.total, device.usable(world)
+    word = "fits" if total <= usable else "DOES NOT FIT"
+    return [
+        f"{word}: {_gib(total)} of {_gib(usable)} GiB that {device.name} gives to tensors "
+        f"({total / usable:.0%})"
+    ]
+
+
+def _largest(advice: Advice, plan: MemoryPlan) -> list[str]:
+    if advice.largest_rows == 0:
+        return ["largest micro-batch: not even one row of the longest kind fits"]
+    longest = max(phase.longest for phase in plan.phases[:1])
+    return [
+        f"largest micro-batch: {advice.largest_rows} rows of the longest kind ({longest}), "
+        f"{advice.largest_rows * longest} padded tokens"
+    ]
+
+
+def _mark(peak: Breakdown, device: Device | None, world: int) -> str:
+    if device is None:
+        return ""
+    return "  fits" if peak.total <= device.usable(world) else "  too large"

@@ -1,0 +1,101 @@
+"""The rows that a plan is made for: those of the data, or, where there is no data, rows that fill
+every limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+
+from trainer.data.order import Lengths, Sharding, Sizes, evaluation_batches, sizes_of, window_rows
+from trainer.data.token_store import TokenStore
+from trainer.tasks.protocol import DRAW, EPOCH, Task
+
+MOST_STEPS = 2000  # whose micro-batches are compared
+_SPECIMENS = 8192
+_DRAWN = 5
+
+
+class Rows(Protocol):
+    """Rows of a split by number."""
+
+    lengths: np.ndarray  # (rows,) for the device
+
+    @property
+    def sizes(self) -> Lengths:
+        """The same, or by axis and kind."""
+        ...
+
+    def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]: ...
+
+    def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]: ...
+
+
+class StoredRows:
+    """The rows of a token store."""
+
+    def __init__(self, store: TokenStore, task: Task, split: str) -> None:
+        self.lengths, self.sizes = np.asarray(store.lengths), sizes_of(store, task)
+        self._store, self._task, self._split = store, task, split
+
+    def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]:
+        """Token ids of the rows. is_drawn: as in training, with a random number each."""
+        return [_plain(self._store[int(number)], is_drawn) for number in numbers]
+
+    def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
+        """The rows as text, in the order of `numbers`."""
+        wanted = [int(number) for number in numbers]
+        numbered = enumerate(islice(self._task.rows(self._split), max(wanted) + 1))
+        found = {number: row for number, row in numbered if number in set(wanted)}
+        return [found[number] for number in wanted]
+
+
+class Specimens:
+    """One row as often as one likes: for a plan without data, one that fills every limit."""
+
+    def __init__(self, task: Task, row: dict[str, Any] | None = None) -> None:
+        """row: the raw row to take; None: one that the task makes up."""
+        self._row = task.specimen() if row is None else row
+        self._encoded = task.encode(self._row)
+        self.lengths = self.sizes = np.full(_SPECIMENS, task.length(self._encoded))
+
+    def encoded(self, numbers: Iterable[int], *, is_drawn: bool) -> list[dict[str, list[int]]]:
+        """The same row again and again."""
+        return [_plain(self._encoded, is_drawn) for _ in numbers]
+
+    def raw(self, numbers: Iterable[int]) -> list[dict[str, Any]]:
+        return [self._row for _ in numbers]
+
+
+def _plain(row: Mapping[str, Any], is_drawn: bool) -> dict[str, list[int]]:
+    fields = {name: [int(value) for value in values] for name, values in row.items()}
+    return {**fields, DRAW: [_DRAWN], EPOCH: [0]} if is_drawn else fields
+
+
+def heaviest(rows: Rows, sharding: Sharding, *, seed: int | None, steps: int) -> list[np.ndarray]:
+    """The micro-batches of a run that may need most: of the most tokens, pads included, and of the
+    most pairs of them.
+
+    Of the first MOST_STEPS steps. Rank 0 has the longest rows of every step.
+    """
+    is_packed = isinstance(rows.sizes, Sizes) and rows.sizes.is_packed
+    found: dict[int, tuple[float, np.ndarray]] = {}
+    for step in range(min(steps, MOST_STEPS)):
+        for numbers in window_rows(step, lengths=rows.sizes, sharding=sharding, seed=seed):
+            lengths = rows.lengths[numbers].astype(np.float64)
+            if not is_packed:
+                lengths[:] = lengths.max()
+            for power in (1, 2):
+                weight = float((lengths**power).sum())
+                if power not in found or weight > found[power][0]:
+                    found[power] = (weight, numbers)
+    batches = [numbers for _, numbers in found.values()]
+    return batches[:1] if np.array_equal(batches[0], batches[-1]) else batches
+
+
+def first_evaluated(lengths: np.ndarray, *, batch: int) -> np.ndarray:
+    """The evaluation batch of the longest rows."""
+    return evaluation_batches(len(lengths), lengths, batch=batch, world=1, rank=0)[0][0]

@@ -1,0 +1,294 @@
+"""Base models: by Hub id, from a folder, with random weights from a dictionary, or out of another
+experiment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+import torch
+from torch import nn
+
+from trainer.config import (
+    Base,
+    Experiment,
+    ExperimentBase,
+    RandomBase,
+    canonical_json,
+    exp_id,
+    nearest,
+)
+from trainer.data import vocabulary
+from trainer.errors import ConfigError
+from trainer.files import safetensors_file
+from trainer.models.t5_encoder_weights import encoder_source
+from trainer.tasks.protocol import Places
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedTokenizerFast as Tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Kind = Literal[
+    "causal_lm", "seq2seq_lm", "encoder"
+]  # encoder: the body without a head; of a T5, its encoder
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
+
+
+def resolve(base: Base, places: Places) -> str | RandomBase:
+    """A Hub id, a folder's path, or the random base itself; an experiment becomes the path of its
+    final/ folder.
+    """
+    if isinstance(base, ExperimentBase):
+        folder = places.savedir_base / exp_id(base.experiment) / "final"
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"base: experiment {folder.parent.name} (task {base.experiment.get('task')}), "
+                "which it names, has not "
+                f"finished: {folder} holds no model. Run it first, into the same --savedir_base."
+            )
+        return str(folder)
+    return base
+
+
+def config_of(base: Base, places: Places) -> PretrainedConfig:
+    """The transformers config of a base; ConfigError when it can be found nowhere."""
+    from transformers import AutoConfig
+
+    source = resolve(base, places)
+    if isinstance(source, RandomBase):
+        return _random_config(source)
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"base={source!r}: neither a folder with config.json nor a model that the Hub gives "
+            f"out ({reason}).\n"
+            "Give an existing folder, a Hub id this machine can reach, or a dictionary with a "
+            "config."
+        ) from None
+
+
+def load(
+    base: Base, places: Places, *, precision: str, kind: Kind = "causal_lm"
+) -> PreTrainedModel:
+    """The model of a base, in the dtype of `precision`.
+
+    A random base is built in fp32 under its own seed, so that every rank and every run has the same
+    weights. ConfigError when transformers has no model of this kind for the base.
+    """
+    source = resolve(base, places)
+    build = _model_class(config := config_of(base, places), kind)
+    options = _body_options(build, kind)
+    if isinstance(source, RandomBase):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(source.seed)
+            # not from_config: under ZeRO-3 that partitions while it initialises, and draws other
+            # numbers
+            return build(config, **options)
+    if kind == "encoder" and config.model_type == "t5":
+        source = encoder_source(source, places.cache_dir)
+    # transformers 5.23 finds out whether an output layer of T5 v1.1 is tied by comparing it with
+    # the embedding; under ZeRO-3 both are empty by then, count as equal, and the checkpoint's own
+    # would be thrown away.
+    may_be_untied = kind == "seq2seq_lm" and getattr(config, "scale_decoder_outputs", True) is False
+    with _unpartitioned() if may_be_untied else contextlib.nullcontext():
+        return build.from_pretrained(source, dtype=DTYPES[precision], **options)
+
+
+@contextlib.contextmanager
+def _unpartitioned() -> Iterator[None]:
+    """Inside, from_pretrained reads whole weights, also under ZeRO-3; the engine partitions them
+    afterwards.
+    """
+    from transformers.integrations import deepspeed
+
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    present = reference() if reference is not None else None
+    if present is None:
+        yield
+        return
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed.set_hf_deepspeed_config(present)
+
+
+def skeleton(base: Base, places: Places, *, kind: Kind = "causal_lm") -> PreTrainedModel:
+    """The model of a base without storage (meta device): names and shapes only."""
+    config = config_of(base, places)
+    build = _model_class(config, kind)
+    with torch.device("meta"):
+        return build(config, **_body_options(build, kind))
+
+
+def _body_options(build: Any, kind: Kind) -> dict[str, bool]:
+    """A body of BERT's family is built without its own pooler, whose output nobody reads and
+    nothing would train.
+    """
+    takes_pooler = (
+        kind == "encoder" and "add_pooling_layer" in inspect.signature(build.__init__).parameters
+    )
+    return {"add_pooling_layer": False} if takes_pooler else {}
+
+
+def _model_class(config: PretrainedConfig, kind: Kind) -> Any:
+    import transformers
+
+    if kind == "encoder" and config.model_type == "t5":
+        return transformers.T5EncoderModel
+    classes: Any = {
+        "causal_lm": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "seq2seq_lm": transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        "encoder": transformers.MODEL_MAPPING,
+    }[kind]
+    if type(config) not in classes:
+        wanted = {
+            "causal_lm": "a causal language model, such as gpt_bigcode",
+            "seq2seq_lm": "a seq2seq model, such as t5",
+            "encoder": "a model with a body of its own, such as t5, bert or llama",
+        }
+        raise ConfigError(
+            f"base: a {config.model_type} is not what this task trains. Use {wanted[kind]}."
+        )
+    return classes[type(config)]
+
+
+def set_dropout(model: nn.Module, dropout: float) -> None:
+    """Make `dropout` the probability of every dropout of a model, those that T5's attention keeps
+    as numbers too.
+
+    ConfigError for a model that has none: it would change nothing.
+    """
+    if not any(isinstance(module, nn.Dropout) for module in model.modules()):
+        raise ConfigError(
+            f"dropout={dropout}: {type(model).__name__} has no dropout layer. Leave dropout out."
+        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = dropout
+        elif hasattr(module, "relative_attention_num_buckets"):
+            module.dropout = dropout  # pyright: ignore[reportArgumentType] (a number in T5Attention)
+
+
+def tokenizer_of(cfg: Experiment, places: Places, *, needs_eos: bool = True) -> Tokenizer:
+    """The tokenizer that an experiment names, or its base's own. ConfigError when there is none, or
+    one without the end-of-text token that a model needs which writes.
+    """
+    spec = cfg.tokenizer
+    if spec is None:
+        source = resolve(cfg.base, places)
+        if isinstance(source, RandomBase):
+            raise ConfigError(
+                "tokenizer: required, because a base given as a dictionary brings none. "
+                'Name a folder, a Hub id, or {"vocab_size": 2048} for the embedded one.'
+            )
+        spec = source
+    tokenizer = vocabulary.load_tokenizer(
+        spec, data_path=places.data_path, cache_dir=places.cache_dir
+    )
+    if needs_eos:
+        vocabulary.eos_id(tokenizer)
+    vocabulary.check_fits(tokenizer, config_of(cfg.base, places).vocab_size)
+    return tokenizer
+
+
+def fingerprint(base: Base, places: Places) -> str:
+    """Names the weights of a base: a digest of its files, a Hub commit, or the digest of a random
+    base's dictionary.
+    """
+    source = resolve(base, places)
+    if isinstance(source, RandomBase):
+        return "random:" + hashlib.sha256(canonical_json(source.model_dump()).encode()).hexdigest()
+    folder = Path(source)
+    if folder.is_dir():
+        return "files:" + _digest_of_files(folder, places.cache_dir / "fingerprints")
+    commit = getattr(config_of(base, places), "_commit_hash", None)
+    return f"hub:{source}@{commit}"
+
+
+def _random_config(base: RandomBase) -> PretrainedConfig:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    values = dict(base.config)
+    family = values.pop("model_type", None)
+    if family not in CONFIG_MAPPING:
+        legal = sorted(CONFIG_MAPPING.keys())
+        close = nearest(str(family), legal)
+        raise ConfigError(
+            f"base.config.model_type={family!r} does not exist in transformers. {close}"
+        )
+    default = CONFIG_MAPPING[family]()
+    legal = sorted(
+        {*default.to_dict(), *default.attribute_map, "decoder_start_token_id"}
+    )  # the last has no default
+    unknown = [key for key in values if key not in legal]
+    if unknown:
+        raise ConfigError(
+            "\n".join(f"base.config.{key}: no such key. {nearest(key, legal)}" for key in unknown)
+        )
+    return AutoConfig.for_model(family, **values)
+
+
+def _digest_of_files(folder: Path, cache: Path) -> str:
+    """sha256 over the names and contents of a model folder's files, remembered by path, size and
+    time of change.
+    """
+    files = sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
+    seen = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    key = hashlib.sha256(json.dumps([str(folder.resolve()), seen]).encode()).hexdigest()
+    known = cache / key
+    if known.is_file():
+        return known.read_text()
+    total = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            total.update(f"{path.name}:{_sha256(file)};".encode())
+    cache.mkdir(parents=True, exist_ok=True)
+    temporary = cache / f"{key}.{os.getpid()}"
+    temporary.write_text(total.hexdigest())
+    temporary.replace(known)
+    return total.hexdigest()
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 22):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def export_folder(
+    folder: Path, config: PretrainedConfig, tokenizer: Any, weights: dict[str, torch.Tensor]
+) -> None:
+    """Write a model folder that from_pretrained loads: config.json, model.safetensors, tokenizer
+    files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    _say_scaling_to_all_versions(folder / "config.json")
+    safetensors_file.write_tensors(
+        folder, "model.safetensors", weights
+    )  # safetensors' own writer makes it unreadable to others
+    tokenizer.save_pretrained(folder)
+
+
+def _say_scaling_to_all_versions(path: Path) -> None:
+    """tie_word_embeddings=false means an unscaled decoder output to every version of transformers.
+
+    save_pretrained of 5.x writes true beside scale_decoder_outputs=false instead, which 4.x takes
+    for a T5 v1.0.
+    """
+    said = json.loads(path.read_text())
+    if "scale_decoder_outputs" in said:
+        said["tie_word_embeddings"] = said.pop("scale_decoder_outputs")
+        path.write_text(json.dumps(said, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,146 @@
+"""Operations on a pretrained model: which parameters move, how many they are, and what they start
+from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainer.errors import ConfigError
+
+Chooser = Callable[[str], bool] | Iterable[nn.Module]
+_SHOWN = 5  # names listed in an error before "and n more"
+
+
+@dataclass(frozen=True)
+class TrainableReport:
+    """How many numbers a model has and how many of them move; a shared parameter counts once."""
+
+    total: int
+    trainable: int
+    names: tuple[str, ...]  # of the trainable parameters, in the model's order
+
+    @property
+    def share(self) -> float:
+        """Trainable / total, 0 for an empty model."""
+        return self.trainable / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.trainable:,} of {self.total:,} parameters train ({self.share:.2%}), in "
+            f"{len(self.names)} tensors"
+        )
+
+
+def freeze_except(model: nn.Module, trainable: Chooser) -> None:
+    """Set requires_grad on every parameter of `model`: True for the chosen ones, False for the
+    others.
+
+    trainable: a predicate on parameter names, or the modules whose parameters move. A parameter
+    with several names moves when any of them is chosen. ConfigError when nothing is chosen.
+    """
+    chosen = _chosen_by_name(model, trainable) if callable(trainable) else _parameters_of(trainable)
+    own = list(model.parameters())
+    if not any(id(parameter) in chosen for parameter in own):
+        raise ConfigError(
+            f"none of the {len(own)} parameters of {type(model).__name__} was chosen to train, "
+            "wanted at least one. "
+            "Choose by a name or a module that the model has."
+        )
+    for parameter in own:
+        parameter.requires_grad_(id(parameter) in chosen)
+
+
+def _chosen_by_name(model: nn.Module, predicate: Callable[[str], bool]) -> set[int]:
+    return {
+        id(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if predicate(name)
+    }
+
+
+def _parameters_of(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+def trainable_report(model: nn.Module) -> TrainableReport:
+    """Counts and names of what trains in `model`. Right for partitioned parameters too (ZeRO-3)."""
+    named = list(model.named_parameters())
+    moving = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    return TrainableReport(
+        total=sum(_numel(parameter) for _, parameter in named),
+        trainable=sum(_numel(parameter) for _, parameter in moving),
+        names=tuple(name for name, _ in moving),
+    )
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    # Under ZeRO-3 a parameter is an empty tensor and its real size stands in ds_numel (deepspeed
+    # 0.19.8).
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def load_into(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str) -> None:
+    """Copy named tensors into the parameters and saved buffers of `model`, each exactly once,
+    casting to its dtype.
+
+    The names must be exactly those of the model; a shared tensor needs one of its names, and all
+    that are given must agree. source: where the tensors came from, for the message. ConfigError
+    lists every missing, unexpected and misshaped name at once. To be called before the engine
+    partitions the model.
+    """
+    groups = _names_by_tensor(model)
+    targets = {name: target for names, target in groups for name in names}
+    problems = [
+        f"missing {_listed([names[0] for names, _ in groups if not tensors.keys() & set(names)])}"
+    ]
+    problems += [f"unexpected {_listed(sorted(tensors.keys() - targets.keys()))}"]
+    problems += [
+        f"different tensors for one shared parameter: {_listed(_conflicts(groups, tensors))}"
+    ]
+    wrong = [
+        f"{name} (got {tuple(tensor.shape)}, want {tuple(targets[name].shape)})"
+        for name, tensor in tensors.items()
+        if name in targets and tensor.shape != targets[name].shape
+    ]
+    problems += [f"wrong shapes {_listed(wrong)}"]
+    problems = [problem for problem in problems if not problem.endswith("[]")]
+    if problems:
+        raise ConfigError(
+            f"{source} does not fit {type(model).__name__}: {'; '.join(problems)}. "
+            "Use weights that were saved from a model of the same configuration."
+        )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            targets[name].copy_(tensor)
+
+
+def _names_by_tensor(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Every parameter and saved buffer with all of its names, in the model's order."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
+
+
+def _conflicts(
+    groups: Iterable[tuple[list[str], Tensor]], tensors: Mapping[str, Tensor]
+) -> list[str]:
+    clashes: list[str] = []
+    for names, _ in groups:
+        given = [name for name in names if name in tensors]
+        clashes += [
+            f"{given[0]} and {name}"
+            for name in given[1:]
+            if not torch.equal(tensors[given[0]], tensors[name])
+        ]
+    return clashes
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"[{', '.join(names[:_SHOWN])}]{more}" if names else "[]"

@@ -1,0 +1,1 @@
+"""Sequences without padding: their layout, their attention, T5's encoder on them."""

@@ -1,0 +1,141 @@
+"""Attention between the tokens of a row, on a stream of real tokens: T5's, and what any attention
+needs for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.errors import ConfigError
+
+# M tokens, I width of all heads together, H heads, C width of one, N passages of a grid, L its
+# length
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (M, I) queries, keys, values -> (M, I)
+
+
+def in_grids(first: Any, grids: Sequence[Tensor], cells: Tensor, *, dropout: float) -> Attend:
+    """Attention inside the passages of grids (packing.pack); everything else of a block runs on
+    real tokens only.
+
+    first: the T5Attention that holds the table of position biases. Bias and mask are put together
+    once, for all blocks.
+    """
+    longest = max(grid.shape[1] for grid in grids)
+    bias_1HLL = first.compute_bias(longest, longest, cells.device)
+    lowest = torch.finfo(bias_1HLL.dtype).min
+    biases = [
+        bias_1HLL[..., : g.shape[1], : g.shape[1]].masked_fill(~g[:, None, None], lowest)
+        for g in grids
+    ]
+    sizes = [grid.numel() for grid in grids]
+
+    def attend(q_MI: Tensor, k_MI: Tensor, v_MI: Tensor) -> Tensor:
+        of_grids = zip(*(_laid_out(x, cells, sizes) for x in (q_MI, k_MI, v_MI)), strict=True)
+        mixed = [_attended(qkv, bias, dropout) for qkv, bias in zip(of_grids, biases, strict=True)]
+        return torch.cat(mixed).index_select(0, cells)
+
+    return attend
+
+
+def _laid_out(x_MI: Tensor, cells: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    return x_MI.new_zeros(sum(sizes), x_MI.shape[-1]).index_copy(0, cells, x_MI).split(list(sizes))
+
+
+def _attended(qkv: Sequence[Tensor], bias_NHLL: Tensor, dropout: float) -> Tensor:
+    """(N * L, I) of queries, keys and values, each (N * L, I). T5 does not scale its scores."""
+    num_passages, num_heads, length, _ = bias_NHLL.shape
+    q, k, v = (
+        x.view(num_passages, length, num_heads, -1).transpose(1, 2) for x in qkv
+    )  # (N, H, L, C)
+    mixed = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias_NHLL, dropout_p=dropout, scale=1.0
+    )
+    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def in_rectangles(x_MHC: Tensor, cells_M: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """(M, H, C) of the tokens of a stream -> (size, H, C) of each rectangle, cell after cell; 0
+    where no token lies.
+    """
+    flat = x_MHC.new_zeros(sum(sizes), *x_MHC.shape[1:])
+    return flat.index_copy_(0, cells_M, x_MHC).split(list(sizes))
+
+
+def in_stream(rectangles: Sequence[Tensor], cells_M: Tensor) -> Tensor:
+    """The reverse of in_rectangles: (M, ...) of the tokens, out of (size, ...) of the cells."""
+    flat = rectangles[0] if len(rectangles) == 1 else torch.cat(list(rectangles))
+    return _Taken.apply(flat, cells_M)  # pyright: ignore[reportReturnType] (a Tensor)
+
+
+class _Taken(torch.autograd.Function):
+    """index_select whose backward copies instead of adding, for no cell is taken twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cells_M: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(cells_M)
+        ctx.num_cells = len(x)
+        return x.index_select(0, cells_M)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (cells_M,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.num_cells, *gradient.shape[1:]).index_copy_(
+            0, cells_M, gradient
+        ), None
+
+
+def flex(first: Any, passage: Tensor, position: Tensor) -> Attend:
+    """Attention as one block-sparse product over the stream: no rectangle of passages at all. CUDA
+    only.
+
+    torch's FlexAttention has no dropout, so attention probabilities get none; every other dropout
+    stays. ConfigError without CUDA: there it has no backward.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if passage.device.type != "cuda" and torch.is_grad_enabled():
+        raise ConfigError('attention="flex" trains on CUDA only. Use "bucketed" or "padded" here.')
+    length = int(position.max()) + 1
+    table_H = (
+        first.relative_attention_bias(_buckets(first, length, passage.device)).t().contiguous()
+    )
+
+    def bias(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + table_H[head, position[key] - position[query] + length]
+
+    def same_passage(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return passage[query] == passage[key]
+
+    num = len(passage)
+    is_cuda = passage.device.type == "cuda"
+    blocks = create_block_mask(
+        same_passage, None, None, num, num, device=passage.device, _compile=is_cuda
+    )
+    run: Any = torch.compile(flex_attention, dynamic=True) if is_cuda else flex_attention
+
+    def attend(q_MI: Tensor, k_MI: Tensor, v_MI: Tensor) -> Tensor:
+        q, k, v = (x.view(1, num, first.n_heads, -1).transpose(1, 2) for x in (q_MI, k_MI, v_MI))
+        return (
+            run(q, k, v, score_mod=bias, block_mask=blocks, scale=1.0)
+            .transpose(1, 2)
+            .reshape(num, -1)
+        )
+
+    return attend
+
+
+def _buckets(first: Any, length: int, device: torch.device) -> Tensor:
+    """(2 * length,) bucket of every distance key - query from -length to length - 1."""
+    distances = torch.arange(-length, length, device=device)
+    return first._relative_position_bucket(
+        distances,
+        bidirectional=True,
+        num_buckets=first.relative_attention_num_buckets,
+        max_distance=first.relative_attention_max_distance,
+    )

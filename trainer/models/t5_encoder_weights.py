@@ -1,0 +1,119 @@
+"""The encoder's half of a T5 checkpoint: what a verifier or a retriever needs of it, memory-mapped.
+
+google/t5-v1_1-xxl is one pickle of 44.5 GB, of which the encoder is 19.0 GB; every rank of a
+machine would read it all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.errors import ConfigError
+from trainer.files import safetensors_file
+from trainer.files.build_once import build_once
+
+log = logging.getLogger(__name__)
+
+_WEIGHTS = "model.safetensors"
+_SAFE = (_WEIGHTS, "model.safetensors.index.json")
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def encoder_source(source: str, cache_dir: Path) -> str:
+    """`source` (a folder or Hub id) when its weights are safetensors, which are read tensor by
+    tensor; else a folder of `cache_dir` with the encoder's weights as safetensors, made once
+    however many ranks ask at the same time.
+
+    ConfigError when the pickle holds more than tensors, or no T5 encoder.
+    """
+    if any(find_file(source, name) for name in _SAFE):
+        return source
+    files = _pickles(source)
+    if not files:
+        return source  # from_pretrained says what is missing
+    config = find_file(source, "config.json")
+    if config is None:
+        return source
+    facts = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    def build(temporary: Path) -> None:
+        log.info("taking the encoder out of %s (once)", ", ".join(file.name for file in files))
+        (temporary / "config.json").write_bytes(config.read_bytes())
+        safetensors_file.write_tensors(temporary, _WEIGHTS, _encoder_tensors(files))
+
+    folder = cache_dir / "encoders" / f"{Path(source).name}-{key}"
+    return str(build_once(folder, build, is_whole=lambda folder: (folder / _WEIGHTS).is_file()))
+
+
+def find_file(source: str, name: str) -> Path | None:
+    """The file `name` of a folder or Hub id; None when it has none, or cannot be reached."""
+    if Path(source).is_dir():
+        path = Path(source) / name
+        return path if path.is_file() else None
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(
+        source,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if path is None else Path(path)
+
+
+def _pickles(source: str) -> list[Path]:
+    single, index = (find_file(source, name) for name in _PICKLES)
+    if single is not None:
+        return [single]
+    if index is None:
+        return []
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    found = [find_file(source, name) for name in names]
+    missing = [name for name, path in zip(names, found, strict=True) if path is None]
+    if missing:
+        raise ConfigError(
+            f"base={source!r}: {', '.join(missing)} missing, which {index.name} lists. Copy it "
+            "again."
+        )
+    return [path for path in found if path is not None]
+
+
+def _encoder_tensors(files: list[Path]) -> dict[str, Tensor]:
+    kept: dict[str, Tensor] = {}
+    for file in files:
+        kept |= {name: tensor for name, tensor in _read(file).items() if _is_encoders(name)}
+    if "shared.weight" not in kept:
+        kept["shared.weight"] = kept.pop("encoder.embed_tokens.weight", torch.empty(0))
+    kept.pop("encoder.embed_tokens.weight", None)  # the same tensor under another name
+    if not kept["shared.weight"].numel() or len(kept) == 1:
+        raise ConfigError(
+            f"{files[0]}: holds no T5 encoder (shared.weight, encoder.block...). Use a T5 "
+            "checkpoint."
+        )
+    return kept
+
+
+def _is_encoders(name: str) -> bool:
+    return name == "shared.weight" or name.startswith("encoder.")
+
+
+def _read(file: Path) -> Any:
+    from pickle import UnpicklingError
+
+    try:
+        return torch.load(
+            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+        )
+    except UnpicklingError as error:
+        raise ConfigError(
+            f"{file}: a pickle of more than tensors, which could run code. Use safetensors."
+        ) from error

@@ -1,0 +1,1 @@
+"""From vectors to judged rankings: search, runs, measures, negatives."""

@@ -1,0 +1,179 @@
+"""What a ranking is good for: hard negatives to train a retriever on, and the passages that a
+reader reads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.data.collection import Query
+from trainer.errors import ConfigError, DataError
+from trainer.files.atomic import refusals
+from trainer.retrieval.answer_recall import AnswerFinder
+from trainer.retrieval.exact_search import extra
+from trainer.retrieval.runs import Hit, Qrels, Run
+from trainer.tasks.protocol import Row
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which hits may become negatives, and how many of them do."""
+
+    count: int  # negatives per question, at most
+    first: int = 1  # ranks, from 1, both included
+    last: int = 200
+    seed: int = 42
+    may_have_answer: bool = False  # False: a passage with an answer in it is no negative
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or not 1 <= self.first <= self.last:
+            raise ConfigError(f"{self}: want a count of at least 1, and ranks 1 <= first <= last.")
+
+
+def positives_of(queries: Iterable[Query], qrels: Qrels | None) -> dict[str, list[str]]:
+    """Each question's relevant passages: those judged above 0, or without judgements those its file
+    names.
+    """
+    if qrels is None:
+        return {query.id: query.positives for query in queries}
+    judged = {query.id: qrels.get(query.id, {}) for query in queries}
+    return {
+        name: [passage for passage, value in of_query.items() if value > 0]
+        for name, of_query in judged.items()
+    }
+
+
+def training_rows(
+    run: Run,
+    queries: Sequence[Query],
+    passages: Mapping[str, Row],
+    *,
+    positives: Mapping[str, list[str]],
+    window: Window,
+) -> Iterator[Row]:
+    """Tevatron's training rows: query_id, query, answers, positive_passages, and negative_passages
+    out of the window.
+
+    A negative is a hit in the window that is no positive, has no positive's text, and no answer in
+    it (see Window); of more than window.count, a sample that seed and question fix, in the order of
+    the ranking. Questions without a positive or without any negative are left out, and their number
+    is logged. DataError when none is left.
+    """
+    finder, left_out, num_rows = AnswerFinder(passages), 0, 0
+    for query in queries:
+        relevant = positives[query.id]
+        negatives = _negatives(
+            run.get(query.id, []), query, passages, relevant=relevant, window=window, finder=finder
+        )
+        if not relevant or not negatives:
+            left_out += 1
+            continue
+        num_rows += 1
+        yield {
+            "query_id": query.id,
+            "query": query.text,
+            "answers": query.answers,
+            "positive_passages": [_tevatron(passages[name]) for name in relevant],
+            "negative_passages": [_tevatron(passages[name]) for name in negatives],
+        }
+    if left_out:
+        logger.warning(
+            "%d of %d questions have no positive, or no hit that may be a negative",
+            left_out,
+            len(queries),
+        )
+    if not num_rows:
+        raise DataError(
+            "no question has a positive and a negative. Give --qrels, or a deeper run and --ranks."
+        )
+
+
+def _negatives(
+    hits: Sequence[Hit],
+    query: Query,
+    passages: Mapping[str, Row],
+    *,
+    relevant: Sequence[str],
+    window: Window,
+    finder: AnswerFinder,
+) -> list[str]:
+    texts = {passages[name]["text"] for name in relevant}
+    ids = [hit.passage for hit in hits[window.first - 1 : window.last]]
+    ids = [name for name in ids if name not in relevant and passages[name]["text"] not in texts]
+    if not window.may_have_answer and query.answers:
+        answering = finder.having(query.answers, ids)
+        ids = [name for name in ids if name not in answering]
+    if len(ids) <= window.count:
+        return ids
+    drawn = random.Random(f"{window.seed} {query.id}").sample(range(len(ids)), window.count)
+    return [ids[place] for place in sorted(drawn)]
+
+
+def _tevatron(passage: Row) -> Row:
+    return {"docid": passage["id"], "title": passage["title"], "text": passage["text"]}
+
+
+def reader_rows(
+    run: Run, queries: Sequence[Query], passages: Mapping[str, Row], *, depth: int
+) -> Iterator[Row]:
+    """FiD's rows: id, question, answers, and the first `depth` hits as ctxs (id, title, text,
+    score, has_answer).
+    """
+    finder = AnswerFinder(passages)
+    for query in queries:
+        hits = run.get(query.id, [])[:depth]
+        answering = finder.having(query.answers, [hit.passage for hit in hits])
+        ctxs = [
+            {**passages[hit.passage], "score": hit.score, "has_answer": hit.passage in answering}
+            for hit in hits
+        ]
+        yield {"id": query.id, "question": query.text, "answers": query.answers, "ctxs": ctxs}
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> int:
+    """How many rows were written to `path`: JSON lines, or one list (.json). Whole, or as it was
+    before.
+    """
+    is_list, count = path.suffix == ".json", 0
+    temporary = path.with_name(f".{path.name}.tmp")
+    with refusals(path):
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write("[\n" if is_list else "")
+            for count, row in enumerate(rows, start=1):
+                file.write(",\n" if is_list and count > 1 else "")
+                file.write(json.dumps(row, ensure_ascii=False) + ("" if is_list else "\n"))
+            file.write("\n]\n" if is_list else "")
+        temporary.replace(path)
+    return count
+
+
+def bm25(queries: Sequence[Query], passages: Iterable[Row], *, depth: int) -> Run:
+    """The run of BM25 over title and text: bm25s as it comes (k1 1.5, b 0.75, Lucene's form,
+    English stop words).
+
+    Passages without a word of the question are no hits. ConfigError when the extra is not
+    installed.
+    """
+    bm25s = extra("bm25s", "bm25")
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # after the import, which sets it to DEBUG
+    ids, texts = [], []
+    for passage in passages:
+        ids.append(passage["id"])
+        texts.append(f"{passage['title']} {passage['text']}".strip())
+    index = bm25s.BM25()
+    index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+    asked = bm25s.tokenize([query.text for query in queries], show_progress=False)
+    rows, scores = index.retrieve(asked, k=min(depth, len(ids)), show_progress=False)
+    return {
+        query.id: [
+            Hit(ids[row], score) for row, score in zip(of_rows, of_scores, strict=True) if score > 0
+        ]
+        for query, of_rows, of_scores in zip(queries, rows.tolist(), scores.tolist(), strict=True)
+    }

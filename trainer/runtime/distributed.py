@@ -1,0 +1,198 @@
+"""Rank, world and device, and the few exchanges between ranks. Every one is a no-op without a
+process group.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    HashStore,  # what torch.distributed.HashStore is, as type checkers see it
+)
+
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def has_group() -> bool:
+    """Whether init() was called: such a process leaves by shutdown()."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process among all processes, 0 .. world()-1."""
+    return dist.get_rank() if has_group() else 0
+
+
+def world() -> int:
+    """How many processes train together."""
+    return dist.get_world_size() if has_group() else 1
+
+
+def local_rank() -> int:
+    """This process among those of its machine, which is also the index of its device."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def device() -> torch.device:
+    """The device of this process: its CUDA device, or the CPU where there is none."""
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, the one that writes and talks."""
+    return rank() == 0
+
+
+def init(timeout_s: float = 1800.0) -> None:
+    """Join the process group: of the launcher (torchrun, deepspeed) when there is one, else a group
+    of one.
+
+    timeout_s: after this long a collective that not every rank has reached fails instead of
+    waiting. Raises ConfigError when the launcher's variables are incomplete or name a device that
+    does not exist.
+    """
+    if has_group():
+        return
+    is_launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if is_launched and missing:
+        raise ConfigError(
+            f"environment: RANK or WORLD_SIZE is set, but {', '.join(missing)} is not. "
+            "Start with torchrun or deepspeed, or unset RANK and WORLD_SIZE to train on one device."
+        )
+    os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed asserts on it, also in a group of one
+    backend, timeout = _backend(), timedelta(seconds=timeout_s)
+    if is_launched:
+        dist.init_process_group(backend, timeout=timeout)
+    else:  # no port, no host name: deepspeed would otherwise look for MPI
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def _backend() -> str:
+    if not torch.cuda.is_available():
+        return "gloo"
+    count = torch.cuda.device_count()
+    if local_rank() >= count:
+        raise ConfigError(
+            f"LOCAL_RANK={local_rank()}, but this machine shows {count} CUDA device(s). "
+            f"Start at most {count} process(es) per machine, or widen CUDA_VISIBLE_DEVICES."
+        )
+    torch.cuda.set_device(local_rank())
+    return "nccl"
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if world() == 1:
+        return
+    if dist.get_backend() == "nccl":
+        dist.barrier(
+            device_ids=[local_rank()]
+        )  # without it nccl guesses the device from the global rank
+    else:
+        dist.barrier()
+
+
+def total(tensor: Tensor) -> Tensor:
+    """The sum of `tensor` over all ranks, same shape and device: integers and booleans in int64,
+    floats in fp64.
+    """
+    exact = torch.float64 if tensor.is_floating_point() else torch.int64
+    summed = tensor.detach().to(exact, copy=True)
+    if world() == 1:
+        return summed
+    wire = summed.to(_wire_device())
+    dist.all_reduce(wire)
+    return wire.to(tensor.device)
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank, by rank, on all ranks. For small things that JSON can hold (a tuple
+    comes back a list).
+    """
+    text = json.dumps(value)
+    if world() == 1:
+        return [json.loads(text)]
+    own = _bytes_on_wire(text)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(world())]
+    dist.all_gather(sizes, torch.tensor([own.numel()], device=own.device))
+    lengths = [int(size) for size in sizes]
+    padded = torch.nn.functional.pad(own, (0, max(lengths) - own.numel()))
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded)
+    return [_from_wire(part[:length]) for part, length in zip(parts, lengths, strict=True)]
+
+
+def gather_rows(rows: Tensor) -> list[Tensor]:
+    """(N, ...) of every rank, by rank, on all ranks; N may differ from rank to rank. No gradient
+    passes.
+    """
+    if world() == 1:
+        return [rows.detach()]
+    wire = rows.detach().to(_wire_device()).contiguous()
+    sizes = [torch.zeros(1, dtype=torch.int64, device=wire.device) for _ in range(world())]
+    dist.all_gather(sizes, torch.tensor([len(wire)], device=wire.device))
+    counts = [int(size) for size in sizes]
+    padded = wire.new_zeros(max(counts), *wire.shape[1:])
+    padded[: len(wire)] = wire
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return [part[:count].to(rows.device) for part, count in zip(parts, counts, strict=True)]
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's `value` on all ranks; what the others pass is ignored. For small things that JSON
+    can hold.
+    """
+    text = json.dumps(value if is_main() else None)
+    if world() == 1:
+        return json.loads(text)
+    wire = _bytes_on_wire(text)
+    size = torch.tensor([wire.numel()], device=wire.device)
+    dist.broadcast(size, src=0)
+    if not is_main():
+        wire = wire.new_empty(int(size))
+    dist.broadcast(wire, src=0)
+    return _from_wire(wire)
+
+
+def _wire_device() -> torch.device:
+    return device() if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def _bytes_on_wire(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(_wire_device())
+
+
+def _from_wire(wire: Tensor) -> Any:
+    return json.loads(bytes(wire.cpu().numpy()).decode())
+
+
+def shutdown(exit_code: int = EXIT_OK) -> NoReturn:
+    """End this process at once with `exit_code`; every rank calls it.
+
+    The ranks of a run that ended in order (done, or preempted and saved) wait for each other. One
+    that failed does not: its peers may never come, and its closed sockets tell them sooner. The
+    interpreter's own way out is not taken: gloo's threads then abort finished ranks in up to half
+    of the runs (torch 2.13: "terminate called without an active exception", exit code -6).
+    """
+    if exit_code in (EXIT_OK, EXIT_PREEMPTED) and has_group():
+        try:
+            barrier()
+            dist.destroy_process_group()
+        except RuntimeError as error:
+            logging.getLogger(__name__).warning("leaving without the other ranks: %s", error)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -1,0 +1,1 @@
+"""The decoder with inserted cross-attention layers."""

@@ -1,0 +1,111 @@
+"""The trained layers as a folder: added weights, and the base by reference with a fingerprint, or
+merged into it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainer.config import Base, RandomBase, Strict, validate
+from trainer.data import vocabulary
+from trainer.errors import ConfigError, ResumeError
+from trainer.files import safetensors_file
+from trainer.models import base_model
+from trainer.tasks.cross_attention.config import Config, Layers
+from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
+from trainer.tasks.cross_attention.decoder.weights import load_added, read_added
+from trainer.tasks.protocol import Places
+
+DESCRIPTION = "cross_attention.json"
+MERGED = "./base"  # the base of a merged export: a folder in it
+
+
+class Reference(Strict):
+    """The base model that an export names."""
+
+    base: Base
+
+
+def write(
+    folder: Path, weights: Mapping[str, Tensor], cfg: Config, *, fingerprint: str, tokenizer: Any
+) -> None:
+    """Write model.safetensors (published names), cross_attention.json and the tokenizer's files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    safetensors_file.write_tensors(folder, "model.safetensors", weights)
+    described = cfg.model_dump(mode="json")
+    content = {name: described[name] for name in ("base", "layers", "data")}
+    content |= {"base_fingerprint": fingerprint, "precision": cfg.train.precision}
+    (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
+    tokenizer.save_pretrained(folder)
+
+
+def load(folder: Path, places: Places, *, precision: str = "fp32") -> CrossAttentionModel:
+    """The base that `folder` refers to, or holds, with its added layers, in evaluation mode.
+
+    Raises ConfigError when the folder is no export, ResumeError when the base is not the one that
+    was trained on.
+    """
+    content = described(folder)
+    base = base_of(folder, content)
+    found, wanted = base_model.fingerprint(base, places), content["base_fingerprint"]
+    if found != wanted:
+        raise ResumeError(
+            f"{folder}: its layers were trained on base {wanted}, but {content['base']!r} is now "
+            f"{found}.\n"
+            "Put the old base back: these layers mean nothing on another one."
+        )
+    layers = validate(Layers, content["layers"], source=str(folder / DESCRIPTION))
+    model = CrossAttentionModel(base_model.load(base, places, precision=precision), layers)
+    load_added(model, read_added(folder), source=str(folder))
+    return model.eval()
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """cross_attention.json of an export. ConfigError when there is none."""
+    path = folder / DESCRIPTION
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: {error}. Give a best/ or final/ folder of a cross_attention run."
+        ) from None
+
+
+def base_of(folder: Path, content: Mapping[str, Any]) -> Base:
+    """The base that an export names; where it was merged, the folder in it, wherever that stands
+    now.
+    """
+    if content["base"] == MERGED:
+        return str(folder / MERGED)
+    return validate(Reference, {"base": content["base"]}, source=str(folder / DESCRIPTION)).base
+
+
+def places_of(folder: Path, cache_dir: Path) -> Places:
+    """Where an export lies among runs: what its base needs when that is another experiment's."""
+    return Places(data_path=None, cache_dir=cache_dir, savedir_base=folder.resolve().parent.parent)
+
+
+def merge(folder: Path, out: Path, places: Places) -> None:
+    """Write the export in `folder` once more into the empty folder `out`, with its base in it."""
+    content = described(folder)
+    precision = (
+        "fp32"
+        if isinstance(base_of(folder, content), RandomBase)
+        else content.get("precision", "fp32")
+    )
+    model = load(folder, places, precision=precision)  # which checks the fingerprint
+    tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=places.cache_dir)
+    weights = {name: parameter.detach() for name, parameter in model.base.named_parameters()}
+    base_model.export_folder(out / MERGED, model.base.config, tokenizer, weights)
+    for file in folder.iterdir():
+        if file.is_file():
+            shutil.copy(file, out)
+    fingerprint = base_model.fingerprint(str(out / MERGED), places)
+    content |= {"base": MERGED, "base_fingerprint": fingerprint}
+    (out / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")

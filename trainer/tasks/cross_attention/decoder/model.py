@@ -1,0 +1,480 @@
+"""A frozen causal language model with trainable cross-attention layers between its blocks.
+
+The base is a stock transformers model, run block by block. No autograd graph exists below the first
+added layer, so those blocks cost a forward only; gradient checkpointing, when asked for, starts
+above it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from trainer.errors import ConfigError
+from trainer.models.freezing import freeze_except
+from trainer.models.losses import next_token_loss, token_cross_entropy
+from trainer.tasks.cross_attention.config import Layers
+from trainer.tasks.cross_attention.decoder.attention import (
+    KeysValues,
+    LayerShape,
+    Pairs,
+    Rotation,
+    Seen,
+    key_mask,
+)
+from trainer.tasks.cross_attention.decoder.backbone import backbone_of
+from trainer.tasks.cross_attention.decoder.layer import AddedLayer, Record
+from trainer.tasks.cross_attention.decoder.packed_blocks import Rows
+from trainer.tasks.cross_attention.decoder.rotary import frequencies, rotation
+from trainer.tasks.cross_attention.decoder.shape import layer_shape
+
+# B batch, T decoder tokens, S tokens so far (T + cached), N context chunks, L context tokens, D
+# width, V vocabulary
+
+logger = logging.getLogger(__name__)
+
+
+class Context(NamedTuple):
+    """A context, ready to be attended to: projected once, whatever number of forwards use it."""
+
+    keys_values: tuple[KeysValues, ...]  # by added layer, bottom-up
+    kept_BL: Tensor | None  # bool, False for pads; None: every key counts
+
+    def repeated(self, rows: int) -> Context:
+        """The same for `rows` rows: each context serves the same number of rows, which follow one
+        another.
+        """
+        times, rest = divmod(rows, len(self.keys_values[0].keys_BHLK))
+        if rest or not times:
+            raise ConfigError(
+                f"got {rows} rows for {len(self.keys_values[0].keys_BHLK)} contexts, want a "
+                "context for each row, or "
+                "for each of as many groups of rows of one size."
+            )
+        if times == 1:
+            return self
+        known: dict[int, KeysValues] = {}
+        for pair in self.keys_values:  # a shared layer's stand here several times
+            known.setdefault(
+                id(pair), KeysValues(*(tensor.repeat_interleave(times, dim=0) for tensor in pair))
+            )
+        kept_BL = None if self.kept_BL is None else self.kept_BL.repeat_interleave(times, dim=0)
+        return Context(tuple(known[id(pair)] for pair in self.keys_values), kept_BL)
+
+
+class Past(NamedTuple):
+    """What the next one-token forward needs of the ones before it."""
+
+    cache: Cache
+    context: Context
+
+
+class Output(NamedTuple):
+    """What forward() returns. A named tuple, because ZeRO-3 looks for tensors in tuples and not in
+    dataclasses.
+    """
+
+    loss: Tensor | None  # () fp32, the SUM over scored tokens; None without labels
+    logits: Tensor | None  # (B, T, V), or fewer positions when asked for; None with labels
+    past: Past | None = None
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What stays the same over the blocks of one forward."""
+
+    surroundings: dict[str, Any]  # of the base's blocks
+    keys_values: dict[int, KeysValues]
+    key_masks: dict[int, Seen]
+    query_rotation: Rotation | None
+    record: Record | None
+
+
+class CrossAttentionModel(nn.Module):
+    """`base` frozen, `cross_attn_layers` trainable, named as published: cross_attn_layers.<block
+    index>.<...>.
+
+    With shared weights there is one layer, registered under its lowest index and used at every
+    index.
+    """
+
+    def __init__(self, base: PreTrainedModel, layers: Layers, *, seed: int = 0) -> None:
+        """Freeze `base` and insert the layers that `layers` states.
+
+        seed: of the initial weights; equal seeds give equal layers on every rank, whatever was
+        drawn before. Raises ConfigError for an unsupported family, layers that do not fit, or heads
+        that do not divide the width.
+        """
+        super().__init__()
+        self.base = base
+        self.layers = layers
+        self.backbone = backbone_of(base)
+        self.indices = added_indices(layers, self.backbone.num_blocks)
+        shape = layer_shape(layers, self.backbone)
+        self._frequencies = (
+            None
+            if shape.rotary is None
+            else frequencies(shape.width // shape.heads, shape.rotary.theta)
+        )
+        self.cross_attn_layers = _build(
+            layers, shape, self.indices, std=self.backbone.initial_std, seed=seed
+        )
+        self.num_blocks_below = self.indices[0] + layers.after  # base blocks that need no backward
+        self.gradient_checkpointing = False
+        freeze_except(self, [self.cross_attn_layers])
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> CrossAttentionModel:
+        """Switch the added layers between training and evaluation; the frozen base always
+        evaluates.
+        """
+        super().train(mode)
+        self.base.eval()
+        return self
+
+    def checkpoint_blocks(self, enabled: bool) -> None:
+        """Recompute the blocks above the first added layer, and the layers added to them, in
+        backward.
+        """
+        self.gradient_checkpointing = enabled
+
+    def check_lengths(self, decoder_tokens: int, context_tokens: int) -> None:
+        """ConfigError when sequences or context chunks of these lengths exceed the base's
+        positions.
+        """
+        limit = self.backbone.max_positions
+        named = {"decoder_tokens": decoder_tokens, "context_tokens": context_tokens}
+        wrong = [f"{name}={length}" for name, length in named.items() if length > limit]
+        if wrong:
+            raise ConfigError(
+                f"{' and '.join(wrong)}: the base has {limit} positions, want at most {limit}. "
+                "Lower data.decoder_tokens or data.context_tokens, or split the context "
+                "(data.chunked)."
+            )
+
+    def added_layer(self, index: int) -> AddedLayer:
+        """The layer at base block `index`: the one shared layer, or its own."""
+        name = str(self.indices[0] if self.layers.shared_weights else index)
+        layer = self.cross_attn_layers[name]
+        assert isinstance(layer, AddedLayer)
+        return layer
+
+    # Contexts
+    # ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(B, L) or (B, N, L) context ids -> states (B, N*L, D) of the frozen base and their bool
+        mask (B, N*L).
+
+        Each chunk is read by itself, causally, positions from 0; a pad is False in the mask, and
+        its state is not to be used. Chunks follow one another along the length.
+        """
+        self.check_lengths(0, ids.shape[-1])
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+        flat_ids, flat_mask = ids.flatten(0, -2), mask.flatten(0, -2)
+        places = positions(flat_mask)
+        hidden = self.backbone.embed(flat_ids, places)
+        surroundings = self.backbone.surroundings(hidden, flat_mask, places, None)
+        for index in range(self.backbone.num_blocks):
+            hidden = self.backbone.block(index, hidden, surroundings)
+        states = self.backbone.final_norm(hidden)
+        return states.reshape(len(ids), -1, states.shape[-1]), mask.flatten(1).bool()
+
+    def context(
+        self,
+        states: Tensor | Sequence[Tensor],
+        kept_BL: Tensor | None = None,
+        *,
+        positions_BL: Tensor | None = None,
+    ) -> Context:
+        """Context states, (B, L, D) or one such tensor for each added layer bottom-up, projected
+        for every layer.
+
+        They are projected once in all when weights and states are shared. kept_BL: bool, False for
+        pads; None: every key counts. positions_BL: of the keys, where positions are rotary; None:
+        kept keys count from 0, across chunks.
+        """
+        by_layer = [states] * len(self.indices) if isinstance(states, Tensor) else list(states)
+        if len(by_layer) != len(self.indices):
+            raise ConfigError(
+                f"encoder_hidden_states: got a list of {len(by_layer)}, want "
+                f"{len(self.indices)}, one for each added "
+                "layer from the bottom up. Pass one tensor for all layers or one for each."
+            )
+        turn = self._rotation(
+            _positions_of(by_layer[0], kept_BL) if positions_BL is None else positions_BL
+        )
+        if isinstance(states, Tensor) and self.layers.shared_weights:
+            once = self.added_layer(self.indices[0]).crossattention.keys_values(
+                states.detach(), turn
+            )
+            return Context((once,) * len(self.indices), kept_BL)
+        pairs = zip(self.indices, by_layer, strict=True)
+        projected = [
+            self.added_layer(index).crossattention.keys_values(own.detach(), turn)
+            for index, own in pairs
+        ]
+        return Context(tuple(projected), kept_BL)
+
+    def _rotation(self, positions_BT: Tensor) -> Rotation | None:
+        if self._frequencies is None:
+            return None
+        self._frequencies = self._frequencies.to(positions_BT.device)
+        return rotation(positions_BT, self._frequencies)
+
+    def _key_masks(
+        self, context: Context, injected: Mapping[int, Tensor] | None
+    ) -> dict[int, Seen]:
+        """The keys that each added layer sees: no pads, and in training none that its own draw
+        hides.
+        """
+        drawn = self._drawn(context, injected)
+        if drawn is None:
+            return dict.fromkeys(
+                self.indices, None if context.kept_BL is None else key_mask(context.kept_BL)
+            )
+        kept = context.kept_BL
+        return {
+            index: key_mask(x_BL if kept is None else x_BL & kept) for index, x_BL in drawn.items()
+        }
+
+    def _drawn(
+        self, context: Context, injected: Mapping[int, Tensor] | None
+    ) -> Mapping[int, Tensor] | None:
+        """(B, L) bool for each added layer, False for keys that are hidden from it; None:
+        none are.
+        """
+        if injected is not None:
+            return {index: injected[index].bool() for index in self.indices}
+        if not (self.training and self.layers.key_dropout):
+            return None
+        keys = [
+            (index, keys_BHLK)
+            for index, (keys_BHLK, _) in zip(self.indices, context.keys_values, strict=True)
+        ]
+        rate = self.layers.key_dropout
+        return {
+            index: torch.rand(x.shape[0], x.shape[2], device=x.device) >= rate for index, x in keys
+        }
+
+    # The decoder
+    # ----------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        packed: Mapping[str, Tensor] | None = None,
+        context_input_ids: Tensor | None = None,
+        context_attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | Sequence[Tensor] | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        key_masks: Mapping[int, Tensor] | None = None,
+        record: Record | None = None,
+        position_ids: Tensor | None = None,
+        context_position_ids: Tensor | None = None,
+        past: Past | None = None,
+        use_cache: bool = False,
+        last_logits_only: bool = False,
+    ) -> Output:
+        """(B, T) tokens and their mask, with a context, -> the summed loss over `labels`, or logits
+        without them.
+
+        The context is exactly one of: context_input_ids, (B, L) or in chunks (B, N, L), with a mask
+        of that shape; encoder_hidden_states, (B, L, D) or one such tensor for each added layer
+        bottom-up, with a mask (B, L); past, from an earlier forward with use_cache, and then
+        attention_mask is (B, S) over all tokens so far. With fewer contexts than rows, each serves
+        as many rows, which follow one another. position_ids (B, T), context_position_ids (B, L):
+        None: what the masks say, see `positions`; the published Llama and Mistral count pads as
+        well in training. labels: (B, T), -100 where nothing is scored; shifted in here. key_masks:
+        block index -> (B, L), True for keys to use, in place of the random draw. record: receives
+        `block_out.<i>`, `cross_attn_out.<i>` and `cross_block_out.<i>`. Raises ConfigError for a
+        sequence longer than the base's positions. packed: all of this as streams of real tokens
+        (streams.py); then only key_masks may be given besides, (1, K).
+        """
+        if packed is not None:
+            return Output(loss=self._packed_loss(packed, key_masks), logits=None)
+        assert input_ids is not None, "the decoder's tokens are given"
+        assert attention_mask is not None, "their mask is given"
+        self.check_lengths(attention_mask.shape[1], 0)
+        given = [source is not None for source in (context_input_ids, encoder_hidden_states, past)]
+        if sum(given) != 1:
+            raise ConfigError(
+                f"got {sum(given)} contexts, want one of context_input_ids, "
+                "encoder_hidden_states, past."
+            )
+        if past is not None:
+            context, cache = past.context, past.cache
+        else:
+            cache = DynamicCache(config=self.backbone.config) if use_cache else None
+            if context_input_ids is not None:
+                states, kept = self.encode(context_input_ids, context_attention_mask)
+                context = self.context(states, kept, positions_BL=context_position_ids)
+            else:
+                assert encoder_hidden_states is not None, "exactly one context is given"
+                kept = None if encoder_attention_mask is None else encoder_attention_mask.bool()
+                context = self.context(
+                    encoder_hidden_states, kept, positions_BL=context_position_ids
+                )
+        context = context.repeated(len(input_ids))
+        if position_ids is None:
+            position_ids = positions(attention_mask)[:, -input_ids.shape[1] :]
+        with torch.no_grad():  # below the first added layer nothing needs a gradient
+            embedded_BTD = self.backbone.embed(input_ids, position_ids)
+            this = _Pass(
+                surroundings=self.backbone.surroundings(
+                    embedded_BTD, attention_mask, position_ids, cache
+                ),
+                keys_values=dict(zip(self.indices, context.keys_values, strict=True)),
+                key_masks=self._key_masks(context, key_masks),
+                query_rotation=self._rotation(position_ids),
+                record=record,
+            )
+        hidden_BTD = self._decode(embedded_BTD, this, is_cached=cache is not None)
+        if labels is not None:
+            return Output(loss=next_token_loss(hidden_BTD, labels, self.backbone.head), logits=None)
+        logits = self.backbone.head(hidden_BTD[:, -1:] if last_logits_only else hidden_BTD)
+        return Output(
+            loss=None, logits=logits, past=None if cache is None else Past(cache, context)
+        )
+
+    def _packed_loss(
+        self, batch: Mapping[str, Tensor], key_masks: Mapping[int, Tensor] | None
+    ) -> Tensor:
+        """() fp32, the SUM over the scored tokens of a packed batch. It calls the modules in the
+        order of forward().
+        """
+        if "encoder_hidden_states" in batch:
+            states_1KD = batch["encoder_hidden_states"][None]
+        else:
+            states_1KD = self._encode_packed(batch)
+        context = self.context(states_1KD, positions_BL=batch["keys_position"][None])
+        positions_1M = batch["position"][None]
+        with torch.no_grad():
+            embedded_1MD = self.backbone.embed(batch["tokens"][None], positions_1M)
+            rows, pairs = Rows.of(batch, window=self.backbone.window), Pairs.of(batch)
+            drawn = self._drawn(context, key_masks) or {}
+            seen: dict[int, Seen] = {
+                i: pairs.showing(drawn[i][0]) if i in drawn else pairs for i in self.indices
+            }
+            this = _Pass(
+                surroundings=self.backbone.surroundings(embedded_1MD, rows, positions_1M, None),
+                keys_values=dict(zip(self.indices, context.keys_values, strict=True)),
+                key_masks=seen,
+                query_rotation=self._rotation(positions_1M),
+                record=None,
+            )
+        hidden_1MD = self._decode(embedded_1MD, this, is_cached=False)
+        scored_N = batch["scored"]
+        logits_NV = self.backbone.head(hidden_1MD[0].index_select(0, scored_N))
+        return token_cross_entropy(logits_NV, batch["labels"].index_select(0, scored_N + 1))
+
+    @torch.no_grad()
+    def _encode_packed(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """(1, K, D) states of the context tokens of a packed batch."""
+        places = batch["context_position"][None]
+        hidden = self.backbone.embed(batch["context_input_ids"][None], places)
+        rows = Rows.of(batch, "context_", window=self.backbone.window)
+        surroundings = self.backbone.surroundings(hidden, rows, places, None)
+        for index in range(self.backbone.num_blocks):
+            hidden = self.backbone.block(index, hidden, surroundings)
+        return self.backbone.final_norm(hidden)
+
+    def _decode(self, embedded_BTD: Tensor, this: _Pass, *, is_cached: bool) -> Tensor:
+        """(B, T, D) embedded tokens -> (B, T, D) output of the last block."""
+        hidden = embedded_BTD
+        with torch.no_grad():
+            for index in range(self.num_blocks_below):
+                hidden = self._block(index, hidden, this)
+        if self.layers.after:
+            hidden = self._added(self.indices[0], hidden, this)
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and not is_cached
+        for index in range(self.num_blocks_below, self.backbone.num_blocks):
+            if recompute:  # torch's default also replays the dropout draws
+                hidden = checkpoint(self._block_and_added, index, hidden, this, use_reentrant=False)
+            else:
+                hidden = self._block_and_added(index, hidden, this)
+        return hidden
+
+    def _block_and_added(self, index: int, hidden: Tensor, this: _Pass) -> Tensor:
+        if index not in this.keys_values:
+            return self._block(index, hidden, this)
+        if self.layers.after:
+            return self._added(index, self._block(index, hidden, this), this)
+        return self._block(index, self._added(index, hidden, this), this)
+
+    def _block(self, index: int, hidden: Tensor, this: _Pass) -> Tensor:
+        hidden = self.backbone.block(index, hidden, this.surroundings)
+        if this.record is not None:
+            this.record[f"block_out.{index}"] = hidden
+        return hidden
+
+    def _added(self, index: int, hidden: Tensor, this: _Pass) -> Tensor:
+        seen: Record | None = None if this.record is None else {}
+        layer, keys_values, mask = (
+            self.added_layer(index),
+            this.keys_values[index],
+            this.key_masks[index],
+        )
+        hidden = layer(hidden, keys_values, mask, seen, rotation=this.query_rotation)
+        if this.record is not None and seen is not None:
+            this.record.update({f"{name}.{index}": tensor for name, tensor in seen.items()})
+        return hidden
+
+
+def positions(attention_mask_BS: Tensor) -> Tensor:
+    """(B, S) mask -> (B, S) positions: tokens count from 0 wherever the pads are; a pad stands at
+    1, as published.
+    """
+    return (attention_mask_BS.long().cumsum(-1) - 1).masked_fill(attention_mask_BS == 0, 1)
+
+
+def added_indices(layers: Layers, num_blocks: int) -> list[int]:
+    """Base block indices n-1, n-1-stride, ... that get an added layer, ascending. ConfigError when
+    they do not fit.
+    """
+    count, stride = layers.count, layers.stride
+    if num_blocks < stride * count:
+        most = num_blocks // stride
+        fix = f"Use layers.count <= {most}" if most else f"Use layers.stride <= {num_blocks}"
+        raise ConfigError(
+            f"layers.count={count} x layers.stride={stride} = {stride * count} blocks: the base "
+            f"has {num_blocks}, "
+            f"want count x stride <= {num_blocks}. {fix}, or layers.stride <= "
+            f"{max(num_blocks // count, 1)}."
+        )
+    return [num_blocks - 1 - k * stride for k in reversed(range(count))]
+
+
+def _positions_of(states_BLD: Tensor, kept_BL: Tensor | None) -> Tensor:
+    """(B, L) positions of context states."""
+    if kept_BL is not None:
+        return positions(kept_BL)
+    return torch.arange(states_BLD.shape[1], device=states_BLD.device).expand(states_BLD.shape[:2])
+
+
+def _build(
+    layers: Layers, shape: LayerShape, indices: list[int], *, std: float, seed: int
+) -> nn.ModuleDict:
+    if layers.skip and layers.initialisation == "zero":
+        logger.warning(
+            "layers.skip doubles the residual stream, so zero initialisation does not keep the "
+            "base's logits"
+        )
+    own = indices[:1] if layers.shared_weights else indices
+    with torch.random.fork_rng(devices=[]):  # the caller's random state is none the wiser
+        torch.manual_seed(seed)
+        built = {str(index): AddedLayer(shape) for index in own}
+        for layer in built.values():
+            layer.initialise(std=std, zero_output=layers.initialisation == "zero")
+    return nn.ModuleDict(built)

@@ -1,0 +1,83 @@
+"""Rows as a packed batch: one stream of real tokens for the decoder, one for what it reads, and no
+pads.
+
+Collation works out everything that depends on lengths; the step asks the device for none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.models.losses import IGNORED
+from trainer.models.packed.layout import pack, pack_pairs
+from trainer.tasks.cross_attention.encoder_states.reading import StateCache
+from trainer.tasks.protocol import Batch
+
+# M decoder tokens of all rows, K context tokens of all of them, N scored tokens, D width
+
+# What of a packed or padded batch depends on the context
+CONTEXT_NAMES = ("context_", "encoder_", "keys_", "queries_")
+
+
+def decoder_stream(rows: Sequence[Sequence[int]], labels_from: Sequence[int]) -> Batch:
+    """tokens, position, cells, grid_0, ... (packing.pack); labels (M,), IGNORED for the first token
+    of every row and those before its place in `labels_from`; scored (N,): the places whose next
+    token has a label.
+    """
+    packed = pack(rows, bucketed=True)
+    row_M = packed.pop("passage")
+    first_M = torch.as_tensor([max(1, start) for start in labels_from])[row_M]
+    labels = packed["tokens"].masked_fill(packed["position"] < first_M, IGNORED)
+    return {**packed, "labels": labels, "scored": (labels != IGNORED).nonzero()[:, 0] - 1}
+
+
+def context_stream(
+    contexts: Sequence[Sequence[Sequence[int]]],
+    decoder_lengths: Sequence[int],
+    *,
+    cache: StateCache | None,
+) -> Batch:
+    """The chunks of each row's context, chunk after chunk, and where attention from its tokens
+    finds them.
+
+    encoder_hidden_states (K, D), prepared states; without a cache context_input_ids (K,),
+    context_position, context_cells and context_grid_0, ... of the chunks; and what
+    packing.pack_pairs gives. Every row has a token.
+    """
+    chunks = [[chunk for chunk in row if len(chunk)] for row in contexts]
+    flat = [chunk for row in chunks for chunk in row]
+    pairs = pack_pairs(decoder_lengths, [sum(map(len, row)) for row in chunks])
+    if cache is not None:
+        return {
+            "encoder_hidden_states": torch.cat([cache.states(chunk) for chunk in flat]),
+            **pairs,
+        }
+    packed = pack(flat, bucketed=True)
+    del packed["passage"]
+    ids = packed.pop("tokens")
+    return {
+        "context_input_ids": ids,
+        **{f"context_{name}": tensor for name, tensor in packed.items()},
+        **pairs,
+    }
+
+
+def can_be_streams(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> bool:
+    """Whether every row has a context token in each field. One without attends to its pads, which a
+    stream has not.
+    """
+    return all(sum(row[f"{field}_lengths"]) for row in rows for field in fields)
+
+
+def under_context(batch: Mapping[str, Tensor], prefix: str) -> Batch:
+    """The same rows of the decoder, reading the context whose tensors' names begin with
+    `prefix`.
+    """
+    kept = {name: x for name, x in batch.items() if not name.startswith((*CONTEXT_NAMES, prefix))}
+    return kept | {
+        name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)
+    }

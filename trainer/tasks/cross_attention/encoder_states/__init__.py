@@ -1,0 +1,1 @@
+"""Encoder states that are computed once and read from disk."""

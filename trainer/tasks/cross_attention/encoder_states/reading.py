@@ -1,0 +1,138 @@
+"""States read through memory maps, every one checked when it is read first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.errors import CheckpointError, ConfigError, DataError
+from trainer.files.safetensors_file import Record, tensors_of
+from trainer.tasks.cross_attention.encoder_states.layout import (
+    KEY_BYTES,
+    META,
+    PLAN,
+    Identity,
+    Plan,
+    dequantised,
+    folder_name,
+    key_of,
+    read_json,
+)
+from trainer.tasks.cross_attention.encoder_states.writing import checksum
+
+# numpy searches among these; it ignores zeros at their end, on both sides alike
+_KEY = f"S{KEY_BYTES}"
+
+
+class StateCache:
+    """A finished folder of states. They stay on the disk until they are read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.plan = Plan(**read_json(folder / PLAN))
+        self.records = [Record(**record) for record in read_json(folder / META)["shards"]]
+        self._shards = [self._mapped(record) for record in self.records]
+        sizes = [len(shard["checksums"]) for shard in self._shards]
+        keys = np.concatenate([shard["keys"].numpy().view(_KEY)[:, 0] for shard in self._shards])
+        self._order = np.argsort(keys, kind="stable")
+        self._sorted = keys[self._order]
+        self._shard_of = np.repeat(np.arange(len(sizes)), sizes)
+        self._first_of = np.cumsum([0, *sizes])
+        self._is_checked = np.zeros(len(keys), dtype=bool)
+
+    def __len__(self) -> int:
+        return len(self._sorted)
+
+    def __contains__(self, ids: Sequence[int] | np.ndarray) -> bool:
+        return self._find(ids) is not None
+
+    def states(self, ids: Sequence[int] | np.ndarray) -> Tensor:
+        """(L, D) states of a context by its token ids: a view of the file (fp32, bf16), or a bf16
+        copy (int8).
+
+        DataError when the context was not prepared, or its bytes are not those that were written.
+        """
+        entry = self._find(ids)
+        if entry is None:
+            raise DataError(
+                f"{self.folder}: holds no states of a context of {len(ids)} tokens. The data "
+                "changed since they were "
+                "prepared: run `python -m trainer prepare` on it, with a new --out."
+            )
+        number = int(self._shard_of[entry])
+        shard, place = self._shards[number], entry - int(self._first_of[number])
+        start, stop = shard["offsets"][place : place + 2].tolist()
+        parts = [shard[field][start:stop] for field in ("states", "scales") if field in shard]
+        if not self._is_checked[entry]:
+            if checksum(parts) != int(shard["checksums"][place]):
+                raise self._altered(
+                    self.records[number], f"the checksum of its context {place} is another"
+                )
+            self._is_checked[entry] = True
+        return parts[0] if len(parts) == 1 else dequantised(*parts)
+
+    def _find(self, ids: Sequence[int] | np.ndarray) -> int | None:
+        key = np.frombuffer(key_of(ids), dtype=_KEY)[0]
+        place = int(np.searchsorted(self._sorted, key))
+        is_there = place < len(self._sorted) and self._sorted[place] == key
+        return int(self._order[place]) if is_there else None
+
+    def _mapped(self, record: Record) -> dict[str, Tensor]:
+        path = self.folder / record.name
+        try:
+            if path.stat().st_size != record.size:
+                raise self._altered(
+                    record, f"it has {path.stat().st_size} bytes, want {record.size}"
+                )
+            return dict(tensors_of(path))
+        except (OSError, CheckpointError) as error:
+            raise self._altered(record, str(error)) from error
+
+    def _altered(self, record: Record, problem: str) -> DataError:
+        return DataError(
+            f"{self.folder / record.name}: {problem}. Delete this file and run the same prepare "
+            "command again: it "
+            "makes what is missing."
+        )
+
+
+def open_states(root: Path, identity: Identity) -> StateCache:
+    """The states of an identity below `root`. ConfigError says what stands there instead."""
+    folder = root / folder_name(identity)
+    if (folder / META).is_file():
+        return StateCache(folder)
+    if (folder / PLAN).is_file():
+        raise ConfigError(
+            f"{folder} is not finished. Run the same `python -m trainer prepare` command again."
+        )
+    others = [read_json(path)["identity"] for path in sorted(root.glob(f"*/{PLAN}"))]
+    differing = [_differences(other, identity) for other in others]
+    found = f"It holds states with {' | '.join(differing)}." if others else "It holds none."
+    raise ConfigError(
+        f"{root}: holds no states for this experiment. {found} Run `python -m trainer prepare` "
+        "with this group and "
+        "give its --out as --data_path, or set data.encode='online'."
+    )
+
+
+def _differences(other: Identity, wanted: Identity) -> str:
+    names = [name for name in wanted if other.get(name) != wanted[name]]
+    return ", ".join(f"{name}={other.get(name)!r} (want {wanted[name]!r})" for name in names)
+
+
+def padded(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
+    """The states of each row's contexts, joined -> (B, L, D), zeros behind the shorter ones, and a
+    bool mask (B, L).
+    """
+    lengths = [sum(map(len, parts)) for parts in rows]
+    first = rows[0][0]
+    states = first.new_zeros(len(rows), max(lengths), first.shape[1])
+    mask = torch.zeros(states.shape[:2], dtype=torch.bool)
+    for index, (parts, length) in enumerate(zip(rows, lengths, strict=True)):
+        torch.cat(list(parts), out=states[index, :length])
+        mask[index, :length] = True
+    return states, mask

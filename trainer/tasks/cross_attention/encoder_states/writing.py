@@ -1,0 +1,280 @@
+"""States written shard by shard over ranks, restartable after a kill."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.errors import ConfigError, DivergedError, LatheError, StorageError
+from trainer.files.atomic import refusals, write_json
+from trainer.files.safetensors_file import write_tensors
+from trainer.runtime import distributed
+from trainer.tasks.cross_attention.encoder_states.layout import (
+    FORMAT,
+    KEY_BYTES,
+    META,
+    PLAN,
+    TORCH,
+    Dtype,
+    Plan,
+    key_of,
+    quantised,
+    read_json,
+    record_of,
+    shard_bounds,
+    shard_name,
+)
+
+logger = logging.getLogger(__name__)
+
+Place = tuple[int, ...]  # where a context stands in the data
+Encoder = Callable[
+    [Sequence[np.ndarray]], list[Tensor]
+]  # token ids of contexts -> their (L, D) states, on the CPU
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Every distinct context of some data, in the order in which they are met first."""
+
+    keys: np.ndarray  # (E,) 32 bytes each
+    lengths: np.ndarray  # (E,) int64, tokens
+    ids: Callable[[int], np.ndarray]  # of one of them
+    met: int  # contexts before repeated ones were left out
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What is still to be written, over all ranks."""
+
+    shards: list[int]
+    contexts: int
+    tokens: int
+    bytes: int
+
+
+def distinct(
+    met: Iterable[tuple[Place, np.ndarray]], ids_at: Callable[[Place], np.ndarray]
+) -> Contexts:
+    """The distinct contexts among all that are met; their ids are not kept, but read again where
+    they stand.
+    """
+    seen: set[bytes] = set()
+    keys: list[bytes] = []
+    lengths: list[int] = []
+    places: list[Place] = []
+    count = 0
+    for place, ids in met:
+        count += 1
+        key = key_of(ids)
+        if key not in seen:
+            seen.add(key)
+            keys.append(key)
+            lengths.append(len(ids))
+            places.append(place)
+    table = np.asarray(places, dtype=np.int64)
+    return Contexts(
+        np.frombuffer(b"".join(keys), dtype=f"V{KEY_BYTES}"),
+        np.asarray(lengths, dtype=np.int64),
+        lambda entry: ids_at(tuple(table[entry].tolist())),
+        count,
+    )
+
+
+def missing(folder: Path, contexts: Contexts, plan: Plan) -> Missing:
+    """What a folder still lacks of its plan."""
+    bounds = shard_bounds(contexts.lengths, plan.shard_tokens)
+    shards = [number for number in range(len(bounds)) if record_of(folder, number) is None]
+    entries = sum(len(bounds[number]) for number in shards)
+    tokens = sum(int(contexts.lengths[bounds[n].start : bounds[n].stop].sum()) for n in shards)
+    size = plan.bytes_needed(contexts=entries, tokens=tokens, shards=len(shards))
+    return Missing(shards, entries, tokens, size)
+
+
+def refuse_small_disk(folder: Path, lacking: Missing) -> None:
+    """StorageError when the disk of `folder` has no room for what is still to be written."""
+    free = shutil.disk_usage(folder).free
+    if lacking.bytes > free:
+        raise StorageError(
+            f"{folder}: {gib(lacking.bytes)} of states are still to be written, {gib(free)} are "
+            "free. Free some space, "
+            "write elsewhere with --out, or take data.state_dtype='int8' or a lower "
+            "data.context_tokens."
+        )
+
+
+def gib(size: int) -> str:
+    """A number of bytes as a person reads it."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"
+
+
+def begun(folder: Path, plan: Plan) -> Plan:
+    """The plan that the folder was begun with, which is `plan` for a new one. A collective.
+
+    ConfigError when it was begun with other contexts.
+    """
+    outcome: dict[str, Any] = {}
+    if distributed.is_main():
+        try:
+            with refusals(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / PLAN).is_file():
+                write_json(folder / PLAN, {"format": FORMAT, **asdict(plan)})
+            outcome = {"plan": read_json(folder / PLAN)}
+        except LatheError as error:
+            outcome = {"error": str(error)}
+    outcome = distributed.broadcast(outcome)
+    if "error" in outcome:
+        raise StorageError(outcome["error"])
+    there, asked = outcome["plan"], json.loads(json.dumps(asdict(plan)))
+    differing = [
+        name for name in asked if name != "shard_tokens" and there.get(name) != asked[name]
+    ]
+    if differing:
+        said = "; ".join(
+            f"{name} was {there.get(name)!r}, is {asked[name]!r}" for name in differing
+        )
+        raise ConfigError(
+            f"{folder} was begun with other data ({said}). Name a new --out, or delete this folder."
+        )
+    return Plan(**there)
+
+
+def write(
+    folder: Path,
+    contexts: Contexts,
+    encode: Encoder,
+    *,
+    plan: Plan,
+    batch_tokens: int,
+    tell: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Write every shard that is missing of a folder that was `begun`; of the missing ones, rank r
+    takes every r-th.
+
+    A collective. batch_tokens: padded tokens that `encode` gets at a time, at most, but for a
+    longer context. tell: is called with the number of contexts of this rank that were encoded just
+    now.
+    """
+    bounds = shard_bounds(contexts.lengths, plan.shard_tokens)
+    todo = distributed.broadcast(missing(folder, contexts, plan).shards)
+    for number in todo[distributed.rank() :: distributed.world()]:
+        states = _encoded(contexts, bounds[number], encode, plan, batch_tokens, tell)
+        _write_shard(
+            folder, number, contexts.keys[bounds[number].start : bounds[number].stop], states, plan
+        )
+    distributed.barrier()
+    if distributed.is_main():
+        _finish(folder, len(bounds))
+    distributed.barrier()
+
+
+def _encoded(
+    contexts: Contexts,
+    entries: range,
+    encode: Encoder,
+    plan: Plan,
+    batch_tokens: int,
+    tell: Callable[[int], None],
+) -> list[Tensor]:
+    """(L, D) states of the contexts of one shard, in their order, on the CPU. Batches never cross
+    shards.
+    """
+    found: dict[int, Tensor] = {}
+    for batch in _batches(entries, contexts.lengths, batch_tokens):
+        for entry, states_LD in zip(
+            batch, encode([contexts.ids(entry) for entry in batch]), strict=True
+        ):
+            wanted = (int(contexts.lengths[entry]), plan.width)
+            assert tuple(states_LD.shape) == wanted, (
+                f"states of {tuple(states_LD.shape)}, want {wanted}"
+            )
+            if not torch.isfinite(states_LD).all():
+                raise DivergedError(
+                    "a state holds NaN or infinity. Use train.precision='bf16' or 'fp32', or "
+                    "another base."
+                )
+            found[entry] = states_LD
+        tell(len(batch))
+    return [found[entry] for entry in entries]
+
+
+def _batches(entries: range, lengths: np.ndarray, batch_tokens: int) -> list[list[int]]:
+    """Contexts of like length, the longest first, as many as the budget takes."""
+    batches: list[list[int]] = []
+    room = 0
+    for entry in sorted(entries, key=lambda entry: (-lengths[entry], entry)):
+        if room < 1:
+            batches.append([])
+            room = max(1, batch_tokens // max(1, int(lengths[entry])))
+        batches[-1].append(entry)
+        room -= 1
+    return batches
+
+
+def _write_shard(
+    folder: Path, number: int, keys: np.ndarray, states: list[Tensor], plan: Plan
+) -> None:
+    """The tensors, then their record; a shard without a record is made again."""
+    name = shard_name(number)
+    temporary = f".{name}.{os.getpid()}.tmp"
+    (folder / temporary).unlink(missing_ok=True)
+    record = write_tensors(folder, temporary, _tensors(keys, states, plan.dtype))
+    with refusals(folder / name):
+        os.replace(folder / temporary, folder / name)
+    write_json((folder / name).with_suffix(".json"), asdict(replace(record, name=name)))
+    logger.debug("%s: %d contexts", folder / name, len(states))
+
+
+def _tensors(keys: np.ndarray, states: list[Tensor], dtype: Dtype) -> dict[str, Tensor]:
+    lengths = torch.tensor([len(states_LD) for states_LD in states])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    joined = torch.cat(states)
+    tensors = {
+        "offsets": offsets,
+        "keys": torch.frombuffer(bytearray(keys.tobytes()), dtype=torch.uint8),
+    }
+    tensors["keys"] = tensors["keys"].view(len(states), KEY_BYTES)
+    if dtype == "int8":
+        tensors["states"], tensors["scales"] = quantised(joined)
+    else:
+        tensors["states"] = joined.to(TORCH[dtype])
+    spans = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    parts = [tensors[field] for field in ("states", "scales") if field in tensors]
+    tensors["checksums"] = torch.tensor([checksum([part[a:b] for part in parts]) for a, b in spans])
+    return tensors
+
+
+def checksum(parts: Sequence[Tensor]) -> int:
+    """CRC-32 over the bytes of some tensors."""
+    found = 0
+    for part in parts:
+        found = zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, found)
+    return found
+
+
+def _finish(folder: Path, shards: int) -> None:
+    records = [record_of(folder, number) for number in range(shards)]
+    lost = [number for number, record in enumerate(records) if record is None]
+    if lost:
+        raise LatheError(f"{folder}: shards {lost} are not whole. Run the same command again.")
+    for torn in folder.glob(".*.tmp"):  # of processes that were killed
+        torn.unlink(missing_ok=True)
+    write_json(
+        folder / META,
+        {"format": FORMAT, "shards": [asdict(record) for record in records if record]},
+    )

@@ -1,0 +1,1 @@
+"""The published training sets and their files."""

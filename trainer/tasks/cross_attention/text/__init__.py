@@ -1,0 +1,1 @@
+"""What the decoder reads: questions, contexts, prompts."""

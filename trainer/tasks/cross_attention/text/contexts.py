@@ -1,0 +1,95 @@
+"""How a context reaches the model: as token ids, which it encodes itself, or as states that were
+prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.data import vocabulary
+from trainer.data.padding import pad_right
+from trainer.models import base_model
+from trainer.tasks.cross_attention.config import Config
+from trainer.tasks.cross_attention.encoder_states.layout import Identity, folder_name
+from trainer.tasks.cross_attention.encoder_states.reading import StateCache, open_states, padded
+from trainer.tasks.protocol import Batch, Places
+
+FIELDS = (
+    "context",
+    "other",
+)  # of an encoded row; "other": another row's context, read instead in evaluation
+STATES = "states"  # the folder below --data_path or --cache_dir
+
+# B batch, C chunks of a context, L tokens, D width
+
+
+def chunks_of(row: Mapping[str, Any], field: str) -> list[Sequence[int]]:
+    """The token ids of each chunk of an encoded row's context."""
+    chunks, start = [], 0
+    for length in row[f"{field}_lengths"]:
+        chunks.append(row[field][start : start + int(length)])
+        start += int(length)
+    return chunks
+
+
+def token_batch(
+    rows: Sequence[Mapping[str, Any]], field: str, *, pad: int, is_chunked: bool
+) -> Batch:
+    """context_input_ids and context_attention_mask, (B, L), or (B, C, L) when chunked."""
+    per_row = [chunks_of(row, field) for row in rows]
+    num_chunks = max(len(chunks) for chunks in per_row)
+    flat = [chunk for chunks in per_row for chunk in [*chunks, *[[]] * (num_chunks - len(chunks))]]
+    ids, mask = pad_right(flat, pad)
+    if is_chunked:
+        ids, mask = ids.view(len(rows), num_chunks, -1), mask.view(len(rows), num_chunks, -1)
+    return {"context_input_ids": ids, "context_attention_mask": mask}
+
+
+def state_batch(rows: Sequence[Mapping[str, Any]], field: str, cache: StateCache) -> Batch:
+    """encoder_hidden_states (B, L, D) and encoder_attention_mask (B, L); chunks follow one another
+    without pads.
+    """
+    states, mask = padded(
+        [[cache.states(chunk) for chunk in chunks_of(row, field)] for row in rows]
+    )
+    return {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+
+
+def identity(cfg: Config, places: Places, tokenizer: Any) -> Identity:
+    """Everything that the states of a context depend on besides its token ids, and what
+    made those.
+    """
+    data = cfg.data
+    return {
+        "base": base_model.fingerprint(cfg.base, places),
+        "tokenizer": vocabulary.tokenizer_id(tokenizer),
+        "template": data.template,
+        "context_tokens": data.context_tokens,
+        "precision": cfg.train.precision,  # of the forward that makes them
+        "dtype": data.state_dtype,
+    }
+
+
+def open_cache(cfg: Config, places: Places, tokenizer: Any) -> StateCache:
+    """The prepared states of an experiment, below --data_path or --cache_dir. ConfigError when
+    there are none.
+    """
+    roots = [root / STATES for root in (places.data_path, places.cache_dir) if root is not None]
+    wanted = identity(cfg, places, tokenizer)
+    chosen = next((root for root in roots if (root / folder_name(wanted)).is_dir()), roots[0])
+    return open_states(chosen, wanted)
+
+
+def encoded_states(model: Any, chunks: Sequence[Any], pad: int) -> list[Tensor]:
+    """The (L, D) states of chunks of token ids, on the CPU, made by the frozen base of a
+    CrossAttentionModel.
+    """
+    device = next(model.parameters()).device
+    ids, mask = pad_right(chunks, pad)
+    with torch.no_grad():
+        states, _ = model.encode(ids.to(device), mask.to(device))
+    return [row[: len(chunk)] for row, chunk in zip(states.cpu(), chunks, strict=True)]

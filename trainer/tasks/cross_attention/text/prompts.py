@@ -1,0 +1,200 @@
+"""Questions and contexts as token ids, and back: what training, evaluation and a served model
+share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data import vocabulary
+from trainer.data.padding import pad_right
+from trainer.errors import DataError
+from trainer.tasks.cross_attention.config import Data
+from trainer.tasks.cross_attention.decoder.generation import greedy, most_prompt_tokens, searched
+from trainer.tasks.cross_attention.encoder_states.reading import StateCache
+from trainer.tasks.cross_attention.text import questions, templates
+from trainer.tasks.cross_attention.text.contexts import state_batch, token_batch
+from trainer.tasks.protocol import GREEDY, Batch, Encoded, Row, Search
+
+# B batch, N answers of a row, C chunks, L context tokens, T prompt tokens
+
+
+class Prompts:
+    """One tokenizer and one way of writing questions, answers and contexts.
+
+    states: where the prepared states of contexts are; None: the model encodes contexts itself.
+    """
+
+    def __init__(
+        self, tokenizer: Any, data: Data, states: Callable[[], StateCache | None] = lambda: None
+    ) -> None:
+        self.tokenizer, self.data, self._states = tokenizer, data, states
+        self.pad = vocabulary.pad_id(tokenizer)
+        self.eos = vocabulary.eos_id(tokenizer)
+        self.opening = _opening(tokenizer)
+
+    def encode(self, row: Row, *, predicts_context: bool = False) -> Encoded:
+        """Token ids: decoder text with its end and EOS, and the context's chunks, each cut to its
+        limit.
+
+        The decoder's text is the question with its answer or, where it predicts the context, that.
+        """
+        data = self.data
+        prompt, target = (
+            ([], self._target(row)) if predicts_context else self._prompt_and_answer(row)
+        )
+        decoder = (prompt + target)[: data.decoder_tokens]
+        if data.loss_on == "answer" and len(decoder) <= len(prompt):
+            raise DataError(
+                f"data.decoder_tokens={data.decoder_tokens} cuts off the whole answer of "
+                f"{row['question']!r}: "
+                f"its prompt alone has {len(prompt)} tokens. Raise data.decoder_tokens."
+            )
+        context = self._context(row["question"], questions.contexts_of(row))
+        is_cut = (
+            len(prompt) + len(target) > data.decoder_tokens
+            or max(map(len, context)) > data.context_tokens
+        )
+        encoded = Encoded({"decoder": decoder, "answer_start": [len(prompt)]}, is_truncated=is_cut)
+        encoded |= self._within_limit(context, "context")
+        if "other" in row:
+            encoded |= self._within_limit(self._context(row["question"], row["other"]), "other")
+        return encoded
+
+    def contexts(self, rows: Sequence[Mapping[str, Any]], field: str) -> Batch:
+        """A context field as the model takes it, padded on the right: ids, or prepared states."""
+        states = self._states()
+        if states is not None:
+            return state_batch(rows, field, states)
+        return token_batch(rows, field, pad=self.pad, is_chunked=self.data.chunked)
+
+    def answers(
+        self,
+        model: nn.Module,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        search: Search = GREEDY,
+        device: torch.device,
+        is_synced: bool = False,
+        max_tokens: int | None = None,
+    ) -> list[list[str]]:
+        """The answers to each encoded row, the best first, of at most max_tokens tokens; None:
+        data.answer_tokens.
+
+        is_synced: the ranks of a launcher answer different rows, and make equally many forwards.
+        """
+        most = self.data.answer_tokens if max_tokens is None else max_tokens
+        ids, mask = self._prompts(rows, most_prompt_tokens(model, most))
+        prompts = {"input_ids": ids, "attention_mask": mask, **self.contexts(rows, "context")}
+        prompts = {name: tensor.to(device) for name, tensor in prompts.items()}
+        texts = [
+            self._text(tokens)
+            for tokens in self._generated(model, prompts, search, most, is_synced).tolist()
+        ]
+        return [
+            texts[start : start + search.num_answers]
+            for start in range(0, len(texts), search.num_answers)
+        ]
+
+    def _generated(
+        self, model: nn.Module, prompts: Batch, search: Search, most: int, is_synced: bool
+    ) -> Tensor:
+        """(B*N, G) tokens."""
+        how: dict[str, Any] = {
+            "max_new_tokens": most,
+            "pad_token_id": self.pad,
+            "eos_token_id": self.eos,
+        }
+        if search == GREEDY:
+            return greedy(model, **prompts, **how, always_steps=is_synced).tokens_BG
+        device = prompts["input_ids"].device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(_seed(search.seed, prompts["input_ids"]))
+            return searched(model, prompts, search, **how, is_synced=is_synced)
+
+    def _prompt_and_answer(self, row: Row) -> tuple[list[int], list[int]]:
+        """Ids of the prompt, and of the answer as it stands behind it, with EOS.
+
+        They are made together where the prompt's own ids begin those of the whole: SentencePiece
+        puts a space before what stands alone.
+        """
+        text = templates.prompt(row["question"], self.data.template)
+        prompt, whole = self._ids(text), self._ids(text + row["answers"][0])
+        is_beginning = whole[: len(prompt)] == prompt
+        answer = (
+            whole[len(prompt) :] if is_beginning else self._ids(row["answers"][0], is_opened=False)
+        )
+        return prompt, [*answer, self.eos]
+
+    def _target(self, row: Row) -> list[int]:
+        """Ids of a context as the decoder predicts it, with EOS; of a chunked one, the useful
+        chunks joined.
+        """
+        contexts = questions.contexts_of(row)
+        if self.data.chunked and "useful_contexts" in row:
+            contexts = [
+                text
+                for text, is_useful in zip(contexts, row["useful_contexts"], strict=True)
+                if is_useful
+            ]
+        text = templates.context_text("", contexts, self.data.template, question_on_context=False)
+        return [*self._ids(text), self.eos]
+
+    def _context(self, question: str, contexts: list[str]) -> list[list[int]]:
+        how = {"question_on_context": self.data.question_on_context, "chunked": self.data.chunked}
+        return [
+            self._ids(text)
+            for text in templates.context_texts(question, contexts, self.data.template, **how)
+        ]
+
+    def _within_limit(self, texts: list[list[int]], field: str) -> dict[str, list[int]]:
+        chunks = [ids[: self.data.context_tokens] for ids in texts]
+        return {
+            field: [token for chunk in chunks for token in chunk],
+            f"{field}_lengths": [len(c) for c in chunks],
+        }
+
+    def _ids(self, text: str, *, is_opened: bool = True) -> list[int]:
+        opening = self.opening if is_opened else []
+        return [*opening, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def _prompts(self, rows: Sequence[Mapping[str, Any]], most: int) -> tuple[Tensor, Tensor]:
+        """(B, T) ids and mask of what stands before the answers, padded on the left; at most the
+        last `most` tokens.
+        """
+        prompts = [row["decoder"][: int(row["answer_start"][0])][-most:] for row in rows]
+        ids, mask = pad_right([list(prompt)[::-1] for prompt in prompts], self.pad)
+        return ids.flip(1), mask.flip(1)
+
+    def _text(self, tokens: list[int]) -> str:
+        end = tokens.index(self.eos) if self.eos in tokens else len(tokens)
+        kept = tokens[:end]
+        return str(
+            self.tokenizer.decode(
+                kept, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+
+def _opening(tokenizer: Any) -> list[int]:
+    """The beginning-of-text token, as a list, where the tokenizer puts one before every text by
+    itself, as Llama's.
+    """
+    bos = tokenizer.bos_token_id
+    plain, opened = (
+        tokenizer("a", add_special_tokens=is_added)["input_ids"] for is_added in (False, True)
+    )
+    return [bos] if bos is not None and opened[: len(plain) + 1] == [bos, *plain] else []
+
+
+def _seed(seed: int, ids_BT: Tensor) -> int:
+    """Of the draws for a batch: the same questions draw the same, on whichever rank and after
+    whatever others.
+    """
+    content = f"{seed}:{ids_BT.tolist()}".encode()
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1

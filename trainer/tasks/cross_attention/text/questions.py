@@ -1,0 +1,96 @@
+"""Where the rows of the cross-attention task come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.config import nearest
+from trainer.data import sources, stdlib_docs
+from trainer.errors import DataError
+from trainer.tasks.protocol import Row
+
+PREPARED = "prepared.json"  # in a folder that `python -m trainer prepare` wrote; see preparation.py
+
+
+def of_split(
+    source: str, split: str, data_path: Path | None, *, subset: str = "all"
+) -> Iterable[Row]:
+    """Rows with a question, answers and contexts; those of one "dataset" only, unless the subset is
+    "all".
+
+    DataError when no row is of that data set, naming those that there are.
+    """
+    rows = _of_source(source, split, data_path)
+    return rows if subset == "all" else _of_dataset(rows, subset, split)
+
+
+def contexts_of(row: Row) -> list[str]:
+    """The contexts of a row, one or several."""
+    return row.get("contexts") or [row["context"]]
+
+
+def with_another_context(rows: list[Row]) -> Iterator[Row]:
+    """Each row with the context of the next row that has a different one, so that the pairing
+    depends on no batch.
+    """
+    for index, row in enumerate(rows):
+        own = contexts_of(row)
+        others = (contexts_of(rows[(index + offset) % len(rows)]) for offset in range(1, len(rows)))
+        yield {**row, "other": next((other for other in others if other != own), own)}
+
+
+def prepared(folder: Path) -> dict[str, Any]:
+    """What stands in a folder of prepared rows: their source, and by split their number and
+    digest.
+    """
+    path = folder / PREPARED
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read ({error}). Delete {folder} and prepare anew."
+        ) from error
+
+
+def _of_source(source: str, split: str, data_path: Path | None) -> Iterable[Row]:
+    if data_path is not None and (data_path / PREPARED).is_file():
+        return _prepared_rows(source, split, data_path)
+    if source == "stdlib_docs":
+        return stdlib_docs.qa_rows(split)
+    return (
+        sources.nq_rows(data_path, split) if source == "nq" else sources.qa_rows(data_path, split)
+    )
+
+
+def _prepared_rows(source: str, split: str, folder: Path) -> Iterator[Row]:
+    found = prepared(folder)
+    if found["source"] != source:
+        raise DataError(
+            f"{folder}: was prepared from data.source={found['source']!r}, the group reads "
+            f"{source!r}."
+        )
+    if split not in found["rows"]:
+        legal = ", ".join(found["rows"]) or "none yet: run the same prepare command again"
+        raise DataError(f"{folder}: has no {split} split, but {legal}.")
+    return sources.read_jsonl(folder / f"{split}.jsonl")
+
+
+def _of_dataset(rows: Iterable[Row], subset: str, split: str) -> Iterator[Row]:
+    others: set[str] = set()
+    is_empty = True
+    for row in rows:
+        if row.get("dataset") == subset:
+            is_empty = False
+            yield row
+        else:
+            others.add(row.get("dataset", "none"))
+    if is_empty:
+        raise DataError(
+            f"no row of the {split} split is of the data set {subset!r}. "
+            f"{nearest(subset, sorted(others))} "
+            '(A row says so by its "dataset"; data.training_data_subset and '
+            "data.validation_data_subset choose.)"
+        )

@@ -1,0 +1,99 @@
+"""The exact strings that the decoder and the context encoder of the cross-attention task read.
+
+"chat" is what the published system uses for GPTBigCode, Tulu and Llama bases, "mistral" for
+Mistral, "plain" its early form. The tags are ordinary text, not special tokens. Source:
+ServiceNow/xc-cache (HEAD 0e90cb8, "plain" 7a75209).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+Template = Literal["chat", "plain", "mistral"]
+
+_CONTEXT_MARK = "<|C|>"  # stands at the end of the user's turn of a context
+_LLAMA_SYSTEM = (
+    "Please answer the following question given the following passages. Please be brief. "
+    "If you cannot answer the question, please reply with 'UNANSWERABLE'.\n"
+)
+
+
+def prompt(question: str, template: Template) -> str:
+    """The decoder's text up to where the answer begins; the answer follows without a separator."""
+    if template == "plain":
+        return f"question: {question} \n answer: "
+    return _turn(question, template)
+
+
+def decoder_text(question: str, answer: str, template: Template) -> str:
+    """The decoder's whole training text: prompt and answer, without an end-of-text token."""
+    return prompt(question, template) + answer
+
+
+def context_text(
+    question: str, contexts: Sequence[str], template: Template, *, question_on_context: bool
+) -> str:
+    """The context encoder's text: all contexts joined by one space, under one header.
+
+    question_on_context: the header holds the question too. The published early system never did
+    that; "plain" then writes it in front, as "question: ... context: ...".
+    """
+    joined = " ".join(contexts)
+    if template == "plain":
+        return (
+            f"question: {question} context: {joined}"
+            if question_on_context
+            else f"context: {joined}"
+        )
+    return _turn((question if question_on_context else "") + _CONTEXT_MARK, template) + joined
+
+
+def chunk_texts(
+    question: str, contexts: Sequence[str], template: Template, *, question_on_context: bool
+) -> list[str]:
+    """One text per context, each under a header of its own: they are encoded one by one, positions
+    restart at 0.
+    """
+    return [
+        context_text(question, [one], template, question_on_context=question_on_context)
+        for one in contexts
+    ]
+
+
+def context_texts(
+    question: str,
+    contexts: Sequence[str],
+    template: Template,
+    *,
+    question_on_context: bool,
+    chunked: bool,
+) -> list[str]:
+    """What the context encoder reads, as the experiment asks: one text of all contexts, or one per
+    context.
+    """
+    if chunked:
+        return chunk_texts(question, contexts, template, question_on_context=question_on_context)
+    return [context_text(question, contexts, template, question_on_context=question_on_context)]
+
+
+def in_context_prompt(
+    question: str, contexts: Sequence[str], style: Literal["tulu", "llama_chat"]
+) -> str:
+    """The published prompting baseline: contexts and question in one decoder prompt, no added
+    layers.
+    """
+    joined = " ".join(contexts)
+    if style == "tulu":
+        return f"<|system|>\n{joined}\n<|user|>\n{question}\n<|assistant|>\n"
+    return (
+        f"[INST] <<SYS>>\n{_LLAMA_SYSTEM}\n<</SYS>>\n\n{joined}\nQuestion: "
+        f"{question}\n[/INST]\nAnswer: "
+    )
+
+
+def _turn(user: str, template: Template) -> str:
+    """A user's turn and the opening of the assistant's."""
+    return (
+        f"[INST] {user} [/INST] " if template == "mistral" else f"<|user|>\n{user}\n<|assistant|>\n"
+    )

@@ -1,0 +1,64 @@
+"""Ragged passages -> one stream of real tokens, and where each token lies among those of its
+question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from trainer.models.packed import layout
+from trainer.tasks.protocol import Batch
+
+# B questions, P passages of all of them, M tokens of all of those, S tokens of the question that
+# has most
+
+
+def pack(
+    questions: Sequence[Sequence[Sequence[int]]], *, bucketed: bool, cross_width: int | None = None
+) -> Batch:
+    """The passages of B questions, each a list of token ids, as packing.pack returns them, and in
+    addition:
+
+    question (P,) the question of each passage; fused_mask (B, S) bool and fused (M,): where each
+    token lies among all those of its question.
+
+    cross_width: None puts the tokens of a question close together; a number leaves every passage
+    that much room, which is the references' layout. A question needs at least one passage, and a
+    passage at least one token.
+    """
+    passages = [passage for question in questions for passage in question]
+    assert all(questions), "a question without passages is encoded as one passage"
+    batch = layout.pack(passages, bucketed=bucketed)
+    lengths = np.array([len(passage) for passage in passages], dtype=np.int64)
+    question = np.repeat(np.arange(len(questions)), [len(question) for question in questions])
+    fused_mask, fused = _fused(
+        lengths, question, batch["passage"].numpy(), batch["position"].numpy(), cross_width
+    )
+    placed = {"question": question, "fused": fused, "fused_mask": fused_mask}
+    return batch | {name: torch.from_numpy(values) for name, values in placed.items()}
+
+
+def _fused(
+    lengths: np.ndarray,
+    question: np.ndarray,
+    passage: np.ndarray,
+    position: np.ndarray,
+    cross_width: int | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(B, S) mask, and the place of every token in the flat (B * S,) of it."""
+    rooms = lengths if cross_width is None else np.full_like(lengths, cross_width)
+    per_question = np.bincount(question, weights=rooms).astype(np.int64)
+    width = (
+        int(-(-per_question.max() // layout.ALIGNED) * layout.ALIGNED)
+        if cross_width is None
+        else int(per_question.max())
+    )
+    before = np.cumsum(rooms) - rooms  # room taken by earlier passages of all questions
+    before_question = np.cumsum(per_question) - per_question
+    fused = question[passage] * width + (before - before_question[question])[passage] + position
+    mask = np.zeros(len(per_question) * width, dtype=bool)
+    mask[fused] = True
+    return mask.reshape(len(per_question), width), fused

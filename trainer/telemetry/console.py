@@ -1,0 +1,83 @@
+"""What a person sees of a run: plain lines in a log file, a live bar on a terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+Number = int | float
+
+
+class Lines:
+    """One line an entry, for a log file: `step 20/200  loss 5.1234  lr 3.0e-4  eta 0:01:30`."""
+
+    def __init__(self, console: Console, total: int, *, unit: str = "step") -> None:
+        self._console, self._total, self._unit = console, total, unit
+
+    def log(self, step: int, scalars: Mapping[str, Number]) -> None:
+        """Print one entry."""
+        words = [
+            f"{self._unit} {step}/{self._total}",
+            *(f"{name} {shown(value)}" for name, value in scalars.items()),
+        ]
+        eta = _eta(step, self._total, scalars)
+        self._console.out("  ".join([*words, *([f"eta {eta}"] if eta else [])]), highlight=False)
+
+    def close(self, exit_code: int) -> None:
+        """Nothing is open."""
+
+
+class Bar:
+    """A live progress bar for a terminal; evaluations stay above it as lines."""
+
+    def __init__(self, console: Console, total: int, *, unit: str = "step") -> None:
+        self._lines, self._total = Lines(console, total, unit=unit), total
+        columns = (
+            TextColumn(unit),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[words]}"),
+        )
+        self._progress = Progress(*columns, console=console)
+        self._bar = self._progress.add_task(unit, total=total, words="")
+        self._progress.start()
+
+    def log(self, step: int, scalars: Mapping[str, Number]) -> None:
+        """Move the bar; an evaluation (a name with a slash) is printed instead."""
+        if any("/" in name for name in scalars):
+            self._lines.log(step, scalars)
+            return
+        chosen = {
+            name: value
+            for name, value in scalars.items()
+            if name in ("loss", "lr") or name.endswith("_per_s")
+        }
+        words = [f"{name} {shown(value)}" for name, value in chosen.items()]
+        words += [f"eta {eta}"] if (eta := _eta(step, self._total, scalars)) else []
+        self._progress.update(self._bar, completed=step, words="  ".join(words), refresh=True)
+
+    def close(self, exit_code: int) -> None:
+        """Leave the terminal as it was."""
+        self._progress.stop()
+
+
+def shown(value: Number) -> str:
+    """A number as a person reads it: 5.1234, 12345.6, 3.0e-4, 12."""
+    if isinstance(value, int) or value == 0:
+        return str(int(value))
+    if 1e-3 <= abs(value) < 1e6:
+        return f"{value:.4f}" if abs(value) < 1e3 else f"{value:.1f}"
+    return re.sub(r"e([+-])0*", lambda match: "e" + match[1].strip("+"), f"{value:.1e}")
+
+
+def _eta(step: int, total: int, scalars: Mapping[str, Number]) -> str:
+    """h:mm:ss that the remaining steps take at the speed of this entry; empty when it
+    states none.
+    """
+    if "step_s" not in scalars or step >= total:
+        return ""
+    minutes, seconds = divmod(round((total - step) * scalars["step_s"]), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -1,0 +1,110 @@
+"""How fast a run is and how much memory it takes, between two log lines."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from trainer.runtime import distributed
+from trainer.runtime.gpus import peak_flops
+
+
+class Meter:
+    """Speed and memory between two log lines. Evaluating and saving do not count: wrap them in
+    `paused()`.
+    """
+
+    def __init__(self) -> None:
+        self._peak_flops, self._counted_flops, self._flops_per_unit = peak_flops(), 0, 0.0
+        self._start, self._units, self._steps = time.monotonic(), 0, 0
+        self._memory = _Memory()
+
+    @contextmanager
+    def counting_flops(self) -> Iterator[None]:
+        """Count the FLOPs of the first step that runs inside, where the device's peak is known: mfu
+        rests on it.
+        """
+        if self._peak_flops is None or self._flops_per_unit:
+            yield
+            return
+        with FlopCounterMode(display=False) as counter:
+            yield
+        self._counted_flops = counter.get_total_flops()
+
+    def add(self, units: int) -> None:
+        """Count one step of `units`, those of all ranks."""
+        if self._counted_flops and units:
+            # every rank's share is alike, and `units` are those of all ranks
+            self._flops_per_unit, self._counted_flops = (
+                self._counted_flops * distributed.world() / units,
+                0,
+            )
+        self._units += units
+        self._steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time of a block out of the speed."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._start += time.monotonic() - start
+
+    def read(self, unit: str) -> dict[str, float]:
+        """`<unit>_per_s` over all ranks, `step_s`, `peak_gib` of this rank since the start, `mfu`
+        if known.
+
+        Counted since the last read. mfu: achieved over peak bf16 FLOP/s; left out on a CPU and on
+        an unknown GPU.
+        """
+        elapsed = max(time.monotonic() - self._start, 1e-9)
+        rate = self._units / elapsed
+        found = {
+            f"{unit}_per_s": rate,
+            "step_s": elapsed / max(self._steps, 1),
+            "peak_gib": self._memory.peak_gib(),
+        }
+        if self._flops_per_unit and self._peak_flops is not None:
+            found["mfu"] = rate * self._flops_per_unit / (self._peak_flops * distributed.world())
+        self._start, self._units, self._steps = time.monotonic(), 0, 0
+        return found
+
+
+@dataclass
+class _Memory:
+    """The most memory in use since it was made: what torch allocated on the GPU, or else this
+    process's RSS.
+    """
+
+    _sampled: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            with suppress(
+                OSError
+            ):  # lets VmHWM start anew: a process may run several experiments (Linux 4.0, man proc)
+                Path("/proc/self/clear_refs").write_text("5")
+
+    def peak_gib(self) -> float:
+        if torch.cuda.is_available():
+            return torch.cuda.max_memory_allocated() / 2**30
+        if (
+            sys.platform == "linux"
+        ):  # not ru_maxrss, which a process inherits from the one that started it
+            match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+            if match:
+                return int(match[1]) / 2**20
+        self._sampled = max(self._sampled, psutil.Process().memory_info().rss)
+        return self._sampled / 2**30

@@ -1,0 +1,416 @@
+"""Checkpoints that are whole or invisible: written aside, checksummed, committed by one rename,
+verified before use.
+
+    checkpoints/step-<n>/  weights-<rank>-of-<world>.safetensors     named full tensors, any rank
+                           may hold any name
+                           optimizer-<rank>-of-<world>.safetensors
+                           rng-<rank>-of-<world>.safetensors         the random state of that rank
+                           alone
+                           state.json  manifest.json                 the manifest (sizes, sha256) is
+                                       written last
+
+A save lives in ".step-<n>.tmp" until its manifest is on the disk. A folder on its way out is
+renamed to ".step-<n>.gone" first, and one that is being replaced waits as ".step-<n>.old". Nothing
+is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from trainer.errors import CheckpointError, LatheError, StorageError
+from trainer.files.atomic import FULL, refusals
+from trainer.files.safetensors_file import (
+    Record,
+    bytes_needed,
+    checksum_problem,
+    tensors_of,
+    write_json,
+    write_tensors,
+)
+from trainer.runtime import distributed
+
+MANIFEST, STATE = "manifest.json", "state.json"
+VERSION = 1  # of the layout above
+JSON_ROOM = 2**20  # bytes set aside for state.json, manifest.json and the folder itself
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save(
+    root: Path,
+    step: int,
+    *,
+    weights: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor],
+    rng: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    keep_last: int,
+    keep: Collection[int] = (),
+) -> Path:
+    """Write and commit step-<step> under `root`, then prune; returns its folder. A collective:
+    every rank calls it.
+
+    Each rank passes the tensors that it holds, and its own random state; `state` is rank 0's.
+    Whatever fails on any rank, all ranks raise the same error (StorageError for the disk), nothing
+    half-written stays visible and earlier checkpoints are untouched.
+    """
+    start = time.monotonic()
+    temporary = _temporary(root, step)
+    shards = {"weights": weights, "optimizer": optimizer, "rng": rng}
+    try:
+        needed = sum(_everywhere(step, lambda: bytes_needed(*shards.values())))
+        _everywhere(step, lambda: _prepare(root, step, needed) if distributed.is_main() else None)
+        written = _everywhere(step, lambda: _write_shards(temporary, shards))
+        records = [Record(**record) for own in written for record in own]
+        _everywhere(
+            step, lambda: _conclude(root, step, state, records) if distributed.is_main() else None
+        )
+    except LatheError:
+        if distributed.is_main():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if distributed.is_main():
+        log.info(
+            "saved step-%d: %.2f GiB in %.1f s", step, needed / 2**30, time.monotonic() - start
+        )
+        _prune_after_save(root, step, keep_last, keep)
+    distributed.barrier()
+    return _visible(root, step)
+
+
+def _everywhere(step: int, action: Callable[[], T]) -> list[T]:
+    """The results of `action` on every rank, by rank; when it fails anywhere, everyone raises the
+    first failure.
+    """
+    cause: Exception | None = None
+    try:
+        outcome: dict[str, Any] = {"result": action()}
+    except (
+        Exception
+    ) as error:  # any: a rank that leaves alone would hang the others in their next collective
+        cause = error
+        text = str(error) if isinstance(error, LatheError) else f"{type(error).__name__}: {error}"
+        outcome = {"error": text, "is_storage": isinstance(error, (StorageError, OSError))}
+    outcomes = distributed.gather(outcome)
+    for rank, other in enumerate(outcomes):
+        if "error" in other:
+            kind = StorageError if other["is_storage"] else CheckpointError
+            raise kind(f"step-{step} was not saved. Rank {rank}: {other['error']}") from cause
+    return [other["result"] for other in outcomes]
+
+
+def _prepare(root: Path, step: int, needed: int) -> None:
+    begin(root, step)
+    free = shutil.disk_usage(root).free
+    if free < needed + JSON_ROOM:
+        raise StorageError(
+            f"{root}: {free / 2**30:.2f} GiB free, the checkpoint needs "
+            f"{(needed + JSON_ROOM) / 2**30:.2f} GiB. {FULL}"
+        )
+
+
+def _write_shards(
+    temporary: Path, shards: Mapping[str, Mapping[str, Tensor]]
+) -> list[dict[str, Any]]:
+    with refusals(temporary):
+        temporary.mkdir(
+            parents=True, exist_ok=True
+        )  # on a network disk this makes rank 0's folder visible here
+    own = f"{distributed.rank()}-of-{distributed.world()}.safetensors"
+    return [
+        asdict(write_tensors(temporary, f"{prefix}-{own}", tensors))
+        for prefix, tensors in shards.items()
+    ]
+
+
+def _conclude(root: Path, step: int, state: Mapping[str, Any], records: list[Record]) -> None:
+    temporary = _temporary(root, step)
+    commit(temporary, root, step, [*records, write_json(temporary, STATE, state)])
+
+
+def _prune_after_save(root: Path, step: int, keep_last: int, keep: Collection[int]) -> None:
+    try:
+        prune(root, keep_last=keep_last, keep=set(keep), written=step)
+    except StorageError as error:  # the new checkpoint is safe; only room is lost
+        log.warning("old checkpoints stay: %s", error)
+
+
+def begin(root: Path, step: int) -> Path:
+    """The empty temporary folder of a save, after clearing what dead saves left. Rank 0 alone calls
+    it.
+    """
+    with refusals(root):
+        root.mkdir(parents=True, exist_ok=True)
+        for leftover in root.glob(".step-*"):
+            visible = root / leftover.stem[1:]
+            if leftover.suffix == ".old" and not visible.exists():
+                log.warning("%s: a replacement died half-way; the earlier one is back", visible)
+                os.replace(leftover, visible)
+            else:
+                shutil.rmtree(leftover)
+        temporary = _temporary(root, step)
+        temporary.mkdir()
+    return temporary
+
+
+def commit(temporary: Path, root: Path, step: int, records: Sequence[Record]) -> Path:
+    """Turn a written temporary folder into step-<step>; returns it. Before the rename nobody sees
+    it.
+
+    A step-<step> that is already there is replaced. Raises StorageError when a file is not there in
+    full.
+    """
+    target = _visible(root, step)
+    with refusals(target):
+        for record in records:
+            path = temporary / record.name
+            size = path.stat().st_size if path.is_file() else None
+            if size != record.size:
+                raise StorageError(
+                    f"{path}: got {size} bytes, want {record.size}. Do all machines see the same "
+                    "folder?"
+                )
+        files = [asdict(record) for record in sorted(records, key=lambda record: record.name)]
+        write_json(temporary, MANIFEST, {"version": VERSION, "step": step, "files": files})
+        _sync_folder(temporary)
+        aside = root / f".step-{step}.old"
+        if target.exists():
+            os.replace(target, aside)
+        os.replace(temporary, target)
+        _sync_folder(root)
+        if aside.exists():
+            _remove(aside)
+    return target
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # some network mounts cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- finding and keeping
+
+
+def problems(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint, one line per file: missing, extra, size, checksum. Empty
+    when it is good.
+    """
+    records, wrong = _contents(folder)
+    suspects = [
+        record
+        for record in records
+        if not any(line.startswith(f"{record.name}:") for line in wrong)
+    ]
+    with ThreadPoolExecutor(
+        min(8, os.cpu_count() or 1)
+    ) as pool:  # sha256 releases the interpreter lock
+        return wrong + [
+            line
+            for line in pool.map(lambda record: checksum_problem(folder, record), suspects)
+            if line
+        ]
+
+
+def newest_good(root: Path) -> Path | None:
+    """The newest checkpoint under `root` without problems, or None; each damaged newer one is
+    warned of by name.
+    """
+    for _, folder in reversed(_candidates(root)):
+        wrong = problems(folder)
+        if not wrong:
+            return folder
+        log.warning("%s is damaged and passed over: %s", folder, "; ".join(wrong))
+    return None
+
+
+def resume_point(root: Path) -> Path | None:
+    """`newest_good` as rank 0 finds it, on every rank. A collective."""
+    name = distributed.broadcast(_name_of(newest_good(root)) if distributed.is_main() else None)
+    return root / name if name else None
+
+
+def prune(
+    root: Path, *, keep_last: int, keep: Collection[int] = (), written: int | None = None
+) -> list[int]:
+    """Remove old checkpoints, and damaged ones; returns the steps removed. Rank 0 alone calls it.
+
+    The newest `keep_last`, the steps in `keep` and the last good one always stay; with no good one
+    nothing is removed. written: a step that this process has just committed, which is then not read
+    again to know that it is good.
+    """
+    last = _step_of(newest_good(root)) if written is None else written
+    if last is None:
+        return []
+    candidates = _candidates(root)
+    whole = [step for step, folder in candidates if not _contents(folder)[1]]
+    recent = [step for step in whole if step <= last][-keep_last:] if keep_last > 0 else []
+    kept = {*recent, *keep, last, *(step for step in whole if step > last)}
+    removed = [(step, folder) for step, folder in candidates if step not in kept]
+    for _, folder in removed:
+        with refusals(folder):
+            _remove(folder)
+    return [step for step, _ in removed]
+
+
+def _contents(folder: Path) -> tuple[list[Record], list[str]]:
+    """The manifest's records, and what the names and sizes in the folder say against it. Reads no
+    file but that one.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        records = [Record(**record) for record in manifest["files"]]
+        version, step = manifest["version"], manifest["step"]
+    except FileNotFoundError:
+        return [], [f"{MANIFEST}: missing"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [], [f"{MANIFEST}: not readable ({error})"]
+    wrong = [] if version == VERSION else [f"{MANIFEST}: version {version}, want {VERSION}"]
+    if step != _step_of(folder):
+        wrong.append(f"{MANIFEST}: of step {step}, but the folder is {folder.name}")
+    for record in records:
+        path = folder / record.name
+        if not path.is_file():
+            wrong.append(f"{record.name}: missing")
+        elif (size := path.stat().st_size) != record.size:
+            wrong.append(f"{record.name}: size {size}, want {record.size}")
+    known = {MANIFEST, *(record.name for record in records)}
+    extra = sorted(path.name for path in folder.iterdir() if path.name not in known)
+    return records, wrong + [
+        f"{name}: extra, not in {MANIFEST}" for name in extra if not name.startswith(".nfs")
+    ]
+
+
+def _candidates(root: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every checkpoint, oldest first; a set-aside one stands in where its
+    replacement never came.
+    """
+    found = {
+        int(path.name[5:]): path
+        for path in root.glob("step-*")
+        if re.fullmatch(r"step-\d+", path.name)
+    }
+    for path in root.glob(".step-*.old"):
+        step = _step_of(path)
+        if step is not None:
+            found.setdefault(step, path)
+    return sorted(found.items())
+
+
+def _step_of(folder: Path | None) -> int | None:
+    match = re.fullmatch(r"\.?step-(\d+)(\.old)?", folder.name) if folder else None
+    return int(match[1]) if match else None
+
+
+def _name_of(folder: Path | None) -> str | None:
+    return folder.name if folder else None
+
+
+def _visible(root: Path, step: int) -> Path:
+    return root / f"step-{step}"
+
+
+def _temporary(root: Path, step: int) -> Path:
+    return root / f".step-{step}.tmp"
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder; renamed first, so that a delete that dies half-way leaves no torn checkpoint
+    behind.
+    """
+    if not folder.is_dir():
+        folder.unlink()
+        return
+    gone = folder.with_name(f".step-{_step_of(folder)}.gone")
+    os.replace(folder, gone)
+    shutil.rmtree(gone)
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_tensors(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """(name, CPU tensor) over the shards of all ranks that wrote `prefix` ("weights", "optimizer"),
+    whatever the world.
+
+    Tensors are views of the file, one alive at a time if the caller copies and drops them; `dict()`
+    takes them all. Raises CheckpointError when a shard is missing or two hold the same name.
+    """
+    seen: set[str] = set()
+    for path in _shards(folder, prefix):
+        for name, tensor in tensors_of(path):
+            if name in seen:
+                raise CheckpointError(
+                    f"{path}: {name!r} is in an earlier shard as well. Use another checkpoint."
+                )
+            seen.add(name)
+            yield name, tensor
+
+
+def read_rng(folder: Path, rank: int) -> dict[str, Tensor]:
+    """The random state that `rank` saved; it means something only to a run of the same
+    `saved_world`.
+    """
+    shards = _shards(folder, "rng")
+    if rank >= len(shards):
+        raise CheckpointError(
+            f"{folder}: {len(shards)} rank(s) saved a random state, there is none of rank {rank}."
+        )
+    return {name: tensor.clone() for name, tensor in tensors_of(shards[rank])}
+
+
+def saved_world(folder: Path) -> int:
+    """How many ranks wrote this checkpoint."""
+    return len(_shards(folder, "rng"))
+
+
+def read_json(folder: Path, name: str = STATE) -> dict[str, Any]:
+    """A JSON file of a checkpoint; CheckpointError when it is missing or not JSON."""
+    try:
+        return json.loads((folder / name).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / name}: {error}. Use another checkpoint.") from error
+
+
+def _shards(folder: Path, prefix: str) -> list[Path]:
+    """The files of `prefix`, by rank; complete, and all of one world."""
+    pattern = re.compile(rf"{re.escape(prefix)}-(\d+)-of-(\d+)\.safetensors")
+    found = {
+        (int(match[1]), int(match[2])): path
+        for path in folder.glob("*")
+        if (match := pattern.fullmatch(path.name))
+    }
+    worlds = {world for _, world in found}
+    ranks = sorted(rank for rank, _ in found)
+    if len(worlds) != 1 or ranks != list(range(*worlds)):
+        got = ", ".join(path.name for path in found.values()) or "none"
+        raise CheckpointError(
+            f"{folder}: got {prefix} shards {got}; want one of every rank. Use another checkpoint."
+        )
+    return [found[key] for key in sorted(found)]

@@ -1,0 +1,48 @@
+"""What --dry_run shows: id, dictionary with defaults, DeepSpeed dictionary, batch arithmetic,
+parameter counts.
+"""
+
+from __future__ import annotations
+
+import json
+
+from trainer import tasks
+from trainer.config import deepspeed_config
+from trainer.errors import ConfigError
+from trainer.models.freezing import trainable_report
+from trainer.training.run import Options, Plan
+from trainer.training.schedule import warmup_steps
+
+
+def show(plan: Plan, options: Options) -> str:
+    """The preview as text. Reads a base model's config, never its weights; writes nothing but
+    caches.
+    """
+    train = plan.cfg.train
+    rows = [
+        ("experiment", plan.id),
+        ("folder", str(plan.folder)),
+        ("task", plan.cfg.task),
+        (
+            "steps",
+            f"{train.steps}, of which {warmup_steps(plan.cfg.schedule, train.steps)} warm-up",
+        ),
+        *deepspeed_config.summary(plan.ds),
+        ("parameters", _parameters(plan, options)),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    lines += ["", "resolved.json", json.dumps(plan.cfg.model_dump(mode="json"), indent=2)]
+    lines += ["", "ds_config.json", json.dumps(plan.ds, indent=2)]
+    return "\n".join(lines) + "\n"
+
+
+def _parameters(plan: Plan, options: Options) -> str:
+    """Counts from the model built without storage; why not, when the base cannot be seen from this
+    machine.
+    """
+    try:
+        task = tasks.load(plan.cfg, options.places)
+        return str(trainable_report(task.skeleton()))
+    except ConfigError as error:
+        return f"not counted: {error}"

@@ -1,0 +1,539 @@
+"""The only importer of deepspeed: a ZeRO engine that is driven by summed losses and saved as plain
+named tensors.
+
+DeepSpeed 0.19.8 is used for partitioning, reduction and the optimizer step. Its own checkpoints are
+not used: they are pickles, hold the trainable weights twice and fit one stage and one world size
+only. Here every trainable parameter is gathered by name, so a checkpoint loads at any ZeRO stage
+and any world size.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+# torch 2.13 warns at every ZeRO-3 step about collectives that DeepSpeed 0.19.8 still calls by their
+# old names.
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch\.distributed)")
+
+import deepspeed  # noqa: E402
+from deepspeed.utils import (  # noqa: E402
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+
+from trainer.config import Optim  # noqa: E402
+from trainer.errors import CheckpointError, ConfigError  # noqa: E402
+from trainer.runtime import distributed  # noqa: E402
+from trainer.training import optimizers  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+Watch = Callable[[Iterator[tuple[str, Tensor]]], None]
+MASTER = "master"
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+if not torch.cuda.is_available():
+    # On the CPU every initialize() compiles deepspeed_shm_comm (31 s, and a killed build leaves a
+    # lock that hangs the next one), which only inference_all_reduce uses. deepspeed 0.19.8,
+    # comm/torch.py build_shm_op reads this table.
+    deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by name, in the model's order; a shared parameter appears once."""
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
+
+
+@contextmanager
+def partitioned_loading(ds: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, transformers' from_pretrained and from_config partition weights as they are read
+    (ZeRO-3 only).
+    """
+    if ds["zero_optimization"]["stage"] != 3:
+        yield
+        return
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    keep_alive = HfDeepSpeedConfig(dict(ds))
+    try:
+        yield
+    finally:
+        del keep_alive
+        unset_hf_deepspeed_config()
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy named tensors into the trainable parameters, partitioned (ZeRO-3) or not. Every rank
+    calls it.
+
+    CheckpointError when the names or shapes differ from the model's trainable parameters.
+    """
+    parameters = trainable(model)
+    if parameters.keys() != weights.keys():
+        missing, extra = (
+            sorted(parameters.keys() - weights.keys()),
+            sorted(weights.keys() - parameters.keys()),
+        )
+        raise CheckpointError(
+            f"checkpoint does not fit the model: missing {missing[:5]}, unexpected {extra[:5]}"
+        )
+    for name, parameter in parameters.items():
+        got, want = tuple(weights[name].shape), tuple(_shape(parameter))
+        if got != want:
+            raise CheckpointError(
+                f"checkpoint does not fit the model: {name} has shape {got}, wanted {want}"
+            )
+    for name, parameter in parameters.items():
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if (
+                not hasattr(parameter, "ds_id") or distributed.is_main()
+            ):  # only the modifier rank's values are kept
+                parameter.copy_(weights[name])
+
+
+class Engine:
+    """A model under ZeRO. `engine.model(**batch)` runs it; backward() accumulates; step() applies
+    one update.
+    """
+
+    def __init__(self, model: nn.Module, ds: Mapping[str, Any], optim: Optim) -> None:
+        """`ds` is the dictionary of deepspeed_config.for_engine; `optim` the experiment's optimizer
+        block.
+
+        Source of the accumulation scheme: managed_gradient_accumulation=false, one step() per
+        window.
+        """
+        self.stage: int = ds["zero_optimization"]["stage"]
+        self.clip = optim.clip
+        self._optim = optim
+        self._parameters = trainable(model)
+        if not self._parameters:
+            raise ConfigError(
+                "the model has no trainable parameter: nothing to do. Unfreeze or insert layers."
+            )
+        with redirect_stdout(
+            io.StringIO()
+        ):  # bf16 at stage 1 prints 15 lines of memory, whatever the log level
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                optimizer=_optimizer(self._parameters.values(), ds, optim),
+                model_parameters=list(self._parameters.values()),  # pyright: ignore[reportArgumentType]
+                config=dict(ds),
+                dist_init_required=False,
+            )
+        self.model: Any = engine
+        self._own_clip = self.stage == 0 and _dtype(self._parameters) == torch.float32
+        self._norm: Tensor | float | None = None
+        self._world = distributed.world()
+        if self.stage == 0:
+            engine.enable_backward_allreduce = (
+                False  # step() below reduces once per window, and not at all alone
+            )
+            self._undo_initial_step()
+        if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
+            # deepspeed 0.19.8, DynamicLossScaler.update_scale: raises a bare Exception there. The
+            # loop counts skips.
+            engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+        self._check_that_deepspeed_agrees(ds)
+
+    def train(self) -> None:
+        self.model.train()
+
+    def eval(self) -> None:
+        self.model.eval()
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of `loss` x world: DeepSpeed averages over ranks, and a summed
+        loss wants the sum.
+        """
+        self.model.backward(loss * self._world, scale_wrt_gas=False)
+
+    def step(self, lr: float, watch: Watch | None = None) -> None:
+        """Reduce, clip, and update every trainable weight once with learning rate `lr`.
+
+        watch: given (name, full fp32 gradient) of every trainable parameter, reduced over ranks and
+        not clipped yet; it must consume them all on every rank, since each one is gathered.
+        """
+        for group in self.model.optimizer.param_groups:
+            group["lr"] = lr
+        if self.stage == 0 and self._world > 1:
+            self.model.buffered_allreduce_fallback()
+        if watch is not None and self.stage == 0:
+            watch(self._gradients())
+        if self._own_clip:
+            self._norm = self._clip()
+        with self._watched(watch if self.stage > 0 else None):
+            self.model.step()
+
+    def grad_norm(self) -> float:
+        """Global L2 norm of the last step's gradient, before clipping; nan when it is no finite
+        number.
+        """
+        norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
+        return float("nan") if norm is None or norm < 0 else float(norm)
+
+    def has_finite_gradient(self) -> Tensor:
+        """() bool on this device: whether the last step's gradient norm is finite. Does not wait
+        for the device.
+        """
+        norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
+        if not torch.is_tensor(norm):
+            norm = torch.full((), math.nan if norm is None else norm, device=distributed.device())
+        is_finite = torch.isfinite(norm) & (
+            norm >= 0
+        )  # deepspeed 0.19.8 gives -1 for what is not finite
+        return is_finite.to(distributed.device(), non_blocking=True)
+
+    def step_was_skipped(self) -> bool:
+        """True when DeepSpeed left the last update out: the gradient was not finite. The same on
+        all ranks.
+
+        It does so in every precision, but for fp32 at stage 0.
+        """
+        return not self.model.was_step_applied()
+
+    def loss_scale(self) -> tuple[float, float] | None:
+        """What fp16 multiplies its loss with, and the least that it may become; None in another
+        precision.
+        """
+        scaler = self.model.optimizer.loss_scaler if self.model.fp16_enabled() else None
+        return scaler and (
+            float(scaler.cur_scale),
+            float(getattr(scaler, "min_scale", scaler.cur_scale)),
+        )
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes on this device of weights, their gradients and the optimizer's state, as far as
+        they can be told.
+        """
+        parameters = list(self.model.module.parameters())
+        states = [
+            t
+            for state in self._inner().state.values()
+            for t in state.values()
+            if torch.is_tensor(t)
+        ]
+        masters = [p for group in self._inner().param_groups for p in group["params"]]
+        if self.stage == 0 and _dtype(self._parameters) == torch.float32:
+            masters = []  # the weights themselves
+        held = {
+            "weights": parameters,
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer": [*states, *masters],
+        }
+        return {
+            name: sum(tensor.nbytes for tensor in tensors if tensor.device == distributed.device())
+            for name, tensors in held.items()
+        }
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        scale = self.model.optimizer.loss_scaler.cur_scale if self.model.fp16_enabled() else 1.0
+        for name, parameter in self._parameters.items():
+            gradient = safe_get_full_grad(parameter)
+            if gradient is not None:
+                yield name, gradient.detach().float() / scale
+
+    @contextmanager
+    def _watched(self, watch: Watch | None) -> Iterator[None]:
+        """Inside, DeepSpeed shows its gradients to `watch` between reducing them and stepping.
+
+        deepspeed 0.19.8 keeps them nowhere before step() and nowhere after it
+        (managed_gradient_accumulation=false).
+        """
+        if watch is None:
+            yield
+            return
+        take_step = self.model._take_model_step
+
+        def show_then_step(*args: Any) -> None:
+            watch(self._gradients())
+            take_step(*args)
+
+        self.model._take_model_step = show_then_step
+        try:
+            yield
+        finally:
+            self.model._take_model_step = take_step
+
+    def destroy(self) -> None:
+        """Release hooks, buffers and the process groups that the engine made."""
+        self.model.destroy()
+
+    # Saving and restoring
+    # ---------------------------------------------------------------------------------------
+
+    def weights(self, keep: Callable[[int], bool]) -> dict[str, Tensor]:
+        """Full trainable weights (CPU, training dtype) of the parameters k with keep(k). A
+        collective: all ranks call.
+
+        keep: says which parameters this rank holds on to; the others are gathered and dropped one
+        by one.
+        """
+        kept: dict[str, Tensor] = {}
+        for k, (name, parameter) in enumerate(self._parameters.items()):
+            with deepspeed.zero.GatheredParameters([parameter]):
+                if keep(k):
+                    kept[name] = parameter.detach().to("cpu", copy=True).contiguous()
+        return kept
+
+    def optimizer_state(self, keep: Callable[[int], bool]) -> dict[str, Tensor]:
+        """Full optimizer tensors (CPU, fp32), named <parameter>|exp_avg, |exp_avg_sq and, below
+        fp32, |master.
+
+        Of Adafactor |row_var and |col_var, or |variance.
+        """
+        if self.stage > 0 and not self._inner().state:
+            self._make_empty_state()  # before the first step: DeepSpeed creates the moments lazily
+        self._link_states()
+        kept: dict[str, Tensor] = {}
+        for k, (name, parameter) in enumerate(self._parameters.items()):
+            for key, shape in self._state_shapes(parameter).items():
+                value = self._get(parameter, key)
+                if keep(k):
+                    kept[f"{name}|{key}"] = (
+                        value.detach().to("cpu", copy=True).reshape(shape).contiguous()
+                    )
+        return kept
+
+    def scalars(self) -> dict[str, float | int]:
+        """What else an exact resume needs: the count of optimizer steps and, in fp16, the loss
+        scaler's counters.
+        """
+        inner = self._inner()
+        steps = [int(state["step"]) for state in inner.state.values() if "step" in state]
+        found: dict[str, float | int] = {"optimizer_step": max(steps, default=0)}
+        for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
+            if self.model.fp16_enabled() and hasattr(self.model.optimizer.loss_scaler, key):
+                found[f"scaler.{key}"] = getattr(self.model.optimizer.loss_scaler, key)
+        return found
+
+    def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, float | int]) -> None:
+        """Put back what optimizer_state() and scalars() gave; the weights were loaded before the
+        engine was made.
+        """
+        wanted = {
+            f"{name}|{key}"
+            for name, weight in self._parameters.items()
+            for key in self._state_shapes(weight)
+        }
+        if wanted != tensors.keys():
+            missing, extra = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
+            raise CheckpointError(
+                f"optimizer state does not fit: missing {missing[:3]}, unexpected {extra[:3]}"
+            )
+        self._make_empty_state()
+        self._link_states()
+        for name, parameter in self._parameters.items():
+            for key in self._state_shapes(parameter):
+                self._set(parameter, key, tensors[f"{name}|{key}"])
+        for state in self._inner().state.values():
+            old = state["step"]
+            count = int(scalars["optimizer_step"])
+            state["step"] = torch.full_like(old, count) if torch.is_tensor(old) else count
+        for key, value in scalars.items():
+            if key.startswith("scaler."):
+                setattr(self.model.optimizer.loss_scaler, key.removeprefix("scaler."), value)
+
+    # What differs between stages
+    # --------------------------------------------------------------------------------
+
+    def _state_shapes(self, parameter: nn.Parameter) -> dict[str, torch.Size]:
+        """Everything that a checkpoint holds of a parameter besides its weights."""
+        shape = _shape(parameter)
+        master = {} if _dtype(self._parameters) == torch.float32 else {MASTER: shape}
+        return master | optimizers.state_shapes(self._optim, shape)
+
+    def _inner(self) -> torch.optim.Optimizer:
+        """The optimizer inside DeepSpeed's wrapper; at stage 0 in fp32 there is no wrapper."""
+        optimizer = self.model.optimizer
+        return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+    def _unsharded_master(self, parameter: nn.Parameter) -> Tensor:
+        """Stage 0: the tensor that the optimizer updates for `parameter`: itself, or its fp32 copy
+        below fp32.
+        """
+        wrapper = self.model.optimizer
+        if not hasattr(wrapper, "fp32_groups"):
+            return parameter
+        for low, high in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+            for index, candidate in enumerate(low):
+                if candidate is parameter:
+                    return high[index]
+        raise AssertionError("every trainable parameter is in exactly one group")
+
+    def _get(self, parameter: nn.Parameter, key: str) -> Tensor:
+        if self.stage == 0:
+            master = self._unsharded_master(parameter)
+            if key == MASTER:
+                return master
+            state = self._inner().state.get(master)
+            return state[key] if state else master.new_zeros(self._state_shapes(parameter)[key])
+        value = (
+            safe_get_full_fp32_param(parameter)
+            if key == MASTER
+            else safe_get_full_optimizer_state(parameter, key)
+        )
+        assert value is not None, "stages 1-3 map every trainable parameter"
+        return value
+
+    def _set(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        value = value.to(distributed.device())
+        if self.stage == 0:
+            master = self._unsharded_master(parameter)
+            target = master.data if key == MASTER else self._inner().state[master][key]
+            target.copy_(value.reshape(target.shape))
+        elif key == MASTER:
+            _set_master(parameter, value)
+        else:
+            _set_moment(parameter, value, key)
+
+    @torch.no_grad()
+    def _make_empty_state(self) -> None:
+        """Let the optimizer create its moments: one step at learning rate 0 with zero gradients
+        changes no weight.
+        """
+        inner = self._inner()
+        for group in inner.param_groups:
+            group["lr"] = 0.0
+        if self.stage == 3:
+            self._make_empty_state_of_stage_3(inner)
+            return
+        owned = [parameter for group in inner.param_groups for parameter in group["params"]]
+        before = [parameter.grad for parameter in owned]
+        for parameter in owned:
+            parameter.grad = torch.zeros_like(parameter)
+        inner.step()
+        for parameter, gradient in zip(owned, before, strict=True):
+            parameter.grad = gradient
+
+    def _link_states(self) -> None:
+        """Tie every parameter to its slice of the moments.
+
+        deepspeed 0.19.8, stage_1_and_2._optimizer_step: ties all groups when only the first has
+        been stepped, once and for all, so with two groups (decay, no decay) the second is never
+        found. Hence again, when all have moments.
+        """
+        wrapper = self.model.optimizer
+        if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
+            wrapper._hp_optimizer_states_linked = False
+            wrapper._lazy_init_hp_params_optimizer_state()
+
+    def _make_empty_state_of_stage_3(self, inner: torch.optim.Optimizer) -> None:
+        zero = self.model.optimizer
+        for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            before, flat.grad = flat.grad, torch.zeros_like(flat)
+            zero._optimizer_step(index)  # steps `inner` over this one sub-group
+            flat.grad = before
+
+    def _undo_initial_step(self) -> None:
+        # deepspeed 0.19.8, FP16_UnfusedOptimizer.initialize_optimizer_states: runs a real AdamW
+        # step on zero gradients while it is built, which would count one step too many (the weights
+        # are safe: our groups start at lr 0).
+        self._inner().state.clear()
+
+    def _clip(self) -> Tensor:
+        parameters = list(self._parameters.values())
+        if self.clip > 0:
+            return nn.utils.clip_grad_norm_(parameters, self.clip)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return nn.utils.get_total_norm(gradients)
+
+    def _check_that_deepspeed_agrees(self, ds: Mapping[str, Any]) -> None:
+        """DeepSpeed drops what it does not understand without a word, so ask it what it will do."""
+        engine = self.model
+        pairs = {
+            "zero_optimization.stage": (engine.zero_optimization_stage(), self.stage),
+            "gradient_clipping": (engine.gradient_clipping(), ds["gradient_clipping"]),
+            "bf16.enabled": (engine.bfloat16_enabled(), ds["bf16"]["enabled"]),
+            "fp16.enabled": (engine.fp16_enabled(), ds["fp16"]["enabled"]),
+        }
+        wrong = [
+            f"{key}: DeepSpeed runs {got!r}, asked for {want!r}"
+            for key, (got, want) in pairs.items()
+            if got != want
+        ]
+        if wrong:
+            raise ConfigError("DeepSpeed does not do what it was told: " + "; ".join(wrong))
+
+
+def _set_master(parameter: nn.Parameter, value: Tensor) -> None:
+    if hasattr(parameter, "ds_id"):
+        safe_set_local_fp32_param(parameter, _local_part(parameter, value))
+    else:
+        safe_set_full_fp32_param(parameter, value)
+
+
+def _set_moment(parameter: nn.Parameter, value: Tensor, key: str) -> None:
+    if hasattr(parameter, "ds_id"):
+        safe_set_local_optimizer_state(parameter, _local_part(parameter, value), key)
+    else:
+        safe_set_full_optimizer_state(parameter, value, key)
+
+
+def _local_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """This rank's piece of a full tensor under ZeRO-3, zero-padded to DeepSpeed's equal pieces.
+
+    deepspeed 0.19.8: the safe_set_full_* twins read past the end when the size does not divide by
+    the world size.
+    """
+    size = parameter.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
+    start = distributed.rank() * size
+    piece = value.flatten()[start : start + size]
+    return nn.functional.pad(piece, (0, size - piece.numel()))
+
+
+def _dtype(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
+    return next(iter(parameters.values())).dtype
+
+
+def _shape(parameter: nn.Parameter) -> torch.Size:
+    return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape  # pyright: ignore
+
+
+def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.optim.Optimizer:
+    """The optimizer with decay where `optim` says so, at lr 0; DeepSpeed's own AdamW where its
+    state is offloaded.
+    """
+    parameters = list(parameters)
+    fewest_axes = 2 if optim.decay == "matrices" else 0
+    groups = [
+        {
+            "params": [p for p in parameters if len(_shape(p)) >= fewest_axes],
+            "weight_decay": optim.weight_decay,
+        },
+        {"params": [p for p in parameters if len(_shape(p)) < fewest_axes], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    offload = ds["zero_optimization"].get("offload_optimizer") or {}
+    if offload.get("device", "none") != "none":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        try:
+            return DeepSpeedCPUAdam(
+                groups, lr=0.0, betas=optim.betas, eps=optim.eps, adamw_mode=True
+            )
+        except RuntimeError as error:  # its kernel is compiled on first use
+            raise ConfigError(
+                "offload_optimizer: DeepSpeed cannot build its CPU Adam "
+                f"({str(error).splitlines()[0]}). "
+                "Install g++ and ninja, or use zero2 or zero3 without offload."
+            ) from error
+    return optimizers.build(groups, optim)

@@ -1,0 +1,47 @@
+"""The optimizers: how each is made, and what it remembers of a weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer.config import Optim
+
+# Adafactor's constants as published (Shazeer & Stern 2018, arXiv 1804.04235, algorithm 6): beta2 =
+# 1 - step ** -0.8, updates clipped at an RMS of 1, and weights of an RMS below 0.001 treated as if
+# they had it.
+BETA2_DECAY, CLIP_RMS, SMALLEST_WEIGHT = -0.8, 1.0, 1e-3
+# torch 2.13 adds its epsilon elsewhere than the paper: its default, 1.2e-7, is what the squares of
+# gradients of 3e-4 amount to. This one is never seen, and its square is still above 0 in fp32 (rows
+# of an embedding without a gradient).
+SMALLEST_SQUARE = 1e-16
+
+
+def build(groups: list[dict[str, Any]], optim: Optim) -> torch.optim.Optimizer:
+    """The optimizer of parameter groups; lr 0 until the loop sets it, so that building it moves
+    nothing.
+    """
+    if optim.name == "adafactor":
+        return torch.optim.Adafactor(
+            groups,
+            lr=0.0,
+            beta2_decay=BETA2_DECAY,
+            eps=(SMALLEST_SQUARE, SMALLEST_WEIGHT),
+            d=CLIP_RMS,
+        )
+    return torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
+
+
+def state_shapes(optim: Optim, shape: torch.Size) -> dict[str, torch.Size]:
+    """What the optimizer remembers of a weight of `shape`, by torch's names for it: the shape of
+    each tensor.
+    """
+    if optim.name == "adamw":
+        return {"exp_avg": shape, "exp_avg_sq": shape}
+    if len(shape) < 2:
+        return {"variance": shape}
+    return {
+        "row_var": torch.Size([*shape[:-1], 1]),
+        "col_var": torch.Size([*shape[:-2], 1, shape[-1]]),
+    }

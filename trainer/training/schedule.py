@@ -1,0 +1,65 @@
+"""The learning rate as a pure function of the step, so that resuming needs no scheduler object."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.config import Schedule
+
+
+def warmup_steps(schedule: Schedule, total: int) -> int:
+    """Steps of warm-up; a ratio is rounded up, as the Hugging Face Trainer does."""
+    if schedule.warmup_ratio is not None:
+        return math.ceil(schedule.warmup_ratio * total)
+    return schedule.warmup_steps or 0
+
+
+def factor(schedule: Schedule, step: int, total: int) -> float:
+    """What the base rate is multiplied with at 0-based optimizer step `step` of `total`.
+
+    The first warm-up step has factor 0, as published recipes were trained. Source:
+    transformers.get_scheduler.
+    """
+    warmup = warmup_steps(schedule, total)
+    if step < warmup:
+        return step / warmup
+    if schedule.shape in ("constant", "reduce_on_plateau"):
+        return 1.0
+    progress = (step - warmup) / max(1, total - warmup)
+    if schedule.shape == "linear":
+        return max(0.0, 1.0 - progress)
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+@dataclass
+class Plateau:
+    """The memory of reduce_on_plateau: the rate falls by `factor` after more than `patience` bad
+    evaluations.
+
+    Source: torch.optim.lr_scheduler.ReduceLROnPlateau, mode "min", relative threshold 1e-4.
+    """
+
+    factor: float = 1.0
+    best: float = math.inf
+    bad: int = 0
+
+    def update(self, value: float, schedule: Schedule) -> None:
+        """Take in one evaluation's loss."""
+        if schedule.shape != "reduce_on_plateau":
+            return
+        if value < self.best * (1.0 - 1e-4):
+            self.best, self.bad = value, 0
+        else:
+            self.bad += 1
+        if self.bad > schedule.patience:
+            self.factor, self.bad = self.factor * schedule.factor, 0
+
+    def state(self) -> dict[str, Any]:
+        """As JSON; infinity is not JSON, so "no evaluation yet" is None."""
+        return {**asdict(self), "best": None if math.isinf(self.best) else self.best}
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Plateau:
+        return cls(**{**state, "best": math.inf if state["best"] is None else state["best"]})
