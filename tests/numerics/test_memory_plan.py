@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 from tests.facts import OF_TASK, experiment, write_facts
+from tests.numerics.lone_group import join_lone_group
+from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.config import Optim, Train, deepspeed_config
 from trainer.errors import DoesNotFitError
@@ -38,6 +41,8 @@ from memory_plan import (
 )
 
 WIDTH, LAYERS, MICRO_BATCHES, STEPS, BUCKET = 256, 8, 2, 2, 100_000
+ENGINE_TOLERANCE = 0.005  # the worst, stage 0 in fp32, is 0.0011 low
+ENGINES = [(stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
 
 
 # Steps
@@ -82,11 +87,18 @@ class Sum(nn.Module):
         return self.layers(x).float().sum()
 
 
-def peak_of_an_engine(stage: int, precision: str) -> tuple[int, Zero]:
-    """Bytes that a real engine had at most while it trained, from the second step on, by the
-    allocator's record.
+@dataclass(frozen=True)
+class Peak:
+    """What a real engine held at most while it trained, from the second step on, and how DeepSpeed
+    was told to.
     """
-    distributed.init()
+
+    num_bytes: int
+    zero: Zero
+
+
+def peak_of_an_engine(stage: int, precision: str) -> Peak:
+    """By the record of the CPU's allocator."""
     train = Train(steps=4, global_batch=MICRO_BATCHES, micro_batch=1, precision=precision)  # pyright: ignore
     preset = deepspeed_config.read(f"zero{stage}")
     if stage == 3:  # its buckets are allocated in full and would outweigh this model
@@ -96,9 +108,8 @@ def peak_of_an_engine(stage: int, precision: str) -> tuple[int, Zero]:
             "stage3_max_live_parameters": BUCKET,
         }
         preset["zero_optimization"] |= small | {"stage3_max_reuse_distance": BUCKET}
-    ds = deepspeed_config.build(
-        preset, train=train, optim=(optim := Optim(lr=1e-3)), world=1, source="test"
-    )
+    optim = Optim(lr=1e-3)
+    ds = deepspeed_config.build(preset, train=train, optim=optim, world=1, source="test")
     batch = torch.ones(1, WIDTH, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
     with recorded() as profiler:
         engine = Engine(Sum(), deepspeed_config.for_engine(ds), optim)
@@ -114,14 +125,28 @@ def peak_of_an_engine(stage: int, precision: str) -> tuple[int, Zero]:
     engine.destroy()
     start = min(event.start_time_ns for event in events_of(profiler) if event.name == "STEP 1")
     peak = max(live for at, live in live_bytes(profiler, {}) if at >= start)
-    return peak, Zero.of(ds, accumulates=True, is_adafactor=False)
+    return Peak(peak, Zero.of(ds, accumulates=True, is_adafactor=False))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_terms_of_deepspeed_are_those_of_a_real_engine(stage: int, precision: str) -> None:
-    real, zero = peak_of_an_engine(stage, precision)
-    layer, width = WIDTH * WIDTH, zero.width
+def _every_peak() -> dict[tuple[int, str], Peak]:
+    join_lone_group()
+    # what was imported is in no cycle that an engine leaves, and need not be looked at again
+    gc.freeze()
+    return {(stage, precision): peak_of_an_engine(stage, precision) for stage, precision in ENGINES}
+
+
+@pytest.fixture(scope="module")
+def peaks() -> dict[tuple[int, str], Peak]:
+    """Of every engine, from one process of its own."""
+    return run_on_ranks(1, _every_peak)[0]
+
+
+@pytest.mark.parametrize(("stage", "precision"), ENGINES)
+def test_the_terms_of_deepspeed_are_those_of_a_real_engine(
+    stage: int, precision: str, peaks: dict[tuple[int, str], Peak]
+) -> None:
+    real = peaks[stage, precision]
+    layer, width = WIDTH * WIDTH, real.zero.width
     numbers = LAYERS * (layer + WIDTH)
     step = Measured(
         weights=width * numbers,
@@ -136,7 +161,9 @@ def test_the_terms_of_deepspeed_are_those_of_a_real_engine(stage: int, precision
         tensors=[],
         seconds=0.0,
     )
-    assert training(step, zero, cublas=0).total == pytest.approx(real, rel=0.05)
+    assert training(step, real.zero, cublas=0).total == pytest.approx(
+        real.num_bytes, rel=ENGINE_TOLERANCE
+    )
 
 
 # Tasks

@@ -16,7 +16,6 @@ from trainer.config import deepspeed_config
 from trainer.memory.records import Measured
 
 _REDUCED_AT_ONCE = 500_000_000  # numbers: engine.allreduce_no_retain's bucket, which no key changes
-_HELD_WHOLE = 3  # weights that stage 3 was seen to hold twice on a single rank
 # fp32 tensors that torch's Adafactor makes of one weight: squares, their estimate, the update
 _ADAFACTOR_COPIES = 3
 
@@ -132,12 +131,10 @@ def _held_between_steps(step: Measured, zero: Zero) -> Breakdown:
     weights, gradients = step.weights, 0
     if zero.stage == 3:
         whole = e * (step.trainable + step.frozen)
-        whole_ones = (
-            zero.max_live + zero.prefetch_bucket
-            if w > 1 or zero.offloads_weights
-            else _HELD_WHOLE * step.largest
-        )
-        gathered = min(whole, e * whole_ones)
+        # A single rank gathers nothing: its parts are the weights (deepspeed's NoGatherHandle makes
+        # no copy).
+        is_gathered = w > 1 or zero.offloads_weights
+        gathered = min(whole, e * (zero.max_live + zero.prefetch_bucket)) if is_gathered else 0
         weights = (0 if zero.offloads_weights else step.weights // w) + gathered
         gradients = 0 if zero.offloads_optimizer else 4 * P // w
     elif zero.stage == 1 and zero.is_bf16 and not zero.offloads_optimizer:

@@ -1,0 +1,129 @@
+"""How far rounding alone may put two computations of the same numbers apart.
+
+An operation in floating point is off by up to eps of its result. A number that is the end of
+`depth` operations collects as many errors, which go either way and add up like the steps of a walk:
+to about sqrt(depth) x eps x the largest magnitude. Processors differ in exactly these errors: how
+many terms a register sums at once, whether a product is rounded before it is added, how many
+threads share a sum. `margin` says how much of such a walk is allowed. It is measured on several
+processors: docs/log.md holds the table, and no margin is wider than ten times the worst of it.
+
+LATHE_SHOW_ERRORS=FILE appends a line to FILE for every comparison, and
+`python -m tests.tolerance FILE ...` prints the worst of each test.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Numbers = Tensor | float | Sequence[float]
+
+
+def allowed(
+    scale: float, *, depth: float, margin: float, dtype: torch.dtype = torch.float32
+) -> float:
+    """The distance that `margin` walks of `depth` roundings of numbers up to `scale` may reach."""
+    return margin * math.sqrt(depth) * torch.finfo(dtype).eps * scale
+
+
+def assert_close(
+    got: Numbers,
+    want: Numbers,
+    *,
+    depth: float,
+    margin: float,
+    what: str,
+    of: str = "",
+    scale: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """No element of `got` is further from `want` than rounding allows.
+
+    depth: operations that follow one another on the way to an element, the terms of its sums
+    included. scale: the largest magnitude among the numbers that are summed; that of `want` unless
+    told. dtype: in which the numbers were computed; the coarser one of the two tensors, and fp32
+    for plain numbers. what, of: the quantity, for the table, and which one of them, for the
+    message.
+    """
+    dtype = dtype or _coarser(got, want)
+    ours, theirs = _exact(got), _exact(want)
+    assert ours.shape == theirs.shape, (
+        f"{what} {of}: got shape {tuple(ours.shape)}, want {tuple(theirs.shape)}"
+    )
+    scale = _largest(theirs[theirs.isfinite()]) if scale is None else scale
+    bound = allowed(scale, depth=depth, margin=margin, dtype=dtype)
+    distance = _largest(torch.where(ours == theirs, 0.0, ours - theirs))
+    note(what, of, distance, bound)
+    assert distance <= bound, (
+        f"{what} {of}: {distance:.3e} apart, rounding allows {bound:.3e} (largest magnitude "
+        f"{scale:.3e}, {margin:g} x "
+        f"sqrt({depth:g}) x eps of {str(dtype).removeprefix('torch.')})"
+    )
+
+
+def note(what: str, of: str, distance: float, bound: float) -> None:
+    """Append a comparison to the file that LATHE_SHOW_ERRORS names, if it names one."""
+    if "LATHE_SHOW_ERRORS" not in os.environ:
+        return
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")
+    line = {"test": test, "what": what, "of": of, "distance": distance, "bound": bound}
+    with Path(os.environ["LATHE_SHOW_ERRORS"]).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _exact(numbers: Numbers) -> Tensor:
+    tensor = (
+        numbers.detach()
+        if isinstance(numbers, Tensor)
+        else torch.tensor(numbers, dtype=torch.float64)
+    )
+    return tensor.double()
+
+
+def _largest(tensor: Tensor) -> float:
+    """NaN where the tensor holds one, so that no comparison with it holds."""
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _coarser(*numbers: Numbers) -> torch.dtype:
+    dtypes = [
+        each.dtype for each in numbers if isinstance(each, Tensor) and each.is_floating_point()
+    ]
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+def worst(lines: Sequence[dict[str, str | float]]) -> list[tuple[str, str, float, float]]:
+    """(test, quantity, largest distance as a share of its bound, that distance) of each, cases
+    taken together.
+    """
+    shares: dict[tuple[str, str], tuple[float, float]] = {}
+    for line in lines:
+        key = (str(line["test"]).partition("[")[0], str(line["what"]))
+        distance, bound = float(line["distance"]), float(line["bound"])
+        share = distance / bound if bound else 0.0
+        shares[key] = max(shares.get(key, (0.0, 0.0)), (share, distance))
+    return [
+        (test, what, share, distance) for (test, what), (share, distance) in sorted(shares.items())
+    ]
+
+
+def main(files: Sequence[str]) -> None:
+    """Print a table of the worst of each test over all files."""
+    lines = [json.loads(line) for file in files for line in Path(file).read_text().splitlines()]
+    print(
+        "| test | quantity | worst share of what is allowed | its distance |\n| --- | --- | --- "
+        "| --- |"
+    )
+    for test, what, share, distance in worst(lines):
+        print(f"| {test.rpartition('::')[2]} | {what} | {share:.2f} | {distance:.1e} |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
