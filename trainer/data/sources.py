@@ -73,6 +73,15 @@ def qa_rows(folder: Path | None, split: str) -> Iterator[Row]:
         yield _question_row(raw, path, line)
 
 
+def text_rows(folder: Path | None, split: str, names: Sequence[str]) -> Iterator[Row]:
+    """Rows {name: text} of the files of `qa_rows`, for these names. DataError for a line where one
+    is missing.
+    """
+    path = _split_file(folder, split)
+    for line, raw in numbered_jsonl(path):
+        yield {name: _text(raw, name, path, line) for name in names}
+
+
 def nq_rows(folder: Path | None, split: str) -> Iterator[Row]:
     """NaturalQuestions rows with their gold passage: question, answers, context, title, passage_id
     (text).
@@ -154,9 +163,7 @@ def texts(folder: Path | None, split: str, source: Literal["nq", "jsonl"]) -> It
     decides: the same text under two ids (real corpora have them) is never in both.
     """
     if source == "jsonl":
-        path = _split_file(folder, split)
-        for line, raw in numbered_jsonl(path):
-            yield {"text": _text(raw, "text", path, line)}
+        yield from text_rows(folder, split, ("text",))
         return
     if split not in ("train", "valid"):
         raise DataError(

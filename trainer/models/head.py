@@ -4,10 +4,13 @@ base alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
@@ -15,6 +18,30 @@ from trainer.files import safetensors_file
 from trainer.models.t5_encoder_weights import find_file
 
 HEAD_FILE = "head.safetensors"
+
+
+class Head(nn.Linear):
+    """A new linear layer on the states of a base: drawn under its own seed, the same on every rank,
+    as torch would.
+
+    It computes in fp32, whatever its weights are in: bf16 has 256 values between two powers of 2,
+    and many a score would tie with another.
+    """
+
+    def __init__(self, base: Any, outputs: int = 1, *, seed: int) -> None:
+        """base: a model of transformers, whose width and dtype are taken."""
+        width = base.config.hidden_size
+        super().__init__(width, outputs, dtype=next(base.parameters()).dtype)
+        generator, bound = torch.Generator().manual_seed(seed), 1 / math.sqrt(width)
+        if self.weight.device.type != "meta":
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.copy_(
+                        torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+                    )
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input.float(), self.weight.float(), self.bias.float())
 
 
 def write_head(folder: Path, head: Mapping[str, Tensor]) -> None:

@@ -72,7 +72,7 @@ class TokenTask(ABC, Generic[C]):
 
     def exported(self, folder: Path) -> nn.Module:
         model = self.loaded(str(folder))
-        if hasattr(model, "head") and not (folder / HEAD_FILE).is_file():
+        if _head_of(model) is not None and not (folder / HEAD_FILE).is_file():
             raise ConfigError(
                 f"{folder} holds no {HEAD_FILE}, so it is no trained model of task "
                 f"{self.cfg.task!r}. Give a best/ or "
@@ -88,7 +88,7 @@ class TokenTask(ABC, Generic[C]):
         model = self.operate(
             base_model.load(base, self.places, precision=precision, kind=self.kind)
         )
-        source, head = base_model.resolve(base, self.places), getattr(model, "head", None)
+        source, head = base_model.resolve(base, self.places), _head_of(model)
         if head is not None and isinstance(source, str):
             log.info(
                 "the head %s %s",
@@ -179,6 +179,10 @@ class TokenTask(ABC, Generic[C]):
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
         """loss: per unit."""
         return {"loss": Ratio(model(**batch)["loss"], self.units(batch))}
+
+
+def _head_of(model: nn.Module) -> nn.Module | None:
+    return dict(model.named_children()).get("head")
 
 
 def _below(weights: Mapping[str, Tensor], module: str) -> dict[str, Tensor]:

@@ -5,19 +5,18 @@ temperature.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.data.padding import pad_right
 from trainer.data.sources import shown
 from trainer.errors import ConfigError
+from trainer.models.head import Head
 from trainer.models.packed import t5_encoder
 from trainer.models.packed.layout import pack
 
@@ -26,17 +25,6 @@ from trainer.models.packed.layout import pack
 _PACKED = ("t5", "mt5")  # whose blocks packed_encoder knows: one table of position biases for all
 
 DESCRIPTION = "vera.json"
-
-
-class Head(nn.Linear):
-    """A linear layer that computes in fp32, whatever its weights are in.
-
-    bf16 logits would have 256 values between two powers of 2, and tied statements count as answered
-    rightly.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input.float(), self.weight.float(), self.bias.float())
 
 
 class Verifier(nn.Module):
@@ -52,18 +40,7 @@ class Verifier(nn.Module):
         self.recompute = recompute
         encoder.config.use_cache = False  # a decoder's body would fill one in training
         self.encoder = encoder
-        width = encoder.config.hidden_size
-        self.head = Head(width, 1, dtype=next(encoder.parameters()).dtype)
-        generator, bound = (
-            torch.Generator().manual_seed(seed),
-            1 / math.sqrt(width),
-        )  # torch's own for a linear layer
-        if self.head.weight.device.type != "meta":
-            with torch.no_grad():
-                for parameter in self.head.parameters():
-                    parameter.copy_(
-                        torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
-                    )
+        self.head = Head(encoder, seed=seed)
 
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
         """Statements as read_by lays them out -> {"hidden": (S, D) of the last tokens, "logits":
