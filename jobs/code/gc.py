@@ -18,10 +18,10 @@ from typing import Literal
 
 from jobs.code.snapshot import DIGEST, STAGING
 from jobs.record.events import read
-from jobs.record.paths import CODE, BaseFolder, RunFolder, is_exp_id, read_json
+from jobs.record.paths import CODE, BaseFolder, RunFolder, is_exp_id
 from jobs.submit.spec import ACTIVE, ENDED_BADLY, JobState
 from trainer.errors import ConfigError, LatheError
-from trainer.files.atomic import refusals
+from trainer.files.atomic import read_json, refusals
 
 # a submission takes seconds from its snapshot to its link; a copy of 200 MiB takes minutes
 FRESH_S = 3600.0

@@ -54,9 +54,9 @@ from jobs.code.repository import (
     why_dirty,
 )
 from jobs.record.events import now
-from jobs.record.paths import BaseFolder, RunFolder, read_json
+from jobs.record.paths import BaseFolder, RunFolder
 from trainer.errors import ConfigError, LatheError, StorageError
-from trainer.files.atomic import refusals, replace_file
+from trainer.files.atomic import read_json, refusals, replace_file, sha256_of, sync
 
 MANIFEST, ARCHIVE, PATCH, TREE = "code.json", "code.tar.gz", "dirty.patch", "tree"
 STAGING = (
@@ -174,7 +174,8 @@ def verify(base: BaseFolder, digest: str) -> list[str]:
     except (KeyError, TypeError):
         return [MANIFEST]
     wrong: set[str] = {MANIFEST} if _digest(stored) != digest else set()
-    if _sha256_of(folder / ARCHIVE) != manifest.get("archive_sha256"):
+    archive = folder / ARCHIVE
+    if not archive.exists() or sha256_of(archive) != manifest.get("archive_sha256"):
         wrong.add(ARCHIVE)
     found = {path: _facts(folder / TREE, path) for path in _tree_files(folder / TREE)}
     expected = {entry.path: (entry.mode, entry.sha256) for entry in stored}
@@ -248,13 +249,6 @@ def _digest(entries: Iterable[Entry]) -> str:
     return total.hexdigest()
 
 
-def _sha256_of(path: Path) -> str | None:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except FileNotFoundError:
-        return None
-
-
 def _tree_files(tree: Path) -> Iterator[str]:
     for folder, folders, files in os.walk(tree):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
@@ -312,7 +306,7 @@ def _write(
         "patch": PATCH if difference else None,
         "why_no_patch": why_no_patch,
         "archive": ARCHIVE,
-        "archive_sha256": _sha256_of(folder / ARCHIVE),
+        "archive_sha256": sha256_of(folder / ARCHIVE),
         "num_files": len(entries),
         "bytes": sum(entry.size for entry in entries),
         "left_out": chosen.left_out,
@@ -320,7 +314,7 @@ def _write(
     }
     _sync(folder)
     replace_file(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
-    _sync_path(folder)
+    sync(folder)
 
 
 def _write_files(folder: Path, top: Path, entries: Iterable[Entry]) -> None:
@@ -390,15 +384,7 @@ def _sync(folder: Path) -> None:
             *(path for name in files if not (path := Path(place, name)).is_symlink()),
         ]
     with ThreadPoolExecutor(SYNCS_AT_ONCE) as pool:
-        list(pool.map(_sync_path, paths))
-
-
-def _sync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        list(pool.map(sync, paths))
 
 
 def _publish(staging: Path, folder: Path) -> None:
@@ -416,7 +402,7 @@ def _publish(staging: Path, folder: Path) -> None:
             ):  # torn by somebody's hand; not deleted, for a job may run in it
                 os.rename(folder, folder.with_name(f"{STAGING}torn-{secrets.token_hex(4)}"))
         else:
-            _sync_path(folder.parent)
+            sync(folder.parent)
             return
     raise LatheError(
         f"{folder}: is made and torn again and again. Look for another process that writes there."

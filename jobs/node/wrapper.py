@@ -8,7 +8,6 @@ only: on the node this may be another interpreter than the training's.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -25,9 +24,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from jobs.node import host as node
-from jobs.record.paths import Attempt, RunFolder, read_json
+from jobs.record.paths import Attempt, RunFolder
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError
-from trainer.files.atomic import replace_file
+from trainer.files.atomic import create_json, read_json, write_json
 
 HEARTBEAT_S = 30.0
 POLL_S = 0.1
@@ -110,7 +109,7 @@ def _lead(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: b
             return EXIT_DUPLICATE
         if ended is not None:
             os.replace(attempt.exit, attempt.folder / f"exit-{start - 1}.json")
-        _replace(attempt.env, node.facts())
+        write_json(attempt.env, node.facts())
         ending = _other_attempts(attempt) or _train(attempt, spec, stop, has_terminal=has_terminal)
     except Unfit as error:
         start, ending = len(attempt.starts()), Ending(EXIT_BAD_INPUT, "failed", str(error))
@@ -175,7 +174,7 @@ def _claim(attempt: Attempt) -> int | None:
         "id": own,
         "restarts": node.restarts(),
     }
-    if not _write_once(attempt.started(start), facts):
+    if not create_json(attempt.started(start), facts):
         log.error("%s: start %d was taken by another process at this moment", attempt.folder, start)
         return None
     if (
@@ -375,7 +374,7 @@ def _run_folder(attempt: Attempt) -> RunFolder:
 def _beat(attempt: Attempt) -> None:
     step = (read_json(_run_folder(attempt).status) or {}).get("step")
     try:
-        _replace(attempt.heartbeat, {"at": _now(), "step": step})
+        write_json(attempt.heartbeat, {"at": _now(), "step": step})
     except LatheError as error:  # a full disk: the training itself will say more
         log.warning("no heartbeat: %s", error)
 
@@ -389,27 +388,10 @@ def _conclude(attempt: Attempt, ending: Ending, start: int) -> None:
         "step": step,
         "start": start,
     }
-    _replace(
+    write_json(
         attempt.exit, {"at": _now(), **facts, "host": socket.gethostname(), "id": node.job_id()}
     )
     log.info("%s: %s", ending.kind, ending.reason or "done")
-
-
-def _replace(path: Path, value: dict[str, Any]) -> None:
-    replace_file(path, json.dumps(value).encode())
-
-
-def _write_once(path: Path, value: dict[str, Any]) -> bool:
-    """Make `path` with this content, whole or not at all; False when it is there."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
-    _replace(temporary, value)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink()
-    return True
 
 
 def _now() -> str:

@@ -21,11 +21,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 EXP_DICT, RECORD, JOB_DICT, CODE, STATUS, METRICS = (
     "exp_dict.json",
@@ -181,14 +179,3 @@ class BaseFolder:
 def is_exp_id(name: str) -> bool:
     """Whether `name` looks like haven's hash: 32 lower-case hexadecimal digits."""
     return len(name) == 32 and all(letter in "0123456789abcdef" for letter in name)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a small JSON file, or None when it is absent or (its writer was killed) no
-    whole object.
-    """
-    try:
-        value: Any = json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else None

@@ -22,10 +22,11 @@ from jobs.code.secret_keys import sync_hint
 from jobs.config import JobConfig
 from jobs.record import events as record
 from jobs.record.events import Job, Sent, seconds_since
-from jobs.record.paths import Attempt, BaseFolder, RunFolder, is_exp_id, read_json
+from jobs.record.paths import Attempt, BaseFolder, RunFolder, is_exp_id
 from jobs.record.verdict import HEARTBEAT_LOST_S, Verdict, Witnesses, settle
 from jobs.submit.spec import ACTIVE, Backend, JobState, Observed
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
+from trainer.files.atomic import read_json
 
 TAILS = (
     8 << 10,

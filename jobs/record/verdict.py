@@ -12,9 +12,10 @@ from typing import Any
 
 from jobs.node.wrapper import EXIT_DUPLICATE
 from jobs.record.events import Job, Sent, seconds_since
-from jobs.record.paths import RunFolder, read_json
+from jobs.record.paths import RunFolder
 from jobs.submit.spec import ACTIVE, JobState, Observed
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
+from trainer.files.atomic import read_json
 
 HEARTBEAT_LOST_S = 600.0  # the wrapper beats every 30 s
 # a scheduler may need so long until it knows a job that it has just accepted (sacct: 1-2 s)

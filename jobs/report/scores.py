@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.record import events as record
-from jobs.record.paths import BaseFolder, RunFolder, is_exp_id, read_json
+from jobs.record.paths import BaseFolder, RunFolder, is_exp_id
 from jobs.record.status import last_metrics, numbers, numbers_in, starts_of
 from jobs.report.logs import visible
+from trainer.files.atomic import read_json
 
 # Names whose best value is the least. `train.best_is` of an experiment decides for its own
 # `train.best`.

@@ -14,14 +14,14 @@ from pathlib import Path
 from jobs.errors import Unreachable
 from jobs.record import events as record
 from jobs.record.events import Job
-from jobs.record.paths import BaseFolder, RunFolder, read_json
+from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.status import Row, survey
 from jobs.submit.launch import LOCK_WAIT_S, RESEND_S, Result
 from jobs.submit.policy import Limits, decide
 from jobs.submit.send import Outcome, fresh, give_up, ids_of, send, settle_intent, stored
 from jobs.submit.spec import ACTIVE, Backend, JobSpec, JobState
 from trainer.errors import ConfigError, LatheError
-from trainer.files.atomic import refusals
+from trainer.files.atomic import read_json, refusals
 
 log = logging.getLogger(__name__)
 BackendOf = Callable[[str], Backend]

@@ -21,7 +21,7 @@ from jobs.config import JobConfig
 from jobs.errors import Unreachable
 from jobs.record import events as record
 from jobs.record.events import Job
-from jobs.record.paths import BaseFolder, RunFolder, read_json
+from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.status import Row, survey
 from jobs.submit import launch_line
 from jobs.submit.policy import Decision, Limits, decide
@@ -30,7 +30,7 @@ from jobs.submit.spec import ACTIVE, ArrayBackend, Backend, JobSpec, JobState, t
 from trainer import tasks
 from trainer.config import deepspeed_config, digest, exp_id
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError
-from trainer.files.atomic import write_json
+from trainer.files.atomic import read_json, write_json
 
 LOCK_WAIT_S = 60.0
 RESEND_S = (

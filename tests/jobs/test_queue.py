@@ -132,6 +132,45 @@ def test_a_queue_has_one_id_whoever_asks_first(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "queue").iterdir()] == ["identity.json"]
 
 
+def test_a_job_that_another_process_adds_at_this_moment_enters_once(
+    own: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def overtaken(descriptor: int) -> None:
+        fsync(descriptor)
+        folder = own.entry("ft_a_b_1").folder
+        folder.mkdir()
+        (folder / "entry.json").write_text("the first")
+        (folder / "started.json").write_text("its runner was fast")
+
+    monkeypatch.setattr(os, "fsync", overtaken)
+    own.add("ft_a_b_1", "the second")
+    assert (own.entry("ft_a_b_1").folder / "entry.json").read_text() == "the first"
+    assert (own.entry("ft_a_b_1").folder / "started.json").exists()
+    assert [path.name for path in own.folder.iterdir()] == ["jobs"]
+
+
+def test_that_a_job_starts_is_on_the_disk_before_it_runs(
+    own: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, fsync = tmp_path / "fsynced", os.fsync
+
+    def recorded(descriptor: int) -> None:
+        """Add what was fsynced to a file, for this happens in the child that becomes the
+        wrapper.
+        """
+        fsync(descriptor)
+        with log.open("a") as file:
+            file.write(os.readlink(f"/proc/self/fd/{descriptor}") + "\n")
+
+    seen = tmp_path / "seen"
+    add(own, "ft_a_b_1", ["cp", str(log), str(seen)])
+    monkeypatch.setattr(os, "fsync", recorded)
+    turned(own, until=lambda runner: own.entry("ft_a_b_1").ended() is not None)
+    assert "/jobs/ft_a_b_1/.started.json." in seen.read_text()
+
+
 def test_hosts_that_share_a_home_have_a_queue_each(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: set[Path] = set()
     for host in ("node1", "node2"):

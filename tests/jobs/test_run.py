@@ -147,6 +147,24 @@ def test_a_second_copy_of_an_attempt_does_nothing(
     }
 
 
+def test_of_two_copies_that_start_at_the_same_moment_one_trains(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec(folder, "open('ran', 'a').write('x'); raise SystemExit(75)")
+    codes: list[int] = []
+
+    def overtaken() -> int:
+        """The other copy runs as a whole while this one is about to write down that it starts."""
+        monkeypatch.setattr(node, "restarts", lambda: 0)
+        codes.append(run.run(folder, 1))
+        return 0
+
+    monkeypatch.setattr(node, "restarts", overtaken)
+    codes.append(run.run(folder, 1))
+    assert codes == [75, run.EXIT_DUPLICATE]
+    assert (folder / "ran").read_text() == "x"
+
+
 def test_an_attempt_that_was_given_up_never_starts(folder: Path) -> None:
     spec(folder, "open('ran', 'a').write('x')")
     RunFolder(folder).attempt(1).given_up.touch()

@@ -5,6 +5,7 @@ to lose.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -122,6 +123,33 @@ def request(base: BaseFolder, scheduler: Memory, count: int = 1, **changes: Any)
 
 def rows(base: BaseFolder, scheduler: Memory) -> list[Row]:
     return survey(base, backend_of=lambda name: scheduler)
+
+
+@pytest.mark.parametrize("use_array", [False, True], ids=["alone", "array"])
+def test_the_intent_and_the_spec_are_on_the_disk_before_anything_is_sent(
+    base: BaseFolder, monkeypatch: pytest.MonkeyPatch, use_array: bool
+) -> None:
+    durable: dict[str, str] = {}
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        durable[path.name] = path.read_text()
+
+    @dataclass
+    class Watched(Memory):
+        """A scheduler that looks at what a power cut at this moment would leave behind."""
+
+        def submit(self, rendered: Rendered) -> str:
+            (line,) = [line for line in durable["job.jsonl"].splitlines() if '"intent"' in line]
+            assert json.loads(line)["name"] == rendered.token
+            assert any(name.startswith(".spec.json.") for name in durable)
+            return super().submit(rendered)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    (result,) = submit(request(base, Watched(), use_array=use_array))
+    assert (result.action, result.is_bad) == ("send", False), result.text
 
 
 def test_a_lost_reply_is_adopted_and_nothing_is_sent_twice(

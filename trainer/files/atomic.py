@@ -5,16 +5,19 @@ torch.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from trainer.errors import ConfigError, StorageError
 
+BLOCK = 4 << 20  # bytes read at once
 FULL = "Free some space, or save elsewhere with --savedir_base."
 ADVICE = {
     errno.ENOSPC: FULL,
@@ -38,25 +41,107 @@ def refusals(path: Path) -> Iterator[None]:
         raise StorageError(f"{where}: {error.strerror or error}. {advice}") from error
 
 
-def replace_file(path: Path, content: bytes, *, is_durable: bool = True) -> None:
-    """Make `content` the whole of `path`: written aside, fsynced, renamed. StorageError when the
-    disk refuses.
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk: after a power cut they are there.
+    OSError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        cannot_sync_folders = error.errno in (errno.EINVAL, errno.ENOTSUP)  # some network mounts
+        if not (cannot_sync_folders and path.is_dir()):
+            raise
+    finally:
+        os.close(descriptor)
 
+
+@contextmanager
+def aside(path: Path, *, is_durable: bool = True) -> Iterator[Path]:
+    """A free name beside `path` to write a file under; it is fsynced and becomes `path` when the
+    block ends well.
+
+    When the block does not end well, `path` stays as it was and the file is deleted. Several
+    processes may write the same `path`: the last one counts. StorageError when the disk refuses.
     is_durable: False leaves the fsync out, for what can be made again after a power cut.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    with refusals(path):
-        with temporary.open("wb") as file:
-            file.write(content)
+    temporary = _free_name(path)
+    try:
+        with refusals(path):
+            yield temporary
             if is_durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
+                sync(temporary)
+            os.replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, content: bytes, *, is_durable: bool = True) -> None:
+    """Make `content` the whole of `path`, at once (`aside`). StorageError when the disk refuses."""
+    with aside(path, is_durable=is_durable) as temporary:
+        temporary.write_bytes(content)
+
+
+def replace_lines(path: Path, lines: Iterable[str]) -> None:
+    """Make these texts, one after the other, the whole of `path`, at once. StorageError when the
+    disk refuses.
+    """
+    with aside(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
 
 
 def write_json(path: Path, value: Any, *, is_durable: bool = True) -> None:
     """Make `value` the whole of `path`, as indented JSON. StorageError when the disk refuses."""
-    replace_file(path, (json.dumps(value, indent=2) + "\n").encode(), is_durable=is_durable)
+    replace_file(path, _json(value), is_durable=is_durable)
+
+
+def create_json(path: Path, value: Any) -> bool:
+    """Make `path` with this value, whole and durable; False, and nothing is done, when it is there
+    already.
+
+    Of several processes that call this at once only one gets True. StorageError when the disk
+    refuses.
+    """
+    temporary = _free_name(path)
+    with refusals(path):
+        try:
+            temporary.write_bytes(_json(value))
+            sync(temporary)
+            os.link(temporary, path)  # unlike a rename, it never replaces
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink(missing_ok=True)
+    return True
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a small JSON file, or None when it is absent or (its writer was killed) no
+    whole object.
+    """
+    try:
+        value: Any = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else None
+
+
+def sha256_of(path: Path) -> str:
+    """sha256 of a file's content, 64 hex characters. OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _free_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def refuse_existing(out: Path) -> None:

@@ -24,10 +24,9 @@ from jobs.backends.local.queue import Entry, Queue, attempt_of, default_folder, 
 from jobs.backends.local.runner import CANCELLED, RESTARTED, Capacity
 from jobs.code.secret_keys import minimal_environment
 from jobs.errors import Refused, Unreachable
-from jobs.record.paths import read_json
 from jobs.submit.spec import Finding, JobSpec, Observed, Rendered
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError
-from trainer.files.atomic import refusals, replace_file
+from trainer.files.atomic import read_json, refusals, replace_file
 
 FOLLOW_S = 0.3
 FILE = "rendered.local.json"

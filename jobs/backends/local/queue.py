@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import secrets
@@ -44,8 +43,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from jobs.record.paths import read_json
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, StorageError
+from trainer.files.atomic import create_json, read_json, sync
 
 IDLE_S = 1.0  # the runner leaves when there has been nothing to do for so long
 ATTEMPT = re.compile(r"(ft_[0-9a-z]+_[0-9a-z]+)_([0-9]+)\Z")
@@ -96,8 +95,7 @@ class Entry:
 
     def end(self, code: int, reason: str | None) -> None:
         """Record its end; the first one counts."""
-        with contextlib.suppress(FileExistsError):
-            write_once(self.folder / "ended.json", {"code": code, "reason": reason})
+        create_json(self.folder / "ended.json", {"code": code, "reason": reason})
 
 
 @dataclass(frozen=True)
@@ -119,12 +117,14 @@ class Queue:
             found = read_json(path)
             if found is None:
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                with contextlib.suppress(FileExistsError):
-                    write_once(path, {"id": secrets.token_hex(4), "host": socket.gethostname()})
+                create_json(path, {"id": secrets.token_hex(4), "host": socket.gethostname()})
                 found = read_json(path)
-        except OSError as error:
+        except (OSError, StorageError) as error:
+            reason = (
+                error.__cause__ or error
+            )  # the disk's own words: the advice of StorageError is for runs
             raise StorageError(
-                f"{path}: {error.strerror}. Name a folder of this machine as LATHE_QUEUE."
+                f"{path}: {reason}. Name a folder of this machine as LATHE_QUEUE."
             ) from error
         if found is None or not {"id", "host"} <= found.keys():
             raise ConfigError(
@@ -174,10 +174,8 @@ class Queue:
         aside = self.folder / f".{token}.{os.getpid()}"
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         aside.mkdir(exist_ok=True)
-        with (aside / "entry.json").open("w") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        (aside / "entry.json").write_text(content)
+        sync(aside / "entry.json")
         try:
             os.rename(aside, target)
         except OSError:  # somebody else was faster: a folder that is not empty cannot be replaced
@@ -268,19 +266,6 @@ def _boot() -> str:
 def namespace() -> str:
     """The pid namespace of this process: a pid means something within it only."""
     return os.readlink("/proc/self/ns/pid")
-
-
-def write_once(path: Path, value: Mapping[str, Any]) -> None:
-    """Make `path` with this content, whole or not at all; FileExistsError when it is there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    with temporary.open("w") as file:
-        json.dump(value, file)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.link(temporary, path)
-    finally:
-        temporary.unlink()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import re
@@ -27,18 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from jobs.backends.local import queue as queue_folder
-from jobs.backends.local.queue import (
-    Entry,
-    Queue,
-    attempt_of,
-    birth,
-    life,
-    namespace,
-    runner_lock,
-    write_once,
-)
+from jobs.backends.local.queue import Entry, Queue, attempt_of, birth, life, namespace, runner_lock
 from jobs.node.host import gpus as gpu_lines
-from trainer.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, ConfigError, LatheError
+from trainer.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, ConfigError, LatheError, StorageError
+from trainer.files.atomic import create_json, write_json
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks at what was asked of waiting jobs
@@ -242,8 +233,8 @@ class Runner:
         now = {"cpus": self._free_cpus(), "gpus": len(self._free_gpus()), "groups": dict(groups)}
         if now != self.told:
             self.told = now
-            with contextlib.suppress(OSError):  # it only explains
-                _replace(self.queue.folder / "free.json", now)
+            with contextlib.suppress(StorageError):  # it only explains
+                write_json(self.queue.folder / "free.json", now, is_durable=False)
 
     def _free_cpus(self) -> int:
         return self.capacity.cpus - sum(live.facts["cpus"] for live in self.live.values())
@@ -260,10 +251,11 @@ def _start(entry: Entry, facts: dict[str, Any], gpus: tuple[str, ...]) -> Live |
     def announce() -> (
         None
     ):  # in the child, before it becomes the wrapper: a killed runner must not start it again
-        write_once(
-            entry.folder / "started.json",
-            {"pid": os.getpid(), "birth": birth(os.getpid()), **place},
-        )
+        facts = {"pid": os.getpid(), "birth": birth(os.getpid()), **place}
+        if not create_json(entry.folder / "started.json", facts):
+            raise FileExistsError(
+                f"{entry.folder}: started by another"
+            )  # Popen turns it into a SubprocessError
 
     environment = {
         **os.environ,
@@ -295,12 +287,6 @@ def _signal(live: Live, number: signal.Signals) -> None:
         return
     with contextlib.suppress(ProcessLookupError):
         (os.killpg if number == signal.SIGKILL else os.kill)(live.pid, number)
-
-
-def _replace(path: Path, value: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value))
-    os.replace(temporary, path)
 
 
 def serve(queue: Queue) -> None:

@@ -1,0 +1,138 @@
+"""Files that are never half written: what is fsynced before it gets its name, and who of several
+writers wins.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import StorageError
+from trainer.files import atomic
+
+
+@pytest.fixture
+def durable(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What each file held when it was fsynced; folders are left out."""
+    contents: list[bytes] = []
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_file():
+            contents.append(path.read_bytes())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    return contents
+
+
+def written_aside(path: Path) -> None:
+    with atomic.aside(path) as temporary:
+        temporary.write_bytes(b'"new"\n')
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "replace_file": lambda path: atomic.replace_file(path, b'"new"\n'),
+    "replace_lines": lambda path: atomic.replace_lines(path, ['"new"', "\n"]),
+    "write_json": lambda path: atomic.write_json(path, "new"),
+    "create_json": lambda path: atomic.create_json(path, "new"),
+    "aside": written_aside,
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_a_file_is_on_the_disk_before_it_gets_its_name(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    durable: list[bytes],
+    write: Callable[[Path], object],
+) -> None:
+    named_when: list[list[bytes]] = []
+    replace, link = os.replace, os.link
+    monkeypatch.setattr(
+        os, "replace", lambda *paths: (named_when.append(list(durable)), replace(*paths))
+    )
+    monkeypatch.setattr(os, "link", lambda *paths: (named_when.append(list(durable)), link(*paths)))
+    write(tmp_path / "file.json")
+    assert named_when == [[b'"new"\n']]
+    assert os.listdir(tmp_path) == ["file.json"]
+    assert (tmp_path / "file.json").read_bytes() == b'"new"\n'
+
+
+def test_what_can_be_made_again_is_not_fsynced(tmp_path: Path, durable: list[bytes]) -> None:
+    atomic.write_json(tmp_path / "file.json", "new", is_durable=False)
+    assert (json.loads((tmp_path / "file.json").read_text()), durable) == ("new", [])
+
+
+@pytest.mark.parametrize("write", [WRITERS[name] for name in WRITERS if name != "create_json"])
+def test_a_disk_that_is_full_leaves_the_old_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], object]
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "file.json"
+    path.write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        StorageError, match=r"file\.json: No space left on device\. Free some space"
+    ):
+        write(path)
+    assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["file.json"])
+
+
+def test_only_the_first_creates_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    assert [atomic.create_json(path, number) for number in range(3)] == [True, False, False]
+    assert (json.loads(path.read_text()), os.listdir(tmp_path)) == (0, ["file.json"])
+
+
+def test_one_that_is_there_at_the_last_moment_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fsync = tmp_path / "file.json", os.fsync
+
+    def overtaken(descriptor: int) -> None:
+        fsync(descriptor)
+        path.write_text("first")
+
+    monkeypatch.setattr(os, "fsync", overtaken)
+    assert atomic.create_json(path, "second") is False
+    assert (path.read_text(), os.listdir(tmp_path)) == ("first", ["file.json"])
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    with atomic.aside(path) as one, atomic.aside(path) as other:
+        one.write_text("one")
+        other.write_text("other")
+    assert (path.read_text(), os.listdir(tmp_path)) == ("one", ["file.json"])
+
+
+def test_a_folder_is_fsynced_too_and_one_that_cannot_be_is_let_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unable(descriptor: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    (tmp_path / "file").touch()
+    atomic.sync(tmp_path)
+    monkeypatch.setattr(os, "fsync", unable)
+    atomic.sync(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        atomic.sync(tmp_path / "file")
+
+
+def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abc" * 3_000_000)
+    # printf 'abc%.0s' {1..3000000} | sha256sum
+    assert (
+        atomic.sha256_of(path) == "a889aaea4dd43c3ef1b6f125177026b6445c8374d9cd585dd0c52bb020bb8cc5"
+    )
