@@ -150,6 +150,12 @@ def test_an_offloaded_optimizer_is_in_host_memory() -> None:
     assert host(measured([]), zero(2)) == 0
 
 
+def test_an_evaluation_holds_the_optimizer_besides_its_own_activations_and_logits() -> None:
+    peak = inference(measured([Moment(0, 30 * P, P)]), zero(0), cublas=7)
+    assert (peak.weights, peak.optimizer, peak.workspace) == (2 * P, 12 * P, 7)
+    assert (peak.gradients, peak.activations, peak.logits) == (0, 30 * P, P)
+
+
 def test_stage_3_divides_frozen_weights_too() -> None:
     found = inference(
         measured([Moment(0, 0, 0)], frozen=3 * P),

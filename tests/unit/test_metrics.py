@@ -67,6 +67,7 @@ def test_each_score_takes_the_reference_that_is_best_for_it() -> None:
 def test_words_in_common_are_counted_as_often_as_both_have_them() -> None:
     assert precision("new york new york", ["new york"]) == 0.5
     assert recall("new york", ["new york new york"]) == 0.5
+    assert precision("new york new york", ["york new york new city"]) == 1.0
 
 
 def test_empty_texts_score_as_published() -> None:
