@@ -102,6 +102,13 @@ def test_a_running_job_is_judged_by_exit_file_then_scheduler_then_heartbeat(
     assert settle(job(), found, observed, is_seen=True).state == expected
 
 
+def test_a_start_that_ends_with_bad_input_is_not_run_again_before_somebody_has_changed_it() -> None:
+    verdict = settle(job(), exit_file(2, reason="no such group"), None, is_seen=True)
+    assert (verdict.state, verdict.reason) == ("failed", "bad input: no such group")
+    ended = row(verdict.state, reason=verdict.reason)
+    assert decide(ended, Limits(max_retries=5), is_finished=False).action == "skip"
+
+
 @pytest.mark.parametrize(
     "state", ["submitted", "queued", "running", "held", "failed", "preempted", "cancelled"]
 )
@@ -227,6 +234,7 @@ def test_a_bad_end_waits_for_a_person(state: JobState) -> None:
 def test_max_retries_runs_failures_again_but_never_bad_input_nor_what_was_cancelled() -> None:
     limits = Limits(max_retries=2)
     assert decide(row("failed"), limits, is_finished=False).action == "send"
+    assert decide(row("failed", history=2), limits, is_finished=False).action == "send"
     assert decide(row("failed", history=3), limits, is_finished=False).action == "skip"
     assert decide(row("cancelled"), limits, is_finished=False).action == "skip"
     bad = row("failed", reason="bad input: no such file")
@@ -253,6 +261,10 @@ def test_preemptions_are_run_again_at_once_then_ever_later_then_not_at_all() -> 
         decide(row("preempted", history=3, ended_at=ago(16)), limits, is_finished=False).action
         == "skip"
     )  # 30 s
+    assert (
+        decide(row("preempted", history=3, ended_at=ago(9999)), limits, is_finished=False).action
+        == "send"
+    )
     assert (
         decide(row("preempted", history=4, ended_at=ago(9999)), limits, is_finished=False).action
         == "skip"

@@ -22,8 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 from _pytest.config import default_plugins
+from hypothesis import Phase
 
 OURS = ("trainer", "jobs", "tests", "exp_configs", "job_configs", "trainval")
 NOT_THE_TESTS = (
@@ -71,6 +73,11 @@ def serve(folder: Path, libraries: Sequence[str]) -> None:
         importlib.import_module(name)
     for plugin in importlib.metadata.entry_points(group="pytest11"):
         plugin.load()
+    # a failing property is not made smaller, which takes minutes; and the same examples every time
+    hypothesis.settings.register_profile(
+        "mutants", derandomize=True, phases=(Phase.explicit, Phase.generate)
+    )
+    hypothesis.settings.load_profile("mutants")
     loaded = [name for name in sys.modules if name.partition(".")[0] in OURS]
     assert not loaded, f"{loaded} would be the same in every fork"
     assert len(list(Path("/proc/self/task").iterdir())) == 1, (

@@ -23,8 +23,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/node/wrapper.py",
-        "    if attempt.given_up.exists():",
-        "    if False:",
+        "        attempt.given_up.exists()\n",
+        "        False\n",
         why="an attempt that was given up starts beside the one that took its place",
         tests=RUN,
     ),
@@ -213,8 +213,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/code/snapshot.py",
-        "    why = keys.secret_in(difference, keys.secrets_in(os.environ))",
-        "    why = None",
+        "    why = secret_keys.secret_in(\n",
+        "    why = None and secret_keys.secret_in(\n",
         why="a key that a change removes is stored in the patch",
         tests=SNAPSHOT,
     ),

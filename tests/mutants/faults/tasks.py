@@ -221,9 +221,9 @@ FAULTS = [
     ),
     Fault(
         "trainer/retrieval/runs.py",
-        "hit.passage), reverse=True)",
-        "hit.passage))[::-1][:100]",
-        why="a ranking is judged by its first hundred hits only",
+        "key=lambda hit: (np.float32(hit.score), hit.passage), reverse=True",
+        "key=lambda hit: (-np.float32(hit.score), hit.passage)",
+        why="equal scores are not ordered as trec_eval orders them",
         tests=RANKING,
     ),
     Fault(

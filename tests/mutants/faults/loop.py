@@ -1,0 +1,122 @@
+"""Faults in the step loop: what is divided, what is saved, when it stops, what is best."""
+
+from tests.mutants.fault import Fault
+
+FILE = "trainer/training/loop.py"
+FIT = "tests/numerics/test_fit.py"
+STEPS = "tests/contract/test_task_contract.py -k '(golden or stages_ranks) and causal_lm'"
+
+FAULTS = [
+    Fault(
+        FILE,
+        "mean = summed / counts[0]",
+        "mean = summed / window.units",
+        why="each rank divides by its own units: the loss depends on how rows fall on ranks",
+        tests=STEPS,
+    ),
+    Fault(
+        FILE,
+        "asked[2] = bad",
+        "asked[2] = 0",
+        why="a NaN between two log lines is never noticed",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "if log_now or evaluate_now or save_now:",
+        "if log_now or evaluate_now:",
+        why="a checkpoint with NaN in it replaces the last good one",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "if log_now or evaluate_now or save_now:",
+        "if log_now or save_now:",
+        why="a model with NaN in it is exported as the best",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "    if not math.isfinite(norm) and not session.engine.step_was_skipped():",
+        "    if False:",
+        why="weights that an infinite gradient has moved are saved",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "    elif is_skipped:",
+        "    elif False:",
+        why="bf16 skips every update behind a NaN and the run succeeds without learning",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "progress.skipped.count(is_skipped=is_skipped,",
+        "progress.skipped.count(is_skipped=False,",
+        why="fp16 skips every update and the run succeeds without learning",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "stop=stop > 0",
+        "stop=session.preemption.requested",
+        why="one rank stops and the others wait for it until the job is killed",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "value >= progress.best",
+        "value > progress.best",
+        why="an evaluation that is no better replaces best/",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "value <= progress.best",
+        "value < progress.best",
+        why="the same where a higher metric is better",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "if math.isnan(value):",
+        "if False:",
+        why="a metric over nothing becomes the best that no later one can beat",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "lr=rate * progress.plateau.factor,",
+        "lr=rate,",
+        why="reduce_on_plateau never reaches the optimizer: the log shows a rate that was not used",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "progress.units + step.units",
+        "step.units",
+        why="the units trained on so far are forgotten at every step",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "return step % every == 0 or step == last",
+        "return step % every == 0",
+        why="the last step is neither evaluated nor saved",
+        tests=FIT,
+    ),
+    Fault(
+        FILE,
+        "\n    engine.train()\n",
+        "\n",
+        why="after the first evaluation the model trains without dropout",
+        tests="tests/numerics/test_extra_evals.py -k 'changes_no_training_loss'",
+    ),
+    Fault(
+        FILE,
+        "score = score if counted else _nothing(score)",
+        "score = score",
+        why="rows that fill a rank's last batch are counted twice in every metric",
+        tests="tests/contract/test_task_contract.py -k 'scores_do_not_depend and causal_lm'",
+    ),
+]
