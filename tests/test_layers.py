@@ -4,7 +4,7 @@ Floors of trainer/ (a room is a folder; what is named stands higher or lower tha
 5  trainval.py, trainer/__main__.py, commands/
 4  training/, retrieval/, memory/, statistics/, evaluation/run.py
 3  tasks/<name>/
-2  models/, data/, telemetry/, evaluation/, tasks/protocol.py
+2  models/, data/, telemetry/, evaluation/, tasks/{protocol,abilities,token_task}.py
 1  runtime/, files/
 0  config/, errors.py, files/atomic.py, tasks/, every config.py and published.py of a task,
    exp_configs.py, job_configs.py
@@ -43,6 +43,7 @@ FLOORS = {
     "trainer.telemetry": 2,
     "trainer.tasks.protocol": 2,
     "trainer.tasks.abilities": 2,
+    "trainer.tasks.token_task": 2,
     "trainer.evaluation.run": 4,
     "trainer.memory": 4,
     "trainer.retrieval": 4,

@@ -19,7 +19,8 @@ from trainer.memory.measure import measure
 from trainer.memory.plan import Subject, binding_limit, changed
 from trainer.memory.records import Request
 from trainer.memory.subject import subject_of
-from trainer.tasks.protocol import Answers, Encoded, Places, ShowsCuts, Task, question_of
+from trainer.tasks.abilities import Answers, ShowsCuts, question_of
+from trainer.tasks.protocol import Encoded, Places, Task
 
 TASKS = tasks.names()
 

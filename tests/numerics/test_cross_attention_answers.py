@@ -20,9 +20,9 @@ from trainer.__main__ import app
 from trainer.config import exp_id
 from trainer.errors import ConfigError, ResumeError
 from trainer.evaluation.mergeable import answer_scores
+from trainer.tasks.abilities import Search
 from trainer.tasks.cross_attention.reader import Reader
 from trainer.tasks.cross_attention.text.questions import with_another_context
-from trainer.tasks.protocol import Search
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_ROWS = 17  # on two ranks in batches of 4: uneven

@@ -15,7 +15,8 @@ from tests.facts import experiment, write_facts
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.tasks.protocol import Places, Search
+from trainer.tasks.abilities import Search
+from trainer.tasks.protocol import Places
 
 NQ = Path(__file__).resolve().parents[3] / "shared" / "data" / "nq"
 

@@ -26,7 +26,8 @@ from trainer.memory.extrapolate import Parabola
 from trainer.memory.measure import measure
 from trainer.memory.records import Measured, Moment, Request
 from trainer.runtime import distributed
-from trainer.tasks.protocol import DRAW, EPOCH, Answers, Places, question_of
+from trainer.tasks.abilities import Answers, question_of
+from trainer.tasks.protocol import DRAW, EPOCH, Places
 from trainer.training.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))

@@ -23,7 +23,8 @@ from trainer.config import exp_id
 from trainer.data import retrieved
 from trainer.retrieval import embeddings
 from trainer.retrieval.runs import read_run
-from trainer.tasks.protocol import Embeds, Places
+from trainer.tasks.abilities import Embeds
+from trainer.tasks.protocol import Places
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = [sys.executable, "-m", "trainer"]

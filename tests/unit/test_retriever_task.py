@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from tests.facts import LLAMA, TINY_BASE, TINY_BERT, experiment, write_facts
 from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.tasks.protocol import DRAW, EPOCH, Embeds, Places
+from trainer.tasks.abilities import Embeds
+from trainer.tasks.protocol import DRAW, EPOCH, Places
 from trainer.tasks.retriever import losses, metrics, selection
 from trainer.tasks.retriever.model import pooled
 

@@ -19,13 +19,14 @@ from trainer import tasks
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError
 from trainer.models.losses import IGNORED
-from trainer.models.token_task import TokenTask
 from trainer.statistics import picture, table
 from trainer.statistics.counts import counted, is_empty
 from trainer.statistics.examples import texts
 from trainer.statistics.ledger import Ledger, refuse_lost_labels
 from trainer.statistics.report import report
-from trainer.tasks.protocol import Batch, Encoded, Places, Text, Uncut
+from trainer.tasks.abilities import Uncut
+from trainer.tasks.protocol import Batch, Encoded, Places, Text
+from trainer.tasks.token_task import TokenTask
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 SCITLDR, T5 = SHARED / "summarisation" / "scitldr", SHARED / "tokenizers" / "t5"

@@ -18,7 +18,8 @@ from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.errors import ConfigError
 from trainer.models.losses import IGNORED
-from trainer.tasks.protocol import DRAW, Places, Search
+from trainer.tasks.abilities import Search
+from trainer.tasks.protocol import DRAW, Places
 from trainer.tasks.summariser.model import smoothed_cross_entropy
 
 COMMON = {key: value for key, value in TINY_T5["config"].items() if key != "model_type"}

@@ -106,7 +106,7 @@ def evaluate(
         from trainer.evaluation.run import Question, run
         from trainer.evaluation.similarity import BERTSCORE_MODEL
         from trainer.runtime import distributed
-        from trainer.tasks.protocol import Search
+        from trainer.tasks.abilities import Search
         from trainer.training.run import Options
 
         values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)

@@ -87,7 +87,7 @@ def encode(
         from trainer.evaluation.run import Question, opened
         from trainer.retrieval import embeddings
         from trainer.runtime import distributed
-        from trainer.tasks.protocol import Embeds
+        from trainer.tasks.abilities import Embeds
         from trainer.training.run import Options, on_main
 
         for name, value, legal in (

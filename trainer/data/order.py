@@ -27,7 +27,8 @@ from torch import Tensor
 
 from trainer.data.token_store import TokenStore
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.protocol import DRAW, EPOCH, Batch, Packs, Shapes, Task
+from trainer.tasks.abilities import Packs, Shapes
+from trainer.tasks.protocol import DRAW, EPOCH, Batch, Task
 
 _WINDOWS_AHEAD = 2  # one being copied to the device, one ready
 _POLL_S = 0.1  # how soon a waiting collation thread notices that nobody reads any more

@@ -26,17 +26,16 @@ from trainer.evaluation.mergeable import answer_scores, cut_at, scores_by_datase
 from trainer.evaluation.similarity import BERTSCORE_MODEL, check, similarities
 from trainer.files.atomic import refusals
 from trainer.runtime import distributed
-from trainer.tasks.protocol import (
+from trainer.tasks.abilities import (
     GREEDY,
     Answers,
     JudgesAnswers,
     ReadsContexts,
-    Row,
     ScoresPassages,
     Search,
-    Task,
     question_of,
 )
+from trainer.tasks.protocol import Row, Task
 from trainer.telemetry.run_record import tell_wandb
 from trainer.training.loop import Frozen, answer, evaluate, pool
 from trainer.training.run import Options, on_main, store_of

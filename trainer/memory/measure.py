@@ -150,7 +150,7 @@ def _run(
 
     from trainer.memory.fake_device import for_real
     from trainer.runtime import distributed
-    from trainer.tasks.protocol import Answers
+    from trainer.tasks.abilities import Answers
 
     if request.kind == "train":
         model.train()

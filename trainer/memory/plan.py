@@ -17,7 +17,8 @@ from trainer.memory.devices import Device
 from trainer.memory.measure import measure
 from trainer.memory.planned_rows import Rows, first_evaluated, heaviest
 from trainer.memory.records import Kind, Measured, Request
-from trainer.tasks.protocol import Answers, Places, Task, question_of
+from trainer.tasks.abilities import Answers, question_of
+from trainer.tasks.protocol import Places, Task
 
 TRAINING, EVALUATION, GENERATION = "training step", "evaluation", "generation"
 SHORT_ANSWERS = (

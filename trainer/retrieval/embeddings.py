@@ -29,7 +29,8 @@ from trainer.errors import ConfigError, DataError, DivergedError, LatheError
 from trainer.files.atomic import refusals, replace_file, write_json
 from trainer.files.safetensors_file import BLOCK, Record, checksum_problem
 from trainer.runtime import distributed
-from trainer.tasks.protocol import Embeds, Row, Side
+from trainer.tasks.abilities import Embeds, Side
+from trainer.tasks.protocol import Row
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.statistics.ledger import Ledger
-from trainer.tasks.protocol import Answers, Row, ShowsCuts, Task, question_of
+from trainer.tasks.abilities import Answers, ShowsCuts, question_of
+from trainer.tasks.protocol import Row, Task
 
 WHOLE = "row"  # the name under which a whole raw row is compared
 _SHOWN = 5  # pairs of equal rows, by id

@@ -14,7 +14,7 @@ import numpy as np
 from trainer.data.token_store import TokenStore
 from trainer.errors import DataError
 from trainer.evaluation.mergeable import normalised
-from trainer.tasks.protocol import Uncut
+from trainer.tasks.abilities import Uncut
 
 LITTLE = 0.01  # the share that a recommended limit loses less than
 _EXAMPLES = 5  # rows that lose most, by id

@@ -21,7 +21,8 @@ from trainer.data.token_store import TokenStore
 from trainer.errors import ConfigError, DivergedError
 from trainer.evaluation.mergeable import Pool, Ratio, scores_by_dataset
 from trainer.runtime import distributed, rng
-from trainer.tasks.protocol import GREEDY, Answers, Batch, Row, Search, Task, question_of
+from trainer.tasks.abilities import GREEDY, Answers, Search, question_of
+from trainer.tasks.protocol import Batch, Row, Task
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import Preemption, Run
 from trainer.training import schedule

@@ -11,9 +11,10 @@ from trainer.data import sources, stdlib_docs
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.models.losses import IGNORED, next_token_loss
-from trainer.models.token_task import TokenTask
+from trainer.tasks.abilities import Uncut
 from trainer.tasks.causal_lm.config import Config
-from trainer.tasks.protocol import Batch, Encoded, Row, Uncut
+from trainer.tasks.protocol import Batch, Encoded, Row
+from trainer.tasks.token_task import TokenTask
 
 
 class CausalLM(nn.Module):

@@ -10,10 +10,10 @@ import torch
 from trainer.config import validate
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
+from trainer.tasks.abilities import GREEDY, Search
 from trainer.tasks.cross_attention.config import Data
 from trainer.tasks.cross_attention.decoder import export
 from trainer.tasks.cross_attention.text.prompts import Prompts
-from trainer.tasks.protocol import GREEDY, Search
 
 
 class Reader:

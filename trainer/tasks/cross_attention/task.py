@@ -20,8 +20,8 @@ from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import Pool, Ratio, answer_scores
 from trainer.models import base_model
 from trainer.models.losses import IGNORED
-from trainer.models.token_task import TokenTask
 from trainer.runtime import distributed
+from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut
 from trainer.tasks.cross_attention.config import Config
 from trainer.tasks.cross_attention.decoder import export
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
@@ -37,17 +37,8 @@ from trainer.tasks.cross_attention.encoder_states.reading import StateCache
 from trainer.tasks.cross_attention.text import contexts, questions
 from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle
 from trainer.tasks.cross_attention.text.prompts import Prompts
-from trainer.tasks.protocol import (
-    DRAW,
-    GREEDY,
-    Answered,
-    Batch,
-    Encoded,
-    Places,
-    Row,
-    Search,
-    Uncut,
-)
+from trainer.tasks.protocol import DRAW, Batch, Encoded, Places, Row
+from trainer.tasks.token_task import TokenTask
 
 _NOT_ENCODED = {
     "answer_tokens",

@@ -18,24 +18,15 @@ from trainer.errors import ConfigError, DataError
 from trainer.evaluation.mergeable import answer_scores
 from trainer.models import base_model
 from trainer.models.losses import IGNORED
-from trainer.models.token_task import TokenTask
 from trainer.runtime import distributed
+from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut
 from trainer.tasks.fid.config import Config
 from trainer.tasks.fid.fused_layout import pack
 from trainer.tasks.fid.model import FiD, Generation
 from trainer.tasks.fid.tokens import Prompts, drawn_target, flat, unflat
 from trainer.tasks.fid.weights import add_cross_bias
-from trainer.tasks.protocol import (
-    DRAW,
-    GREEDY,
-    Answered,
-    Batch,
-    Encoded,
-    Places,
-    Row,
-    Search,
-    Uncut,
-)
+from trainer.tasks.protocol import DRAW, Batch, Encoded, Places, Row
+from trainer.tasks.token_task import TokenTask
 
 _MADE_UP = "is_made_up"  # marks the raw row of specimen()
 

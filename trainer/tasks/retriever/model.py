@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigError
-from trainer.tasks.protocol import Side
+from trainer.tasks.abilities import Side
 from trainer.tasks.retriever.config import Encoder, Projection
 
 # N texts, L tokens of the longest, D width of a state, E width of a vector

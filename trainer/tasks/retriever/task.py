@@ -22,13 +22,14 @@ from trainer.evaluation.mergeable import Pool, Ratio
 from trainer.models import base_model
 from trainer.models.gradcache import Pool as Pooled
 from trainer.models.gradcache import pooled_losses
-from trainer.models.token_task import TokenTask
 from trainer.runtime import distributed
-from trainer.tasks.protocol import DRAW, EPOCH, Batch, Encoded, Places, Row, Side, Text, Uncut
+from trainer.tasks.abilities import Side, Uncut
+from trainer.tasks.protocol import DRAW, EPOCH, Batch, Encoded, Places, Row, Text
 from trainer.tasks.retriever import export, lora, losses, metrics, rows, selection
 from trainer.tasks.retriever.config import Config, Data, Encoder
 from trainer.tasks.retriever.model import Retriever, pooler_of
 from trainer.tasks.retriever.tokens import Tokens, identity
+from trainer.tasks.token_task import TokenTask
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
-from trainer.tasks.protocol import Row, Side
+from trainer.tasks.abilities import Side
+from trainer.tasks.protocol import Row
 from trainer.tasks.retriever.config import Data
 
 

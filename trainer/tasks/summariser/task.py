@@ -13,12 +13,13 @@ from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import Ratio
 from trainer.models import base_model
 from trainer.models.losses import IGNORED
-from trainer.models.token_task import TokenTask
 from trainer.runtime import distributed
-from trainer.tasks.protocol import DRAW, GREEDY, Answered, Batch, Encoded, Row, Search, Uncut
+from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut
+from trainer.tasks.protocol import DRAW, Batch, Encoded, Row
 from trainer.tasks.summariser import data, rouge
 from trainer.tasks.summariser.config import Config
 from trainer.tasks.summariser.model import Summariser, arguments
+from trainer.tasks.token_task import TokenTask
 
 FAMILIES = ("t5", "mt5", "umt5", "longt5")  # flan-T5, T5 v1.1 and ByT5 are of the first two
 ALIGNED = 8  # tensor cores and CUDA's attention kernels want widths that are multiples of 8

@@ -19,9 +19,10 @@ from trainer.evaluation.mergeable import Pool, Ratio
 from trainer.models import base_model
 from trainer.models.gradcache import pooled_losses
 from trainer.models.head import HEAD_FILE
-from trainer.models.token_task import TokenTask
 from trainer.runtime import distributed
-from trainer.tasks.protocol import DRAW, Batch, Encoded, Places, Row, Uncut
+from trainer.tasks.abilities import Uncut
+from trainer.tasks.protocol import DRAW, Batch, Encoded, Places, Row
+from trainer.tasks.token_task import TokenTask
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Config, Part
 from trainer.tasks.vera.metrics import LOGIT, Kind, statement_metrics

@@ -17,8 +17,8 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trainer.errors import ConfigError
+from trainer.tasks.abilities import Search
 from trainer.tasks.cross_attention.decoder.model import Past
-from trainer.tasks.protocol import Search
 
 # B batch, N answers of a row, R rows of a beam search or of draws, T prompt tokens, G generated
 # tokens, V vocabulary

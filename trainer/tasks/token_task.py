@@ -29,9 +29,8 @@ from trainer.tasks.protocol import Batch, Places, Text
 log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=Experiment)
-_FILLER_WORDS = (
-    6  # for each token of the highest limit: no tokenizer makes less than one token of six words
-)
+# For each token of the highest limit: no tokenizer makes less than one token of six words.
+_FILLER_WORDS = 6
 
 
 class TokenTask(ABC, Generic[C]):
@@ -177,8 +176,9 @@ class TokenTask(ABC, Generic[C]):
             yield model(**batch)["loss"]
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
-        """loss: per unit."""
-        return {"loss": Ratio(model(**batch)["loss"], self.units(batch))}
+        """Every sum that the module returns, per unit: its loss, and what else it counts."""
+        units = self.units(batch)
+        return {name: Ratio(total, units) for name, total in model(**batch).items()}
 
 
 def _head_of(model: nn.Module) -> nn.Module | None:

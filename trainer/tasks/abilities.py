@@ -1,0 +1,204 @@
+"""What a task may offer besides `Task`: each ability is a protocol of its own, and a task that has
+its methods has the ability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from trainer.evaluation.mergeable import Ratio
+from trainer.tasks.protocol import Row
+
+
+@dataclass(frozen=True)
+class Search:
+    """How answers are looked for."""
+
+    num_beams: int = 1  # 1: greedy
+    num_answers: int = 1  # the n best of each row, at most num_beams; when sampled, n draws
+    # None: the most likely tokens. A number: tokens are drawn, and the lower it is, the likelier.
+    temperature: float | None = None
+    # Tokens are drawn from the most likely ones that have this share of the probability.
+    top_p: float = 1.0
+    seed: int = 0  # of the draws
+
+
+GREEDY = Search()
+
+
+@dataclass(frozen=True)
+class Answered:
+    """Some rows, answered by generation."""
+
+    predictions: list[str]  # by row, the best one
+    scores: dict[str, Ratio]  # over these rows
+    n_best: list[list[str]] | None = (
+        None  # by row, the best first; None when one each was asked for
+    )
+
+
+@runtime_checkable
+class Answers(Protocol):
+    """What a task may offer besides Task: it answers rows by generation, for --do_extra_evals.
+
+    Its raw rows hold `question` (text) and `answers` (the references, a list of texts).
+    """
+
+    def answer_tokens(self) -> int:
+        """The most tokens that an answer may have, by the experiment."""
+        ...
+
+    def answers(
+        self,
+        model: nn.Module,
+        rows: Sequence[Mapping[str, Any]],
+        raw: Sequence[Row],
+        *,
+        search: Search = GREEDY,
+        max_tokens: int | None = None,
+    ) -> Answered:
+        """Predictions and scores of encoded `rows`; `raw` are the same rows as text, `question` and
+        `answers` only.
+
+        max_tokens: the most tokens of an answer in the place of answer_tokens(), also where the
+        experiment asks for more at least: the plan of memory generates a few, and knows what more
+        cost.
+
+        model: in evaluation mode, perhaps an engine. A forward may be a collective of all ranks,
+        which answer different rows: how many are made must not depend on what is generated when
+        there are several ranks. A row without references has a prediction and no score. ConfigError
+        for a search that the task cannot do.
+        """
+        ...
+
+
+@runtime_checkable
+class JudgesAnswers(Protocol):
+    """What a task that answers may offer besides, where its rows are no questions or EM and F1 say
+    little of them.
+    """
+
+    def asked(self, row: Row) -> Row:
+        """`question` (the text), `answers` (the references) and perhaps `id` of a raw row, as
+        `answers` takes them.
+        """
+        ...
+
+    def judged(self, prediction: str, references: Sequence[str]) -> dict[str, float]:
+        """Every score of one prediction against at least one reference."""
+        ...
+
+
+def question_of(task: object, row: Row) -> Row:
+    """`question`, `answers` and, where there are such, `id` and `dataset` of a raw row of a task
+    that answers.
+    """
+    if isinstance(task, JudgesAnswers):
+        return task.asked(row)
+    return {key: row[key] for key in ("id", "dataset", "question", "answers") if key in row}
+
+
+@runtime_checkable
+class ScoresPassages(Protocol):
+    """What a task may offer besides Task: it says how much each passage of a row was read.
+
+    Its raw rows hold `ctxs`, the passages.
+    """
+
+    def passage_scores(
+        self, model: nn.Module, rows: Sequence[Mapping[str, Any]]
+    ) -> list[list[float]]:
+        """One score per passage of each encoded row, higher for what was read more. model: as for
+        answers().
+        """
+        ...
+
+
+@runtime_checkable
+class ReadsContexts(Protocol):
+    """What a task may offer besides Task: its answers lean on a context, which can be another row's
+    to see how much.
+    """
+
+    def under_another_context(self, encoded: Mapping[str, Any]) -> Mapping[str, Any]:
+        """An encoded evaluation row with another row's context in the place of its own. ConfigError
+        without one.
+        """
+        ...
+
+
+Side = Literal["query", "passage"]
+
+
+@runtime_checkable
+class Embeds(Protocol):
+    """What a task may offer besides Task: it turns queries and passages into vectors whose dot
+    product is relevance.
+    """
+
+    def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
+        """Token ids as `embed` takes them, cut to the side's limit. texts: {"text"} of a query,
+        {"title", "text"} of a passage (title optional).
+        """
+        ...
+
+    def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
+        """(N, D) fp32 vectors of N token rows, on the model's device. model: in evaluation mode."""
+        ...
+
+
+@runtime_checkable
+class Shapes(Protocol):
+    """What a task may offer besides Task: how its rows are padded, for micro-batches that waste
+    little.
+    """
+
+    def padded_fields(self) -> Sequence[str]:
+        """The encoded fields that are padded, each by itself; `length` counts the ids of all of
+        them.
+        """
+        ...
+
+    def kind_field(self) -> str | None:
+        """An encoded field of one number: rows with other numbers are kept apart, and those with
+        the highest come first.
+        """
+        ...
+
+
+@runtime_checkable
+class Packs(Protocol):
+    """What a task may offer besides Task: the rows of a micro-batch follow one another as one
+    stream, without a pad.
+    """
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether they do, as the experiment stands."""
+        ...
+
+
+@dataclass(frozen=True)
+class Uncut:
+    """A field of a row before its limit cuts it."""
+
+    texts: list[list[int]]  # token ids, whole
+    limit: int | None  # how many of each are kept, the first ones; None: all
+    setting: str  # the key of the dictionary that says so
+    labels_from: int | None = None  # where the labels of each begin; None: it holds none
+    holds_answers: bool = False  # the `answers` of the raw row are looked for in it
+
+
+@runtime_checkable
+class ShowsCuts(Protocol):
+    """What a task may offer besides Task: its rows as they would be without limits, for the
+    truncation ledger.
+    """
+
+    def untruncated(self, row: Row) -> dict[str, Uncut]:
+        """Everything that `encode` cuts of a raw row, by field."""
+        ...
