@@ -78,7 +78,7 @@ def train(live: Any, steps: range) -> list[float]:
 def _after_training(precision: str) -> dict[str, Tensor]:
     live = make(precision)
     train(live, range(STEPS))
-    return live.weights(lambda k: True) | live.optimizer_state(lambda k: True)
+    return live.weights(lambda k: True) | live.optimizer.tensors(lambda k: True)
 
 
 def by_torch() -> dict[str, Tensor]:
@@ -134,18 +134,18 @@ def _through_a_checkpoint(
     train(live, range(3))
     weights, state, scalars = (
         live.weights(lambda k: True),
-        live.optimizer_state(lambda k: True),
-        live.scalars(),
+        live.optimizer.tensors(lambda k: True),
+        live.optimizer.scalars(),
     )
     straight = train(live, range(3, STEPS))
-    one = live.weights(lambda k: True) | live.optimizer_state(lambda k: True)
+    one = live.weights(lambda k: True) | live.optimizer.tensors(lambda k: True)
     live.destroy()
     again = make(precision, weights)
-    again.restore(state, scalars)
+    again.optimizer.restore(state, scalars)
     resumed = train(again, range(3, STEPS))
     return (
         one,
-        again.weights(lambda k: True) | again.optimizer_state(lambda k: True),
+        again.weights(lambda k: True) | again.optimizer.tensors(lambda k: True),
         straight,
         resumed,
     )
@@ -228,7 +228,7 @@ def _shapes_at_stage_1() -> list[int]:
         built(Optim(lr=0.02), 1, "fp32", 1)
     )  # as if it were not refused
     live = Engine(network(), ds, OPTIM)
-    return [p.ndim for group in live._inner().param_groups for p in group["params"]]
+    return [p.ndim for group in live.optimizer.inner().param_groups for p in group["params"]]
 
 
 def test_deepspeed_does_flatten_weights_at_stage_1() -> None:

@@ -191,21 +191,21 @@ def _through_a_checkpoint(stage: int, precision: str, at: int, resume_stage: int
     train(live, range(at))
     weights, state, scalars = (
         live.weights(lambda k: True),
-        live.optimizer_state(lambda k: True),
-        live.scalars(),
+        live.optimizer.tensors(lambda k: True),
+        live.optimizer.scalars(),
     )
     straight = train(live, range(at, STEPS))
     straight_weights, straight_state = (
         live.weights(lambda k: True),
-        live.optimizer_state(lambda k: True),
+        live.optimizer.tensors(lambda k: True),
     )
     live.destroy()
     again = make(resume_stage, precision, weights)
-    again.restore(state, scalars)
+    again.optimizer.restore(state, scalars)
     resumed = train(again, range(at, STEPS))
     resumed_weights, resumed_state = (
         again.weights(lambda k: True),
-        again.optimizer_state(lambda k: True),
+        again.optimizer.tensors(lambda k: True),
     )
     again.destroy()
     return {
@@ -240,7 +240,7 @@ def _before_the_first_step() -> dict[int, dict[str, torch.Tensor]]:
     found = {}
     for stage in STAGES:
         live = make(stage, "bf16")
-        found[stage] = {**live.weights(lambda k: True), **live.optimizer_state(lambda k: True)}
+        found[stage] = {**live.weights(lambda k: True), **live.optimizer.tensors(lambda k: True)}
         live.destroy()
     return found
 

@@ -79,7 +79,11 @@ def _straight(precision: str, stage: int, *, offload: bool) -> dict[str, Any]:
     """Losses, norms and last tensors of a whole run, and what a checkpoint half-way would hold."""
     live = make(stage, precision, offload=offload)
     losses, norms = train(live, range(HALF))
-    saved = live.weights(lambda k: True), live.optimizer_state(lambda k: True), live.scalars()
+    saved = (
+        live.weights(lambda k: True),
+        live.optimizer.tensors(lambda k: True),
+        live.optimizer.scalars(),
+    )
     found = _to_the_end(live)
     return found | {
         "losses": losses + found["losses"],
@@ -91,13 +95,13 @@ def _straight(precision: str, stage: int, *, offload: bool) -> dict[str, Any]:
 def _resumed(precision: str, stage: int, saved: tuple[Any, Any, Any]) -> dict[str, Any]:
     weights, state, scalars = saved
     live = make(stage, precision, weights, offload=True)
-    live.restore(state, scalars)
+    live.optimizer.restore(state, scalars)
     return _to_the_end(live)
 
 
 def _to_the_end(live: Any) -> dict[str, Any]:
     losses, norms = train(live, range(HALF, STEPS))
-    tensors = {**live.weights(lambda k: True), **live.optimizer_state(lambda k: True)}
+    tensors = {**live.weights(lambda k: True), **live.optimizer.tensors(lambda k: True)}
     live.destroy()
     return {"losses": losses, "norms": norms, "tensors": tensors}
 

@@ -27,25 +27,17 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch\.distributed)")
 
 import deepspeed  # noqa: E402
-from deepspeed.utils import (  # noqa: E402
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
+from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
 from trainer.config import Optim  # noqa: E402
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.training import optimizers  # noqa: E402
+from trainer.training.optimizer_state import OptimizerState, dtype_of, shape_of  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
 Watch = Callable[[Iterator[tuple[str, Tensor]]], None]
-MASTER = "master"
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 if not torch.cuda.is_available():
@@ -96,7 +88,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             f"checkpoint does not fit the model: missing {missing[:5]}, unexpected {extra[:5]}"
         )
     for name, parameter in parameters.items():
-        got, want = tuple(weights[name].shape), tuple(_shape(parameter))
+        got, want = tuple(weights[name].shape), tuple(shape_of(parameter))
         if got != want:
             raise CheckpointError(
                 f"checkpoint does not fit the model: {name} has shape {got}, wanted {want}"
@@ -123,7 +115,6 @@ class Engine:
         """
         self.stage: int = ds["zero_optimization"]["stage"]
         self.clip = optim.clip
-        self._optim = optim
         self._parameters = trainable(model)
         if not self._parameters:
             raise ConfigError(
@@ -140,7 +131,10 @@ class Engine:
                 dist_init_required=False,
             )
         self.model: Any = engine
-        self._own_clip = self.stage == 0 and _dtype(self._parameters) == torch.float32
+        self.optimizer = OptimizerState(
+            engine, stage=self.stage, parameters=self._parameters, optim=optim
+        )
+        self._own_clip = self.stage == 0 and dtype_of(self._parameters) == torch.float32
         self._norm: Tensor | float | None = None
         self._world = distributed.world()
         if self.stage == 0:
@@ -148,10 +142,11 @@ class Engine:
                 False  # step() below reduces once per window, and not at all alone
             )
             self._undo_initial_step()
-        if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
+        scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
+        if hasattr(scaler, "raise_error_at_min_scale"):
             # deepspeed 0.19.8, DynamicLossScaler.update_scale: raises a bare Exception there. The
             # loop counts skips.
-            engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+            scaler.raise_error_at_min_scale = False
         self._check_that_deepspeed_agrees(ds)
 
     def train(self) -> None:
@@ -227,12 +222,12 @@ class Engine:
         parameters = list(self.model.module.parameters())
         states = [
             t
-            for state in self._inner().state.values()
+            for state in self.optimizer.inner().state.values()
             for t in state.values()
             if torch.is_tensor(t)
         ]
-        masters = [p for group in self._inner().param_groups for p in group["params"]]
-        if self.stage == 0 and _dtype(self._parameters) == torch.float32:
+        masters = [p for group in self.optimizer.inner().param_groups for p in group["params"]]
+        if self.stage == 0 and dtype_of(self._parameters) == torch.float32:
             masters = []  # the weights themselves
         held = {
             "weights": parameters,
@@ -294,160 +289,11 @@ class Engine:
                     kept[name] = parameter.detach().to("cpu", copy=True).contiguous()
         return kept
 
-    def optimizer_state(self, keep: Callable[[int], bool]) -> dict[str, Tensor]:
-        """Full optimizer tensors (CPU, fp32), named <parameter>|exp_avg, |exp_avg_sq and, below
-        fp32, |master.
-
-        Of Adafactor |row_var and |col_var, or |variance.
-        """
-        if self.stage > 0 and not self._inner().state:
-            self._make_empty_state()  # before the first step: DeepSpeed creates the moments lazily
-        self._link_states()
-        kept: dict[str, Tensor] = {}
-        for k, (name, parameter) in enumerate(self._parameters.items()):
-            for key, shape in self._state_shapes(parameter).items():
-                value = self._get(parameter, key)
-                if keep(k):
-                    kept[f"{name}|{key}"] = (
-                        value.detach().to("cpu", copy=True).reshape(shape).contiguous()
-                    )
-        return kept
-
-    def scalars(self) -> dict[str, float | int]:
-        """What else an exact resume needs: the count of optimizer steps and, in fp16, the loss
-        scaler's counters.
-        """
-        inner = self._inner()
-        steps = [int(state["step"]) for state in inner.state.values() if "step" in state]
-        found: dict[str, float | int] = {"optimizer_step": max(steps, default=0)}
-        for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
-            if self.model.fp16_enabled() and hasattr(self.model.optimizer.loss_scaler, key):
-                found[f"scaler.{key}"] = getattr(self.model.optimizer.loss_scaler, key)
-        return found
-
-    def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, float | int]) -> None:
-        """Put back what optimizer_state() and scalars() gave; the weights were loaded before the
-        engine was made.
-        """
-        wanted = {
-            f"{name}|{key}"
-            for name, weight in self._parameters.items()
-            for key in self._state_shapes(weight)
-        }
-        if wanted != tensors.keys():
-            missing, extra = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
-            raise CheckpointError(
-                f"optimizer state does not fit: missing {missing[:3]}, unexpected {extra[:3]}"
-            )
-        self._make_empty_state()
-        self._link_states()
-        for name, parameter in self._parameters.items():
-            for key in self._state_shapes(parameter):
-                self._set(parameter, key, tensors[f"{name}|{key}"])
-        for state in self._inner().state.values():
-            old = state["step"]
-            count = int(scalars["optimizer_step"])
-            state["step"] = torch.full_like(old, count) if torch.is_tensor(old) else count
-        for key, value in scalars.items():
-            if key.startswith("scaler."):
-                setattr(self.model.optimizer.loss_scaler, key.removeprefix("scaler."), value)
-
-    # What differs between stages
-    # --------------------------------------------------------------------------------
-
-    def _state_shapes(self, parameter: nn.Parameter) -> dict[str, torch.Size]:
-        """Everything that a checkpoint holds of a parameter besides its weights."""
-        shape = _shape(parameter)
-        master = {} if _dtype(self._parameters) == torch.float32 else {MASTER: shape}
-        return master | optimizers.state_shapes(self._optim, shape)
-
-    def _inner(self) -> torch.optim.Optimizer:
-        """The optimizer inside DeepSpeed's wrapper; at stage 0 in fp32 there is no wrapper."""
-        optimizer = self.model.optimizer
-        return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
-
-    def _unsharded_master(self, parameter: nn.Parameter) -> Tensor:
-        """Stage 0: the tensor that the optimizer updates for `parameter`: itself, or its fp32 copy
-        below fp32.
-        """
-        wrapper = self.model.optimizer
-        if not hasattr(wrapper, "fp32_groups"):
-            return parameter
-        for low, high in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
-            for index, candidate in enumerate(low):
-                if candidate is parameter:
-                    return high[index]
-        raise AssertionError("every trainable parameter is in exactly one group")
-
-    def _get(self, parameter: nn.Parameter, key: str) -> Tensor:
-        if self.stage == 0:
-            master = self._unsharded_master(parameter)
-            if key == MASTER:
-                return master
-            state = self._inner().state.get(master)
-            return state[key] if state else master.new_zeros(self._state_shapes(parameter)[key])
-        value = (
-            safe_get_full_fp32_param(parameter)
-            if key == MASTER
-            else safe_get_full_optimizer_state(parameter, key)
-        )
-        assert value is not None, "stages 1-3 map every trainable parameter"
-        return value
-
-    def _set(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        value = value.to(distributed.device())
-        if self.stage == 0:
-            master = self._unsharded_master(parameter)
-            target = master.data if key == MASTER else self._inner().state[master][key]
-            target.copy_(value.reshape(target.shape))
-        elif key == MASTER:
-            _set_master(parameter, value)
-        else:
-            _set_moment(parameter, value, key)
-
-    @torch.no_grad()
-    def _make_empty_state(self) -> None:
-        """Let the optimizer create its moments: one step at learning rate 0 with zero gradients
-        changes no weight.
-        """
-        inner = self._inner()
-        for group in inner.param_groups:
-            group["lr"] = 0.0
-        if self.stage == 3:
-            self._make_empty_state_of_stage_3(inner)
-            return
-        owned = [parameter for group in inner.param_groups for parameter in group["params"]]
-        before = [parameter.grad for parameter in owned]
-        for parameter in owned:
-            parameter.grad = torch.zeros_like(parameter)
-        inner.step()
-        for parameter, gradient in zip(owned, before, strict=True):
-            parameter.grad = gradient
-
-    def _link_states(self) -> None:
-        """Tie every parameter to its slice of the moments.
-
-        deepspeed 0.19.8, stage_1_and_2._optimizer_step: ties all groups when only the first has
-        been stepped, once and for all, so with two groups (decay, no decay) the second is never
-        found. Hence again, when all have moments.
-        """
-        wrapper = self.model.optimizer
-        if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
-            wrapper._hp_optimizer_states_linked = False
-            wrapper._lazy_init_hp_params_optimizer_state()
-
-    def _make_empty_state_of_stage_3(self, inner: torch.optim.Optimizer) -> None:
-        zero = self.model.optimizer
-        for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            before, flat.grad = flat.grad, torch.zeros_like(flat)
-            zero._optimizer_step(index)  # steps `inner` over this one sub-group
-            flat.grad = before
-
     def _undo_initial_step(self) -> None:
         # deepspeed 0.19.8, FP16_UnfusedOptimizer.initialize_optimizer_states: runs a real AdamW
         # step on zero gradients while it is built, which would count one step too many (the weights
         # are safe: our groups start at lr 0).
-        self._inner().state.clear()
+        self.optimizer.inner().state.clear()
 
     def _clip(self) -> Tensor:
         parameters = list(self._parameters.values())
@@ -474,40 +320,6 @@ class Engine:
             raise ConfigError("DeepSpeed does not do what it was told: " + "; ".join(wrong))
 
 
-def _set_master(parameter: nn.Parameter, value: Tensor) -> None:
-    if hasattr(parameter, "ds_id"):
-        safe_set_local_fp32_param(parameter, _local_part(parameter, value))
-    else:
-        safe_set_full_fp32_param(parameter, value)
-
-
-def _set_moment(parameter: nn.Parameter, value: Tensor, key: str) -> None:
-    if hasattr(parameter, "ds_id"):
-        safe_set_local_optimizer_state(parameter, _local_part(parameter, value), key)
-    else:
-        safe_set_full_optimizer_state(parameter, value, key)
-
-
-def _local_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """This rank's piece of a full tensor under ZeRO-3, zero-padded to DeepSpeed's equal pieces.
-
-    deepspeed 0.19.8: the safe_set_full_* twins read past the end when the size does not divide by
-    the world size.
-    """
-    size = parameter.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
-    start = distributed.rank() * size
-    piece = value.flatten()[start : start + size]
-    return nn.functional.pad(piece, (0, size - piece.numel()))
-
-
-def _dtype(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
-    return next(iter(parameters.values())).dtype
-
-
-def _shape(parameter: nn.Parameter) -> torch.Size:
-    return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape  # pyright: ignore
-
-
 def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.optim.Optimizer:
     """The optimizer with decay where `optim` says so, at lr 0; DeepSpeed's own AdamW where its
     state is offloaded.
@@ -516,10 +328,10 @@ def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.op
     fewest_axes = 2 if optim.decay == "matrices" else 0
     groups = [
         {
-            "params": [p for p in parameters if len(_shape(p)) >= fewest_axes],
+            "params": [p for p in parameters if len(shape_of(p)) >= fewest_axes],
             "weight_decay": optim.weight_decay,
         },
-        {"params": [p for p in parameters if len(_shape(p)) < fewest_axes], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(shape_of(p)) < fewest_axes], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     offload = ds["zero_optimization"].get("offload_optimizer") or {}

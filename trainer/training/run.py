@@ -431,11 +431,11 @@ def _save(plan: Plan, live: Engine, progress: Progress) -> None:
         plan.folder / "checkpoints",
         progress.step,
         weights=live.weights(own),
-        optimizer=live.optimizer_state(own),
+        optimizer=live.optimizer.tensors(own),
         rng=rng.capture(),
         state={
             "progress": progress.state(),
-            "engine": live.scalars(),
+            "engine": live.optimizer.scalars(),
             "world": world,
             "digest": digest(plan.values),
         },
@@ -446,7 +446,7 @@ def _save(plan: Plan, live: Engine, progress: Progress) -> None:
 
 def _restore(live: Engine, folder: Path, *, seed: int) -> Progress:
     state = checkpoint.read_json(folder)
-    live.restore(dict(checkpoint.read_tensors(folder, "optimizer")), state["engine"])
+    live.optimizer.restore(dict(checkpoint.read_tensors(folder, "optimizer")), state["engine"])
     if checkpoint.saved_world(folder) == distributed.world():
         rng.restore(checkpoint.read_rng(folder, distributed.rank()))
     else:

@@ -1,0 +1,220 @@
+"""What an optimizer remembers under ZeRO, as full named tensors: the same at any stage and world size.
+
+With training/engine.py, this is the only importer of deepspeed, whose ways into its partitions are used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import Tensor, nn
+
+from trainer.config import Optim
+from trainer.errors import CheckpointError
+from trainer.runtime import distributed
+from trainer.training import optimizers
+
+MASTER = "master"
+
+
+class OptimizerState:
+    """The optimizer's tensors of every trainable parameter, gathered from and put back into DeepSpeed."""
+
+    def __init__(
+        self, engine: Any, *, stage: int, parameters: Mapping[str, nn.Parameter], optim: Optim
+    ) -> None:
+        """engine: DeepSpeed's; parameters: every trainable one by name."""
+        self._engine, self._stage = engine, stage
+        self._parameters, self._optim = parameters, optim
+
+    def tensors(self, keep: Callable[[int], bool]) -> dict[str, Tensor]:
+        """Full optimizer tensors (CPU, fp32), named <parameter>|exp_avg, |exp_avg_sq and, below
+        fp32, |master.
+
+        Of Adafactor |row_var and |col_var, or |variance.
+        """
+        if self._stage > 0 and not self.inner().state:
+            self._make_empty_state()  # before the first step: DeepSpeed creates the moments lazily
+        self._link_states()
+        kept: dict[str, Tensor] = {}
+        for k, (name, parameter) in enumerate(self._parameters.items()):
+            for key, shape in self._state_shapes(parameter).items():
+                value = self._get(parameter, key)
+                if keep(k):
+                    kept[f"{name}|{key}"] = (
+                        value.detach().to("cpu", copy=True).reshape(shape).contiguous()
+                    )
+        return kept
+
+    def scalars(self) -> dict[str, float | int]:
+        """What else an exact resume needs: the count of optimizer steps and, in fp16, the loss
+        scaler's counters.
+        """
+        inner = self.inner()
+        steps = [int(state["step"]) for state in inner.state.values() if "step" in state]
+        found: dict[str, float | int] = {"optimizer_step": max(steps, default=0)}
+        for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
+            if self._engine.fp16_enabled() and hasattr(self._engine.optimizer.loss_scaler, key):
+                found[f"scaler.{key}"] = getattr(self._engine.optimizer.loss_scaler, key)
+        return found
+
+    def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, float | int]) -> None:
+        """Put back what tensors() and scalars() gave; the weights were loaded before the
+        engine was made.
+        """
+        wanted = {
+            f"{name}|{key}"
+            for name, weight in self._parameters.items()
+            for key in self._state_shapes(weight)
+        }
+        if wanted != tensors.keys():
+            missing, extra = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
+            raise CheckpointError(
+                f"optimizer state does not fit: missing {missing[:3]}, unexpected {extra[:3]}"
+            )
+        self._make_empty_state()
+        self._link_states()
+        for name, parameter in self._parameters.items():
+            for key in self._state_shapes(parameter):
+                self._set(parameter, key, tensors[f"{name}|{key}"])
+        for state in self.inner().state.values():
+            old = state["step"]
+            count = int(scalars["optimizer_step"])
+            state["step"] = torch.full_like(old, count) if torch.is_tensor(old) else count
+        for key, value in scalars.items():
+            if key.startswith("scaler."):
+                setattr(self._engine.optimizer.loss_scaler, key.removeprefix("scaler."), value)
+
+    def _state_shapes(self, parameter: nn.Parameter) -> dict[str, torch.Size]:
+        """Everything that a checkpoint holds of a parameter besides its weights."""
+        shape = shape_of(parameter)
+        master = {} if dtype_of(self._parameters) == torch.float32 else {MASTER: shape}
+        return master | optimizers.state_shapes(self._optim, shape)
+
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer inside DeepSpeed's wrapper; at stage 0 in fp32 there is no wrapper."""
+        optimizer = self._engine.optimizer
+        return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+    def _unsharded_master(self, parameter: nn.Parameter) -> Tensor:
+        """Stage 0: the tensor that the optimizer updates for `parameter`: itself, or its fp32 copy
+        below fp32.
+        """
+        wrapper = self._engine.optimizer
+        if not hasattr(wrapper, "fp32_groups"):
+            return parameter
+        for low, high in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True):
+            for index, candidate in enumerate(low):
+                if candidate is parameter:
+                    return high[index]
+        raise AssertionError("every trainable parameter is in exactly one group")
+
+    def _get(self, parameter: nn.Parameter, key: str) -> Tensor:
+        if self._stage == 0:
+            master = self._unsharded_master(parameter)
+            if key == MASTER:
+                return master
+            state = self.inner().state.get(master)
+            return state[key] if state else master.new_zeros(self._state_shapes(parameter)[key])
+        value = (
+            safe_get_full_fp32_param(parameter)
+            if key == MASTER
+            else safe_get_full_optimizer_state(parameter, key)
+        )
+        assert value is not None, "stages 1-3 map every trainable parameter"
+        return value
+
+    def _set(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
+        value = value.to(distributed.device())
+        if self._stage == 0:
+            master = self._unsharded_master(parameter)
+            target = master.data if key == MASTER else self.inner().state[master][key]
+            target.copy_(value.reshape(target.shape))
+        elif key == MASTER:
+            _set_master(parameter, value)
+        else:
+            _set_moment(parameter, value, key)
+
+    @torch.no_grad()
+    def _make_empty_state(self) -> None:
+        """Let the optimizer create its moments: one step at learning rate 0 with zero gradients
+        changes no weight.
+        """
+        inner = self.inner()
+        for group in inner.param_groups:
+            group["lr"] = 0.0
+        if self._stage == 3:
+            self._make_empty_state_of_stage_3(inner)
+            return
+        owned = [parameter for group in inner.param_groups for parameter in group["params"]]
+        before = [parameter.grad for parameter in owned]
+        for parameter in owned:
+            parameter.grad = torch.zeros_like(parameter)
+        inner.step()
+        for parameter, gradient in zip(owned, before, strict=True):
+            parameter.grad = gradient
+
+    def _link_states(self) -> None:
+        """Tie every parameter to its slice of the moments.
+
+        deepspeed 0.19.8, stage_1_and_2._optimizer_step: ties all groups when only the first has
+        been stepped, once and for all, so with two groups (decay, no decay) the second is never
+        found. Hence again, when all have moments.
+        """
+        wrapper = self._engine.optimizer
+        if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
+            wrapper._hp_optimizer_states_linked = False
+            wrapper._lazy_init_hp_params_optimizer_state()
+
+    def _make_empty_state_of_stage_3(self, inner: torch.optim.Optimizer) -> None:
+        zero = self._engine.optimizer
+        for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            before, flat.grad = flat.grad, torch.zeros_like(flat)
+            zero._optimizer_step(index)  # steps `inner` over this one sub-group
+            flat.grad = before
+
+
+def dtype_of(parameters: Mapping[str, nn.Parameter]) -> torch.dtype:
+    """What all of them are kept in: a model has one training precision."""
+    return next(iter(parameters.values())).dtype
+
+
+def shape_of(parameter: nn.Parameter) -> torch.Size:
+    """The full shape of a parameter, also while it is partitioned (ZeRO-3)."""
+    return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape  # pyright: ignore
+
+
+def _set_master(parameter: nn.Parameter, value: Tensor) -> None:
+    if hasattr(parameter, "ds_id"):
+        safe_set_local_fp32_param(parameter, _local_part(parameter, value))
+    else:
+        safe_set_full_fp32_param(parameter, value)
+
+
+def _set_moment(parameter: nn.Parameter, value: Tensor, key: str) -> None:
+    if hasattr(parameter, "ds_id"):
+        safe_set_local_optimizer_state(parameter, _local_part(parameter, value), key)
+    else:
+        safe_set_full_optimizer_state(parameter, value, key)
+
+
+def _local_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """This rank's piece of a full tensor under ZeRO-3, zero-padded to DeepSpeed's equal pieces.
+
+    deepspeed 0.19.8: the safe_set_full_* twins read past the end when the size does not divide by
+    the world size.
+    """
+    size = parameter.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
+    start = distributed.rank() * size
+    piece = value.flatten()[start : start + size]
+    return nn.functional.pad(piece, (0, size - piece.numel()))
