@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer import tasks
-from trainer.data import sources
 from trainer.data.order import Sharding, Sizes, sizes_of, window_rows
+from trainer.data.readers import questions
 from trainer.data.token_store import TokenStore, open_store
 from trainer.models.packed.layout import grids_of
 from trainer.runtime import distributed
@@ -122,7 +122,9 @@ class Work:
         """The first rows of the train split of NaturalQuestions, and the states of their
         contexts.
         """
-        rows = list(islice(sources.nq_rows(self.data_path, "train"), self.batch * self.num_batches))
+        rows = list(
+            islice(questions.nq_rows(self.data_path, "train"), self.batch * self.num_batches)
+        )
         raw = self.folder / "raw"
         raw.mkdir()
         for split, some in (("train", rows), ("valid", rows[:1])):

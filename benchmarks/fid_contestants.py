@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer import tasks
-from trainer.data import retrieved
+from trainer.data.readers import retrieved
+from trainer.data.readers.passages import corpus_passages
 from trainer.models import base_model
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
@@ -102,7 +103,7 @@ class Work:
             self.data_path, "train", source="nq", contexts=self.contexts, sort_by_score=False
         )
         questions = list(islice(found, self.batch * self.num_batches))
-        passages = {row["id"]: row for row in retrieved.corpus(self.data_path, "corpus.tsv")}
+        passages = {row["id"]: row for row in corpus_passages(self.data_path, "corpus.tsv")}
         return [
             {**row, "ctxs": [passages[passage["id"]] for passage in row["ctxs"]]}
             for row in questions

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.collection import Query
+from trainer.data.readers.questions import Query
+from trainer.data.readers.rankings import Hit
 from trainer.errors import DataError
 from trainer.retrieval.answer_recall import AnswerFinder, answer_recall, has_answer, tokens
-from trainer.retrieval.runs import Hit
 
 PASSAGES = {
     name: {"id": name, "title": "Paris", "text": text}

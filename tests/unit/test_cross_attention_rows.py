@@ -163,7 +163,7 @@ def test_a_tokenizer_that_opens_nothing_changes_nothing(folder: Path) -> None:
 def test_useful_contexts_of_another_number_are_refused(tmp_path: Path) -> None:
     row = {"question": "q", "answer": "a", "contexts": ["one", "two"], "useful_contexts": [1]}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
-    from trainer.data.sources import qa_rows
+    from trainer.data.readers.questions import qa_rows
 
     with pytest.raises(
         DataError, match=r"train.jsonl, line 1: 'useful_contexts' is \[1\], want a 0 or 1 for each"

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from trainer.data import collection, retrieved
-from trainer.data.collection import Query
-from trainer.data.sources import read_jsonl
+from trainer.data.readers import passages as corpora
+from trainer.data.readers import questions, retrieved
+from trainer.data.readers.jsonl import read_jsonl
+from trainer.data.readers.questions import Query
+from trainer.data.readers.rankings import Hit, Run
 from trainer.errors import ConfigError, DataError
 from trainer.retrieval.negatives import (
     Window,
@@ -23,7 +25,7 @@ from trainer.retrieval.negatives import (
     training_rows,
     write_rows,
 )
-from trainer.retrieval.runs import Hit, Run, judged
+from trainer.retrieval.runs import judged
 from trainer.tasks.protocol import Row
 
 NQ = Path(__file__).resolve().parents[2] / os.environ.get("LATHE_DATA", "../shared/data") / "nq"
@@ -125,7 +127,7 @@ def test_a_training_row_is_tevatrons(tmp_path: Path) -> None:
         "positive_passages": [{"docid": "gold", "title": "Tgold", "text": "Rome is it."}],
         "negative_passages": [{"docid": "n1", "title": "Tn1", "text": "no 1"}],
     }
-    assert list(collection.queries(tmp_path / "train.jsonl")) == [QUERY]
+    assert list(questions.queries(tmp_path / "train.jsonl")) == [QUERY]
 
 
 @pytest.mark.parametrize("name", ["train.json", "train.jsonl"])
@@ -186,8 +188,8 @@ def test_bm25_reaches_its_known_numbers_on_natural_questions() -> None:
     pytest.importorskip("bm25s", reason="the extra bm25 is not installed")
     if not (NQ / "corpus.tsv").is_file():
         pytest.skip(f"no corpus.tsv at {NQ}; set LATHE_DATA")
-    queries = list(collection.queries(NQ / "queries.jsonl"))
-    found = bm25(queries, collection.passages(NQ / "corpus.tsv"), depth=20)
+    queries = list(questions.queries(NQ / "queries.jsonl"))
+    found = bm25(queries, corpora.passages(NQ / "corpus.tsv"), depth=20)
     published = {
         str(raw["qid"]): [str(name) for name in raw["bm25"]]
         for raw in read_jsonl(NQ / "queries.jsonl")
@@ -213,7 +215,7 @@ def test_bm25_reaches_its_known_numbers_on_natural_questions() -> None:
         0.7567, abs=5e-5
     )  # ties as trec_eval has them
     tested = {
-        query.id: qrels[query.id] for query in collection.queries(NQ / "queries.jsonl", "test")
+        query.id: qrels[query.id] for query in questions.queries(NQ / "queries.jsonl", "test")
     }
     of_test = judged(ranked, tested, at=[1, 5, 10, 20])
     assert len(tested) == 355

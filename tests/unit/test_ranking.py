@@ -11,15 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.data.readers.rankings import Hit, read_qrels, read_run
 from trainer.errors import DataError
 from trainer.retrieval.runs import (
-    Hit,
     agreed,
     agreement,
     judged,
     judged_question,
-    read_qrels,
-    read_run,
     run_of,
     without_query,
     write_run,

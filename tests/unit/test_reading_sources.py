@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data import sources
+from trainer.data.readers import questions
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.cross_attention.publishers.sets import Source, has_test, rows, sources_in
 from trainer.tasks.protocol import Row
@@ -432,7 +432,7 @@ def test_sets_are_read_one_after_another_and_rows_are_what_the_task_reads(tmp_pa
         "topiocqa",
     ]
     put(tmp_path / "prepared/train.jsonl", found, is_lines=True)
-    assert list(sources.qa_rows(tmp_path / "prepared", "train")) == found
+    assert list(questions.qa_rows(tmp_path / "prepared", "train")) == found
     assert has_test(sources_in(tmp_path, {}))
     assert not has_test([Source("msmarco", tmp_path)])
 

@@ -20,9 +20,9 @@ from tests.facts import experiment, facts, write_facts
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config import exp_id
-from trainer.data import retrieved
+from trainer.data.readers import retrieved
+from trainer.data.readers.rankings import read_run
 from trainer.retrieval import embeddings
-from trainer.retrieval.runs import read_run
 from trainer.tasks.abilities import Embeds
 from trainer.tasks.protocol import Places
 

@@ -5,6 +5,7 @@ or item.
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import logging
 import os
@@ -17,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data import retrieved, stdlib_docs
+from trainer.data import stdlib_docs
+from trainer.data.readers import jsonl, passages, retrieved
 from trainer.errors import DataError
 from trainer.tasks.protocol import Row
 
@@ -72,6 +74,19 @@ def nq() -> Path:
 
 
 @pytest.mark.parametrize("write", [_list, _lines])
+def test_a_packed_file_gives_the_rows_of_the_plain_one_and_a_torn_one_is_refused(
+    tmp_path: Path, write: Any
+) -> None:
+    write(tmp_path / "valid.json", *[_GOOD] * 500)
+    packed = gzip.compress((tmp_path / "valid.json").read_bytes())
+    (tmp_path / "train.json.gz").write_bytes(packed)
+    assert list(_read(tmp_path, "train")) == list(_read(tmp_path, "valid"))
+    (tmp_path / "train.json.gz").write_bytes(packed[:-12])
+    with pytest.raises(DataError, match=r"cannot be read behind (line|item) \d+: .*Fetch it again"):
+        list(_read(tmp_path, "train"))
+
+
+@pytest.mark.parametrize("write", [_list, _lines])
 @pytest.mark.parametrize("name", ["train.json", "train.jsonl"])
 def test_a_list_and_lines_give_the_same_rows_whatever_the_file_is_called(
     tmp_path: Path, write: Any, name: str
@@ -119,7 +134,7 @@ def test_a_list_read_item_by_item_is_what_the_whole_file_says(
 ) -> None:
     path = tmp_path_factory.mktemp("lists") / "a.json"
     path.write_text(json.dumps(objects), encoding="utf-8")
-    read = [raw for _, raw in retrieved.objects(path)]
+    read = [raw for _, raw in jsonl.objects(path)]
     assert json.dumps(read) == json.dumps(json.loads(path.read_text()))  # as text: 1 is not 1.0
 
 
@@ -598,7 +613,7 @@ def test_documentation_questions_have_no_more_passages_than_there_are(
 
 def _corpus(folder: Path, content: str, name: str = "corpus.tsv") -> list[Row]:
     (folder / name).write_text(content, encoding="utf-8")
-    return list(retrieved.corpus(folder, name))
+    return list(passages.corpus_passages(folder, name))
 
 
 _HEADER = "id\ttext\ttitle\n"
@@ -649,9 +664,9 @@ def test_what_a_csv_writer_wrote_is_read_back(tmp_path: Path) -> None:
         writer = csv.writer(file, delimiter="\t")
         writer.writerow(["id", "text", "title"])
         writer.writerows([index, text, text] for index, text in enumerate(texts))
-    assert [(row["text"], row["title"]) for row in retrieved.corpus(tmp_path, "psgs.tsv")] == [
-        (t, t) for t in texts
-    ]
+    assert [
+        (row["text"], row["title"]) for row in passages.corpus_passages(tmp_path, "psgs.tsv")
+    ] == [(t, t) for t in texts]
 
 
 @pytest.mark.parametrize(
@@ -686,28 +701,33 @@ def test_a_corpus_of_json_lines_is_read_as_tevatron_writes_it(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "line", ['{"docid": "a", "title": "T"}', '{"text": "x"}', '{"docid": "a", "text": " "}']
+    ("line", "problem"),
+    [
+        ('{"docid": "a", "title": " "}', r"text and title are missing or blank \(keys: docid, t"),
+        ('{"docid": "a", "text": " "}', r"text and title are missing or blank \(keys: docid, t"),
+        ('{"text": "x"}', "'docid' is None, want an id"),
+    ],
 )
-def test_a_passage_without_id_or_text_is_refused_by_its_line(tmp_path: Path, line: str) -> None:
-    with pytest.raises(
-        DataError, match=r"corpus\.jsonl, line 2: the id or the text is missing or blank \(keys: "
-    ):
+def test_a_passage_without_id_or_text_is_refused_by_its_line(
+    tmp_path: Path, line: str, problem: str
+) -> None:
+    with pytest.raises(DataError, match=rf"corpus\.jsonl, line 2: {problem}"):
         _corpus(tmp_path, f'{{"docid": "a", "text": "x"}}\n{line}\n', "corpus.jsonl")
 
 
 def test_a_corpus_is_found_in_the_subfolder_nq(tmp_path: Path) -> None:
     (tmp_path / "nq").mkdir()
     (tmp_path / "nq" / "corpus.tsv").write_text(_HEADER + "1\tx\tT\n")
-    assert [row["id"] for row in retrieved.corpus(tmp_path, "corpus.tsv")] == ["1"]
+    assert [row["id"] for row in passages.corpus_passages(tmp_path, "corpus.tsv")] == ["1"]
 
 
 def test_a_corpus_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"psgs\.tsv cannot be read: No such file"):
-        list(retrieved.corpus(tmp_path, "psgs.tsv"))
+        list(passages.corpus_passages(tmp_path, "psgs.tsv"))
     with pytest.raises(
         DataError, match=r"none was given\. Point it at a folder that holds psgs\.tsv \(passages"
     ):
-        list(retrieved.corpus(None, "psgs.tsv"))
+        list(passages.corpus_passages(None, "psgs.tsv"))
 
 
 # Real files
@@ -721,7 +741,7 @@ def test_three_real_questions_have_three_passages_each(nq: Path) -> None:
 
 
 def test_the_passages_of_every_real_question_are_in_the_corpus(nq: Path) -> None:
-    known = {passage["id"] for passage in retrieved.corpus(nq.parent, "corpus.tsv")}
+    known = {passage["id"] for passage in passages.corpus_passages(nq.parent, "corpus.tsv")}
     lengths = {}
     for split in ("train", "valid", "test"):
         found = list(_read(nq.parent, split, source="nq", contexts=5))
@@ -735,7 +755,7 @@ def test_the_passages_of_every_real_question_are_in_the_corpus(nq: Path) -> None
 def test_a_real_corpus_that_a_csv_writer_wrote_is_read_as_a_csv_reader_reads_it(nq: Path) -> None:
     with (nq / "corpus.tsv").open(newline="", encoding="utf-8") as file:
         expected = list(csv.DictReader(file, delimiter="\t"))
-    found = list(retrieved.corpus(nq, "corpus.tsv"))
+    found = list(passages.corpus_passages(nq, "corpus.tsv"))
     assert found == expected
     assert any('"' in passage["text"] for passage in found)
     assert not any('""' in passage["text"] for passage in found)

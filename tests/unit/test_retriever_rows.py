@@ -84,7 +84,7 @@ def test_an_id_without_a_corpus_is_refused_with_its_line(tmp_path: Path) -> None
         ({"query": "q", "positive_passages": "p"}, "want a list"),
         (
             {"query": "q", "positive_passages": [{"docid": 1}]},
-            r"positive_passages\[0\]: want a docid and text",
+            "passage '1' is given by its id alone",
         ),
     ],
 )

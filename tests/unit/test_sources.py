@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data import sources
+from trainer.data.readers import jsonl, passages, questions
 from trainer.errors import DataError
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -53,14 +53,14 @@ def test_json_lines_come_in_order_and_blank_lines_are_counted(tmp_path: Path) ->
     path.write_bytes(
         b'\xef\xbb\xbf{"n": 1}\r\n\n{"n": "\xe2\x80\xa8"}'
     )  # BOM, CRLF, blank line, U+2028, no last newline
-    assert list(sources.numbered_jsonl(path)) == [(1, {"n": 1}), (3, {"n": "\u2028"})]
-    assert list(sources.read_jsonl(path)) == [{"n": 1}, {"n": "\u2028"}]
+    assert list(jsonl.numbered_jsonl(path)) == [(1, {"n": 1}), (3, {"n": "\u2028"})]
+    assert list(jsonl.read_jsonl(path)) == [{"n": 1}, {"n": "\u2028"}]
 
 
 def test_reading_is_lazy(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"n": 1}\nnot json\n')
-    assert next(iter(sources.read_jsonl(path))) == {"n": 1}
+    assert next(iter(jsonl.read_jsonl(path))) == {"n": 1}
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,12 @@ def test_reading_is_lazy(tmp_path: Path) -> None:
 def test_a_malformed_file_is_refused_by_its_line(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(DataError, match=said):
-        list(sources.read_jsonl(tmp_path / "a.jsonl"))
+        list(jsonl.read_jsonl(tmp_path / "a.jsonl"))
 
 
 def test_a_missing_file_says_where_it_should_be(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.jsonl cannot be read: No such file.*--data_path"):
-        list(sources.read_jsonl(tmp_path / "gone.jsonl"))
+        list(jsonl.read_jsonl(tmp_path / "gone.jsonl"))
 
 
 # Questions
@@ -105,13 +105,13 @@ def test_a_question_row_holds_answers_and_what_was_given_of_contexts(
     tmp_path: Path, raw: Any, row: Any
 ) -> None:
     _write(tmp_path / "train.jsonl", raw)
-    assert list(sources.qa_rows(tmp_path, "train")) == [row]
+    assert list(questions.qa_rows(tmp_path, "train")) == [row]
 
 
 @pytest.mark.parametrize("name", ["valid.jsonl", "val.jsonl", "dev.jsonl"])
 def test_the_valid_split_has_three_legal_file_names(tmp_path: Path, name: str) -> None:
     _write(tmp_path / name, _GOOD)
-    assert len(list(sources.qa_rows(tmp_path, "valid"))) == 1
+    assert len(list(questions.qa_rows(tmp_path, "valid"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -137,21 +137,21 @@ def test_a_wrong_question_row_is_refused_with_file_and_line(
     bad = {key: value for key, value in {**_GOOD, **changes}.items() if value is not ...}
     _write(tmp_path / "train.jsonl", _GOOD, bad)
     with pytest.raises(DataError, match=rf"train\.jsonl, line 2: {said}"):
-        list(sources.qa_rows(tmp_path, "train"))
+        list(questions.qa_rows(tmp_path, "train"))
 
 
 def test_a_folder_without_the_split_names_the_files_it_wants(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds none of valid\.jsonl, val\.jsonl, dev\.jsonl"):
-        list(sources.qa_rows(tmp_path, "valid"))
+        list(questions.qa_rows(tmp_path, "valid"))
 
 
-@pytest.mark.parametrize("read", [sources.qa_rows, sources.nq_rows])
+@pytest.mark.parametrize("read", [questions.qa_rows, questions.nq_rows])
 def test_an_unknown_split_is_refused(tmp_path: Path, read: Any) -> None:
     with pytest.raises(DataError, match=r"'validation' does not exist\. Use train, valid, test"):
         list(read(tmp_path, "validation"))
 
 
-@pytest.mark.parametrize("read", [sources.qa_rows, sources.nq_rows])
+@pytest.mark.parametrize("read", [questions.qa_rows, questions.nq_rows])
 def test_no_data_path_is_refused_with_what_it_should_hold(read: Any) -> None:
     with pytest.raises(
         DataError, match=r"--data_path, and none was given\. Point it at a folder that holds"
@@ -164,25 +164,25 @@ def test_no_data_path_is_refused_with_what_it_should_hold(read: Any) -> None:
 
 def test_texts_are_read_from_json_lines(tmp_path: Path) -> None:
     _write(tmp_path / "test.jsonl", {"text": "one", "id": 1}, {"text": "two"})
-    assert list(sources.texts(tmp_path, "test", "jsonl")) == [{"text": "one"}, {"text": "two"}]
+    assert list(questions.texts(tmp_path, "test", "jsonl")) == [{"text": "one"}, {"text": "two"}]
 
 
 def test_a_blank_text_is_refused(tmp_path: Path) -> None:
     _write(tmp_path / "train.jsonl", {"text": "\t"})
     with pytest.raises(DataError, match=r"line 1: 'text' is '\\t'"):
-        list(sources.texts(tmp_path, "train", "jsonl"))
+        list(questions.texts(tmp_path, "train", "jsonl"))
 
 
 def test_passages_have_no_test_split(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Use train or valid"):
-        list(sources.texts(_small_nq(tmp_path), "test", "nq"))
+        list(questions.texts(_small_nq(tmp_path), "test", "nq"))
 
 
 # NaturalQuestions
 
 
 def test_a_question_is_joined_with_its_gold_passage_and_quotes_stay(tmp_path: Path) -> None:
-    assert list(sources.nq_rows(_small_nq(tmp_path), "valid")) == [
+    assert list(questions.nq_rows(_small_nq(tmp_path), "valid")) == [
         {
             "question": "q",
             "answers": ["a", "b"],
@@ -195,17 +195,17 @@ def test_a_question_is_joined_with_its_gold_passage_and_quotes_stay(tmp_path: Pa
 
 def test_a_folder_above_nq_will_do(tmp_path: Path) -> None:
     _small_nq(tmp_path / "nq")
-    assert len(list(sources.nq_rows(tmp_path, "valid"))) == 1
+    assert len(list(questions.nq_rows(tmp_path, "valid"))) == 1
 
 
 def test_a_gold_passage_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"queries\.jsonl, line 1: gold=99 is no id in"):
-        list(sources.nq_rows(_small_nq(tmp_path, gold=99), "valid"))
+        list(questions.nq_rows(_small_nq(tmp_path, gold=99), "valid"))
 
 
 def test_a_split_without_questions_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no line whose split is train"):
-        list(sources.nq_rows(_small_nq(tmp_path), "train"))
+        list(questions.nq_rows(_small_nq(tmp_path), "train"))
 
 
 @pytest.mark.parametrize(
@@ -219,16 +219,18 @@ def test_a_split_without_questions_is_refused(tmp_path: Path) -> None:
 )
 def test_a_malformed_corpus_is_refused_by_its_line(tmp_path: Path, corpus: str, said: str) -> None:
     with pytest.raises(DataError, match=rf"corpus\.tsv,? {said}"):
-        list(sources.passages(_small_nq(tmp_path, corpus=corpus)))
+        list(passages.nq_passages(_small_nq(tmp_path, corpus=corpus)))
 
 
 def test_the_real_questions_have_their_published_numbers(nq: Path) -> None:
-    counts = {split: len(list(sources.nq_rows(nq, split))) for split in ("train", "valid", "test")}
+    counts = {
+        split: len(list(questions.nq_rows(nq, split))) for split in ("train", "valid", "test")
+    }
     assert counts == {"train": 2000, "valid": 300, "test": 355}
 
 
 def test_real_questions_can_be_answered_from_their_context(nq: Path) -> None:
-    rows = list(sources.nq_rows(nq, "train"))
+    rows = list(questions.nq_rows(nq, "train"))
     found = sum(
         any(answer.lower() in row["context"].lower() for answer in row["answers"]) for row in rows
     )
@@ -237,7 +239,7 @@ def test_real_questions_can_be_answered_from_their_context(nq: Path) -> None:
 
 def test_two_percent_of_the_real_passages_are_held_out_and_none_is_lost(nq: Path) -> None:
     train, valid = (
-        [row["text"] for row in sources.texts(nq, split, "nq")] for split in ("train", "valid")
+        [row["text"] for row in questions.texts(nq, split, "nq")] for split in ("train", "valid")
     )
     assert len(train) + len(valid) == 2600
     assert not set(train) & set(valid)

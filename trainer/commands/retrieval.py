@@ -21,9 +21,9 @@ from trainer.commands.options import (
 )
 
 if TYPE_CHECKING:
-    from trainer.data.collection import Query
+    from trainer.data.readers.questions import Query
+    from trainer.data.readers.rankings import Qrels, Run
     from trainer.retrieval.embeddings import Embeddings
-    from trainer.retrieval.runs import Qrels, Run
 
 RunFile = Annotated[
     Path, typer.Option("--run", help="TREC's columns, or question, passage, and score or rank.")
@@ -203,14 +203,15 @@ def bm25(
     """
 
     def command() -> None:
-        from trainer.data import collection
+        from trainer.data.readers import passages as corpora
+        from trainer.data.readers.questions import queries as read_queries
         from trainer.retrieval import negatives
 
         _check_run(run_format, out)
-        asked = list(collection.queries(queries, split))
+        asked = list(read_queries(queries, split))
         _write_run(
             out,
-            negatives.bm25(asked, collection.passages(passages), depth=depth),
+            negatives.bm25(asked, corpora.passages(passages), depth=depth),
             run_format,
             "bm25",
         )
@@ -250,6 +251,7 @@ def judge(
     """
 
     def command() -> None:
+        from trainer.data.readers.rankings import read_run
         from trainer.retrieval import runs
 
         if (run is None) == (scored is None):
@@ -259,7 +261,7 @@ def judge(
         else:
             asked = _queries(queries, split)
             kept = set(only.read_text(encoding="utf-8").split()) if only is not None else None
-            read = runs.read_run(run)
+            read = read_run(run)
             if remove_query:
                 read = runs.without_query(read)
             found = _judged(
@@ -297,16 +299,18 @@ def mine(
     """Write a new training file: hard negatives are what a run ranks high and is not relevant."""
 
     def command() -> None:
-        from trainer.data import collection
-        from trainer.retrieval import negatives, runs
+        from trainer.data.readers import passages as corpora
+        from trainer.data.readers.questions import queries as read_queries
+        from trainer.data.readers.rankings import read_qrels, read_run
+        from trainer.retrieval import negatives
 
         window = negatives.Window(count, first, last, seed, keep_answers)
-        asked, found = list(collection.queries(queries, split)), runs.read_run(run)
-        positives = negatives.positives_of(asked, None if qrels is None else runs.read_qrels(qrels))
+        asked, found = list(read_queries(queries, split)), read_run(run)
+        positives = negatives.positives_of(asked, None if qrels is None else read_qrels(qrels))
         needed = {
             hit.passage for query in asked for hit in found.get(query.id, [])[first - 1 : last]
         }
-        texts = collection.chosen_passages(passages, needed.union(*positives.values()))
+        texts = corpora.chosen_passages(passages, needed.union(*positives.values()))
         rows = negatives.training_rows(found, asked, texts, positives=positives, window=window)
         typer.echo(f"{out}: {negatives.write_rows(out, rows)} of {len(asked)} questions")
 
@@ -329,12 +333,14 @@ def contexts(
     """
 
     def command() -> None:
-        from trainer.data import collection
-        from trainer.retrieval import negatives, runs
+        from trainer.data.readers import passages as corpora
+        from trainer.data.readers.questions import queries as read_queries
+        from trainer.data.readers.rankings import read_run
+        from trainer.retrieval import negatives
 
-        asked, found = list(collection.queries(queries, split)), runs.read_run(run)
+        asked, found = list(read_queries(queries, split)), read_run(run)
         needed = {hit.passage for query in asked for hit in found.get(query.id, [])[:depth]}
-        texts = collection.chosen_passages(passages, needed)
+        texts = corpora.chosen_passages(passages, needed)
         count = negatives.write_rows(out, negatives.reader_rows(found, asked, texts, depth=depth))
         typer.echo(f"{out}: {count} questions")
 
@@ -347,11 +353,12 @@ def _check_split(side: str, split: str | None) -> None:
 
 
 def _rows(source: Path, side: str, split: str | None) -> Any:
-    from trainer.data import collection
+    from trainer.data.readers.passages import passages
+    from trainer.data.readers.questions import queries
 
     if side == "passage":
-        return collection.passages(source)
-    return ({"id": query.id, "text": query.text} for query in collection.queries(source, split))
+        return passages(source)
+    return ({"id": query.id, "text": query.text} for query in queries(source, split))
 
 
 def _check_run(run_format: str, out: Path) -> None:
@@ -383,9 +390,9 @@ def _check_vectors(queries: Embeddings, corpora: list[Embeddings]) -> None:
 
 
 def _queries(path: Path | None, split: str | None) -> list[Query]:
-    from trainer.data import collection
+    from trainer.data.readers.questions import queries
 
-    return [] if path is None else list(collection.queries(path, split))
+    return [] if path is None else list(queries(path, split))
 
 
 def _judged(
@@ -397,7 +404,8 @@ def _judged(
     only: set[str] | None,
     at: list[int],
 ) -> dict[str, float]:
-    from trainer.data import collection
+    from trainer.data.readers.passages import chosen_passages
+    from trainer.data.readers.rankings import read_qrels
     from trainer.retrieval import runs
     from trainer.retrieval.answer_recall import answer_recall
 
@@ -409,13 +417,13 @@ def _judged(
         names = {query.id for query in queries} or None
         judgements = {
             name: of_query
-            for name, of_query in runs.read_qrels(qrels).items()
+            for name, of_query in read_qrels(qrels).items()
             if (names is None or name in names) and (only is None or name in only)
         }
     found = runs.judged(run, judgements, at=at) if judgements else {}
     if passages is not None:
         wanted = {hit.passage for query in queries for hit in run.get(query.id, [])[: max(at)]}
-        found |= answer_recall(run, queries, collection.chosen_passages(passages, wanted), at=at)
+        found |= answer_recall(run, queries, chosen_passages(passages, wanted), at=at)
     if not found:
         raise options.bad(
             "nothing says what is relevant. Give --qrels, or --queries with positives or answers."
@@ -424,7 +432,7 @@ def _judged(
 
 
 def _agreement(path: Path, at: list[int]) -> dict[str, float]:
-    from trainer.data import retrieved
+    from trainer.data.readers import retrieved
     from trainer.retrieval import runs
 
     rows = retrieved.rows(

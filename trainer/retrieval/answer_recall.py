@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import regex
 
-from trainer.data.collection import Query
+from trainer.data.readers.questions import Query
+from trainer.data.readers.rankings import Run
 from trainer.errors import DataError
-from trainer.retrieval.runs import Run
 from trainer.tasks.protocol import Row
 
 # Letters, digits and marks in a row, or any other single character that is neither white space nor

@@ -11,26 +11,17 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
-from trainer.data import retrieved, sources
+from trainer.data.readers.rankings import Hit, Qrels, Run
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import refusals
 
 logger = logging.getLogger(__name__)
 
 RunFormat = Literal["trec", "tevatron", "msmarco"]
-
-
-class Hit(NamedTuple):
-    passage: str
-    score: float
-
-
-Run = dict[str, list[Hit]]
-Qrels = dict[str, dict[str, int]]
 
 
 # Files
@@ -64,56 +55,6 @@ def _line(question: str, hit: Hit, rank: int, format: RunFormat, tag: str) -> st
     if format == "tevatron":
         return f"{question}\t{hit.passage}\t{score}\n"
     return f"{question} Q0 {hit.passage} {rank} {score} {tag}\n"
-
-
-def read_run(path: Path) -> Run:
-    """A run file of any of the three formats, which the columns tell apart: best first, in the
-    order of its scores.
-
-    Ties keep the order of the file. Where there are ranks and no scores, the score is minus the
-    rank's place.
-    """
-    run: Run = {}
-    for question, found in retrieved.ranking_hits(path):
-        hits = run.setdefault(question, [])
-        hits.append(
-            Hit(found.passage, -float(len(hits) + 1) if found.score is None else found.score)
-        )
-    for question, hits in run.items():
-        hits.sort(key=lambda hit: hit.score, reverse=True)
-        if len({hit.passage for hit in hits}) < len(hits):
-            raise DataError(
-                f"{path}: a passage stands twice for question {question!r}; rank every passage "
-                "once."
-            )
-    return run
-
-
-def read_qrels(path: Path) -> Qrels:
-    """Judgements: TREC's question, iteration, passage, relevance; or BEIR's question, passage,
-    score with a header.
-    """
-    qrels: Qrels = {}
-    for line, text in sources.lines(path):
-        columns = text.split()
-        if not columns or (line == 1 and len(columns) == 3 and not _is_integer(columns[2])):
-            continue
-        if len(columns) not in (3, 4) or not _is_integer(columns[-1]):
-            wanted = (
-                "question, iteration, passage, relevance, or question, passage, relevance; "
-                "relevance an integer"
-            )
-            raise sources.bad_line(path, line, f"{sources.shown(text)}, want {wanted}")
-        qrels.setdefault(columns[0], {})[columns[-2]] = int(columns[-1])
-    if not qrels:
-        raise DataError(
-            f"{path} holds no judgement. Put question, passage and relevance on every line."
-        )
-    return qrels
-
-
-def _is_integer(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
 
 
 def run_of(

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.data import sources, stdlib_docs
+from trainer.data import stdlib_docs
 from trainer.data.padding import pad_right
+from trainer.data.readers import questions
 from trainer.errors import ConfigError
 from trainer.models.losses import IGNORED, next_token_loss
 from trainer.tasks.abilities import Uncut
@@ -58,7 +59,7 @@ class Task(TokenTask[Config]):
         texts = (
             stdlib_docs.texts(split)
             if source == "stdlib_docs"
-            else sources.texts(self.places.data_path, split, source)
+            else questions.texts(self.places.data_path, split, source)
         )
         for row in texts:
             yield from self._pieces(row)

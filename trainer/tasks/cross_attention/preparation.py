@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data import sources
+from trainer.data.readers.folders import QUERIES, nq_folder, split_names
+from trainer.data.readers.jsonl import read_jsonl
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError
 from trainer.files.atomic import refusals, write_json
@@ -214,8 +215,8 @@ def _has_test(source: str, data_path: Path | None) -> bool:
     if source == "jsonl":
         return data_path is not None and (data_path / "test.jsonl").is_file()
     if source == "nq":
-        queries = sources.read_jsonl(sources.nq_folder(data_path) / sources.QUERIES)
-        return any(row.get("split") in sources.split_names("test") for row in queries)
+        queries = read_jsonl(nq_folder(data_path) / QUERIES)
+        return any(row.get("split") in split_names("test") for row in queries)
     return False
 
 

@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 from torch import nn
 
 from trainer.config import Base, canonical_json
-from trainer.data import retrieved, vocabulary
+from trainer.data import vocabulary
 from trainer.data.padding import pad_right
+from trainer.data.readers import retrieved
+from trainer.data.readers.passages import corpus_passages
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
 from trainer.evaluation.mergeable import answer_scores
@@ -100,7 +102,7 @@ class Task(TokenTask[Config]):
         if file is None:
             return None
         return open_store(
-            lambda: retrieved.corpus(self.places.data_path, file),
+            lambda: corpus_passages(self.places.data_path, file),
             lambda row: Encoded({"ids": self.prompts.passages([row])[0]}),
             encoding_id=canonical_json({"task": "fid", "corpus": self._passages_id()}),
             split="corpus",
@@ -118,7 +120,7 @@ class Task(TokenTask[Config]):
     def _corpus_rows(self) -> dict[str, int]:
         """Where each passage stands in the corpus, by its id."""
         assert self.cfg.data.corpus is not None
-        passages = retrieved.corpus(self.places.data_path, self.cfg.data.corpus)
+        passages = corpus_passages(self.places.data_path, self.cfg.data.corpus)
         return {passage["id"]: number for number, passage in enumerate(passages)}
 
     def encode(self, row: Row) -> Encoded:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import nearest
-from trainer.data import sources, stdlib_docs
+from trainer.data import stdlib_docs
+from trainer.data.readers.folders import given_folder
+from trainer.data.readers.jsonl import numbered_jsonl, shown
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.protocol import Places, Row
 from trainer.tasks.summariser.config import Data
@@ -80,7 +82,7 @@ def _texts(value: Any, column: str, place: str) -> list[str]:
     wrong = [item for item in values if not isinstance(item, str)]
     if wrong:
         raise DataError(
-            f"{place}: {column!r} is {sources.shown(wrong[0])}, want a text or a list of texts."
+            f"{place}: {column!r} is {shown(wrong[0])}, want a text or a list of texts."
         )
     return values
 
@@ -101,7 +103,7 @@ def _docstrings(split: str) -> Iterator[Row]:
 
 
 def _file_of(data: Data, folder: Path | None, split: str) -> Path:
-    folder = sources.given_folder(folder, "train and valid as .jsonl, .csv, .tsv or .parquet")
+    folder = given_folder(folder, "train and valid as .jsonl, .csv, .tsv or .parquet")
     named = getattr(data.files, split)
     if named is not None:
         path = folder / named
@@ -133,7 +135,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, Row]]:
     """(number, row) of a file: the line of JSONL, else the row behind the header, counted
     from 1.
     """
-    readers = {".jsonl": sources.numbered_jsonl, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
+    readers = {".jsonl": numbered_jsonl, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
     return readers[path.suffix](path)
 
 

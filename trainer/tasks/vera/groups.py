@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from trainer.data import stdlib_docs
-from trainer.data.sources import given_folder
+from trainer.data.readers.folders import given_folder
 from trainer.errors import DataError
 from trainer.tasks.protocol import Row
 from trainer.tasks.vera.config import Data

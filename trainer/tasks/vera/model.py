@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.padding import pad_right
-from trainer.data.sources import shown
+from trainer.data.readers.jsonl import shown
 from trainer.errors import ConfigError
 from trainer.models.head import Head
 from trainer.models.packed import t5_encoder

@@ -1,7 +1,7 @@
 """Reading-comprehension data as its publishers give it out: NaturalQuestions, HotpotQA, SQuAD 2, MS
 MARCO, TopiOCQA.
 
-A row is what `sources.qa_rows` reads: question, answers, contexts, titles (where there are any),
+A row is what `readers.questions.qa_rows` reads: question, answers, contexts, titles (where there are any),
 useful_contexts (a 0 or 1 for each), dataset. One that cannot be answered has the answer
 UNANSWERABLE; one without answers or without a context is left out. Source of these rules and of the
 splits: ServiceNow/xc-cache, HEAD 0e90cb8. A publisher's dev set is the valid split of nq, squad_v2

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import nearest
-from trainer.data import sources, stdlib_docs
+from trainer.data import stdlib_docs
+from trainer.data.readers.jsonl import read_jsonl
+from trainer.data.readers.questions import nq_rows, qa_rows
 from trainer.errors import DataError
 from trainer.tasks.protocol import Row
 
@@ -60,9 +62,7 @@ def _of_source(source: str, split: str, data_path: Path | None) -> Iterable[Row]
         return _prepared_rows(source, split, data_path)
     if source == "stdlib_docs":
         return stdlib_docs.qa_rows(split)
-    return (
-        sources.nq_rows(data_path, split) if source == "nq" else sources.qa_rows(data_path, split)
-    )
+    return nq_rows(data_path, split) if source == "nq" else qa_rows(data_path, split)
 
 
 def _prepared_rows(source: str, split: str, folder: Path) -> Iterator[Row]:
@@ -75,7 +75,7 @@ def _prepared_rows(source: str, split: str, folder: Path) -> Iterator[Row]:
     if split not in found["rows"]:
         legal = ", ".join(found["rows"]) or "none yet: run the same prepare command again"
         raise DataError(f"{folder}: has no {split} split, but {legal}.")
-    return sources.read_jsonl(folder / f"{split}.jsonl")
+    return read_jsonl(folder / f"{split}.jsonl")
 
 
 def _of_dataset(rows: Iterable[Row], subset: str, split: str) -> Iterator[Row]:

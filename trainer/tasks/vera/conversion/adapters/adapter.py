@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from trainer.data import sources
+from trainer.data.readers import jsonl
 from trainer.errors import DataError
 from trainer.tasks.vera.conversion.problem import BadRecord, Problem, one_line, write_line
 
@@ -58,7 +58,7 @@ class Adapter:
 def json_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
     """The objects of JSON-lines files, one file after the other."""
     for path in _given(paths):
-        for number, row in sources.numbered_jsonl(path):
+        for number, row in jsonl.numbered_jsonl(path):
             yield Raw(path, "line", number, row)
 
 
@@ -77,8 +77,8 @@ def json_list(paths: Sequence[Path | None]) -> Iterator[Raw]:
 def labelled_json_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
     """(object, label) of a JSON-lines file and of the file whose lines are its labels."""
     questions, labels = _given(paths)
-    told = [text.strip() for _, text in sources.lines(labels)]
-    rows = list(sources.numbered_jsonl(questions))
+    told = [text.strip() for _, text in jsonl.lines(labels)]
+    rows = list(jsonl.numbered_jsonl(questions))
     if len(rows) != len(told):
         raise DataError(
             f"{labels} has {len(told)} lines for {len(rows)} of {questions.name}. Take both of "
@@ -97,7 +97,7 @@ def tab_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
 def plain_lines(paths: Sequence[Path | None]) -> Iterator[Raw]:
     """The lines of a file, without their ends."""
     (path,) = _given(paths)
-    for number, text in sources.lines(path):
+    for number, text in jsonl.lines(path):
         yield Raw(path, "line", number, text)
 
 
@@ -105,14 +105,14 @@ def csv_rows(path: Path) -> Iterator[Raw]:
     """The fields of every row of a CSV file, a header included; `number` is the line where the row
     ends.
     """
-    text = "\n".join(line for _, line in sources.lines(path))
+    text = "\n".join(line for _, line in jsonl.lines(path))
     reader = csv.reader(io.StringIO(text), strict=True)
     try:
         for row in reader:
             if row:
                 yield Raw(path, "line", reader.line_num, row)
     except csv.Error as error:
-        raise sources.bad_line(
+        raise jsonl.bad_line(
             path, reader.line_num, f"{error}; take the publisher's file as it is"
         ) from None
 
@@ -162,7 +162,7 @@ def value_of(row: Any, *names: str) -> Any:
     """row[name][name]...; BadRecord where there is none."""
     for name in names:
         if not isinstance(row, dict) or name not in row:
-            there = ", ".join(row) if isinstance(row, dict) else sources.shown(row)
+            there = ", ".join(row) if isinstance(row, dict) else jsonl.shown(row)
             raise BadRecord(f"{'.'.join(names)!r} is missing (there is: {there or 'nothing'})")
         row = row[name]
     return row
@@ -177,14 +177,14 @@ def text_of(row: Any, *names: str) -> str:
 
 def checked_text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise BadRecord(f"{name!r} is {sources.shown(value)}, want text that is not blank")
+        raise BadRecord(f"{name!r} is {jsonl.shown(value)}, want text that is not blank")
     return one_line(value)
 
 
 def index_of(value: Any, legal: Sequence[str], name: str) -> int:
     """The place of a label, a number or a text, among the legal ones."""
     if str(value).strip() not in legal:
-        raise BadRecord(f"{name!r} is {sources.shown(value)}, want one of {', '.join(legal)}")
+        raise BadRecord(f"{name!r} is {jsonl.shown(value)}, want one of {', '.join(legal)}")
     return list(legal).index(str(value).strip())
 
 

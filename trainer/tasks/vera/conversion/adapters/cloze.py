@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from trainer.data import sources
+from trainer.data.readers import jsonl
 from trainer.errors import DataError
 from trainer.tasks.vera.conversion.adapters.adapter import (
     Adapter,
@@ -73,7 +73,7 @@ def _wsc_options(path: Path) -> list[tuple[str, str]]:
     """(right, wrong) of every record of wsc273.txt: sentence, [MASK], options with a comma between,
     answer, blank.
     """
-    lines = [text.strip() for _, text in sources.lines(path)]
+    lines = [text.strip() for _, text in jsonl.lines(path)]
     found: list[tuple[str, str]] = []
     for start in range(0, len(lines) - 3, 5):
         options, right = (
@@ -82,10 +82,10 @@ def _wsc_options(path: Path) -> list[tuple[str, str]]:
         )
         if len(options) != 2 or right not in options:
             problem = (
-                f"options {sources.shown(lines[start + 2])} and answer {sources.shown(right)} do "
+                f"options {jsonl.shown(lines[start + 2])} and answer {jsonl.shown(right)} do "
                 "not fit"
             )
-            raise sources.bad_line(path, start + 3, f"{problem}; take the published file")
+            raise jsonl.bad_line(path, start + 3, f"{problem}; take the published file")
         found.append((right, options[1 - options.index(right)]))
     return found
 
@@ -160,7 +160,7 @@ def _swag(row: Any, _: Variants) -> Problem:
 def _hellaswag(row: Any, _: Variants) -> Problem:
     endings = value_of(row, "endings")
     if not isinstance(endings, list):
-        raise BadRecord(f"'endings' is {sources.shown(endings)}, want a list")
+        raise BadRecord(f"'endings' is {jsonl.shown(endings)}, want a list")
     choices = [checked_text(ending, f"endings[{index}]") for index, ending in enumerate(endings)]
     gold = index_of(value_of(row, "label"), [str(index) for index in range(len(choices))], "label")
     return multiple_choice(text_of(row, "ctx"), choices, gold)

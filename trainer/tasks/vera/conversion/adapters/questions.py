@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.data import sources
+from trainer.data.readers import jsonl
 from trainer.errors import DataError
 from trainer.tasks.vera.conversion.adapters.adapter import (
     Adapter,
@@ -35,7 +35,7 @@ def _stem(row: Any, _: Variants) -> Problem:
     """
     options = value_of(row, "question", "choices")
     if not isinstance(options, list):
-        raise BadRecord(f"'question.choices' is {sources.shown(options)}, want a list")
+        raise BadRecord(f"'question.choices' is {jsonl.shown(options)}, want a list")
     labels = [str(value_of(option, "label")) for option in options]
     gold = index_of(value_of(row, "answerKey"), labels, "answerKey")
     return multiple_choice(
@@ -85,7 +85,7 @@ def _cycic_rows(paths: Sequence[Path | None]) -> Iterator[Raw]:
     is left alone.
     """
     questions, labels = (path for path in paths if path is not None)
-    told = {str(row.get("run_id")): row.get("correct_answer") for row in sources.read_jsonl(labels)}
+    told = {str(row.get("run_id")): row.get("correct_answer") for row in jsonl.read_jsonl(labels)}
     for raw in json_lines([questions]):
         if raw.value.get("questionType") != "true/false":
             yield raw._replace(value=(raw.value, told.get(str(raw.value.get("run_id")))))

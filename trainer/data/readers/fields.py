@@ -1,0 +1,131 @@
+"""What a JSON object of a data file says, under whatever name its format has for it.
+
+`place` is where the object stands, for messages: "train.jsonl, line 7".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.data.readers.jsonl import shown
+from trainer.errors import DataError
+from trainer.tasks.protocol import Row
+
+PASSAGE_IDS = ("docid", "_id", "id", "passage_id", "psg_id")  # Tevatron; BEIR; FiD; DPR, twice
+QUESTION_IDS = ("query_id", "_id", "qid", "id")  # Tevatron; BEIR; NaturalQuestions here; FiD
+QUESTIONS = ("query", "query_text", "question", "text")  # Tevatron 1 and 2; FiD and DPR; BEIR
+_ANSWERS = ("answers", "answer")
+
+
+def first_given(raw: Row, names: Sequence[str], default: str | None = None) -> tuple[str, Any]:
+    """The first of `names` that is there and not null, with its value.
+
+    Else None, with the name that a message shows: `default`, or the first one.
+    """
+    for name in names:
+        if raw.get(name) is not None:
+            return name, raw[name]
+    return default or names[0], None
+
+
+def keys(raw: Row) -> str:
+    """The keys of an object, for messages."""
+    return ", ".join(raw) or "none"
+
+
+def text(value: Any, place: str, name: str) -> str:
+    """The value, which must be text that is not blank."""
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{place}: {name!r} is {shown(value)}, want text that is not blank.")
+    return value
+
+
+def required_text(raw: Row, name: str, place: str) -> str:
+    """The text under a key that must be there."""
+    if name not in raw:
+        raise DataError(f"{place}: {name!r} is missing (keys: {keys(raw)}).")
+    return text(raw[name], place, name)
+
+
+def texts(value: Any, place: str, name: str) -> list[str]:
+    """The value, which must be a list of texts that are not blank."""
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f"{place}: {name!r} is {shown(value)}, want a list of texts that is not empty."
+        )
+    return [text(one, place, f"{name}[{index}]") for index, one in enumerate(value)]
+
+
+def answers(raw: Row, place: str) -> list[str]:
+    """The answers of a question, a list or one text; none when the file does not know them."""
+    name, value = first_given(raw, _ANSWERS)
+    if value is None or value == []:
+        return []
+    if isinstance(value, str):
+        return [text(value, place, name)]
+    if not isinstance(value, list):
+        raise DataError(f"{place}: {name!r} is {shown(value)}, want a list of texts, or one text.")
+    return texts(value, place, name)
+
+
+def identity(value: Any, place: str, name: str) -> str:
+    """An id as text: an integer, or text that is not blank."""
+    is_text = isinstance(value, str) and bool(value.strip())
+    if not is_text and (not isinstance(value, int) or isinstance(value, bool)):
+        raise DataError(
+            f"{place}: {name!r} is {shown(value)}, want an id: a number without decimals, or text."
+        )
+    return str(value)
+
+
+def column_identity(value: Any, place: str, name: str) -> str:
+    """An id that a run file can hold between its blanks."""
+    if isinstance(value, str) and value.split() != [value]:
+        raise DataError(
+            f"{place}: {name!r} is {shown(value)}, want an id: an integer, or text without blanks."
+        )
+    return identity(value, place, name)
+
+
+def finite(value: Any, place: str, name: str) -> float:
+    """The number, which DPR writes as text. NaN is refused: it has no place in an order."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"{place}: {name} is {shown(value)}, want a finite number.")
+    return number
+
+
+def passage(raw: Any, place: str, name: str) -> Row:
+    """{"id"?, "title"?, "text"?, "score"?} of a passage, which is an object, or an id alone.
+
+    What is missing or null in the file is missing in the row; without text there is an id.
+    """
+    if not isinstance(raw, dict):
+        return {"id": identity(raw, place, name)}
+    row = passage_fields(raw, place, f"{name}.")
+    if "id" not in row and "text" not in row:
+        raise DataError(f"{place}: {name!r} has neither text nor id (keys: {keys(raw)}); give one.")
+    return row
+
+
+def passage_fields(raw: Row, place: str, prefix: str = "") -> Row:
+    """The same of an object. prefix: what messages put before its keys."""
+    row: Row = {}
+    id_name, number = first_given(raw, PASSAGE_IDS)
+    if number is not None:
+        row["id"] = identity(number, place, f"{prefix}{id_name}")
+    for key in ("title", "text"):
+        value = raw.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise DataError(f"{place}: '{prefix}{key}' is {shown(value)}, want text.")
+        row[key] = value
+    if raw.get("score") is not None:
+        row["score"] = finite(raw["score"], place, f"'{prefix}score'")
+    return row

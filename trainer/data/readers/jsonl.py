@@ -1,0 +1,149 @@
+"""Lines and JSON objects of a file, packed (.gz) or not, one at a time and in their order.
+
+Text is UTF-8, a byte order mark at its start is no part of it, and only LF and CRLF end a line, for
+texts may hold U+2028. Blank lines are counted and skipped. Errors name the line, or the item of a
+JSON list; both are counted from 1.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+import ijson
+
+from trainer.errors import DataError
+from trainer.tasks.protocol import Row
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(number, line without its end) of a text file. DataError for what cannot be read."""
+    number = 0
+    try:
+        with _opened(path) as file:
+            for number, content in enumerate(file, start=1):
+                yield number, _decoded(content, path, number)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise _torn(path, f"line {number}", error) from error
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}. Put it there, or point --data_path at the "
+            f"folder that holds {path.name}."
+        ) from error
+
+
+def read_jsonl(path: Path) -> Iterator[Row]:
+    """The objects of a JSON-lines file. DataError for malformed JSON, a line that is no object, or
+    an empty file.
+    """
+    return (row for _, row in numbered_jsonl(path))
+
+
+def numbered_jsonl(path: Path) -> Iterator[tuple[int, Row]]:
+    """(line, object) of a JSON-lines file, for readers that check the objects."""
+    is_empty = True
+    for line, text in lines(path):
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise bad_line(
+                path,
+                line,
+                f"malformed JSON ({error.msg}, column {error.colno}); write one object a line",
+            ) from None
+        yield line, _object(row, f"{path}, line {line}")
+        is_empty = False
+    if is_empty:
+        raise DataError(f"{path} is empty. Put one JSON object on every line.")
+
+
+def objects(path: Path) -> Iterator[tuple[str, Row]]:
+    """(place, object) of JSON lines, or of a JSON list, which is read item by item: FiD's have 5
+    GB.
+
+    The first character decides, for lists are called .jsonl and lines .json more often than one
+    would like.
+    """
+    if not _is_list(path):
+        for line, row in numbered_jsonl(path):
+            yield f"{path}, line {line}", row
+        return
+    number = 0
+    for number, row in enumerate(_items(path), start=1):
+        place = f"{path}, item {number}"
+        yield place, _object(row, place)
+    if not number:
+        raise DataError(f"{path} is an empty list. Put one JSON object for every question into it.")
+
+
+def shown(value: Any) -> str:
+    """The value as messages show it: at most 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def bad_line(path: Path, line: int, problem: str) -> DataError:
+    """The error that names a line of a file."""
+    return DataError(f"{path}, line {line}: {problem}.")
+
+
+def _opened(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast("IO[bytes]", gzip.open(path, "rb"))
+    return path.open("rb")
+
+
+def _torn(path: Path, place: str, error: Exception) -> DataError:
+    return DataError(f"{path} cannot be read behind {place}: {error}. Fetch it again.")
+
+
+def _decoded(content: bytes, path: Path, line: int) -> str:
+    encoding = "utf-8-sig" if line == 1 else "utf-8"
+    try:
+        return content.rstrip(b"\r\n").decode(encoding)
+    except UnicodeDecodeError as error:
+        raise bad_line(
+            path, line, f"byte {error.start} is not UTF-8; save the file as UTF-8"
+        ) from None
+
+
+def _object(value: Any, place: str) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: a JSON {type(value).__name__}, want an object like {{...}}.")
+    return value
+
+
+def _is_list(path: Path) -> bool:
+    try:
+        with _opened(path) as file:
+            start = file.read(4096)
+    except (OSError, EOFError, zlib.error):
+        return False  # the reader of lines meets the same error, and says what to do
+    return start.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
+
+
+def _items(path: Path) -> Iterator[Any]:
+    number = 0
+    with _opened(path) as file:
+        if file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
+            file.seek(0)
+        try:
+            for item in ijson.items(file, "item", use_float=True):
+                number += 1
+                yield item
+        except (ijson.JSONError, UnicodeDecodeError) as error:
+            reason = str(error).strip().split("\n", 1)[0].rstrip(".")
+            raise DataError(
+                f"{path}, item {number + 1}: malformed JSON ({reason}); write one list of objects. "
+                "NaN is no JSON, and an integer beyond 64 bits is wanted as text."
+            ) from None
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise _torn(path, f"item {number}", error) from error

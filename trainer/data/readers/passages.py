@@ -1,0 +1,148 @@
+"""Passages of a corpus, one at a time and in the file's order: JSON lines as Tevatron and BEIR have
+them, or a TSV as DPR and FiD have it; packed (.gz) or not.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from trainer.data.readers.fields import (
+    PASSAGE_IDS,
+    column_identity,
+    identity,
+    keys,
+    passage_fields,
+)
+from trainer.data.readers.folders import CORPUS, corpus_file, nq_folder
+from trainer.data.readers.jsonl import bad_line, lines, numbered_jsonl, shown
+from trainer.errors import DataError
+from trainer.tasks.protocol import Row
+
+_FIELDS = ["id", "text", "title"]
+
+
+def passages(path: Path) -> Iterator[Row]:
+    """{"id", "text", "title"} of every passage of a corpus; the title may be "", and so may the
+    text of one that has a title.
+
+    .jsonl: Tevatron's {"docid", "title", "text"} or BEIR's {"_id", "title", "text"}. Anything else:
+    see `tsv_passages`. DataError for an id with white space, which run files cannot hold.
+    """
+    for place, row in _placed_passages(path):
+        column_identity(row["id"], place, "id")
+        yield {"id": row["id"], "text": row["text"], "title": row.get("title", "")}
+
+
+def corpus_passages(folder: Path | None, name: str) -> Iterator[Row]:
+    """{"id", "text", "title"} of every passage of a file of --data_path or its subfolder nq; the
+    title may be "".
+    """
+    for row in written_passages(corpus_file(folder, name)):
+        yield {"id": row["id"], "text": row["text"], "title": row.get("title", "")}
+
+
+def written_passages(path: Path) -> Iterator[Row]:
+    """{"id", "text", "title"?} of every passage of a corpus: no title where the file has none."""
+    return (row for _, row in _placed_passages(path))
+
+
+def chosen_passages(path: Path, ids: Iterable[str]) -> dict[str, Row]:
+    """The passages of a corpus with these ids, by id; only they are held in memory. DataError when
+    one is not there.
+    """
+    needed = set(ids)
+    chosen = {row["id"]: row for row in passages(path) if row["id"] in needed}
+    missing = needed - chosen.keys()
+    if missing:
+        raise DataError(
+            f"{path} has no passage {min(missing)!r} ({len(missing)} of {len(needed)} are "
+            "missing). Give the corpus that was searched."
+        )
+    return chosen
+
+
+def nq_passages(folder: Path | None) -> Iterator[Row]:
+    """{"id", "text", "title"} of every line of NaturalQuestions' corpus.tsv."""
+    return tsv_passages(nq_folder(folder) / CORPUS)
+
+
+def tsv_passages(path: Path) -> Iterator[Row]:
+    """{"id", "text", "title"} of every line of tab-separated id, text, title behind a header that
+    says so.
+
+    There a quote is a quote, unless the file is quoted as CSV is, like DPR's psgs_w100.tsv. The
+    first field with a quote in it decides: CSV puts quotes around the whole field and doubles those
+    within ("" is not in prose); a field in quotes that has none within says nothing, and the next
+    one decides.
+    """
+    is_csv = _is_csv(path)
+    is_empty = True
+    for line, text in lines(path):
+        fields = _csv_fields(text, path, line) if is_csv else text.split("\t")
+        if len(fields) != 3:
+            raise bad_line(
+                path, line, f"{len(fields)} tab-separated field(s), want id, text and title"
+            )
+        if line == 1:
+            if fields != _FIELDS:
+                raise bad_line(
+                    path,
+                    line,
+                    f"the header is {shown(fields)}, want id, text and title with tabs between",
+                )
+            continue
+        number, body, title = fields
+        if not number.strip() or not body.strip():
+            raise bad_line(path, line, "the id or the text is blank; give both")
+        is_empty = False
+        yield {"id": number, "text": body, "title": title}
+    if is_empty:
+        raise DataError(
+            f"{path} holds no passage. Put a header line, then id, text and title with tabs "
+            "between them."
+        )
+
+
+def _placed_passages(path: Path) -> Iterator[tuple[str, Row]]:
+    if ".jsonl" not in path.suffixes:
+        for row in tsv_passages(path):
+            yield str(path), row
+        return
+    for line, raw in numbered_jsonl(path):
+        place = f"{path}, line {line}"
+        row = passage_fields(raw, place)
+        if "id" not in row:
+            identity(None, place, PASSAGE_IDS[0])
+        if not (row.get("title", "") + row.get("text", "")).strip():
+            raise DataError(f"{place}: text and title are missing or blank (keys: {keys(raw)}).")
+        yield place, {"text": "", **row}
+
+
+def _is_csv(path: Path) -> bool:
+    """Whether the first field that can tell is quoted as CSV does; see `tsv_passages`. A header in
+    quotes can tell.
+    """
+    for line, text in lines(path):
+        for content in text.split("\t") if '"' in text else ():
+            if '"' not in content:
+                continue
+            inner = content[1:-1]
+            if content != f'"{inner}"' or '"' in inner.replace('""', ""):
+                return False
+            if line == 1 or '""' in inner:
+                return True
+    return False
+
+
+def _csv_fields(text: str, path: Path, line: int) -> list[str]:
+    try:
+        return next(csv.reader([text], delimiter="\t", strict=True))
+    except csv.Error as error:
+        raise bad_line(
+            path,
+            line,
+            f"{error}, in a file whose fields are quoted as CSV; close the quotes, and double "
+            "those within",
+        ) from None

@@ -1,0 +1,148 @@
+"""Rankings of passages (run files) and judgements of relevance (qrels), in the field's formats."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.data.readers.fields import finite
+from trainer.data.readers.jsonl import bad_line, lines, shown
+from trainer.errors import DataError
+
+
+class RankedPassage(NamedTuple):
+    """A line of a ranking. score: None where the file has ranks alone."""
+
+    passage: str
+    score: float | None
+
+
+class Hit(NamedTuple):
+    """A passage of a run, and its score."""
+
+    passage: str
+    score: float
+
+
+Run = dict[str, list[Hit]]  # by question, best first
+Qrels = dict[str, dict[str, int]]  # by question and passage; above 0 is relevant
+
+
+def ranked_passages(path: Path) -> Iterator[tuple[str, RankedPassage]]:
+    """(question, passage with its score) of a file with white space between its columns, and none
+    in an id.
+
+    6 columns are a TREC run: question, Q0, passage, rank, score, tag; as in trec_eval the score
+    counts, not the rank. 3 columns are question, passage, and a score (Tevatron) or a rank (MS
+    MARCO): ranks if the first line's is an integer. A question's ranks must rise from 0 or 1, which
+    integer scores do not: those are refused, not guessed at.
+    """
+    num_columns, has_ranks = 0, False
+    ranks: dict[str, int] = {}  # the last one of every question
+    for line, text in lines(path):
+        columns = text.split()
+        if not columns:
+            continue
+        if not num_columns:
+            num_columns = len(columns)
+            has_ranks = num_columns == 3 and _is_integer(columns[2])
+        _check_columns(columns, num_columns, path, line)
+        question, passage, value = (
+            columns if num_columns == 3 else (columns[0], columns[2], columns[4])
+        )
+        if has_ranks:
+            ranks[question] = _rank(value, ranks.get(question), path, line)
+        score = None if has_ranks else finite(value, f"{path}, line {line}", "the score")
+        # One passage is named for many questions: it is held in memory once.
+        yield question, RankedPassage(sys.intern(passage), score)
+    if not num_columns:
+        raise DataError(f"{path} is empty. Put question, passage and score on every line.")
+
+
+def read_run(path: Path) -> Run:
+    """A run file of any of the three formats, which the columns tell apart: best first, in the
+    order of its scores.
+
+    Ties keep the order of the file. Where there are ranks and no scores, the score is minus the
+    rank's place.
+    """
+    run: Run = {}
+    for question, (passage, score) in ranked_passages(path):
+        hits = run.setdefault(question, [])
+        hits.append(Hit(passage, -float(len(hits) + 1) if score is None else score))
+    for question, hits in run.items():
+        hits.sort(key=lambda hit: hit.score, reverse=True)
+        check_distinct([hit.passage for hit in hits], question, path)
+    return run
+
+
+def read_qrels(path: Path) -> Qrels:
+    """Judgements: TREC's question, iteration, passage, relevance; or BEIR's question, passage,
+    score with a header. A pair that stands twice is one pair, as in BEIR's SciFact.
+    """
+    qrels: Qrels = {}
+    for line, text in lines(path):
+        columns = text.split("\t") if "\t" in text else text.split()
+        is_judgement = len(columns) in (3, 4)
+        if not text.strip() or (line == 1 and is_judgement and not _is_number(columns[-1])):
+            continue  # blank, or the header
+        if not is_judgement or not _is_integer(columns[-1].strip()):
+            raise bad_line(
+                path,
+                line,
+                f"{shown(text)}, want question, iteration, passage, relevance, or question, "
+                "passage, relevance; relevance an integer",
+            )
+        qrels.setdefault(columns[0], {})[columns[-2]] = int(columns[-1])
+    if not qrels:
+        raise DataError(
+            f"{path} holds no judgement. Put question, passage and relevance on every line."
+        )
+    return qrels
+
+
+def check_distinct(passages: list[str], question: str, path: Path) -> None:
+    """DataError when a ranking holds a passage of a question twice."""
+    if len(set(passages)) < len(passages):
+        raise DataError(
+            f"{path}: a passage stands twice for question {question!r}; rank every passage once."
+        )
+
+
+def _check_columns(columns: list[str], num_columns: int, path: Path, line: int) -> None:
+    if len(columns) != num_columns or num_columns not in (3, 6):
+        raise bad_line(
+            path,
+            line,
+            f"{len(columns)} columns, want 3 (question, passage, score or rank) or 6 (question, "
+            "Q0, passage, rank, score, tag), the same on every line",
+        )
+    if num_columns == 6 and not _is_integer(columns[3]):
+        raise bad_line(path, line, f"the rank is {shown(columns[3])}, want an integer as 4th of 6")
+
+
+def _rank(value: str, last: int | None, path: Path, line: int) -> int:
+    """The rank, which must be 0 or 1 in a question's first line, and else above the `last`."""
+    if _is_integer(value) and (int(value) in (0, 1) if last is None else int(value) > last):
+        return int(value)
+    behind = "first in its question" if last is None else f"behind {last}"
+    raise bad_line(
+        path,
+        line,
+        f"the third column is {value!r}, {behind}: is it a rank or a score? Write ranks that "
+        "rise from 0 or 1 in every question, or scores, the first of them with a decimal point",
+    )
+
+
+def _is_integer(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

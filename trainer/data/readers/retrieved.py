@@ -1,0 +1,228 @@
+"""Questions with the passages that a retriever found for them.
+
+A row is {"id", "question", "answers", "target"?, "ctxs"}: id is text, answers may be empty but in
+the train split, and ctxs are the passages, best first as the file has them: {"id"?, "title"?,
+"text"?, "score"?}, where what is missing or null in the file is missing in the row. A passage
+without "text" has an id, to be looked up in a corpus. Rows come in the order of the file and one at
+a time; only what must be joined (the questions of a ranking, and the ranking) is held in memory.
+Errors name the line, or the item of a JSON list; both are counted from 1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.data import stdlib_docs
+from trainer.data.readers import fields
+from trainer.data.readers.folders import split_file
+from trainer.data.readers.jsonl import objects, shown
+from trainer.data.readers.questions import nq_lines
+from trainer.data.readers.rankings import RankedPassage, check_distinct, ranked_passages
+from trainer.errors import DataError
+from trainer.tasks.protocol import Row
+
+_log = logging.getLogger(__name__)
+
+_QUESTION_FILES, _RANKING_FILES = (".json", ".jsonl"), (".trec", ".tsv", ".txt", ".run")
+_PASSAGE_LISTS = (
+    ("ctxs",),  # FiD, and what DPR's retriever writes
+    ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs"),  # DPR's training files
+    ("positive_passages", "negative_passages"),  # Tevatron's training files
+)
+
+
+def rows(
+    data_path: Path | None,
+    split: str,
+    *,
+    source: Literal["fid", "ranked", "nq", "stdlib_docs"],
+    file: str | None = None,
+    ranking: str | None = None,
+    contexts: int,
+    sort_by_score: bool,
+) -> Iterator[Row]:
+    """Questions of a split, each with its first `contexts` passages: fewer, or none, where there
+    are fewer.
+
+    sort_by_score: where every passage of a question has a score, the highest come first; ties keep
+    their order. file, ranking: names below data_path; None: <split>.json or .jsonl, and
+    <split>.trec, .tsv, .txt or .run, where the valid split may also be called val or dev. "fid": a
+    JSON list or JSON lines of question (or query), answers (or answer; a list or a text), target,
+    and ctxs; or in place of ctxs what DPR and Tevatron train on, positives before negatives. A
+    passage is an object or an id. "ranked": such questions without passages, and a ranking, see
+    `ranked_passages`. "nq": queries.jsonl of `data_path` or its subfolder nq, with ranked ids under
+    "bm25". "stdlib_docs": the embedded corpus; a question's own passage stands among those of the
+    questions behind it.
+    """
+    if source == "nq":
+        rows = _nq_rows(data_path, split, file)
+    elif source == "stdlib_docs":
+        rows = _documentation_rows(split, contexts)
+    else:
+        questions = split_file(data_path, split, _QUESTION_FILES, name=file, key="data.files")
+        if source == "fid":
+            rows = _fid_rows(questions, split)
+        else:
+            rows = _ranked_rows(
+                questions,
+                split,
+                split_file(data_path, split, _RANKING_FILES, name=ranking, key="data.rankings"),
+                contexts=contexts,
+                sort_by_score=sort_by_score,
+            )
+    for row in rows:
+        yield {**row, "ctxs": _first(row["ctxs"], contexts, sort_by_score)}
+
+
+def _first(ctxs: list[Row], contexts: int, sort_by_score: bool) -> list[Row]:
+    if sort_by_score and all("score" in ctx for ctx in ctxs):
+        ctxs = sorted(ctxs, key=lambda ctx: ctx["score"], reverse=True)
+    return ctxs[:contexts]
+
+
+# The sources: rows with all passages that the file has, in its order
+
+
+def _fid_rows(path: Path, split: str) -> Iterator[Row]:
+    for index, (place, raw) in enumerate(objects(path)):
+        yield {**_question(raw, place, index=index, split=split), "ctxs": _passages(raw, place)}
+
+
+def _nq_rows(data_path: Path | None, split: str, file: str | None) -> Iterator[Row]:
+    for index, place, raw in nq_lines(data_path, split, file):
+        ctxs = [
+            fields.passage(passage, place, f"bm25[{rank}]")
+            for rank, passage in enumerate(_list(raw, "bm25", place))
+        ]
+        yield {**_question(raw, place, index=index, split=split), "ctxs": ctxs}
+
+
+def _documentation_rows(split: str, contexts: int) -> Iterator[Row]:
+    """The own passage of row i is at place i modulo the number of passages, so that the place tells
+    nothing.
+    """
+    documented = stdlib_docs.qa_rows(split)
+    passages = [
+        {"id": str(index), "title": row["title"], "text": row["context"]}
+        for index, row in enumerate(documented)
+    ]
+    count = min(contexts, len(documented))
+    for index, row in enumerate(documented):
+        ctxs = [passages[(index + step) % len(documented)] for step in range(1, count)]
+        ctxs.insert(index % count, passages[index])
+        yield {
+            "id": str(index),
+            "question": row["question"],
+            "answers": row["answers"],
+            "ctxs": ctxs,
+        }
+
+
+def _ranked_rows(
+    path: Path, split: str, ranking: Path, *, contexts: int, sort_by_score: bool
+) -> Iterator[Row]:
+    questions: dict[str, Row] = {}
+    for index, (place, raw) in enumerate(objects(path)):
+        question = _question(raw, place, index=index, split=split)
+        if question["id"] in questions:
+            raise DataError(
+                f"{place}: the id {question['id']!r} stands twice; give every question its own."
+            )
+        questions[question["id"]] = question
+    ranked: dict[str, list[RankedPassage]] = {name: [] for name in questions}
+    _read_ranking(ranking, ranked, contexts=contexts, sort_by_score=sort_by_score)
+    unranked = [name for name, of_question in ranked.items() if not of_question]
+    if unranked:
+        _log.warning(
+            "%s ranks no passage for %d of %d questions, the first is %r: they get none",
+            *(ranking, len(unranked), len(questions), unranked[0]),
+        )
+    for name, question in questions.items():
+        hits = ranked.pop(name)
+        check_distinct([hit.passage for hit in hits], name, ranking)
+        ctxs: list[Row] = []
+        for hit in hits:
+            ctxs.append({"id": hit.passage})
+            if hit.score is not None:
+                ctxs[-1]["score"] = hit.score
+        yield {**question, "ctxs": ctxs}
+
+
+def _read_ranking(
+    path: Path, ranked: dict[str, list[RankedPassage]], *, contexts: int, sort_by_score: bool
+) -> None:
+    """Fills `ranked`; lines for questions that are not in it are left out, and their number is
+    logged.
+    """
+    unknown: set[str] = set()
+    for question, passage in ranked_passages(path):
+        best = ranked.get(question)
+        if best is None:
+            unknown.add(question)
+            continue
+        best.append(passage)
+        is_sorted = sort_by_score and passage.score is not None
+        if len(best) > contexts + (1000 if is_sorted else 0):  # a run 1000 deep would be gigabytes
+            if is_sorted:
+                best.sort(key=lambda one: one.score or 0.0, reverse=True)
+            del best[contexts:]
+    if unknown and not any(ranked.values()):
+        raise DataError(
+            f"{path} ranks passages for none of the {len(ranked)} questions: its ids are like "
+            f"{min(unknown)!r}, theirs like {next(iter(ranked))!r}. Use the ranking of these "
+            "questions, or give them its ids: without one, a question's id is its place in the "
+            "file, from 0."
+        )
+    if unknown:
+        _log.info("%s: left out %d questions that are not in this split", path, len(unknown))
+
+
+# What an object says
+
+
+def _question(raw: Row, place: str, *, index: int, split: str) -> Row:
+    """{"id", "question", "answers", "target"?}; without an id the index in the file, from 0, is the
+    id.
+    """
+    id_name, number = fields.first_given(raw, fields.QUESTION_IDS)
+    name, question = fields.first_given(raw, fields.QUESTIONS, "question")
+    if question is None:
+        raise DataError(f"{place}: {name!r} is missing (keys: {fields.keys(raw)}).")
+    row: Row = {
+        "id": str(index) if number is None else fields.identity(number, place, id_name),
+        "question": fields.text(question, place, name),
+        "answers": fields.answers(raw, place),
+    }
+    if raw.get("target") is not None:
+        row["target"] = fields.text(raw["target"], place, "target")
+    if split == "train" and not row["answers"] and "target" not in row:
+        raise DataError(
+            f"{place}: neither 'answers' nor 'target' is there (keys: {fields.keys(raw)}), which a "
+            "question to train on needs. Add one, or take the question out."
+        )
+    return row
+
+
+def _passages(raw: Row, place: str) -> list[Row]:
+    names = next((names for names in _PASSAGE_LISTS if any(name in raw for name in names)), None)
+    if names is None:
+        raise DataError(
+            f"{place}: 'ctxs' is missing (keys: {fields.keys(raw)}). Write \"ctxs\": [] where no "
+            "passage was found."
+        )
+    passages: list[Row] = []
+    for name in names:
+        values = _list(raw, name, place) if raw.get(name) is not None else []
+        for rank, value in enumerate(values):
+            passages.append(fields.passage(value, place, f"{name}[{rank}]"))
+    return passages
+
+
+def _list(raw: Row, name: str, place: str) -> list[Any]:
+    if not isinstance(raw.get(name), list):
+        value = shown(raw[name]) if name in raw else f"missing (keys: {fields.keys(raw)})"
+        raise DataError(f"{place}: {name!r} is {value}, want a list of passages or of their ids.")
+    return raw[name]
