@@ -15,19 +15,10 @@ from typing import Any
 
 import torch
 
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "transformers",
-    "transformers.models.gpt_bigcode.modeling_gpt_bigcode",
-]
-PRELOAD += [
-    "torch._dynamo",
-    "deepspeed",
-    "trainer.training.engine",
-    "transformers.models.t5.modeling_t5",
-    "sklearn.metrics",
-]
+SERVED = multiprocessing.get_context(
+    "forkserver"
+)  # its processes fork from one that has imported everything
+SERVED.set_forkserver_preload(["tests.preloaded"])
 
 
 def run_on_ranks(
@@ -36,13 +27,11 @@ def run_on_ranks(
     """What `function(*args)` returned on each of `world` ranks, by rank. It must be a module-level
     function.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        queue: Any = context.Queue()
+        queue: Any = SERVED.Queue()
         children = [
-            context.Process(target=_child, args=(rank, world, store, queue, function, args))
+            SERVED.Process(target=_child, args=(rank, world, store, queue, function, args))
             for rank in range(world)
         ]
         for child in children:

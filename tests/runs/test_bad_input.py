@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ import pytest
 
 from exp_configs import vary
 from tests.facts import TINY_BASE, experiment, facts, write_facts
+from tests.forked import TRAINVAL, run
 from tests.ranks import run_on_ranks
 from trainer.errors import LatheError
-
-ROOT = Path(__file__).parent.parent.parent
-
 
 GRANITE = {
     "model_type": "granite",
@@ -41,13 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainval(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "trainval.py"), *flags],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-    )
+    return run(*TRAINVAL, *flags)
 
 
 def with_groups(tmp_path: Path, values: dict[str, Any]) -> list[str]:

@@ -1,26 +1,29 @@
-"""trainval.py as a person starts it: real processes under python, torchrun and deepspeed, and what
-kills do to them.
+"""trainval.py as a person starts it, under python, torchrun and deepspeed, and what kills and
+signals do to it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.contract.test_task_contract import untimed
 from tests.facts import experiment, with_dropout, write_facts
+from tests.forked import TRAINVAL
 
 ROOT = Path(__file__).parent.parent.parent
-TRAINVAL = str(ROOT / "trainval.py")
-PYTHON = [sys.executable, TRAINVAL]
+PYTHON = [sys.executable, *TRAINVAL]
 TORCHRUN = [
     sys.executable,
     "-m",
@@ -28,13 +31,13 @@ TORCHRUN = [
     "--standalone",
     "--nproc-per-node",
     "2",
-    TRAINVAL,
+    *TRAINVAL,
 ]
 
 
 def deepspeed_launcher(port: int) -> list[str]:
     launcher = Path(sys.executable).parent / "deepspeed"
-    return [str(launcher), "--num_accelerators", "2", "--master_port", str(port), TRAINVAL]
+    return [str(launcher), "--num_accelerators", "2", "--master_port", str(port), *TRAINVAL]
 
 
 @pytest.fixture(scope="session")
@@ -46,14 +49,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def groups(folder: Path, tmp_path: Path) -> Path:
     """A file of experiment groups, as users keep theirs."""
     plain = experiment("cross_attention", folder)
-    long = with_dropout(
-        experiment(
-            "cross_attention", folder, train={"steps": 60, "save_every": 5, "eval_every": 20}
+    short, long = (
+        with_dropout(
+            experiment(
+                "cross_attention", folder, train={"steps": steps, "save_every": 5, "eval_every": 4}
+            )
         )
+        for steps in (12, 60)
     )
     path = tmp_path / "my_groups.py"
-    two = [plain, {**plain, "optim": {"lr": 0.02}}]
-    path.write_text(f"EXP_GROUPS = {{'plain': {[plain]!r}, 'long': {[long]!r}, 'two': {two!r}}}\n")
+    groups = {
+        "plain": [plain],
+        "short": [short],
+        "long": [long],
+        "two": [plain, {**plain, "optim": {"lr": 0.02}}],
+    }
+    path.write_text(f"EXP_GROUPS = {groups!r}\n")
     return path
 
 
@@ -98,7 +109,11 @@ def status(savedir: Path) -> dict[str, Any]:
 def test_python_torchrun_and_deepspeed_agree_and_a_finished_run_is_not_repeated(
     groups: Path, folder: Path, tmp_path: Path
 ) -> None:
-    launchers = {"python": PYTHON, "torchrun": TORCHRUN, "deepspeed": deepspeed_launcher(29517)}
+    launchers = {
+        "python": PYTHON,
+        "torchrun": TORCHRUN,
+        "deepspeed": deepspeed_launcher(forked.free_port()),
+    }
     found = {}
     for stage, (name, prefix) in zip((0, 2, 3), launchers.items(), strict=True):
         argv = command(
@@ -118,7 +133,9 @@ def test_python_torchrun_and_deepspeed_agree_and_a_finished_run_is_not_repeated(
         assert status(tmp_path / name)["state"] == "succeeded"
     assert found["torchrun"] == pytest.approx(found["python"], abs=1e-5)
     assert found["deepspeed"] == pytest.approx(found["python"], abs=1e-5)
-    again = run(command(PYTHON, groups, folder, "-e", "plain", "-sb", str(tmp_path / "python")))
+    again = forked.run(
+        *command(list(TRAINVAL), groups, folder, "-e", "plain", "-sb", str(tmp_path / "python"))
+    )
     assert again.returncode == 0
     assert "is finished" in again.stdout
 
@@ -126,7 +143,9 @@ def test_python_torchrun_and_deepspeed_agree_and_a_finished_run_is_not_repeated(
 def test_every_dictionary_of_a_group_trains_in_its_own_folder(
     groups: Path, folder: Path, tmp_path: Path
 ) -> None:
-    result = run(command(PYTHON, groups, folder, "-e", "two", "-sb", str(tmp_path / "out")))
+    result = forked.run(
+        *command(list(TRAINVAL), groups, folder, "-e", "two", "-sb", str(tmp_path / "out"))
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     paths = sorted((tmp_path / "out").glob("[0-9a-f]*/exp_dict.json"))
     assert sorted(json.loads(path.read_text())["optim"]["lr"] for path in paths) == [0.01, 0.02]
@@ -151,7 +170,7 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
     import psutil
 
     family = psutil.Process(launcher.pid).children(recursive=True)
-    return [child.pid for child in family if TRAINVAL in child.cmdline()]
+    return [child.pid for child in family if TRAINVAL[0] in child.cmdline()]
 
 
 def start(argv: list[str]) -> subprocess.Popen[str]:
@@ -167,8 +186,63 @@ def start(argv: list[str]) -> subprocess.Popen[str]:
     )
 
 
+def _train_step_that_first(action: Callable[[], None], step: int, rank: int) -> None:
+    """From now on this process does `action` as it begins that step, if it is that rank."""
+    from trainer.runtime import distributed
+    from trainer.training import loop
+
+    original, seen = loop.train_step, []
+
+    def disturbed(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        if len(seen) == step and distributed.rank() == rank:
+            action()
+        return original(*args, **kwargs)
+
+    loop.train_step = disturbed
+
+
+def _signal_oneself(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def at_step(step: int, number: signal.Signals, rank: int = 0) -> Callable[[], None]:
+    """A fault for forked.start: that rank gets the signal just before that step."""
+    return functools.partial(
+        _train_step_that_first, functools.partial(_signal_oneself, number), step, rank
+    )
+
+
+def equal(one: Path, two: Path) -> None:
+    """Two savedirs hold the same metrics and, to the bit, the same weights."""
+    assert lines(one) == lines(two)
+    first, second = (next(path.glob("[0-9a-f]*/final/model.safetensors")) for path in (one, two))
+    assert first.read_bytes() == second.read_bytes()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
-def test_kill_9_of_a_rank_then_the_same_command_equals_an_undisturbed_run(
+def test_a_rank_killed_by_signal_9_then_the_same_command_equals_an_undisturbed_run(
+    stage: int, groups: Path, folder: Path, tmp_path: Path
+) -> None:
+    def argv(name: str) -> list[str]:
+        flags = ("-e", "short", "-sb", str(tmp_path / name), "--deepspeed", f"zero{stage}")
+        return command(list(TRAINVAL), groups, folder, *flags)
+
+    straight = forked.run_ranks(2, *argv("straight"))
+    assert [done.returncode for done in straight] == [0, 0], straight[0].stdout + straight[0].stderr
+    killed = forked.run_ranks(2, *argv("killed"), first=at_step(8, signal.SIGKILL, rank=1))
+    assert killed[1].returncode == -signal.SIGKILL
+    assert killed[0].returncode != 0
+    assert status(tmp_path / "killed")["state"] in ("running", "failed")
+    resumed = forked.run_ranks(2, *argv("killed"))
+    assert [done.returncode for done in resumed] == [0, 0], resumed[0].stdout + resumed[0].stderr
+    assert "resumed from" in resumed[0].stdout
+    equal(tmp_path / "killed", tmp_path / "straight")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 3])
+def test_kill_9_of_a_rank_under_torchrun_then_the_same_command_equals_an_undisturbed_run(
     stage: int, groups: Path, folder: Path, tmp_path: Path
 ) -> None:
     def argv(name: str) -> list[str]:
@@ -185,27 +259,21 @@ def test_kill_9_of_a_rank_then_the_same_command_equals_an_undisturbed_run(
     resumed = run(argv("killed"))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "resumed from" in resumed.stdout
-    assert lines(tmp_path / "killed") == lines(tmp_path / "straight")
-    one, two = (
-        next((tmp_path / name).glob("[0-9a-f]*/final/model.safetensors"))
-        for name in ("straight", "killed")
-    )
-    assert one.read_bytes() == two.read_bytes()
+    equal(tmp_path / "killed", tmp_path / "straight")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
     number: signal.Signals, groups: Path, folder: Path, tmp_path: Path
 ) -> None:
-    argv = command(PYTHON, groups, folder, "-e", "long", "-sb", str(tmp_path / "out"))
-    process = start(argv)
-    wait_for_step(tmp_path / "out", 7, process)
-    process.send_signal(number)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 75, output
+    argv = command(list(TRAINVAL), groups, folder, "-e", "short", "-sb", str(tmp_path / "out"))
+    stopped = forked.run(*argv, first=at_step(7, number))
+    assert stopped.returncode == 75, stopped.stdout + stopped.stderr
     assert status(tmp_path / "out")["state"] == "preempted"
     before = lines(tmp_path / "out")
-    result = run(argv)
+    assert before[-1]["step"] == 7, "the step in which the signal came is the last"
+    result = forked.run(*argv)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "resumed from" in result.stdout
     assert lines(tmp_path / "out")[: len(before)] == before
     assert status(tmp_path / "out")["state"] == "succeeded"

@@ -4,15 +4,13 @@ pruning, one owner.
 
 from __future__ import annotations
 
+import functools
 import json
-import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,8 @@ from exp_configs import EXP_GROUPS, vary
 from tests.contract.test_task_contract import untimed
 from tests.contract.test_task_features import train
 from tests.facts import TINY_BASE, experiment, with_dropout, write_facts
-from tests.ranks import PRELOAD, run_on_ranks
+from tests.forked import TRAINVAL, Started, start
+from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.config import exp_id
 from trainer.errors import ResumeError
@@ -38,35 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_facts(tmp_path_factory.mktemp("facts"))
 
 
-# The command, in a process of its own that forks from one that has imported everything
-# -----------------------------
-
-
-@dataclass
-class Command:
-    """A trainval.py that was started."""
-
-    process: Any
-    output: Path
-
-    def finish(self) -> tuple[int, str]:
-        """(exit code, stdout and stderr) once it has ended."""
-        self.process.join(120)
-        assert self.process.exitcode is not None, self.output.read_text()
-        return self.process.exitcode, self.output.read_text()
-
-
-def _trainval(argv: list[str], output: Path, kill_at: tuple[str, int] | None = None) -> None:
-    torch.set_num_threads(1)
-    if kill_at is not None:
-        _die_before_renaming(*kill_at)
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.argv = ["trainval.py", *argv]
-    import trainval
-
-    trainval.app()
+# The command
+# -------------------------------------------------------------------------------------------------------
 
 
 def _die_before_renaming(name: str, occurrence: int) -> None:
@@ -88,7 +60,7 @@ class Launcher:
     """Starts trainval.py on a file of groups; every run folder lies in `savedir`."""
 
     def __init__(self, folder: Path, tmp_path: Path, **groups: list[dict[str, Any]]) -> None:
-        self.savedir, self._tmp_path, self._count = tmp_path / "out", tmp_path, 0
+        self.savedir = tmp_path / "out"
         path = tmp_path / "groups.py"
         path.write_text(f"EXP_GROUPS = {groups!r}\n")
         self._flags = [
@@ -100,21 +72,15 @@ class Launcher:
             str(folder / "cache"),
         ]
 
-    def start(self, *flags: str, kill_at: tuple[str, int] | None = None) -> Command:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self._count += 1
-        output = self._tmp_path / f"output-{self._count}.txt"
-        argv = [*self._flags, "-sb", str(self.savedir), *flags]
-        process = context.Process(target=_trainval, args=(argv, output, kill_at))
-        process.start()
-        return Command(process, output)
+    def start(self, *flags: str, kill_at: tuple[str, int] | None = None) -> Started:
+        first = functools.partial(_die_before_renaming, *kill_at) if kill_at else None
+        return start(*TRAINVAL, *self._flags, "-sb", str(self.savedir), *flags, first=first)
 
     def run(self, *flags: str) -> str:
         """What a command that must succeed printed."""
-        code, output = self.start(*flags).finish()
-        assert code == 0, output
-        return output
+        done = self.start(*flags).finish()
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     def folders(self) -> list[str]:
         return sorted(path.name for path in self.savedir.glob("*")) if self.savedir.exists() else []
@@ -190,12 +156,12 @@ def test_a_second_process_on_a_run_folder_is_refused_and_the_first_goes_on(
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
-    code, output = launcher.start("-e", "mine", "-r", "1").finish()
-    assert code == 2
-    assert "ResumeError" in output
-    assert "another process is training this experiment" in output
-    os.kill(first.process.pid, signal.SIGTERM)
-    assert first.finish()[0] == 75
+    second = launcher.start("-e", "mine", "-r", "1").finish()
+    assert second.returncode == 2
+    assert "ResumeError" in second.stderr
+    assert "another process is training this experiment" in second.stderr
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.finish().returncode == 75
     assert not list(launcher.savedir.glob("*.bak-*"))
 
 
@@ -229,7 +195,9 @@ def test_a_run_killed_between_any_two_of_its_files_ends_with_the_files_of_an_und
     assert "best/model.safetensors" in straight
     for kill_at in (("score_list.pkl", 2), ("best", 3), ("step-3", 1), ("final", 1)):
         shutil.rmtree(own)
-        assert launcher.start("-e", "mine", kill_at=kill_at).finish()[0] == -signal.SIGKILL, kill_at
+        assert (
+            launcher.start("-e", "mine", kill_at=kill_at).finish().returncode == -signal.SIGKILL
+        ), kill_at
         launcher.run("-e", "mine")
         resumed = _content(own)
         assert resumed.keys() == straight.keys(), kill_at
@@ -354,8 +322,8 @@ def test_a_trained_language_model_loads_with_from_pretrained_and_has_the_loss_of
     for line in (folder / "valid.jsonl").read_text().splitlines():
         ids = [*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]
         limit = values["data"]["max_tokens"]
-        for start in range(0, len(ids), limit):
-            piece = torch.tensor([ids[start : start + limit]])
+        for first in range(0, len(ids), limit):
+            piece = torch.tensor([ids[first : first + limit]])
             if piece.shape[1] < 2:
                 continue
             with torch.no_grad():

@@ -1,29 +1,15 @@
-"""`python -m trainer prepare`, and runs that read what it wrote: real processes."""
+"""`python -m trainer prepare`, and runs that read what it wrote."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
 from tests.facts import experiment, write_facts
-
-ROOT = Path(__file__).parent.parent.parent
-TORCHRUN = [
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "trainer",
-]
+from tests.forked import TRAINER, TRAINVAL, run, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -44,31 +30,16 @@ def groups(folder: Path) -> Path:
     return path
 
 
-def run(
-    argv: list[str], groups: Path, data_path: Path, *flags: str
-) -> subprocess.CompletedProcess[str]:
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    given = [
+def flags(groups: Path, data_path: Path, *more: str) -> list[str]:
+    return [
         "--exp_configs",
         str(groups),
         "--data_path",
         str(data_path),
         "--cache_dir",
         str(groups.parent / "c"),
-        *flags,
+        *more,
     ]
-    return subprocess.run(
-        [*argv, *given],
-        env={**inherited, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=ROOT,
-    )
 
 
 def losses(savedir: Path) -> list[float]:
@@ -83,21 +54,13 @@ def test_a_run_on_states_that_two_ranks_prepared_has_the_losses_of_one_that_enco
     folder: Path, groups: Path
 ) -> None:
     out = folder / "prepared"
-    made = run(
-        [*TORCHRUN, "prepare", "-e", "cached"],
-        groups,
-        folder,
-        "--out",
-        str(out),
-        "--shard_tokens",
-        "500",
-    )
-    assert made.returncode == 0, made.stderr
+    words = flags(groups, folder, "--out", str(out), "--shard_tokens", "500")
+    made, other = run_ranks(2, *TRAINER, "prepare", "-e", "cached", *words)
+    assert (made.returncode, other.returncode) == (0, 0), made.stderr + other.stderr
     assert "distinct contexts of" in made.stdout
     assert "bytes per element" in made.stdout
-    trainval = [sys.executable, str(ROOT / "trainval.py")]
     for group, data_path in (("online", folder), ("cached", out)):
-        done = run([*trainval, "-e", group, "-sb", str(folder / group)], groups, data_path)
+        done = run(*TRAINVAL, *flags(groups, data_path, "-e", group, "-sb", str(folder / group)))
         assert done.returncode == 0, done.stderr
     online, cached = losses(folder / "online"), losses(folder / "cached")
     assert len(online) == 6 + 2
@@ -107,11 +70,7 @@ def test_a_run_on_states_that_two_ranks_prepared_has_the_losses_of_one_that_enco
 def test_a_cached_run_without_states_exits_with_the_command_that_makes_them(
     folder: Path, groups: Path
 ) -> None:
-    done = run(
-        [sys.executable, str(ROOT / "trainval.py"), "-e", "cached", "-sb", str(folder / "bad")],
-        groups,
-        folder,
-    )
+    done = run(*TRAINVAL, *flags(groups, folder, "-e", "cached", "-sb", str(folder / "bad")))
     assert done.returncode == 2
     assert "Run `python -m trainer prepare` with this group" in done.stderr
     assert "Traceback" not in done.stderr
@@ -120,11 +79,11 @@ def test_a_cached_run_without_states_exits_with_the_command_that_makes_them(
 def test_a_folder_is_prepared_by_one_process_at_a_time(folder: Path, groups: Path) -> None:
     with FileLock(folder / ".busy.lock"):
         done = run(
-            [sys.executable, "-m", "trainer", "prepare", "-e", "cached"],
-            groups,
-            folder,
-            "--out",
-            str(folder / "busy"),
+            *TRAINER,
+            "prepare",
+            "-e",
+            "cached",
+            *flags(groups, folder, "--out", str(folder / "busy")),
         )
     assert done.returncode == 2, done.stderr
     assert "another process is preparing it" in done.stderr
@@ -132,17 +91,17 @@ def test_a_folder_is_prepared_by_one_process_at_a_time(folder: Path, groups: Pat
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("source", "message"),
     [
-        (("--source", "nq"), "--source nq: want NAME=FOLDER_OR_HUB_ID"),
-        (("--source", "natural=x"), "--source natural: no such set."),
+        ("nq", "--source nq: want NAME=FOLDER_OR_HUB_ID"),
+        ("natural=x", "--source natural: no such set."),
     ],
 )
 def test_a_wrong_source_is_one_message(
-    folder: Path, groups: Path, flags: tuple[str, ...], message: str
+    folder: Path, groups: Path, source: str, message: str
 ) -> None:
-    argv = [sys.executable, "-m", "trainer", "prepare", "-e", "cached"]
-    done = run(argv, groups, folder, "--out", str(folder / "wrong"), *flags)
+    words = flags(groups, folder, "--out", str(folder / "wrong"), "--source", source)
+    done = run(*TRAINER, "prepare", "-e", "cached", *words)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
