@@ -12,9 +12,11 @@ import ctypes
 import importlib
 import importlib.metadata
 import json
+import multiprocessing.util
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -112,6 +114,47 @@ def _answered(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     return answer | {"seconds": time.monotonic() - began, "cpu_s": _cpu_s() - cpu_before}
 
 
+def _fork_quickly() -> None:
+    """Let multiprocessing's fork server, from which tests start their ranks, be a fork of this
+    process instead of a new one that would load all libraries again.
+
+    The fork is made now, while nothing but libraries is loaded, and waits until it is asked for
+    (CPython 3.10 to 3.13: ForkServer.ensure_running starts it by util.spawnv_passfds).
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    server = os.fork()
+    if server == 0:
+        ours.close()
+        _become_fork_server(theirs)
+    theirs.close()
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def spawned(path: Any, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+        if "multiprocessing.forkserver" not in str(arguments[-1]) or ours.fileno() < 0:
+            return spawn(path, arguments, descriptors)
+        request = {"code": arguments[-1], "descriptors": list(descriptors)}
+        socket.send_fds(ours, [json.dumps(request).encode()], descriptors)
+        ours.close()
+        return server
+
+    multiprocessing.util.spawnv_passfds = spawned
+
+
+def _become_fork_server(theirs: socket.socket) -> None:
+    message, received, _, _ = socket.recv_fds(theirs, 65536, 8)
+    theirs.close()
+    if message:
+        request = json.loads(message)
+        for descriptor, wanted in zip(received, request["descriptors"], strict=True):
+            os.dup2(descriptor, wanted + 100)
+            os.close(descriptor)
+        for wanted in request["descriptors"]:
+            os.dup2(wanted + 100, wanted)
+            os.close(wanted + 100)
+        exec(request["code"], {})
+    os._exit(0)
+
+
 def _become_pytest(folder: Path, request: dict[str, Any], result: Path, output: Path) -> None:
     """Run pytest in this process, write what came of it, and end."""
     import pytest
@@ -124,6 +167,7 @@ def _become_pytest(folder: Path, request: dict[str, Any], result: Path, output: 
         for number, target in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
             os.dup2(number, target)
         os.chdir(folder)
+        _fork_quickly()
         recorder = Recorder()
         if request["module"] is not None:
             try:

@@ -26,6 +26,16 @@ import sys
 def test_leaves_a_process_behind():
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "left-by-a-test"], start_new_session=True)
 """
+IN_ANOTHER_PROCESS = """
+import multiprocessing
+
+from trainer.toy import add
+
+
+def test_add_in_a_process_of_the_fork_server():
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        assert pool.apply(add, (2, 3)) == 5
+"""
 ADD = "tests/test_add.py"
 FEW = ()  # libraries: the toy needs no torch
 
@@ -58,6 +68,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text(content)
     (root / "tests" / "test_hangs.py").write_text(HANGS)
+    (root / "tests" / "test_process.py").write_text(IN_ANOTHER_PROCESS)
     (root / "tests" / "test_leaves.py").write_text(LEAVES_A_PROCESS)
     with servers(root, 1, libraries=FEW) as (one,):
         yield one
@@ -73,6 +84,12 @@ def test_a_fault_that_a_test_notices_is_killed_by_it(server: Server) -> None:
     outcome = with_fault(server, fault("a + b", "a - b"), 1)
     assert outcome.kind == "killed"
     assert outcome.text.startswith("tests/test_add.py::test_add (AssertionError")
+
+
+def test_a_fault_reaches_the_processes_of_multiprocessings_fork_server(server: Server) -> None:
+    assert without_fault(server, "tests/test_process.py").kind == "green"
+    outcome = with_fault(server, fault("a + b", "a - b", "tests/test_process.py"), 5)
+    assert (outcome.kind, "AssertionError" in outcome.text) == ("killed", True)
 
 
 def test_a_fault_that_no_test_notices_has_survived(server: Server) -> None:

@@ -16,8 +16,8 @@ FAULTS = [
     # The wrapper
     Fault(
         "jobs/node/wrapper.py",
-        "        os.link(temporary, path)",
-        "        path.write_bytes(temporary.read_bytes())",
+        "if not create_json(attempt.started(start), facts):",
+        "if write_json(attempt.started(start), facts):",
         why="a second start overwrites the first, and both train in one folder",
         tests=RUN,
     ),
@@ -73,9 +73,9 @@ FAULTS = [
     ),
     Fault(
         "jobs/backends/local/queue.py",
-        "        json.dump(value, file)\n        file.flush()\n        os.fsync(file.fileno())",
-        "        json.dump(value, file)\n        file.flush()",
-        why="after a power cut started.json is empty and the job runs a second time",
+        'sync(aside / "entry.json")',
+        "pass",
+        why="after a power cut a submitted job is an empty file",
         tests=QUEUE,
     ),
     Fault(
@@ -83,6 +83,13 @@ FAULTS = [
         'return "alive" if birth(started["pid"]) == started["birth"] else "gone"',
         'return "alive" if birth(started["pid"]) else "gone"',
         why="another process of the same number is taken for a job",
+        tests=QUEUE,
+    ),
+    Fault(
+        "jobs/backends/local/runner.py",
+        'if not create_json(entry.folder / "started.json", facts):',
+        'if write_json(entry.folder / "started.json", facts, is_durable=False):',
+        why="after a power cut a job that runs is started a second time",
         tests=QUEUE,
     ),
     Fault(
