@@ -24,9 +24,9 @@ from trainer import tasks
 from trainer.data.order import Sharding
 from trainer.models.packed.layout import grids_of
 from trainer.runtime import distributed
+from trainer.runtime.batch import to_device
 from trainer.tasks.protocol import DRAW, Batch, Places, Row
 from trainer.tasks.vera import groups, losses
-from trainer.training.loop import to_device
 
 # B groups, C slots of each, S statements (of which R are real), L tokens, D width
 

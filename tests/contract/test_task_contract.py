@@ -140,8 +140,8 @@ def test_only_the_trainable_weights_move_and_all_of_them_do(name: str, folder: P
 
 
 def _scores(name: str, folder: Path, batch: int) -> dict[str, float]:
+    from trainer.evaluation import scoring
     from trainer.runtime import distributed
-    from trainer.training import loop
 
     task = load(name, folder)
     rows = encoded(task, "valid")
@@ -156,7 +156,7 @@ def _scores(name: str, folder: Path, batch: int) -> dict[str, float]:
         def eval(self) -> None: ...
 
     assert distributed.world() >= 1
-    return loop.evaluate(Engine(), task, Rows(rows), batch=batch)  # pyright: ignore[reportArgumentType]
+    return scoring.evaluate(Engine(), task, Rows(rows), batch=batch)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -159,9 +159,9 @@ def _exported_again(
     """The validation metrics of a run's last line, and those of its final/ read again."""
     from trainer.evaluation.run import Question
     from trainer.evaluation.run import run as evaluate
+    from trainer.evaluation.scoring import Frozen
+    from trainer.evaluation.scoring import evaluate as metrics
     from trainer.tasks.protocol import Places
-    from trainer.training.loop import Frozen
-    from trainer.training.loop import evaluate as metrics
     from trainer.training.run import Options, store_of
 
     run_folder, lines = train(values, folder, savedir)

@@ -17,9 +17,9 @@ from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import answer_scores
+from trainer.evaluation.scoring import first_questions
 from trainer.tasks.protocol import Places
 from trainer.telemetry.run_record import Run, WandbSettings
-from trainer.training.loop import first_questions
 
 MEASURES = ("em", "f1", "precision", "recall", "recall_em")
 # of 22 rows, in batches of 8: three, so that of two ranks one repeats a batch that must not count

@@ -20,7 +20,7 @@ from trainer.memory.plan import MemoryPlan, Phase, changed
 from trainer.memory.planned_rows import heaviest
 from trainer.memory.published_shapes import published_shape
 from trainer.memory.records import Measured, Moment
-from trainer.training.loop import batch_of, named_when_out_of_memory
+from trainer.runtime.batch import batch_of, named_when_out_of_memory
 
 P = 1_000_000
 

@@ -23,6 +23,7 @@ from trainer.data.order import evaluation_batches
 from trainer.data.token_store import TokenStore
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import answer_scores, cut_at, scores_by_dataset
+from trainer.evaluation.scoring import Frozen, answer, evaluate, pool
 from trainer.evaluation.similarity import BERTSCORE_MODEL, check, similarities
 from trainer.files.atomic import refusals
 from trainer.runtime import distributed
@@ -37,7 +38,6 @@ from trainer.tasks.abilities import (
 )
 from trainer.tasks.protocol import Row, Task
 from trainer.telemetry.run_record import tell_wandb
-from trainer.training.loop import Frozen, answer, evaluate, pool
 from trainer.training.run import Options, on_main, store_of
 
 logger = logging.getLogger(__name__)

@@ -26,9 +26,9 @@ from trainer.memory.measure import MeasuringError
 from trainer.memory.plan import MemoryPlan, Subject, make
 from trainer.memory.planned_rows import StoredRows
 from trainer.runtime import distributed, rng
+from trainer.runtime.batch import batch_of, named_when_out_of_memory, to_device
 from trainer.tasks.protocol import DRAW, EPOCH, Places, Task
 from trainer.training.engine import Engine, trainable
-from trainer.training.loop import batch_of, named_when_out_of_memory, to_device
 
 logger = logging.getLogger(__name__)
 

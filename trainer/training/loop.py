@@ -1,28 +1,24 @@
-"""The step loop: count units, run the task's losses, step, log, evaluate, save, stop when
-asked to.
-"""
+"""The step loop: count units, run the task's losses, step, log, evaluate, save, stop if asked."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.config import Experiment, nearest
-from trainer.data.order import Sharding, Window, evaluation_batches, windows
+from trainer.data.order import Sharding, Window, windows
 from trainer.data.token_store import TokenStore
 from trainer.errors import ConfigError, DivergedError
-from trainer.evaluation.mergeable import Pool, Ratio, scores_by_dataset
-from trainer.runtime import distributed, rng
-from trainer.tasks.abilities import GREEDY, Answers, Search, question_of
-from trainer.tasks.protocol import Batch, Row, Task
+from trainer.evaluation.scoring import answer, evaluate
+from trainer.runtime import distributed
+from trainer.runtime.batch import named_when_out_of_memory, to_device
+from trainer.tasks.abilities import Answers
+from trainer.tasks.protocol import Row, Task
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import Preemption, Run
 from trainer.training import schedule
@@ -82,19 +78,6 @@ class Session:
     questions: Sequence[
         Row
     ] = ()  # the first validation rows, answered by generation at each evaluation
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """A model that is only evaluated, in place of an engine."""
-
-    model: nn.Module
-
-    def train(self) -> None:
-        """Nothing: it stays in evaluation mode."""
-
-    def eval(self) -> None:
-        self.model.eval()
 
 
 @dataclass(frozen=True)
@@ -191,177 +174,6 @@ def train_step(
         is_sound = is_sound & engine.has_finite_gradient()
     units, stop, diverged = host.read()
     return Step(loss=loss, units=units, stop=stop > 0, diverged=diverged > 0, is_sound=is_sound)
-
-
-def to_device(batch: Batch) -> Batch:
-    """The batch on this rank's device; asynchronous from pinned memory."""
-    return {
-        name: tensor.to(distributed.device(), non_blocking=True) for name, tensor in batch.items()
-    }
-
-
-@contextmanager
-def named_when_out_of_memory(batches: Sequence[Batch]) -> Iterator[None]:
-    """Whatever runs inside: an OutOfMemoryError carries the shapes of the largest of `batches`, see
-    `batch_of`.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        largest = max(batches, key=lambda batch: sum(tensor.numel() for tensor in batch.values()))
-        vars(error)["batch"] = {name: list(tensor.shape) for name, tensor in largest.items()}
-        raise
-
-
-def batch_of(error: torch.OutOfMemoryError) -> dict[str, list[int]]:
-    """The shapes that `named_when_out_of_memory` found; empty when the error arose elsewhere."""
-    return vars(error).get("batch", {})
-
-
-@torch.no_grad()
-def evaluate(
-    engine: Engine | Frozen,
-    task: Task,
-    store: TokenStore,
-    *,
-    batch: int,
-    num_rows: int | None = None,
-) -> dict[str, float]:
-    """Every metric of `task.scores` over the first `num_rows` (None: all) of `store`, each once, on
-    any ranks.
-
-    Random state is put back afterwards, so evaluating never changes what is trained next.
-    """
-
-    def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
-        collated = task.collate([store[row] for row in rows])
-        with named_when_out_of_memory([collated]):
-            return task.scores(engine.model, to_device(collated))
-
-    with _evaluation(engine):
-        return _merged(scores, store.lengths[:num_rows], batch=batch)
-
-
-@torch.no_grad()
-def pool(
-    engine: Engine | Frozen, task: Task, store: TokenStore, *, name: str, batch: int
-) -> Tensor | None:
-    """The values of one pool of `task.scores` over every row of `store` exactly once, on all ranks;
-    None: no such.
-    """
-
-    def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
-        found = task.scores(engine.model, to_device(task.collate([store[row] for row in rows])))
-        return {
-            key: score for key, score in found.items() if key == name and isinstance(score, Pool)
-        }
-
-    with _evaluation(engine):
-        merged = _summed(scores, store.lengths, batch=batch).get(name)
-    return None if merged is None else merged.values  # pyright: ignore[reportAttributeAccessIssue] (a Pool, see above)
-
-
-def first_questions(task: Task, count: int | Literal["all"]) -> list[Row]:
-    """The first `count` validation rows, as `question_of` gives them, to be answered at each
-    evaluation.
-
-    ConfigError when the task cannot answer by generation and some are wanted.
-    """
-    if count == 0:
-        return []
-    if not isinstance(task, Answers):
-        raise ConfigError(
-            f"--do_extra_evals or train.answers: task {task.cfg.task!r} cannot answer questions "
-            "by generation. "
-            "Leave it out, or give the task a method `answers` (trainer/tasks/protocol.py)."
-        )
-    rows = islice(task.rows("valid"), None if count == "all" else count)
-    return [question_of(task, row) for row in rows]
-
-
-@torch.no_grad()
-def answer(
-    engine: Engine | Frozen,
-    task: Answers,
-    store: TokenStore,
-    questions: Sequence[Row],
-    *,
-    batch: int,
-    search: Search = GREEDY,
-) -> tuple[dict[str, float], list[list[str]]]:
-    """Every metric of `task.answers` over `questions`, and of each data set that they name; and the
-    answers to each question, the best first. On all ranks.
-
-    questions: raw rows of the first rows of `store`; each is answered exactly once, on any number
-    of ranks.
-    """
-    own: dict[int, list[str]] = {}
-
-    def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
-        raw = [questions[row] for row in rows]
-        answered = task.answers(engine.model, [store[row] for row in rows], raw, search=search)
-        own.update(
-            zip(rows, answered.n_best or [[text] for text in answered.predictions], strict=True)
-        )
-        return answered.scores
-
-    with _evaluation(engine):
-        found = _merged(scores, store.lengths[: len(questions)], batch=batch)
-    by_row = {row: texts for part in distributed.gather(list(own.items())) for row, texts in part}
-    answers = [by_row[row] for row in range(len(questions))]
-    return found | scores_by_dataset(questions, [best for best, *_ in answers]), answers
-
-
-@contextmanager
-def _evaluation(engine: Engine | Frozen) -> Iterator[None]:
-    """Evaluation mode; afterwards training mode, and random state as it was."""
-    before = rng.capture()
-    engine.eval()
-    yield
-    engine.train()
-    rng.restore(before)
-
-
-def _merged(
-    scores: Callable[[list[int]], Mapping[str, Ratio | Pool]], lengths: np.ndarray, *, batch: int
-) -> dict[str, float]:
-    """`scores(rows)` over all rows and ranks as numbers, each row counted once."""
-    numbers: dict[str, float] = {}
-    for name, score in _summed(scores, lengths, batch=batch).items():
-        value = score.value()
-        numbers |= value if isinstance(value, dict) else {name: value}
-    return numbers
-
-
-def _summed(
-    scores: Callable[[list[int]], Mapping[str, Ratio | Pool]], lengths: np.ndarray, *, batch: int
-) -> dict[str, Ratio | Pool]:
-    """`scores(rows)` merged over all rows and ranks; all ranks call it equally often."""
-    found: dict[str, Ratio | Pool] = {}
-    shares = evaluation_batches(
-        len(lengths), lengths, batch=batch, world=distributed.world(), rank=distributed.rank()
-    )
-    for rows, counted in shares:
-        for name, score in scores(rows.tolist()).items():
-            score = score if counted else _nothing(score)
-            found[name] = found[name] + score if name in found else score  # pyright: ignore[reportOperatorIssue]
-    return {name: _over_ranks(score) for name, score in found.items()}
-
-
-def _nothing(score: Ratio | Pool) -> Ratio | Pool:
-    """The same kind of score over no rows: what a rank adds that only ran to keep the others
-    company.
-    """
-    if isinstance(score, Ratio):
-        return Ratio(torch.zeros_like(score.num), torch.zeros_like(score.den))
-    return Pool(score.values[:0], score.reduce)
-
-
-def _over_ranks(score: Ratio | Pool) -> Ratio | Pool:
-    if isinstance(score, Ratio):
-        num, den = distributed.total(torch.stack([score.num.double(), score.den.double()]))
-        return Ratio(num, den)
-    return Pool(torch.cat(distributed.gather_rows(score.values)).cpu(), score.reduce)
 
 
 def _evaluate(session: Session, progress: Progress) -> bool:

@@ -29,6 +29,7 @@ from trainer.errors import (
     ResumeError,
     StorageError,
 )
+from trainer.evaluation.scoring import first_questions
 from trainer.files.atomic import refusals, write_json
 from trainer.memory import launch as planning
 from trainer.models.freezing import trainable_report
@@ -39,7 +40,7 @@ from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import Preemption, Run, WandbSettings
 from trainer.training import checkpoint, engine
 from trainer.training.engine import Engine
-from trainer.training.loop import Cadence, Progress, Session, first_questions, fit
+from trainer.training.loop import Cadence, Progress, Session, fit
 
 logger = logging.getLogger(__name__)
 

@@ -106,14 +106,14 @@ FAULTS = [
         tests=FIT,
     ),
     Fault(
-        FILE,
-        "\n    engine.train()\n",
+        "trainer/evaluation/scoring.py",
+        "\n    model.train()\n",
         "\n",
         why="after the first evaluation the model trains without dropout",
         tests="tests/numerics/test_extra_evals.py -k 'changes_no_training_loss'",
     ),
     Fault(
-        FILE,
+        "trainer/evaluation/scoring.py",
         "score = score if counted else _nothing(score)",
         "score = score",
         why="rows that fill a rank's last batch are counted twice in every metric",

@@ -52,7 +52,7 @@ FAULTS = [
         tests=ENGINE,
     ),
     Fault(
-        "trainer/training/engine.py",
+        "trainer/training/optimizer_state.py",
         'count = int(scalars["optimizer_step"])',
         "count = 0",
         why="a resumed run corrects the bias of its moments as if it had just begun",

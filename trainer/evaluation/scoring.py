@@ -1,0 +1,193 @@
+"""Every metric of a task over a split, each row once, on any number of ranks.
+
+Random state is put back afterwards, so that evaluating never changes what is trained next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer.data.order import evaluation_batches
+from trainer.data.token_store import TokenStore
+from trainer.errors import ConfigError
+from trainer.evaluation.mergeable import Pool, Ratio, scores_by_dataset
+from trainer.runtime import distributed, rng
+from trainer.runtime.batch import named_when_out_of_memory, to_device
+from trainer.tasks.abilities import GREEDY, Answers, Search, question_of
+from trainer.tasks.protocol import Row, Task
+
+
+class Scored(Protocol):
+    """What can be evaluated: an engine, or a Frozen model."""
+
+    @property
+    def model(self) -> Any: ...
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A model that is only evaluated, in place of an engine."""
+
+    model: nn.Module
+
+    def train(self) -> None:
+        """Nothing: it stays in evaluation mode."""
+
+    def eval(self) -> None:
+        self.model.eval()
+
+
+@torch.no_grad()
+def evaluate(
+    model: Scored,
+    task: Task,
+    store: TokenStore,
+    *,
+    batch: int,
+    num_rows: int | None = None,
+) -> dict[str, float]:
+    """Every metric of `task.scores` over the first `num_rows` (None: all) of `store`, each once, on
+    any ranks.
+
+    Random state is put back afterwards, so evaluating never changes what is trained next.
+    """
+
+    def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
+        collated = task.collate([store[row] for row in rows])
+        with named_when_out_of_memory([collated]):
+            return task.scores(model.model, to_device(collated))
+
+    with _evaluation(model):
+        return _merged(scores, store.lengths[:num_rows], batch=batch)
+
+
+@torch.no_grad()
+def pool(model: Scored, task: Task, store: TokenStore, *, name: str, batch: int) -> Tensor | None:
+    """The values of one pool of `task.scores` over every row of `store` exactly once, on all ranks;
+    None: no such.
+    """
+
+    def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
+        found = task.scores(model.model, to_device(task.collate([store[row] for row in rows])))
+        return {
+            key: score for key, score in found.items() if key == name and isinstance(score, Pool)
+        }
+
+    with _evaluation(model):
+        merged = _summed(scores, store.lengths, batch=batch).get(name)
+    return None if merged is None else merged.values  # pyright: ignore[reportAttributeAccessIssue] (a Pool, see above)
+
+
+def first_questions(task: Task, count: int | Literal["all"]) -> list[Row]:
+    """The first `count` validation rows, as `question_of` gives them, to be answered at each
+    evaluation.
+
+    ConfigError when the task cannot answer by generation and some are wanted.
+    """
+    if count == 0:
+        return []
+    if not isinstance(task, Answers):
+        raise ConfigError(
+            f"--do_extra_evals or train.answers: task {task.cfg.task!r} cannot answer questions "
+            "by generation. "
+            "Leave it out, or give the task a method `answers` (trainer/tasks/protocol.py)."
+        )
+    rows = islice(task.rows("valid"), None if count == "all" else count)
+    return [question_of(task, row) for row in rows]
+
+
+@torch.no_grad()
+def answer(
+    model: Scored,
+    task: Answers,
+    store: TokenStore,
+    questions: Sequence[Row],
+    *,
+    batch: int,
+    search: Search = GREEDY,
+) -> tuple[dict[str, float], list[list[str]]]:
+    """Every metric of `task.answers` over `questions`, and of each data set that they name; and the
+    answers to each question, the best first. On all ranks.
+
+    questions: raw rows of the first rows of `store`; each is answered exactly once, on any number
+    of ranks.
+    """
+    own: dict[int, list[str]] = {}
+
+    def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
+        raw = [questions[row] for row in rows]
+        answered = task.answers(model.model, [store[row] for row in rows], raw, search=search)
+        own.update(
+            zip(rows, answered.n_best or [[text] for text in answered.predictions], strict=True)
+        )
+        return answered.scores
+
+    with _evaluation(model):
+        found = _merged(scores, store.lengths[: len(questions)], batch=batch)
+    by_row = {row: texts for part in distributed.gather(list(own.items())) for row, texts in part}
+    answers = [by_row[row] for row in range(len(questions))]
+    return found | scores_by_dataset(questions, [best for best, *_ in answers]), answers
+
+
+@contextmanager
+def _evaluation(model: Scored) -> Iterator[None]:
+    """Evaluation mode; afterwards training mode, and random state as it was."""
+    before = rng.capture()
+    model.eval()
+    yield
+    model.train()
+    rng.restore(before)
+
+
+def _merged(
+    scores: Callable[[list[int]], Mapping[str, Ratio | Pool]], lengths: np.ndarray, *, batch: int
+) -> dict[str, float]:
+    """`scores(rows)` over all rows and ranks as numbers, each row counted once."""
+    numbers: dict[str, float] = {}
+    for name, score in _summed(scores, lengths, batch=batch).items():
+        value = score.value()
+        numbers |= value if isinstance(value, dict) else {name: value}
+    return numbers
+
+
+def _summed(
+    scores: Callable[[list[int]], Mapping[str, Ratio | Pool]], lengths: np.ndarray, *, batch: int
+) -> dict[str, Ratio | Pool]:
+    """`scores(rows)` merged over all rows and ranks; all ranks call it equally often."""
+    found: dict[str, Ratio | Pool] = {}
+    shares = evaluation_batches(
+        len(lengths), lengths, batch=batch, world=distributed.world(), rank=distributed.rank()
+    )
+    for rows, counted in shares:
+        for name, score in scores(rows.tolist()).items():
+            score = score if counted else _nothing(score)
+            found[name] = found[name] + score if name in found else score  # pyright: ignore[reportOperatorIssue]
+    return {name: _over_ranks(score) for name, score in found.items()}
+
+
+def _nothing(score: Ratio | Pool) -> Ratio | Pool:
+    """The same kind of score over no rows: what a rank adds that only ran to keep the others
+    company.
+    """
+    if isinstance(score, Ratio):
+        return Ratio(torch.zeros_like(score.num), torch.zeros_like(score.den))
+    return Pool(score.values[:0], score.reduce)
+
+
+def _over_ranks(score: Ratio | Pool) -> Ratio | Pool:
+    if isinstance(score, Ratio):
+        num, den = distributed.total(torch.stack([score.num.double(), score.den.double()]))
+        return Ratio(num, den)
+    return Pool(torch.cat(distributed.gather_rows(score.values)).cpu(), score.reduce)
