@@ -22,7 +22,7 @@ SERVED.set_forkserver_preload(["tests.preloaded"])
 
 
 def run_on_ranks(
-    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240
+    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 900
 ) -> list[Any]:
     """What `function(*args)` returned on each of `world` ranks, by rank. It must be a module-level
     function.
@@ -70,7 +70,7 @@ def _child(
             store=dist.FileStore(store, world),
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=120),
+            timeout=timedelta(seconds=600),
         )
         value = function(*args)
         dist.barrier()

@@ -535,6 +535,4 @@ def test_ranks_under_zero3_give_the_answers_of_one_rank_though_they_end_at_diffe
         ]
     for short, long in zip(*want, strict=True):
         assert len(short[0]) < len(long[0])
-    assert run_on_ranks(2, _answers_under_zero3, timeout_s=90) == [
-        (answers, True) for answers in want
-    ]
+    assert run_on_ranks(2, _answers_under_zero3) == [(answers, True) for answers in want]

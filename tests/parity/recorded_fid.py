@@ -343,6 +343,14 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def num_blocks_times_width() -> int:
+    """Of the common start, encoder and decoder together; 0 without recordings."""
+    if not (INIT / "config.json").is_file():
+        return 0
+    config = json.loads((INIT / "config.json").read_text())
+    return (config["num_layers"] + config["num_decoder_layers"]) * config["d_model"]
+
+
 # Discovery
 # ----------------------------------------------------------------------------------------------------------
 

@@ -90,6 +90,12 @@ def more(world: int, start: str) -> list[tuple[str, Mapping[str, Any]]]:
     return [(name, recorded) for name, recorded in found.items() if name.startswith(start)]
 
 
+def num_layers_times_width() -> int:
+    """Of the recorded encoder; 0 without recordings."""
+    config = read_json("bert_config.json")
+    return config["num_hidden_layers"] * config["hidden_size"] if config else 0
+
+
 def full_gradients() -> list[str]:
     """Names like f64_tied_n2 of grads_<name>.safetensors."""
     return sorted(path.stem.removeprefix("grads_") for path in ROOT.glob("grads_*.safetensors"))
