@@ -33,7 +33,9 @@ LLAMA: dict[str, Any] = {  # a base with the tokenizer of write_facts
 
 
 def facts(start: int, stop: int) -> list[dict[str, Any]]:
-    """Rows `start` to `stop` of a fixed sequence, with every field that any task reads."""
+    """Rows `start` to `stop` of a fixed sequence, with every field that any task reads, also the
+    one of docs/add-a-task.md. A new task adds its own fields here.
+    """
     rows = []
     for n in range(start, stop):
         who, what = PEOPLE[n % 8], f"{COLOURS[n % 5]} {THINGS[n % 6]}"
@@ -53,6 +55,7 @@ def facts(start: int, stop: int) -> list[dict[str, Any]]:
             "context": context,
             "text": f"{context} {question}",
         }
+        row |= {"prompt": question, "chosen": answer, "rejected": answer.upper()}
         rows.append(row | {"ctxs": passages[: n % 3] if n % 2 else passages[::-1]})
     return rows
 

@@ -91,12 +91,10 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
     """
     step, now = made.worst, training(made.worst, subject.zero, cublas=cublas).total
     usable = device.usable(subject.sharding.world) if device is not None else None
-    asked: list[tuple[str, Request]] = [
-        *((f"rows {rows}", _of_longest(subject, rows)) for rows in (_FEW, _SOME)),
-        *_recomputed(subject, made),
-        *_other_attention(subject, made),
-        *((name, request) for name, request, _ in _shorter(subject, made)),
-    ]
+    longest_rows = [(f"rows {rows}", _of_longest(subject, rows)) for rows in (_FEW, _SOME)]
+    other_ways = [*_recomputed(subject, made), *_other_attention(subject, made)]
+    shorter = [(name, request) for name, request, _ in _shorter(subject, made)]
+    asked = [*longest_rows, *other_ways, *shorter]
     found = dict(
         zip(
             [name for name, _ in asked], measure([r for _, r in asked], subject.places), strict=True
@@ -109,17 +107,8 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
     line = Parabola.through([(rows, peak(found[f"rows {rows}"])) for rows in (_FEW, _SOME)])
     found_stages = stages(subject, step, cublas=cublas)
     changes = [
-        *[
-            (name, peak(measured))
-            for name, measured in found.items()
-            if name.startswith(("train.", "reader."))
-        ],
-        *_limit_change(
-            subject,
-            made,
-            {name: peak(m) for name, m in found.items() if name.startswith("data.")},
-            usable,
-        ),
+        *[(name, peak(found[name])) for name, _ in other_ways],
+        *_limit_change(subject, made, {name: peak(found[name]) for name, _ in shorter}, usable),
         *_fewer_rows(subject, line, usable),
         *[(f"--deepspeed {stage.preset}", stage.peak.total) for stage in found_stages],
     ]
