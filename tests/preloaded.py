@@ -22,7 +22,7 @@ import transformers.models.gpt_bigcode.modeling_gpt_bigcode
 import transformers.models.llama.modeling_llama
 import transformers.models.t5.modeling_t5
 
-import trainer.evaluation
+import trainer.evaluation.run
 import trainer.training.run
 from trainer import tasks
 

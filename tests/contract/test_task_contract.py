@@ -14,7 +14,16 @@ import pytest
 import torch
 
 import exp_configs
-from tests.facts import OF_TASK, experiment, with_dropout, write_facts
+from tests.contract.runs import (
+    EVERY_ENTRY,
+    SHORT,
+    Runs,
+    losses,
+    train,
+    untimed,
+    usual,
+)
+from tests.facts import OF_TASK, experiment
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.errors import ConfigError
@@ -22,12 +31,6 @@ from trainer.models import base_model
 from trainer.tasks.protocol import Places
 
 TASKS = tasks.names()
-TIMINGS = ("step_s", "peak_gib")
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_facts(tmp_path_factory.mktemp("facts"))
 
 
 def load(task: str, folder: Path) -> Any:
@@ -37,33 +40,6 @@ def load(task: str, folder: Path) -> Any:
 
 def encoded(task: Any, split: str = "train") -> list[dict[str, Any]]:
     return [task.encode(row) for row in task.rows(split)]
-
-
-def train(
-    values: dict[str, Any], folder: Path, savedir: Path, stage: int | None = None
-) -> list[dict[str, Any]]:
-    """Run an experiment to its end on the ranks of this process group; the lines of its
-    metrics.jsonl.
-    """
-    from trainer.runtime import distributed
-    from trainer.telemetry.run_record import Preemption
-    from trainer.training.run import Options, plan, run
-
-    options = Options(
-        savedir,
-        data_path=folder,
-        cache_dir=folder / "cache",
-        deepspeed=f"zero{stage}" if stage else None,
-    )
-    planned = plan(values, options, world=distributed.world(), rank=distributed.rank())
-    assert run(planned, options, Preemption()) == 0
-    return [
-        json.loads(line) for line in (planned.folder / "metrics.jsonl").read_text().splitlines()
-    ]
-
-
-def losses(lines: list[dict[str, Any]]) -> list[float]:
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -168,28 +144,24 @@ def test_scores_do_not_depend_on_batches_or_ranks(name: str, folder: Path) -> No
         assert shared == pytest.approx(alone, rel=1e-6)
 
 
-def _stages(values: dict[str, Any], folder: Path, savedir: Path) -> dict[int, list[float]]:
-    return {
-        stage: losses(train(values, folder, savedir / f"zero{stage}", stage))
-        for stage in (0, 1, 2, 3)
-    }
+def _agree(runs: Runs, name: str, entries: list[tuple[int, int]]) -> None:
+    """The losses of these runs are those of a step whose rows are one micro-batch on one rank."""
+    wanted = runs.of(name, "at once").losses
+    assert len(wanted) == SHORT["steps"]
+    for world, stage in entries:
+        losses = runs.of(name, "plain", world, stage).losses
+        assert losses == pytest.approx(wanted, abs=1e-5), f"ZeRO {stage} on {world} rank(s)"
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_stages_ranks_and_accumulation_agree(name: str, folder: Path, tmp_path: Path) -> None:
-    values = experiment(name, folder)
-    at_once = experiment(name, folder, train={"micro_batch": 8})
-    (wanted,) = run_on_ranks(1, _one_run, at_once, folder, tmp_path / "at_once")
-    assert len(wanted) == 6
-    assert wanted[-1] < wanted[0], (
-        "the loss has to fall within six steps of eight rows, or this test could not tell "
-        "training from standing "
-        "still: make this task's rows in tests/facts.py easier, or raise optim.lr there"
-    )
-    for world in (1, 2):
-        found = run_on_ranks(world, _stages, values, folder, tmp_path / f"world{world}")[0]
-        for stage, each in found.items():
-            assert each == pytest.approx(wanted, abs=1e-5), f"ZeRO {stage} on {world} rank(s)"
+def test_stages_ranks_and_accumulation_agree(name: str, runs: Runs) -> None:
+    _agree(runs, name, usual(name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TASKS)
+def test_every_stage_on_one_rank_and_on_two_agrees(name: str, runs: Runs) -> None:
+    _agree(runs, name, EVERY_ENTRY)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -205,83 +177,86 @@ def test_a_base_from_a_folder_gives_the_same_losses_partitioned_while_it_is_read
     )
     base_model.load(task.cfg.base, task.places, precision="fp32", kind=kind).save_pretrained(saved)
     values = experiment(name, folder, base=str(saved), train={"steps": 2})
-    found = run_on_ranks(2, _stages, values, folder, tmp_path)[0]
-    assert found[3] == pytest.approx(found[0], abs=1e-5)
-    assert found[0] == pytest.approx(
-        run_on_ranks(1, _one_run, values, folder, tmp_path / "one")[0], abs=1e-5
-    )
+    (alone,) = run_on_ranks(1, _losses_at, (0,), values, folder, tmp_path / "one")
+    shared = run_on_ranks(2, _losses_at, (0, 3), values, folder, tmp_path / "two")[0]
+    assert shared[0] == pytest.approx(alone[0], abs=1e-5)
+    assert shared[3] == pytest.approx(shared[0], abs=1e-5)
 
 
-def _one_run(values: dict[str, Any], folder: Path, savedir: Path) -> list[float]:
-    return losses(train(values, folder, savedir))
+def _losses_at(
+    stages: tuple[int, ...], values: dict[str, Any], folder: Path, savedir: Path
+) -> dict[int, list[float]]:
+    return {
+        stage: losses(train(values, folder, savedir / f"zero{stage}", stage)[1]) for stage in stages
+    }
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_ten_golden_losses(name: str, folder: Path, tmp_path: Path) -> None:
     values = experiment(name, folder, train={"steps": 10})
-    (found,) = run_on_ranks(1, _one_run, values, folder, tmp_path)
+    (by_stage,) = run_on_ranks(1, _losses_at, (0,), values, folder, tmp_path)
     golden = Path(__file__).parent.parent / "golden" / f"{name}.json"
     if os.environ.get("LATHE_WRITE_GOLDEN"):
         golden.write_text(
-            json.dumps({**json.loads(golden.read_text()), "losses": found}, indent=1) + "\n"
+            json.dumps({**json.loads(golden.read_text()), "losses": by_stage[0]}, indent=1) + "\n"
         )
-    assert found == pytest.approx(json.loads(golden.read_text())["losses"], rel=2e-5)
+    assert by_stage[0][-1] < by_stage[0][0], (
+        "the loss has to fall within ten steps of eight rows, or no test could tell training from "
+        "standing still: make this task's rows in tests/facts.py easier, or raise optim.lr there"
+    )
+    assert by_stage[0] == pytest.approx(json.loads(golden.read_text())["losses"], rel=2e-5)
 
 
-def _killed_then_resumed(
-    values: dict[str, Any], folder: Path, savedir: Path, stage: int, kill: bool
-) -> str:
-    """Train; with `kill`, die without a word inside step 5, two steps after a checkpoint."""
+def _die_then_resume(
+    values: dict[str, Any], folder: Path, savedir: Path, stage: int
+) -> tuple[str, Path]:
+    """Die without a word inside step 4, more than a step after a checkpoint; the same run again."""
     from trainer.training import loop
 
     original, seen = loop.train_step, []
 
     def dying(*args: Any, **kwargs: Any) -> Any:
         seen.append(1)
-        if kill and len(seen) == 5:
+        if len(seen) == 4:
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
     loop.train_step = dying
     try:
         train(values, folder, savedir, stage)
+        outcome = "finished"
     except KeyboardInterrupt:
-        return "killed"
-    finally:
-        loop.train_step = original
-    return "finished"
+        outcome = "killed"
+    loop.train_step = original
+    return outcome, train(values, folder, savedir, stage)[0]
 
 
-def _undisturbed_and_killed(values: dict[str, Any], folder: Path, root: Path) -> list[str]:
-    outcomes = []
-    for stage in (0, 1, 2, 3):
-        outcomes.append(
-            _killed_then_resumed(values, folder, root / f"straight{stage}", stage, False)
-        )
-        outcomes.append(_killed_then_resumed(values, folder, root / f"killed{stage}", stage, True))
-        outcomes.append(_killed_then_resumed(values, folder, root / f"killed{stage}", stage, False))
-    return outcomes
+def _resumes(runs: Runs, name: str, entries: list[tuple[int, int]], root: Path) -> None:
+    """Killed and resumed, these runs leave what undisturbed ones leave."""
+    values = runs.values(name, "dropout")
+    for world, stage in entries:
+        straight = runs.of(name, "dropout", world, stage).folder
+        savedir = root / f"{world}-{stage}"
+        ranks = run_on_ranks(world, _die_then_resume, values, runs.folder, savedir, stage)
+        outcome, killed = ranks[0]
+        assert outcome == "killed"
+        one, two = (untimed(path / "metrics.jsonl") for path in (straight, killed))
+        assert two == one, f"ZeRO {stage} on {world} rank(s)"
+        whole, resumed = (path / "final" / "model.safetensors" for path in (straight, killed))
+        assert resumed.read_bytes() == whole.read_bytes(), f"ZeRO {stage} on {world} rank(s)"
 
 
-@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", TASKS)
-def test_a_killed_run_resumes_bit_for_bit_with_dropout_at_every_stage(
-    name: str, world: int, folder: Path, tmp_path: Path
+def test_a_killed_run_resumes_bit_for_bit_with_dropout(
+    name: str, runs: Runs, tmp_path: Path
 ) -> None:
-    values = with_dropout(experiment(name, folder))
-    outcomes = run_on_ranks(world, _undisturbed_and_killed, values, folder, tmp_path)[0]
-    assert outcomes == ["finished", "killed", "finished"] * 4
-    for stage in range(4):
-        (straight,) = (tmp_path / f"straight{stage}").glob("*/metrics.jsonl")
-        (killed,) = (tmp_path / f"killed{stage}").glob("*/metrics.jsonl")
-        assert untimed(killed) == untimed(straight), f"ZeRO {stage}"
-        one, two = straight.parent / "final", killed.parent / "final"
-        assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
+    entries = EVERY_ENTRY if name == "causal_lm" else [(2, 0), (2, 3)]
+    _resumes(runs, name, entries, tmp_path)
 
 
-def untimed(path: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if k not in TIMINGS and not k.endswith("_per_s")}
-        for line in lines
-    ]
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in TASKS if name != "causal_lm"])
+def test_a_killed_run_resumes_bit_for_bit_with_dropout_at_every_stage(
+    name: str, runs: Runs, tmp_path: Path
+) -> None:
+    _resumes(runs, name, EVERY_ENTRY, tmp_path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.test_task_contract import untimed
+from tests.contract.runs import untimed
 from tests.facts import experiment, write_facts
 
 pytestmark = [

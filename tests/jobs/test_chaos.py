@@ -130,6 +130,7 @@ def test_on_the_toolkit_that_loses_replies(
     assert (stats["created"], set(stats["starts"].values())) == (count, {1})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", [(), ("--array",)], ids=["one-by-one", "arrays"])
 def test_on_slurm(place: Make, tmp_path: Path, words: tuple[str, ...]) -> None:
     need_slurm()

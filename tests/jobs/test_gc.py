@@ -307,7 +307,7 @@ def test_a_deleted_folder_that_is_a_link_out_of_the_base_is_left_alone(
 
 
 @pytest.mark.usefixtures("later")
-def test_the_plan_for_a_thousand_experiments_takes_under_two_seconds(
+def test_the_plan_for_a_thousand_experiments_takes_under_two_cpu_seconds(
     base: BaseFolder, tmp_path: Path
 ) -> None:
     snapshot = stored(base, tmp_path)
@@ -316,6 +316,6 @@ def test_the_plan_for_a_thousand_experiments_takes_under_two_seconds(
         folder.attempt(1).folder.mkdir(parents=True)
         folder.attempt(1).spec.write_text(json.dumps({"workdir": str(snapshot.tree)}))
         folder.code.symlink_to("x")
-    begin = time.perf_counter()
+    begin = time.process_time()  # of this process alone: the machine may be busy
     assert planned(base) == []
-    assert time.perf_counter() - begin < 2.0
+    assert time.process_time() - begin < 2.0

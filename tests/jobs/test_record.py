@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -121,9 +120,8 @@ with record.locked(RunFolder(Path({str(folder.path)!r})), wait_s=1):
         with pytest.raises(record.Busy, match="another process"), record.locked(folder, wait_s=0.1):
             pass
         os.kill(holder.pid, signal.SIGKILL)
-    began = time.monotonic()
-    with record.locked(folder, wait_s=5):
-        assert time.monotonic() - began < 2
+    with record.locked(folder, wait_s=0):
+        pass
 
 
 def test_processes_that_append_at_once_lose_no_event(folder: RunFolder) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.test_task_contract import losses, train
+from tests.contract.runs import losses, train
 from tests.facts import experiment, write_facts
 from tests.ranks import run_on_ranks
 from tests.unit.test_retriever_task import DECODER
@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _runs(
     values: dict[str, Any], folder: Path, savedir: Path, stages: tuple[int, ...]
 ) -> dict[int, list[Any]]:
-    return {stage: train(values, folder, savedir / f"zero{stage}", stage) for stage in stages}
+    return {stage: train(values, folder, savedir / f"zero{stage}", stage)[1] for stage in stages}
 
 
 def test_adapters_train_alike_at_every_stage_and_are_exported(folder: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.contract.test_task_contract import untimed
+from tests.contract.runs import untimed
 from tests.facts import experiment, with_dropout, write_facts
 from tests.forked import TRAINVAL
 

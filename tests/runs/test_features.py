@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from exp_configs import EXP_GROUPS, vary
-from tests.contract.test_task_contract import untimed
-from tests.contract.test_task_features import train
+from tests.contract.runs import train, untimed
 from tests.facts import TINY_BASE, experiment, with_dropout, write_facts
 from tests.forked import TRAINVAL, Started, start
 from tests.ranks import run_on_ranks

@@ -5,9 +5,7 @@ never trained.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests import forked
 from tests.facts import experiment, facts, write_facts
+from tests.forked import TRAINER
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config import exp_id
@@ -26,18 +26,6 @@ from trainer.retrieval import embeddings
 from trainer.tasks.abilities import Embeds
 from trainer.tasks.protocol import Places
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = [sys.executable, "-m", "trainer"]
-TORCHRUN = [
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "trainer",
-]
 NUM_PASSAGES, NUM_QUERIES = 40, 12
 
 
@@ -90,21 +78,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return found
 
 
-def started(argv: list[str]) -> subprocess.CompletedProcess[str]:
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    environment = {**inherited, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        argv, env=environment, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False
-    )
-
-
 def encode(
-    place: Place, side: str, *flags: str, launcher: list[str] = PYTHON
-) -> subprocess.CompletedProcess[str]:
+    place: Place, side: str, *flags: str, world: int = 1
+) -> list[subprocess.CompletedProcess[str]]:
+    """What `encode` of one side did on each of so many ranks."""
     name = "corpus.jsonl" if side == "passage" else "queries.jsonl"
     given = [
         "--exp_id",
@@ -116,7 +93,8 @@ def encode(
     ]
     chosen = ["--split", "test"] if side == "query" else ["--shard_rows", "16", "--batch", "8"]
     out = ["--in", place.path(name), "--side", side, "--out", place.path(side)]
-    return started([*launcher, "encode", *given, *out, *chosen, *flags])
+    argv = [*TRAINER, "encode", *given, *out, *chosen, *flags]
+    return [forked.run(*argv)] if world == 1 else forked.run_ranks(world, *argv)
 
 
 def command(*argv: str) -> list[str]:
@@ -137,13 +115,12 @@ def found(place: Place) -> Place:
     """The same with both folders of vectors, made by one and by two processes, and the run of a
     search.
     """
-    for side, launcher in (("query", PYTHON), ("passage", TORCHRUN)):
-        done = encode(place, side, "--dtype", "float32", launcher=launcher)
-        assert done.returncode == 0, done.stdout + done.stderr
+    for side, world in (("query", 1), ("passage", 2)):
+        for done in encode(place, side, "--dtype", "float32", world=world):
+            assert done.returncode == 0, done.stdout + done.stderr
     folders = ["--queries", place.path("query"), "--passages", place.path("passage")]
-    done = started(
-        [*PYTHON, "search", *folders, "--out", place.path("run.trec"), "--depth", "10", "--verify"]
-    )
+    words = ["--out", place.path("run.trec"), "--depth", "10", "--verify"]
+    done = forked.run(*TRAINER, "search", *folders, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith("run.trec: 12 questions, 120 hits")
     return place
@@ -205,7 +182,7 @@ def test_encoding_is_refused_in_words(flags: list[str], said: str) -> None:
 
 def test_vectors_of_the_wrong_side_are_not_searched(found: Place) -> None:
     folders = ["--queries", found.path("passage"), "--passages", found.path("query")]
-    done = started([*PYTHON, "search", *folders, "--out", found.path("no.trec")])
+    done = forked.run(*TRAINER, "search", *folders, "--out", found.path("no.trec"))
     assert done.returncode == 2
     assert "holds vectors of side passage, want query" in done.stderr
     assert not (found.folder / "no.trec").exists()

@@ -180,7 +180,8 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.unit import test_state_cache as tests
 def slow(batch):
-    time.sleep(0.05)
+    if Path(sys.argv[2]).is_file():
+        time.sleep(600)  # to be killed here
     return tests.encode(batch)
 tests.written(Path(sys.argv[1]), encode=slow)
 """
@@ -189,18 +190,15 @@ tests.written(Path(sys.argv[1]), encode=slow)
 def test_a_process_that_is_killed_and_started_again_leaves_the_same_bytes(tmp_path: Path) -> None:
     wanted = content(written(tmp_path / "whole"))
     folder = tmp_path / "killed" / layout.folder_name({**IDENTITY, "dtype": "fp32"})
+    second = folder / "states-00001.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-c", _SLOW.format(root=str(ROOT)), str(tmp_path / "killed")],
+        [sys.executable, "-c", _SLOW.format(root=str(ROOT)), str(tmp_path / "killed"), str(second)],
         env=environment,
     )
     began = time.monotonic()
-    while (
-        not (folder / "states-00001.json").is_file()
-        and process.poll() is None
-        and time.monotonic() - began < 60
-    ):
-        time.sleep(0.005)
+    while not second.is_file() and process.poll() is None and time.monotonic() - began < 240:
+        time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("states-*.json")}

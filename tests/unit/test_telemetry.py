@@ -398,21 +398,23 @@ def test_without_a_key_wandb_is_offline(
 def test_a_meter_counts_units_and_steps_since_the_last_reading() -> None:
     meter = Meter()
     meter.add(1000)
+    began = time.monotonic()
     meter.read("tokens")
     time.sleep(0.05)
     meter.add(30)
     meter.add(70)
     found = meter.read("tokens")
-    assert 0.025 <= found["step_s"] < 0.5
+    assert 0.025 <= found["step_s"] <= (time.monotonic() - began) / 2
     assert found["tokens_per_s"] == pytest.approx(100 / (2 * found["step_s"]))
 
 
 def test_paused_time_does_not_slow_the_meter() -> None:
+    began = time.monotonic()
     meter = Meter()
     meter.add(1)
     with meter.paused():
         time.sleep(0.2)
-    assert meter.read("tokens")["step_s"] < 0.1
+    assert 0 < meter.read("tokens")["step_s"] <= time.monotonic() - began - 0.2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the peak is that of the device")

@@ -1,0 +1,120 @@
+"""The runs of a task that its contract looks at: each is trained once, and many tests read it.
+
+An entry is a task, a kind of experiment, a number of ranks and a ZeRO stage. `make test` reads the
+entries of `usual()`; the tests marked `long` read all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exp_configs import vary
+from tests.facts import experiment, with_dropout
+from tests.ranks import run_on_ranks
+
+WORLDS, STAGES = (1, 2), (0, 1, 2, 3)
+EVERY_ENTRY = [(world, stage) for world in WORLDS for stage in STAGES]
+# Stages 1 and 2 differ in what a rank does with gradients while they come: one task of a plain
+# backward pass stands for all, and one that goes backward many times in a step.
+ALL_STAGES_MATTER = ("causal_lm", "retriever")
+TIMINGS = ("step_s", "peak_gib")
+SHORT = {"steps": 4, "eval_every": 2, "save_every": 2}
+
+
+def usual(name: str) -> list[tuple[int, int]]:
+    """(ranks, stage) of the runs that `make test` trains of a task."""
+    return EVERY_ENTRY if name in ALL_STAGES_MATTER else [(1, 0), (1, 3), (2, 0), (2, 2), (2, 3)]
+
+
+def train(
+    values: dict[str, Any], folder: Path, savedir: Path, stage: int = 0, **flags: Any
+) -> tuple[Path, list[dict[str, Any]]]:
+    """Run an experiment to its end on the ranks of this process group; its folder and the lines of
+    metrics.jsonl.
+    """
+    from trainer.runtime import distributed
+    from trainer.telemetry.run_record import Preemption
+    from trainer.training.run import Options, plan, run
+
+    options = Options(
+        savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}", **flags
+    )
+    planned = plan(values, options, world=distributed.world(), rank=distributed.rank())
+    assert run(planned, options, Preemption()) == 0
+    return planned.folder, lines_of(planned.folder)
+
+
+def lines_of(run_folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    """The loss of each step."""
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def untimed(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl without what differs from run to run: times and memory."""
+    return [
+        {k: v for k, v in line.items() if k not in TIMINGS and not k.endswith("_per_s")}
+        for line in lines_of(path.parent)
+    ]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that has ended."""
+
+    folder: Path
+    lines: list[dict[str, Any]]
+
+    @property
+    def losses(self) -> list[float]:
+        return losses(self.lines)
+
+
+class Runs:
+    """Every run that was asked for in this session, trained when it was first asked for.
+
+    The kinds: `plain`; `at once`, with all rows of a step in one micro-batch; `dropout`, with every
+    dropout switched on; `recomputed`, the same with gradient checkpointing. Plain runs on two ranks
+    log the gradients of every weight, those on one rank do not: that they agree shows that logging
+    changes nothing.
+    """
+
+    def __init__(self, folder: Path, root: Path) -> None:
+        self.folder, self._root = folder, root
+        self._trained: dict[tuple[str, str, int, int], Trained] = {}
+
+    def values(self, name: str, kind: str) -> dict[str, Any]:
+        """The dictionary of a kind."""
+        plain = experiment(name, self.folder, train=SHORT | {"best": None})
+        if kind == "plain":
+            return plain
+        if kind == "at once":
+            return vary(plain, train={"micro_batch": plain["train"]["global_batch"]})  # type: ignore[index]
+        dropout = with_dropout(experiment(name, self.folder, train=SHORT))
+        recomputed = vary(dropout, train={"gradient_checkpointing": True})
+        return {"dropout": dropout, "recomputed": recomputed}[kind]
+
+    def of(self, name: str, kind: str, world: int = 1, stage: int = 0) -> Trained:
+        """That run, as its first rank left it."""
+        key = (name, kind, world, stage)
+        if key not in self._trained:
+            savedir = self._root / "-".join(map(str, key))
+            flags = {"log_gradients": kind == "plain" and world > 1}
+            ranks = run_on_ranks(
+                world, _train, self.values(name, kind), self.folder, savedir, stage, flags
+            )
+            self._trained[key] = Trained(*ranks[0])
+        return self._trained[key]
+
+
+def _train(
+    values: dict[str, Any], folder: Path, savedir: Path, stage: int, flags: dict[str, Any]
+) -> tuple[Path, list[dict[str, Any]]]:
+    return train(values, folder, savedir, stage, **flags)
