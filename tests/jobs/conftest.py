@@ -61,7 +61,7 @@ with open(os.path.join(folder, "status.json"), "w") as file:
 T = TypeVar("T")
 
 
-def wait_until(look: Callable[[], T], is_so: Callable[[T], bool], *, within_s: float = 30) -> T:
+def wait_until(look: Callable[[], T], is_so: Callable[[T], bool], *, within_s: float = 120) -> T:
     """What `look()` returns as soon as `is_so` holds of it; fails after `within_s`."""
     deadline = time.monotonic() + within_s
     while not is_so(found := look()):
@@ -128,12 +128,12 @@ class Place:
         return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
 
     def until(
-        self, is_so: Callable[[list[dict[str, Any]]], bool], *, within_s: float = 30
+        self, is_so: Callable[[list[dict[str, Any]]], bool], *, within_s: float = 120
     ) -> list[dict[str, Any]]:
         """Rows as soon as `is_so(rows)`; fails after `within_s`."""
         return wait_until(self.status, is_so, within_s=within_s)
 
-    def until_all(self, *states: str, within_s: float = 30) -> list[dict[str, Any]]:
+    def until_all(self, *states: str, within_s: float = 120) -> list[dict[str, Any]]:
         """Rows as soon as every one is in one of `states`."""
         return self.until(
             lambda rows: all(row["state"] in states for row in rows), within_s=within_s

@@ -64,7 +64,7 @@ DAEMON_PATH = os.pathsep.join(
 )
 NODES = ("n1", "n2")
 CPUS, MEMORY_MIB, GPUS = 2, 4096, 2
-UP_S, DOWN_S = 20.0, 30.0
+UP_S, DOWN_S = 120.0, 60.0
 
 # cred_expire: a requeued job otherwise waits 120 s for its old credential to expire; 5 is the least
 # that works. MessageTimeout: clients of a dead controller give up after 3 s instead of 9 (some try

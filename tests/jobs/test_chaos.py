@@ -122,7 +122,7 @@ def test_on_the_toolkit_that_loses_replies(
         toolkit.lose_fraction(0.3, 1)
         happened = storm(here, "toolkit", "--job_configs", str(configs), within_s=150, seed=1)
         toolkit.lose_fraction(0.0)
-        rows = here.until_all("succeeded", within_s=60)
+        rows = here.until_all("succeeded", within_s=180)
         stats = toolkit.stats()
     check(here, rows, count)
     assert happened.kills == KILLS
@@ -149,7 +149,7 @@ def test_on_slurm(place: Make, tmp_path: Path, words: tuple[str, ...]) -> None:
 def test_on_the_local_queue(place: Make, queue: Path) -> None:
     here, count = place(40), 40
     happened = storm(here, "local", within_s=150, seed=3)
-    rows = here.until_all("succeeded", within_s=60)
+    rows = here.until_all("succeeded", within_s=180)
     check(here, rows, count)
     assert happened.kills == KILLS
     assert len(os.listdir(queue / "jobs")) == count

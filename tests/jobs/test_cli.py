@@ -231,7 +231,7 @@ def test_words_that_are_no_text_are_told_and_do_not_end_in_a_traceback(place: Ma
             str(here.groups),
             *more,
         ]
-        done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, timeout=60)
+        done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, timeout=120)
         assert done.returncode == 2, done.stderr
         assert b"Traceback" not in done.stderr
         assert b"ConfigError" in done.stderr
@@ -450,7 +450,7 @@ def test_a_training_sees_the_gpu_that_the_queue_gave_it(
     here.python.write_text(here.python.read_text().replace('print("training with"', told))
     here.says("sleep")
     here.submit("--job_configs", str(configs))
-    here.until(lambda rows: len(list(here.base.glob("*/gpu"))) == 2, within_s=10)
+    here.until(lambda rows: len(list(here.base.glob("*/gpu"))) == 2, within_s=180)
     assert sorted(path.read_text() for path in here.base.glob("*/gpu")) == ["4", "5"]
     here.lathe("cancel", "-e", "sweep", "-sb", str(here.base), "--yes")
     here.until_all("cancelled")

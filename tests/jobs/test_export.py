@@ -157,7 +157,7 @@ def test_bash_runs_a_sky_task_as_the_wrapper_and_nothing_else(tmp_path: Path) ->
     env = {**os.environ, "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
     argv = ["bash", "-c", sky(spec)["run"]]
     done = subprocess.run(
-        argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30, check=True
+        argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True
     )
     assert json.loads(done.stdout) == [str(tmp_path), "1", "10.0.0.1", *words]
     assert not [*tmp_path.iterdir()]

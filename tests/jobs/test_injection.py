@@ -111,7 +111,7 @@ def test_flags_and_dictionaries_reach_the_training_as_they_are(
                 "--job_configs", str(configs), "--", f"--wandb_run_name={text}", backend=backend
             )
             assert said.code == 0, said.out
-        rows = here.until_all("succeeded", within_s=60)
+        rows = here.until_all("succeeded", within_s=180)
     assert len(rows) == len(texts)
     assert len(here.starts()) == len(texts)
     for row in rows:

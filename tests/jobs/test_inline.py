@@ -42,7 +42,7 @@ def test_a_stopped_submission_saves_and_starts_no_other(
     )
     wait_until(here.starts, bool)
     submitter.send_signal(number)
-    said, _ = submitter.communicate(timeout=20)
+    said, _ = submitter.communicate(timeout=120)
     assert submitter.returncode == 3, said
     assert f"preempted: stopped by {number.name}" in said
     assert said.count("the one before it was stopped") == 2

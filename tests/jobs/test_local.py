@@ -164,7 +164,7 @@ def test_a_killed_wrapper_takes_its_training_along_and_is_reported(
     assert (
         "ended with -9" in row["reason"] or "killed" in row["reason"]
     )  # said by its runner, or seen before that
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 120
     while any(birth(pid) == born for pid, born in births.items()):
         assert time.monotonic() < deadline, "the training outlived its wrapper"
         time.sleep(0.05)
@@ -503,4 +503,4 @@ assert "torch" not in sys.modules
     assert len(json.loads(done.stdout)) == 300
     assert len(here.status()) == 300
     here.lathe("cancel", "-e", "sweep", "-sb", str(here.base), "--yes")
-    here.until_all("cancelled", within_s=60)
+    here.until_all("cancelled", within_s=180)

@@ -134,7 +134,7 @@ def test_a_shell_makes_the_words_of_the_wrapper_of_the_entry_point_and_nothing_e
     spec = make(JOB, workdir=str(folder), wrapper=[sys.executable, "-c", program, *words])
     argv = ["sh", "-c", submission(spec)["entrypoint"]]  # as Ray does
     done = subprocess.run(
-        argv, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
+        argv, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
     )
     assert json.loads(done.stdout) == [str(folder), *words]
     assert [path.name for path in tmp_path.rglob("*")] == [folder.name]

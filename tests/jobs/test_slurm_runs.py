@@ -77,17 +77,17 @@ def test_a_two_rank_training_is_preempted_requeued_and_ends_as_if_nothing_had_be
     said = submit(made, *words)
     assert said.code == 0, said.out
     folder = Path(made.status()[0]["folder"])
-    wait_until(lambda: step_of(folder), lambda step: step >= 8, within_s=90)
+    wait_until(lambda: step_of(folder), lambda step: step >= 8, within_s=180)
     urgent = tmp_path / "urgent"
     urgent.write_text("#!/bin/sh\nexec sleep 1\n")
     cluster.command(
         "sbatch", "-p", "high", "-w", "n1", "-c", "2", "--mem=64", "-o", "/dev/null", str(urgent)
     )
-    stopped = wait_until(lambda: [*folder.glob("attempts/1/exit*.json")], bool, within_s=60)
+    stopped = wait_until(lambda: [*folder.glob("attempts/1/exit*.json")], bool, within_s=180)
     assert json.loads(stopped[0].read_text())["code"] == 75
-    wait_until(lambda: (folder / "attempts/1/started-2.json").exists(), bool, within_s=60)
+    wait_until(lambda: (folder / "attempts/1/started-2.json").exists(), bool, within_s=180)
     saved_at = step_of(folder)
-    wait_until(lambda: step_of(folder), lambda step: step >= saved_at + 8, within_s=60)
+    wait_until(lambda: step_of(folder), lambda step: step >= saved_at + 8, within_s=180)
     # where Slurm has not saved that the job runs, it kills it and starts it once more
     cluster.kill_controller()
     cluster.start_controller()
@@ -116,7 +116,7 @@ def test_an_array_of_twenty_runs_each_once_two_at_a_time(here: Callable[..., Pla
     made = here(20)
     said = submit(made, "--array", "--max-parallel", "2", "--json").json
     assert [result["action"] for result in said] == ["send"] * 20
-    rows = made.until_all("succeeded", within_s=90)
+    rows = made.until_all("succeeded", within_s=180)
     assert len({row["job_id"].partition("_")[0] for row in rows}) == 1
     assert {row["job_id"].partition("_")[2] for row in rows} == {str(index) for index in range(20)}
     assert Counter(made.starts()) == Counter(row["exp_id"] for row in rows)
@@ -159,7 +159,7 @@ def test_a_job_that_a_killed_controller_takes_for_waiting_is_cancelled_once_it_h
     submit(made)
     (row,) = made.status()
     cluster.wait_for(
-        lambda: cluster.has_saved(made_token(row), is_waiting=True), within_s=20, what="saved"
+        lambda: cluster.has_saved(made_token(row), is_waiting=True), within_s=180, what="saved"
     )
     waiting = (cluster.folder / "state" / "job_state").read_bytes()
     cluster.command("scontrol", "update", "NodeName=n2", "State=RESUME")
@@ -168,7 +168,7 @@ def test_a_job_that_a_killed_controller_takes_for_waiting_is_cancelled_once_it_h
     (cluster.folder / "state" / "job_state").write_bytes(waiting)
     cluster.start_controller()
     assert made.lathe("cancel", row["exp_id"], "-sb", str(made.base)).code == 0
-    (row,) = made.until_all("cancelled", within_s=60)
+    (row,) = made.until_all("cancelled", within_s=180)
     outcome = json.loads((Path(row["folder"]) / "attempts/1/exit.json").read_text())
     assert outcome["code"] == 75
     cluster.wait_gone(row["job_id"])
@@ -262,7 +262,7 @@ def test_a_controller_that_is_away_loses_nothing(
     made.until(lambda rows: len(made.starts()) == 2)
     cluster.wait_for(
         lambda: all(cluster.has_saved(made_token(row)) for row in made.status()),
-        within_s=20,
+        within_s=180,
         what="saved",
     )
     cluster.kill_controller()

@@ -37,7 +37,7 @@ def sent(backend: Toolkit, tmp_path: Path, *command: str, **keys: Any) -> str:
 
 
 def until(backend: Toolkit, job_id: str, wanted: Callable[[Observed], bool]) -> Observed:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not wanted(seen := backend.query([job_id])[job_id]):
         assert time.monotonic() < end, seen
         time.sleep(0.02)
@@ -351,7 +351,7 @@ BEATS = "trap '' TERM; (trap '' TERM; while :; do date +%s%N > beat; sleep 0.05;
 
 
 def wait_for(path: Path) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not path.exists():
         assert time.monotonic() < end, path
         time.sleep(0.01)

@@ -152,7 +152,7 @@ def test_a_second_process_on_a_run_folder_is_refused_and_the_first_goes_on(
     launcher = Launcher(folder, tmp_path, mine=[values])
     first = launcher.start("-e", "mine")
     metrics = launcher.savedir / exp_id(values) / "metrics.jsonl"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
         time.sleep(0.05)
     second = launcher.start("-e", "mine", "-r", "1").finish()

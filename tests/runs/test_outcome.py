@@ -18,7 +18,7 @@ def refused(outcome: Path, *flags: str, rank: int = 0) -> str:
     environment = {**os.environ, "LATHE_OUTCOME": str(outcome), "RANK": str(rank)}
     command = [sys.executable, str(ROOT / "trainval.py"), *flags]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, cwd=ROOT, env=environment
+        command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment
     )
     assert done.returncode == 2, done.stderr
     return done.stderr.strip()
