@@ -55,6 +55,9 @@ class Outcome:
     saved: list[int] = field(default_factory=list)
     exported: list[int] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)  # that the optimizer had, by step
+    modes: list[bool] = field(
+        default_factory=list
+    )  # whether the model was in training mode, by window
     lines: list[dict[str, Any]] = field(default_factory=list)  # of metrics.jsonl
     all_saved_are_finite: bool = True
 
@@ -81,6 +84,7 @@ class Regression:
 
     def __init__(self, case: Case) -> None:
         self.case, self.evaluations = case, 0
+        self.modes: list[bool] = []
 
     def collate(self, rows: Sequence[Any]) -> dict[str, Tensor]:
         return {"row": torch.tensor([int(row["ids"][0]) for row in rows])}
@@ -89,6 +93,7 @@ class Regression:
         return torch.tensor(len(batch["row"]))
 
     def losses(self, model: Any, window: Sequence[dict[str, Tensor]]) -> Iterator[Tensor]:
+        self.modes.append(model.training)
         dtype = next(model.parameters()).dtype
         for batch in window:
             step = int(batch["row"][0]) // GLOBAL_BATCH + 1
@@ -213,6 +218,7 @@ def _fit(cases: dict[str, Case], root: Path) -> dict[str, Outcome]:
             outcome.result = "finished" if fit(session, Progress()) else "stopped"
         except LatheError as error:
             outcome.result = f"{type(error).__name__}: {error}"
+        outcome.modes = session.task.modes
         session.run.close()
         session.engine.destroy()
         if (file := root / str(number) / "metrics.jsonl").exists():
@@ -360,6 +366,7 @@ def test_the_plateaus_factor_reaches_the_optimizer_and_the_log() -> None:
     schedule = {"shape": "reduce_on_plateau", "factor": 0.5, "patience": 0, "warmup_steps": 0}
     case = Case(evaluate_every=2, save_every=1, scores=(2.0, 3.0, 3.0), schedule=schedule)
     (outcomes,) = fit_all({"plateau": case})
+    assert outcomes["plateau"].modes == [True] * 6, "an evaluation leaves the model as it was"
     assert outcomes["plateau"].rates == pytest.approx([0.01, 0.01, 0.01, 0.01, 0.005, 0.005])
     assert [line["lr"] for line in outcomes["plateau"].lines if "lr" in line] == outcomes[
         "plateau"

@@ -110,7 +110,7 @@ FAULTS = [
         "\n    model.train()\n",
         "\n",
         why="after the first evaluation the model trains without dropout",
-        tests="tests/numerics/test_extra_evals.py -k 'changes_no_training_loss'",
+        tests=FIT,
     ),
     Fault(
         "trainer/evaluation/scoring.py",
