@@ -21,7 +21,7 @@ import pytest
 from jobs.backends.local import queue as queue_module
 from jobs.backends.local import runner as runner_module
 from jobs.backends.local.backend import Local
-from jobs.backends.local.queue import Queue, birth, default_folder, namespace, runner_lock
+from jobs.backends.local.queue import Queue, birth, default_folder, life, namespace, runner_lock
 from jobs.backends.local.runner import CANCELLED, Capacity, Runner, main, serve
 from jobs.errors import Unreachable
 from tests.jobs.conftest import wait_until
@@ -203,6 +203,18 @@ def test_a_job_out_of_sight_is_neither_ended_nor_started_again(
     assert own.entry("ft_a_a_1").started() == before
 
 
+def test_another_process_of_the_same_number_is_not_taken_for_the_job(own: Queue) -> None:
+    boot = str(birth(os.getpid())).partition(":")[0]
+    started(own, "ft_a_a_1", birth=f"{boot}:1")
+    facts = own.entry("ft_a_a_1").started()
+    assert facts is not None
+    assert life(facts) == "gone"
+    started(own, "ft_b_b_1")
+    facts = own.entry("ft_b_b_1").started()
+    assert facts is not None
+    assert life(facts) == "alive"
+
+
 def test_what_ran_before_the_machine_was_restarted_is_to_be_run_again(own: Queue) -> None:
     started(own, "ft_a_a_1", birth="of-another-boot:17")
     turned(own)
@@ -257,6 +269,18 @@ def test_a_job_that_waits_for_another_lets_those_behind_it_pass(own: Queue) -> N
     assert set(runner.waiting) == {"ft_second_a_1"}
     own.cancel("ft_first_a_1")
     wait_until(lambda: runner.turn(), lambda _: "ft_first_a_1" not in runner.live)
+
+
+def test_a_job_that_waits_for_devices_is_not_overtaken_by_smaller_ones(own: Queue) -> None:
+    add(own, "ft_first_a_1", ["sleep", "60"], at=1)
+    add(own, "ft_large_a_1", cpus=2, at=2)
+    add(own, "ft_small_a_1", at=3)
+    runner = turned(own, until=lambda runner: "ft_first_a_1" in runner.live)
+    runner.turn()
+    assert set(runner.waiting) == {"ft_large_a_1", "ft_small_a_1"}
+    own.cancel("ft_first_a_1")
+    wait_until(lambda: runner.turn(), lambda _: runner.is_idle())
+    assert code_of(own, "ft_large_a_1") == code_of(own, "ft_small_a_1") == EXIT_OK
 
 
 @pytest.mark.parametrize(
