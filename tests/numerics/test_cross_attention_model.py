@@ -31,9 +31,9 @@ from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.attention import KeyMask
 from trainer.tasks.cross_attention.decoder.model import (
     CrossAttentionModel,
-    added_indices,
     positions,
 )
+from trainer.tasks.cross_attention.decoder.shape import added_indices
 
 # Against the twin
 # -----------------------------------------------------------------------------------------------------

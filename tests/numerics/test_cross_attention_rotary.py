@@ -27,8 +27,9 @@ from tests.numerics.tiny_cross_attention import (
 )
 from trainer.errors import ConfigError
 from trainer.tasks.cross_attention.config import Layers
+from trainer.tasks.cross_attention.decoder.attention import positions
 from trainer.tasks.cross_attention.decoder.generation import greedy
-from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel, positions
+from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 
 AFTER = ROTARY_LAYOUTS["after"]
 

@@ -28,8 +28,9 @@ from transformers import AutoConfig
 from tests import tolerance
 from tests.parity.recorded import Batch, Case, batches, load_base
 from trainer.tasks.cross_attention.config import Layers
+from trainer.tasks.cross_attention.decoder.attention import positions
 from trainer.tasks.cross_attention.decoder.generation import greedy
-from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel, positions
+from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 
 PRODUCTS = 6  # matrix products of a block: three around attention's two, and two of the feed-forward network
 STATE, LOSS, GRADIENT, NORM = 0.5, 0.06, 1.5, 0.1  # margins, as tests/tolerance.py means them

@@ -1,5 +1,4 @@
-"""Experiment + preset -> the complete, checked DeepSpeed dictionary. Imports neither torch nor
-deepspeed.
+"""Experiment + preset -> the complete, checked DeepSpeed dictionary, without importing deepspeed.
 
 DeepSpeed ignores unknown top-level keys, drops "auto" and clips at 1.0 when nothing is said. So
 every name and type is checked here against a table, every "auto" is settled here, and two numbers
@@ -11,53 +10,25 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from trainer.config import Optim, Train, nearest
-from trainer.config.deepspeed_keys import LEGAL, REFUSED, REFUSED_VALUES, VERSION
+from trainer.config.deepspeed_check import (
+    AUTO,
+    BATCH_KEYS,
+    FROM_HIDDEN_SIZE,
+    OPTIM_KEYS,
+    Config,
+    mistakes,
+)
 from trainer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-Config = dict[str, Any]
-
 PRESETS = Path(__file__).resolve().parent.parent.parent / "ds_configs"
-AUTO = "auto"
-
-# "auto" that the experiment or the model settles; keep_in_fp32_modules has an "auto" of DeepSpeed's
-# own.
-_OPTIM_KEYS = ("lr", "betas", "eps", "weight_decay")
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_FROM_HIDDEN_SIZE: dict[
-    str, Callable[[int], int]
-] = {  # the formulas of transformers/integrations/deepspeed.py
-    "reduce_bucket_size": lambda width: width * width,
-    "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
-    "stage3_param_persistence_threshold": lambda width: 10 * width,
-}
-_SETTLED = {
-    *(
-        *_BATCH_KEYS,
-        "gradient_clipping",
-        "bf16.enabled",
-        "fp16.enabled",
-        "data_types.keep_in_fp32_modules",
-    ),
-    *(f"optimizer.params.{key}" for key in _OPTIM_KEYS),
-    *(f"zero_optimization.{key}" for key in _FROM_HIDDEN_SIZE),
-}
 
 _OURS = ("optimizer", "scheduler", "steps_per_print")  # never handed to DeepSpeed
-_KINDS = {
-    "b": "true or false",
-    "i": "an integer",
-    "n": "a number",
-    "s": "a string",
-    "l": "a list of strings",
-}
 _OFFLOADS: dict[Literal["offload_param", "offload_optimizer"], tuple[int, str]] = {
     "offload_param": (3, "DeepSpeed ignores it below stage 3"),
     "offload_optimizer": (1, "stage 0 has none"),
@@ -124,7 +95,7 @@ def build(
     parameters are all "auto" is dropped, for the loop owns the schedule; any other is refused.
     Raises ConfigError with every mistake at once.
     """
-    _refuse(source, [*_mistakes(preset, ""), *_numbers(preset)])
+    _refuse(source, mistakes(preset))
     config = copy.deepcopy(preset)
     config.setdefault("zero_optimization", {"stage": 0})
     _refuse(
@@ -149,73 +120,6 @@ def _refuse(source: str, problems: list[str]) -> None:
         raise ConfigError(
             f"{source}: {len(problems)} mistake(s)\n" + "\n".join(f"  {line}" for line in problems)
         )
-
-
-def _mistakes(block: Config, path: str) -> Iterator[str]:
-    """Names and types, at every level."""
-    for key, value in block.items():
-        name = f"{path}.{key}" if path else key
-        kind = LEGAL[path].get(key, "")
-        if name in REFUSED:
-            yield f"{name}: {REFUSED[name]}"
-        elif not kind:
-            yield f"{name}: no such key in DeepSpeed {VERSION}. {_where(key, path)}"
-        elif value == AUTO:
-            if name not in _SETTLED:
-                yield f'{name}="auto": nothing in the experiment decides it. Write a value, or delete the key.'
-        elif not _fits(value, kind):
-            yield f"{name}={json.dumps(value)}: want {_KINDS.get(kind[0], 'an object')}."
-        elif name in REFUSED_VALUES and value == REFUSED_VALUES[name][0]:
-            yield f"{name}={json.dumps(value)}: {REFUSED_VALUES[name][1]}. Delete the key."
-        elif name in LEGAL and value is not None:
-            yield from _mistakes(value, name)
-
-
-def _where(key: str, path: str) -> str:
-    homes = [block for block, keys in LEGAL.items() if key in keys and block != path]
-    if len(homes) == 1:
-        return f"It belongs {'into ' + repr(homes[0]) if homes[0] else 'to the top level'}."
-    return nearest(key, sorted(LEGAL[path]))
-
-
-def _fits(value: Any, kind: str) -> bool:
-    if value is None:
-        return kind.endswith("?")
-    is_number = (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    )
-    checks: dict[str, bool] = {
-        "b": isinstance(value, bool),
-        "i": is_number and int(value) == value,  # DeepSpeed files write 5e8
-        "n": is_number,
-        "s": isinstance(value, str),
-        "l": isinstance(value, list)
-        and all(isinstance(item, str) for item in cast(list[Any], value)),
-        "o": isinstance(value, dict),
-        "x": True,
-    }
-    return checks[kind[0]]
-
-
-def _numbers(config: Config) -> Iterator[str]:
-    """Ranges that DeepSpeed does not check: it trains with 1.5 accumulation steps, and without
-    clipping at -1.
-    """
-    for key in _BATCH_KEYS:
-        value = config.get(key, AUTO)
-        if value != AUTO and _fits(value, "i") and (type(value) is not int or value < 1):
-            yield f"{key}={value}: want an integer above 0."
-    clip = config.get("gradient_clipping", AUTO)
-    if clip != AUTO and _fits(clip, "n") and clip < 0:
-        yield f"gradient_clipping={clip}: want a number that is not negative; 0.0 switches clipping off."
-    zero = config.get("zero_optimization", {"stage": 0})
-    if not isinstance(zero, dict):
-        return  # reported by _mistakes: DeepSpeed would take `true` for stage 1
-    stage = cast(Config, zero).get("stage")
-    if stage is None:
-        yield "zero_optimization.stage: required, but not given. DeepSpeed would take 0."
-    elif stage != AUTO and (type(stage) is not int or stage not in range(4)):
-        yield f"zero_optimization.stage={json.dumps(stage)}: want 0, 1, 2 or 3."
 
 
 def _settle(config: Config, path: str, value: Any, origin: str) -> list[str]:
@@ -253,7 +157,7 @@ def _batches(config: Config, train: Train, world: int) -> list[str]:
             f"train.global_batch={train.global_batch}",
         ),
         *_settle(
-            config, _BATCH_KEYS[1], train.micro_batch, f"train.micro_batch={train.micro_batch}"
+            config, BATCH_KEYS[1], train.micro_batch, f"train.micro_batch={train.micro_batch}"
         ),
         *_settle(
             config, "gradient_accumulation_steps", accumulation, f"{product} = {accumulation}"
@@ -310,10 +214,10 @@ def _optimizer(config: Config, optim: Optim) -> list[str]:
             "optimizer.params.adam_w_mode=false is Adam with L2 decay, but the engine makes "
             "AdamW. Delete the key."
         ]
-    wanted: Config = {**optim.model_dump(include=set(_OPTIM_KEYS)), "betas": list(optim.betas)}
+    wanted: Config = {**optim.model_dump(include=set(OPTIM_KEYS)), "betas": list(optim.betas)}
     return [
         problem
-        for key in _OPTIM_KEYS
+        for key in OPTIM_KEYS
         for problem in _settle(
             config, f"optimizer.params.{key}", wanted[key], f"optim.{key}={wanted[key]}"
         )
@@ -401,7 +305,7 @@ def _offload(zero: Config, key: Literal["offload_param", "offload_optimizer"]) -
 
 def _bucket_sizes(zero: Config, hidden_size: int | None) -> list[str]:
     problems: list[str] = []
-    for key, formula in _FROM_HIDDEN_SIZE.items():
+    for key, formula in FROM_HIDDEN_SIZE.items():
         if zero.get(key) != AUTO:
             continue
         if hidden_size is not None:
@@ -489,7 +393,7 @@ def summary(config: Config) -> list[tuple[str, str]]:
         for key, place in places.items()
         if place != "none"
     ]
-    total, micro, accumulation = (config[key] for key in _BATCH_KEYS)
+    total, micro, accumulation = (config[key] for key in BATCH_KEYS)
     clip = config["gradient_clipping"]
     return [
         ("ZeRO stage", f"{zero['stage']} (partitioned: {_PARTITIONED[zero['stage']]})"),

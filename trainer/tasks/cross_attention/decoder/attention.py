@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -218,3 +219,17 @@ class CrossAttention(nn.Module):
     def _split(self, x_BTW: Tensor) -> Tensor:
         """(B, T, H*K) -> (B, H, T, K)"""
         return x_BTW.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+def positions(attention_mask_BS: Tensor) -> Tensor:
+    """(B, S) mask -> (B, S) positions: tokens count from 0 wherever the pads are; a pad stands at
+    1, as published.
+    """
+    return (attention_mask_BS.long().cumsum(-1) - 1).masked_fill(attention_mask_BS == 0, 1)
+
+
+def context_positions(states_BLD: Tensor, kept_BL: Tensor | None) -> Tensor:
+    """(B, L) positions of context states."""
+    if kept_BL is not None:
+        return positions(kept_BL)
+    return torch.arange(states_BLD.shape[1], device=states_BLD.device).expand(states_BLD.shape[:2])

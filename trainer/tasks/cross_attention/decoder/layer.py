@@ -6,9 +6,13 @@ family of bases.
 
 from __future__ import annotations
 
+import logging
+
+import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.attention import (
     CrossAttention,
     KeysValues,
@@ -19,6 +23,8 @@ from trainer.tasks.cross_attention.decoder.attention import (
 from trainer.tasks.cross_attention.decoder.rotary import GatedMLP, RotaryCrossAttention
 
 # B batch, T decoder tokens, D base width
+
+logger = logging.getLogger(__name__)
 
 Record = dict[str, Tensor]
 
@@ -97,3 +103,24 @@ class AddedLayer(nn.Module):
         if zero_output:
             nn.init.zeros_(self.crossattention.output.weight)
             nn.init.zeros_(self.mlp.output.weight)
+
+
+def added_layers(
+    layers: Layers, shape: LayerShape, indices: list[int], *, std: float, seed: int
+) -> nn.ModuleDict:
+    """The layers for the blocks `indices`, by index, with the same weights on every rank.
+
+    std: of the base's own initialisation. With shared weights there is one, under the lowest index.
+    """
+    if layers.skip and layers.initialisation == "zero":
+        logger.warning(
+            "layers.skip doubles the residual stream, so zero initialisation does not keep the "
+            "base's logits"
+        )
+    own = indices[:1] if layers.shared_weights else indices
+    with torch.random.fork_rng(devices=[]):  # the caller's random state is none the wiser
+        torch.manual_seed(seed)
+        built = {str(index): AddedLayer(shape) for index in own}
+        for layer in built.values():
+            layer.initialise(std=std, zero_output=layers.initialisation == "zero")
+    return nn.ModuleDict(built)

@@ -7,7 +7,6 @@ above it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,22 +22,21 @@ from trainer.models.losses import next_token_loss, token_cross_entropy
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.attention import (
     KeysValues,
-    LayerShape,
     Pairs,
     Rotation,
     Seen,
+    context_positions,
     key_mask,
+    positions,
 )
 from trainer.tasks.cross_attention.decoder.backbone import backbone_of
-from trainer.tasks.cross_attention.decoder.layer import AddedLayer, Record
+from trainer.tasks.cross_attention.decoder.layer import AddedLayer, Record, added_layers
 from trainer.tasks.cross_attention.decoder.packed_blocks import Rows
 from trainer.tasks.cross_attention.decoder.rotary import frequencies, rotation
-from trainer.tasks.cross_attention.decoder.shape import layer_shape
+from trainer.tasks.cross_attention.decoder.shape import added_indices, layer_shape
 
 # B batch, T decoder tokens, S tokens so far (T + cached), N context chunks, L context tokens, D
 # width, V vocabulary
-
-logger = logging.getLogger(__name__)
 
 
 class Context(NamedTuple):
@@ -74,6 +72,13 @@ class Past(NamedTuple):
 
     cache: Cache
     context: Context
+
+
+class _Source(NamedTuple):
+    """Where a context may come from: tokens or states, and their mask."""
+
+    values: Any  # None: not from here
+    mask: Tensor | None
 
 
 class Output(NamedTuple):
@@ -123,7 +128,7 @@ class CrossAttentionModel(nn.Module):
             if shape.rotary is None
             else frequencies(shape.width // shape.heads, shape.rotary.theta)
         )
-        self.cross_attn_layers = _build(
+        self.cross_attn_layers = added_layers(
             layers, shape, self.indices, std=self.backbone.initial_std, seed=seed
         )
         self.num_blocks_below = self.indices[0] + layers.after  # base blocks that need no backward
@@ -210,7 +215,7 @@ class CrossAttentionModel(nn.Module):
                 "layer from the bottom up. Pass one tensor for all layers or one for each."
             )
         turn = self._rotation(
-            _positions_of(by_layer[0], kept_BL) if positions_BL is None else positions_BL
+            context_positions(by_layer[0], kept_BL) if positions_BL is None else positions_BL
         )
         if isinstance(states, Tensor) and self.layers.shared_weights:
             once = self.added_layer(self.indices[0]).crossattention.keys_values(
@@ -300,32 +305,22 @@ class CrossAttentionModel(nn.Module):
         block index -> (B, L), True for keys to use, in place of the random draw. record: receives
         `block_out.<i>`, `cross_attn_out.<i>` and `cross_block_out.<i>`. Raises ConfigError for a
         sequence longer than the base's positions. packed: all of this as streams of real tokens
-        (streams.py); then only key_masks may be given besides, (1, K).
+        (packed_batch.py); then only key_masks may be given besides, (1, K).
         """
         if packed is not None:
             return Output(loss=self._packed_loss(packed, key_masks), logits=None)
         assert input_ids is not None, "the decoder's tokens are given"
         assert attention_mask is not None, "their mask is given"
         self.check_lengths(attention_mask.shape[1], 0)
-        given = [source is not None for source in (context_input_ids, encoder_hidden_states, past)]
-        if sum(given) != 1:
-            raise ConfigError(
-                f"got {sum(given)} contexts, want one of context_input_ids, "
-                "encoder_hidden_states, past."
-            )
+        cache = DynamicCache(config=self.backbone.config) if use_cache else None
         if past is not None:
-            context, cache = past.context, past.cache
-        else:
-            cache = DynamicCache(config=self.backbone.config) if use_cache else None
-            if context_input_ids is not None:
-                states, kept = self.encode(context_input_ids, context_attention_mask)
-                context = self.context(states, kept, positions_BL=context_position_ids)
-            else:
-                assert encoder_hidden_states is not None, "exactly one context is given"
-                kept = None if encoder_attention_mask is None else encoder_attention_mask.bool()
-                context = self.context(
-                    encoder_hidden_states, kept, positions_BL=context_position_ids
-                )
+            cache = past.cache
+        context = self._context_of(
+            past,
+            _Source(context_input_ids, context_attention_mask),
+            _Source(encoder_hidden_states, encoder_attention_mask),
+            context_position_ids,
+        )
         context = context.repeated(len(input_ids))
         if position_ids is None:
             position_ids = positions(attention_mask)[:, -input_ids.shape[1] :]
@@ -347,6 +342,28 @@ class CrossAttentionModel(nn.Module):
         return Output(
             loss=None, logits=logits, past=None if cache is None else Past(cache, context)
         )
+
+    def _context_of(
+        self,
+        past: Past | None,
+        tokens: _Source,
+        states: _Source,
+        positions_BL: Tensor | None,
+    ) -> Context:
+        """The one context that a forward was given, projected. ConfigError unless it is one."""
+        sources = [source is not None for source in (tokens.values, states.values, past)]
+        if sum(sources) != 1:
+            raise ConfigError(
+                f"got {sum(sources)} contexts, want one of context_input_ids, "
+                "encoder_hidden_states, past."
+            )
+        if past is not None:
+            return past.context
+        if tokens.values is not None:
+            hidden, kept = self.encode(tokens.values, tokens.mask)
+            return self.context(hidden, kept, positions_BL=positions_BL)
+        kept = None if states.mask is None else states.mask.bool()
+        return self.context(states.values, kept, positions_BL=positions_BL)
 
     def _packed_loss(
         self, batch: Mapping[str, Tensor], key_masks: Mapping[int, Tensor] | None
@@ -430,51 +447,3 @@ class CrossAttentionModel(nn.Module):
         if this.record is not None and seen is not None:
             this.record.update({f"{name}.{index}": tensor for name, tensor in seen.items()})
         return hidden
-
-
-def positions(attention_mask_BS: Tensor) -> Tensor:
-    """(B, S) mask -> (B, S) positions: tokens count from 0 wherever the pads are; a pad stands at
-    1, as published.
-    """
-    return (attention_mask_BS.long().cumsum(-1) - 1).masked_fill(attention_mask_BS == 0, 1)
-
-
-def added_indices(layers: Layers, num_blocks: int) -> list[int]:
-    """Base block indices n-1, n-1-stride, ... that get an added layer, ascending. ConfigError when
-    they do not fit.
-    """
-    count, stride = layers.count, layers.stride
-    if num_blocks < stride * count:
-        most = num_blocks // stride
-        fix = f"Use layers.count <= {most}" if most else f"Use layers.stride <= {num_blocks}"
-        raise ConfigError(
-            f"layers.count={count} x layers.stride={stride} = {stride * count} blocks: the base "
-            f"has {num_blocks}, "
-            f"want count x stride <= {num_blocks}. {fix}, or layers.stride <= "
-            f"{max(num_blocks // count, 1)}."
-        )
-    return [num_blocks - 1 - k * stride for k in reversed(range(count))]
-
-
-def _positions_of(states_BLD: Tensor, kept_BL: Tensor | None) -> Tensor:
-    """(B, L) positions of context states."""
-    if kept_BL is not None:
-        return positions(kept_BL)
-    return torch.arange(states_BLD.shape[1], device=states_BLD.device).expand(states_BLD.shape[:2])
-
-
-def _build(
-    layers: Layers, shape: LayerShape, indices: list[int], *, std: float, seed: int
-) -> nn.ModuleDict:
-    if layers.skip and layers.initialisation == "zero":
-        logger.warning(
-            "layers.skip doubles the residual stream, so zero initialisation does not keep the "
-            "base's logits"
-        )
-    own = indices[:1] if layers.shared_weights else indices
-    with torch.random.fork_rng(devices=[]):  # the caller's random state is none the wiser
-        torch.manual_seed(seed)
-        built = {str(index): AddedLayer(shape) for index in own}
-        for layer in built.values():
-            layer.initialise(std=std, zero_output=layers.initialisation == "zero")
-    return nn.ModuleDict(built)

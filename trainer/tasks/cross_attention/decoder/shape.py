@@ -88,3 +88,20 @@ def _check_family(layers: Layers, backbone: Backbone) -> None:
                 f"{of_base}. "
                 "Leave one of the two out."
             )
+
+
+def added_indices(layers: Layers, num_blocks: int) -> list[int]:
+    """Base block indices n-1, n-1-stride, ... that get an added layer, ascending. ConfigError when
+    they do not fit.
+    """
+    count, stride = layers.count, layers.stride
+    if num_blocks < stride * count:
+        most = num_blocks // stride
+        fix = f"Use layers.count <= {most}" if most else f"Use layers.stride <= {num_blocks}"
+        raise ConfigError(
+            f"layers.count={count} x layers.stride={stride} = {stride * count} blocks: the base "
+            f"has {num_blocks}, "
+            f"want count x stride <= {num_blocks}. {fix}, or layers.stride <= "
+            f"{max(num_blocks // count, 1)}."
+        )
+    return [num_blocks - 1 - k * stride for k in reversed(range(count))]
