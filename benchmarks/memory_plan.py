@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.memory.fake_device import FAKE_GPU, fake_device
-from trainer.memory.published_shapes import T5_SHAPES
+from trainer.memory.subject import T5_SHAPES
 
 TOLERANCE = 0.015
 STEPS = 2

@@ -15,10 +15,8 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.data.order import Sharding
 from trainer.data.token_store import TokenStore, open_store
-from trainer.memory.measure import measure
-from trainer.memory.plan import Subject, binding_limit, changed
-from trainer.memory.records import Request
-from trainer.memory.subject import subject_of
+from trainer.memory.measure import Request, measure
+from trainer.memory.subject import Subject, binding_limit, changed, subject_of
 from trainer.tasks.abilities import Answers, ShowsCuts, question_of
 from trainer.tasks.protocol import Encoded, Places, Task
 

@@ -110,7 +110,7 @@ with fake_device("fakegpu") as device:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_is_predicted_within_five_percent_and_hardly_ever_too_low(case: Case) -> None:
-    from trainer.memory.devices import device_here
+    from trainer.runtime.gpus import device_here
 
     model = case.build("cuda")
     rows = {name: tensor.cuda() for name, tensor in case.rows().items()}

@@ -12,15 +12,14 @@ from trainer.config import Train, validate
 from trainer.data.order import Sharding, window_rows
 from trainer.errors import ConfigError
 from trainer.memory import plan_text
-from trainer.memory.advice import Advice, Fix, Stage, fewer_evaluated, largest_divisor
+from trainer.memory.advice import Advice, Fix, Line, Stage, fewer_evaluated, largest_divisor
 from trainer.memory.deepspeed_terms import Breakdown, Zero, host, inference, training
-from trainer.memory.devices import GIB, device_of
-from trainer.memory.extrapolate import Parabola
-from trainer.memory.plan import MemoryPlan, Phase, changed
+from trainer.memory.measure import Measured, Moment
+from trainer.memory.plan import MemoryPlan, Phase
 from trainer.memory.planned_rows import heaviest
-from trainer.memory.published_shapes import published_shape
-from trainer.memory.records import Measured, Moment
+from trainer.memory.subject import changed, published_shape
 from trainer.runtime.batch import batch_of, named_when_out_of_memory
+from trainer.runtime.gpus import GIB, device_of
 
 P = 1_000_000
 
@@ -78,21 +77,18 @@ def test_several_ranks_leave_less_for_tensors() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_three_lengths_give_every_other_one() -> None:
-    def nbytes(length: int) -> int:
-        return 7 + 5 * length + 3 * length * length
-
-    line = Parabola.through([(length, nbytes(length)) for length in (256, 512, 1024)])
-    assert line.at(4096) == nbytes(4096)
+def test_two_points_give_every_other_one() -> None:
+    line = Line.through((2, 17), (4, 27))
+    assert [line.at(rows) for rows in (0, 1, 8)] == [7, 12, 47]
 
 
 def test_the_largest_that_fits_is_exact() -> None:
-    line = Parabola.through([(2, 20), (4, 40)])
+    line = Line.through((2, 20), (4, 40))
     assert (line.largest(100), line.largest(99), line.largest(9)) == (10, 9, 0)
 
 
 def test_nothing_fits_where_the_constant_part_is_too_large() -> None:
-    assert Parabola(constant=50.0, linear=1.0, square=0.0).largest(49) == 0
+    assert Line(constant=50.0, slope=1.0).largest(49) == 0
 
 
 @pytest.mark.parametrize(("most", "found"), [(5, 4), (32, 32), (31, 16), (0, 0)])

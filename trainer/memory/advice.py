@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
@@ -14,20 +14,14 @@ from trainer import tasks
 from trainer.config.deepspeed_config import PRESETS
 from trainer.errors import ConfigError
 from trainer.memory.deepspeed_terms import Breakdown, host, training
-from trainer.memory.devices import Device
-from trainer.memory.extrapolate import Parabola
-from trainer.memory.measure import measure
-from trainer.memory.plan import (
-    TRAINING,
-    Made,
-    MemoryPlan,
-    Subject,
-    binding_limit,
-    changed,
-    training_request,
-)
+from trainer.memory.measure import TRAINING, Measured, Request, measure
 from trainer.memory.planned_rows import Specimens
-from trainer.memory.records import Measured, Request
+from trainer.memory.subject import binding_limit, changed
+
+if TYPE_CHECKING:
+    from trainer.memory.plan import Made, MemoryPlan
+    from trainer.memory.subject import Subject
+    from trainer.runtime.gpus import Device
 
 _SHORTER = (2, 4, 8)  # a limit is tried at so many parts of it
 _SHORTEST = 32
@@ -71,6 +65,37 @@ class Advice:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Line:
+    """bytes = constant + slope * rows."""
+
+    constant: float
+    slope: float
+
+    @classmethod
+    def through(cls, first: tuple[int, int], second: tuple[int, int]) -> Line:
+        """The one through two points (rows, bytes)."""
+        slope = (second[1] - first[1]) / (second[0] - first[0])
+        return cls(first[1] - slope * first[0], slope)
+
+    def at(self, rows: float) -> int:
+        """Bytes at `rows`."""
+        return round(self.constant + self.slope * rows)
+
+    def largest(self, nbytes: int) -> int:
+        """The largest number of rows that needs at most `nbytes`; 0 when none does."""
+        if self.at(0) > nbytes:
+            return 0
+        high = 1
+        while self.at(high) <= nbytes and high < 1 << 40:
+            high *= 2
+        low = high // 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.at(middle) <= nbytes else (low, middle)
+        return low
+
+
 def stages(subject: Subject, step: Measured, *, cublas: int) -> list[Stage]:
     """The training step under each file of ds_configs/ that the experiment goes with."""
     found: list[Stage] = []
@@ -104,7 +129,7 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
     def peak(measured: Measured) -> int:
         return training(measured, subject.zero, cublas=cublas).total
 
-    line = Parabola.through([(rows, peak(found[f"rows {rows}"])) for rows in (_FEW, _SOME)])
+    line = Line.through(*[(rows, peak(found[f"rows {rows}"])) for rows in (_FEW, _SOME)])
     found_stages = stages(subject, step, cublas=cublas)
     changes = [
         *[(name, peak(found[name])) for name, _ in other_ways],
@@ -124,7 +149,7 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
 
 def _of_longest(subject: Subject, rows: int) -> Request:
     order = np.argsort(-subject.train.lengths, kind="stable")
-    return training_request(subject, np.resize(order, rows))
+    return subject.training_request(np.resize(order, rows))
 
 
 def _recomputed(subject: Subject, made: Made) -> list[tuple[str, Request]]:
@@ -134,7 +159,7 @@ def _recomputed(subject: Subject, made: Made) -> list[tuple[str, Request]]:
     return [
         (
             f"{key} false -> true",
-            training_request(subject, made.numbers, changed(subject.values, key, True)),
+            subject.training_request(made.numbers, changed(subject.values, key, True)),
         )
     ]
 
@@ -155,7 +180,7 @@ def _other_attention(subject: Subject, made: Made) -> list[tuple[str, Request]]:
                 found.append(
                     (
                         f"{block}.attention {now} -> {other}",
-                        training_request(subject, made.numbers, values),
+                        subject.training_request(made.numbers, values),
                     )
                 )
     return found
@@ -219,7 +244,7 @@ def _limit_change(
     ]
 
 
-def _fewer_rows(subject: Subject, line: Parabola, usable: int | None) -> list[tuple[str, int]]:
+def _fewer_rows(subject: Subject, line: Line, usable: int | None) -> list[tuple[str, int]]:
     """A smaller micro-batch, and more of them: the largest that fits, or half."""
     train = subject.cfg.train
     if train.micro_tokens is not None or train.micro_batch == 1:
@@ -267,5 +292,5 @@ def largest_rows(
     for preset in presets:
         zero = subject.zero_of(subject.with_deepspeed(preset))
         peaks = [training(step, zero, cublas=cublas).total for step in (few, some)]
-        found[preset] = Parabola.through(list(zip(counts, peaks, strict=True))).largest(usable)
+        found[preset] = Line.through(*zip(counts, peaks, strict=True)).largest(usable)
     return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from trainer.config import deepspeed_config
-from trainer.memory.records import Measured
+from trainer.memory.measure import Measured
 
 _REDUCED_AT_ONCE = 500_000_000  # numbers: engine.allreduce_no_retain's bucket, which no key changes
 # fp32 tensors that torch's Adafactor makes of one weight: squares, their estimate, the update

@@ -21,12 +21,13 @@ from trainer.errors import ConfigError, DoesNotFitError
 from trainer.files.atomic import write_json
 from trainer.memory import plan_text
 from trainer.memory.advice import advise, largest_divisor, largest_rows
-from trainer.memory.devices import Device, device_here, device_of
 from trainer.memory.measure import MeasuringError
-from trainer.memory.plan import MemoryPlan, Subject, make
+from trainer.memory.plan import MemoryPlan, make
 from trainer.memory.planned_rows import StoredRows
+from trainer.memory.subject import Subject
 from trainer.runtime import distributed, rng
 from trainer.runtime.batch import batch_of, named_when_out_of_memory, to_device
+from trainer.runtime.gpus import Device, device_here, device_of
 from trainer.tasks.protocol import DRAW, EPOCH, Places, Task
 from trainer.training.engine import Engine, trainable
 

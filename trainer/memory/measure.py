@@ -1,7 +1,5 @@
-"""Steps run under fake tensors, in a process of their own: `measure()` starts it, `python -m
-trainer.memory.measure` is it.
-
-It reads requests as JSON from standard input and writes what was measured to standard output.
+"""What a step of a model needs: it runs under fake tensors, in a process of its own, which
+`measure()` starts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,22 +8,89 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.errors import LatheError
-from trainer.memory.records import Measured, Request
 
 if TYPE_CHECKING:
-    from trainer.memory.fake_device import FakeDevice
-    from trainer.tasks.protocol import Places, Task
+    from trainer.tasks.protocol import Places
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIME_LIMIT_S = 600.0
 _SHOWN_LINES = 12  # of what a failed process said
+
+
+TRAINING, EVALUATION, GENERATION = "training step", "evaluation", "generation"  # phases of a run
+Kind = Literal["train", "evaluate", "answer"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One thing to run under fake tensors."""
+
+    experiment: dict[str, Any]
+    kind: Kind
+    rows: list[dict[str, list[int]]]  # encoded, of one micro-batch
+    raw: list[dict[str, Any]] = field(default_factory=list)  # the same as text, for answers
+    answer_tokens: int | None = None  # of an answer; None: as many as the experiment allows
+    accumulates: bool = False  # a second micro-batch of the same rows follows
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is alive besides weights and buffers at one moment of a step.
+
+    A step keeps the moments that may be its peak: no other one has both more gradients that are
+    complete and more of everything else.
+    """
+
+    gradients: int  # bytes, of gradients that are complete
+    activations: (
+        int  # everything else: saved tensors, temporaries, a gradient in the making, the batch
+    )
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.activations + self.logits
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of one step."""
+
+    weights: int
+    buffers: int
+    trainable: int  # numbers, not bytes
+    frozen: int
+    largest: int  # numbers of the largest trainable weight
+    states: int  # numbers that the optimizer remembers of all weights
+    moments: list[Moment]
+    scratch: int  # of attention kernels
+    shapes: dict[str, list[int]]  # of the batch
+    tensors: list[tuple[str, int]]  # the largest at the end of the forward
+    seconds: float
+
+    @property
+    def peak(self) -> Moment:
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Measured:
+        moments = [Moment(**moment) for moment in values["moments"]]
+        return cls(
+            **{
+                **values,
+                "moments": moments,
+                "tensors": [(name, size) for name, size in values["tensors"]],
+            }
+        )
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 class MeasuringError(LatheError):
@@ -36,7 +101,7 @@ def measure(requests: Sequence[Request], places: Places) -> list[Measured]:
     """What each request needs. MeasuringError, with the process's own words, when a step cannot be
     run.
     """
-    asked = {
+    job = {
         "requests": [asdict(request) for request in requests],
         "places": {
             name: None if path is None else str(path) for name, path in asdict(places).items()
@@ -52,11 +117,11 @@ def measure(requests: Sequence[Request], places: Places) -> list[Measured]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "trainer.memory.measure"]
+    command = [sys.executable, "-m", "trainer.memory.fake_step"]
     try:
         done = subprocess.run(
             command,
-            input=json.dumps(asked),
+            input=json.dumps(job),
             capture_output=True,
             text=True,
             check=False,
@@ -68,113 +133,8 @@ def measure(requests: Sequence[Request], places: Places) -> list[Measured]:
             f"measuring memory took more than {TIME_LIMIT_S:.0f} s and was given up"
         ) from None
     if done.returncode:
-        said = "\n".join(done.stderr.strip().splitlines()[-_SHOWN_LINES:])
-        raise MeasuringError(f"memory could not be measured (exit code {done.returncode}):\n{said}")
-    return [Measured.of(values) for values in json.loads(done.stdout)]
-
-
-# The process
-# ------------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    """Answer the requests on standard input."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # whoever prints must not spoil the answer
-    from trainer.tasks.protocol import Places
-
-    asked = json.load(sys.stdin)
-    given = {name: None if path is None else Path(path) for name, path in asked["places"].items()}
-    places = Places(**cast("dict[str, Any]", given))
-    found = [
-        measured.plain() for measured in _answers([Request(**r) for r in asked["requests"]], places)
-    ]
-    json.dump(found, answers)
-    answers.flush()
-    # torch's threads hold Python objects of the fake device, which the interpreter's own way out
-    # would meet half freed
-    os._exit(0)
-
-
-def _answers(requests: Sequence[Request], places: Places) -> Iterator[Measured]:
-    for request in requests:
-        yield _measured(request, places)
-
-
-def _measured(request: Request, places: Places) -> Measured:
-    import numpy as np
-
-    from trainer import tasks
-    from trainer.memory.fake_device import FAKE_GPU, fake_device
-    from trainer.models.base_model import DTYPES
-    from trainer.training.optimizers import state_shapes
-
-    started = time.process_time()
-    cfg = tasks.parse(request.experiment)
-    task = tasks.load(cfg, places)
-    model = task.skeleton().to(DTYPES[cfg.train.precision])
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    rows = [
-        {field: np.asarray(ids, dtype=np.int64) for field, ids in row.items()}
-        for row in request.rows
-    ]
-    batch = task.collate(rows)
-    with fake_device(FAKE_GPU) as device:
-        device.place(model)
-        tracker = device.tracker
-        tracker.watch(model)
-        tracker.restart()
-        _run(request, task, model, device, batch=batch, rows=rows)
-        return Measured(
-            weights=tracker.live["weights"],
-            buffers=tracker.live["buffers"],
-            trainable=sum(weight.numel() for weight in weights),
-            frozen=sum(weight.numel() for weight in model.parameters() if not weight.requires_grad),
-            largest=max((weight.numel() for weight in weights), default=0),
-            states=sum(
-                shape.numel()
-                for w in weights
-                for shape in state_shapes(cfg.optim, w.shape).values()
-            ),
-            moments=tracker.moments,
-            scratch=device.scratch,
-            shapes={name: list(tensor.shape) for name, tensor in batch.items()},
-            tensors=tracker.largest,
-            seconds=time.process_time() - started,
+        words = "\n".join(done.stderr.strip().splitlines()[-_SHOWN_LINES:])
+        raise MeasuringError(
+            f"memory could not be measured (exit code {done.returncode}):\n{words}"
         )
-
-
-def _run(
-    request: Request, task: Task, model: Any, device: FakeDevice, *, batch: Any, rows: Any
-) -> None:
-    import torch
-
-    from trainer.memory.fake_device import for_real
-    from trainer.runtime import distributed
-    from trainer.tasks.abilities import Answers
-
-    if request.kind == "train":
-        model.train()
-        window = [device.put(batch) for _ in range(1 + request.accumulates)]
-        forwards: list[None] = []
-        model.register_forward_pre_hook(lambda *_: forwards.append(None))
-        for loss in task.losses(model, window):
-            device.tracker.name_largest()
-            (loss / 1.0).backward()
-            del loss
-            if len(forwards) == 1:
-                # micro-batches do not know of each other: the next one would be the same again
-                break
-        return
-    model.eval()
-    with torch.no_grad():
-        if request.kind == "evaluate":
-            task.scores(model, device.put(batch))
-            return
-        distributed.device = lambda: device.device  # answers() itself puts its batch there
-        task.collate = for_real(task.collate)
-        assert isinstance(task, Answers)
-        task.answers(model, rows, request.raw, max_tokens=request.answer_tokens)
-
-
-if __name__ == "__main__":
-    main()
+    return [Measured.of(values) for values in json.loads(done.stdout)]

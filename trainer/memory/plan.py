@@ -4,23 +4,29 @@ fake tensors.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.config import Experiment, deepspeed_config
-from trainer.data.order import Sharding
 from trainer.memory.deepspeed_terms import Breakdown, Zero, host, inference, training
-from trainer.memory.devices import Device
-from trainer.memory.measure import measure
-from trainer.memory.planned_rows import Rows, first_evaluated, heaviest
-from trainer.memory.records import Kind, Measured, Request
+from trainer.memory.measure import (
+    EVALUATION,
+    GENERATION,
+    TRAINING,
+    Kind,
+    Measured,
+    Request,
+    measure,
+)
+from trainer.memory.planned_rows import first_evaluated, heaviest
 from trainer.tasks.abilities import Answers, question_of
-from trainer.tasks.protocol import Places, Task
 
-TRAINING, EVALUATION, GENERATION = "training step", "evaluation", "generation"
+if TYPE_CHECKING:
+    from trainer.memory.planned_rows import Rows
+    from trainer.memory.subject import Subject
+    from trainer.runtime.gpus import Device
+
 SHORT_ANSWERS = (
     4,
     8,
@@ -28,42 +34,6 @@ SHORT_ANSWERS = (
 _PROCESS = (
     2 * 2**30
 )  # host memory of a process that has imported torch, transformers and CUDA's libraries
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is planned for."""
-
-    values: dict[str, Any]  # the experiment, as measured
-    cfg: Experiment
-    ds: dict[str, Any]  # complete (deepspeed_config.build)
-    sharding: Sharding
-    task: Task
-    places: Places
-    train: Rows
-    valid: Rows
-    answers: bool  # summaries or answers are generated in evaluation
-    notes: list[str] = field(default_factory=list)  # what the plan rests on
-
-    @property
-    def zero(self) -> Zero:
-        return self.zero_of(self.ds)
-
-    def zero_of(self, ds: dict[str, Any]) -> Zero:
-        accumulates = self.sharding.accumulation > 1 or self.sharding.micro_tokens is not None
-        return Zero.of(ds, accumulates=accumulates, is_adafactor=self.cfg.optim.name == "adafactor")
-
-    def with_deepspeed(self, preset: str) -> dict[str, Any]:
-        """The complete dictionary of another DeepSpeed file. ConfigError when the experiment does
-        not go with it.
-        """
-        return deepspeed_config.build(
-            deepspeed_config.read(preset),
-            train=self.cfg.train,
-            optim=self.cfg.optim,
-            world=self.sharding.world,
-            source=preset,
-        )
 
 
 @dataclass(frozen=True)
@@ -129,22 +99,11 @@ class Made:
         return self.plan.phases[0].peak.total
 
 
-def changed(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """The experiment with one key of a block set, such as data.source_tokens."""
-    copied = copy.deepcopy(dict(values))
-    *blocks, key = path.split(".")
-    block = copied
-    for name in blocks:
-        block = block.setdefault(name, {})
-    block[key] = value
-    return copied
-
-
 def make(subject: Subject, *, cublas: int) -> Made:
     """The plan of one run. MeasuringError when its step cannot be run under fake tensors."""
     batches = training_batches(subject)
     rows = {EVALUATION: first_evaluated(subject.valid.lengths, batch=_eval_batch(subject))}
-    requests = [training_request(subject, numbers) for numbers in batches]
+    requests = [subject.training_request(numbers) for numbers in batches]
     requests.append(_request(subject, "evaluate", subject.valid, rows[EVALUATION]))
     requests += _answer_requests(subject, rows[EVALUATION])
     found = measure(requests, subject.places)
@@ -187,14 +146,6 @@ def training_batches(subject: Subject) -> list[Any]:
     train = subject.cfg.train
     seed = train.seed if train.order == "shuffled" else None
     return heaviest(subject.train, subject.sharding, seed=seed, steps=train.steps)
-
-
-def training_request(
-    subject: Subject, numbers: Any, values: dict[str, Any] | None = None
-) -> Request:
-    """A training step over these rows, of the experiment or of a changed one."""
-    rows = subject.train.encoded(numbers, is_drawn=True)
-    return Request(values or subject.values, "train", rows, accumulates=subject.zero.accumulates)
 
 
 def phase(name: str, peak: Breakdown, step: Measured, rows: Rows, numbers: Any) -> Phase:
@@ -271,10 +222,3 @@ def _to_download(step: Measured, subject: Subject) -> int:
     if any(isinstance(try_to_load_from_cache(base, name), str) for name in names):
         return 0
     return 4 * (step.trainable + step.frozen)
-
-
-def binding_limit(task: Task) -> tuple[str, int] | None:
-    """The key of the dictionary that cuts the longest texts, with its value; None when no limit
-    does.
-    """
-    return max(task.limits().items(), key=lambda item: item[1], default=None)

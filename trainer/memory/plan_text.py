@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from trainer.memory.advice import Advice
-from trainer.memory.deepspeed_terms import Breakdown
-from trainer.memory.devices import GIB, Device
-from trainer.memory.plan import TRAINING, MemoryPlan
+from trainer.memory.measure import TRAINING
+from trainer.runtime.gpus import GIB, Device
+
+if TYPE_CHECKING:
+    from trainer.memory.advice import Advice
+    from trainer.memory.deepspeed_terms import Breakdown
+    from trainer.memory.plan import MemoryPlan
 
 _SHOWN_FIXES = 8
 

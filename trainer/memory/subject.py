@@ -1,27 +1,89 @@
-"""From an experiment to the subject of a plan, also where its data or its base are out of reach."""
+"""What a memory plan is made for, also where the data or the base are out of reach."""
 
 from __future__ import annotations
 
+import copy
 import socket
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from trainer import tasks
+from trainer.config import Experiment, deepspeed_config
 from trainer.data.order import Sharding
 from trainer.data.token_store import TokenStore
 from trainer.errors import ConfigError, DataError
-from trainer.memory.plan import Subject, changed
+from trainer.memory.deepspeed_terms import Zero
+from trainer.memory.measure import Request
 from trainer.memory.planned_rows import Rows, Specimens, StoredRows
-from trainer.memory.published_shapes import published_shape
 from trainer.models import base_model
 from trainer.tasks.protocol import Places, Task
 
 # The embedded tokenizer that stands in for a published one: its ids of padding and end.
 _HUB_TIMEOUT_S = 3.0
 _STAND_IN: dict[str, Any] = {"pad_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 0}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned for."""
+
+    values: dict[str, Any]  # the experiment, as measured
+    cfg: Experiment
+    ds: dict[str, Any]  # complete (deepspeed_config.build)
+    sharding: Sharding
+    task: Task
+    places: Places
+    train: Rows
+    valid: Rows
+    answers: bool  # summaries or answers are generated in evaluation
+    notes: list[str] = field(default_factory=list)  # what the plan rests on
+
+    @property
+    def zero(self) -> Zero:
+        return self.zero_of(self.ds)
+
+    def zero_of(self, ds: dict[str, Any]) -> Zero:
+        accumulates = self.sharding.accumulation > 1 or self.sharding.micro_tokens is not None
+        return Zero.of(ds, accumulates=accumulates, is_adafactor=self.cfg.optim.name == "adafactor")
+
+    def with_deepspeed(self, preset: str) -> dict[str, Any]:
+        """The complete dictionary of another DeepSpeed file. ConfigError when the experiment does
+        not go with it.
+        """
+        return deepspeed_config.build(
+            deepspeed_config.read(preset),
+            train=self.cfg.train,
+            optim=self.cfg.optim,
+            world=self.sharding.world,
+            source=preset,
+        )
+
+    def training_request(self, numbers: Any, values: dict[str, Any] | None = None) -> Request:
+        """A training step over these rows, of the experiment or of a changed one."""
+        rows = self.train.encoded(numbers, is_drawn=True)
+        return Request(values or self.values, "train", rows, accumulates=self.zero.accumulates)
+
+
+def changed(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The experiment with one key of a block set, such as data.source_tokens."""
+    copied = copy.deepcopy(dict(values))
+    *blocks, key = path.split(".")
+    block = copied
+    for name in blocks:
+        block = block.setdefault(name, {})
+    block[key] = value
+    return copied
+
+
+def binding_limit(task: Task) -> tuple[str, int] | None:
+    """The key of the dictionary that cuts the longest texts, with its value; None when no limit
+    does.
+    """
+    return max(task.limits().items(), key=lambda item: item[1], default=None)
 
 
 def subject_of(
@@ -96,3 +158,49 @@ def _hub_may_answer() -> bool:
     except OSError:
         return False
     return True
+
+
+# Published shapes
+# ------------------------------------------------------------------------------------------------
+# Source: the config.json files of google-t5/t5-* and google/t5-v1_1-* on the Hugging Face Hub.
+
+
+def _t5(d_model: int, d_kv: int, d_ff: int, num_layers: int, num_heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "t5",
+        "vocab_size": 32128,
+        "d_model": d_model,
+        "d_kv": d_kv,
+        "d_ff": d_ff,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "decoder_start_token_id": 0,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
+_GATED: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+
+T5_SHAPES: dict[str, dict[str, Any]] = {
+    "t5-small": _t5(512, 64, 2048, 6, 8),
+    "t5-base": _t5(768, 64, 3072, 12, 12),
+    "t5-large": _t5(1024, 64, 4096, 24, 16),
+    "t5-3b": _t5(1024, 128, 16384, 24, 32),
+    "t5-11b": _t5(1024, 128, 65536, 24, 128),
+    "t5-v1_1-small": _t5(512, 64, 1024, 8, 6) | _GATED,
+    "t5-v1_1-base": _t5(768, 64, 2048, 12, 12) | _GATED,
+    "t5-v1_1-large": _t5(1024, 64, 2816, 24, 16) | _GATED,
+    "t5-v1_1-xl": _t5(2048, 64, 5120, 24, 32) | _GATED,
+    "t5-v1_1-xxl": _t5(4096, 64, 10240, 24, 64) | _GATED,
+}
+_OWNERS = ("google-t5/", "google/")
+
+
+def published_shape(name: str) -> dict[str, Any] | None:
+    """The config of a published T5 by its Hub id, with or without its owner; flan-T5 has the shapes
+    of T5 v1.1.
+    """
+    for owner in _OWNERS:
+        name = name.removeprefix(owner)
+    return T5_SHAPES.get(name.replace("flan-t5-", "t5-v1_1-"))

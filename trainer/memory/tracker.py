@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from trainer.memory.records import Moment
+from trainer.memory.measure import Moment
 
 BLOCK = 512
 LARGEST = 3  # tensors that are named

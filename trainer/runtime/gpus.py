@@ -1,35 +1,107 @@
-"""What is known of the GPUs that runs use."""
+"""What is known of GPUs: their memory, by name, by a number with its unit, or as the machine says;
+and their peak FLOP/s.
+"""
 
 from __future__ import annotations
 
-import torch
+import re
+from dataclasses import dataclass
 
-from trainer.runtime import distributed
+from trainer.config.schema import nearest
+from trainer.errors import ConfigError
 
-# Dense bf16 peaks in FLOP/s, without sparsity, from NVIDIA's data sheets; the first name found in
-# the device's counts.
-PEAK_FLOPS = {
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "H200 NVL": 835.5e12,
-    "H200": 989.4e12,
-    "H100 NVL": 835.5e12,
-    "H100 PCIe": 756.5e12,
-    "H100": 989.4e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L4": 121e12,
-}
+GIB = 2**30
+_UNITS = {"gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+# Bytes of cuBLAS's workspace, torch's default: 4096 x 2 + 16 x 8 KiB before sm90, 32 MiB from then.
+_SMALL_CUBLAS, _LARGE_CUBLAS = 8_519_680, 32 * 2**20
+CONTEXT = int(0.5 * GIB)  # CUDA's own, outside torch's allocator: 0.4 to 0.6 GiB
+NCCL = int(0.5 * GIB)  # of a process group: 0.1 to 1 GiB
+
+
+@dataclass(frozen=True)
+class _Card:
+    name: str  # in torch's name of the device; the first card whose name is in it counts
+    options: dict[str, float]  # what --device calls it: GiB that the driver shows of it
+    peak_flops: float | None = None  # dense bf16, without sparsity, of NVIDIA's data sheets
+    is_sm90: bool = False  # or later
+
+
+# GiB are nvidia-smi's total less what the driver reserves; the names on boxes are rounded.
+_CARDS = (
+    _Card("GB200", {}, 2.5e15, is_sm90=True),
+    _Card("B200", {"b200": 178.4}, 2.25e15, is_sm90=True),
+    _Card("H200 NVL", {}, 835.5e12, is_sm90=True),
+    _Card("H200", {"h200": 139.8}, 989.4e12, is_sm90=True),
+    _Card("H100 NVL", {}, 835.5e12, is_sm90=True),
+    _Card("H100 PCIe", {}, 756.5e12, is_sm90=True),
+    _Card("H100", {"h100": 79.1}, 989.4e12, is_sm90=True),
+    _Card("A100", {"a100-40": 39.4, "a100-80": 79.1}, 312e12),
+    _Card("L40S", {"l40s": 44.4}, 362e12),
+    _Card("A10G", {"a10g": 22.0}, 70e12),
+    _Card("A10", {"a10": 22.0}, 125e12),
+    _Card("L4", {"l4": 22.0}, 121e12),
+    _Card("RTX 5090", {"rtx5090": 31.4}, is_sm90=True),
+    _Card("RTX 4090", {"rtx4090": 23.5}),
+    _Card("RTX 3090", {"rtx3090": 23.6}),
+    _Card("A6000", {"a6000": 47.4}),
+    _Card("V100", {"v100-16": 15.8, "v100-32": 31.7}),
+    _Card("T4", {"t4": 14.6}),
+)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of a run."""
+
+    name: str
+    nbytes: int
+    cublas_nbytes: int = _LARGE_CUBLAS
+
+    def usable(self, world: int) -> int:
+        """Bytes that torch's allocator can have: less CUDA's context and, with several ranks,
+        NCCL's buffers.
+        """
+        return self.nbytes - CONTEXT - (NCCL if world > 1 else 0)
+
+
+def device_of(text: str) -> Device:
+    """The device that --device names: a100-80, h200, ..., or a size such as 24GiB. ConfigError for
+    anything else.
+    """
+    name = text.strip().lower()
+    for card in _CARDS:
+        if name in card.options:
+            cublas = _LARGE_CUBLAS if card.is_sm90 else _SMALL_CUBLAS
+            return Device(name, int(card.options[name] * GIB), cublas)
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb)", name)
+    if size and float(size[1]) > 0:
+        return Device(text, int(float(size[1]) * _UNITS[size[2]]))
+    names = [option for card in _CARDS for option in card.options]
+    raise ConfigError(
+        f"--device {text}: neither a size, such as 24GiB, nor a known name. {nearest(name, names)}"
+    )
+
+
+def device_here() -> Device | None:
+    """The GPU of this process; None on a machine without one. Imports torch."""
+    import torch
+
+    from trainer.runtime import distributed
+
+    if not torch.cuda.is_available():
+        return None
+    here = torch.cuda.get_device_properties(distributed.device())
+    cublas = _LARGE_CUBLAS if here.major >= 9 else _SMALL_CUBLAS
+    return Device(here.name, here.total_memory, cublas)
 
 
 def peak_flops(name: str | None = None) -> float | None:
     """Dense bf16 FLOP/s of the GPU `name` (default: this rank's); None for a CPU, a MIG slice or an
-    unknown GPU.
+    unknown GPU. Imports torch when no name is given.
     """
     if name is None:
-        name = torch.cuda.get_device_name(distributed.device()) if torch.cuda.is_available() else ""
+        device = device_here()
+        name = "" if device is None else device.name
     if "MIG" in name:
         return None
-    return next((flops for known, flops in PEAK_FLOPS.items() if known in name), None)
+    return next((card.peak_flops for card in _CARDS if card.name in name), None)
