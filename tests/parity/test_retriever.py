@@ -31,10 +31,10 @@ from trainer.training import schedule
 DEPTH = 6 * recorded.num_layers_times_width()
 LOSSES = {"what": "loss", "depth": DEPTH, "margin": 1.5}
 SCORES = {"what": "scores", "depth": DEPTH, "margin": 0.6}
-VECTORS = {"what": "vectors", "depth": DEPTH, "margin": 0.5}
+VECTORS = {"what": "vectors", "depth": DEPTH, "margin": 1.0}
 NORMS = {"what": "norms", "depth": 2 * DEPTH, "margin": 12.0}
 TOTAL_NORM = {"what": "total norm", "depth": 2 * DEPTH, "margin": 2.0}
-GRADIENTS = {"what": "gradients", "depth": 2 * DEPTH, "margin": 3.0}
+GRADIENTS = {"what": "gradients", "depth": 2 * DEPTH, "margin": 6.0}
 TRACE = {"what": "losses of a trace", "depth": 2 * DEPTH, "margin": 1.0}
 TRACE_NORMS = {"what": "norms of a trace", "depth": 2 * DEPTH, "margin": 1.2}
 # The gradient of a key's bias is 0: what is left of it is the rounding of its parts, which are as
