@@ -1,6 +1,4 @@
-"""The step loop with a real engine on a small network: what it refuses, when it stops, what is the
-best so far.
-"""
+"""The step loop with a real engine on a small network: what it refuses, when it stops, what is the best so far."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +20,7 @@ from trainer.config import Experiment, validate
 
 GLOBAL_BATCH = 4
 NAN, INF = float("nan"), float("inf")
+HUGE = 1e30  # a gradient that is finite in fp32, whose norm is not
 
 
 @dataclass
@@ -30,21 +30,18 @@ class Case:
     stage: int = 0
     precision: str = "fp32"
     steps: int = 6
+    log_every: int = 100  # the last step is logged in any case
     save_every: int = 1
     evaluate_every: int = 100
-    spoilt_gradient: dict[int, float] = field(
-        default_factory=dict
-    )  # step: what the gradient becomes
+    spoilt_gradient: dict[int, float] = field(default_factory=dict)  # step: what the gradient becomes
     spoilt_loss: dict[int, float] = field(default_factory=dict)
     scores: Sequence[float] = (1.0,)  # valid/loss of each evaluation; one comes after the last step
-    best_is: str = "min"
     schedule: dict[str, Any] = field(default_factory=lambda: {"shape": "constant"})
     clip: float = 0.0
-    fp16: dict[str, Any] = field(
-        default_factory=lambda: {"initial_scale_power": 8}
-    )  # in DeepSpeed's file
+    fp16: dict[str, Any] = field(default_factory=lambda: {"initial_scale_power": 8})  # in DeepSpeed's file
     stop_rank: int | None = None  # the rank that is asked to stop, after the step below
     stop_after: int = 0
+    is_rehearsed: bool = False  # the heaviest batches come first, as in a run whose memory is planned
 
 
 @dataclass
@@ -76,9 +73,7 @@ class _SpoiltGradient(torch.autograd.Function):
 
 
 class Regression:
-    """A task whose row n belongs to step n // GLOBAL_BATCH + 1: so a fault of one step is a fault
-    of its rows.
-    """
+    """A task whose row n belongs to step n // GLOBAL_BATCH + 1: so a fault of one step is a fault of its rows."""
 
     unit: ClassVar[str] = "rows"
 
@@ -103,7 +98,7 @@ class Regression:
             yield (outputs.float() - 1.0).square().sum() * self.case.spoilt_loss.get(step, 1.0)
 
     def scores(self, model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
-        from trainer.evaluation.mergeable import Ratio
+        from trainer.metrics import Ratio
 
         self.evaluations += 1
         return {"loss": Ratio.of([self.case.scores[self.evaluations - 1]])}
@@ -133,7 +128,6 @@ def experiment(case: Case) -> Experiment:
             "micro_batch": 2,
             "precision": case.precision,
             "order": "as_given",
-            "best_is": case.best_is,
         },
         "optim": {"lr": 0.01, "clip": case.clip},
         "schedule": case.schedule,
@@ -144,16 +138,14 @@ def experiment(case: Case) -> Experiment:
 def _engine(case: Case, cfg: Experiment) -> Any:
     from deepspeed.accelerator import get_accelerator
 
-    from trainer.config import deepspeed_config
-    from trainer.runtime import distributed
-    from trainer.training.engine import Engine
+    from trainer import deepspeed_config, distributed
+    from trainer.engine import Engine
 
-    # Nothing of what is tested here depends on the device; DeepSpeed alone thinks that a CPU has no
-    # fp16.
+    # Nothing of what is tested here depends on the device; DeepSpeed alone thinks that a CPU has no fp16.
     get_accelerator().is_fp16_supported = lambda: True
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 1))
     file = deepspeed_config.read(f"zero{case.stage}")
     file["fp16"] |= case.fp16
     file["zero_optimization"] |= {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
@@ -163,11 +155,12 @@ def _engine(case: Case, cfg: Experiment) -> Any:
 
 
 def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
-    from trainer.data.order import Sharding
-    from trainer.runtime import distributed
-    from trainer.telemetry.meter import Meter
-    from trainer.telemetry.run_record import Run
-    from trainer.training.loop import Cadence, Progress, Session
+    from trainer import distributed
+    from trainer.data.windows import Sharding
+    from trainer.loop import Cadence, Progress, Session
+    from trainer.meter import Meter
+    from trainer.planning import rehearse
+    from trainer.telemetry import Run
 
     cfg = experiment(case)
     live, asked, rank = _engine(case, cfg), Asked(), distributed.rank()
@@ -181,23 +174,21 @@ def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
     def save(progress: Progress) -> None:
         outcome.saved.append(progress.step)
         weights = live.weights(lambda k: True).values()
-        outcome.all_saved_are_finite &= all(
-            bool(torch.isfinite(weight).all()) for weight in weights
-        )
+        outcome.all_saved_are_finite &= all(bool(torch.isfinite(weight).all()) for weight in weights)
 
     live.step = step
+    stores: Any = {"train": Rows(case.steps * GLOBAL_BATCH), "valid": Rows(distributed.world())}
+    if case.is_rehearsed:
+        plan: Any = SimpleNamespace(heaviest=[0, 1], heaviest_evaluated=[0])
+        rehearse(live, Regression(case), stores, plan)  # pyright: ignore[reportArgumentType]
     return Session(
         cfg=cfg,
         task=Regression(case),
         engine=live,
-        train=Rows(case.steps * GLOBAL_BATCH),  # pyright: ignore[reportArgumentType]
-        valid=Rows(distributed.world()),  # pyright: ignore[reportArgumentType]
+        train=stores["train"],
+        valid=stores["valid"],
         sharding=Sharding(GLOBAL_BATCH, 2, distributed.world(), rank),
-        cadence=Cadence(
-            log=1 if case.save_every == 1 else 100,
-            evaluate=case.evaluate_every,
-            save=case.save_every,
-        ),
+        cadence=Cadence(log=case.log_every, evaluate=case.evaluate_every, save=case.save_every),
         run=Run(folder, total=case.steps),
         meter=Meter(),
         preemption=asked,  # pyright: ignore[reportArgumentType]
@@ -208,11 +199,12 @@ def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
 
 def _fit(cases: dict[str, Case], root: Path) -> dict[str, Outcome]:
     from trainer.errors import LatheError
-    from trainer.training.loop import Progress, fit
+    from trainer.loop import Progress, fit
 
     outcomes: dict[str, Outcome] = {}
     for number, (name, case) in enumerate(cases.items()):
         outcome = outcomes[name] = Outcome()
+        torch.manual_seed(7)
         session = _session(case, root / str(number), outcome)
         try:
             outcome.result = "finished" if fit(session, Progress()) else "stopped"
@@ -232,11 +224,9 @@ def fit_all(cases: dict[str, Case], *, world: int = 1) -> list[dict[str, Outcome
         return run_on_ranks(world, _fit, cases, Path(root))
 
 
-def test_a_gradient_that_is_not_finite_stops_every_precision_but_fp16_before_anything_is_saved() -> (
-    None
-):
+def test_a_gradient_that_is_not_finite_stops_every_precision_but_fp16_before_anything_is_saved() -> None:
     spoilt = [(stage, precision, NAN) for stage in range(4) for precision in ("fp32", "bf16")]
-    spoilt.append((0, "fp32", INF))
+    spoilt.append((0, "fp32", HUGE))
     cases = {
         f"zero{stage} {precision} {value}": Case(
             stage=stage, precision=precision, steps=3, spoilt_gradient={2: value}, evaluate_every=2
@@ -245,22 +235,15 @@ def test_a_gradient_that_is_not_finite_stops_every_precision_but_fp16_before_any
     }
     for by_case in fit_all(cases, world=2):
         for name, outcome in by_case.items():
-            assert outcome.result.startswith("DivergedError: gradient norm is "), (
-                f"{name}: {outcome.result}"
-            )
+            assert outcome.result.startswith("DivergedError: gradient norm is "), f"{name}: {outcome.result}"
             assert "at step 2" in outcome.result, name
             assert (outcome.saved, outcome.exported) == ([1], []), name
             assert outcome.all_saved_are_finite, name
 
 
 def test_a_gradient_that_is_not_finite_is_noticed_between_two_saves() -> None:
-    """fp32 at stage 0 leaves no update out: its norm rides in the next step's all-reduce, as the
-    loss does.
-    """
-    cases = {
-        f"zero{stage}": Case(stage=stage, spoilt_gradient={2: NAN}, steps=20, save_every=20)
-        for stage in (0, 1)
-    }
+    """fp32 at stage 0 leaves no update out: its norm rides in the next step's all-reduce, as the loss does."""
+    cases = {f"zero{stage}": Case(stage=stage, spoilt_gradient={2: NAN}, steps=20, save_every=20) for stage in (0, 1)}
     cases["loss"] = Case(spoilt_loss={2: INF}, steps=20, save_every=20)
     for name, outcome in fit_all(cases)[0].items():
         assert "DivergedError" in outcome.result, name
@@ -270,27 +253,18 @@ def test_a_gradient_that_is_not_finite_is_noticed_between_two_saves() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_never_saved() -> None:
-    """With a learning rate of 0 the weights would stay sound, and only the check before a save sees
-    anything.
-    """
+    """With a learning rate of 0 the weights would stay sound, and only the check before a save sees anything."""
     still = {"shape": "constant", "warmup_steps": 6}
-    cases = {
-        "first": Case(spoilt_loss={1: NAN}, schedule=still),
-        "last": Case(spoilt_loss={6: NAN}),
-        "between two lines": Case(spoilt_loss={2: NAN}, save_every=2),
-        "evaluated": Case(spoilt_loss={2: NAN}, save_every=100, evaluate_every=2),
-    }
+    cases = {"first": Case(spoilt_loss={1: NAN}, schedule=still), "last": Case(spoilt_loss={6: NAN})}
     outcomes = fit_all(cases)[0]
     assert all("DivergedError: loss is nan" in outcome.result for outcome in outcomes.values())
     assert outcomes["first"].saved == []
     assert outcomes["last"].saved == [1, 2, 3, 4, 5]
-    assert outcomes["between two lines"].saved == []
-    assert (outcomes["evaluated"].saved, outcomes["evaluated"].exported) == ([], [])
 
 
 def test_fp16_goes_on_after_a_skipped_step_and_says_how_many_there_were() -> None:
     cases = {
-        f"zero{stage}": Case(stage=stage, precision="fp16", spoilt_gradient={2: INF, 3: INF})
+        f"zero{stage}": Case(stage=stage, precision="fp16", log_every=1, spoilt_gradient={2: INF, 3: INF})
         for stage in (1, 3)
     }
     for name, outcome in fit_all(cases)[0].items():
@@ -299,36 +273,22 @@ def test_fp16_goes_on_after_a_skipped_step_and_says_how_many_there_were() -> Non
         lines = [line for line in outcome.lines if "loss" in line]
         assert [line["skipped_steps"] for line in lines] == [0, 1, 2, 2, 2, 2], name
         assert [line["loss_scale"] for line in lines] == [2.0**8, 2.0**8, *[2.0**7] * 4], name
-        assert ["grad_norm" in line for line in lines] == [True, False, False, True, True, True], (
-            name
-        )
+        assert ["grad_norm" in line for line in lines] == [True, False, False, True, True, True], name
 
 
 def test_fp16_stops_when_its_scale_never_fits() -> None:
     always = dict.fromkeys(range(1, 41), INF)
     many = dict.fromkeys(range(1, 121, 5), INF) | dict.fromkeys(range(1, 121, 2), INF)
     cases = {
-        "dynamic": Case(
-            stage=1,
-            precision="fp16",
-            steps=40,
-            spoilt_gradient=always,
-            fp16={"initial_scale_power": 4},
-        ),
-        "static": Case(
-            stage=2, precision="fp16", steps=40, spoilt_gradient=always, fp16={"loss_scale": 128}
-        ),
+        "dynamic": Case(stage=1, precision="fp16", steps=40, spoilt_gradient=always, fp16={"initial_scale_power": 4}),
+        "static": Case(stage=2, precision="fp16", steps=40, spoilt_gradient=always, fp16={"loss_scale": 128}),
         "short": Case(stage=1, precision="fp16", steps=8, save_every=8, spoilt_gradient=always),
         "most": Case(stage=1, precision="fp16", steps=120, save_every=120, spoilt_gradient=many),
-        "few": Case(
-            stage=1, precision="fp16", steps=20, spoilt_gradient=dict.fromkeys(range(1, 10), INF)
-        ),
+        "few": Case(stage=1, precision="fp16", steps=20, spoilt_gradient=dict.fromkeys(range(1, 10), INF)),
     }
     outcomes = fit_all(cases)[0]
     assert outcomes["few"].result == "finished"
-    assert len(outcomes["dynamic"].rates) == 14, (
-        "one of hysteresis, four halvings, of which the last is a first try"
-    )
+    assert len(outcomes["dynamic"].rates) == 14, "one of hysteresis, four halvings, of which the last is a first try"
     assert len(outcomes["static"].rates) == 10
     assert "8 of 8 steps were skipped (more than half)" in outcomes["short"].result
     assert "60 of 100 steps were skipped (more than half)" in outcomes["most"].result
@@ -347,27 +307,31 @@ def test_every_rank_stops_at_one_step_when_one_of_them_is_asked_to(rank: int) ->
 
 
 def test_a_tie_does_not_replace_the_best() -> None:
-    low, high = (3.0, 2.0, 2.0, NAN, 2.5, 1.0), (1.0, 2.0, 2.0, NAN, 1.5, 3.0)
-    cases = {
-        "min": Case(evaluate_every=1, save_every=100, scores=low),
-        "max": Case(evaluate_every=1, save_every=100, scores=high, best_is="max"),
-    }
-    for outcome in fit_all(cases)[0].values():
-        assert outcome.exported == [1, 2, 6]
-
-
-def test_the_last_step_is_saved_and_the_log_counts_the_units_of_all_steps() -> None:
-    (outcomes,) = fit_all({"odd": Case(steps=5, save_every=2)})
-    assert outcomes["odd"].saved == [2, 4, 5]
-    assert [line["rows"] for line in outcomes["odd"].lines if "rows" in line] == [20]
+    case = Case(evaluate_every=1, save_every=100, scores=(3.0, 2.0, 2.0, NAN, 2.5, 1.0))
+    (outcomes,) = fit_all({"tie": case})
+    assert outcomes["tie"].exported == [1, 2, 6]
 
 
 def test_the_plateaus_factor_reaches_the_optimizer_and_the_log() -> None:
     schedule = {"shape": "reduce_on_plateau", "factor": 0.5, "patience": 0, "warmup_steps": 0}
-    case = Case(evaluate_every=2, save_every=1, scores=(2.0, 3.0, 3.0), schedule=schedule)
+    case = Case(evaluate_every=2, log_every=1, scores=(2.0, 3.0, 3.0), schedule=schedule)
     (outcomes,) = fit_all({"plateau": case})
     assert outcomes["plateau"].modes == [True] * 6, "an evaluation leaves the model as it was"
     assert outcomes["plateau"].rates == pytest.approx([0.01, 0.01, 0.01, 0.01, 0.005, 0.005])
-    assert [line["lr"] for line in outcomes["plateau"].lines if "lr" in line] == outcomes[
-        "plateau"
-    ].rates
+    assert [line["lr"] for line in outcomes["plateau"].lines if "lr" in line] == outcomes["plateau"].rates
+
+
+def test_a_rehearsal_of_the_heaviest_batches_changes_nothing_even_with_dropout() -> None:
+    cases = {
+        f"{stage} {is_rehearsed}": Case(stage=stage, log_every=1, is_rehearsed=is_rehearsed)
+        for stage in (0, 2)
+        for is_rehearsed in (False, True)
+    }
+    (outcomes,) = fit_all(cases)
+    for stage in (0, 2):
+        plain, rehearsed = (
+            [line["loss"] for line in outcomes[f"{stage} {is_rehearsed}"].lines if "loss" in line]
+            for is_rehearsed in (False, True)
+        )
+        assert len(plain) == 6
+        assert rehearsed == plain

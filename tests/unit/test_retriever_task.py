@@ -298,6 +298,13 @@ def test_metrics_are_those_of_the_ranking() -> None:
     )
 
 
+@pytest.mark.parametrize(("place", "reciprocal"), [(1, 1.0), (10, 0.1), (11, 0.0)])
+def test_mrr_at_10_counts_ten_places(place: int, reciprocal: float) -> None:
+    falling = [[float(-column) for column in range(12)]]
+    found = metrics.retrieval_metrics(table_of(falling, [[place - 1]]), temperature=1.0)
+    assert found["mrr@10"] == reciprocal
+
+
 def test_vectors_that_are_all_alike_find_nothing() -> None:
     found = metrics.retrieval_metrics(table_of([[1.0] * 30] * 2, [[0], [1]]), temperature=1.0)
     assert (found["mrr@10"], found["recall@20"]) == (0.0, 0.0)
