@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"  # id 0: begins and ends a text
 PAD = "<|pad|>"  # id 1: never the end of a text, so a masked pad cannot hide a real end
+FOREIGN_CODE = (
+    "it brings Python code of its own (auto_map), which is never run. Use a {} whose kind transformers knows, without "
+    "auto_map."
+)
 _TOKENIZER_FILE = "tokenizer.json"
 FILES = (  # what a tokenizer is made of in a model's folder
     *(
@@ -143,11 +147,9 @@ def _id_of(tokenizer: PreTrainedTokenizerFast, name: str) -> int | None:
 def _pretrained(source: str, spec: str, *, tried: list[str]) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-    ) as error:  # what transformers raises for a missing or malformed one
+    except (OSError, ValueError, KeyError) as error:  # missing or malformed, says transformers
+        if is_of_foreign_code(error):
+            raise ConfigError(f"tokenizer={spec!r}: {FOREIGN_CODE.format('tokenizer')}") from None
         raise _not_found(spec, tried, reason=str(error).split("\n", 1)[0]) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(
@@ -155,6 +157,11 @@ def _pretrained(source: str, spec: str, *, tried: list[str]) -> PreTrainedTokeni
             f"Use a tokenizer that has a {_TOKENIZER_FILE}."
         )
     return tokenizer
+
+
+def is_of_foreign_code(error: Exception) -> bool:
+    """Whether transformers refused a folder because it would have to run code that lies there (auto_map)."""
+    return "custom code" in str(error)
 
 
 def _may_be_hub_id(spec: str) -> bool:

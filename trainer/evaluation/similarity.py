@@ -111,7 +111,8 @@ def _bertscore(pairs: Sequence[tuple[str, Sequence[str]]], name: str) -> list[fl
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        tokenizer, model = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model = AutoModel.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(

@@ -9,11 +9,13 @@ import hashlib
 import inspect
 import json
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from trainer.config import (
@@ -66,9 +68,11 @@ def config_of(base: Base, places: Places) -> PretrainedConfig:
     if isinstance(source, RandomBase):
         return _random_config(source)
     try:
-        return AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        if vocabulary.is_of_foreign_code(error):
+            raise ConfigError(f"base={source!r}: {vocabulary.FOREIGN_CODE.format('model')}") from None
         raise ConfigError(
             f"base={source!r}: neither a folder with config.json nor a model that the Hub gives "
             f"out ({reason}).\n"
@@ -100,8 +104,33 @@ def load(
     # the embedding; under ZeRO-3 both are empty by then, count as equal, and the checkpoint's own
     # would be thrown away.
     may_be_untied = kind == "seq2seq_lm" and getattr(config, "scale_decoder_outputs", True) is False
-    with _unpartitioned() if may_be_untied else contextlib.nullcontext():
-        return build.from_pretrained(source, dtype=DTYPES[precision], **options)
+    with _reading(source), _unpartitioned() if may_be_untied else contextlib.nullcontext():
+        return build.from_pretrained(source, dtype=DTYPES[precision], trust_remote_code=False, **options)
+
+
+@contextlib.contextmanager
+def _reading(source: str) -> Iterator[None]:
+    """Inside, weights of `source` are read; whatever is wrong with the files becomes one ConfigError."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            f"base={source!r}: its pytorch_model.bin is not tensors alone, or is torn; code in a pickle is never run.\n"
+            "Copy the folder again, or save its weights as safetensors: model.save_pretrained(FOLDER)."
+        ) from error
+    except ImportError as error:  # a quantized base needs a package of its own: bitsandbytes, kernels, optimum
+        raise ConfigError(
+            f"base={source!r}: {_first_line(error)}\nIts config.json has a quantization_config: install what it needs, "
+            "or use weights that are not quantized."
+        ) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"base={source!r}: its weights cannot be read ({_first_line(error)}). Copy the folder again."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 @contextlib.contextmanager

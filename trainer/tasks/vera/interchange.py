@@ -95,7 +95,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"than {HEAD_ROW}."
         )
     model = T5EncoderModel.from_pretrained(
-        folder, config=AutoConfig.from_pretrained(folder), dtype="auto"
+        folder, config=AutoConfig.from_pretrained(folder, trust_remote_code=False), dtype="auto"
     )
     return config, {name: tensor.detach() for name, tensor in model.named_parameters()}
 

@@ -89,8 +89,10 @@ class QuestionConverter:
         if self._model is not None:
             return
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.source)
-            self._model = AutoModelForSeq2SeqLM.from_pretrained(self.source, dtype=torch.float32)
+            self._tokenizer = AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
+            self._model = AutoModelForSeq2SeqLM.from_pretrained(
+                self.source, dtype=torch.float32, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(

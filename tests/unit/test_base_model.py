@@ -1,0 +1,84 @@
+"""Bases and tokenizers that cannot be used: one ConfigError each, and no code that comes with them is run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.facts import LLAMA, write_facts
+from trainer import base_model
+from trainer.data import vocabulary
+from trainer.errors import ConfigError
+from trainer.task import Places
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """base/, a Llama, and tokenizer/."""
+    folder = write_facts(tmp_path_factory.mktemp("facts"), train=8, valid=2)
+    config = dict(LLAMA["config"])
+    family = config.pop("model_type")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config)).save_pretrained(folder / "base")
+    return folder
+
+
+def changed(folder: Path, file: str, values: dict[str, Any]) -> Path:
+    """The folder, whose JSON file `file` says something else; beside it lies code that leaves a file when it is run."""
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(content | values))
+    (folder / "mine.py").write_text(f"open({str(folder / 'was_run')!r}, 'w').close()\n")
+    return folder
+
+
+def refusal_of_base(folder: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        base_model.load(str(folder), Places(None, folder / "cache", folder / "runs"), precision="fp32")
+    assert caught.value.exit_code == 2
+    assert str(folder) in str(caught.value)
+    return str(caught.value)
+
+
+def test_code_that_comes_with_a_base_or_a_tokenizer_is_never_run_and_nobody_is_asked(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda prompt="": "y")
+    own = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    base = shutil.copytree(saved / "base", tmp_path / "base")
+    changed(base, "config.json", {"model_type": "mine", "auto_map": own})
+    assert "code of its own (auto_map), which is never run" in refusal_of_base(base)
+    tokenizer = shutil.copytree(saved / "tokenizer", tmp_path / "tokenizer")
+    own_tokenizer = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}}
+    changed(tokenizer, "tokenizer_config.json", own_tokenizer)
+    with pytest.raises(ConfigError, match=r"code of its own \(auto_map\), which is never run"):
+        vocabulary.load_tokenizer(str(tokenizer), data_path=None, cache_dir=tmp_path)
+    assert not list(tmp_path.rglob("was_run"))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "package"),
+    [({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"), ({"quant_method": "gptq"}, "optimum")],
+)
+def test_a_quantized_base_without_its_package_is_refused(
+    quantization: dict[str, Any], package: str, saved: Path, tmp_path: Path
+) -> None:
+    values = {"quantization_config": {"bits": 4, **quantization}}
+    base = changed(shutil.copytree(saved / "base", tmp_path / "base"), "config.json", values)
+    text = refusal_of_base(base)
+    assert package in text
+    assert "quantization_config" in text
+
+
+def test_weights_that_are_no_tensors_torn_or_missing_are_refused(saved: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(saved / "base", tmp_path / "base")
+    (base / "model.safetensors").write_bytes(b"torn")
+    assert "cannot be read" in refusal_of_base(base)
+    (base / "model.safetensors").unlink()
+    assert "cannot be read" in refusal_of_base(base)
+    torch.save({"lm_head.weight": Path("no tensor")}, base / "pytorch_model.bin")
+    assert "not tensors alone" in refusal_of_base(base)
