@@ -33,15 +33,21 @@ class Case:
     log_every: int = 100  # the last step is logged in any case
     save_every: int = 1
     evaluate_every: int = 100
-    spoilt_gradient: dict[int, float] = field(default_factory=dict)  # step: what the gradient becomes
+    spoilt_gradient: dict[int, float] = field(
+        default_factory=dict
+    )  # step: what the gradient becomes
     spoilt_loss: dict[int, float] = field(default_factory=dict)
     scores: Sequence[float] = (1.0,)  # valid/loss of each evaluation; one comes after the last step
     schedule: dict[str, Any] = field(default_factory=lambda: {"shape": "constant"})
     clip: float = 0.0
-    fp16: dict[str, Any] = field(default_factory=lambda: {"initial_scale_power": 8})  # in DeepSpeed's file
+    fp16: dict[str, Any] = field(
+        default_factory=lambda: {"initial_scale_power": 8}
+    )  # in DeepSpeed's file
     stop_rank: int | None = None  # the rank that is asked to stop, after the step below
     stop_after: int = 0
-    is_rehearsed: bool = False  # the heaviest batches come first, as in a run whose memory is planned
+    is_rehearsed: bool = (
+        False  # the heaviest batches come first, as in a run whose memory is planned
+    )
 
 
 @dataclass
@@ -98,7 +104,7 @@ class Regression:
             yield (outputs.float() - 1.0).square().sum() * self.case.spoilt_loss.get(step, 1.0)
 
     def scores(self, model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
-        from trainer.metrics import Ratio
+        from trainer.evaluation.mergeable import Ratio
 
         self.evaluations += 1
         return {"loss": Ratio.of([self.case.scores[self.evaluations - 1]])}
@@ -138,8 +144,9 @@ def experiment(case: Case) -> Experiment:
 def _engine(case: Case, cfg: Experiment) -> Any:
     from deepspeed.accelerator import get_accelerator
 
-    from trainer import deepspeed_config, distributed
-    from trainer.engine import Engine
+    from trainer.config import deepspeed_config
+    from trainer.runtime import distributed
+    from trainer.training.engine import Engine
 
     # Nothing of what is tested here depends on the device; DeepSpeed alone thinks that a CPU has no fp16.
     get_accelerator().is_fp16_supported = lambda: True
@@ -155,12 +162,12 @@ def _engine(case: Case, cfg: Experiment) -> Any:
 
 
 def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
-    from trainer import distributed
-    from trainer.data.windows import Sharding
-    from trainer.loop import Cadence, Progress, Session
-    from trainer.meter import Meter
-    from trainer.planning import rehearse
-    from trainer.telemetry import Run
+    from trainer.data.order import Sharding
+    from trainer.memory.launch import rehearse
+    from trainer.runtime import distributed
+    from trainer.telemetry.meter import Meter
+    from trainer.telemetry.run_record import Run
+    from trainer.training.loop import Cadence, Progress, Session
 
     cfg = experiment(case)
     live, asked, rank = _engine(case, cfg), Asked(), distributed.rank()
@@ -174,7 +181,9 @@ def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
     def save(progress: Progress) -> None:
         outcome.saved.append(progress.step)
         weights = live.weights(lambda k: True).values()
-        outcome.all_saved_are_finite &= all(bool(torch.isfinite(weight).all()) for weight in weights)
+        outcome.all_saved_are_finite &= all(
+            bool(torch.isfinite(weight).all()) for weight in weights
+        )
 
     live.step = step
     stores: Any = {"train": Rows(case.steps * GLOBAL_BATCH), "valid": Rows(distributed.world())}
@@ -199,7 +208,7 @@ def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
 
 def _fit(cases: dict[str, Case], root: Path) -> dict[str, Outcome]:
     from trainer.errors import LatheError
-    from trainer.loop import Progress, fit
+    from trainer.training.loop import Progress, fit
 
     outcomes: dict[str, Outcome] = {}
     for number, (name, case) in enumerate(cases.items()):
@@ -224,7 +233,9 @@ def fit_all(cases: dict[str, Case], *, world: int = 1) -> list[dict[str, Outcome
         return run_on_ranks(world, _fit, cases, Path(root))
 
 
-def test_a_gradient_that_is_not_finite_stops_every_precision_but_fp16_before_anything_is_saved() -> None:
+def test_a_gradient_that_is_not_finite_stops_every_precision_but_fp16_before_anything_is_saved() -> (
+    None
+):
     spoilt = [(stage, precision, NAN) for stage in range(4) for precision in ("fp32", "bf16")]
     spoilt.append((0, "fp32", HUGE))
     cases = {
@@ -235,7 +246,9 @@ def test_a_gradient_that_is_not_finite_stops_every_precision_but_fp16_before_any
     }
     for by_case in fit_all(cases, world=2):
         for name, outcome in by_case.items():
-            assert outcome.result.startswith("DivergedError: gradient norm is "), f"{name}: {outcome.result}"
+            assert outcome.result.startswith("DivergedError: gradient norm is "), (
+                f"{name}: {outcome.result}"
+            )
             assert "at step 2" in outcome.result, name
             assert (outcome.saved, outcome.exported) == ([1], []), name
             assert outcome.all_saved_are_finite, name
@@ -243,7 +256,10 @@ def test_a_gradient_that_is_not_finite_stops_every_precision_but_fp16_before_any
 
 def test_a_gradient_that_is_not_finite_is_noticed_between_two_saves() -> None:
     """fp32 at stage 0 leaves no update out: its norm rides in the next step's all-reduce, as the loss does."""
-    cases = {f"zero{stage}": Case(stage=stage, spoilt_gradient={2: NAN}, steps=20, save_every=20) for stage in (0, 1)}
+    cases = {
+        f"zero{stage}": Case(stage=stage, spoilt_gradient={2: NAN}, steps=20, save_every=20)
+        for stage in (0, 1)
+    }
     cases["loss"] = Case(spoilt_loss={2: INF}, steps=20, save_every=20)
     for name, outcome in fit_all(cases)[0].items():
         assert "DivergedError" in outcome.result, name
@@ -255,7 +271,10 @@ def test_a_gradient_that_is_not_finite_is_noticed_between_two_saves() -> None:
 def test_a_loss_that_is_not_finite_is_never_saved() -> None:
     """With a learning rate of 0 the weights would stay sound, and only the check before a save sees anything."""
     still = {"shape": "constant", "warmup_steps": 6}
-    cases = {"first": Case(spoilt_loss={1: NAN}, schedule=still), "last": Case(spoilt_loss={6: NAN})}
+    cases = {
+        "first": Case(spoilt_loss={1: NAN}, schedule=still),
+        "last": Case(spoilt_loss={6: NAN}),
+    }
     outcomes = fit_all(cases)[0]
     assert all("DivergedError: loss is nan" in outcome.result for outcome in outcomes.values())
     assert outcomes["first"].saved == []
@@ -264,7 +283,9 @@ def test_a_loss_that_is_not_finite_is_never_saved() -> None:
 
 def test_fp16_goes_on_after_a_skipped_step_and_says_how_many_there_were() -> None:
     cases = {
-        f"zero{stage}": Case(stage=stage, precision="fp16", log_every=1, spoilt_gradient={2: INF, 3: INF})
+        f"zero{stage}": Case(
+            stage=stage, precision="fp16", log_every=1, spoilt_gradient={2: INF, 3: INF}
+        )
         for stage in (1, 3)
     }
     for name, outcome in fit_all(cases)[0].items():
@@ -273,22 +294,36 @@ def test_fp16_goes_on_after_a_skipped_step_and_says_how_many_there_were() -> Non
         lines = [line for line in outcome.lines if "loss" in line]
         assert [line["skipped_steps"] for line in lines] == [0, 1, 2, 2, 2, 2], name
         assert [line["loss_scale"] for line in lines] == [2.0**8, 2.0**8, *[2.0**7] * 4], name
-        assert ["grad_norm" in line for line in lines] == [True, False, False, True, True, True], name
+        assert ["grad_norm" in line for line in lines] == [True, False, False, True, True, True], (
+            name
+        )
 
 
 def test_fp16_stops_when_its_scale_never_fits() -> None:
     always = dict.fromkeys(range(1, 41), INF)
     many = dict.fromkeys(range(1, 121, 5), INF) | dict.fromkeys(range(1, 121, 2), INF)
     cases = {
-        "dynamic": Case(stage=1, precision="fp16", steps=40, spoilt_gradient=always, fp16={"initial_scale_power": 4}),
-        "static": Case(stage=2, precision="fp16", steps=40, spoilt_gradient=always, fp16={"loss_scale": 128}),
+        "dynamic": Case(
+            stage=1,
+            precision="fp16",
+            steps=40,
+            spoilt_gradient=always,
+            fp16={"initial_scale_power": 4},
+        ),
+        "static": Case(
+            stage=2, precision="fp16", steps=40, spoilt_gradient=always, fp16={"loss_scale": 128}
+        ),
         "short": Case(stage=1, precision="fp16", steps=8, save_every=8, spoilt_gradient=always),
         "most": Case(stage=1, precision="fp16", steps=120, save_every=120, spoilt_gradient=many),
-        "few": Case(stage=1, precision="fp16", steps=20, spoilt_gradient=dict.fromkeys(range(1, 10), INF)),
+        "few": Case(
+            stage=1, precision="fp16", steps=20, spoilt_gradient=dict.fromkeys(range(1, 10), INF)
+        ),
     }
     outcomes = fit_all(cases)[0]
     assert outcomes["few"].result == "finished"
-    assert len(outcomes["dynamic"].rates) == 14, "one of hysteresis, four halvings, of which the last is a first try"
+    assert len(outcomes["dynamic"].rates) == 14, (
+        "one of hysteresis, four halvings, of which the last is a first try"
+    )
     assert len(outcomes["static"].rates) == 10
     assert "8 of 8 steps were skipped (more than half)" in outcomes["short"].result
     assert "60 of 100 steps were skipped (more than half)" in outcomes["most"].result
@@ -318,7 +353,9 @@ def test_the_plateaus_factor_reaches_the_optimizer_and_the_log() -> None:
     (outcomes,) = fit_all({"plateau": case})
     assert outcomes["plateau"].modes == [True] * 6, "an evaluation leaves the model as it was"
     assert outcomes["plateau"].rates == pytest.approx([0.01, 0.01, 0.01, 0.01, 0.005, 0.005])
-    assert [line["lr"] for line in outcomes["plateau"].lines if "lr" in line] == outcomes["plateau"].rates
+    assert [line["lr"] for line in outcomes["plateau"].lines if "lr" in line] == outcomes[
+        "plateau"
+    ].rates
 
 
 def test_a_rehearsal_of_the_heaviest_batches_changes_nothing_even_with_dropout() -> None:

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.facts import LLAMA, write_facts
-from trainer import base_model
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
-from trainer.task import Places
+from trainer.models import base_model
+from trainer.tasks.protocol import Places
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_facts(tmp_path_factory.mktemp("facts"), train=8, valid=2)
     config = dict(LLAMA["config"])
     family = config.pop("model_type")
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config)).save_pretrained(folder / "base")
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config)).save_pretrained(
+        folder / "base"
+    )
     return folder
 
 
@@ -38,7 +40,9 @@ def changed(folder: Path, file: str, values: dict[str, Any]) -> Path:
 
 def refusal_of_base(folder: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        base_model.load(str(folder), Places(None, folder / "cache", folder / "runs"), precision="fp32")
+        base_model.load(
+            str(folder), Places(None, folder / "cache", folder / "runs"), precision="fp32"
+        )
     assert caught.value.exit_code == 2
     assert str(folder) in str(caught.value)
     return str(caught.value)
@@ -53,7 +57,10 @@ def test_code_that_comes_with_a_base_or_a_tokenizer_is_never_run_and_nobody_is_a
     changed(base, "config.json", {"model_type": "mine", "auto_map": own})
     assert "code of its own (auto_map), which is never run" in refusal_of_base(base)
     tokenizer = shutil.copytree(saved / "tokenizer", tmp_path / "tokenizer")
-    own_tokenizer = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}}
+    own_tokenizer = {
+        "tokenizer_class": "Mine",
+        "auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]},
+    }
     changed(tokenizer, "tokenizer_config.json", own_tokenizer)
     with pytest.raises(ConfigError, match=r"code of its own \(auto_map\), which is never run"):
         vocabulary.load_tokenizer(str(tokenizer), data_path=None, cache_dir=tmp_path)
@@ -62,7 +69,10 @@ def test_code_that_comes_with_a_base_or_a_tokenizer_is_never_run_and_nobody_is_a
 
 @pytest.mark.parametrize(
     ("quantization", "package"),
-    [({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"), ({"quant_method": "gptq"}, "optimum")],
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "gptq"}, "optimum"),
+    ],
 )
 def test_a_quantized_base_without_its_package_is_refused(
     quantization: dict[str, Any], package: str, saved: Path, tmp_path: Path
@@ -74,7 +84,9 @@ def test_a_quantized_base_without_its_package_is_refused(
     assert "quantization_config" in text
 
 
-def test_weights_that_are_no_tensors_torn_or_missing_are_refused(saved: Path, tmp_path: Path) -> None:
+def test_weights_that_are_no_tensors_torn_or_missing_are_refused(
+    saved: Path, tmp_path: Path
+) -> None:
     base = shutil.copytree(saved / "base", tmp_path / "base")
     (base / "model.safetensors").write_bytes(b"torn")
     assert "cannot be read" in refusal_of_base(base)

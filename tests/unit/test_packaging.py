@@ -19,7 +19,8 @@ CODE = ("trainer", "jobs", "ds_configs")
 USE = """
 import json
 import exp_configs, job_configs, jobs.cli, trainer, trainval
-from trainer import deepspeed_config, tasks
+from trainer import tasks
+from trainer.config import deepspeed_config
 
 names = sorted(path.stem for path in deepspeed_config.PRESETS.glob("*.json"))
 files = {name: deepspeed_config.read(name) for name in names}
@@ -44,7 +45,9 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "README.md", ROOT / "LICENSE"):
         shutil.copy(path, source)
     build = f"import setuptools.build_meta as backend; print(backend.build_wheel({str(out)!r}))"
-    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     (wheel,) = out.glob("lathe-*.whl")
     zipfile.ZipFile(wheel).extractall(out / "unpacked")
@@ -54,7 +57,12 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_package_that_lies_elsewhere_finds_groups_and_deepspeed_files(unpacked: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
     done = subprocess.run(
-        [sys.executable, "-c", USE], cwd=unpacked.parent, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", USE],
+        cwd=unpacked.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

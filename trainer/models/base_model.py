@@ -72,7 +72,9 @@ def config_of(base: Base, places: Places) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         if vocabulary.is_of_foreign_code(error):
-            raise ConfigError(f"base={source!r}: {vocabulary.FOREIGN_CODE.format('model')}") from None
+            raise ConfigError(
+                f"base={source!r}: {vocabulary.FOREIGN_CODE.format('model')}"
+            ) from None
         raise ConfigError(
             f"base={source!r}: neither a folder with config.json nor a model that the Hub gives "
             f"out ({reason}).\n"
@@ -105,7 +107,9 @@ def load(
     # would be thrown away.
     may_be_untied = kind == "seq2seq_lm" and getattr(config, "scale_decoder_outputs", True) is False
     with _reading(source), _unpartitioned() if may_be_untied else contextlib.nullcontext():
-        return build.from_pretrained(source, dtype=DTYPES[precision], trust_remote_code=False, **options)
+        return build.from_pretrained(
+            source, dtype=DTYPES[precision], trust_remote_code=False, **options
+        )
 
 
 @contextlib.contextmanager
@@ -118,7 +122,9 @@ def _reading(source: str) -> Iterator[None]:
             f"base={source!r}: its pytorch_model.bin is not tensors alone, or is torn; code in a pickle is never run.\n"
             "Copy the folder again, or save its weights as safetensors: model.save_pretrained(FOLDER)."
         ) from error
-    except ImportError as error:  # a quantized base needs a package of its own: bitsandbytes, kernels, optimum
+    except (
+        ImportError
+    ) as error:  # a quantized base needs a package of its own: bitsandbytes, kernels, optimum
         raise ConfigError(
             f"base={source!r}: {_first_line(error)}\nIts config.json has a quantization_config: install what it needs, "
             "or use weights that are not quantized."
