@@ -4,7 +4,9 @@ disk lost.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -298,8 +300,6 @@ def _fill_the_disk(
     """The second save meets a full disk: writes past a file size limit fail as they do when no
     space is left.
     """
-    import errno
-
     from trainer.training import checkpoint
 
     original, calls = checkpoint.save, []
@@ -335,6 +335,62 @@ def test_a_full_disk_during_a_save_keeps_the_checkpoint_before_it(
     assert outcome[:2] == ("StorageError", 2)
     assert "No space left" in outcome[2]
     assert left == ["step-3"]
+
+
+def _disturbed(
+    cases: dict[str, dict[str, Any]], folder: Path, root: Path
+) -> dict[str, tuple[tuple[str, int, str], dict[str, Any], list[str]]]:
+    """For each run the error, status.json and its checkpoints. The name says what is disturbed: the
+    disk is full from the first write into a folder of that name on, or the lock is removed."""
+    from trainer.training import loop
+
+    fsync, train_step = os.fsync, loop.train_step
+    found = {}
+    for name, values in cases.items():
+        is_full: list[int] = []
+
+        def refused(descriptor: int, name: str = name, is_full: list[int] = is_full) -> None:
+            if f"/{name}" in os.readlink(f"/proc/self/fd/{descriptor}").replace("/.", "/"):
+                is_full.append(1)
+            if is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            fsync(descriptor)
+
+        def unlocked(*args: Any, savedir: Path = root / f"run of {name}", **options: Any) -> Any:
+            for lock in savedir.glob(".*.lock"):
+                lock.unlink()
+            return train_step(*args, **options)
+
+        os.fsync, loop.train_step = refused, unlocked if name == "no_lock" else train_step
+        try:
+            outcome = refuse(values, folder, root / f"run of {name}", root / "cache")
+        finally:
+            os.fsync, loop.train_step = fsync, train_step
+        (status,) = (root / f"run of {name}").glob("*/status.json")
+        left = sorted(path.name for path in (root / f"run of {name}").glob("*/checkpoints/*"))
+        found[name] = outcome, json.loads(status.read_text()), left
+    return found
+
+
+def test_a_disk_that_is_full_or_a_lock_that_is_removed_ends_a_run_as_failed(
+    folder: Path, tmp_path: Path
+) -> None:
+    short = {"steps": 2, "eval_every": 2, "save_every": 2}
+    cases = {
+        "best": experiment("causal_lm", folder, train=short),
+        "answers": experiment("fid", folder, train=short | {"answers": 2}),
+        "no_lock": experiment("causal_lm", folder, train=short),
+    }
+    found = run_on_ranks(1, _disturbed, cases, folder, tmp_path)[0]
+    for name, (outcome, status, left) in found.items():
+        is_disk = name != "no_lock"
+        assert outcome[:2] == ("StorageError" if is_disk else "ResumeError", 2), (
+            f"{name}: {outcome}"
+        )
+        text = f"/{name}" if is_disk else ".lock was removed"
+        assert text in outcome[2].replace("/.", "/"), f"{name}: {outcome}"  # still a hidden name
+        assert (status["state"], left) == ("failed", []), name
+        assert outcome[2][:40] in status["error"], name
 
 
 def _diverge(

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import StorageError
+from trainer.errors import ResumeError, StorageError
 from trainer.files import atomic
+from trainer.files.build_once import build_once
+from trainer.files.held_lock import HeldLock
 
 
 @pytest.fixture
@@ -136,3 +138,47 @@ def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
     assert (
         atomic.sha256_of(path) == "a889aaea4dd43c3ef1b6f125177026b6445c8374d9cd585dd0c52bb020bb8cc5"
     )
+
+
+RUST = "No space left on device (os error 28)"  # as safetensors and tokenizers say it
+
+
+def test_a_full_disk_is_named_with_its_path_whichever_library_writes(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StorageError, match=rf"{tmp_path}: No space left on device\. Free some"),
+        atomic.refusals(tmp_path),
+    ):
+        raise Exception(RUST)
+    with pytest.raises(ZeroDivisionError), atomic.refusals(tmp_path):
+        raise ZeroDivisionError
+
+    def build(folder: Path) -> None:
+        (folder / "part").touch()
+        raise Exception(RUST)
+
+    cache = tmp_path / "cache"
+    with pytest.raises(StorageError, match=rf"{cache} cannot be written: No space left on device"):
+        build_once(cache, build, is_whole=Path.is_dir)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache.lock"]
+
+
+def test_a_lock_whose_file_was_removed_is_lost_to_whoever_holds_it(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    first, second, third = (HeldLock(path, what="results/1") for _ in range(3))
+    first.acquire()
+    first.check()
+    with pytest.raises(ResumeError, match="another process is training"):
+        second.acquire()
+    path.unlink()
+    with pytest.raises(ResumeError, match="was removed while this process held it"):
+        first.check()
+    second.acquire()
+    second.check()
+    with pytest.raises(ResumeError, match="was removed while this process held it"):
+        first.check()
+    first.release()
+    with pytest.raises(ResumeError, match="another process is training"):
+        third.acquire()
+    second.release()
+    third.acquire()
+    third.check()

@@ -4,6 +4,7 @@ happened.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -79,6 +80,43 @@ def test_a_full_disk_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(StorageError, match="No space left on device"):
         run(tmp_path).log(1, loss=1.0)
+
+
+def test_a_metrics_file_that_is_removed_under_a_run_is_put_back_whole(tmp_path: Path) -> None:
+    live = run(tmp_path)
+    live.log(1, loss=1.0)
+    for step in (2, 3):
+        (tmp_path / "metrics.jsonl").unlink()
+        live.log(step, loss=1.0 / step)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+    (tmp_path / "metrics.jsonl").unlink()
+    live.close()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+def _replaced(path: Path) -> None:
+    path.unlink()
+    path.write_text('{"step": 1}\n')
+
+
+def _written_by_another(path: Path) -> None:
+    with path.open("a") as file:
+        file.write('{"step": 7, "loss": 3.0}\n')
+
+
+@pytest.mark.parametrize(
+    "meddle", [_replaced, _written_by_another, lambda path: os.truncate(path, 0)]
+)
+def test_a_metrics_file_that_somebody_else_changes_stops_the_run(
+    meddle: Any, tmp_path: Path
+) -> None:
+    live = run(tmp_path)
+    live.log(1, loss=1.0)
+    meddle(tmp_path / "metrics.jsonl")
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: it was changed while this run"):
+        live.log(2, loss=0.5)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_resume_cuts_exactly_to_what_an_undisturbed_run_had_written(tmp_path: Path) -> None:
@@ -164,6 +202,25 @@ def test_status_says_state_step_total_host_time_and_error(tmp_path: Path) -> Non
 
 
 # ---------------------------------------------------------------- the console
+
+
+def test_a_run_that_ends_on_a_full_disk_still_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = run(tmp_path)
+    live.status("running", step=3)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match="No space left"):
+        live.status("running", step=4)
+    live.status("failed", error="StorageError: " + "long " * 2000)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["step"]) == ("failed", 4)
+    assert status["error"].startswith("StorageError: long long")
+    assert (tmp_path / "status.json").stat().st_size < 4096, "one block, which the file has already"
 
 
 def test_without_a_terminal_each_entry_is_one_plain_line(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from trainer.errors import ConfigError, StorageError
+from trainer.errors import ConfigError, LatheError, StorageError
 
 BLOCK = 4 << 20  # bytes read at once
 FULL = "Free some space, or save elsewhere with --savedir_base."
@@ -30,15 +31,29 @@ ADVICE = {
 
 @contextmanager
 def refusals(path: Path) -> Iterator[None]:
-    """Turn every OSError of a block into a StorageError that names the file (or `path`) and what to
-    do.
+    """Turn every OSError of a block, and what safetensors and tokenizers raise in its place, into a
+    StorageError that names the file (or `path`) and what to do.
     """
     try:
         yield
-    except OSError as error:
-        advice = ADVICE.get(error.errno or 0, "Check that the folder exists and can be written.")
-        where = error.filename or path
-        raise StorageError(f"{where}: {error.strerror or error}. {advice}") from error
+    except LatheError:
+        raise
+    except Exception as error:  # any: libraries in Rust have no error of their own for the disk
+        number = disk_error(error)
+        if number is None:
+            raise
+        advice = ADVICE.get(number, "Check that the folder exists and can be written.")
+        where = getattr(error, "filename", None) or path
+        reason = getattr(error, "strerror", None) or (os.strerror(number) if number else error)
+        raise StorageError(f"{where}: {reason}. {advice}") from error
+
+
+def disk_error(error: Exception) -> int | None:
+    """The errno with which a disk refused, 0 for one without a number; None for another error."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    return int(told[1]) if told else None
 
 
 def sync(path: Path) -> None:
@@ -94,6 +109,17 @@ def replace_lines(path: Path, lines: Iterable[str]) -> None:
 def write_json(path: Path, value: Any, *, is_durable: bool = True) -> None:
     """Make `value` the whole of `path`, as indented JSON. StorageError when the disk refuses."""
     replace_file(path, _json(value), is_durable=is_durable)
+
+
+def overwrite_json(path: Path, value: Any) -> None:
+    """Make `value` the whole of a small file that is there already, in the room that it has.
+
+    For when write_json is refused by a full disk: a reader may for a moment see half of it.
+    StorageError when this is refused, too.
+    """
+    with refusals(path), path.open("r+b", buffering=0) as file:
+        file.write(_json(value))
+        file.truncate()
 
 
 def create_json(path: Path, value: Any) -> bool:

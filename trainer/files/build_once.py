@@ -15,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from trainer.errors import StorageError
+from trainer.files.atomic import disk_error
 
 log = logging.getLogger(__name__)
 
@@ -57,15 +58,17 @@ def build_once(
 
 @contextmanager
 def _storage_errors(folder: Path, numbers: set[int]) -> Iterator[None]:
-    """Inside, an OSError with one of these numbers becomes a StorageError that names `folder`."""
+    """Inside, a disk that refuses with one of these numbers becomes a StorageError that names
+    `folder`."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in numbers:
+    except Exception as error:  # any: libraries in Rust have no error of their own for the disk
+        number = disk_error(error)
+        if number is None or number not in numbers:
             raise
         raise StorageError(
-            f"{folder} cannot be written: {error.strerror}. Free space there, or choose another "
-            "cache folder."
+            f"{folder} cannot be written: {os.strerror(number)}. Free space there, or choose "
+            "another cache folder."
         ) from error
 
 

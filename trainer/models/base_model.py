@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import inspect
 import json
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ from trainer.config import (
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.files import safetensors_file
+from trainer.files.atomic import refusals, replace_file
 from trainer.models.t5_encoder_weights import encoder_source
 from trainer.tasks.protocol import Places
 
@@ -288,10 +288,9 @@ def _digest_of_files(folder: Path, cache: Path) -> str:
     for path in files:
         with path.open("rb") as file:
             total.update(f"{path.name}:{_sha256(file)};".encode())
-    cache.mkdir(parents=True, exist_ok=True)
-    temporary = cache / f"{key}.{os.getpid()}"
-    temporary.write_text(total.hexdigest())
-    temporary.replace(known)
+    with refusals(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+    replace_file(known, total.hexdigest().encode(), is_durable=False)
     return total.hexdigest()
 
 

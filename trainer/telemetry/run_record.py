@@ -7,7 +7,6 @@ write nothing.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
@@ -30,10 +29,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED
-from trainer.files.atomic import refusals, replace_file, write_json
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
+from trainer.files.atomic import overwrite_json, refusals, replace_file, write_json
 from trainer.runtime import distributed
 from trainer.telemetry.console import Bar, Lines, Number
+from trainer.telemetry.metrics_file import MetricsFile
 
 State = Literal["queued", "running", "succeeded", "failed", "preempted", "cancelled"]
 METRICS, SCORES, HAVEN_SCORES, STATUS = (
@@ -44,6 +44,7 @@ METRICS, SCORES, HAVEN_SCORES, STATUS = (
 )
 ANSWERS = "answers"
 HISTOGRAM_BINS = 64  # what wandb.watch draws
+MAX_ERROR = 2000  # characters of an error in the block that a full disk still has
 HEARTBEAT_S = 15.0  # at most this long between a log line and the status.json that knows of it
 FINISH_S = 120
 
@@ -99,7 +100,7 @@ class Run:
             folder.mkdir(parents=True, exist_ok=True)
         screen = console or Console()
         self._sinks = [
-            _Metrics(folder / METRICS),
+            MetricsFile(folder / METRICS),
             (Bar if screen.is_terminal else Lines)(screen, total),
         ]
         if wandb is not None:
@@ -137,7 +138,7 @@ class Run:
                 self._wandb.histogram(f"gradients/{name}", gradient)
         finite = self._finite(norms)
         for sink in self._sinks:
-            if isinstance(sink, (_Metrics, _Wandb)):
+            if isinstance(sink, (MetricsFile, _Wandb)):
                 sink.log(step, finite)
 
     def score(self, step: int, **scores: Number) -> None:
@@ -182,7 +183,13 @@ class Run:
             "updated_at": now,
             "error": error,
         }
-        write_json(self.folder / STATUS, values)
+        try:
+            write_json(self.folder / STATUS, values)
+        except StorageError:
+            if state == "running":
+                raise
+            # A full disk holds no second file, but the room that this one has is its own.
+            overwrite_json(self.folder / STATUS, values | {"error": error and error[:MAX_ERROR]})
 
     def resume(self, step: int) -> None:
         """Cut metrics.jsonl, score_list and answers/ back to `step`, so that they go on as an
@@ -192,7 +199,7 @@ class Run:
         if not self._is_writer:
             return
         lines = self._sinks[0]
-        assert isinstance(lines, _Metrics), "metrics.jsonl is the first sink"
+        assert isinstance(lines, MetricsFile), "metrics.jsonl is the first sink"
         lines.cut(step)
         if (self.folder / SCORES).exists():
             self._write_scores(
@@ -240,44 +247,6 @@ def _read_scores(path: Path) -> list[dict[str, Number]]:
         return json.loads(path.read_text())
     except FileNotFoundError:
         return []
-
-
-class _Metrics:
-    """metrics.jsonl: one line an entry, one write a line."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = self._open()
-
-    def _open(self) -> Any:
-        with refusals(self._path):
-            return self._path.open("ab", buffering=0)
-
-    def log(self, step: int, scalars: Mapping[str, Number]) -> None:
-        line = (json.dumps({"step": step, **scalars}) + "\n").encode()
-        with refusals(self._path):
-            written = self._file.write(line)
-            if written != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def cut(self, step: int) -> None:
-        """Drop the lines past `step` and every torn one, byte for byte keeping the others."""
-        self._file.close()
-        content = self._path.read_bytes()
-        kept = b"".join(line for line in content.splitlines(keepends=True) if _belongs(line, step))
-        if kept != content:
-            replace_file(self._path, kept)
-        self._file = self._open()
-
-    def close(self, exit_code: int) -> None:
-        self._file.close()
-
-
-def _belongs(line: bytes, step: int) -> bool:
-    try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 class _Wandb:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from filelock import FileLock, Timeout
 
 from trainer import errors, tasks
 from trainer.config import Experiment, deepspeed_config, digest, exp_id
@@ -31,6 +30,7 @@ from trainer.errors import (
 )
 from trainer.evaluation.scoring import first_questions
 from trainer.files.atomic import refusals, write_json
+from trainer.files.held_lock import HeldLock
 from trainer.memory import launch as planning
 from trainer.models.freezing import trainable_report
 from trainer.runtime import distributed, rng
@@ -133,10 +133,10 @@ def run(plan: Plan, options: Options, preemption: Preemption) -> int:
     on.
     """
     plan = _settled(plan, options)
-    with _claimed(plan, options):
+    with _claimed(plan, options) as lock:
         telemetry = Run(plan.folder, total=plan.cfg.train.steps, wandb=options.wandb(plan.values))
         try:
-            finished = _train(plan, options, telemetry, preemption)
+            finished = _train(plan, options, telemetry, preemption, lock)
             telemetry.status("succeeded" if finished else "preempted")
             logger.info(
                 "%s: %s", "finished" if finished else "stopped, to be run again", plan.folder
@@ -207,7 +207,9 @@ def _launch(plan: Plan, options: Options, task: Task, *, answers: bool) -> plann
     )
 
 
-def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption) -> bool:
+def _train(
+    plan: Plan, options: Options, telemetry: Run, preemption: Preemption, lock: HeldLock
+) -> bool:
     cfg = plan.cfg
     if options.push_to_hub:
         on_main(_check_hub)
@@ -249,7 +251,12 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
 
     def save(progress: Progress) -> None:
         with meter.paused():
+            on_main(lock.check)
             _save(plan, live, progress)
+
+    def export(name: str) -> None:
+        on_main(lock.check)
+        _export(plan, task, live, name)
 
     session = Session(
         cfg=cfg,
@@ -263,7 +270,7 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
         meter=meter,
         preemption=preemption,
         save=save,
-        export_best=lambda: _export(plan, task, live, "best"),
+        export_best=lambda: export("best"),
         log_gradients=options.log_gradients,
         questions=questions,
     )
@@ -271,7 +278,7 @@ def _train(plan: Plan, options: Options, telemetry: Run, preemption: Preemption)
         with planning.obeyed(memory, live, launch, plan.folder):
             finished = fit(session, progress)
         if finished:
-            _export(plan, task, live, "final")
+            export("final")
             if options.push_to_hub:
                 on_main(lambda: _push(plan))
         return finished
@@ -314,26 +321,19 @@ def on_main(action: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def _claimed(plan: Plan, options: Options) -> Iterator[None]:
+def _claimed(plan: Plan, options: Options) -> Iterator[HeldLock]:
     """The run folder, made if need be and held by this run alone while the block lasts."""
-    lock = FileLock(options.savedir_base / f".{plan.id}.lock", timeout=0)
+    lock = HeldLock(options.savedir_base / f".{plan.id}.lock", what=str(plan.folder))
     try:
         on_main(lambda: _claim(plan, options, lock))
-        yield
+        yield lock
     finally:
         lock.release()
 
 
-def _claim(plan: Plan, options: Options, lock: FileLock) -> None:
+def _claim(plan: Plan, options: Options, lock: HeldLock) -> None:
     options.savedir_base.mkdir(parents=True, exist_ok=True)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise ResumeError(
-            f"{plan.folder}: another process is training this experiment (it holds "
-            f"{lock.lock_file}). "
-            "Wait for it, or stop it."
-        ) from None
+    lock.acquire()
     if options.reset and plan.folder.exists():
         aside = plan.folder.with_name(f"{plan.id}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
         os.replace(plan.folder, aside)
@@ -473,13 +473,17 @@ def _export(plan: Plan, task: Task, live: Engine, name: str) -> None:
     def write() -> None:
         target, temporary = plan.folder / name, plan.folder / f".{name}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
-        task.export(weights, temporary)
-        old = plan.folder / f".{name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            os.replace(target, old)
-        os.replace(temporary, target)
-        shutil.rmtree(old, ignore_errors=True)
+        try:
+            with refusals(target):
+                task.export(weights, temporary)
+                old = plan.folder / f".{name}.old"
+                shutil.rmtree(old, ignore_errors=True)
+                if target.exists():
+                    os.replace(target, old)
+                os.replace(temporary, target)
+                shutil.rmtree(old, ignore_errors=True)
+        finally:  # on a full disk, what was written so far is the room that is missing
+            shutil.rmtree(temporary, ignore_errors=True)
 
     on_main(write)
 

@@ -1,0 +1,57 @@
+"""A lock file that one process holds, and that notices when somebody removed it by hand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from trainer.errors import ResumeError
+
+
+class HeldLock:
+    """A lock on what one process at a time may do.
+
+    The operating system locks the file itself, not its name. Once the file is removed by hand, the
+    next process makes another one of the same name, locks that, and nothing on the disk tells it
+    that the first still runs. So the holder looks, before it writes anything that lasts, whether
+    the name still leads to its own file; when it does not, the holder is the one that gives way.
+    """
+
+    def __init__(self, path: Path, *, what: str) -> None:
+        """what: for messages, such as a run folder."""
+        self._lock, self._path, self._what = FileLock(path, timeout=0), path, what
+        self._identity: tuple[int, int] | None = None
+
+    def acquire(self) -> None:
+        """Take the lock. ResumeError at once when another process has it."""
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise ResumeError(
+                f"{self._what}: another process is training this experiment (it holds "
+                f"{self._path}). Wait for it, or stop it."
+            ) from None
+        self._identity = self._at_the_path()
+
+    def check(self) -> None:
+        """ResumeError when the name does not lead to the locked file any more."""
+        if self._identity is None or self._at_the_path() != self._identity:
+            raise ResumeError(
+                f"{self._what}: {self._path} was removed while this process held it, so that "
+                "another one may be training this experiment by now. Nothing more is saved here. "
+                "See that one process at a time uses the folder, and run this again: it resumes."
+            )
+
+    def release(self) -> None:
+        """Give the lock back. Without it, nothing."""
+        self._identity = None
+        self._lock.release()
+
+    def _at_the_path(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self._path)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino

@@ -1,0 +1,89 @@
+"""metrics.jsonl: a line an entry, which nobody else may touch while a run writes it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import StorageError
+from trainer.files.atomic import refusals, replace_file
+from trainer.telemetry.console import Number
+
+log = logging.getLogger(__name__)
+
+
+class MetricsFile:
+    """The lines of one run, one write a line.
+
+    A file that is removed is put back whole, for the process that writes it still has its content.
+    A file that was cut or replaced, or has lines of somebody else, stops the run: what belongs into
+    it cannot be known any more.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open()
+
+    def _open(self) -> None:
+        with refusals(self._path):
+            self._file: Any = self._path.open("a+b", buffering=0)
+            self._size = os.fstat(self._file.fileno()).st_size
+
+    def log(self, step: int, scalars: Mapping[str, Number]) -> None:
+        """Write one line. StorageError when the disk refuses, or the file is not as it was left."""
+        line = (json.dumps({"step": step, **scalars}) + "\n").encode()
+        with refusals(self._path):
+            self._keep()
+            written = self._file.write(line)
+            self._size += written
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def cut(self, step: int) -> None:
+        """Drop the lines past `step` and every torn one, byte for byte keeping the others."""
+        self._file.close()
+        content = self._path.read_bytes()
+        kept = b"".join(line for line in content.splitlines(keepends=True) if _belongs(line, step))
+        if kept != content:
+            replace_file(self._path, kept)
+        self._open()
+
+    def close(self, exit_code: int) -> None:
+        """Put the file back if it was removed since the last line, and close it."""
+        if not self._file.closed and not self._path.exists():
+            self._put_back()
+        self._file.close()
+
+    def _keep(self) -> None:
+        own = os.fstat(self._file.fileno())
+        try:
+            present = self._path.stat()
+        except FileNotFoundError:
+            self._put_back()
+            return
+        is_own = (present.st_dev, present.st_ino) == (own.st_dev, own.st_ino)
+        if not is_own or own.st_size != self._size:
+            change = f"has {own.st_size} bytes, not {self._size}" if is_own else "is another file"
+            raise StorageError(
+                f"{self._path}: it was changed while this run was writing it (it {change}). "
+                "See that one process at a time uses this folder, and run this again: it resumes."
+            )
+
+    def _put_back(self) -> None:
+        content = os.pread(self._file.fileno(), self._size, 0)
+        log.warning("%s was removed while the run was writing it; it is put back", self._path)
+        replace_file(self._path, content)
+        self._file.close()
+        self._open()
+
+
+def _belongs(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
