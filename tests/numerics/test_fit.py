@@ -38,6 +38,7 @@ class Case:
     )  # step: what the gradient becomes
     spoilt_loss: dict[int, float] = field(default_factory=dict)
     scores: Sequence[float] = (1.0,)  # valid/loss of each evaluation; one comes after the last step
+    best_is: str = "min"
     schedule: dict[str, Any] = field(default_factory=lambda: {"shape": "constant"})
     clip: float = 0.0
     fp16: dict[str, Any] = field(
@@ -134,6 +135,7 @@ def experiment(case: Case) -> Experiment:
             "micro_batch": 2,
             "precision": case.precision,
             "order": "as_given",
+            "best_is": case.best_is,
         },
         "optim": {"lr": 0.01, "clip": case.clip},
         "schedule": case.schedule,
@@ -274,11 +276,15 @@ def test_a_loss_that_is_not_finite_is_never_saved() -> None:
     cases = {
         "first": Case(spoilt_loss={1: NAN}, schedule=still),
         "last": Case(spoilt_loss={6: NAN}),
+        "between two lines": Case(spoilt_loss={2: NAN}, save_every=2),
+        "evaluated": Case(spoilt_loss={2: NAN}, save_every=100, evaluate_every=2),
     }
     outcomes = fit_all(cases)[0]
     assert all("DivergedError: loss is nan" in outcome.result for outcome in outcomes.values())
     assert outcomes["first"].saved == []
     assert outcomes["last"].saved == [1, 2, 3, 4, 5]
+    assert outcomes["between two lines"].saved == []
+    assert (outcomes["evaluated"].saved, outcomes["evaluated"].exported) == ([], [])
 
 
 def test_fp16_goes_on_after_a_skipped_step_and_says_how_many_there_were() -> None:
@@ -342,9 +348,19 @@ def test_every_rank_stops_at_one_step_when_one_of_them_is_asked_to(rank: int) ->
 
 
 def test_a_tie_does_not_replace_the_best() -> None:
-    case = Case(evaluate_every=1, save_every=100, scores=(3.0, 2.0, 2.0, NAN, 2.5, 1.0))
-    (outcomes,) = fit_all({"tie": case})
-    assert outcomes["tie"].exported == [1, 2, 6]
+    low, high = (3.0, 2.0, 2.0, NAN, 2.5, 1.0), (1.0, 2.0, 2.0, NAN, 1.5, 3.0)
+    cases = {
+        "min": Case(evaluate_every=1, save_every=100, scores=low),
+        "max": Case(evaluate_every=1, save_every=100, scores=high, best_is="max"),
+    }
+    for outcome in fit_all(cases)[0].values():
+        assert outcome.exported == [1, 2, 6]
+
+
+def test_the_last_step_is_saved_and_the_log_counts_the_units_of_all_steps() -> None:
+    (outcomes,) = fit_all({"odd": Case(steps=5, save_every=2)})
+    assert outcomes["odd"].saved == [2, 4, 5]
+    assert [line["rows"] for line in outcomes["odd"].lines if "rows" in line] == [20]
 
 
 def test_the_plateaus_factor_reaches_the_optimizer_and_the_log() -> None:

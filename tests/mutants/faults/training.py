@@ -300,7 +300,7 @@ FAULTS = [
         "    rng.restore(state)",
         "    pass",
         why="rehearsing the heaviest batch changes the dropout of the whole run",
-        tests="tests/numerics/test_memory_plan.py -k 'heaviest_batches_first'",
+        tests="tests/numerics/test_fit.py -k 'rehearsal'",
     ),
     Fault(
         "trainer/memory/launch.py",
