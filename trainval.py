@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from jobs.submit.launch import Request
+    from jobs.submit.request import Request
 
 EXIT_OK, EXIT_FAILED = 0, 1
 
@@ -358,7 +358,8 @@ def _submit(
     torch.
     """
     from jobs.report import selection
-    from jobs.submit import launch, request
+    from jobs.submit import group as group_of_jobs
+    from jobs.submit import prepare
 
     if group is None:
         raise _bad(
@@ -366,47 +367,46 @@ def _submit(
             "retry ID`."
         )
     base = options["savedir_base"]
-    asked = request.make(
+    request = prepare.make(
         group=group,
         experiments=experiments,
         base=base,
         backend={"1": "toolkit"}.get(backend, backend),  # as published
-        job=request.job_config(group, file, "" if python_binary == "python" else python_binary),
+        job=prepare.job_config(group, file, "" if python_binary == "python" else python_binary),
         flags=_passed_on(options),
         allow_dirty=allow_dirty or is_dry,
         take_snapshot=not is_dry,
     )
     if is_dry:
-        results = launch.plan(asked)
+        results = group_of_jobs.preview(request)
     else:
         if options["reset"]:
-            _move_aside(asked)
-        results = launch.submit(asked)
+            _move_aside(request)
+        results = group_of_jobs.submit(request)
     selection.show(results, as_json=False)
     selection.fail_if_any(results)
     return EXIT_OK
 
 
-def _move_aside(asked: Request) -> None:
+def _move_aside(request: Request) -> None:
     """Begin a group anew: every folder that it has, sent or run by hand, gets another name. None
     when one is alive.
     """
     from jobs.report import selection
-    from jobs.submit import control, launch
+    from jobs.submit import control, group
 
-    launch.specs(
-        asked
-    )  # checks every dictionary and flag: nothing is moved for what cannot be sent
-    folders = [folder for name in asked.by_id if (folder := asked.base.run(name)).path.exists()]
+    # This checks every dictionary and flag: nothing is moved for what cannot be sent.
+    group.specs(request)
+    folders = [folder for name in request.by_id if (folder := request.base.run(name)).path.exists()]
     selection.refuse_live(
         selection.rows(
-            asked.base.path, None, [folder.path.name for folder in folders], by_hand=True
+            request.base.path, None, [folder.path.name for folder in folders], by_hand=True
         )
     )
     for folder in folders:
         aside = folder.path.with_name(f"{folder.path.name}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
         selection.show(
-            [control.reset(asked.base, folder.path.name, asked.backend_of, aside=aside)],
+            [control.reset(request.base, folder.path.name, request.backend_of, aside=aside)],
             as_json=False,
         )
 

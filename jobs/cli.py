@@ -21,15 +21,17 @@ from typing import Annotated, Any, ParamSpec, cast, get_args
 import typer
 
 from jobs import backends
+from jobs.backends import BackendCache
 from jobs.errors import NothingMatched, Unreachable
+from jobs.job_state import ACTIVE, ENDED_BADLY
 from jobs.record.paths import BaseFolder
-from jobs.record.status import Row
+from jobs.record.row import Row
 from jobs.report import selection
 from jobs.submit.control import Again, again, cancel, reconcile, reset
-from jobs.submit.launch import RESEND_S, Request, Result, plan, rendered, submit
+from jobs.submit.group import preview, rendered, submit
 from jobs.submit.policy import Limits
-from jobs.submit.request import BackendCache, check_base, job_config, make, training_flags
-from jobs.submit.spec import ACTIVE, ENDED_BADLY
+from jobs.submit.prepare import check_base, job_config, make, training_flags
+from jobs.submit.request import RESEND_S, Request, Result
 from trainer.config import exp_id, nearest
 from trainer.errors import ConfigError, LatheError, StorageError
 
@@ -159,7 +161,7 @@ def plan_command(
         allow_dirty=True,
         take_snapshot=False,
     )
-    results = plan(request)
+    results = preview(request)
     texts = dict(zip(request.by_id, rendered(request), strict=True)) if show_rendered else None
     selection.show(results, as_json, rendered=texts)
     selection.fail_if_any(results)
@@ -502,7 +504,7 @@ def export_command(
     record.
     """
     from jobs.code.export import Kind, export
-    from jobs.submit.launch import specs
+    from jobs.submit.group import specs
 
     kinds: tuple[Kind, ...] = get_args(Kind)
     if to not in kinds:

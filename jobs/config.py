@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from trainer.config import Positive, Strict
+from jobs.code.secret_keys import SECRET
+from trainer.config.schema import Positive, Strict
 from trainer.errors import ConfigError
 
 # What may stand in a name, a path, a mount or an #SBATCH value. No space, no quote, nothing a shell
@@ -20,9 +21,6 @@ Word = Annotated[
 ]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.][A-Za-z0-9_.-]{0,63}$")]
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-SECRET = re.compile(
-    r"(_|\b)(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|\b)", re.IGNORECASE
-)
 
 
 class Resources(Strict):

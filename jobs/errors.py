@@ -39,3 +39,8 @@ class NothingMatched(LatheError):
     """No experiment fits what was asked for."""
 
     exit_code = EXIT_NOTHING_MATCHED
+
+
+EXIT_DUPLICATE = (
+    76  # another copy of this attempt runs, or nobody waits for it any more: this one does nothing
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from jobs.submit.spec import Backend
+from jobs.protocol import Backend
 from trainer.config import nearest
 from trainer.errors import ConfigError
 
@@ -25,3 +25,15 @@ def load(name: str) -> Backend:
     file = f"{name}.backend" if (_HERE / name).is_dir() else name
     module = importlib.import_module(f"jobs.backends.{file}")
     return next(kind for kind in vars(module).values() if getattr(kind, "name", None) == name)()
+
+
+class BackendCache:
+    """`load`, each backend made once."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Backend] = {}
+
+    def __call__(self, name: str) -> Backend:
+        if name not in self._made:
+            self._made[name] = load(name)
+        return self._made[name]

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+from jobs.job_state import Observed
 from jobs.node import wrapper
-from jobs.submit.spec import Finding, JobSpec, Observed, Rendered
+from jobs.protocol import Finding, JobSpec, Rendered
 from trainer.errors import ConfigError
 
 

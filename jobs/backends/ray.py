@@ -31,7 +31,8 @@ from jobs.backends.k8s.manifest import (
     text_faults,
 )
 from jobs.errors import Refused, Unreachable
-from jobs.submit.spec import Finding, JobSpec, JobState, Observed, Rendered
+from jobs.job_state import JobState, Observed
+from jobs.protocol import Finding, JobSpec, Rendered
 from trainer.errors import ConfigError
 
 TIMEOUT_S = 60.0  # for one request; Ray 2.60 answers a submission in 3 s

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import yaml
 
 from jobs.backends.k8s import manifest
-from jobs.submit.spec import JobSpec
+from jobs.protocol import JobSpec
 from trainer.errors import ConfigError
 
 Kind = Literal["sbatch", "eai", "trainjob", "sky"]

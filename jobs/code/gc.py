@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Literal
 
 from jobs.code.snapshot import DIGEST, STAGING
+from jobs.job_state import ACTIVE, ENDED_BADLY, JobState
 from jobs.record.events import read
 from jobs.record.paths import CODE, BaseFolder, RunFolder, is_exp_id
-from jobs.submit.spec import ACTIVE, ENDED_BADLY, JobState
 from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals
 

@@ -10,23 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import translate
-from netrc import NetrcParseError, netrc
-from pathlib import Path
-from typing import Literal
-from urllib.parse import urlsplit
 
-from jobs.config import SECRET, JobConfig
-from jobs.record.paths import RunFolder
-from trainer.errors import ConfigError
-
-KEY = re.compile(
-    r"[A-Za-z0-9_-]{40,512}\Z"
-)  # 40 hexadecimal digits, or the newer and longer wandb_v1_...
 MIN_SECRET = (
     20  # characters; a shorter value of a variable called ..._TOKEN is a switch, not a secret
 )
@@ -77,110 +63,6 @@ _OF_ANOTHER_RUN = frozenset({"WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_SWEEP_ID"})
 # Never CUDA_VISIBLE_DEVICES: the submitter's would go over the devices that the queue gives to each
 # job.
 _OF_THIS_MACHINE = frozenset({"TMPDIR", "CUDA_DEVICE_ORDER"})
-
-
-@dataclass(frozen=True)
-class KeySource:
-    """Where the key of a job comes from. `text` is for status and doctor and never holds
-    the key.
-    """
-
-    kind: Literal["file", "environment", "platform", "none"]
-    text: str
-    key_file: Path | None = (
-        None  # the file that the job must read into WANDB_API_KEY; None: nothing to read
-    )
-
-
-def find_key_source(job: JobConfig, environ: Mapping[str, str]) -> KeySource:
-    """Where a submitted job will find W&B's key: secret of the platform, key file, netrc file, or
-    nowhere.
-
-    A key in the submitter's environment is reported, and not handed on. ConfigError for a key file
-    that is named in the job dictionary or as WANDB_API_KEY_FILE and will not do (`check_key_file`).
-    """
-    if job.wandb_key_secret is not None:
-        return KeySource("platform", f"W&B key: secret {job.wandb_key_secret} of the platform")
-    named = job.wandb_key_file or environ.get("WANDB_API_KEY_FILE")
-    if named:
-        path = Path(named).expanduser().absolute()
-        check_key_file(path)
-        return KeySource("file", f"W&B key: {path}, read by the job itself", path)
-    found = _netrc_with_key(environ)
-    if found is not None:
-        return KeySource(
-            "file", f"W&B key: {found}, read by wandb itself where this home folder is mounted"
-        )
-    if environ.get("WANDB_API_KEY"):
-        return KeySource(
-            "environment",
-            "W&B key: only WANDB_API_KEY of this shell, which no submitted job gets: its wandb "
-            "runs offline. "
-            "Write the key to a file of mode 0600 and name that as wandb_key_file",
-        )
-    return KeySource(
-        "none", "W&B key: none found, so wandb runs offline; `wandb sync` sends the runs later"
-    )
-
-
-def _netrc_with_key(environ: Mapping[str, str]) -> Path | None:
-    host = urlsplit(environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    path = Path(environ.get("NETRC") or Path(environ.get("HOME", "~")).expanduser() / ".netrc")
-    try:
-        return path if netrc(path).authenticators(host) is not None else None
-    except (OSError, NetrcParseError, UnicodeDecodeError):
-        return None
-
-
-def check_key_file(path: Path) -> None:
-    """Return when a file may serve as the key file of jobs; ConfigError names everything that is
-    wrong with it.
-
-    It must be a regular file (or a link to one) of this user, of mode 0600 exactly, that holds one
-    line which looks like a key: 40 or more of A-Z, a-z, 0-9, _ and -. The error never shows what
-    the file holds.
-    """
-    try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        )  # a FIFO must not hang the submission
-    except OSError as error:
-        raise ConfigError(
-            f"wandb_key_file {path}: {error.strerror}. Write the key to it, and: chmod 600 "
-            f"{shlex.quote(str(path))}"
-        ) from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(
-                f"wandb_key_file {path}: not a regular file. Name the file that holds the key."
-            )
-        problems = [*_wrong_access(path, status), *_wrong_content(os.read(descriptor, 2048))]
-    finally:
-        os.close(descriptor)
-    if problems:
-        raise ConfigError(f"wandb_key_file {path}: " + "; ".join(problems))
-
-
-def _wrong_access(path: Path, status: os.stat_result) -> list[str]:
-    problems: list[str] = []
-    if status.st_uid != os.geteuid():
-        problems.append(
-            f"owned by user {status.st_uid}, want {os.geteuid()}: use a copy of your own"
-        )
-    if (mode := stat.S_IMODE(status.st_mode)) != 0o600:
-        problems.append(f"mode {mode:04o}, want 0600: chmod 600 {shlex.quote(str(path))}")
-    return problems
-
-
-def _wrong_content(content: bytes) -> list[str]:
-    lines = content.decode("ascii", "replace").splitlines()
-    if len(lines) == 1 and KEY.match(lines[0].strip()):
-        return []
-    length = f"a first line of {len(lines[0].strip())} characters" if lines else "nothing"
-    return [
-        f"{len(lines)} lines with {length}, want one line with 40 or more of A-Z, a-z, 0-9, _ and -"
-    ]
 
 
 def minimal_environment(
@@ -265,22 +147,6 @@ def redact(text: str, secrets: Iterable[str]) -> str:
     return _SHOWN_KEY.sub(rf"\1{BLOT}", _SHOWN_TOKEN.sub(BLOT, text))
 
 
-def sync_hint(folder: RunFolder) -> str | None:
-    """The command that sends the offline wandb runs of an experiment, oldest first; None when all
-    were sent.
-
-    A run of several files, of which some were sent, still waits. Cheap where there are none: status
-    asks for each row. Source: wandb 0.31 leaves run-<id>.wandb.synced beside a file that it has
-    sent.
-    """
-    try:
-        names = sorted(os.listdir(folder.path / "wandb"))
-    except OSError:  # none, or not ours to read
-        return None
-    runs = [folder.path / "wandb" / name for name in names if name.startswith("offline-run-")]
-    waiting = [
-        str(run)
-        for run in runs
-        if any(not file.with_suffix(".wandb.synced").exists() for file in run.glob("*.wandb"))
-    ]
-    return shlex.join(["wandb", "sync", *waiting]) if waiting else None
+SECRET = re.compile(
+    r"(_|\b)(API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|\b)", re.IGNORECASE
+)

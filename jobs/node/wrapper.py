@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
+from jobs.errors import EXIT_DUPLICATE
 from jobs.node import host as node
 from jobs.record.paths import Attempt, RunFolder
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError
@@ -37,9 +38,6 @@ SILENT = (
 )
 ALIVE_S = 90.0  # an earlier attempt whose heart beat so recently still runs
 EXIT_FAILED = 1
-EXIT_DUPLICATE = (
-    76  # another copy of this attempt runs, or nobody waits for it any more: this one does nothing
-)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from typing import Any, cast
 
 from filelock import FileLock, SoftFileLock, Timeout
 
+from jobs.job_state import JobState
 from jobs.record.paths import RunFolder
-from jobs.submit.spec import JobState
 from trainer.errors import LatheError
 from trainer.files.atomic import refusals
 

@@ -7,108 +7,26 @@ end of metrics.jsonl.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import datetime
-from pathlib import Path
-from typing import Any, cast, get_args
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
-from jobs.code.secret_keys import sync_hint
-from jobs.config import JobConfig
+from jobs.code.wandb_key import sync_hint
+from jobs.job_state import ACTIVE, DECIDED, ENDED, STATES, JobState, Observed
+from jobs.protocol import Backend
 from jobs.record import events as record
 from jobs.record.events import Job, Sent, seconds_since
-from jobs.record.paths import Attempt, BaseFolder, RunFolder, is_exp_id
+from jobs.record.metrics import last_metrics
+from jobs.record.paths import BaseFolder, RunFolder, is_exp_id
+from jobs.record.row import Row, Start, starts_of
 from jobs.record.verdict import HEARTBEAT_LOST_S, Verdict, Witnesses, settle
-from jobs.submit.spec import ACTIVE, Backend, JobState, Observed
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
 from trainer.files.atomic import read_json
 
-TAILS = (
-    8 << 10,
-    256 << 10,
-)  # bytes of metrics.jsonl; the second when one line of gradient norms fills the first
-STATES: tuple[JobState, ...] = get_args(JobState)
-ENDED: tuple[JobState, ...] = (
-    "succeeded",
-    "failed",
-    "timeout",
-    "oom",
-    "preempted",
-    "cancelled",
-    "lost",
-)
-DECIDED: tuple[JobState, ...] = (
-    "failed",
-    "timeout",
-    "oom",
-    "cancelled",
-)  # bad ends that no witness alters any more
-LIMIT = 1e100  # no metric: beyond it sums and squares overflow
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Start:
-    """One time that an attempt ran. `ended_at` is the last sign of life while it runs, or when it
-    left no outcome.
-    """
-
-    attempt: int
-    number: int  # a scheduler that requeues starts one attempt several times
-    began_at: str
-    ended_at: str
-    host: str | None
-    gpus: int  # of all nodes
-    code: int | None  # exit code; None: it runs, or was killed without a word
-
-    @property
-    def hours(self) -> float:
-        """How long it ran."""
-        return max(seconds_between(self.began_at, self.ended_at), 0.0) / 3600
-
-
-@dataclass(frozen=True)
-class Row:
-    """One experiment as status shows it. Times are UTC in ISO 8601; those of the last attempt
-    unless said otherwise.
-    """
-
-    exp_id: str
-    group: str
-    state: JobState
-    folder: str
-    reason: str | None = None
-    step: int | None = None
-    total: int | None = None
-    metrics: dict[str, float] = field(
-        default_factory=dict[str, float]
-    )  # the last value of each: loss, lr, valid/loss
-    eta_s: float | None = None
-    host: str | None = None
-    backend: str | None = None  # None: run by hand, or never sent
-    job_id: str | None = None
-    attempt: int = 0
-    attempts: int = 0
-    preemptions: int = 0  # of all attempts, with those that the scheduler made up for by itself
-    gpu_hours: float = 0.0  # of all attempts
-    created_at: str | None = None
-    submitted_at: str | None = None
-    started_at: str | None = None
-    ended_at: str | None = None
-    unseen_since: str | None = (
-        None  # since then its scheduler cannot be reached, and the state may be old
-    )
-    unseen_reason: str | None = None
-    heartbeat_age_s: float | None = None
-    sync_hint: str | None = None  # the command that brings its offline wandb runs to the service
-    history: tuple[Sent, ...] = ()
-    starts: tuple[Start, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -392,127 +310,6 @@ def _by_hand(folder: RunFolder) -> Row | None:
 def _unreadable(folder: RunFolder, error: Exception, job: Job | None = None) -> Row:
     reason = f"its folder cannot be read: {type(error).__name__}: {error}"
     return Row(folder.path.name, job.group if job else "", "held", str(folder.path), reason)
-
-
-def starts_of(attempt: Attempt) -> list[Start]:
-    """Every time that an attempt ran, in order, with its end: from the wrapper's own small
-    files.
-    """
-    paths = attempt.starts()
-    if not paths:
-        return []
-    gpus = _gpus(read_json(attempt.spec) or {})
-    began = [read_json(path) or {} for path in paths]
-    last_exit = read_json(attempt.exit)
-    beat_at = (read_json(attempt.heartbeat) or {}).get("at")
-    starts: list[Start] = []
-    for k, facts in enumerate(began, 1):
-        is_last = k == len(began)
-        outcome = None if is_last else read_json(attempt.folder / f"exit-{k}.json")
-        if outcome is None and last_exit is not None and last_exit.get("start", len(began)) == k:
-            outcome = last_exit
-        begin = str(facts.get("at") or "")
-        # a start that was killed without a word ended before the next one began: no later time is
-        # known to be better
-        guess = beat_at if is_last else began[k].get("at")
-        end = str((outcome or {}).get("at") or max(guess or begin, begin))
-        host, code = facts.get("host"), (outcome or {}).get("code")
-        starts.append(Start(attempt.number, k, begin, end, host, gpus, code))
-    return starts
-
-
-def _gpus(spec: Mapping[str, Any]) -> int:
-    job = cast("dict[str, Any]", spec.get("job") or {})
-    nodes: int = job.get("nodes", 1)
-    if job.get("gres"):
-        return JobConfig(gres=job["gres"]).gpus * nodes
-    return int(cast("dict[str, Any]", job.get("resources") or {}).get("gpu", 0)) * nodes
-
-
-def last_metrics(folder: RunFolder) -> dict[str, float]:
-    """The last `step` and the last value of every metric that stands near the end of metrics.jsonl.
-
-    Gradient norms by parameter are left out. Evaluations further back are taken from
-    score_list.json.
-    """
-    found: dict[str, float] = {}
-    is_whole = True
-    for size in TAILS:
-        lines, is_whole = _tail(folder.metrics, size)
-        found = _last_values(lines)
-        if is_whole or found:
-            break
-    if not is_whole and not any("/" in name for name in found):
-        with contextlib.suppress(FileNotFoundError, ValueError, IndexError, TypeError):
-            score = json.loads((folder.path / "score_list.json").read_bytes())[-1]
-            found = {
-                name: value for name, value in numbers(score).items() if name != "step"
-            } | found
-    return found
-
-
-def _tail(path: Path, size: int) -> tuple[list[bytes], bool]:
-    """The whole lines among the last `size` bytes of a file, and whether these are all it has."""
-    try:
-        with path.open("rb") as file:
-            length = file.seek(0, os.SEEK_END)
-            file.seek(max(length - size, 0))
-            content = file.read()
-    except (FileNotFoundError, NotADirectoryError):
-        return [], True
-    lines = content.split(b"\n")[:-1]  # what follows the last line break is being written
-    return (lines, True) if length <= size else (lines[1:], False)
-
-
-def _last_values(lines: list[bytes]) -> dict[str, float]:
-    """The newest training line and the newest evaluation, merged: of a long tail two lines are
-    parsed.
-    """
-    found: dict[str, float] = {}
-    has_loss = has_scores = False
-    for line in reversed(lines):
-        is_scores = b'"valid/' in line
-        if (has_scores if is_scores else has_loss) or b'"grad_norm/' in line:
-            continue
-        values = numbers_in(line)
-        found = values | found
-        has_scores, has_loss = (
-            has_scores or (is_scores and bool(values)),
-            has_loss or "loss" in values,
-        )
-        if has_loss and has_scores:
-            break
-    return found
-
-
-def numbers_in(line: bytes) -> dict[str, float]:
-    """The finite numbers of one line of metrics.jsonl; empty for a torn line."""
-    try:
-        return numbers(json.loads(line))
-    except ValueError:
-        return {}
-
-
-def numbers(values: Any) -> dict[str, float]:
-    """The numbers among the values of a dictionary, but for those that are not finite; empty for
-    anything else.
-    """
-    if not isinstance(values, dict):
-        return {}
-    items = cast("dict[str, Any]", values).items()
-    return {
-        name: value
-        for name, value in items
-        if type(value) in (int, float) and -LIMIT < value < LIMIT
-    }
-
-
-def seconds_between(begin: str, end: str) -> float:
-    """Seconds from one ISO time to another; 0 when either is no time."""
-    try:
-        return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds()
-    except (ValueError, TypeError):
-        return 0.0
 
 
 def _whole_number(value: Any) -> int | None:

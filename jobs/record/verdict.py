@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.node.wrapper import EXIT_DUPLICATE
+from jobs.errors import EXIT_DUPLICATE
+from jobs.job_state import ACTIVE, JobState, Observed
 from jobs.record.events import Job, Sent, seconds_since
 from jobs.record.paths import RunFolder
-from jobs.submit.spec import ACTIVE, JobState, Observed
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
 from trainer.files.atomic import read_json
 

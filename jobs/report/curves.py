@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from html import escape
 from itertools import chain
 
+from jobs.record.metrics import numbers_in
 from jobs.record.paths import RunFolder
-from jobs.record.status import numbers_in
-from jobs.report.logs import visible
+from jobs.report.text import visible
 
 MOST_POINTS = 400
 SIZE_READ_WHOLE = (

@@ -10,16 +10,17 @@ from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 
+from jobs.job_state import ENDED_BADLY, STATES
 from jobs.record.events import Sent
 from jobs.record.paths import BaseFolder, RunFolder
-from jobs.record.status import STATES, Row, Start, seconds_between
+from jobs.record.row import Row, Start, seconds_between
 from jobs.report import curves
 from jobs.report.curves import Curves
-from jobs.report.logs import last_lines, visible
+from jobs.report.logs import last_lines
 from jobs.report.page import page
-from jobs.report.scores import Result, Results, Score, short_names, shown, written
-from jobs.report.table import duration, summary
-from jobs.submit.spec import ENDED_BADLY
+from jobs.report.scores import Result, Results, Score
+from jobs.report.table import summary
+from jobs.report.text import duration, short_names, shown, visible, written
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 
 MOST_CARDS = 200  # experiments with curves: about 20 kB each

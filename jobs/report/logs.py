@@ -13,56 +13,21 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jobs.errors import NothingMatched, Unreachable
+from jobs.job_state import ACTIVE, JobState, Observed
+from jobs.protocol import Backend
 from jobs.record import events as record
 from jobs.record.paths import Attempt, RunFolder
 from jobs.record.verdict import Witnesses, settle
-from jobs.submit.spec import ACTIVE, Backend, JobState, Observed
+from jobs.report.text import visible
 
 POLL_S = 0.2
 ASK_S = 15.0  # between two questions to the scheduler while a log stands still
 ELSEWHERE_S = 60.0  # a job that runs so long without a file here writes to another file system
 LONGEST_LINE = 64 << 10  # bytes; a longer line comes in pieces
 BLOCK = 64 << 10
-COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,32}m)")
-CONCEAL = "8"  # the one ANSI "colour" that hides text
-# C0 but tab, DEL, C1, and the marks that reorder letters (CVE-2021-42574); lone surrogates cannot
-# be printed at all
-CONTROL = re.compile(
-    r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
-)
 LINE_END = re.compile(
     rb"\r\n|\n|\r(?=[^\n])"
 )  # a progress bar's returns too; the last "\r" may be half of "\r\n"
-
-
-def visible(text: str, *, keep_colours: bool = False) -> str:
-    """`text` with every control character but the tab made visible: ESC as ␛, others as \\x9b or
-    \\u202e.
-
-    keep_colours: ANSI colours stay, and end where the text ends; otherwise they are dropped.
-    """
-    if not CONTROL.search(text):
-        return text
-    pieces = COLOUR.split(text)
-    pieces[::2] = [CONTROL.sub(_picture, piece) for piece in pieces[::2]]
-    pieces[1::2] = [_colour(piece, keep=keep_colours) for piece in pieces[1::2]]
-    shown = "".join(pieces)
-    return f"{shown}\x1b[0m" if "\x1b" in shown else shown
-
-
-def _picture(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    if code < 0x20:
-        return chr(0x2400 + code)  # Unicode's control pictures
-    if code == 0x7F:
-        return "␡"
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
-
-
-def _colour(sequence: str, *, keep: bool) -> str:
-    if CONCEAL in {number.lstrip("0") for number in re.split("[;:]", sequence[2:-1])}:
-        return CONTROL.sub(_picture, sequence)
-    return sequence if keep else ""
 
 
 def show(

@@ -16,9 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.record import events as record
+from jobs.record.metrics import last_metrics, numbers, numbers_in
 from jobs.record.paths import BaseFolder, RunFolder, is_exp_id
-from jobs.record.status import last_metrics, numbers, numbers_in, starts_of
-from jobs.report.logs import visible
+from jobs.record.row import starts_of
+from jobs.report.text import short_names, shown, visible, written
 from trainer.files.atomic import read_json
 
 # Names whose best value is the least. `train.best_is` of an experiment decides for its own
@@ -268,19 +269,6 @@ def _width(head: Text, cells: Sequence[Text]) -> int:
     return max(cell.cell_len for cell in (*head.split("\n"), *cells))
 
 
-def short_names(keys: Sequence[str]) -> list[str]:
-    """The last part of each dotted key, or as many parts as tell it from the others."""
-    names: list[str] = []
-    for key in keys:
-        parts = key.split(".")
-        others = [other.split(".") for other in keys if other != key]
-        lengths = (
-            n for n in range(1, len(parts)) if all(other[-n:] != parts[-n:] for other in others)
-        )
-        names.append(".".join(parts[-next(lengths, len(parts)) :]))
-    return names
-
-
 def _winner(results: Results, metric: str) -> str | None:
     """Which experiment has the best value; None when there are not two to compare."""
     found = [
@@ -298,20 +286,6 @@ def _short(values: Mapping[str, Any], key: str) -> str:
         return "–"
     text = visible(written(values[key]))
     return text if len(text) <= WIDEST_CELL else text[: WIDEST_CELL - 1] + "…"
-
-
-def written(value: Any) -> str:
-    """A hyper-parameter as one reads it: text bare, all else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def shown(value: float) -> str:
-    """A number in four digits: 5.123, 0.03120, 3.0e-05, 12000; whole ones in full."""
-    if value == int(value) and abs(value) < 1e15:
-        return str(int(value))
-    if 1e-3 <= abs(value) < 1e5:
-        return f"{value:#.4g}".rstrip(".") if abs(value) < 1e4 else f"{value:.0f}"
-    return f"{value:.1e}"
 
 
 def _score_cell(result: Result, metric: str, *, is_best: bool) -> Text:

@@ -10,13 +10,14 @@ from typing import Any, cast
 import typer
 
 from exp_configs import experiments_of
+from jobs.backends import BackendCache
 from jobs.errors import NothingMatched, SomeFailed, Unreachable
+from jobs.job_state import ACTIVE, STATES, JobState
 from jobs.record.paths import BaseFolder
-from jobs.record.status import STATES, Row, survey
-from jobs.report.logs import visible
-from jobs.submit.launch import Result
-from jobs.submit.request import BackendCache
-from jobs.submit.spec import ACTIVE, JobState
+from jobs.record.row import Row
+from jobs.record.status import survey
+from jobs.report.text import visible
+from jobs.submit.request import Result
 from trainer.config import exp_id
 from trainer.errors import ConfigError
 

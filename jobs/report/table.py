@@ -13,10 +13,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jobs.record.status import STATES, Row
-from jobs.report.logs import visible
-from jobs.report.scores import shown
-from jobs.submit.spec import ACTIVE, ENDED_BADLY, JobState
+from jobs.job_state import ACTIVE, ENDED_BADLY, STATES, JobState
+from jobs.record.row import Row
+from jobs.report.text import duration, shown, visible
 
 COLOURS: dict[JobState, str] = {
     "pending": "dim",
@@ -315,14 +314,3 @@ def reasons(rows: Sequence[Row]) -> Text:
     if len(wrong) > MOST_REASONS:
         text.append(f"and {len(wrong) - MOST_REASONS} more reasons\n", style="dim")
     return text
-
-
-def duration(seconds: float) -> str:
-    """Seconds as one reads them: 45 s, 12 min, 3 h 05, 2 d 4 h."""
-    minutes = round(seconds / 60)
-    if round(seconds) < 60:
-        return f"{seconds:.0f} s"
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d}" if hours < 24 else f"{hours // 24} d {hours % 24} h"

@@ -12,14 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jobs.errors import Unreachable
+from jobs.job_state import ACTIVE, JobState
+from jobs.protocol import Backend, JobSpec
 from jobs.record import events as record
 from jobs.record.events import Job
 from jobs.record.paths import BaseFolder, RunFolder
-from jobs.record.status import Row, survey
-from jobs.submit.launch import LOCK_WAIT_S, RESEND_S, Result
+from jobs.record.row import Row
+from jobs.record.status import survey
 from jobs.submit.policy import Limits, decide
+from jobs.submit.request import LOCK_WAIT_S, RESEND_S, Result
 from jobs.submit.send import Outcome, fresh, give_up, ids_of, send, settle_intent, stored
-from jobs.submit.spec import ACTIVE, Backend, JobSpec, JobState
 from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals
 

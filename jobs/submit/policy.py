@@ -8,10 +8,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from jobs.job_state import ACTIVE, ENDED_BADLY, JobState
 from jobs.record.events import seconds_since
-from jobs.record.status import Row
+from jobs.record.row import Row
 from jobs.record.verdict import BAD_INPUT
-from jobs.submit.spec import ACTIVE, ENDED_BADLY, JobState
 
 Action = Literal["send", "settle", "skip"]
 BACK_OFF_S, MAX_BACK_OFF_S = 15.0, 600.0

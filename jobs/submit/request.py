@@ -1,179 +1,192 @@
-"""From what the user typed to a Request: job dictionary, flags, code, environment. Shared by both
-commands.
-"""
+"""What is to be sent, where and how; and the checked specs that it makes."""
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from job_configs import job_values
-from jobs import backends
-from jobs.code import secret_keys, snapshot
+from jobs.code.snapshot import Snapshot
 from jobs.config import JobConfig
-from jobs.record.paths import BaseFolder
-from jobs.submit.launch import RESEND_S, Request
-from jobs.submit.spec import Backend, JobState
-from trainer.config import nearest, validate
-from trainer.errors import ConfigError
+from jobs.errors import Unreachable
+from jobs.job_state import JobState
+from jobs.protocol import Backend, JobSpec, token_of
+from jobs.record.paths import BaseFolder, RunFolder
+from jobs.submit import launch_line
+from trainer import tasks
+from trainer.config import deepspeed_config, digest, exp_id
+from trainer.errors import ConfigError, ResumeError
+from trainer.files.atomic import read_json
 
-PROJECT = Path(__file__).resolve().parent.parent.parent  # the folder of trainval.py
-PATHS = ("data_path", "cache_dir")  # made absolute: the job runs in its snapshot
-FLAGS = (
-    *PATHS,
-    "log_every",
-    "deepspeed",
-    "wandb_entity_name",
-    "wandb_project_name",
-    "wandb_run_name",
-    "wandb_log_gradients",
-    "do_extra_evals",
-    "generation_eval_max_sample_size",
-    "push_to_hub",
-    "device",
-    "force",
+LOCK_WAIT_S = 60.0
+
+
+RESEND_S = (
+    10.0  # how old an intent must be before a name that the scheduler does not know is sent again
 )
-SWITCHES = ("force",)  # those of FLAGS that take no value
-
-log = logging.getLogger(__name__)
 
 
-def job_config(group: str, file: Path | None, python_binary: str | None) -> JobConfig:
-    """The checked job dictionary of a group; `python_binary` from the command line goes over its
-    own.
+SHARED_DISK = ("inline", "local", "slurm")  # backends whose nodes see the submitter's file system
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to send, where and how."""
+
+    base: BaseFolder
+    group: str
+    experiments: Sequence[dict[str, Any]]
+    job: JobConfig
+    backend: Backend
+    backend_of: Callable[[str], Backend]  # of earlier attempts, which may have gone elsewhere
+    workdir: Path  # where the job runs: the snapshot's copy of the project
+    snapshot: Snapshot | None  # None: the project itself (inline, or only a plan)
+    python: str  # interpreter of the wrapper, unless the job dictionary names one
+    flags: Sequence[str] = ()  # of the training: "--data_path=/data/nq"
+    deepspeed: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    retry: Collection[JobState] = ()
+    max_parallel: int | None = None
+    use_array: bool = False
+    after: Sequence[str] = ()
+    resend_s: float = RESEND_S
+
+    @functools.cached_property
+    def templates(self) -> dict[str, JobSpec]:
+        """A spec for each experiment, without attempt and token; ConfigError names every
+        mistake.
+        """
+        return _templates(self)
+
+    @functools.cached_property
+    def by_id(self) -> dict[str, dict[str, Any]]:
+        """The dictionaries by experiment id."""
+        return {exp_id(values): values for values in self.experiments}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is (or would be) done with one experiment."""
+
+    exp_id: str
+    action: str  # send, settle, skip, wait, failed
+    text: str
+    state: JobState
+    is_bad: bool = False
+    is_unanswered: bool = False
+
+
+def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
+    """Return when the folder is free or holds this very dictionary; else ResumeError.
+
+    An id is the md5 of joined text and can collide; the digest cannot.
     """
-    values = job_values(group, file)
-    if python_binary:
-        values["python_binary"] = python_binary
-    return validate(
-        JobConfig, values, source=f"{file or 'job_configs.py'}: job dictionary of {group!r}"
+    stored = read_json(folder.exp_dict)
+    if stored is not None and digest(stored) != digest(values):
+        differing = sorted(key for key in {*stored, *values} if stored.get(key) != values.get(key))
+        raise ResumeError(
+            f"{folder.exp_dict} is of another experiment with the same id: "
+            f"{', '.join(differing)} differ(s). "
+            "Use another --savedir_base."
+        )
+
+
+def _templates(request: Request) -> dict[str, JobSpec]:
+    """A spec for each experiment, without attempt and token, all checked and rendered once.
+    ConfigError names all.
+    """
+    _check_flags(request)
+    mistakes: list[str] = []
+    templates: dict[str, JobSpec] = {}
+    for name, values in request.by_id.items():
+        try:
+            templates[name] = _template(request, name, values)
+        except ConfigError as error:
+            mistakes.append(str(error))
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    bad = [
+        finding
+        for finding in request.backend.check()
+        if not finding.is_good and finding.is_blocking
+    ]
+    problems = [f"{finding.name}: {finding.text}" for finding in bad]
+    if problems:
+        raise Unreachable(
+            f"-j {request.backend.name} cannot be used from here:\n  " + "\n  ".join(problems)
+        )
+    for template in templates.values():  # a bad value stops the group before anything is sent
+        request.backend.render(with_trial_name(template))
+    return templates
+
+
+def with_trial_name(template: JobSpec) -> JobSpec:
+    """The template under the name of an attempt 0, which is rendered and never sent."""
+    return template.model_copy(update={"token": token_of(template.exp_id, "000000", 0)})
+
+
+def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
+    launch = launch_line.read(
+        request.job.python_binary, request.job, python=request.python, exp_id=name
     )
-
-
-def check_base(base: Path) -> None:
-    """Return when a path can be written into scripts, records and messages. ConfigError
-    otherwise.
-    """
-    text = str(base)
-    if any(
-        ord(letter) < 32 or ord(letter) == 127 or "\ud800" <= letter <= "\udfff" for letter in text
-    ):
-        raise ConfigError(
-            f"--savedir_base {text!a}: want UTF-8 text without control characters. Use another "
-            "folder."
+    cfg = tasks.parse(values, source=f"experiment {name}")
+    deepspeed = request.deepspeed or cfg.deepspeed
+    world = launch_line.processes(launch.argv, request.job)
+    if world is not None:  # else only the node knows how many devices it has
+        source = f"DeepSpeed file {deepspeed!r} with experiment {name} on {world} processes"
+        deepspeed_config.build(
+            deepspeed_config.read(deepspeed),
+            train=cfg.train,
+            optim=cfg.optim,
+            world=world,
+            source=source,
         )
-
-
-def training_flags(words: Sequence[str]) -> dict[str, str]:
-    """{"data_path": "/data"} of words like trainval.py's: --data_path /data, or --data_path=/data;
-    "" for a switch.
-
-    ConfigError names the first word that is none of its flags, with the nearest one.
-    """
-    found: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        name, equals, text = rest.pop(0).partition("=")
-        key = name.removeprefix("--").replace("-", "_")
-        if not name.startswith("--") or key not in FLAGS:
-            raise ConfigError(f"{name!r}: no such training flag. {nearest(key, list(FLAGS))}")
-        if key in SWITCHES and equals:
-            raise ConfigError(f"{name}={text}: want no value. Write {name} alone, or leave it out.")
-        if not equals and not rest and key not in SWITCHES:
-            raise ConfigError(f"{name}: want a value after it.")
-        found[key] = text if equals or key in SWITCHES else rest.pop(0)
-    return found
-
-
-def make(
-    *,
-    group: str,
-    experiments: Sequence[dict[str, Any]],
-    base: Path,
-    backend: str,
-    job: JobConfig,
-    flags: Mapping[str, str],
-    allow_dirty: bool,
-    take_snapshot: bool = True,
-    retry: Collection[JobState] = (),
-    max_parallel: int | None = None,
-    use_array: bool = False,
-    after: Sequence[str] = (),
-    resend_s: float = RESEND_S,
-    backend_of: Callable[[str], Backend] | None = None,
-) -> Request:
-    """The Request for a group. The code is snapshotted (not for a plan), the key's whereabouts are
-    checked.
-    """
-    check_base(base)
-    if backend == "local" and job.gpus and "CUDA_VISIBLE_DEVICES" in job.environment_vars:
-        raise ConfigError(
-            f"job dictionary of {group!r}: environment_vars sets CUDA_VISIBLE_DEVICES, which the "
-            "local queue gives to "
-            f"each job ({job.gpus} GPUs). Remove it; to keep GPUs from the queue set it in the "
-            "submitting shell."
-        )
-    load = backend_of or BackendCache()
-    folder = BaseFolder(base.absolute())
-    source = secret_keys.find_key_source(job, os.environ)
-    if (
-        source.key_file is not None
-    ):  # the job reads it; its path may come from WANDB_API_KEY_FILE of this shell
-        job = job.model_copy(update={"wandb_key_file": str(source.key_file)})
-    if flags.get("wandb_project_name") and flags.get("wandb_entity_name"):
-        log.info("wandb: %s", source.text)
-    taken = None
-    if take_snapshot and backend != "inline":
-        taken = snapshot.take(PROJECT, folder, allow_dirty=allow_dirty)
-        log.info(
-            "code: snapshot %s of commit %s%s",
-            taken.digest[:12],
-            taken.commit,
-            " + patch" if taken.is_dirty else "",
-        )
-    return Request(
-        base=folder,
-        group=group,
-        experiments=experiments,
-        job=job,
-        backend=load(backend),
-        backend_of=load,
-        workdir=PROJECT if taken is None else taken.workdir,
-        snapshot=taken,
-        python=sys.executable,
-        flags=[
-            f"--{name}" if name in SWITCHES else f"--{name}={_absolute(name, text)}"
-            for name, text in flags.items()
+    folder = request.base.run(name)
+    program = [
+        "trainval.py",
+        f"--exp_id={name}",
+        f"--savedir_base={request.base.path}",
+        *request.flags,
+    ]
+    return JobSpec(
+        token="",
+        exp_id=name,
+        digest=digest(values),
+        group=request.group,
+        attempt=0,
+        backend=request.backend.name,
+        folder=str(folder.path),
+        workdir=str(request.workdir),
+        wrapper=[
+            request.job.python or request.python,
+            "-m",
+            "jobs.node.wrapper",
+            str(folder.path),
+            "0",
         ],
-        deepspeed=flags.get("deepspeed"),
-        environment=secret_keys.minimal_environment(
-            os.environ, is_same_machine=backend in ("inline", "local")
-        ),
-        retry=retry,
-        max_parallel=max_parallel,
-        use_array=use_array,
-        after=after,
-        resend_s=resend_s,
+        launcher=list(launch.argv),
+        program=program,
+        activate=launch.activate,
+        environment={**request.environment, **request.job.environment_vars},
+        job=request.job,
+        after=list(request.after),
+        max_parallel=request.max_parallel,
     )
 
 
-class BackendCache:
-    """backends.load, each backend made once."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Backend] = {}
-
-    def __call__(self, name: str) -> Backend:
-        if name not in self._made:
-            self._made[name] = backends.load(name)
-        return self._made[name]
-
-
-def _absolute(name: str, text: str) -> str:
-    if name in PATHS or (name == "deepspeed" and Path(text).is_file()):
-        return str(Path(text).expanduser().absolute())
-    return text
+def _check_flags(request: Request) -> None:
+    for flag in request.flags:
+        name, _, text = flag.partition("=")
+        if "\0" in flag:
+            raise ConfigError(f"{name}: {text!r} holds a NUL character. Remove it.")
+        if (
+            name == "--data_path"
+            and request.backend.name in SHARED_DISK
+            and not Path(text).exists()
+        ):
+            raise ConfigError(
+                f"--data_path {text}: there is no such folder. Give one that the job's node sees "
+                "too."
+            )

@@ -18,10 +18,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from jobs.errors import Refused, Unreachable
+from jobs.protocol import ArrayBackend, Backend, JobSpec, Rendered, array_token, token_of
 from jobs.record import events as record
 from jobs.record.events import Job, Sent
 from jobs.record.paths import RunFolder
-from jobs.submit.spec import ArrayBackend, Backend, JobSpec, Rendered, array_token, token_of
 from trainer.errors import ConfigError
 from trainer.files.atomic import read_json, refusals, replace_file, write_json
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jobs.config import JobConfig
-from jobs.submit.spec import JobSpec
+from jobs.protocol import JobSpec
 
 EXP_ID = "9f2c" * 8
 TOKEN = "ft_9f2c9f2c9f2c_a1b2c3_1"

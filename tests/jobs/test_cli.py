@@ -21,9 +21,9 @@ from jobs.errors import NothingMatched
 from jobs.record import events as record
 from jobs.record.events import Sent
 from jobs.record.paths import BaseFolder
-from jobs.record.status import Row
+from jobs.record.row import Row
 from jobs.report import selection
-from jobs.submit import request
+from jobs.submit import prepare
 from tests.jobs.conftest import Place
 from trainer.config import exp_id
 from trainer.errors import ConfigError
@@ -541,4 +541,4 @@ def test_a_device_and_force_travel_with_the_job(sender: str, place: Make) -> Non
 
 def test_a_switch_with_a_value_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--force=1: want no value\. Write --force alone"):
-        request.training_flags(["--force=1"])
+        prepare.training_flags(["--force=1"])

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 pytest.importorskip("kubernetes", reason="the extra `k8s` is not installed")
 
 from jobs.code.export import Kind, export
-from jobs.submit.spec import JobSpec
+from jobs.protocol import JobSpec
 from tests.jobs import hostile
 from tests.jobs.hostile import CORPUS, TOKEN, make
 from trainer.errors import ConfigError

@@ -12,9 +12,9 @@ import pytest
 from jobs.code import gc
 from jobs.code.gc import collect, plan_gc
 from jobs.code.snapshot import STAGING, Snapshot, link, take
+from jobs.job_state import ACTIVE, ENDED_BADLY, JobState
 from jobs.record import events as record
 from jobs.record.paths import BaseFolder, RunFolder
-from jobs.submit.spec import ACTIVE, ENDED_BADLY, JobState
 from trainer.errors import ConfigError
 
 EXP_ID = "9f2c" * 8

@@ -18,7 +18,7 @@ pytest.importorskip("kubernetes", reason="the extra `k8s` is not installed")
 from jobs.backends.k8s import manifest
 from jobs.backends.k8s.backend import K8s
 from jobs.config import JobConfig
-from jobs.submit.spec import JobSpec
+from jobs.protocol import JobSpec
 from tests.jobs import hostile
 from tests.jobs.hostile import CORPUS, TOKEN, make
 from trainer.errors import ConfigError

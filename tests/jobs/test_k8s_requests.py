@@ -15,7 +15,7 @@ pytest.importorskip("kubernetes", reason="the extra `k8s` is not installed")
 from jobs.backends.k8s import manifest
 from jobs.backends.k8s.backend import K8s, observe
 from jobs.errors import Refused, Unreachable
-from jobs.submit.spec import JobSpec
+from jobs.protocol import JobSpec
 from tests.jobs import kubernetes_standin
 from tests.jobs.hostile import TOKEN, make
 from trainer.errors import ConfigError

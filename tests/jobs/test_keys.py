@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.code.secret_keys import (
-    check_key_file,
-    find_key_source,
-    is_secret_file,
-    minimal_environment,
-    redact,
-    secret_in,
-    sync_hint,
-)
+from jobs.code.secret_keys import is_secret_file, minimal_environment, redact, secret_in
+from jobs.code.wandb_key import check_key_file, find_key_source, sync_hint
 from jobs.config import JobConfig
 from jobs.record.paths import RunFolder
 from trainer.errors import ConfigError

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import NothingMatched, Unreachable
+from jobs.job_state import Observed
 from jobs.record import events as record
 from jobs.record.paths import Attempt, BaseFolder, RunFolder
 from jobs.report import logs
-from jobs.report.logs import last_lines, show, visible
-from jobs.submit.spec import Observed
+from jobs.report.logs import last_lines, show
+from jobs.report.text import COLOUR, CONTROL, visible
 
 EXP_ID = "a" * 32
 EXIT = '{"at": "2026-01-01T00:00:00+00:00", "code": 0}'
@@ -313,8 +314,8 @@ def test_colours_are_kept_where_wanted_and_end_with_the_line() -> None:
     )
 )
 def test_no_text_sends_more_than_colours(text: str) -> None:
-    assert not logs.CONTROL.search(visible(text))
-    assert not logs.CONTROL.search(logs.COLOUR.sub("", visible(text, keep_colours=True)))
+    assert not CONTROL.search(visible(text))
+    assert not CONTROL.search(COLOUR.sub("", visible(text, keep_colours=True)))
     visible(text).encode()
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from jobs.backends import BackendCache
 from jobs.backends.toolkit import haven
 from jobs.record.paths import BaseFolder
 from jobs.record.status import survey
-from jobs.submit.request import BackendCache
 from tests.jobs.conftest import wait_until
 from tests.jobs.toolkit_standin import standin
 from trainer.config import exp_id

@@ -23,7 +23,7 @@ from jobs.backends import ray as module
 from jobs.backends.k8s import manifest
 from jobs.backends.ray import Ray, observe
 from jobs.errors import Refused, Unreachable
-from jobs.submit.spec import JobSpec
+from jobs.protocol import JobSpec
 from tests.jobs import hostile
 from tests.jobs.hostile import CORPUS, TOKEN, make
 from trainer.errors import ConfigError

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs.protocol import array_token, token_of
 from jobs.record import events as record
 from jobs.record.paths import RunFolder
-from jobs.submit.spec import array_token, token_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

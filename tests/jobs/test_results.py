@@ -16,16 +16,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from jobs.job_state import JobState
 from jobs.record import events as record
 from jobs.record.events import Sent
 from jobs.record.paths import BaseFolder, RunFolder
-from jobs.record.status import Row, Start
+from jobs.record.row import Row, Start
 from jobs.report import curves
 from jobs.report import scores as results
 from jobs.report.html import MOST_CARDS, report
 from jobs.report.page import SCRIPT
 from jobs.report.scores import Results, gather
-from jobs.submit.spec import JobState
+from jobs.report.text import short_names, shown
 
 IDS = [f"{number:032x}" for number in range(1, 6)]
 HOSTILE = [
@@ -95,8 +96,8 @@ def test_values_of_other_types_are_other_values(one: Any, other: Any) -> None:
 
 def test_short_names_are_as_long_as_they_must_be() -> None:
     keys = ("optim.lr", "train.steps", "head.optim.wd", "body.optim.wd", "seed")
-    assert results.short_names(keys) == ["lr", "steps", "head.optim.wd", "body.optim.wd", "seed"]
-    assert results.short_names(("lr", "optim.lr", "a.optim.lr")) == ["lr", "optim.lr", "a.optim.lr"]
+    assert short_names(keys) == ["lr", "steps", "head.optim.wd", "body.optim.wd", "seed"]
+    assert short_names(("lr", "optim.lr", "a.optim.lr")) == ["lr", "optim.lr", "a.optim.lr"]
 
 
 # ---------------------------------------------------------------- scores
@@ -161,12 +162,12 @@ def test_a_narrow_terminal_gets_fewer_parameters_and_is_told_so(base: BaseFolder
         values = {f"parameter_{letter}": f"{letter}{number}" * 5 for letter in "abcdefgh"}
         scored(experiment(base, exp_id, values), [{"step": 1, "valid/loss": 1.0 + number}])
     found = gather(base)
-    for width, shown in ((60, 2), (80, 3), (200, 8)):
+    for width, num_shown in ((60, 2), (80, 3), (200, 8)):
         console = Console(file=io.StringIO(), width=width)
         console.print(results.as_table(found, width=width))
         text = console.file.getvalue()  # type: ignore[attr-defined]
-        assert text.count("parameter_") == shown
-        assert (f"{8 - shown} more parameters differ" in text) == (shown < 8)
+        assert text.count("parameter_") == num_shown
+        assert (f"{8 - num_shown} more parameters differ" in text) == (num_shown < 8)
         assert "1.000" in text or "1 " in text
         assert max(map(len, text.splitlines())) <= width
 
@@ -217,7 +218,7 @@ def test_an_experiment_is_one_line_of_the_csv_whatever_its_texts(base: BaseFolde
 
 @given(value=st.floats(min_value=-1e99, max_value=1e99))
 def test_a_number_in_four_digits_is_near_the_number(value: float) -> None:
-    assert float(results.shown(value)) == pytest.approx(value, rel=0.051)
+    assert float(shown(value)) == pytest.approx(value, rel=0.051)
 
 
 # ---------------------------------------------------------------- curves

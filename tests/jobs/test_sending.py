@@ -15,13 +15,16 @@ import pytest
 
 from jobs.config import JobConfig
 from jobs.errors import Refused, Unreachable
+from jobs.job_state import ENDED_BADLY, Observed
+from jobs.protocol import Finding, JobSpec, Rendered
 from jobs.record import events as record
 from jobs.record.paths import BaseFolder
-from jobs.record.status import Row, survey
+from jobs.record.row import Row
+from jobs.record.status import survey
 from jobs.submit.control import Again, again, cancel, reconcile, reset
-from jobs.submit.launch import Request, submit
+from jobs.submit.group import submit
 from jobs.submit.policy import Limits
-from jobs.submit.spec import ENDED_BADLY, Finding, JobSpec, Observed, Rendered
+from jobs.submit.request import Request
 from trainer.errors import ConfigError
 
 TINY = {

@@ -19,7 +19,8 @@ import pytest
 from jobs.backends.slurm.backend import Slurm
 from jobs.config import JobConfig
 from jobs.errors import Refused, Unreachable
-from jobs.submit.spec import ArrayBackend, Backend, JobSpec, Observed
+from jobs.job_state import Observed
+from jobs.protocol import ArrayBackend, Backend, JobSpec
 from tests.jobs.real_slurm import RealSlurm, need_slurm, real_slurm, wait_for
 from trainer.config import validate
 from trainer.errors import ConfigError

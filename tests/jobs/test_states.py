@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from jobs.job_state import ENDED_BADLY, JobState, Observed
 from jobs.record.events import Job, Sent
-from jobs.record.status import Row
+from jobs.record.row import Row
 from jobs.record.verdict import Witnesses, settle
 from jobs.submit.policy import Limits, decide
-from jobs.submit.spec import ENDED_BADLY, JobState, Observed
 
 LONG_AGO = "2020-01-01T00:00:00+00:00"
 

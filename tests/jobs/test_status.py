@@ -14,11 +14,14 @@ import pytest
 from rich.console import Console
 
 from jobs.errors import Unreachable
+from jobs.job_state import Observed
 from jobs.record import events as record
+from jobs.record.metrics import last_metrics
 from jobs.record.paths import BaseFolder, RunFolder
-from jobs.record.status import Row, last_metrics, survey
+from jobs.record.row import Row
+from jobs.record.status import survey
 from jobs.report import table
-from jobs.submit.spec import Observed
+from jobs.report.text import duration
 
 IDS = [f"{number:032x}" for number in range(1, 8)]
 
@@ -514,4 +517,4 @@ def test_rows_become_json() -> None:
     [(45, "45 s"), (59.9, "1 min"), (720, "12 min"), (11100, "3 h 05"), (187200, "2 d 4 h")],
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
-    assert table.duration(seconds) == text
+    assert duration(seconds) == text

@@ -16,7 +16,8 @@ import pytest
 from jobs.backends.toolkit.backend import Toolkit
 from jobs.backends.toolkit.eai import EaiJob, parsed
 from jobs.errors import Refused, Unreachable
-from jobs.submit.spec import Observed, Rendered
+from jobs.job_state import Observed
+from jobs.protocol import Rendered
 from tests.jobs.toolkit_standin import Standin, standin
 from tests.jobs.toolkit_standin.specs import TOKEN, UNKNOWN_ID, spec
 

@@ -22,7 +22,8 @@ import yaml
 
 from jobs.backends.k8s.manifest import CONTAINER, KINDS, RANK, TOKEN, manifest, text_of, token_in
 from jobs.errors import Refused, Unreachable
-from jobs.submit.spec import Finding, JobSpec, JobState, Observed, Rendered
+from jobs.job_state import JobState, Observed
+from jobs.protocol import Finding, JobSpec, Rendered
 from trainer.errors import ConfigError
 
 TIMEOUT_S = (10, 60)  # to connect, to read

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from jobs.config import JobConfig
-from jobs.submit.spec import JobSpec
+from jobs.protocol import JobSpec
 from trainer.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, ConfigError
 
 CONTAINER, REPLICATED = "wrapper", "node"

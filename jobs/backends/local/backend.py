@@ -24,7 +24,8 @@ from jobs.backends.local.queue import Entry, Queue, attempt_of, default_folder, 
 from jobs.backends.local.runner import CANCELLED, RESTARTED, Capacity
 from jobs.code.secret_keys import minimal_environment
 from jobs.errors import Refused, Unreachable
-from jobs.submit.spec import Finding, JobSpec, Observed, Rendered
+from jobs.job_state import Observed
+from jobs.protocol import Finding, JobSpec, Rendered
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals, replace_file
 

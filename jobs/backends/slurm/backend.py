@@ -37,7 +37,8 @@ from jobs.backends.slurm.squeue import (
 )
 from jobs.config import JobConfig
 from jobs.errors import Refused, Unreachable
-from jobs.submit.spec import ACTIVE, Finding, JobSpec, Observed, Rendered
+from jobs.job_state import ACTIVE, Observed
+from jobs.protocol import Finding, JobSpec, Rendered
 from trainer.errors import ConfigError
 
 RESOURCES = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jobs.errors import Refused, Unreachable
-from jobs.submit.spec import ACTIVE, JobState, Observed
+from jobs.job_state import ACTIVE, JobState, Observed
 
 ASK_S = 60.0
 log = logging.getLogger(__name__)

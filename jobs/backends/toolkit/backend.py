@@ -38,9 +38,11 @@ from jobs.backends.toolkit.eai import (
     followed,
     parsed,
 )
-from jobs.config import SECRET, JobConfig
+from jobs.code.secret_keys import SECRET
+from jobs.config import JobConfig
 from jobs.errors import Refused, Unreachable
-from jobs.submit.spec import Finding, JobSpec, Observed, Rendered
+from jobs.job_state import Observed
+from jobs.protocol import Finding, JobSpec, Rendered
 from trainer.errors import ConfigError
 
 RETRY_S = 1500.0  # outages of up to half an hour were seen

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from jobs.errors import Unreachable
-from jobs.submit.spec import JobState, Observed
+from jobs.job_state import JobState, Observed
 
 EAI = "eai"
 READ_S, SEND_S, CHECK_S = 60.0, 180.0, 20.0
@@ -86,7 +86,7 @@ class EaiJob:
         return self.will_rerun or STATES.get(self.state, "running") in ("queued", "running")
 
     def observed(self) -> Observed:
-        """The same in the words of jobs.submit.spec. A state that says nothing leaves the job where
+        """The same in the words of jobs.protocol. A state that says nothing leaves the job where
         its runs say it is.
         """
         state = STATES.get(self.state, "running" if self.runs else "queued")

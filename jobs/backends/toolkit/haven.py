@@ -33,7 +33,7 @@ from jobs.backends.toolkit.backend import Toolkit, rendered_job
 from jobs.backends.toolkit.eai import EaiJob
 from jobs.config import JobConfig
 from jobs.errors import Unreachable
-from jobs.submit.spec import Rendered
+from jobs.protocol import Rendered
 from trainer.config import validate
 from trainer.errors import ConfigError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.config import JobConfig
-from jobs.submit.spec import JobSpec
+from jobs.protocol import JobSpec
 
 TOKEN = "ft_0123456789ab_c0ffee_1"
 UNKNOWN_ID = "00000000-0000-4000-8000-000000000000"

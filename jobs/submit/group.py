@@ -7,90 +7,34 @@ Nothing is sent before every dictionary, flag and job dictionary of the group ha
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from jobs.code.snapshot import Snapshot, link
-from jobs.config import JobConfig
+from jobs.code.snapshot import link
 from jobs.errors import Unreachable
+from jobs.job_state import ACTIVE, JobState
+from jobs.protocol import ArrayBackend, JobSpec
 from jobs.record import events as record
 from jobs.record.events import Job
-from jobs.record.paths import BaseFolder, RunFolder
-from jobs.record.status import Row, survey
-from jobs.submit import launch_line
+from jobs.record.paths import RunFolder
+from jobs.record.row import Row
+from jobs.record.status import survey
 from jobs.submit.policy import Decision, Limits, decide
+from jobs.submit.request import LOCK_WAIT_S, Request, Result, check_dictionary, with_trial_name
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
-from jobs.submit.spec import ACTIVE, ArrayBackend, Backend, JobSpec, JobState, token_of
-from trainer import tasks
-from trainer.config import deepspeed_config, digest, exp_id
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError
 from trainer.files.atomic import read_json, write_json
 
-LOCK_WAIT_S = 60.0
-RESEND_S = (
-    10.0  # how old an intent must be before a name that the scheduler does not know is sent again
-)
 SENDERS = 4  # threads: most of the time is spent waiting for the disk, or for a scheduler's reply
 ARRAY_LOCKS = 256  # experiments of one array: each holds a lock, and a process may hold 1,024 files
-SHARED_DISK = ("inline", "local", "slurm")  # backends whose nodes see the submitter's file system
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to send, where and how."""
-
-    base: BaseFolder
-    group: str
-    experiments: Sequence[dict[str, Any]]
-    job: JobConfig
-    backend: Backend
-    backend_of: Callable[[str], Backend]  # of earlier attempts, which may have gone elsewhere
-    workdir: Path  # where the job runs: the snapshot's copy of the project
-    snapshot: Snapshot | None  # None: the project itself (inline, or only a plan)
-    python: str  # interpreter of the wrapper, unless the job dictionary names one
-    flags: Sequence[str] = ()  # of the training: "--data_path=/data/nq"
-    deepspeed: str | None = None
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    retry: Collection[JobState] = ()
-    max_parallel: int | None = None
-    use_array: bool = False
-    after: Sequence[str] = ()
-    resend_s: float = RESEND_S
-
-    @functools.cached_property
-    def templates(self) -> dict[str, JobSpec]:
-        """A spec for each experiment, without attempt and token; ConfigError names every
-        mistake.
-        """
-        return _templates(self)
-
-    @functools.cached_property
-    def by_id(self) -> dict[str, dict[str, Any]]:
-        """The dictionaries by experiment id."""
-        return {exp_id(values): values for values in self.experiments}
-
-
-@dataclass(frozen=True)
-class Result:
-    """What is (or would be) done with one experiment."""
-
-    exp_id: str
-    action: str  # send, settle, skip, wait, failed
-    text: str
-    state: JobState
-    is_bad: bool = False
-    is_unanswered: bool = False
-
-
-def plan(request: Request) -> list[Result]:
+def preview(request: Request) -> list[Result]:
     """What `submit` would do with each experiment, and why; the scheduler is asked, nothing is
     written or sent.
     """
@@ -99,14 +43,16 @@ def plan(request: Request) -> list[Result]:
     results: list[Result] = []
     for name in request.by_id:
         try:
-            _check_dictionary(request.base.run(name), request.by_id[name])
+            check_dictionary(request.base.run(name), request.by_id[name])
             decision = _decide(request, name, rows.get(name))
             results.append(Result(name, decision.action, decision.reason, _state(rows.get(name))))
         except LatheError as error:
             results.append(Result(name, "failed", str(error), _state(rows.get(name)), is_bad=True))
     to_send = [result.exp_id for result in results if result.action == "send"]
     if to_send:  # one is asked for all: they differ in nothing that a scheduler sees
-        answer = request.backend.rehearse(request.backend.render(_named(templates[to_send[0]])))
+        answer = request.backend.rehearse(
+            request.backend.render(with_trial_name(templates[to_send[0]]))
+        )
         log.info("%s: %s", request.backend.name, answer or "has no dry run")
     return results
 
@@ -149,7 +95,7 @@ def specs(request: Request) -> list[JobSpec]:
     """What would be sent first for each experiment, checked; attempt 0 and no record stand behind
     it.
     """
-    return [_named(template) for template in request.templates.values()]
+    return [with_trial_name(template) for template in request.templates.values()]
 
 
 def rendered(request: Request) -> list[str]:
@@ -207,7 +153,7 @@ def _submit_one(
 ) -> Result:
     folder = request.base.run(name)
     try:
-        _check_dictionary(folder, request.by_id[name])
+        check_dictionary(folder, request.by_id[name])
         decision = _decide(request, name, row)
         if decision.action == "skip":  # without a row: it was run by hand, to its end
             return Result(name, "skip", decision.reason, "succeeded" if row is None else row.state)
@@ -278,7 +224,7 @@ def _begin(request: Request, folder: RunFolder, template: JobSpec) -> Job:
     """The record of an experiment, begun if need be; its dictionary is in its folder before
     anything else.
     """
-    _check_dictionary(folder, request.by_id[template.exp_id])
+    check_dictionary(folder, request.by_id[template.exp_id])
     if not folder.exp_dict.exists():
         with contextlib.suppress(FileExistsError):
             folder.path.mkdir(parents=True)
@@ -343,20 +289,6 @@ def _state(row: Row | None) -> JobState:
     return row.state if row is not None else "pending"
 
 
-def _check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
-    """A folder belongs to one dictionary; ids are md5 of joined text and can collide, the digest
-    cannot.
-    """
-    stored = read_json(folder.exp_dict)
-    if stored is not None and digest(stored) != digest(values):
-        differing = sorted(key for key in {*stored, *values} if stored.get(key) != values.get(key))
-        raise ResumeError(
-            f"{folder.exp_dict} is of another experiment with the same id: "
-            f"{', '.join(differing)} differ(s). "
-            "Use another --savedir_base."
-        )
-
-
 # Arrays
 # ------------------------------------------------------------------------------------------------------------
 
@@ -417,104 +349,6 @@ def _submit_array(
 
 # Before anything is sent
 # -------------------------------------------------------------------------------------------
-
-
-def _templates(request: Request) -> dict[str, JobSpec]:
-    """A spec for each experiment, without attempt and token, all checked and rendered once.
-    ConfigError names all.
-    """
-    _check_flags(request)
-    mistakes: list[str] = []
-    templates: dict[str, JobSpec] = {}
-    for name, values in request.by_id.items():
-        try:
-            templates[name] = _template(request, name, values)
-        except ConfigError as error:
-            mistakes.append(str(error))
-    if mistakes:
-        raise ConfigError("\n".join(mistakes))
-    bad = [
-        finding
-        for finding in request.backend.check()
-        if not finding.is_good and finding.is_blocking
-    ]
-    problems = [f"{finding.name}: {finding.text}" for finding in bad]
-    if problems:
-        raise Unreachable(
-            f"-j {request.backend.name} cannot be used from here:\n  " + "\n  ".join(problems)
-        )
-    for template in templates.values():  # a bad value stops the group before anything is sent
-        request.backend.render(_named(template))
-    return templates
-
-
-def _named(template: JobSpec) -> JobSpec:
-    return template.model_copy(update={"token": token_of(template.exp_id, "000000", 0)})
-
-
-def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
-    launch = launch_line.read(
-        request.job.python_binary, request.job, python=request.python, exp_id=name
-    )
-    cfg = tasks.parse(values, source=f"experiment {name}")
-    deepspeed = request.deepspeed or cfg.deepspeed
-    world = launch_line.processes(launch.argv, request.job)
-    if world is not None:  # else only the node knows how many devices it has
-        source = f"DeepSpeed file {deepspeed!r} with experiment {name} on {world} processes"
-        deepspeed_config.build(
-            deepspeed_config.read(deepspeed),
-            train=cfg.train,
-            optim=cfg.optim,
-            world=world,
-            source=source,
-        )
-    folder = request.base.run(name)
-    program = [
-        "trainval.py",
-        f"--exp_id={name}",
-        f"--savedir_base={request.base.path}",
-        *request.flags,
-    ]
-    return JobSpec(
-        token="",
-        exp_id=name,
-        digest=digest(values),
-        group=request.group,
-        attempt=0,
-        backend=request.backend.name,
-        folder=str(folder.path),
-        workdir=str(request.workdir),
-        wrapper=[
-            request.job.python or request.python,
-            "-m",
-            "jobs.node.wrapper",
-            str(folder.path),
-            "0",
-        ],
-        launcher=list(launch.argv),
-        program=program,
-        activate=launch.activate,
-        environment={**request.environment, **request.job.environment_vars},
-        job=request.job,
-        after=list(request.after),
-        max_parallel=request.max_parallel,
-    )
-
-
-def _check_flags(request: Request) -> None:
-    for flag in request.flags:
-        name, _, text = flag.partition("=")
-        if "\0" in flag:
-            raise ConfigError(f"{name}: {text!r} holds a NUL character. Remove it.")
-        if (
-            name == "--data_path"
-            and request.backend.name in SHARED_DISK
-            and not Path(text).exists()
-        ):
-            raise ConfigError(
-                f"--data_path {text}: there is no such folder. Give one that the job's node sees "
-                "too."
-            )
 
 
 def _rows(request: Request, *, record_changes: bool) -> dict[str, Row]:

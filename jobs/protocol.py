@@ -7,30 +7,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from pydantic import Field
 
 from jobs.config import JobConfig
-from trainer.config import Strict
-
-JobState = Literal[
-    "pending",  # never sent, or to be sent again
-    "submitting",  # an intent is on the disk; whether the scheduler has it is not known yet
-    "submitted",  # the scheduler gave an id
-    "queued",
-    "running",
-    "held",  # waits for a person
-    "succeeded",
-    "failed",
-    "timeout",
-    "oom",
-    "preempted",  # asks to be run again
-    "cancelled",
-    "lost",  # the scheduler does not know it, and it left no outcome
-]
-ACTIVE: tuple[JobState, ...] = ("submitting", "submitted", "queued", "running", "held")
-ENDED_BADLY: tuple[JobState, ...] = ("failed", "timeout", "oom", "cancelled", "lost")
+from jobs.job_state import Observed
+from trainer.config.schema import Strict
 
 
 class JobSpec(Strict):
@@ -70,19 +53,6 @@ class Rendered:
     file: str  # where the text is kept in the attempt's folder: "rendered.sbatch"
     text: str
     argv: tuple[str, ...] = ()  # the command that takes it, where there is one
-
-
-@dataclass(frozen=True)
-class Observed:
-    """What a scheduler says of a job now."""
-
-    state: JobState
-    reason: str | None = None  # in the scheduler's own words, and the cure where there is one
-    host: str | None = None
-    exit_code: int | None = None
-    restarts: int = 0
-    will_rerun: bool = False  # the scheduler starts it again by itself
-    never_ran: bool = False  # it ended without having run, as far as the scheduler knows
 
 
 @dataclass(frozen=True)

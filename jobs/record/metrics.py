@@ -1,0 +1,97 @@
+"""The numbers of metrics.jsonl: of its end, where that is enough, and of single lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any, cast
+
+from jobs.record.paths import RunFolder
+
+TAILS = (
+    8 << 10,
+    256 << 10,
+)  # bytes of metrics.jsonl; the second when one line of gradient norms fills the first
+
+
+LIMIT = 1e100  # no metric: beyond it sums and squares overflow
+
+
+def last_metrics(folder: RunFolder) -> dict[str, float]:
+    """The last `step` and the last value of every metric that stands near the end of metrics.jsonl.
+
+    Gradient norms by parameter are left out. Evaluations further back are taken from
+    score_list.json.
+    """
+    found: dict[str, float] = {}
+    is_whole = True
+    for size in TAILS:
+        lines, is_whole = _tail(folder.metrics, size)
+        found = _last_values(lines)
+        if is_whole or found:
+            break
+    if not is_whole and not any("/" in name for name in found):
+        with contextlib.suppress(FileNotFoundError, ValueError, IndexError, TypeError):
+            score = json.loads((folder.path / "score_list.json").read_bytes())[-1]
+            found = {
+                name: value for name, value in numbers(score).items() if name != "step"
+            } | found
+    return found
+
+
+def _tail(path: Path, size: int) -> tuple[list[bytes], bool]:
+    """The whole lines among the last `size` bytes of a file, and whether these are all it has."""
+    try:
+        with path.open("rb") as file:
+            length = file.seek(0, os.SEEK_END)
+            file.seek(max(length - size, 0))
+            content = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return [], True
+    lines = content.split(b"\n")[:-1]  # what follows the last line break is being written
+    return (lines, True) if length <= size else (lines[1:], False)
+
+
+def _last_values(lines: list[bytes]) -> dict[str, float]:
+    """The newest training line and the newest evaluation, merged: of a long tail two lines are
+    parsed.
+    """
+    found: dict[str, float] = {}
+    has_loss = has_scores = False
+    for line in reversed(lines):
+        is_scores = b'"valid/' in line
+        if (has_scores if is_scores else has_loss) or b'"grad_norm/' in line:
+            continue
+        values = numbers_in(line)
+        found = values | found
+        has_scores, has_loss = (
+            has_scores or (is_scores and bool(values)),
+            has_loss or "loss" in values,
+        )
+        if has_loss and has_scores:
+            break
+    return found
+
+
+def numbers_in(line: bytes) -> dict[str, float]:
+    """The finite numbers of one line of metrics.jsonl; empty for a torn line."""
+    try:
+        return numbers(json.loads(line))
+    except ValueError:
+        return {}
+
+
+def numbers(values: Any) -> dict[str, float]:
+    """The numbers among the values of a dictionary, but for those that are not finite; empty for
+    anything else.
+    """
+    if not isinstance(values, dict):
+        return {}
+    items = cast("dict[str, Any]", values).items()
+    return {
+        name: value
+        for name, value in items
+        if type(value) in (int, float) and -LIMIT < value < LIMIT
+    }

@@ -1,0 +1,115 @@
+"""One experiment as `status` shows it, and the times at which it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, cast
+
+from jobs.config import JobConfig
+from jobs.job_state import JobState
+from jobs.record.events import Sent
+from jobs.record.paths import Attempt
+from trainer.files.atomic import read_json
+
+
+@dataclass(frozen=True)
+class Start:
+    """One time that an attempt ran. `ended_at` is the last sign of life while it runs, or when it
+    left no outcome.
+    """
+
+    attempt: int
+    number: int  # a scheduler that requeues starts one attempt several times
+    began_at: str
+    ended_at: str
+    host: str | None
+    gpus: int  # of all nodes
+    code: int | None  # exit code; None: it runs, or was killed without a word
+
+    @property
+    def hours(self) -> float:
+        """How long it ran."""
+        return max(seconds_between(self.began_at, self.ended_at), 0.0) / 3600
+
+
+@dataclass(frozen=True)
+class Row:
+    """One experiment as status shows it. Times are UTC in ISO 8601; those of the last attempt
+    unless said otherwise.
+    """
+
+    exp_id: str
+    group: str
+    state: JobState
+    folder: str
+    reason: str | None = None
+    step: int | None = None
+    total: int | None = None
+    metrics: dict[str, float] = field(
+        default_factory=dict[str, float]
+    )  # the last value of each: loss, lr, valid/loss
+    eta_s: float | None = None
+    host: str | None = None
+    backend: str | None = None  # None: run by hand, or never sent
+    job_id: str | None = None
+    attempt: int = 0
+    attempts: int = 0
+    preemptions: int = 0  # of all attempts, with those that the scheduler made up for by itself
+    gpu_hours: float = 0.0  # of all attempts
+    created_at: str | None = None
+    submitted_at: str | None = None
+    started_at: str | None = None
+    ended_at: str | None = None
+    unseen_since: str | None = (
+        None  # since then its scheduler cannot be reached, and the state may be old
+    )
+    unseen_reason: str | None = None
+    heartbeat_age_s: float | None = None
+    sync_hint: str | None = None  # the command that brings its offline wandb runs to the service
+    history: tuple[Sent, ...] = ()
+    starts: tuple[Start, ...] = ()
+
+
+def starts_of(attempt: Attempt) -> list[Start]:
+    """Every time that an attempt ran, in order, with its end: from the wrapper's own small
+    files.
+    """
+    paths = attempt.starts()
+    if not paths:
+        return []
+    gpus = _gpus(read_json(attempt.spec) or {})
+    began = [read_json(path) or {} for path in paths]
+    last_exit = read_json(attempt.exit)
+    beat_at = (read_json(attempt.heartbeat) or {}).get("at")
+    starts: list[Start] = []
+    for k, facts in enumerate(began, 1):
+        is_last = k == len(began)
+        outcome = None if is_last else read_json(attempt.folder / f"exit-{k}.json")
+        if outcome is None and last_exit is not None and last_exit.get("start", len(began)) == k:
+            outcome = last_exit
+        begin = str(facts.get("at") or "")
+        # a start that was killed without a word ended before the next one began: no later time is
+        # known to be better
+        guess = beat_at if is_last else began[k].get("at")
+        end = str((outcome or {}).get("at") or max(guess or begin, begin))
+        host, code = facts.get("host"), (outcome or {}).get("code")
+        starts.append(Start(attempt.number, k, begin, end, host, gpus, code))
+    return starts
+
+
+def _gpus(spec: Mapping[str, Any]) -> int:
+    job = cast("dict[str, Any]", spec.get("job") or {})
+    nodes: int = job.get("nodes", 1)
+    if job.get("gres"):
+        return JobConfig(gres=job["gres"]).gpus * nodes
+    return int(cast("dict[str, Any]", job.get("resources") or {}).get("gpu", 0)) * nodes
+
+
+def seconds_between(begin: str, end: str) -> float:
+    """Seconds from one ISO time to another; 0 when either is no time."""
+    try:
+        return (datetime.fromisoformat(end) - datetime.fromisoformat(begin)).total_seconds()
+    except (ValueError, TypeError):
+        return 0.0

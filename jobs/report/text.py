@@ -1,0 +1,88 @@
+"""Text for people: safe to print, and numbers and times as one reads them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,32}m)")
+
+
+CONCEAL = "8"  # the one ANSI "colour" that hides text
+
+
+# C0 but tab, DEL, C1, and the marks that reorder letters (CVE-2021-42574); lone surrogates cannot
+# be printed at all
+CONTROL = re.compile(
+    r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
+
+
+def visible(text: str, *, keep_colours: bool = False) -> str:
+    """`text` with every control character but the tab made visible: ESC as ␛, others as \\x9b or
+    \\u202e.
+
+    keep_colours: ANSI colours stay, and end where the text ends; otherwise they are dropped.
+    """
+    if not CONTROL.search(text):
+        return text
+    pieces = COLOUR.split(text)
+    pieces[::2] = [CONTROL.sub(_picture, piece) for piece in pieces[::2]]
+    pieces[1::2] = [_colour(piece, keep=keep_colours) for piece in pieces[1::2]]
+    shown = "".join(pieces)
+    return f"{shown}\x1b[0m" if "\x1b" in shown else shown
+
+
+def _picture(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code < 0x20:
+        return chr(0x2400 + code)  # Unicode's control pictures
+    if code == 0x7F:
+        return "␡"
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def _colour(sequence: str, *, keep: bool) -> str:
+    if CONCEAL in {number.lstrip("0") for number in re.split("[;:]", sequence[2:-1])}:
+        return CONTROL.sub(_picture, sequence)
+    return sequence if keep else ""
+
+
+def short_names(keys: Sequence[str]) -> list[str]:
+    """The last part of each dotted key, or as many parts as tell it from the others."""
+    names: list[str] = []
+    for key in keys:
+        parts = key.split(".")
+        others = [other.split(".") for other in keys if other != key]
+        lengths = (
+            n for n in range(1, len(parts)) if all(other[-n:] != parts[-n:] for other in others)
+        )
+        names.append(".".join(parts[-next(lengths, len(parts)) :]))
+    return names
+
+
+def written(value: Any) -> str:
+    """A hyper-parameter as one reads it: text bare, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def shown(value: float) -> str:
+    """A number in four digits: 5.123, 0.03120, 3.0e-05, 12000; whole ones in full."""
+    if value == int(value) and abs(value) < 1e15:
+        return str(int(value))
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{value:#.4g}".rstrip(".") if abs(value) < 1e4 else f"{value:.0f}"
+    return f"{value:.1e}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as one reads them: 45 s, 12 min, 3 h 05, 2 d 4 h."""
+    minutes = round(seconds / 60)
+    if round(seconds) < 60:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d}" if hours < 24 else f"{hours // 24} d {hours % 24} h"

@@ -1,0 +1,169 @@
+"""From what the user typed to a Request: job dictionary, flags, code and environment.
+
+`trainval.py -j` and `lathe-jobs submit` share it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from job_configs import job_values
+from jobs.backends import BackendCache
+from jobs.code import secret_keys, snapshot, wandb_key
+from jobs.config import JobConfig
+from jobs.job_state import JobState
+from jobs.protocol import Backend
+from jobs.record.paths import BaseFolder
+from jobs.submit.request import RESEND_S, Request
+from trainer.config import nearest, validate
+from trainer.errors import ConfigError
+
+PROJECT = Path(__file__).resolve().parent.parent.parent  # the folder of trainval.py
+PATHS = ("data_path", "cache_dir")  # made absolute: the job runs in its snapshot
+FLAGS = (
+    *PATHS,
+    "log_every",
+    "deepspeed",
+    "wandb_entity_name",
+    "wandb_project_name",
+    "wandb_run_name",
+    "wandb_log_gradients",
+    "do_extra_evals",
+    "generation_eval_max_sample_size",
+    "push_to_hub",
+    "device",
+    "force",
+)
+SWITCHES = ("force",)  # those of FLAGS that take no value
+
+log = logging.getLogger(__name__)
+
+
+def job_config(group: str, file: Path | None, python_binary: str | None) -> JobConfig:
+    """The checked job dictionary of a group; `python_binary` from the command line goes over its
+    own.
+    """
+    values = job_values(group, file)
+    if python_binary:
+        values["python_binary"] = python_binary
+    return validate(
+        JobConfig, values, source=f"{file or 'job_configs.py'}: job dictionary of {group!r}"
+    )
+
+
+def check_base(base: Path) -> None:
+    """Return when a path can be written into scripts, records and messages. ConfigError
+    otherwise.
+    """
+    text = str(base)
+    if any(
+        ord(letter) < 32 or ord(letter) == 127 or "\ud800" <= letter <= "\udfff" for letter in text
+    ):
+        raise ConfigError(
+            f"--savedir_base {text!a}: want UTF-8 text without control characters. Use another "
+            "folder."
+        )
+
+
+def training_flags(words: Sequence[str]) -> dict[str, str]:
+    """{"data_path": "/data"} of words like trainval.py's: --data_path /data, or --data_path=/data;
+    "" for a switch.
+
+    ConfigError names the first word that is none of its flags, with the nearest one.
+    """
+    found: dict[str, str] = {}
+    rest = list(words)
+    while rest:
+        name, equals, text = rest.pop(0).partition("=")
+        key = name.removeprefix("--").replace("-", "_")
+        if not name.startswith("--") or key not in FLAGS:
+            raise ConfigError(f"{name!r}: no such training flag. {nearest(key, list(FLAGS))}")
+        if key in SWITCHES and equals:
+            raise ConfigError(f"{name}={text}: want no value. Write {name} alone, or leave it out.")
+        if not equals and not rest and key not in SWITCHES:
+            raise ConfigError(f"{name}: want a value after it.")
+        found[key] = text if equals or key in SWITCHES else rest.pop(0)
+    return found
+
+
+def make(
+    *,
+    group: str,
+    experiments: Sequence[dict[str, Any]],
+    base: Path,
+    backend: str,
+    job: JobConfig,
+    flags: Mapping[str, str],
+    allow_dirty: bool,
+    take_snapshot: bool = True,
+    retry: Collection[JobState] = (),
+    max_parallel: int | None = None,
+    use_array: bool = False,
+    after: Sequence[str] = (),
+    resend_s: float = RESEND_S,
+    backend_of: Callable[[str], Backend] | None = None,
+) -> Request:
+    """The Request for a group. The code is snapshotted (not for a plan), the key's whereabouts are
+    checked.
+    """
+    check_base(base)
+    if backend == "local" and job.gpus and "CUDA_VISIBLE_DEVICES" in job.environment_vars:
+        raise ConfigError(
+            f"job dictionary of {group!r}: environment_vars sets CUDA_VISIBLE_DEVICES, which the "
+            "local queue gives to "
+            f"each job ({job.gpus} GPUs). Remove it; to keep GPUs from the queue set it in the "
+            "submitting shell."
+        )
+    load = backend_of or BackendCache()
+    folder = BaseFolder(base.absolute())
+    source = wandb_key.find_key_source(job, os.environ)
+    if (
+        source.key_file is not None
+    ):  # the job reads it; its path may come from WANDB_API_KEY_FILE of this shell
+        job = job.model_copy(update={"wandb_key_file": str(source.key_file)})
+    if flags.get("wandb_project_name") and flags.get("wandb_entity_name"):
+        log.info("wandb: %s", source.text)
+    taken = None
+    if take_snapshot and backend != "inline":
+        taken = snapshot.take(PROJECT, folder, allow_dirty=allow_dirty)
+        log.info(
+            "code: snapshot %s of commit %s%s",
+            taken.digest[:12],
+            taken.commit,
+            " + patch" if taken.is_dirty else "",
+        )
+    return Request(
+        base=folder,
+        group=group,
+        experiments=experiments,
+        job=job,
+        backend=load(backend),
+        backend_of=load,
+        workdir=PROJECT if taken is None else taken.workdir,
+        snapshot=taken,
+        python=sys.executable,
+        flags=[
+            f"--{name}" if name in SWITCHES else f"--{name}={_absolute(name, text)}"
+            for name, text in flags.items()
+        ],
+        deepspeed=flags.get("deepspeed"),
+        environment=secret_keys.minimal_environment(
+            os.environ, is_same_machine=backend in ("inline", "local")
+        ),
+        retry=retry,
+        max_parallel=max_parallel,
+        use_array=use_array,
+        after=after,
+        resend_s=resend_s,
+    )
+
+
+def _absolute(name: str, text: str) -> str:
+    if name in PATHS or (name == "deepspeed" and Path(text).is_file()):
+        return str(Path(text).expanduser().absolute())
+    return text
