@@ -80,25 +80,38 @@ def cuts(
     return [stepped(folder, changes, sizes) for sizes in all_sizes]
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        {},
-        {"ce_norm": "mc"},
-        {"contrastive": 3},
-        {"contrastive": 0, "ce_norm": "mc"},
-        {"terms": "margin", "contrastive": 2},
-    ],
-    ids=str,
-)
+LOSSES: list[dict[str, Any]] = [
+    {},
+    {"ce_norm": "mc"},
+    {"contrastive": 3},
+    {"contrastive": 0, "ce_norm": "mc"},
+    {"terms": "margin", "contrastive": 2},
+]
+CUTS = {1: [[16], [4, 4, 4, 4], [1, 7, 6, 2]], 2: [[8, 8], [4, 4, 4, 4], [3, 5, 1, 7]]}
+LLAMA_CUTS = {1: [[16], [1, 7, 6, 2]], 2: [[3, 5, 1, 7]]}
+Steps = dict[str, list[tuple[float, dict[str, Tensor]]]]
+
+
+def _every_step(folder: Path, world: int) -> Steps:
+    found = {str(loss): cuts(folder, {"loss": loss}, CUTS[world]) for loss in LOSSES}
+    return found | {"llama": cuts(folder, {"base": LLAMA}, LLAMA_CUTS[world])}
+
+
+@pytest.fixture(scope="module")
+def steps(folder: Path) -> Steps:
+    """Of every loss and of a Llama: the step on one rank with everything in one batch comes first,
+    then other cuts, then those on two ranks.
+    """
+    alone, together = (run_on_ranks(world, _every_step, folder, world)[0] for world in (1, 2))
+    return {name: alone[name] + together[name] for name in alone}
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_one_rank_two_ranks_and_accumulation_have_one_loss_and_one_gradient(
-    loss: dict[str, Any], folder: Path
+    loss: dict[str, Any], steps: Steps
 ) -> None:
-    changes = {"loss": loss}
-    (wanted, gradients), *others = run_on_ranks(
-        1, cuts, folder, changes, [[16], [4, 4, 4, 4], [1, 7, 6, 2]]
-    )[0]
-    others += run_on_ranks(2, cuts, folder, changes, [[8, 8], [4, 4, 4, 4], [3, 5, 1, 7]])[0]
+    (wanted, gradients), *others = steps[str(loss)]
+    assert len(others) == 5
     # Types 1 and 2 take dot products of about 32 / 0.05 = 640, which fp32 rounds by 3e-5 before the
     # softmax.
     bound = 1e-5 if loss.get("contrastive") == 2 else 1e-6
@@ -108,11 +121,9 @@ def test_one_rank_two_ranks_and_accumulation_have_one_loss_and_one_gradient(
             assert (found[name] - gradient).abs().max() < bound, name
 
 
-def test_a_llama_of_any_cut_and_ranks_has_one_loss_and_one_gradient(folder: Path) -> None:
-    (wanted, gradients), *others = run_on_ranks(
-        1, cuts, folder, {"base": LLAMA}, [[16], [1, 7, 6, 2]]
-    )[0]
-    others += run_on_ranks(2, cuts, folder, {"base": LLAMA}, [[3, 5, 1, 7]])[0]
+def test_a_llama_of_any_cut_and_ranks_has_one_loss_and_one_gradient(steps: Steps) -> None:
+    (wanted, gradients), *others = steps["llama"]
+    assert len(others) == 2
     assert "encoder.layers.1.mlp.down_proj.weight" in gradients
     for got, found in others:
         assert got == pytest.approx(wanted, abs=1e-6, rel=1e-6)
