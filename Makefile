@@ -23,11 +23,11 @@ demo: setup
 	OMP_NUM_THREADS=2 $(BIN)/python trainval.py -e crossattn_tiny -sb results -r 1
 
 test: setup
-	$(ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not long"
+	$(ENV) $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not long"
 
 # What is too slow for `make test`: under 30 minutes, before a release.
 test-long: setup
-	$(ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m long
+	$(ENV) $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m long
 
 # One-line faults that tests must notice, each tried alone in a copy of the tree.
 mutants: setup
