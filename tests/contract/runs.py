@@ -21,7 +21,7 @@ EVERY_ENTRY = [(world, stage) for world in WORLDS for stage in STAGES]
 # backward pass stands for all, and one that goes backward many times in a step.
 ALL_STAGES_MATTER = ("causal_lm", "retriever")
 TIMINGS = ("step_s", "peak_gib")
-SHORT = {"steps": 4, "eval_every": 2, "save_every": 2}
+SHORT = {"steps": 4, "eval_every": 2, "save_every": 2, "eval_batch": 11}
 
 
 def usual(name: str) -> list[tuple[int, int]]:
