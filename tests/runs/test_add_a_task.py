@@ -104,7 +104,7 @@ def test_every_command_of_the_page_runs_as_it_says(copy: Path) -> None:
     assert "chosen: May I borrow book" in stats
     assert "rejected: May I borrow book" in stats
     assert "pairs_per_s" in trained
-    (run,) = (copy / "results").iterdir()
+    (run,) = [path.parent for path in (copy / "results").glob("*/metrics.jsonl")]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["valid/accuracy"] == 1.0
     for folder in ("best", "final"):
