@@ -28,9 +28,10 @@ from trainer.config import deepspeed_config
 from trainer.data.order import Sharding, step_rows
 from trainer.data.token_store import TokenStore, open_store
 from trainer.runtime import distributed, rng
+from trainer.runtime.preemption import Preemption
 from trainer.tasks.protocol import Places
 from trainer.telemetry.meter import Meter
-from trainer.telemetry.run_record import METRICS, Preemption, Run
+from trainer.telemetry.run_record import METRICS, RunRecord
 from trainer.training.engine import Engine
 from trainer.training.loop import Cadence, Progress, Session, fit
 
@@ -182,7 +183,7 @@ def lathe(work: Work, stage: int, between: Between) -> list[float]:
     )
     live = Engine(work.task.model(), deepspeed_config.for_engine(complete), cfg.optim)
     run, progress = (
-        Run(work.folder / f"run-{socket.gethostname()}-{id(live)}", total=work.total),
+        RunRecord(work.folder / f"run-{socket.gethostname()}-{id(live)}", total=work.total),
         Progress(),
     )
     preemption = Preemption()

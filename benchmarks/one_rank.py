@@ -16,9 +16,10 @@ from trainer.config import deepspeed_config
 from trainer.data.order import Sharding, Window
 from trainer.data.token_store import TokenStore, open_store
 from trainer.runtime import distributed
+from trainer.runtime.preemption import Preemption
 from trainer.tasks.protocol import Batch, Row
 from trainer.telemetry.meter import Meter
-from trainer.telemetry.run_record import Preemption, Run
+from trainer.telemetry.run_record import RunRecord
 from trainer.training.engine import Engine
 from trainer.training.loop import Cadence, Session, train_step
 
@@ -54,7 +55,7 @@ class OneRank:
             valid=store,
             sharding=sharding,
             cadence=Cadence(log=1, evaluate=1, save=1),
-            run=Run(folder, total=1),
+            run=RunRecord(folder, total=1),
             meter=Meter(),
             preemption=Preemption(),
             save=lambda progress: None,

@@ -61,7 +61,7 @@ ONLY_IMPORTERS = {
         ROOT / "trainer/training/engine.py",
         ROOT / "trainer/training/optimizer_state.py",
     },
-    "wandb": {ROOT / "trainer/telemetry/run_record.py"},
+    "wandb": {ROOT / "trainer/telemetry/wandb_run.py"},
     "haven": {ROOT / "jobs/backends/toolkit/haven.py"},
 }
 HEAVY = ("torch", "deepspeed", "transformers", "wandb")

@@ -36,7 +36,7 @@ def train(
     metrics.jsonl.
     """
     from trainer.runtime import distributed
-    from trainer.telemetry.run_record import Preemption
+    from trainer.runtime.preemption import Preemption
     from trainer.training.run import Options, plan, run
 
     options = Options(

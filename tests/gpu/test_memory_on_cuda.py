@@ -132,7 +132,7 @@ def test_a_run_stays_within_its_plan(stage: str, precision: str, tmp_path: Path)
     import json
 
     from trainer.runtime import distributed
-    from trainer.telemetry.run_record import Preemption
+    from trainer.runtime.preemption import Preemption
     from trainer.training.run import Options, plan, run
 
     distributed.init()

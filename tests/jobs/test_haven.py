@@ -26,7 +26,7 @@ from jobs.backends.toolkit.eai import STATES, EaiJob
 from tests.jobs.toolkit_standin import Standin, standin
 from trainer.config import exp_id
 from trainer.errors import ConfigError
-from trainer.telemetry.run_record import Run
+from trainer.telemetry.run_record import RunRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_HAVEN = importlib.util.find_spec("haven") is not None
@@ -66,7 +66,7 @@ def written(
             json.dumps({"job_id": job_id, "command": "python trainval.py"})
         )
     if loss is not None:
-        run = Run(folder, total=20)
+        run = RunRecord(folder, total=20)
         run.score(10, **{"valid/loss": 2 * loss, "valid/accuracy": 0.1})
         run.score(20, **{"valid/loss": loss, "valid/accuracy": 0.2})
         run.close()

@@ -58,7 +58,7 @@ def values(folder: Path) -> dict[str, Any]:
 
 
 def train(values: dict[str, Any], folder: Path, savedir: Path) -> None:
-    from trainer.telemetry.run_record import Preemption
+    from trainer.runtime.preemption import Preemption
     from trainer.training.run import Options, plan, run
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")

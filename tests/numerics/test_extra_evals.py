@@ -19,7 +19,8 @@ from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import answer_scores
 from trainer.evaluation.scoring import first_questions
 from trainer.tasks.protocol import Places
-from trainer.telemetry.run_record import Run, WandbSettings
+from trainer.telemetry.run_record import RunRecord
+from trainer.telemetry.wandb_run import WandbSettings
 
 MEASURES = ("em", "f1", "precision", "recall", "recall_em")
 # of 22 rows, in batches of 8: three, so that of two ranks one repeats a batch that must not count
@@ -53,7 +54,7 @@ def trained(
 ) -> Path:
     """Run an experiment to its end on the ranks of this process group; its folder."""
     from trainer.runtime import distributed
-    from trainer.telemetry.run_record import Preemption
+    from trainer.runtime.preemption import Preemption
     from trainer.training.run import Options, plan, run
 
     options = Options(
@@ -231,7 +232,7 @@ ROWS = [{"question": "Où?", "prediction": "là", "references": ["là", "ici"]}]
 
 
 def test_a_resumed_run_drops_the_answers_past_its_checkpoint(tmp_path: Path) -> None:
-    live = Run(tmp_path, total=20, console=Console(file=io.StringIO()))
+    live = RunRecord(tmp_path, total=20, console=Console(file=io.StringIO()))
     for step in (5, 10, 15):
         live.answers(step, ROWS)
     live.resume(10)
@@ -251,7 +252,7 @@ def test_wandb_gets_the_answers_as_a_table_with_the_next_line(
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = WandbSettings(entity="e", project="p", name="n", id="i", config={})
-    live = Run(tmp_path, total=20, wandb=settings, console=Console(file=io.StringIO()))
+    live = RunRecord(tmp_path, total=20, wandb=settings, console=Console(file=io.StringIO()))
     live.answers(5, ROWS)
     live.log(5, loss=1.0)
     live.close()

@@ -64,7 +64,7 @@ def options(folder: Path, savedir: Path, stage: int = 0) -> Any:
 
 def trained(values: dict[str, Any], folder: Path, savedir: Path, stage: int = 0) -> Path:
     from trainer.runtime import distributed
-    from trainer.telemetry.run_record import Preemption
+    from trainer.runtime.preemption import Preemption
     from trainer.training.run import plan, run
 
     chosen = options(folder, savedir, stage)
@@ -211,7 +211,7 @@ def test_a_task_that_reads_no_passages_does_not_score_them(folder: Path, tmp_pat
 
 def _toy(world_folder: Path, cache: Path) -> list[dict[str, float]]:
     from trainer.runtime import distributed
-    from trainer.telemetry.run_record import Preemption
+    from trainer.runtime.preemption import Preemption
     from trainer.training.run import Options, plan, run
 
     (values,) = EXP_GROUPS["fid_toy"]

@@ -168,7 +168,7 @@ def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
     from trainer.memory.launch import rehearse
     from trainer.runtime import distributed
     from trainer.telemetry.meter import Meter
-    from trainer.telemetry.run_record import Run
+    from trainer.telemetry.run_record import RunRecord
     from trainer.training.loop import Cadence, Progress, Session
 
     cfg = experiment(case)
@@ -200,7 +200,7 @@ def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
         valid=stores["valid"],
         sharding=Sharding(GLOBAL_BATCH, 2, distributed.world(), rank),
         cadence=Cadence(log=case.log_every, evaluate=case.evaluate_every, save=case.save_every),
-        run=Run(folder, total=case.steps),
+        run=RunRecord(folder, total=case.steps),
         meter=Meter(),
         preemption=asked,  # pyright: ignore[reportArgumentType]
         save=save,

@@ -204,7 +204,7 @@ def test_every_task_trains_evaluates_and_answers_under_fake_tensors(tmp_path: Pa
 
 
 def run(tmp_path: Path, name: str, *, deepspeed: str, **options: Any) -> Path:
-    from trainer.telemetry.run_record import Preemption
+    from trainer.runtime.preemption import Preemption
     from trainer.training.run import Options, plan
     from trainer.training.run import run as train
 

@@ -343,7 +343,7 @@ def test_a_stage_without_its_data_is_refused_and_told_how_to_make_it(tmp_path: P
 
 
 def trained(values: dict[str, Any], folder: Path, savedir: Path) -> str:
-    from trainer.telemetry.run_record import Preemption
+    from trainer.runtime.preemption import Preemption
     from trainer.training.run import Options, plan, run
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")

@@ -382,8 +382,9 @@ def _train_again(case: Training, tokenizer: Path, folder: Path) -> Replayed:
 
 
 def _session(cfg: Any, task: Any, live: Any, folder: Path) -> Any:
+    from trainer.runtime.preemption import Preemption
     from trainer.telemetry.meter import Meter
-    from trainer.telemetry.run_record import Preemption, Run
+    from trainer.telemetry.run_record import RunRecord
     from trainer.training.loop import Cadence, Session
 
     store = open_store(
@@ -402,7 +403,7 @@ def _session(cfg: Any, task: Any, live: Any, folder: Path) -> Any:
         valid=store,
         sharding=Sharding(1, 1, 1, 0),
         cadence=Cadence(1, 1, 1),
-        run=Run(folder, total=cfg.train.steps),
+        run=RunRecord(folder, total=cfg.train.steps),
         meter=Meter(),
         preemption=Preemption(),
         save=lambda progress: None,

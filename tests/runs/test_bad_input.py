@@ -139,7 +139,7 @@ def refuse(
     values: dict[str, Any], data: Path | None, savedir: Path, cache: Path
 ) -> tuple[str, int, str]:
     """(class, exit code, text) of the error that this experiment raises on one rank."""
-    from trainer.telemetry.run_record import Preemption
+    from trainer.runtime.preemption import Preemption
     from trainer.training.run import Options, plan, run
 
     options = Options(savedir, data_path=data, cache_dir=cache)
@@ -413,7 +413,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
 
 
 def _push(values: dict[str, Any], folder: Path, savedir: Path) -> tuple[str, str, bool]:
-    from trainer.telemetry.run_record import Preemption
+    from trainer.runtime.preemption import Preemption
     from trainer.training.run import Options, plan, run
 
     planned = plan(values, Options(savedir), world=1, rank=0)

@@ -7,9 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from trainer.telemetry import progress
-from trainer.telemetry.console import Bar, Lines
-from trainer.telemetry.progress import Progress
+from trainer.telemetry import console as console_module
+from trainer.telemetry.console import Bar, Lines, WorkProgress
 
 
 def console(*, is_terminal: bool) -> Console:
@@ -25,10 +24,10 @@ def test_a_log_file_gets_a_line_now_and_then_and_one_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     screen = console(is_terminal=False)
-    told = Progress(30, "context", screen)
+    told = WorkProgress(30, "context", screen)
     told.add(10)
     assert shown(screen) == ""
-    monkeypatch.setitem(progress._EVERY_S, Lines, 0.0)
+    monkeypatch.setitem(console_module._EVERY_S, Lines, 0.0)
     told.add(10)
     told.add(10)
     told.close()
@@ -40,9 +39,9 @@ def test_a_log_file_gets_a_line_now_and_then_and_one_at_the_end(
 
 
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(progress._EVERY_S, Bar, 0.0)
+    monkeypatch.setitem(console_module._EVERY_S, Bar, 0.0)
     screen = console(is_terminal=True)
-    told = Progress(30, "context", screen)
+    told = WorkProgress(30, "context", screen)
     told.add(12)
     told.close()
     assert "12/30" in shown(screen)

@@ -347,7 +347,7 @@ def test_a_store_remembers_how_many_labels_were_lost(tmp_path: Path) -> None:
 
 
 def _a_refused_run_and_one_that_is_allowed(folder: Path, tmp_path: Path) -> int:
-    from trainer.telemetry.run_record import Preemption
+    from trainer.runtime.preemption import Preemption
     from trainer.training.run import Options, plan, run
 
     options = Options(tmp_path, data_path=folder, cache_dir=tmp_path / "cache")

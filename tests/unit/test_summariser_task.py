@@ -207,7 +207,7 @@ def _trained_and_evaluated(
     from trainer.evaluation.run import Question
     from trainer.evaluation.run import run as evaluate
     from trainer.runtime import distributed
-    from trainer.telemetry.run_record import Preemption
+    from trainer.runtime.preemption import Preemption
     from trainer.training.run import Options, plan, run
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")

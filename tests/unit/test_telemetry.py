@@ -26,17 +26,19 @@ from rich.console import Console
 from tests.ranks import run_on_ranks
 from trainer.errors import StorageError
 from trainer.runtime.gpus import peak_flops
+from trainer.runtime.preemption import Preemption
 from trainer.telemetry import meter as meter_module
 from trainer.telemetry import run_record as telemetry
 from trainer.telemetry.console import shown
 from trainer.telemetry.meter import Meter
-from trainer.telemetry.run_record import Preemption, Run, WandbSettings, tell_wandb
+from trainer.telemetry.run_record import RunRecord
+from trainer.telemetry.wandb_run import WandbSettings, tell_wandb
 
 KEY = "markermarkermarkermarkermarkermarkermarker"  # stands for an API key
 
 
-def run(folder: Path, **options: Any) -> Run:
-    return Run(folder, total=20, **{"console": Console(file=io.StringIO()), **options})
+def run(folder: Path, **options: Any) -> RunRecord:
+    return RunRecord(folder, total=20, **{"console": Console(file=io.StringIO()), **options})
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -272,7 +274,7 @@ def test_numbers_are_shown_as_a_person_reads_them(value: float, text: str) -> No
 def _tell_everything(folder: Path) -> list[str]:
     rank = int(os.environ["RANK"])
     settings = WandbSettings(entity=None, project="p", name="n", id=f"id{rank}", config={})
-    live = Run(
+    live = RunRecord(
         folder / str(rank),
         total=2,
         wandb=settings if rank else None,
@@ -314,7 +316,6 @@ def offline(
         name="n",
         id="abc",
         config={"lr": 1e-3},
-        tags=("t",),
         init_timeout_s=1,
     )
     import wandb
@@ -417,7 +418,9 @@ def test_a_wandb_that_cannot_be_reached_costs_one_warning_and_the_run_goes_on_of
     live.log(1, loss=1.0)
     live.close()
     (warning,) = [
-        record.getMessage() for record in caplog.records if record.name == telemetry.__name__
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "trainer.telemetry.wandb_run"
     ]
     assert "Training goes on with wandb offline" in warning
     assert history(tmp_path) == [{"step": 1, "loss": 1.0}]

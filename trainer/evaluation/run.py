@@ -37,7 +37,7 @@ from trainer.tasks.abilities import (
     question_of,
 )
 from trainer.tasks.protocol import Row, Task
-from trainer.telemetry.run_record import tell_wandb
+from trainer.telemetry.wandb_run import tell_wandb
 from trainer.training.run import Options, on_main, store_of
 
 logger = logging.getLogger(__name__)

@@ -1,8 +1,11 @@
-"""What a person sees of a run: plain lines in a log file, a live bar on a terminal."""
+"""What a person sees of a run or of other long work: plain lines in a log file, a live bar on a
+terminal.
+"""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -62,6 +65,37 @@ class Bar:
     def close(self, exit_code: int) -> None:
         """Leave the terminal as it was."""
         self._progress.stop()
+
+
+# How long long work stays silent, at most.
+_EVERY_S = {Bar: 0.2, Lines: 10.0}
+
+
+class WorkProgress:
+    """Counts things done out of a total, and tells their number a second and how long the rest
+    takes.
+    """
+
+    def __init__(self, total: int, unit: str, console: Console | None = None) -> None:
+        screen = console or Console()
+        self._sink = (Bar if screen.is_terminal else Lines)(screen, total, unit=unit)
+        self._total, self._unit, self._done = total, unit, 0
+        self._began = self._told = time.monotonic()
+
+    def add(self, count: int) -> None:
+        """So many more are done."""
+        self._done += count
+        now = time.monotonic()
+        if self._done >= self._total or now - self._told >= _EVERY_S[type(self._sink)]:
+            self._told = now
+            each_s = (now - self._began) / self._done
+            self._sink.log(
+                self._done, {f"{self._unit}s_per_s": 1 / max(each_s, 1e-9), "step_s": each_s}
+            )
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self._sink.close(0)
 
 
 def shown(value: Number) -> str:

@@ -17,10 +17,11 @@ from trainer.errors import ConfigError, DivergedError
 from trainer.evaluation.scoring import answer, evaluate
 from trainer.runtime import distributed
 from trainer.runtime.batch import named_when_out_of_memory, to_device
+from trainer.runtime.preemption import Preemption
 from trainer.tasks.abilities import Answers
 from trainer.tasks.protocol import Row, Task
 from trainer.telemetry.meter import Meter
-from trainer.telemetry.run_record import Preemption, Run
+from trainer.telemetry.run_record import RunRecord
 from trainer.training import schedule
 from trainer.training.engine import Engine
 from trainer.training.schedule import Plateau
@@ -69,7 +70,7 @@ class Session:
     valid: TokenStore
     sharding: Sharding
     cadence: Cadence
-    run: Run
+    run: RunRecord
     meter: Meter
     preemption: Preemption
     save: Callable[[Progress], None]  # a checkpoint of the present state; a collective

@@ -34,10 +34,12 @@ from trainer.files.held_lock import HeldLock
 from trainer.memory import launch as planning
 from trainer.models.freezing import trainable_report
 from trainer.runtime import distributed, rng
+from trainer.runtime.preemption import Preemption
 from trainer.statistics.ledger import refuse_lost_labels
 from trainer.tasks.protocol import Places, Task
 from trainer.telemetry.meter import Meter
-from trainer.telemetry.run_record import Preemption, Run, WandbSettings
+from trainer.telemetry.run_record import RunRecord
+from trainer.telemetry.wandb_run import WandbSettings
 from trainer.training import checkpoint, engine
 from trainer.training.engine import Engine
 from trainer.training.loop import Cadence, Progress, Session, fit
@@ -134,7 +136,9 @@ def run(plan: Plan, options: Options, preemption: Preemption) -> int:
     """
     plan = _settled(plan, options)
     with _claimed(plan, options) as lock:
-        telemetry = Run(plan.folder, total=plan.cfg.train.steps, wandb=options.wandb(plan.values))
+        telemetry = RunRecord(
+            plan.folder, total=plan.cfg.train.steps, wandb=options.wandb(plan.values)
+        )
         try:
             finished = _train(plan, options, telemetry, preemption, lock)
             telemetry.status("succeeded" if finished else "preempted")
@@ -208,7 +212,7 @@ def _launch(plan: Plan, options: Options, task: Task, *, answers: bool) -> plann
 
 
 def _train(
-    plan: Plan, options: Options, telemetry: Run, preemption: Preemption, lock: HeldLock
+    plan: Plan, options: Options, telemetry: RunRecord, preemption: Preemption, lock: HeldLock
 ) -> bool:
     cfg = plan.cfg
     if options.push_to_hub:

@@ -33,7 +33,7 @@ from trainer.tasks.cross_attention.publishers import sets as reading_sources
 from trainer.tasks.cross_attention.task import Task
 from trainer.tasks.cross_attention.text import contexts, questions
 from trainer.tasks.protocol import Places, Row
-from trainer.telemetry.progress import Progress
+from trainer.telemetry.console import WorkProgress
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def _write_states(
     dtype = base_model.DTYPES[task.cfg.train.precision]
     model = task.model().to(distributed.device(), dtype).eval()
     progress = (
-        Progress(-(-lacking.contexts // distributed.world()), "context")
+        WorkProgress(-(-lacking.contexts // distributed.world()), "context")
         if distributed.is_main()
         else None
     )

@@ -1,0 +1,182 @@
+"""A run in wandb. The only importer of wandb."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED
+from trainer.telemetry.console import Number
+
+ANSWERS = "answers"
+HISTOGRAM_BINS = 64  # what wandb.watch draws
+FINISH_S = 120
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WandbSettings:
+    """Where a run appears in wandb. A resumed run has the same id and so continues the same
+    curves.
+    """
+
+    entity: str | None
+    project: str | None
+    name: str
+    id: str
+    config: Mapping[str, Any]
+    init_timeout_s: float = 30.0  # then the run goes on offline
+
+
+class WandbRun:
+    """The run in wandb. Whatever goes wrong there costs one warning, never the training."""
+
+    def __init__(self, settings: WandbSettings, folder: Path) -> None:
+        self._run = _start_wandb(settings, folder)
+        self._pending: dict[str, Any] = {}
+
+    def log(self, step: int, scalars: Mapping[str, Number]) -> None:
+        if self._run is not None:
+            pending, self._pending = self._pending, {}
+            with self._tolerated():
+                # no step= argument: wandb would drop every row whose step is not past the last one
+                # it saw
+                self._run.log({"step": step, **scalars, **pending})
+
+    def summarise(self, scalars: Mapping[str, Number]) -> None:
+        """Numbers, and the tables that are kept, that belong to no step."""
+        if self._run is not None:
+            with self._tolerated():
+                self._run.log({**scalars, **self._pending})
+
+    def histogram(self, name: str, values: Tensor) -> None:
+        """Keep a histogram of the finite `values` for the next `log`."""
+        finite = values.detach().float().flatten()
+        finite = finite[torch.isfinite(finite)].cpu()
+        if self._run is not None and finite.numel():
+            import wandb
+
+            counts, edges = torch.histogram(finite, bins=HISTOGRAM_BINS)
+            with self._tolerated():
+                self._pending[name] = wandb.Histogram(np_histogram=(counts.numpy(), edges.numpy()))
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep a table of `rows`, all with the same keys, for the next `log`."""
+        if self._run is not None and rows:
+            import wandb
+
+            with self._tolerated():
+                cells: list[Any] = [list(row.values()) for row in rows]
+                self._pending[name] = wandb.Table(columns=list(rows[0]), data=cells)
+
+    def close(self, exit_code: int) -> None:
+        """End the run there, waiting for a slow upload at most FINISH_S."""
+        if self._run is not None:
+            with self._tolerated():
+                if exit_code == EXIT_PREEMPTED:
+                    self._run.mark_preempting()
+                self._run.finish(exit_code=exit_code)
+        self._run = None
+
+    @contextmanager
+    def _tolerated(self) -> Iterator[None]:
+        try:
+            yield
+        except (
+            Exception
+        ) as error:  # any: wandb documents no error tree for a lost service or network
+            log.warning("wandb: %s: %s. Training goes on without it.", type(error).__name__, error)
+            self._run = None
+
+
+def tell_wandb(
+    settings: WandbSettings,
+    folder: Path,
+    split: str,
+    scores: Mapping[str, Number],
+    rows: Sequence[Mapping[str, Any]],
+) -> None:
+    """Add what a trained model was measured to be to its run: evaluate/<split>/<name>, and a table
+    of answers.
+
+    folder: for wandb's own files. rows: of the table, all with the same keys; none, no table. On
+    one rank only.
+    """
+    run = WandbRun(settings, folder)
+    prefix = f"evaluate/{split}"
+    run.table(f"{prefix}/{ANSWERS}", rows)
+    run.summarise({f"{prefix}/{name}": value for name, value in scores.items()})
+    run.close(EXIT_OK)
+
+
+def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
+    """A wandb run: online with a key or as WANDB_MODE says, else offline; None when neither
+    works.
+    """
+    first = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
+    for mode in dict.fromkeys((first, "offline")):
+        try:
+            return _init_wandb(settings, folder, mode)
+        except Exception as error:  # any: see WandbRun._tolerated
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            rest = "without it" if mode == "offline" else "with wandb offline"
+            log.warning("wandb: %s. Training goes on %s.", text.rstrip("."), rest)
+    return None
+
+
+def _has_key() -> bool:
+    """Whether wandb would find a key without asking for one: in the environment, or in the netrc
+    file.
+    """
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return (
+            netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host)
+            is not None
+        )
+    except (OSError, NetrcParseError):
+        return False
+
+
+def _init_wandb(settings: WandbSettings, folder: Path, mode: str) -> Any:
+    import wandb  # 2 s that runs without it do not pay
+
+    # after a failed start its service holds on to the id (0.31: "run ID ... is in use")
+    wandb.teardown()
+    run = wandb.init(
+        entity=settings.entity,
+        project=settings.project,
+        name=settings.name,
+        id=settings.id,
+        config=dict(settings.config),
+        dir=folder,
+        resume="allow",
+        mode=cast(Any, mode),
+        settings=wandb.Settings(
+            console="off",
+            silent=True,
+            disable_git=True,
+            disable_code=True,
+            x_save_requirements=False,
+            init_timeout=settings.init_timeout_s,
+            finish_timeout=FINISH_S,  # without a network; the rows are on the disk for `wandb sync`
+            # its default of 15 s loses a preempted run's last rows (0.31)
+            x_transaction_log_flush_interval=2,
+        ),
+    )
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run
