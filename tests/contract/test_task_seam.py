@@ -4,6 +4,8 @@ every task.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.data.order import Sharding
 from trainer.data.token_store import TokenStore, open_store
-from trainer.memory.measure import Request, measure
+from trainer.memory import advice, plan
+from trainer.memory.measure import Measured, Moment, Request, measure
 from trainer.memory.subject import Subject, binding_limit, changed, subject_of
 from trainer.tasks.abilities import Answers, ShowsCuts, question_of
 from trainer.tasks.protocol import Encoded, Places, Task
@@ -147,3 +150,38 @@ def test_every_task_is_planned_for_without_data(folder: Path, tmp_path: Path) ->
     assert any(few < more for few, more in pairs), (
         "at least one task's answers need most at their end"
     )
+
+
+def measured_by_rows(requests: Sequence[Request], places: Places) -> list[Measured]:
+    """In place of measuring, which costs a process: a thousand bytes a row."""
+    weights = Measured(
+        weights=0,
+        buffers=0,
+        trainable=0,
+        frozen=0,
+        largest=0,
+        states=0,
+        moments=[],
+        scratch=0,
+        shapes={},
+        tensors=[],
+        seconds=0.0,
+    )
+    return [
+        replace(weights, moments=[Moment(0, 1000 * len(request.rows), 0)]) for request in requests
+    ]
+
+
+def test_advice_names_each_other_value_that_was_measured_whatever_its_block_is_called(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (plan, advice):
+        monkeypatch.setattr(module, "measure", measured_by_rows)
+    subject = planned_without_data("causal_lm", folder, tmp_path)
+    made = plan.make(subject, cublas=0)
+    fewer_rows = subject.training_request(made.numbers[:1])  # as another value might
+    monkeypatch.setattr(
+        advice, "_other_attention", lambda subject, made: [("some.attention a -> b", fewer_rows)]
+    )
+    fixes = advice.advise(subject, made, None, cublas=0).fixes
+    assert "some.attention a -> b" in [fix.what for fix in fixes]

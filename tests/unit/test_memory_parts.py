@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from trainer.config import Train, validate
 from trainer.data.order import Sharding, window_rows
@@ -18,6 +19,7 @@ from trainer.memory.measure import Measured, Moment
 from trainer.memory.plan import MemoryPlan, Phase
 from trainer.memory.planned_rows import heaviest
 from trainer.memory.subject import changed, published_shape
+from trainer.memory.tracker import BLOCK, Tracker
 from trainer.runtime.batch import batch_of, named_when_out_of_memory
 from trainer.runtime.gpus import GIB, device_of
 
@@ -302,3 +304,31 @@ def test_a_micro_batch_may_be_left_to_the_plan_but_not_be_nothing() -> None:
     )  # until a run has chosen
     with pytest.raises(ConfigError, match="micro_batch"):
         validate(Train, block | {"micro_batch": 0})
+
+
+# The tracker
+# ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("build", "has_logits"), [("BertModel", False), ("BertLMHeadModel", True)])
+def test_only_what_a_head_gives_over_a_vocabulary_is_called_logits(
+    build: str, has_logits: bool
+) -> None:
+    """There are as many positions as the inner layer is wide."""
+    config = transformers.BertConfig(
+        vocab_size=99,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        is_decoder=has_logits,
+    )
+    tracker, model = Tracker("cpu"), getattr(transformers, build)(config)
+    tracker.watch(model)
+    inner = torch.zeros(2, 8, config.intermediate_size)
+    logits = torch.zeros(2, 8, config.vocab_size)
+    tracker.see([inner], "mm")
+    assert tracker.live["logits"] == 0
+    tracker.see([logits], "mm")
+    assert tracker.live["logits"] == (BLOCK * -(-logits.nbytes // BLOCK) if has_logits else 0)

@@ -56,9 +56,9 @@ class Tracker:
         """From now on gradients of the model's parameters and its logits are told from other
         activations.
         """
-        sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-        heads = {m.out_features for m in model.modules() if isinstance(m, nn.Linear)}
-        self._vocabularies = {size for size in sizes if size in heads}
+        # A layer as wide as a vocabulary is no sign: there may be as many positions as it is wide.
+        heads = [getattr(m, "get_output_embeddings", lambda: None)() for m in model.modules()]
+        self._vocabularies = {m.out_features for m in heads if isinstance(m, nn.Linear)}
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._is_gradient)
