@@ -41,6 +41,7 @@ TRACE_NORMS = {"what": "norms of a trace", "depth": 2 * DEPTH, "margin": 1.2}
 # large as this share of the largest norm.
 CANCELS = 0.01
 QUERIES = 8
+MODES = ("local", "xdev")
 
 each_of_one_rank = pytest.mark.parametrize(
     "case", params(recorded.losses(1), "expected_world1.json")
@@ -214,15 +215,27 @@ def _every_run(case: Case, mode: str) -> dict[str, tuple[float, float, dict[str,
     return found
 
 
+def _every_case() -> dict[tuple[str, str], dict[str, tuple[float, float, dict[str, Tensor]]]]:
+    cases = [(case, mode) for case in recorded.losses(2) for mode in MODES if mode in case.recorded]
+    return {(case.name, mode): _every_run(case, mode) for case, mode in cases}
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks() -> list[dict[tuple[str, str], Any]]:
+    """By rank, and by case and mode: of all of them, from one start of two processes."""
+    return run_on_ranks(2, _every_case)
+
+
 @each_of_two_ranks
-@pytest.mark.parametrize("mode", ["local", "xdev"])
-def test_two_ranks_have_the_recorded_loss_and_gradients(case: Case, mode: str) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_have_the_recorded_loss_and_gradients(
+    case: Case, mode: str, of_two_ranks: list[dict[tuple[str, str], Any]]
+) -> None:
     if mode not in case.recorded:
         pytest.skip(f"{mode} is not recorded of this case")
     want = case.recorded[mode]
-    ranks = run_on_ranks(2, _every_run, case, mode)
-    for rank, found in enumerate(ranks):
-        for name, (loss, own_loss, gradients) in found.items():
+    for rank, every in enumerate(of_two_ranks):
+        for name, (loss, own_loss, gradients) in every[case.name, mode].items():
             if mode == "xdev":  # what it returns is twice the mean over the whole batch
                 assert_loss(loss, want["loss_logged"], case.dtype, name)
             else:
