@@ -317,7 +317,7 @@ def test_the_key_reaches_the_training_and_no_file(folder: Path, tmp_path: Path) 
 def test_a_key_file_that_others_can_read_is_bad_input(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("k" * 40)
-    path.chmod(0o644)
+    path.chmod(0o640)
     spec(folder, "pass", job={"wandb_key_file": str(path)})
     assert run.run(folder, 1) == 2
     assert f"chmod 600 {path}" in outcome(folder)["reason"]

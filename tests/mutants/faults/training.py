@@ -411,7 +411,7 @@ FAULTS = [
     ),
     # What a run tells
     Fault(
-        "trainer/telemetry/run_record.py",
+        "trainer/telemetry/metrics_file.py",
         'json.loads(line)["step"] <= step',
         'json.loads(line)["step"] < step',
         why="a resume drops the log line of the step that it goes on from",
