@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import typer
 
-from exp_configs import experiments_of
 from jobs.backends import BackendCache
 from jobs.errors import NothingMatched, SomeFailed, Unreachable
 from jobs.job_state import ACTIVE, STATES, JobState
@@ -18,32 +17,7 @@ from jobs.record.row import Row
 from jobs.record.status import survey
 from jobs.report.text import visible
 from jobs.submit.request import Result
-from trainer.config import exp_id
 from trainer.errors import ConfigError
-
-
-def experiments(
-    group: str, file: Path | None, steps: int | None, only: Sequence[str] | None
-) -> list[dict[str, Any]]:
-    """The dictionaries of a group, or those whose ids begin as asked for.
-
-    NothingMatched names every text of `only` that fits none, ConfigError refuses one that would fit
-    all.
-    """
-    found = experiments_of(group, file, steps)
-    if not only:
-        return found
-    if not all(only):
-        raise ConfigError(
-            '--only "": want an id, or its beginning. Leave --only out to take the whole group.'
-        )
-    ids = [exp_id(values) for values in found]
-    strays = [text for text in only if not any(name.startswith(text) for name in ids)]
-    if strays:
-        raise NothingMatched(
-            f"--only {', '.join(map(repr, strays))}: no experiment of {group} has an id like that."
-        )
-    return [values for name, values in zip(ids, found, strict=True) if name.startswith(tuple(only))]
 
 
 def rows(

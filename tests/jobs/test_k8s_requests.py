@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("kubernetes", reason="the extra `k8s` is not installed")
 
 from jobs.backends.k8s import manifest
-from jobs.backends.k8s.backend import K8s, observe
+from jobs.backends.k8s.backend import K8s
+from jobs.backends.k8s.observed import observe
 from jobs.errors import Refused, Unreachable
 from jobs.protocol import JobSpec
 from tests.jobs import kubernetes_standin

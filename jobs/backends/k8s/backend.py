@@ -12,34 +12,32 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import yaml
 
-from jobs.backends.k8s.manifest import CONTAINER, KINDS, RANK, TOKEN, manifest, text_of, token_in
+from jobs.backends.k8s.client import (
+    SILENCE_S,
+    TIMEOUT_S,
+    Answer,
+    Object,
+    answered,
+    core_api,
+    custom_objects,
+    lines_of,
+)
+from jobs.backends.k8s.manifest import CONTAINER, KINDS, TOKEN, manifest, text_of, token_in
+from jobs.backends.k8s.observed import creation_time, observe, rank_of
 from jobs.errors import Refused, Unreachable
-from jobs.job_state import JobState, Observed
+from jobs.job_state import Observed
 from jobs.protocol import Finding, JobSpec, Rendered
 from trainer.errors import ConfigError
 
-TIMEOUT_S = (10, 60)  # to connect, to read
-SILENCE_S = (10, 24 * 3600)  # a log that is followed may be quiet for long
 CHUNK = 40  # tokens in one label selector: a URL of 2 KiB at most
 CERTAIN = (400, 403, 404, 405, 413, 415, 422)  # the API server looked at it and made nothing
-NEEDS_A_PERSON = {
-    "ErrImagePull": "Check job.image and the cluster's rights to pull it.",
-    "ImagePullBackOff": "Check job.image and the cluster's rights to pull it.",
-    "InvalidImageName": "Correct job.image.",
-    "CreateContainerConfigError": "Check that the Secret of job.wandb_key_secret exists in this "
-    "namespace.",
-}
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-Object = dict[str, Any]
 
 
 class K8s:
@@ -128,7 +126,7 @@ class K8s:
         body = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         group, version, plural = KINDS[kind]
         try:
-            _custom(
+            custom_objects(
                 lambda api: api.delete_namespaced_custom_object(
                     group, version, namespace, plural, name, body=body, _request_timeout=TIMEOUT_S
                 )
@@ -140,13 +138,13 @@ class K8s:
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
         """Lines of the newest pod of the first node; nothing before it has started."""
         namespace, _, name = _parts(job_id)
-        pods = [pod for pod in _pods(namespace, [token_in(name)]) if _rank(pod) == "0"]
+        pods = [pod for pod in _pods(namespace, [token_in(name)]) if rank_of(pod) == "0"]
         if not pods:
             return
-        pod = max(pods, key=_born)["metadata"]["name"]
+        pod = max(pods, key=creation_time)["metadata"]["name"]
         timeout = SILENCE_S if follow else TIMEOUT_S
         try:
-            response = _core(
+            response = core_api(
                 lambda api: api.read_namespaced_pod_log(
                     pod,
                     namespace,
@@ -160,7 +158,7 @@ class K8s:
             if answer.status in (400, 404):  # its container has not started, or the pod is gone
                 return
             raise Unreachable(f"no log of {job_id}: {answer}") from None
-        yield from _lines(response)
+        yield from lines_of(response)
 
     def _create(self, rendered: Rendered, dry_run: str | None = None) -> str:
         body: Object = yaml.safe_load(rendered.text)
@@ -169,7 +167,7 @@ class K8s:
         group, version, plural = KINDS[kind]
         extra = {"dry_run": dry_run} if dry_run else {}
         try:
-            _custom(
+            custom_objects(
                 lambda api: api.create_namespaced_custom_object(
                     group,
                     version,
@@ -192,20 +190,6 @@ class K8s:
         return job_id
 
 
-class Answer(Exception):
-    """An HTTP status of the API server that is no success."""
-
-    def __init__(self, status: int, body: Any, phrase: Any) -> None:
-        content = body.decode(errors="replace") if isinstance(body, bytes) else str(body or "")
-        try:
-            said: Any = json.loads(content)
-        except ValueError:
-            said = None
-        facts = cast("Object", said) if isinstance(said, dict) else {}
-        self.status, self.reason = status, facts.get("reason")
-        super().__init__(f"{status} {facts.get('message') or content[:200] or phrase}")
-
-
 def _advice(answer: Answer, kind: str) -> str:
     if answer.status == 404 and kind == "jobset":
         return ". Several nodes need JobSet (jobset.sigs.k8s.io) in the cluster."
@@ -219,7 +203,7 @@ def _adopted(job_id: str, token: str) -> str:
     namespace, kind, name = _parts(job_id)
     group, version, plural = KINDS[kind]
     try:
-        found: Object = _custom(
+        found: Object = custom_objects(
             lambda api: api.get_namespaced_custom_object(
                 group, version, namespace, plural, name, _request_timeout=TIMEOUT_S
             )
@@ -250,7 +234,7 @@ def _list(namespace: str, kind: str, **options: Any) -> list[Object] | None:
     """Objects of one kind; None when the cluster does not know the kind. Unreachable."""
     group, version, plural = KINDS[kind]
     try:
-        reply: Object = _custom(
+        reply: Object = custom_objects(
             lambda api: api.list_namespaced_custom_object(
                 group, version, namespace, plural, _request_timeout=TIMEOUT_S, **options
             )
@@ -268,7 +252,7 @@ def _everywhere(namespace: str, kind: str, selector: str) -> list[Object] | None
     """
     group, version, plural = KINDS[kind]
     try:
-        reply: Object = _custom(
+        reply: Object = custom_objects(
             lambda api: api.list_cluster_custom_object(
                 group, version, plural, label_selector=selector, _request_timeout=TIMEOUT_S
             )
@@ -284,7 +268,7 @@ def _pods(namespace: str, tokens: Sequence[str]) -> list[Object]:
     """The pods of these tokens. Unreachable."""
     selector = f"{TOKEN} in ({','.join(tokens)})"
     try:
-        response = _core(
+        response = core_api(
             lambda api: api.list_namespaced_pod(
                 namespace,
                 label_selector=selector,
@@ -294,7 +278,7 @@ def _pods(namespace: str, tokens: Sequence[str]) -> list[Object]:
         )
     except Answer as answer:
         raise Unreachable(f"cannot list pods in namespace {namespace}: {answer}") from None
-    reply: Object = _asked(lambda: json.loads(response.data))
+    reply: Object = answered(lambda: json.loads(response.data))
     return reply.get("items", [])
 
 
@@ -311,169 +295,3 @@ def _query(namespace: str, kind: str, names: Sequence[str]) -> dict[str, Observe
         name = item["metadata"]["name"]
         found[f"{namespace}/{kind}/{name}"] = observe(item, pods[token_in(name)])
     return found
-
-
-def observe(item: Object, pods: Sequence[Object]) -> Observed:
-    """What a Job or JobSet and its pods add up to."""
-    conditions = {
-        c["type"]: c
-        for c in item.get("status", {}).get("conditions", [])
-        if c.get("status") == "True"
-    }
-    newest = sorted((pod for pod in pods if _rank(pod) == "0"), key=_born)
-    restarts = item.get("status", {}).get("restarts", max(len(newest) - 1, 0))
-    if "Complete" in conditions or "Completed" in conditions:
-        return Observed("succeeded", restarts=restarts)
-    if "Failed" in conditions:
-        return _failed(conditions["Failed"], pods, restarts)
-    if item["metadata"].get("deletionTimestamp"):
-        return Observed("running", "is being deleted", host=_host(newest), restarts=restarts)
-    if item.get("spec", {}).get("suspend"):
-        return _suspended(item, restarts)
-    if not newest:
-        return Observed("queued", "no pod yet", restarts=restarts)
-    return _living(newest[-1], restarts)
-
-
-def _suspended(item: Object, restarts: int) -> Observed:
-    if "kueue.x-k8s.io/queue-name" in item["metadata"].get("labels", {}):
-        return Observed("queued", "waits for Kueue to admit it", restarts=restarts)
-    return Observed("held", "suspended by somebody; set spec.suspend to false", restarts=restarts)
-
-
-def _failed(condition: Object, pods: Sequence[Object], restarts: int) -> Observed:
-    """Failed for good: why is best seen in the container that ended last and badly."""
-    reason = ": ".join(text for key in ("reason", "message") if (text := condition.get(key)))
-    ends = [
-        end
-        for pod in sorted(pods, key=_born)
-        if (end := _terminated(pod)) and end.get("exitCode") != 0
-    ]
-    is_late = condition.get("reason") == "DeadlineExceeded" or any(
-        pod.get("status", {}).get("reason") == "DeadlineExceeded" for pod in pods
-    )
-    if is_late:
-        return Observed("timeout", reason, host=_host(pods), restarts=restarts)
-    state: JobState = "oom" if any(end.get("reason") == "OOMKilled" for end in ends) else "failed"
-    code = ends[-1].get("exitCode") if ends else None
-    return Observed(state, reason, host=_host(pods), exit_code=code, restarts=restarts)
-
-
-def _living(pod: Object, restarts: int) -> Observed:
-    """The state of a Job that has not ended, from the newest pod of its first node."""
-    status = pod.get("status", {})
-    phase = status.get("phase")
-    if phase == "Running":
-        return Observed("running", host=_host([pod]), restarts=restarts)
-    if phase in ("Failed", "Succeeded"):
-        text = f"its pod has ended ({status.get('reason') or phase})"
-        return Observed("queued", text, restarts=restarts, will_rerun=phase == "Failed")
-    for container in status.get("containerStatuses", []):
-        waiting = container.get("state", {}).get("waiting", {})
-        if waiting.get("reason") in NEEDS_A_PERSON:
-            cure = NEEDS_A_PERSON[waiting["reason"]]
-            return Observed(
-                "held",
-                f"{waiting['reason']}: {waiting.get('message', '')} {cure}",
-                restarts=restarts,
-            )
-    why = [
-        c.get("message") for c in status.get("conditions", []) if c.get("reason") == "Unschedulable"
-    ]
-    return Observed("queued", why[0] if why else None, restarts=restarts)
-
-
-def _terminated(pod: Object) -> Object | None:
-    """How the wrapper's container of this pod ended."""
-    for container in pod.get("status", {}).get("containerStatuses", []):
-        if container.get("name") == CONTAINER:
-            return container.get("state", {}).get("terminated")
-    return None
-
-
-def _rank(pod: Object) -> str:
-    return pod["metadata"].get("annotations", {}).get(RANK, "0")
-
-
-def _born(pod: Object) -> str:
-    return pod["metadata"].get("creationTimestamp", "")
-
-
-def _host(pods: Sequence[Object]) -> str | None:
-    return pods[-1].get("spec", {}).get("nodeName") if pods else None
-
-
-def _lines(response: Any) -> Iterator[str]:
-    """Lines of a streamed reply; Unreachable when the connection breaks."""
-    blocks: Iterator[bytes] = response.stream()
-    rest = b""
-    try:
-        while (block := _asked(lambda: next(blocks, None))) is not None:
-            *whole, rest = (rest + block).split(b"\n")
-            yield from (line.decode(errors="replace") for line in whole)
-    finally:
-        response.release_conn()
-    if rest:
-        yield rest.decode(errors="replace")
-
-
-def _custom(call: Callable[[Any], T]) -> T:
-    return _asked(lambda: call(_client("CustomObjectsApi")))
-
-
-def _core(call: Callable[[Any], T]) -> T:
-    return _asked(lambda: call(_client("CoreV1Api")))
-
-
-def _asked(call: Callable[[], T]) -> T:
-    """The reply to one request. Answer for a status that is no success, Unreachable for a broken
-    connection.
-    """
-    try:
-        return call()
-    except (OSError, ValueError) as error:
-        raise Unreachable(f"the Kubernetes API server cannot be seen: {error}") from None
-    except Exception as error:
-        kind = type(error)
-        if kind.__module__.startswith("urllib3"):
-            raise Unreachable(f"the Kubernetes API server cannot be seen: {error}") from None
-        status = (
-            getattr(error, "status", None) if kind.__module__.startswith("kubernetes") else None
-        )
-        if status is None:
-            raise
-        if not status:  # TLS
-            raise Unreachable(f"the Kubernetes API server cannot be seen: {error}") from None
-        raise Answer(
-            int(status), getattr(error, "body", None), getattr(error, "reason", None)
-        ) from None
-
-
-def _client(api: str) -> Any:
-    """An API of the client, with the configuration of the user or of the pod. Unreachable when
-    there is none.
-    """
-    try:
-        client, config = (
-            importlib.import_module("kubernetes.client"),
-            importlib.import_module("kubernetes.config"),
-        )
-    except ModuleNotFoundError:
-        raise ConfigError(
-            "the k8s backend needs the kubernetes package. pip install 'lathe[k8s]'"
-        ) from None
-    configuration = client.Configuration()
-    files = (
-        os.environ.get("KUBECONFIG") or "~/.kube/config"
-    )  # the client reads the variable at import only
-    try:
-        if any(Path(name).expanduser().exists() for name in files.split(os.pathsep)):
-            config.load_kube_config(files, client_configuration=configuration, persist_config=False)
-        else:
-            config.load_incluster_config(client_configuration=configuration)
-    except (config.ConfigException, OSError, ValueError, yaml.YAMLError) as error:
-        raise Unreachable(
-            f"no cluster is configured: {error}. Set KUBECONFIG or write ~/.kube/config."
-        ) from None
-    configuration.retries = False  # repeating is the caller's business, which looks first
-    return getattr(client, api)(client.ApiClient(configuration))

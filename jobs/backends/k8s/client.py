@@ -1,0 +1,116 @@
+"""Requests to the Kubernetes API server, and what its answers mean."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import yaml
+
+from jobs.errors import Unreachable
+from trainer.errors import ConfigError
+
+TIMEOUT_S = (10, 60)  # to connect, to read
+
+
+SILENCE_S = (10, 24 * 3600)  # a log that is followed may be quiet for long
+
+
+Object = dict[str, Any]
+T = TypeVar("T")
+
+
+class Answer(Exception):
+    """An HTTP status of the API server that is no success."""
+
+    def __init__(self, status: int, body: Any, phrase: Any) -> None:
+        content = body.decode(errors="replace") if isinstance(body, bytes) else str(body or "")
+        try:
+            reply: Any = json.loads(content)
+        except ValueError:
+            reply = None
+        facts = cast("Object", reply) if isinstance(reply, dict) else {}
+        self.status, self.reason = status, facts.get("reason")
+        super().__init__(f"{status} {facts.get('message') or content[:200] or phrase}")
+
+
+def lines_of(response: Any) -> Iterator[str]:
+    """Lines of a streamed reply; Unreachable when the connection breaks."""
+    blocks: Iterator[bytes] = response.stream()
+    rest = b""
+    try:
+        while (block := answered(lambda: next(blocks, None))) is not None:
+            *whole, rest = (rest + block).split(b"\n")
+            yield from (line.decode(errors="replace") for line in whole)
+    finally:
+        response.release_conn()
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def custom_objects(call: Callable[[Any], T]) -> T:
+    """What `call` gets from the API of custom objects. Answer, Unreachable."""
+    return answered(lambda: call(_client("CustomObjectsApi")))
+
+
+def core_api(call: Callable[[Any], T]) -> T:
+    """What `call` gets from the core API: pods and their logs. Answer, Unreachable."""
+    return answered(lambda: call(_client("CoreV1Api")))
+
+
+def answered(call: Callable[[], T]) -> T:
+    """The reply to one request. Answer for a status that is no success, Unreachable for a broken
+    connection.
+    """
+    try:
+        return call()
+    except (OSError, ValueError) as error:
+        raise Unreachable(f"the Kubernetes API server cannot be seen: {error}") from None
+    except Exception as error:
+        kind = type(error)
+        if kind.__module__.startswith("urllib3"):
+            raise Unreachable(f"the Kubernetes API server cannot be seen: {error}") from None
+        status = (
+            getattr(error, "status", None) if kind.__module__.startswith("kubernetes") else None
+        )
+        if status is None:
+            raise
+        if not status:  # TLS
+            raise Unreachable(f"the Kubernetes API server cannot be seen: {error}") from None
+        raise Answer(
+            int(status), getattr(error, "body", None), getattr(error, "reason", None)
+        ) from None
+
+
+def _client(api: str) -> Any:
+    """An API of the client, with the configuration of the user or of the pod. Unreachable when
+    there is none.
+    """
+    try:
+        client, config = (
+            importlib.import_module("kubernetes.client"),
+            importlib.import_module("kubernetes.config"),
+        )
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "the k8s backend needs the kubernetes package. pip install 'lathe[k8s]'"
+        ) from None
+    configuration = client.Configuration()
+    files = (
+        os.environ.get("KUBECONFIG") or "~/.kube/config"
+    )  # the client reads the variable at import only
+    try:
+        if any(Path(name).expanduser().exists() for name in files.split(os.pathsep)):
+            config.load_kube_config(files, client_configuration=configuration, persist_config=False)
+        else:
+            config.load_incluster_config(client_configuration=configuration)
+    except (config.ConfigException, OSError, ValueError, yaml.YAMLError) as error:
+        raise Unreachable(
+            f"no cluster is configured: {error}. Set KUBECONFIG or write ~/.kube/config."
+        ) from None
+    configuration.retries = False  # repeating is the caller's business, which looks first
+    return getattr(client, api)(client.ApiClient(configuration))

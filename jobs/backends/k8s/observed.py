@@ -1,0 +1,109 @@
+"""What a Job or JobSet and its pods say of the state of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jobs.backends.k8s.client import Object
+from jobs.backends.k8s.manifest import CONTAINER, RANK
+from jobs.job_state import JobState, Observed
+
+NEEDS_A_PERSON = {
+    "ErrImagePull": "Check job.image and the cluster's rights to pull it.",
+    "ImagePullBackOff": "Check job.image and the cluster's rights to pull it.",
+    "InvalidImageName": "Correct job.image.",
+    "CreateContainerConfigError": "Check that the Secret of job.wandb_key_secret exists in this "
+    "namespace.",
+}
+
+
+def observe(item: Object, pods: Sequence[Object]) -> Observed:
+    """What a Job or JobSet and its pods add up to."""
+    conditions = {
+        c["type"]: c
+        for c in item.get("status", {}).get("conditions", [])
+        if c.get("status") == "True"
+    }
+    newest = sorted((pod for pod in pods if rank_of(pod) == "0"), key=creation_time)
+    restarts = item.get("status", {}).get("restarts", max(len(newest) - 1, 0))
+    if "Complete" in conditions or "Completed" in conditions:
+        return Observed("succeeded", restarts=restarts)
+    if "Failed" in conditions:
+        return _failed(conditions["Failed"], pods, restarts)
+    if item["metadata"].get("deletionTimestamp"):
+        return Observed("running", "is being deleted", host=_host(newest), restarts=restarts)
+    if item.get("spec", {}).get("suspend"):
+        return _suspended(item, restarts)
+    if not newest:
+        return Observed("queued", "no pod yet", restarts=restarts)
+    return _living(newest[-1], restarts)
+
+
+def _suspended(item: Object, restarts: int) -> Observed:
+    if "kueue.x-k8s.io/queue-name" in item["metadata"].get("labels", {}):
+        return Observed("queued", "waits for Kueue to admit it", restarts=restarts)
+    return Observed("held", "suspended by somebody; set spec.suspend to false", restarts=restarts)
+
+
+def _failed(condition: Object, pods: Sequence[Object], restarts: int) -> Observed:
+    """Failed for good: why is best seen in the container that ended last and badly."""
+    reason = ": ".join(text for key in ("reason", "message") if (text := condition.get(key)))
+    ends = [
+        end
+        for pod in sorted(pods, key=creation_time)
+        if (end := _terminated(pod)) and end.get("exitCode") != 0
+    ]
+    is_late = condition.get("reason") == "DeadlineExceeded" or any(
+        pod.get("status", {}).get("reason") == "DeadlineExceeded" for pod in pods
+    )
+    if is_late:
+        return Observed("timeout", reason, host=_host(pods), restarts=restarts)
+    state: JobState = "oom" if any(end.get("reason") == "OOMKilled" for end in ends) else "failed"
+    code = ends[-1].get("exitCode") if ends else None
+    return Observed(state, reason, host=_host(pods), exit_code=code, restarts=restarts)
+
+
+def _living(pod: Object, restarts: int) -> Observed:
+    """The state of a Job that has not ended, from the newest pod of its first node."""
+    status = pod.get("status", {})
+    phase = status.get("phase")
+    if phase == "Running":
+        return Observed("running", host=_host([pod]), restarts=restarts)
+    if phase in ("Failed", "Succeeded"):
+        text = f"its pod has ended ({status.get('reason') or phase})"
+        return Observed("queued", text, restarts=restarts, will_rerun=phase == "Failed")
+    for container in status.get("containerStatuses", []):
+        waiting = container.get("state", {}).get("waiting", {})
+        if waiting.get("reason") in NEEDS_A_PERSON:
+            cure = NEEDS_A_PERSON[waiting["reason"]]
+            return Observed(
+                "held",
+                f"{waiting['reason']}: {waiting.get('message', '')} {cure}",
+                restarts=restarts,
+            )
+    why = [
+        c.get("message") for c in status.get("conditions", []) if c.get("reason") == "Unschedulable"
+    ]
+    return Observed("queued", why[0] if why else None, restarts=restarts)
+
+
+def _terminated(pod: Object) -> Object | None:
+    """How the wrapper's container of this pod ended."""
+    for container in pod.get("status", {}).get("containerStatuses", []):
+        if container.get("name") == CONTAINER:
+            return container.get("state", {}).get("terminated")
+    return None
+
+
+def rank_of(pod: Object) -> str:
+    """The rank of the node that a pod stands for, "0" where there is one."""
+    return pod["metadata"].get("annotations", {}).get(RANK, "0")
+
+
+def creation_time(pod: Object) -> str:
+    """When a pod was made, as the API server writes it."""
+    return pod["metadata"].get("creationTimestamp", "")
+
+
+def _host(pods: Sequence[Object]) -> str | None:
+    return pods[-1].get("spec", {}).get("nodeName") if pods else None

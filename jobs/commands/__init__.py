@@ -1,0 +1,1 @@
+"""The commands of lathe-jobs: what sends, what looks, what changes."""

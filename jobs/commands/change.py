@@ -1,0 +1,142 @@
+"""Commands that act on what was sent: cancel, retry, reset, reconcile, gc."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated
+
+import typer
+
+from jobs.backends import BackendCache
+from jobs.commands.options import (
+    Base,
+    Group,
+    Ids,
+    Json,
+    Yes,
+    guarded,
+    json_alone,
+)
+from jobs.errors import NothingMatched
+from jobs.job_state import ENDED_BADLY
+from jobs.record.paths import BaseFolder
+from jobs.report import selection
+from jobs.submit.control import Again, again, cancel, reconcile, reset
+from jobs.submit.policy import Limits
+from jobs.submit.request import RESEND_S
+from trainer.errors import ConfigError
+
+
+@guarded
+def cancel_command(
+    savedir_base: Base,
+    ids: Ids = None,
+    exp_group: Group = None,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Ask for the end of live jobs; the training saves first. A group, or several ids, need
+    --yes.
+    """
+    rows = selection.chosen(savedir_base, ids, exp_group)
+    if not yes and (exp_group or len(rows) > 1):
+        raise ConfigError(f"cancel: this ends up to {len(rows)} experiments. Say --yes.")
+    results = cancel(BaseFolder(savedir_base.absolute()), rows, BackendCache())
+    selection.show(results, as_json)
+    selection.fail_if_any(results)
+
+
+@guarded
+def retry_command(
+    savedir_base: Base,
+    ids: Ids = None,
+    exp_group: Group = None,
+    state: Annotated[
+        str, typer.Option("--state", help="Every experiment in one of these states.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Run ended experiments again, from their last checkpoint, as they were sent before."""
+    states = selection.states(state)
+    rows = [
+        row
+        for row in selection.chosen(savedir_base, ids, exp_group, is_all=bool(state))
+        if not states or row.state in states
+    ]
+    if not rows:
+        raise NothingMatched(f"retry: no experiment is {state}.")
+    limits = Limits(
+        retry=states or (*ENDED_BADLY, "preempted"), with_bad_input=bool(ids)
+    )  # by its id: somebody has mended it
+    with json_alone(as_json):
+        results = again(Again(BaseFolder(savedir_base.absolute()), BackendCache(), limits), rows)
+    selection.show(results, as_json)
+    selection.fail_if_any(results)
+
+
+@guarded
+def reset_command(ids: Ids, savedir_base: Base, yes: Yes = False, as_json: Json = False) -> None:
+    """Move the folders of experiments to deleted/, so that they can start over. Nothing is
+    overwritten.
+    """
+    rows = selection.chosen(savedir_base, ids, None)
+    if not yes:
+        raise ConfigError(
+            f"reset: this moves {len(rows)} run folder(s) away, checkpoints and all. Say --yes."
+        )
+    selection.refuse_live(rows)
+    results = [
+        reset(BaseFolder(savedir_base.absolute()), row.exp_id, BackendCache()) for row in rows
+    ]
+    selection.show(results, as_json)
+
+
+@guarded
+def reconcile_command(
+    savedir_base: Base,
+    every: Annotated[str | None, typer.Option("--every", help="Go on for ever: 30s, 5m.")] = None,
+    resend_after: Annotated[float, typer.Option("--resend_after", hidden=True)] = RESEND_S,
+    as_json: Json = False,
+) -> None:
+    """Adopt what was never answered, run preempted experiments again, send what waited for its
+    turn.
+
+    --every with --json: one JSON document a round, each in one line.
+    """
+    pause_s = selection.seconds(every) if every is not None else None
+    cache = BackendCache()
+    while True:
+        with json_alone(as_json):
+            results = reconcile(
+                Again(BaseFolder(savedir_base.absolute()), cache, resend_s=resend_after)
+            )
+        selection.show(results, as_json, is_line=pause_s is not None)
+        if pause_s is None:
+            break
+        time.sleep(pause_s)
+    selection.fail_if_any(results)
+
+
+@guarded
+def gc_command(
+    savedir_base: Base,
+    older_than_days: Annotated[
+        int, typer.Option("--older-than", min=0, help="Days, for deleted runs.")
+    ] = 30,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Code snapshots that no run refers to, and old deleted runs: listed, and with --yes
+    removed.
+    """
+    from jobs.code import gc
+
+    garbage = gc.plan_gc(BaseFolder(savedir_base.absolute()), older_than_days=older_than_days)
+    lines = [{"path": str(item.path), "bytes": item.bytes, "why": item.why} for item in garbage]
+    if as_json:
+        typer.echo(json.dumps(lines, indent=1))
+    for item in [] if as_json else garbage:
+        typer.echo(f"{item.bytes / 2**20:10.1f} MiB  {item.path}  ({item.why})")
+    if yes:
+        typer.echo(f"removed {gc.collect(garbage)} of {len(garbage)}", err=True)

@@ -1,0 +1,148 @@
+"""Commands that look and change nothing: status, show, logs, results, doctor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jobs import backends
+from jobs.backends import BackendCache
+from jobs.commands.options import (
+    BackendName,
+    Base,
+    Group,
+    Json,
+    JsonLines,
+    guarded,
+)
+from jobs.errors import NothingMatched, Unreachable
+from jobs.record.paths import BaseFolder
+from jobs.record.row import Row
+from jobs.report import selection
+from trainer.errors import ConfigError
+
+
+@guarded
+def status_command(
+    savedir_base: Base,
+    exp_group: Group = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")
+    ] = False,
+    every: Annotated[str, typer.Option("--every", help="Between two looks: 5s, 1m.")] = "5s",
+    by_hand: Annotated[
+        bool, typer.Option("--all", help="Also what was run without being submitted.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """State, step, last metrics, time left, host, attempts and GPU-hours of every experiment."""
+    from rich.console import Console
+
+    from jobs.report import table
+
+    def look() -> list[Row]:
+        return selection.rows(savedir_base, exp_group, None, by_hand=by_hand)
+
+    if watch and as_json:
+        raise ConfigError("status: --watch is for a terminal and --json for a script; keep one.")
+    if watch:
+        table.watch(look, selection.seconds(every))
+        return
+    rows = look()
+    if as_json:
+        typer.echo(json.dumps(table.as_json(rows), indent=1))
+    else:
+        table.show(rows, Console())
+    if not rows:
+        raise NothingMatched(
+            f"no experiment of {exp_group or 'any group'} was ever submitted from {savedir_base}."
+        )
+
+
+@guarded
+def show_command(exp_id: str, savedir_base: Base, as_json: Json = False) -> None:
+    """All that is known of one experiment: its record, its attempts, its files."""
+    from jobs.report import table
+
+    row = selection.one(savedir_base, exp_id)
+    typer.echo(json.dumps(table.as_json([row])[0], indent=1) if as_json else selection.details(row))
+
+
+@guarded
+def logs_command(
+    exp_id: str,
+    savedir_base: Base,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Go on until the attempt ends.")
+    ] = False,
+    err: Annotated[bool, typer.Option("--err", help="stderr instead of stdout.")] = False,
+    attempt: Annotated[
+        int | None, typer.Option("--attempt", min=1, help="Which attempt; the last.")
+    ] = None,
+    tail: Annotated[int | None, typer.Option("--tail", min=1, help="Only the last lines.")] = None,
+    as_json: JsonLines = False,
+) -> None:
+    """What the training printed."""
+    from jobs.report import logs
+
+    row = selection.one(savedir_base, exp_id)
+    folder = BaseFolder(savedir_base.absolute()).run(row.exp_id)
+    backend = BackendCache()(row.backend or "inline")
+    lines = logs.show(folder, backend, attempt=attempt, err=err, tail=tail, follow=follow)
+    for line in lines:
+        typer.echo(json.dumps({"line": line}) if as_json else line)
+
+
+@guarded
+def doctor_command(job_scheduler: BackendName = "local", as_json: Json = False) -> None:
+    """Whether a backend can be used from here, and what to do if not."""
+    backend = backends.load(job_scheduler)
+    findings = backend.check()
+    if as_json:
+        typer.echo(json.dumps([vars(finding) for finding in findings], indent=1))
+    else:
+        typer.echo(f"{backend.name}: {backend.validation}")
+        for finding in findings:
+            typer.echo(f"  {'ok ' if finding.is_good else 'BAD'}  {finding.name}: {finding.text}")
+    if any(finding.is_blocking and not finding.is_good for finding in findings):
+        raise Unreachable(f"{job_scheduler} cannot be used from here: see BAD above.")
+
+
+@guarded
+def results_command(
+    savedir_base: Base,
+    exp_group: Group = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a report with loss curves to this file.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What differs between the experiments, and what they reached."""
+    from rich.console import Console
+
+    from jobs.report import scores as tables
+
+    if sum((csv, html is not None, as_json)) > 1:
+        raise ConfigError("results: of --csv, --html and --json keep one.")
+    base = BaseFolder(savedir_base.absolute())
+    rows = selection.rows(savedir_base, exp_group, None, by_hand=True)
+    if not rows:
+        raise NothingMatched(f"{savedir_base} holds no experiment of {exp_group or 'any group'}.")
+    gathered = tables.gather(base, [row.exp_id for row in rows])
+    if html is not None:
+        from jobs.report.html import report
+        from trainer.files.atomic import replace_file
+
+        replace_file(html, report(base, rows, gathered).encode())
+        typer.echo(str(html))
+    elif csv:
+        typer.echo(tables.as_csv(gathered), nl=False)
+    elif as_json:
+        typer.echo(json.dumps(tables.as_json(gathered), indent=1))
+    else:
+        screen = Console()
+        screen.print(tables.as_table(gathered, width=screen.width))

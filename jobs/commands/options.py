@@ -1,0 +1,125 @@
+"""What the commands share: their options, their errors, and a stdout that holds JSON alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Annotated, ParamSpec
+
+import typer
+
+from jobs.report import selection
+from jobs.submit.prepare import check_base
+from trainer.errors import LatheError, StorageError
+
+P = ParamSpec("P")
+
+
+Base = Annotated[Path, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")]
+
+
+Group = Annotated[str | None, typer.Option("-e", "--exp_group", help="Group of experiments.")]
+
+
+NeededGroup = Annotated[str, typer.Option("-e", "--exp_group", help="Group of experiments.")]
+
+
+BackendName = Annotated[str, typer.Option("-j", "--job_scheduler", help="Where they run.")]
+
+
+ExpConfigs = Annotated[
+    Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS.")
+]
+
+
+JobConfigs = Annotated[
+    Path | None, typer.Option("--job_configs", "--profile", help="Python file with JOB_CONFIGS.")
+]
+
+
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", min=1, help="Written into the dictionaries: changes their ids."),
+]
+
+
+PythonBinary = Annotated[
+    str, typer.Option("--python_binary", help="Launch line, parsed and never given to a shell.")
+]
+
+
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", help="Only this id (or its beginning); may be repeated."),
+]
+
+
+JsonLines = Annotated[
+    bool, typer.Option("--json", help="One JSON document per line on stdout, for scripts.")
+]
+
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")]
+
+
+Yes = Annotated[bool, typer.Option("--yes", help="Do it.")]
+
+
+Ids = Annotated[list[str] | None, typer.Argument(help="Ids of experiments, or their beginnings.")]
+
+
+Flags = Annotated[
+    list[str] | None, typer.Argument(help="After --: flags of trainval.py, such as --data_path D.")
+]
+
+
+def guarded(function: Callable[P, None]) -> Callable[P, None]:
+    """Turn our errors into one message and their exit code."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+        try:
+            if isinstance(base := kwargs.get("savedir_base"), Path):
+                check_base(base)
+            function(*args, **kwargs)
+        except LatheError as error:
+            raise _told(error) from None
+        except BrokenPipeError:  # the reader of a pipe has left: `logs -f ID | head`
+            raise typer.Exit(0) from None
+        except OSError as error:  # a folder that is a file, or not ours to read
+            raise _told(
+                StorageError(
+                    f"{error.filename or 'disk'}: {error.strerror or error}. Check --savedir_base."
+                )
+            ) from None
+
+    return run
+
+
+def _told(error: LatheError) -> typer.Exit:
+    typer.echo(selection.shown(f"{type(error).__name__}: {error}"), err=True)
+    return typer.Exit(error.exit_code)
+
+
+@contextlib.contextmanager
+def json_alone(as_json: bool) -> Generator[None]:
+    """While the block lasts, what a process that it starts prints (`-j inline`) goes to stderr:
+    stdout is for JSON.
+    """
+    if not as_json:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

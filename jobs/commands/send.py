@@ -1,0 +1,202 @@
+"""Commands that send a group, or show what would be sent: plan, submit, export."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
+
+import typer
+
+from exp_configs import experiments_of
+from jobs.commands.options import (
+    BackendName,
+    Base,
+    ExpConfigs,
+    Flags,
+    JobConfigs,
+    Json,
+    NeededGroup,
+    Only,
+    PythonBinary,
+    Steps,
+    Yes,
+    guarded,
+    json_alone,
+)
+from jobs.errors import NothingMatched
+from jobs.job_state import ACTIVE
+from jobs.report import selection
+from jobs.submit.control import cancel
+from jobs.submit.group import preview, rendered, submit
+from jobs.submit.prepare import job_config, make, training_flags
+from jobs.submit.request import RESEND_S, Request, Result
+from trainer.config import exp_id, nearest
+from trainer.errors import ConfigError
+
+
+def experiments(
+    group: str, file: Path | None, steps: int | None, only: Sequence[str] | None
+) -> list[dict[str, Any]]:
+    """The dictionaries of a group, or those whose ids begin as asked for.
+
+    NothingMatched names every text of `only` that fits none, ConfigError refuses one that would fit
+    all.
+    """
+    found = experiments_of(group, file, steps)
+    if not only:
+        return found
+    if not all(only):
+        raise ConfigError(
+            '--only "": want an id, or its beginning. Leave --only out to take the whole group.'
+        )
+    ids = [exp_id(values) for values in found]
+    strays = [text for text in only if not any(name.startswith(text) for name in ids)]
+    if strays:
+        raise NothingMatched(
+            f"--only {', '.join(map(repr, strays))}: no experiment of {group} has an id like that."
+        )
+    return [values for name, values in zip(ids, found, strict=True) if name.startswith(tuple(only))]
+
+
+@guarded
+def plan_command(
+    exp_group: NeededGroup,
+    savedir_base: Base,
+    job_scheduler: BackendName = "local",
+    exp_configs: ExpConfigs = None,
+    job_configs: JobConfigs = None,
+    steps: Steps = None,
+    python_binary: PythonBinary = "",
+    only: Only = None,
+    show_rendered: Annotated[
+        bool, typer.Option("--show-rendered", help="The text each scheduler would get.")
+    ] = False,
+    as_json: Json = False,
+    flags: Flags = None,
+) -> None:
+    """What would be sent, adopted, run again or left alone, and why. Asks the scheduler.
+
+    Writes nothing below --savedir_base.
+    """
+    request = make(
+        group=exp_group,
+        experiments=experiments(exp_group, exp_configs, steps, only),
+        base=savedir_base,
+        backend=job_scheduler,
+        job=job_config(exp_group, job_configs, python_binary),
+        flags=training_flags(flags or []),
+        allow_dirty=True,
+        take_snapshot=False,
+    )
+    results = preview(request)
+    texts = dict(zip(request.by_id, rendered(request), strict=True)) if show_rendered else None
+    selection.show(results, as_json, rendered=texts)
+    selection.fail_if_any(results)
+
+
+@guarded
+def submit_command(
+    exp_group: NeededGroup,
+    savedir_base: Base,
+    job_scheduler: BackendName,
+    exp_configs: ExpConfigs = None,
+    job_configs: JobConfigs = None,
+    steps: Steps = None,
+    python_binary: PythonBinary = "",
+    only: Only = None,
+    retry: Annotated[
+        str, typer.Option("--retry", help="States to run again: failed,preempted,lost,...")
+    ] = "",
+    max_parallel: Annotated[
+        int | None, typer.Option("--max-parallel", min=1, help="At most so many at once.")
+    ] = None,
+    array: Annotated[bool, typer.Option("--array", help="One submission for all (Slurm).")] = False,
+    after: Annotated[
+        list[str] | None, typer.Option("--after", help="Scheduler id that must succeed first.")
+    ] = None,
+    allow_dirty: Annotated[
+        bool, typer.Option("--allow-dirty", help="Send uncommitted code, with its patch.")
+    ] = False,
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune", help="Cancel what is alive in this group but no longer in it. Needs --yes."
+        ),
+    ] = False,
+    yes: Yes = False,
+    resend_after: Annotated[float, typer.Option("--resend_after", hidden=True)] = RESEND_S,
+    as_json: Json = False,
+    flags: Flags = None,
+) -> None:
+    """Send every experiment of the group that is neither done nor alive. Safe to repeat, and to run
+    many at once.
+    """
+    if prune and not yes:
+        raise ConfigError(
+            "--prune: this cancels whatever is alive and no longer in the group. Say --yes."
+        )
+    values = experiments(exp_group, exp_configs, steps, only)
+    request = make(
+        group=exp_group,
+        experiments=values,
+        base=savedir_base,
+        backend=job_scheduler,
+        job=job_config(exp_group, job_configs, python_binary),
+        flags=training_flags(flags or []),
+        allow_dirty=allow_dirty,
+        retry=selection.states(retry),
+        max_parallel=max_parallel,
+        use_array=array,
+        after=after or [],
+        resend_s=resend_after,
+    )
+    with json_alone(as_json):
+        results = submit(request)
+        if prune:  # of the whole group: what --only left out is still in it
+            results += _prune(request, experiments(exp_group, exp_configs, steps, None))
+    selection.show(results, as_json)
+    selection.fail_if_any(results)
+
+
+def _prune(request: Request, whole: Collection[dict[str, Any]]) -> list[Result]:
+    """Cancel what is alive under the group's name and is none of its experiments."""
+    kept = {exp_id(values) for values in whole}
+    rows = selection.rows(request.base.path, request.group, None)
+    strays = [row for row in rows if row.state in ACTIVE and row.exp_id not in kept]
+    return cancel(request.base, strays, request.backend_of)
+
+
+@guarded
+def export_command(
+    exp_group: NeededGroup,
+    savedir_base: Base,
+    to: Annotated[str, typer.Option("--to", help="sbatch, eai, trainjob or sky.")],
+    exp_configs: ExpConfigs = None,
+    job_configs: JobConfigs = None,
+    steps: Steps = None,
+    python_binary: PythonBinary = "",
+    only: Only = None,
+    flags: Flags = None,
+) -> None:
+    """The text that another tool could submit. Nothing is written or sent; such jobs are not in the
+    record.
+    """
+    from jobs.code.export import Kind, export
+    from jobs.submit.group import specs
+
+    kinds: tuple[Kind, ...] = get_args(Kind)
+    if to not in kinds:
+        raise ConfigError(f"--to {to}: {nearest(to, list(kinds))}")
+    request = make(
+        group=exp_group,
+        experiments=experiments(exp_group, exp_configs, steps, only),
+        base=savedir_base,
+        backend="local",
+        job=job_config(exp_group, job_configs, python_binary),
+        flags=training_flags(flags or []),
+        allow_dirty=True,
+        take_snapshot=False,
+    )
+    for spec in specs(request):
+        typer.echo(export(spec, cast("Any", to)))
