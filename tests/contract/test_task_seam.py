@@ -18,8 +18,9 @@ from trainer.config import deepspeed_config
 from trainer.data.order import Sharding
 from trainer.data.token_store import TokenStore, open_store
 from trainer.memory import advice, plan
-from trainer.memory.measure import Measured, Moment, Request, measure
-from trainer.memory.subject import Subject, binding_limit, changed, subject_of
+from trainer.memory.measure import Measured, Moment, Request, changed, measure
+from trainer.memory.planned_rows import binding_limit
+from trainer.memory.subject import Subject, subject_of
 from trainer.tasks.abilities import Answers, ShowsCuts, question_of
 from trainer.tasks.protocol import Encoded, Places, Task
 

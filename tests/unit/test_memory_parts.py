@@ -15,10 +15,10 @@ from trainer.errors import ConfigError
 from trainer.memory import plan_text
 from trainer.memory.advice import Advice, Fix, Line, Stage, fewer_evaluated, largest_divisor
 from trainer.memory.deepspeed_terms import Breakdown, Zero, host, inference, training
-from trainer.memory.measure import Measured, Moment
+from trainer.memory.measure import Measured, Moment, changed
 from trainer.memory.plan import MemoryPlan, Phase
 from trainer.memory.planned_rows import heaviest
-from trainer.memory.subject import changed, published_shape
+from trainer.memory.subject import published_shape
 from trainer.memory.tracker import BLOCK, Tracker
 from trainer.runtime.batch import batch_of, named_when_out_of_memory
 from trainer.runtime.gpus import GIB, device_of

@@ -18,7 +18,7 @@ from trainer.data.readers.questions import Query
 from trainer.data.readers.rankings import Hit, Run
 from trainer.errors import ConfigError, DataError
 from trainer.retrieval.negatives import (
-    Window,
+    RankRange,
     bm25,
     positives_of,
     reader_rows,
@@ -44,7 +44,7 @@ def run(*ids: str) -> Run:
 
 
 def negatives(found: Run, query: Query = QUERY, **window: Any) -> list[str]:
-    chosen = Window(**{"count": 50, **window})
+    chosen = RankRange(**{"count": 50, **window})
     (row,) = training_rows(
         found, [query], PASSAGES, positives=positives_of([query], None), window=chosen
     )
@@ -93,14 +93,14 @@ def test_questions_without_a_positive_or_a_negative_are_left_out(
     queries = [QUERY, Query("bare", "q", [], []), Query("easy", "q", [], ["gold"])]
     found = {**run("n1"), "bare": [Hit("n1", 1.0)], "easy": [Hit("gold", 1.0)]}
     rows = training_rows(
-        found, queries, PASSAGES, positives=positives_of(queries, None), window=Window(3)
+        found, queries, PASSAGES, positives=positives_of(queries, None), window=RankRange(3)
     )
     assert [row["query_id"] for row in rows] == ["q"]
     assert "2 of 3 questions have no positive, or no hit that may be a negative" in caplog.text
     with pytest.raises(DataError, match="no question has a positive and a negative"):
         list(
             training_rows(
-                {}, queries, PASSAGES, positives=positives_of(queries, None), window=Window(3)
+                {}, queries, PASSAGES, positives=positives_of(queries, None), window=RankRange(3)
             )
         )
 
@@ -112,12 +112,12 @@ def test_an_empty_window_is_refused(values: Any) -> None:
     with pytest.raises(
         ConfigError, match="want a count of at least 1, and ranks 1 <= first <= last"
     ):
-        Window(**values)
+        RankRange(**values)
 
 
 def test_a_training_row_is_tevatrons(tmp_path: Path) -> None:
     rows = training_rows(
-        run("n1"), [QUERY], PASSAGES, positives=positives_of([QUERY], None), window=Window(3)
+        run("n1"), [QUERY], PASSAGES, positives=positives_of([QUERY], None), window=RankRange(3)
     )
     assert write_rows(tmp_path / "train.jsonl", rows) == 1
     assert json.loads((tmp_path / "train.jsonl").read_text()) == {
@@ -159,7 +159,7 @@ def test_an_error_on_the_way_leaves_the_file_as_it_was(tmp_path: Path) -> None:
         write_rows(
             tmp_path / "train.jsonl",
             training_rows(
-                {}, [QUERY], PASSAGES, positives=positives_of([QUERY], None), window=Window(1)
+                {}, [QUERY], PASSAGES, positives=positives_of([QUERY], None), window=RankRange(1)
             ),
         )
     assert (tmp_path / "train.jsonl").read_text() == "old"

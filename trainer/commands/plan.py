@@ -98,7 +98,7 @@ def _subject(values: dict[str, Any], given: Any, world: int) -> Any:
 
 
 def _changed(values: dict[str, Any], text: str) -> dict[str, Any]:
-    from trainer.memory.subject import changed
+    from trainer.memory.measure import changed
 
     key, separator, value = text.partition("=")
     if not separator:

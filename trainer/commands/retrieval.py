@@ -304,7 +304,7 @@ def mine(
         from trainer.data.readers.rankings import read_qrels, read_run
         from trainer.retrieval import negatives
 
-        window = negatives.Window(count, first, last, seed, keep_answers)
+        window = negatives.RankRange(count, first, last, seed, keep_answers)
         asked, found = list(read_queries(queries, split)), read_run(run)
         positives = negatives.positives_of(asked, None if qrels is None else read_qrels(qrels))
         needed = {

@@ -14,9 +14,8 @@ from trainer import tasks
 from trainer.config.deepspeed_config import PRESETS
 from trainer.errors import ConfigError
 from trainer.memory.deepspeed_terms import Breakdown, host, training
-from trainer.memory.measure import TRAINING, Measured, Request, measure
-from trainer.memory.planned_rows import Specimens
-from trainer.memory.subject import binding_limit, changed
+from trainer.memory.measure import TRAINING, Measured, Request, changed, measure
+from trainer.memory.planned_rows import Specimens, binding_limit
 
 if TYPE_CHECKING:
     from trainer.memory.plan import Made, MemoryPlan

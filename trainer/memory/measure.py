@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -91,6 +92,17 @@ class Measured:
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def changed(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The experiment with one key of a block set, such as data.source_tokens."""
+    copied = copy.deepcopy(dict(values))
+    *blocks, key = path.split(".")
+    block = copied
+    for name in blocks:
+        block = block.setdefault(name, {})
+    block[key] = value
+    return copied
 
 
 class MeasuringError(LatheError):

@@ -99,3 +99,10 @@ def heaviest(rows: Rows, sharding: Sharding, *, seed: int | None, steps: int) ->
 def first_evaluated(lengths: np.ndarray, *, batch: int) -> np.ndarray:
     """The evaluation batch of the longest rows."""
     return evaluation_batches(len(lengths), lengths, batch=batch, world=1, rank=0)[0][0]
+
+
+def binding_limit(task: Task) -> tuple[str, int] | None:
+    """The key of the dictionary that cuts the longest texts, with its value; None when no limit
+    does.
+    """
+    return max(task.limits().items(), key=lambda item: item[1], default=None)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import socket
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from trainer.data.order import Sharding
 from trainer.data.token_store import TokenStore
 from trainer.errors import ConfigError, DataError
 from trainer.memory.deepspeed_terms import Zero
-from trainer.memory.measure import Request
+from trainer.memory.measure import Request, changed
 from trainer.memory.planned_rows import Rows, Specimens, StoredRows
 from trainer.models import base_model
 from trainer.tasks.protocol import Places, Task
@@ -66,24 +65,6 @@ class Subject:
         """A training step over these rows, of the experiment or of a changed one."""
         rows = self.train.encoded(numbers, is_drawn=True)
         return Request(values or self.values, "train", rows, accumulates=self.zero.accumulates)
-
-
-def changed(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """The experiment with one key of a block set, such as data.source_tokens."""
-    copied = copy.deepcopy(dict(values))
-    *blocks, key = path.split(".")
-    block = copied
-    for name in blocks:
-        block = block.setdefault(name, {})
-    block[key] = value
-    return copied
-
-
-def binding_limit(task: Task) -> tuple[str, int] | None:
-    """The key of the dictionary that cuts the longest texts, with its value; None when no limit
-    does.
-    """
-    return max(task.limits().items(), key=lambda item: item[1], default=None)
 
 
 def subject_of(

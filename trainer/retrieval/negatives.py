@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Window:
+class RankRange:
     """Which hits may become negatives, and how many of them do."""
 
     count: int  # negatives per question, at most
@@ -56,13 +56,13 @@ def training_rows(
     passages: Mapping[str, Row],
     *,
     positives: Mapping[str, list[str]],
-    window: Window,
+    window: RankRange,
 ) -> Iterator[Row]:
     """Tevatron's training rows: query_id, query, answers, positive_passages, and negative_passages
     out of the window.
 
     A negative is a hit in the window that is no positive, has no positive's text, and no answer in
-    it (see Window); of more than window.count, a sample that seed and question fix, in the order of
+    it (see RankRange); of more than window.count, a sample that seed and question fix, in the order of
     the ranking. Questions without a positive or without any negative are left out, and their number
     is logged. DataError when none is left.
     """
@@ -101,7 +101,7 @@ def _negatives(
     passages: Mapping[str, Row],
     *,
     relevant: Sequence[str],
-    window: Window,
+    window: RankRange,
     finder: AnswerFinder,
 ) -> list[str]:
     texts = {passages[name]["text"] for name in relevant}
