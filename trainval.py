@@ -323,7 +323,9 @@ def _bad(text: str) -> Exception:
 
 def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     from trainer.runtime import distributed
-    from trainer.training.run import Options, plan, run_group
+    from trainer.training.options import Options
+    from trainer.training.run import run_group
+    from trainer.training.run_plan import plan
 
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     chosen = Options(**options)
@@ -334,7 +336,8 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
 
 def _dry_run(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     from trainer.training.dry_run import show
-    from trainer.training.run import Options, plan
+    from trainer.training.options import Options
+    from trainer.training.run_plan import plan
 
     chosen = Options(**options)
     world = int(os.environ.get("WORLD_SIZE", "1"))

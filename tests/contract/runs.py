@@ -37,7 +37,9 @@ def train(
     """
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
-    from trainer.training.run import Options, plan, run
+    from trainer.training.options import Options
+    from trainer.training.run import run
+    from trainer.training.run_plan import plan
 
     options = Options(
         savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}", **flags

@@ -90,7 +90,7 @@ def _read_again(values: dict[str, Any], folder: Path, run_folder: Path) -> dict[
     from trainer.evaluation.scoring import Frozen
     from trainer.evaluation.scoring import evaluate as metrics
     from trainer.tasks.protocol import Places
-    from trainer.training.run import Options, store_of
+    from trainer.training.options import Options, store_of
 
     savedir, cache = run_folder.parent, folder / "cache"
     options = Options(savedir, data_path=folder, cache_dir=cache)

@@ -133,7 +133,9 @@ def test_a_run_stays_within_its_plan(stage: str, precision: str, tmp_path: Path)
 
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
-    from trainer.training.run import Options, plan, run
+    from trainer.training.options import Options
+    from trainer.training.run import run
+    from trainer.training.run_plan import plan
 
     distributed.init()
     folder = write_facts(tmp_path / "facts")

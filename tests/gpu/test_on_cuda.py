@@ -25,7 +25,9 @@ pytestmark = [
 def train(values: dict[str, Any], folder: Path, savedir: Path, stage: int) -> list[dict[str, Any]]:
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
-    from trainer.training.run import Options, plan, run
+    from trainer.training.options import Options
+    from trainer.training.run import run
+    from trainer.training.run_plan import plan
 
     distributed.init()
     options = Options(

@@ -59,7 +59,9 @@ def values(folder: Path) -> dict[str, Any]:
 
 def train(values: dict[str, Any], folder: Path, savedir: Path) -> None:
     from trainer.runtime.preemption import Preemption
-    from trainer.training.run import Options, plan, run
+    from trainer.training.options import Options
+    from trainer.training.run import run
+    from trainer.training.run_plan import plan
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
     assert run(plan(values, options, world=1, rank=0), options, Preemption()) == 0
@@ -76,7 +78,7 @@ def evaluated(
     values: dict[str, Any], folder: Path, savedir: Path, pred: Path, changes: dict[str, Any]
 ) -> Any:
     from trainer.evaluation.run import Question, run
-    from trainer.training.run import Options
+    from trainer.training.options import Options
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
     flags = {name: changes[name] for name in changes if name.startswith("wandb")}

@@ -55,7 +55,9 @@ def trained(
     """Run an experiment to its end on the ranks of this process group; its folder."""
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
-    from trainer.training.run import Options, plan, run
+    from trainer.training.options import Options
+    from trainer.training.run import run
+    from trainer.training.run_plan import plan
 
     options = Options(
         savedir,

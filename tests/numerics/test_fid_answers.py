@@ -57,7 +57,7 @@ def learning(folder: Path) -> dict[str, Any]:
 
 
 def options(folder: Path, savedir: Path, stage: int = 0) -> Any:
-    from trainer.training.run import Options
+    from trainer.training.options import Options
 
     return Options(savedir, data_path=folder, cache_dir=folder / "cache", deepspeed=f"zero{stage}")
 
@@ -65,7 +65,8 @@ def options(folder: Path, savedir: Path, stage: int = 0) -> Any:
 def trained(values: dict[str, Any], folder: Path, savedir: Path, stage: int = 0) -> Path:
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
-    from trainer.training.run import plan, run
+    from trainer.training.run import run
+    from trainer.training.run_plan import plan
 
     chosen = options(folder, savedir, stage)
     planned = plan(values, chosen, world=distributed.world(), rank=distributed.rank())
@@ -212,7 +213,9 @@ def test_a_task_that_reads_no_passages_does_not_score_them(folder: Path, tmp_pat
 def _toy(world_folder: Path, cache: Path) -> list[dict[str, float]]:
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
-    from trainer.training.run import Options, plan, run
+    from trainer.training.options import Options
+    from trainer.training.run import run
+    from trainer.training.run_plan import plan
 
     (values,) = EXP_GROUPS["fid_toy"]
     chosen = Options(world_folder, data_path=NQ, cache_dir=cache)

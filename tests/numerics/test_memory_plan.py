@@ -205,8 +205,9 @@ def test_every_task_trains_evaluates_and_answers_under_fake_tensors(tmp_path: Pa
 
 def run(tmp_path: Path, name: str, *, deepspeed: str, **options: Any) -> Path:
     from trainer.runtime.preemption import Preemption
-    from trainer.training.run import Options, plan
+    from trainer.training.options import Options
     from trainer.training.run import run as train
+    from trainer.training.run_plan import plan
 
     distributed.init()
     folder = tmp_path / "facts"

@@ -344,7 +344,9 @@ def test_a_stage_without_its_data_is_refused_and_told_how_to_make_it(tmp_path: P
 
 def trained(values: dict[str, Any], folder: Path, savedir: Path) -> str:
     from trainer.runtime.preemption import Preemption
-    from trainer.training.run import Options, plan, run
+    from trainer.training.options import Options
+    from trainer.training.run import run
+    from trainer.training.run_plan import plan
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
     planned = plan(values, options, world=1, rank=0)

@@ -21,7 +21,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _group(experiments: list[dict[str, Any]], folder: Path, savedir: Path) -> int:
     from trainer.runtime import distributed
-    from trainer.training.run import Options, plan, run_group
+    from trainer.training.options import Options
+    from trainer.training.run import run_group
+    from trainer.training.run_plan import plan
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
     world, rank = distributed.world(), distributed.rank()

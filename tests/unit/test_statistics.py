@@ -348,7 +348,9 @@ def test_a_store_remembers_how_many_labels_were_lost(tmp_path: Path) -> None:
 
 def _a_refused_run_and_one_that_is_allowed(folder: Path, tmp_path: Path) -> int:
     from trainer.runtime.preemption import Preemption
-    from trainer.training.run import Options, plan, run
+    from trainer.training.options import Options
+    from trainer.training.run import run
+    from trainer.training.run_plan import plan
 
     options = Options(tmp_path, data_path=folder, cache_dir=tmp_path / "cache")
     values = experiment("summariser", folder, data={"target_tokens": 3}, train={"steps": 1})

@@ -208,7 +208,9 @@ def _trained_and_evaluated(
     from trainer.evaluation.run import run as evaluate
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
-    from trainer.training.run import Options, plan, run
+    from trainer.training.options import Options
+    from trainer.training.run import run
+    from trainer.training.run_plan import plan
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
     planned = plan(values, options, world=distributed.world(), rank=distributed.rank())

@@ -107,7 +107,7 @@ def evaluate(
         from trainer.evaluation.similarity import BERTSCORE_MODEL
         from trainer.runtime import distributed
         from trainer.tasks.abilities import Search
-        from trainer.training.run import Options
+        from trainer.training.options import Options
 
         values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
         distributed.init()

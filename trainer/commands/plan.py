@@ -56,7 +56,7 @@ def plan(
         from trainer.memory import launch, plan_text
         from trainer.memory.advice import advise
         from trainer.memory.plan import make
-        from trainer.training.run import Options
+        from trainer.training.options import Options
 
         values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
         for text in change or []:
@@ -84,15 +84,16 @@ def plan(
 
 def _subject(values: dict[str, Any], given: Any, world: int) -> Any:
     from trainer.memory.subject import subject_of
-    from trainer.training import run
+    from trainer.training import run_plan
+    from trainer.training.options import store_of
 
-    checked = run.plan(values, given, world=world, rank=0)
+    checked = run_plan.plan(values, given, world=world, rank=0)
     return subject_of(
         values,
         ds=checked.ds,
         sharding=checked.sharding,
         places=given.places,
-        store_of=lambda task, split: run.store_of(task, split, given),
+        store_of=lambda task, split: store_of(task, split, given),
         answers=bool(checked.cfg.train.answers or given.extra_evals),
     )
 

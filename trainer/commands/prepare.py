@@ -63,8 +63,9 @@ def prepare(
 
         from trainer import tasks
         from trainer.runtime import distributed
+        from trainer.runtime.distributed import on_main
         from trainer.tasks.cross_attention.encoder_states.writing import gib
-        from trainer.training.run import Options, on_main
+        from trainer.training.options import Options
 
         values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
         module = options.module_of(values["task"], "preparation", "prepare")

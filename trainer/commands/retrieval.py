@@ -87,8 +87,9 @@ def encode(
         from trainer.evaluation.run import Question, opened
         from trainer.retrieval import embeddings
         from trainer.runtime import distributed
+        from trainer.runtime.distributed import on_main
         from trainer.tasks.abilities import Embeds
-        from trainer.training.run import Options, on_main
+        from trainer.training.options import Options
 
         for name, value, legal in (
             ("side", side, ("query", "passage")),

@@ -111,7 +111,8 @@ def calibrate(
     def command() -> None:
         from trainer.evaluation.run import Question, model_folder, pooled
         from trainer.runtime import distributed
-        from trainer.training.run import Options, on_main
+        from trainer.runtime.distributed import on_main
+        from trainer.training.options import Options
 
         values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
         use = options.module_of(values["task"], "use", "calibrate or score")
@@ -152,7 +153,7 @@ def score(
 
     def command() -> None:
         from trainer.evaluation.run import Question, opened
-        from trainer.training.run import Options
+        from trainer.training.options import Options
 
         for handler in logging.getLogger().handlers:
             handler.setStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue] (standard output is for scores)

@@ -27,6 +27,7 @@ from trainer.evaluation.scoring import Frozen, answer, evaluate, pool
 from trainer.evaluation.similarity import BERTSCORE_MODEL, check, similarities
 from trainer.files.atomic import refusals
 from trainer.runtime import distributed
+from trainer.runtime.distributed import on_main
 from trainer.tasks.abilities import (
     GREEDY,
     Answers,
@@ -38,7 +39,7 @@ from trainer.tasks.abilities import (
 )
 from trainer.tasks.protocol import Row, Task
 from trainer.telemetry.wandb_run import tell_wandb
-from trainer.training.run import Options, on_main, store_of
+from trainer.training.options import Options, store_of
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,10 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,11 @@ from torch._C._distributed_c10d import (
     HashStore,  # what torch.distributed.HashStore is, as type checkers see it
 )
 
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError
+from trainer import errors
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, StorageError
+from trainer.files.atomic import refusals
+
+T = TypeVar("T")
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -196,3 +202,33 @@ def shutdown(exit_code: int = EXIT_OK) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def on_main(action: Callable[[], T]) -> T:
+    """`action()` on rank 0 only; every rank gets its (JSON-able) result, or raises its error. A
+    collective.
+
+    Whatever goes wrong becomes a LatheError on all ranks: one that left alone would leave the
+    others waiting.
+    """
+    outcome: dict[str, Any] = {}
+    cause: LatheError | None = None
+    if is_main():
+        try:
+            with refusals(Path(".")):
+                outcome = {"result": action()}
+        except LatheError as error:
+            cause = error
+        # any: see above. safetensors and tokenizers have no error of their own for the disk
+        except Exception as error:
+            is_disk = "os error" in str(error).lower() or "i/o error" in str(error).lower()
+            cause = (StorageError if is_disk else LatheError)(f"{type(error).__name__}: {error}")
+            cause.__cause__ = error
+        if cause is not None:
+            outcome = {"error": type(cause).__name__, "text": str(cause)}
+    outcome = broadcast(outcome)
+    if cause is not None:
+        raise cause
+    if "error" in outcome:
+        raise getattr(errors, outcome["error"])(outcome["text"])
+    return outcome["result"]

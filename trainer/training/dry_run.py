@@ -10,11 +10,12 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.errors import ConfigError
 from trainer.models.freezing import trainable_report
-from trainer.training.run import Options, Plan
+from trainer.training.options import Options
+from trainer.training.run_plan import RunPlan
 from trainer.training.schedule import warmup_steps
 
 
-def show(plan: Plan, options: Options) -> str:
+def show(plan: RunPlan, options: Options) -> str:
     """The preview as text. Reads a base model's config, never its weights; writes nothing but
     caches.
     """
@@ -37,7 +38,7 @@ def show(plan: Plan, options: Options) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _parameters(plan: Plan, options: Options) -> str:
+def _parameters(plan: RunPlan, options: Options) -> str:
     """Counts from the model built without storage; why not, when the base cannot be seen from this
     machine.
     """

@@ -4,130 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
-import os
-import shutil
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from trainer import errors, tasks
-from trainer.config import Experiment, deepspeed_config, digest, exp_id
-from trainer.data.order import Sharding, Sizes, padding_share, sizes_of
-from trainer.data.token_store import TokenStore, open_store
-from trainer.errors import (
-    EXIT_OK,
-    EXIT_PREEMPTED,
-    ConfigError,
-    LatheError,
-    ResumeError,
-    StorageError,
-)
+from trainer import tasks
+from trainer.config import deepspeed_config, digest
+from trainer.data.order import Sizes, padding_share, sizes_of
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.evaluation.scoring import first_questions
-from trainer.files.atomic import refusals, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.memory import launch as planning
 from trainer.models.freezing import trainable_report
 from trainer.runtime import distributed, rng
+from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
 from trainer.statistics.ledger import refuse_lost_labels
-from trainer.tasks.protocol import Places, Task
+from trainer.tasks.protocol import Task
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
-from trainer.telemetry.wandb_run import WandbSettings
-from trainer.training import checkpoint, engine
+from trainer.training import checkpoint, engine, run_folder
 from trainer.training.engine import Engine
 from trainer.training.loop import Cadence, Progress, Session, fit
+from trainer.training.options import Options, store_of
+from trainer.training.run_folder import check_hub, check_identity, claimed, push
+from trainer.training.run_plan import RunPlan, is_finished
 
 logger = logging.getLogger(__name__)
 
 _PADDING_STEPS = 20  # whose padding is counted and told at the start
-T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Options:
-    """The flags of trainval.py that are no part of an experiment's identity."""
-
-    savedir_base: Path
-    data_path: Path | None = None
-    cache_dir: Path = Path("tmp-cache")
-    reset: bool = False
-    log_every: int = 1000
-    deepspeed: str | None = None
-    extra_evals: int = 0  # rows that are answered by generation at each evaluation; 0: none
-    wandb_entity: str | None = None
-    wandb_project: str | None = None
-    wandb_run_name: str | None = None
-    log_gradients: bool = False
-    push_to_hub: bool = False
-    device: str | None = None  # that memory is planned for; None: the GPU of this process
-    force: bool = False  # run what does not fit by the plan
-
-    def wandb(self, values: dict[str, Any]) -> WandbSettings | None:
-        """Where the run of an experiment appears in wandb; None: nowhere."""
-        given = self.wandb_entity, self.wandb_project
-        if None in given:
-            if any(given):
-                raise ConfigError(
-                    "--wandb_entity_name and --wandb_project_name: got one, want both (wandb on) "
-                    "or neither."
-                )
-            return None
-        name = exp_id(values)
-        return WandbSettings(*given, name=self.wandb_run_name or name, id=name, config=values)
-
-    @property
-    def places(self) -> Places:
-        return Places(self.data_path, self.cache_dir, self.savedir_base)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will run: everything known before a weight is read."""
-
-    values: dict[str, Any]
-    cfg: Experiment
-    id: str
-    folder: Path
-    ds: dict[str, Any]  # the complete DeepSpeed dictionary
-    sharding: Sharding
-
-
-def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> Plan:
-    """Check an experiment against its schema, its DeepSpeed file and the world size. Touches no
-    disk but to read.
-    """
-    name = exp_id(values)
-    cfg = tasks.parse(values, source=f"experiment {name}")
-    if cfg.train.micro_batch == 0:  # "auto": `run` chooses
-        cfg = planning.with_micro_batch(cfg, 1)
-    train = cfg.train
-    sharding = Sharding(
-        train.global_batch,
-        train.micro_batch,
-        world,
-        rank,
-        micro_tokens=train.micro_tokens,
-        bucket_steps=train.bucket_steps,
-    )
-    file = planning.placeholder(options.deepspeed or cfg.deepspeed, cfg)
-    ds = deepspeed_config.build(
-        deepspeed_config.read(file),
-        train=train,
-        optim=cfg.optim,
-        world=world,
-        source=f"DeepSpeed file {file!r} with experiment {name}",
-    )
-    return Plan(values, cfg, name, options.savedir_base / name, ds, sharding)
-
-
-def run(plan: Plan, options: Options, preemption: Preemption) -> int:
+def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     """Train one experiment to its end, from its newest good checkpoint. Returns the exit code: 0,
     or 75 if preempted.
 
@@ -135,7 +47,7 @@ def run(plan: Plan, options: Options, preemption: Preemption) -> int:
     on.
     """
     plan = _settled(plan, options)
-    with _claimed(plan, options) as lock:
+    with claimed(plan, options) as lock:
         telemetry = RunRecord(
             plan.folder, total=plan.cfg.train.steps, wandb=options.wandb(plan.values)
         )
@@ -154,7 +66,7 @@ def run(plan: Plan, options: Options, preemption: Preemption) -> int:
         return EXIT_OK if finished else EXIT_PREEMPTED
 
 
-def run_group(plans: Sequence[Plan], options: Options) -> int:
+def run_group(plans: Sequence[RunPlan], options: Options) -> int:
     """Train every experiment in order, leaving out finished ones; stops at the first that does not
     finish.
 
@@ -176,15 +88,7 @@ def run_group(plans: Sequence[Plan], options: Options) -> int:
         preemption.close()
 
 
-def is_finished(plan: Plan) -> bool:
-    """True when an earlier run of the same dictionary reached its end."""
-    try:
-        return json.loads((plan.folder / "status.json").read_text())["state"] == "succeeded"
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def _settled(plan: Plan, options: Options) -> Plan:
+def _settled(plan: RunPlan, options: Options) -> RunPlan:
     """The plan with what "auto" leaves open chosen by memory: the micro-batch, the DeepSpeed file.
     A collective.
     """
@@ -204,7 +108,7 @@ def _settled(plan: Plan, options: Options) -> Plan:
     return replace(plan, cfg=cfg, ds=ds, sharding=replace(plan.sharding, micro_batch=rows))
 
 
-def _launch(plan: Plan, options: Options, task: Task, *, answers: bool) -> planning.Launch:
+def _launch(plan: RunPlan, options: Options, task: Task, *, answers: bool) -> planning.Launch:
     stores = {split: store_of(task, split, options) for split in ("train", "valid")}
     return planning.Launch(
         plan.values, plan.cfg, plan.ds, plan.sharding, task, options.places, stores, answers
@@ -212,18 +116,18 @@ def _launch(plan: Plan, options: Options, task: Task, *, answers: bool) -> plann
 
 
 def _train(
-    plan: Plan, options: Options, telemetry: RunRecord, preemption: Preemption, lock: HeldLock
+    plan: RunPlan, options: Options, telemetry: RunRecord, preemption: Preemption, lock: HeldLock
 ) -> bool:
     cfg = plan.cfg
     if options.push_to_hub:
-        on_main(_check_hub)
+        on_main(check_hub)
     rng.seed_everything(cfg.train.seed, distributed.rank())
     task = tasks.load(cfg, options.places)
     questions = first_questions(task, cfg.train.answers or options.extra_evals)
     launch = _launch(plan, options, task, answers=bool(questions))
     stores = launch.stores
-    found = _newest_checkpoint(plan)
-    _check_identity(plan, task, stores)
+    found = checkpoint.resume_point(plan.folder / "checkpoints")
+    check_identity(plan, task, stores)
     _say_padding(plan, sizes_of(stores["train"], task))
     for store in stores.values():
         refuse_lost_labels(store, most=cfg.train.max_lost_labels)
@@ -260,7 +164,7 @@ def _train(
 
     def export(name: str) -> None:
         on_main(lock.check)
-        _export(plan, task, live, name)
+        run_folder.export(plan, task, live, name)
 
     session = Session(
         cfg=cfg,
@@ -284,119 +188,13 @@ def _train(
         if finished:
             export("final")
             if options.push_to_hub:
-                on_main(lambda: _push(plan))
+                on_main(lambda: push(plan))
         return finished
     finally:
         live.destroy()
 
 
-# The run folder
-# ---------------------------------------------------------------------------------------------------
-
-
-def on_main(action: Callable[[], T]) -> T:
-    """`action()` on rank 0 only; every rank gets its (JSON-able) result, or raises its error. A
-    collective.
-
-    Whatever goes wrong becomes a LatheError on all ranks: one that left alone would leave the
-    others waiting.
-    """
-    outcome: dict[str, Any] = {}
-    cause: LatheError | None = None
-    if distributed.is_main():
-        try:
-            with refusals(Path(".")):
-                outcome = {"result": action()}
-        except LatheError as error:
-            cause = error
-        # any: see above. safetensors and tokenizers have no error of their own for the disk
-        except Exception as error:
-            is_disk = "os error" in str(error).lower() or "i/o error" in str(error).lower()
-            cause = (StorageError if is_disk else LatheError)(f"{type(error).__name__}: {error}")
-            cause.__cause__ = error
-        if cause is not None:
-            outcome = {"error": type(cause).__name__, "text": str(cause)}
-    outcome = distributed.broadcast(outcome)
-    if cause is not None:
-        raise cause
-    if "error" in outcome:
-        raise getattr(errors, outcome["error"])(outcome["text"])
-    return outcome["result"]
-
-
-@contextlib.contextmanager
-def _claimed(plan: Plan, options: Options) -> Iterator[HeldLock]:
-    """The run folder, made if need be and held by this run alone while the block lasts."""
-    lock = HeldLock(options.savedir_base / f".{plan.id}.lock", what=str(plan.folder))
-    try:
-        on_main(lambda: _claim(plan, options, lock))
-        yield lock
-    finally:
-        lock.release()
-
-
-def _claim(plan: Plan, options: Options, lock: HeldLock) -> None:
-    options.savedir_base.mkdir(parents=True, exist_ok=True)
-    lock.acquire()
-    if options.reset and plan.folder.exists():
-        aside = plan.folder.with_name(f"{plan.id}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
-        os.replace(plan.folder, aside)
-        logger.info("reset: the old folder is now %s", aside)
-    plan.folder.mkdir(exist_ok=True)
-    _check_dictionary(plan)
-    write_json(plan.folder / "exp_dict.json", plan.values)
-    write_json(plan.folder / "resolved.json", plan.cfg.model_dump(mode="json"))
-    write_json(plan.folder / "ds_config.json", plan.ds)
-
-
-def _check_dictionary(plan: Plan) -> None:
-    """A folder belongs to one dictionary; ids are md5 of joined text and can collide, the digest
-    cannot.
-    """
-    path = plan.folder / "exp_dict.json"
-    if not path.exists():
-        return
-    stored = json.loads(path.read_text())
-    if digest(stored) == digest(plan.values):
-        return
-    differing = sorted(
-        key for key in {*stored, *plan.values} if stored.get(key) != plan.values.get(key)
-    )
-    raise ResumeError(
-        f"{path} is of another experiment: {', '.join(differing)} differ(s).\n"
-        "Start over with -r 1 (the old folder is moved aside), or use another --savedir_base."
-    )
-
-
-def _check_identity(plan: Plan, task: Task, stores: dict[str, TokenStore]) -> None:
-    """Data and base model must be those that the run began with."""
-    facts = {split: store.summary() for split, store in stores.items()}
-
-    def check() -> None:
-        now = {
-            "base": task.fingerprint(),
-            **{split: store.digest for split, store in stores.items()},
-        }
-        path = plan.folder / "data.json"
-        if path.exists():
-            began = json.loads(path.read_text())["identity"]
-            changed = [
-                f"{key} (was {began.get(key)!r}, is {now[key]!r})"
-                for key in now
-                if began.get(key) != now[key]
-            ]
-            if changed:
-                raise ResumeError(
-                    f"{plan.folder}: cannot resume, these changed since the run began: "
-                    f"{'; '.join(changed)}.\n"
-                    "Put them back, or start over with -r 1 (the old folder is moved aside)."
-                )
-        write_json(path, {"identity": now, "splits": facts})
-
-    on_main(check)
-
-
-def _say_padding(plan: Plan, sizes: Sizes) -> None:
+def _say_padding(plan: RunPlan, sizes: Sizes) -> None:
     if sizes.is_packed:
         return logger.info("micro-batches are packed: no padding, but inside attention")
     train = plan.cfg.train
@@ -410,23 +208,7 @@ def _say_padding(plan: Plan, sizes: Sizes) -> None:
     )
 
 
-def store_of(task: Task, split: str, options: Options) -> TokenStore:
-    """The encoded rows of a split, from the cache or built."""
-    return open_store(
-        lambda: task.rows(split),
-        task.encode,
-        encoding_id=task.encoding_id(),
-        split=split,
-        cache_dir=options.cache_dir,
-        length=task.length,
-    )
-
-
-def _newest_checkpoint(plan: Plan) -> Path | None:
-    return checkpoint.resume_point(plan.folder / "checkpoints")
-
-
-def _save(plan: Plan, live: Engine, progress: Progress) -> None:
+def _save(plan: RunPlan, live: Engine, progress: Progress) -> None:
     world, rank = distributed.world(), distributed.rank()
 
     def own(k: int) -> bool:
@@ -466,66 +248,3 @@ def _restore(live: Engine, folder: Path, *, seed: int) -> Progress:
     progress = Progress.of(state["progress"])
     logger.info("resumed from %s", folder)
     return progress
-
-
-def _export(plan: Plan, task: Task, live: Engine, name: str) -> None:
-    """The trained weights as <run>/<name>/, in the task's own layout; complete or not there
-    at all.
-    """
-    weights = live.weights(lambda k: distributed.is_main())
-
-    def write() -> None:
-        target, temporary = plan.folder / name, plan.folder / f".{name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            with refusals(target):
-                task.export(weights, temporary)
-                old = plan.folder / f".{name}.old"
-                shutil.rmtree(old, ignore_errors=True)
-                if target.exists():
-                    os.replace(target, old)
-                os.replace(temporary, target)
-                shutil.rmtree(old, ignore_errors=True)
-        finally:  # on a full disk, what was written so far is the room that is missing
-            shutil.rmtree(temporary, ignore_errors=True)
-
-    on_main(write)
-
-
-@contextlib.contextmanager
-def _hub_errors(advice: str) -> Iterator[None]:
-    import httpx
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        yield
-    except (
-        HfHubHTTPError,
-        httpx.HTTPError,
-        OSError,
-        ValueError,
-    ) as error:  # OSError: no token, or offline mode
-        raise ConfigError(
-            f"--push_to_hub: {str(error).strip().splitlines()[0]}\n{advice}"
-        ) from error
-
-
-def _check_hub() -> None:
-    """ConfigError before anything is trained when nothing could be uploaded afterwards."""
-    from huggingface_hub import HfApi
-
-    with _hub_errors(
-        "Log in with `hf auth login` on a machine that reaches the Hub, or leave --push_to_hub out."
-    ):
-        HfApi().whoami()
-
-
-def _push(plan: Plan) -> None:
-    from huggingface_hub import HfApi
-
-    with _hub_errors(
-        f"The model is safe in {plan.folder / 'final'}: push that folder by hand, or run this "
-        "again."
-    ):
-        repository = HfApi().create_repo(plan.id, private=True, exist_ok=True).repo_id
-        HfApi().upload_folder(repo_id=repository, folder_path=plan.folder / "final")

@@ -246,14 +246,14 @@ FAULTS = [
         tests="tests/runs/test_features.py -k 'old_checkpoints_go'",
     ),
     Fault(
-        "trainer/training/run.py",
+        "trainer/training/run_folder.py",
         "    if digest(stored) == digest(plan.values):",
         "    if True:",
         why="a run goes on in the folder of another experiment",
         tests=f"{BAD_INPUT} -k 'resuming_with_something_else'",
     ),
     Fault(
-        "trainer/training/run.py",
+        "trainer/training/run_folder.py",
         "            **{split: store.digest for split, store in stores.items()},\n",
         "",
         why="a run is resumed on other data than it began with",

@@ -1,0 +1,62 @@
+"""The flags of a run that are no part of an experiment's identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import exp_id
+from trainer.data.token_store import TokenStore, open_store
+from trainer.errors import ConfigError
+from trainer.tasks.protocol import Places, Task
+from trainer.telemetry.wandb_run import WandbSettings
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of trainval.py that are no part of an experiment's identity."""
+
+    savedir_base: Path
+    data_path: Path | None = None
+    cache_dir: Path = Path("tmp-cache")
+    reset: bool = False
+    log_every: int = 1000
+    deepspeed: str | None = None
+    extra_evals: int = 0  # rows that are answered by generation at each evaluation; 0: none
+    wandb_entity: str | None = None
+    wandb_project: str | None = None
+    wandb_run_name: str | None = None
+    log_gradients: bool = False
+    push_to_hub: bool = False
+    device: str | None = None  # that memory is planned for; None: the GPU of this process
+    force: bool = False  # run what does not fit by the plan
+
+    def wandb(self, values: dict[str, Any]) -> WandbSettings | None:
+        """Where the run of an experiment appears in wandb; None: nowhere."""
+        given = self.wandb_entity, self.wandb_project
+        if None in given:
+            if any(given):
+                raise ConfigError(
+                    "--wandb_entity_name and --wandb_project_name: got one, want both (wandb on) "
+                    "or neither."
+                )
+            return None
+        name = exp_id(values)
+        return WandbSettings(*given, name=self.wandb_run_name or name, id=name, config=values)
+
+    @property
+    def places(self) -> Places:
+        return Places(self.data_path, self.cache_dir, self.savedir_base)
+
+
+def store_of(task: Task, split: str, options: Options) -> TokenStore:
+    """The encoded rows of a split, from the cache or built."""
+    return open_store(
+        lambda: task.rows(split),
+        task.encode,
+        encoding_id=task.encoding_id(),
+        split=split,
+        cache_dir=options.cache_dir,
+        length=task.length,
+    )

@@ -1,0 +1,160 @@
+"""The folder of a run: claimed by one process, of one dictionary and its data, holding what it exports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+
+from trainer.config import digest
+from trainer.data.token_store import TokenStore
+from trainer.errors import ConfigError, ResumeError
+from trainer.files.atomic import refusals, write_json
+from trainer.files.held_lock import HeldLock
+from trainer.runtime import distributed
+from trainer.runtime.distributed import on_main
+from trainer.tasks.protocol import Task
+from trainer.training.engine import Engine
+from trainer.training.options import Options
+from trainer.training.run_plan import RunPlan
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def claimed(plan: RunPlan, options: Options) -> Iterator[HeldLock]:
+    """The run folder, made if need be and held by this run alone while the block lasts."""
+    lock = HeldLock(options.savedir_base / f".{plan.id}.lock", what=str(plan.folder))
+    try:
+        on_main(lambda: _claim(plan, options, lock))
+        yield lock
+    finally:
+        lock.release()
+
+
+def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
+    options.savedir_base.mkdir(parents=True, exist_ok=True)
+    lock.acquire()
+    if options.reset and plan.folder.exists():
+        aside = plan.folder.with_name(f"{plan.id}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
+        os.replace(plan.folder, aside)
+        logger.info("reset: the old folder is now %s", aside)
+    plan.folder.mkdir(exist_ok=True)
+    _check_dictionary(plan)
+    write_json(plan.folder / "exp_dict.json", plan.values)
+    write_json(plan.folder / "resolved.json", plan.cfg.model_dump(mode="json"))
+    write_json(plan.folder / "ds_config.json", plan.ds)
+
+
+def _check_dictionary(plan: RunPlan) -> None:
+    """A folder belongs to one dictionary; ids are md5 of joined text and can collide, the digest
+    cannot.
+    """
+    path = plan.folder / "exp_dict.json"
+    if not path.exists():
+        return
+    stored = json.loads(path.read_text())
+    if digest(stored) == digest(plan.values):
+        return
+    differing = sorted(
+        key for key in {*stored, *plan.values} if stored.get(key) != plan.values.get(key)
+    )
+    raise ResumeError(
+        f"{path} is of another experiment: {', '.join(differing)} differ(s).\n"
+        "Start over with -r 1 (the old folder is moved aside), or use another --savedir_base."
+    )
+
+
+def check_identity(plan: RunPlan, task: Task, stores: dict[str, TokenStore]) -> None:
+    """Data and base model must be those that the run began with."""
+    facts = {split: store.summary() for split, store in stores.items()}
+
+    def check() -> None:
+        now = {
+            "base": task.fingerprint(),
+            **{split: store.digest for split, store in stores.items()},
+        }
+        path = plan.folder / "data.json"
+        if path.exists():
+            began = json.loads(path.read_text())["identity"]
+            changed = [
+                f"{key} (was {began.get(key)!r}, is {now[key]!r})"
+                for key in now
+                if began.get(key) != now[key]
+            ]
+            if changed:
+                raise ResumeError(
+                    f"{plan.folder}: cannot resume, these changed since the run began: "
+                    f"{'; '.join(changed)}.\n"
+                    "Put them back, or start over with -r 1 (the old folder is moved aside)."
+                )
+        write_json(path, {"identity": now, "splits": facts})
+
+    on_main(check)
+
+
+def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:
+    """The trained weights as <run>/<name>/, in the task's own layout; complete or not there
+    at all.
+    """
+    weights = live.weights(lambda k: distributed.is_main())
+
+    def write() -> None:
+        target, temporary = plan.folder / name, plan.folder / f".{name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            with refusals(target):
+                task.export(weights, temporary)
+                old = plan.folder / f".{name}.old"
+                shutil.rmtree(old, ignore_errors=True)
+                if target.exists():
+                    os.replace(target, old)
+                os.replace(temporary, target)
+                shutil.rmtree(old, ignore_errors=True)
+        finally:  # on a full disk, what was written so far is the room that is missing
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    on_main(write)
+
+
+@contextlib.contextmanager
+def _hub_errors(advice: str) -> Iterator[None]:
+    import httpx
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except (
+        HfHubHTTPError,
+        httpx.HTTPError,
+        OSError,
+        ValueError,
+    ) as error:  # OSError: no token, or offline mode
+        raise ConfigError(
+            f"--push_to_hub: {str(error).strip().splitlines()[0]}\n{advice}"
+        ) from error
+
+
+def check_hub() -> None:
+    """ConfigError before anything is trained when nothing could be uploaded afterwards."""
+    from huggingface_hub import HfApi
+
+    with _hub_errors(
+        "Log in with `hf auth login` on a machine that reaches the Hub, or leave --push_to_hub out."
+    ):
+        HfApi().whoami()
+
+
+def push(plan: RunPlan) -> None:
+    from huggingface_hub import HfApi
+
+    with _hub_errors(
+        f"The model is safe in {plan.folder / 'final'}: push that folder by hand, or run this "
+        "again."
+    ):
+        repository = HfApi().create_repo(plan.id, private=True, exist_ok=True).repo_id
+        HfApi().upload_folder(repo_id=repository, folder_path=plan.folder / "final")

@@ -1,0 +1,62 @@
+"""A run that has been checked: everything known before a weight is read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import tasks
+from trainer.config import Experiment, deepspeed_config, exp_id
+from trainer.data.order import Sharding
+from trainer.memory import launch as planning
+from trainer.training.options import Options
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What will run: everything known before a weight is read."""
+
+    values: dict[str, Any]
+    cfg: Experiment
+    id: str
+    folder: Path
+    ds: dict[str, Any]  # the complete DeepSpeed dictionary
+    sharding: Sharding
+
+
+def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> RunPlan:
+    """Check an experiment against its schema, its DeepSpeed file and the world size. Touches no
+    disk but to read.
+    """
+    name = exp_id(values)
+    cfg = tasks.parse(values, source=f"experiment {name}")
+    if cfg.train.micro_batch == 0:  # "auto": `run` chooses
+        cfg = planning.with_micro_batch(cfg, 1)
+    train = cfg.train
+    sharding = Sharding(
+        train.global_batch,
+        train.micro_batch,
+        world,
+        rank,
+        micro_tokens=train.micro_tokens,
+        bucket_steps=train.bucket_steps,
+    )
+    file = planning.placeholder(options.deepspeed or cfg.deepspeed, cfg)
+    ds = deepspeed_config.build(
+        deepspeed_config.read(file),
+        train=train,
+        optim=cfg.optim,
+        world=world,
+        source=f"DeepSpeed file {file!r} with experiment {name}",
+    )
+    return RunPlan(values, cfg, name, options.savedir_base / name, ds, sharding)
+
+
+def is_finished(plan: RunPlan) -> bool:
+    """True when an earlier run of the same dictionary reached its end."""
+    try:
+        return json.loads((plan.folder / "status.json").read_text())["state"] == "succeeded"
+    except (OSError, ValueError, KeyError):
+        return False
