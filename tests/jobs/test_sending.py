@@ -284,6 +284,18 @@ def test_a_job_that_ends_while_the_scheduler_is_asked_has_not_failed(
     assert rows(base, scheduler)[0].state == "succeeded"
 
 
+def test_an_attempt_that_was_thought_lost_may_not_start_once_another_is_sent(
+    base: BaseFolder, scheduler: Memory
+) -> None:
+    submit(request(base, scheduler))
+    scheduler.states["0"] = Observed("failed")
+    (failed,) = rows(base, scheduler)
+    again(Again(base, lambda name: scheduler, Limits(retry=ENDED_BADLY)), [failed])
+    assert len(scheduler.sent) == 2
+    first, second = (base.recorded()[0].attempt(number) for number in (1, 2))
+    assert (first.given_up.exists(), second.given_up.exists()) == (True, False)
+
+
 def test_a_retry_sees_that_the_experiment_has_succeeded_since(
     base: BaseFolder, scheduler: Memory
 ) -> None:

@@ -278,7 +278,7 @@ FAULTS = [
         "bool(reset) and not _is_restart()",
         "bool(reset)",
         why="with -r 1 every restart by the scheduler throws away what was trained",
-        tests=GROUPS,
+        tests="tests/unit/test_trainval.py",
     ),
     Fault(
         "trainval.py",
