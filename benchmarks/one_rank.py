@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import deepspeed_config
-from trainer.data.order import Sharding, Window
+from trainer.data.order import Sharding, StepBatches
 from trainer.data.token_store import TokenStore, open_store
 from trainer.runtime import distributed
 from trainer.runtime.preemption import Preemption
@@ -71,7 +71,7 @@ class OneRank:
         """
         self.engine.train()
         units = torch.stack([self.session.task.units(batch) for batch in batches]).sum()
-        window = Window(step=number, batches=list(batches), rows=list(rows), units=units)
+        window = StepBatches(step=number, batches=list(batches), rows=list(rows), units=units)
         return train_step(self.session, window, lr=lr, bad=self._sound).loss
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ class Ray:
         found = [Finding("ray", True, str(version))]
         try:
             remote = _asked(self.address, lambda client: client.get_version())
-        except (Unreachable, Answer) as error:
+        except (Unreachable, RayError) as error:
             return [*found, Finding("cluster", False, str(error))]
         return [
             *found,
@@ -119,7 +119,7 @@ class Ray:
         job_id = _id(address, rendered.token)
         try:
             _asked(address, lambda client: client.submit_job(**submission))
-        except Answer as answer:
+        except RayError as answer:
             if "already exists" in str(answer):
                 log.info("%s was there already: adopted", job_id)
                 return job_id
@@ -137,7 +137,7 @@ class Ray:
         is_guess = self.address is None and not any(os.environ.get(name) for name in OVERRIDES)
         try:
             _asked(self.address, lambda client: client.get_job_info(token))
-        except Answer as answer:
+        except RayError as answer:
             if answer.status == 404:
                 return []
             raise Unreachable(f"{token}: {answer}") from None
@@ -156,7 +156,7 @@ class Ray:
         for address, members in wanted.items():
             try:
                 listed: list[Any] = _asked(address, lambda client: client.list_jobs())
-            except Answer as answer:
+            except RayError as answer:
                 raise Unreachable(f"cannot list the jobs: {answer}") from None
             by_token = {job.submission_id: job for job in listed if job.submission_id}
             known = [(job_id, by_token.get(_parts(job_id)[1])) for job_id in members]
@@ -174,7 +174,7 @@ class Ray:
         address, token = _parts(job_id)
         try:
             _asked(address, lambda client: client.stop_job(token))
-        except Answer as answer:
+        except RayError as answer:
             if answer.status != 404:  # 404: Ray has forgotten it
                 raise Unreachable(f"cannot stop {job_id}: {answer}") from None
 
@@ -189,12 +189,12 @@ class Ray:
                 yield from str(
                     _asked(address, lambda client: client.get_job_logs(token))
                 ).splitlines()
-        except Answer as answer:
+        except RayError as answer:
             if answer.status != 404:
                 raise Unreachable(f"no log of {job_id}: {answer}") from None
 
 
-class Answer(Exception):
+class RayError(Exception):
     """A status of Ray's server that is no success."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -306,7 +306,7 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
 
 def _translated(error: BaseException) -> BaseException:
     if found := STATUS.search(str(error)):
-        return Answer(int(found[1]), str(error))
+        return RayError(int(found[1]), str(error))
     is_of_ray = type(error).__module__.partition(".")[0] in ("ray", "aiohttp")
     if is_of_ray or isinstance(error, (OSError, RuntimeError, ValueError)):
         return Unreachable(f"the Ray cluster cannot be seen: {error}")

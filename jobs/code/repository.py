@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFiles:
     """The files of a project. Paths are relative to `top`, with "/", in the file system's own bytes
     (os.fsdecode).
     """
@@ -76,7 +76,7 @@ class Selection:
     dirty: dict[str, str]  # path -> git's two letters: where the paths differ from the commit
 
 
-def read_source(project: Path) -> Source:
+def read_source(project: Path) -> SourceFiles:
     """What lies in the repository of a project's folder; of the folder alone where git does not
     track it.
 
@@ -93,12 +93,12 @@ def read_source(project: Path) -> Source:
         path.startswith(f"{inside.as_posix()}/") for path in (*tracked, *untracked)
     ):
         return _walked(project)  # the repository around it ignores it
-    return Source(
+    return SourceFiles(
         top, inside, frozenset(tracked), frozenset(untracked), changed, commit, branch, is_git=True
     )
 
 
-def patch(source: Source, paths: Iterable[str]) -> bytes:
+def patch(source: SourceFiles, paths: Iterable[str]) -> bytes:
     """git diff of these changed tracked files against the commit, for `git apply`."""
     options = [
         "--binary",
@@ -189,7 +189,7 @@ def _names(answer: bytes) -> set[str]:
     return {os.fsdecode(name) for name in answer.split(b"\0") if name}
 
 
-def _walked(project: Path) -> Source:
+def _walked(project: Path) -> SourceFiles:
     def refuse(error: OSError) -> None:
         raise ConfigError(
             f"{error.filename}: {error.strerror}. Make the project readable for this user."
@@ -200,7 +200,7 @@ def _walked(project: Path) -> Source:
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         folders[:] = sorted(set(folders) - set(links) - LITTER)
         found += [os.path.relpath(os.path.join(folder, name), project) for name in (*files, *links)]
-    return Source(project, Path(), frozenset(), frozenset(found))
+    return SourceFiles(project, Path(), frozenset(), frozenset(found))
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
@@ -237,7 +237,7 @@ def shown(path: str) -> str:
     return path if path.isprintable() else ascii(path)[1:-1]
 
 
-def select(source: Source, savedir_base: Path) -> Selection:
+def select(source: SourceFiles, savedir_base: Path) -> Selection:
     """The files that a job gets: no secrets, no results, no weights, no litter.
 
     ConfigError for files that are too big and for a savedir_base that is the project itself. Files
@@ -333,7 +333,7 @@ def _sizes(files: list[tuple[str, int]]) -> str:
     return ", ".join([*named, *(["..."] if len(files) > SHOWN else [])])
 
 
-def _warn(source: Source, left_out: Mapping[str, str]) -> None:
+def _warn(source: SourceFiles, left_out: Mapping[str, str]) -> None:
     committed = [
         f"{shown(path)} ({why})" for path, why in left_out.items() if path in source.tracked
     ]
@@ -343,7 +343,7 @@ def _warn(source: Source, left_out: Mapping[str, str]) -> None:
         )
 
 
-def why_dirty(source: Source, dirty: Mapping[str, str]) -> str:
+def why_dirty(source: SourceFiles, dirty: Mapping[str, str]) -> str:
     """The error for a project that no commit tells."""
     if not source.is_git:
         return (
@@ -360,7 +360,7 @@ def why_dirty(source: Source, dirty: Mapping[str, str]) -> str:
     )
 
 
-def _last_commit(source: Source) -> str:
+def _last_commit(source: SourceFiles) -> str:
     return (
         f"commit {source.commit[:12]}" if source.commit else "the last commit (there is none yet)"
     )

@@ -46,7 +46,7 @@ from jobs.code.repository import (
     MAX_FILE,
     MIB,
     Selection,
-    Source,
+    SourceFiles,
     patch,
     read_source,
     select,
@@ -86,7 +86,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SnapshotEntry:
     """One file or link of a snapshot."""
 
     path: str
@@ -170,7 +170,7 @@ def verify(base: BaseFolder, digest: str) -> list[str]:
     folder = base.snapshots / digest
     manifest = read_json(folder / MANIFEST) or {}
     try:
-        stored = [Entry(**entry) for entry in manifest["files"]]
+        stored = [SnapshotEntry(**entry) for entry in manifest["files"]]
     except (KeyError, TypeError):
         return [MANIFEST]
     wrong: set[str] = {MANIFEST} if _digest(stored) != digest else set()
@@ -187,17 +187,17 @@ def verify(base: BaseFolder, digest: str) -> list[str]:
 # Reading
 
 
-def _entries(top: Path, paths: Iterable[str]) -> list[Entry]:
+def _entries(top: Path, paths: Iterable[str]) -> list[SnapshotEntry]:
     """Hash every file. ConfigError names all files that hold a key."""
     known = secret_keys.secrets_in(os.environ)
-    entries: list[Entry] = []
+    entries: list[SnapshotEntry] = []
     spread: list[str] = []
     for path in paths:
         found = _read(top, path)
         if found is None:
             continue  # deleted since it was listed
         mode, content = found
-        entries.append(Entry(path, mode, len(content), hashlib.sha256(content).hexdigest()))
+        entries.append(SnapshotEntry(path, mode, len(content), hashlib.sha256(content).hexdigest()))
         if (what := secret_keys.secret_in(content, known)) is not None:
             spread.append(f"{shown(path)}, {what}")
     if spread:
@@ -242,7 +242,7 @@ def _facts(top: Path, path: str) -> tuple[str, str] | None:
     return (found[0], hashlib.sha256(found[1]).hexdigest()) if found else None
 
 
-def _digest(entries: Iterable[Entry]) -> str:
+def _digest(entries: Iterable[SnapshotEntry]) -> str:
     total = hashlib.sha256()
     for entry in sorted(entries, key=lambda entry: os.fsencode(entry.path)):
         total.update(f"{entry.mode} {entry.sha256} ".encode() + os.fsencode(entry.path) + b"\0")
@@ -289,7 +289,7 @@ def _staging(base: BaseFolder, digest: str) -> Generator[Path]:
 
 
 def _write(
-    folder: Path, digest: str, source: Source, chosen: Selection, entries: list[Entry]
+    folder: Path, digest: str, source: SourceFiles, chosen: Selection, entries: list[SnapshotEntry]
 ) -> None:
     """Fill a staging folder. _Changed when the project does not hold any more what was hashed."""
     _write_files(folder, source.top, entries)
@@ -317,7 +317,7 @@ def _write(
     sync(folder)
 
 
-def _write_files(folder: Path, top: Path, entries: Iterable[Entry]) -> None:
+def _write_files(folder: Path, top: Path, entries: Iterable[SnapshotEntry]) -> None:
     tree = folder / TREE
     tree.mkdir()
     with (
@@ -348,7 +348,7 @@ def _write_file(path: Path, mode: str, content: bytes) -> None:
         os.fchmod(file.fileno(), 0o555 if mode == EXECUTABLE else 0o444)
 
 
-def _add(archive: tarfile.TarFile, entry: Entry, content: bytes) -> None:
+def _add(archive: tarfile.TarFile, entry: SnapshotEntry, content: bytes) -> None:
     """The same bytes for the same entry: TarInfo's defaults are time 0, user 0 and no names."""
     member = tarfile.TarInfo(entry.path)
     if entry.mode == LINK:
@@ -359,7 +359,7 @@ def _add(archive: tarfile.TarFile, entry: Entry, content: bytes) -> None:
     archive.addfile(member, io.BytesIO(content))
 
 
-def _patch(source: Source, dirty: Mapping[str, str]) -> tuple[bytes, str | None]:
+def _patch(source: SourceFiles, dirty: Mapping[str, str]) -> tuple[bytes, str | None]:
     """What `git apply` needs to get from the commit to the tracked files; or nothing, and why."""
     changed = [path for path, letters in dirty.items() if letters != "??"]
     if source.commit is None or not changed:

@@ -30,7 +30,7 @@ from jobs.report import selection
 from jobs.submit.control import cancel
 from jobs.submit.group import preview, rendered, submit
 from jobs.submit.prepare import job_config, make, training_flags
-from jobs.submit.request import RESEND_S, Request, Result
+from jobs.submit.request import RESEND_S, ActionResult, Request
 from trainer.config import exp_id, nearest
 from trainer.errors import ConfigError
 
@@ -159,7 +159,7 @@ def submit_command(
     selection.fail_if_any(results)
 
 
-def _prune(request: Request, whole: Collection[dict[str, Any]]) -> list[Result]:
+def _prune(request: Request, whole: Collection[dict[str, Any]]) -> list[ActionResult]:
     """Cancel what is alive under the group's name and is none of its experiments."""
     kept = {exp_id(values) for values in whole}
     rows = selection.rows(request.base.path, request.group, None)

@@ -18,7 +18,7 @@ from jobs.report import curves
 from jobs.report.curves import Curves
 from jobs.report.logs import last_lines
 from jobs.report.page import page
-from jobs.report.scores import Result, Results, Score
+from jobs.report.scores import ExperimentScores, Results, Score
 from jobs.report.table import summary
 from jobs.report.text import duration, short_names, shown, visible, written
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
@@ -84,7 +84,7 @@ def _left_out(rows: Sequence[Row]) -> str:
     )
 
 
-def _table(rows: Sequence[Row], found: dict[str, Result], results: Results) -> str:
+def _table(rows: Sequence[Row], found: dict[str, ExperimentScores], results: Results) -> str:
     has_groups = len({row.group for row in rows}) > 1
     texts = ["id", *(["group"] if has_groups else []), "state", *short_names(results.parameters)]
     numbers = [*results.metrics, "steps", "hours", "GPU-hours"]
@@ -122,7 +122,7 @@ def _state(row: Row) -> str:
 
 
 def _result_cells(
-    result: Result | None, results: Results, bests: dict[str, float | None]
+    result: ExperimentScores | None, results: Results, bests: dict[str, float | None]
 ) -> Iterator[str]:
     for key in results.parameters:
         text = _parameter(result, key)
@@ -148,7 +148,7 @@ def _best(results: Results, metric: str) -> float | None:
     return min(values) if scores[0].is_least_best else max(values)
 
 
-def _parameter(result: Result | None, key: str) -> str:
+def _parameter(result: ExperimentScores | None, key: str) -> str:
     if result is None or key not in result.parameters:
         return "–"
     text = written(result.parameters[key])
@@ -163,7 +163,7 @@ def _hours(row: Row) -> float | None:
     return sum(start.hours for start in row.starts) if row.starts else None
 
 
-def _card(row: Row, result: Result | None, results: Results, now: str) -> str:
+def _card(row: Row, result: ExperimentScores | None, results: Results, now: str) -> str:
     folder = RunFolder(Path(row.folder))
     drawn = curves.read(folder)
     parts = [
@@ -196,7 +196,7 @@ def _progress(row: Row) -> str:
     return f'{bar}<div class="facts">{words}</div>'
 
 
-def _chips(result: Result | None, results: Results) -> str:
+def _chips(result: ExperimentScores | None, results: Results) -> str:
     if result is None or not results.parameters:
         return ""
     pairs = zip(results.parameters, short_names(results.parameters), strict=True)
@@ -215,7 +215,7 @@ def _why(row: Row) -> str:
     return f'<div class="why s-{row.state}"><span>{shown_lines}</span></div>' if words else ""
 
 
-def _picture(row: Row, drawn: Curves, result: Result | None) -> str:
+def _picture(row: Row, drawn: Curves, result: ExperimentScores | None) -> str:
     svg = curves.chart(drawn)
     if not svg:
         has_begun = bool(row.starts) or row.step is not None

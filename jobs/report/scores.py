@@ -54,7 +54,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Result:
+class ExperimentScores:
     """One experiment: its dictionary, flattened, and its scores. wall_s: of all starts, None when
     run by hand.
     """
@@ -73,7 +73,7 @@ class Results:
     their metrics.
     """
 
-    results: tuple[Result, ...]
+    results: tuple[ExperimentScores, ...]
     parameters: tuple[str, ...]
     metrics: tuple[str, ...]
 
@@ -112,7 +112,7 @@ def _by_kind(metric: str) -> tuple[bool, str]:
     return not metric.endswith("/loss"), metric
 
 
-def _result(folder: RunFolder, prefixes: tuple[str, ...]) -> Result | None:
+def _result(folder: RunFolder, prefixes: tuple[str, ...]) -> ExperimentScores | None:
     values = read_json(folder.exp_dict)
     if values is None:
         return None
@@ -123,7 +123,7 @@ def _result(folder: RunFolder, prefixes: tuple[str, ...]) -> Result | None:
         for start in starts_of(folder.attempt(sent.number))
     ]
     step = last_metrics(folder).get("step")
-    return Result(
+    return ExperimentScores(
         folder.path.name,
         job.group if job else "",
         flattened(values),
@@ -288,7 +288,7 @@ def _short(values: Mapping[str, Any], key: str) -> str:
     return text if len(text) <= WIDEST_CELL else text[: WIDEST_CELL - 1] + "…"
 
 
-def _score_cell(result: Result, metric: str, *, is_best: bool) -> Text:
+def _score_cell(result: ExperimentScores, metric: str, *, is_best: bool) -> Text:
     score = result.scores.get(metric)
     if score is None:
         return Text("–", style="dim")

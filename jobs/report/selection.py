@@ -16,7 +16,7 @@ from jobs.record.paths import BaseFolder
 from jobs.record.row import Row
 from jobs.record.status import survey
 from jobs.report.text import visible
-from jobs.submit.request import Result
+from jobs.submit.request import ActionResult
 from trainer.errors import ConfigError
 
 
@@ -106,7 +106,7 @@ def seconds(text: str) -> float:
 
 
 def show(
-    results: Sequence[Result],
+    results: Sequence[ActionResult],
     as_json: bool,
     *,
     rendered: Mapping[str, str] | None = None,
@@ -136,7 +136,7 @@ def shown(text: str) -> str:
     return "\n".join(visible(line) for line in text.split("\n"))
 
 
-def fail_if_any(results: Sequence[Result]) -> None:
+def fail_if_any(results: Sequence[ActionResult]) -> None:
     """Raise what gives the command its exit code when some experiment was not dealt with."""
     bad = [result for result in results if result.is_bad]
     if not bad:

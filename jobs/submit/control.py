@@ -20,7 +20,7 @@ from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row
 from jobs.record.status import survey
 from jobs.submit.policy import Limits, decide
-from jobs.submit.request import LOCK_WAIT_S, RESEND_S, Result
+from jobs.submit.request import LOCK_WAIT_S, RESEND_S, ActionResult
 from jobs.submit.send import Outcome, fresh, give_up, ids_of, send, settle_intent, stored
 from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals
@@ -29,22 +29,22 @@ log = logging.getLogger(__name__)
 BackendOf = Callable[[str], Backend]
 
 
-def cancel(base: BaseFolder, rows: Collection[Row], backend_of: BackendOf) -> list[Result]:
+def cancel(base: BaseFolder, rows: Collection[Row], backend_of: BackendOf) -> list[ActionResult]:
     """Ask for the end of every live job among `rows`; also of those whose submission was never
     answered.
     """
     return [_cancel(base.run(row.exp_id), row, backend_of) for row in rows]
 
 
-def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> Result:
+def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
     if row.state not in ACTIVE:
-        return Result(row.exp_id, "skip", f"it is {row.state}: nothing runs", row.state)
+        return ActionResult(row.exp_id, "skip", f"it is {row.state}: nothing runs", row.state)
     try:
         with record.locked(folder, wait_s=LOCK_WAIT_S):
             job = record.read(folder)
             sent = job.last if job else None
             if sent is None:
-                return Result(row.exp_id, "skip", "never sent", "pending")
+                return ActionResult(row.exp_id, "skip", "never sent", "pending")
             backend = backend_of(sent.backend)
             record.append(folder, {"event": "cancel", "attempt": sent.number})
             _mark_cancelled(folder, sent.number)
@@ -53,14 +53,14 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> Result:
                 give_up(folder, sent.number)  # it may still be on its way: then it must not start
             for job_id in ids:
                 backend.cancel(job_id)
-        return Result(
+        return ActionResult(
             row.exp_id,
             "cancel",
             f"asked {sent.backend} to end {', '.join(ids) or 'nothing'}",
             row.state,
         )
     except (LatheError, OSError) as error:
-        return Result(row.exp_id, "failed", str(error), row.state, is_bad=True)
+        return ActionResult(row.exp_id, "failed", str(error), row.state, is_bad=True)
 
 
 def _mark_cancelled(folder: RunFolder, number: int) -> None:
@@ -83,7 +83,7 @@ class Again:
     resend_s: float = RESEND_S
 
 
-def again(asked: Again, rows: Sequence[Row]) -> list[Result]:
+def again(asked: Again, rows: Sequence[Row]) -> list[ActionResult]:
     """Send each of `rows` once more, exactly as it was sent before, where the limits allow it.
 
     The code is that of the last attempt: to run other code, submit the group again.
@@ -91,23 +91,25 @@ def again(asked: Again, rows: Sequence[Row]) -> list[Result]:
     return [_again(asked, row, rows) for row in rows]
 
 
-def _again(asked: Again, row: Row, rows: Sequence[Row]) -> Result:
+def _again(asked: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
     folder = asked.base.run(row.exp_id)
     try:
         with record.locked(folder, wait_s=LOCK_WAIT_S):
             found = survey(asked.base, only=[row.exp_id], backend_of=asked.backend_of)
             return _again_under_lock(asked, folder, found[0], rows)
     except Unreachable as error:
-        return Result(row.exp_id, "settle", str(error), row.state, is_bad=True)
+        return ActionResult(row.exp_id, "settle", str(error), row.state, is_bad=True)
     except (LatheError, OSError) as error:
-        return Result(row.exp_id, "failed", str(error), row.state, is_bad=True)
+        return ActionResult(row.exp_id, "failed", str(error), row.state, is_bad=True)
 
 
-def _again_under_lock(asked: Again, folder: RunFolder, row: Row, rows: Sequence[Row]) -> Result:
+def _again_under_lock(
+    asked: Again, folder: RunFolder, row: Row, rows: Sequence[Row]
+) -> ActionResult:
     job = record.read(folder)
     template = _template(folder, job) if job is not None else None
     if job is None or template is None:
-        return Result(row.exp_id, "skip", "never sent: submit its group", row.state)
+        return ActionResult(row.exp_id, "skip", "never sent: submit its group", row.state)
     limits = asked.limits or Limits(template.job.max_retries, template.job.max_preemptions)
     status = read_json(folder.status) or {}
     decision = decide(row, limits, is_finished=status.get("state") == "succeeded")
@@ -115,14 +117,14 @@ def _again_under_lock(asked: Again, folder: RunFolder, row: Row, rows: Sequence[
     if decision.action == "skip" or (
         is_refused and asked.limits is None
     ):  # refused: a person must change something
-        return Result(row.exp_id, "skip", decision.reason, row.state)
+        return ActionResult(row.exp_id, "skip", decision.reason, row.state)
     if decision.action == "settle" and job.last is not None:
         backend = asked.backend_of(job.last.backend)
         return _result(
             row, "settle", settle_intent(folder, job.last, backend, resend_s=asked.resend_s)
         )
     if _is_full(row, rows, template):
-        return Result(
+        return ActionResult(
             row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
         )
     news = {"state": row.state, "reason": row.reason, "host": row.host}
@@ -153,14 +155,14 @@ def _is_full(row: Row, rows: Collection[Row], template: JobSpec) -> bool:
     )
 
 
-def _result(row: Row, action: str, outcome: Outcome) -> Result:
+def _result(row: Row, action: str, outcome: Outcome) -> ActionResult:
     state: JobState = "submitted" if outcome.is_sent else row.state
-    return Result(row.exp_id, action, outcome.text, state, is_bad=not outcome.is_sent)
+    return ActionResult(row.exp_id, action, outcome.text, state, is_bad=not outcome.is_sent)
 
 
 def reset(
     base: BaseFolder, exp_id: str, backend_of: BackendOf, *, aside: Path | None = None
-) -> Result:
+) -> ActionResult:
     """Move the whole folder of an experiment to deleted/<id>-<time> (or `aside`). ConfigError while
     it is alive.
 
@@ -179,15 +181,15 @@ def reset(
             if target.exists():
                 raise ConfigError(f"{target} exists. Wait a second, and try again.")
             os.rename(folder.path, target)
-    return Result(exp_id, "reset", f"moved to {target}", "pending")
+    return ActionResult(exp_id, "reset", f"moved to {target}", "pending")
 
 
-def reconcile(asked: Again) -> list[Result]:
+def reconcile(asked: Again) -> list[ActionResult]:
     """What was done in one look at everything: adopted or sent again what was never answered, run
     again what was preempted or may be retried, sent what waited for its turn.
     """
     rows = survey(asked.base, backend_of=asked.backend_of)
-    results: list[Result] = []
+    results: list[ActionResult] = []
     for row in [row for row in rows if row.state != "succeeded" or row.job_id is None]:
         if row.state in ACTIVE and row.job_id is not None:
             continue

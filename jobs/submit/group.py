@@ -23,7 +23,13 @@ from jobs.record.paths import RunFolder
 from jobs.record.row import Row
 from jobs.record.status import survey
 from jobs.submit.policy import Decision, Limits, decide
-from jobs.submit.request import LOCK_WAIT_S, Request, Result, check_dictionary, with_trial_name
+from jobs.submit.request import (
+    LOCK_WAIT_S,
+    ActionResult,
+    Request,
+    check_dictionary,
+    with_trial_name,
+)
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError
 from trainer.files.atomic import read_json, write_json
@@ -34,20 +40,24 @@ ARRAY_LOCKS = 256  # experiments of one array: each holds a lock, and a process 
 log = logging.getLogger(__name__)
 
 
-def preview(request: Request) -> list[Result]:
+def preview(request: Request) -> list[ActionResult]:
     """What `submit` would do with each experiment, and why; the scheduler is asked, nothing is
     written or sent.
     """
     templates = request.templates
     rows = _rows(request, record_changes=False)
-    results: list[Result] = []
+    results: list[ActionResult] = []
     for name in request.by_id:
         try:
             check_dictionary(request.base.run(name), request.by_id[name])
             decision = _decide(request, name, rows.get(name))
-            results.append(Result(name, decision.action, decision.reason, _state(rows.get(name))))
+            results.append(
+                ActionResult(name, decision.action, decision.reason, _state(rows.get(name)))
+            )
         except LatheError as error:
-            results.append(Result(name, "failed", str(error), _state(rows.get(name)), is_bad=True))
+            results.append(
+                ActionResult(name, "failed", str(error), _state(rows.get(name)), is_bad=True)
+            )
     to_send = [result.exp_id for result in results if result.action == "send"]
     if to_send:  # one is asked for all: they differ in nothing that a scheduler sees
         answer = request.backend.rehearse(
@@ -57,7 +67,7 @@ def preview(request: Request) -> list[Result]:
     return results
 
 
-def submit(request: Request) -> list[Result]:
+def submit(request: Request) -> list[ActionResult]:
     """Send every experiment that is neither done nor alive. Each is in its own result; nothing
     stops the others.
 
@@ -66,12 +76,12 @@ def submit(request: Request) -> list[Result]:
     templates = request.templates
     rows = _rows(request, record_changes=True)
     budget = _Budget(request)
-    done: dict[str, Result] = {}
+    done: dict[str, ActionResult] = {}
     if request.use_array:
         done = _submit_arrays(request, templates, rows)
     left = [name for name in templates if name not in done]
 
-    def send_it(name: str) -> Result:
+    def send_it(name: str) -> ActionResult:
         return _submit_one(request, name, templates[name], rows.get(name), budget)
 
     if request.backend.name == "inline":
@@ -104,15 +114,15 @@ def rendered(request: Request) -> list[str]:
 
 
 def _one_after_the_other(
-    names: Sequence[str], send_it: Callable[[str], Result]
-) -> dict[str, Result]:
+    names: Sequence[str], send_it: Callable[[str], ActionResult]
+) -> dict[str, ActionResult]:
     """Results of an inline submission, which runs each to its end; after one that was stopped no
     other begins.
     """
-    done: dict[str, Result] = {}
+    done: dict[str, ActionResult] = {}
     for name in names:
         if any(result.action == "send" and result.state == "preempted" for result in done.values()):
-            done[name] = Result(name, "wait", "the one before it was stopped", "pending")
+            done[name] = ActionResult(name, "wait", "the one before it was stopped", "pending")
         else:
             done[name] = send_it(name)
     return done
@@ -150,24 +160,26 @@ class _Budget:
 
 def _submit_one(
     request: Request, name: str, template: JobSpec, row: Row | None, budget: _Budget
-) -> Result:
+) -> ActionResult:
     folder = request.base.run(name)
     try:
         check_dictionary(folder, request.by_id[name])
         decision = _decide(request, name, row)
         if decision.action == "skip":  # without a row: it was run by hand, to its end
-            return Result(name, "skip", decision.reason, "succeeded" if row is None else row.state)
+            return ActionResult(
+                name, "skip", decision.reason, "succeeded" if row is None else row.state
+            )
         with record.locked(folder, wait_s=LOCK_WAIT_S):
             return _under_lock(request, folder, template, row, budget)
     except Unreachable as error:
-        return Result(name, "settle", str(error), "submitting", is_bad=True)
+        return ActionResult(name, "settle", str(error), "submitting", is_bad=True)
     except (LatheError, OSError) as error:
-        return Result(name, "failed", str(error), _state(row), is_bad=True)
+        return ActionResult(name, "failed", str(error), _state(row), is_bad=True)
 
 
 def _under_lock(
     request: Request, folder: RunFolder, template: JobSpec, row: Row | None, budget: _Budget
-) -> Result:
+) -> ActionResult:
     name = folder.path.name
     job = _begin(request, folder, template)
     if job.attempts:  # looked at again: it may have moved on, or ended, since the survey
@@ -177,7 +189,7 @@ def _under_lock(
         job = _recorded(folder, job, row)
     decision = _decide(request, name, row)
     if decision.action == "skip":
-        return Result(name, "skip", decision.reason, _state(row))
+        return ActionResult(name, "skip", decision.reason, _state(row))
     if decision.action == "settle" and job.last is not None:
         outcome = settle_intent(
             folder, job.last, request.backend_of(job.last.backend), resend_s=request.resend_s
@@ -185,7 +197,7 @@ def _under_lock(
         return _result(name, "settle", outcome)
     if budget.is_spent():
         write_json(_planned(folder, job), template.model_dump(mode="json"))
-        return Result(
+        return ActionResult(
             name,
             "wait",
             f"max_parallel={request.max_parallel} are alive: `reconcile` sends it",
@@ -209,7 +221,7 @@ def _recorded(folder: RunFolder, job: Job, row: Row) -> Job:
     return record.read(folder) or job
 
 
-def _ended(folder: RunFolder, spec: JobSpec) -> Result:
+def _ended(folder: RunFolder, spec: JobSpec) -> ActionResult:
     """What became of an experiment that ran here, now."""
     found = read_json(folder.attempt(spec.attempt).exit) or {}
     code, kind = found.get("code"), str(found.get("kind", "lost"))
@@ -217,7 +229,7 @@ def _ended(folder: RunFolder, spec: JobSpec) -> Result:
     state: JobState = (
         "succeeded" if code == EXIT_OK else "preempted" if code == EXIT_PREEMPTED else "failed"
     )
-    return Result(spec.exp_id, "send", text, state, is_bad=code != EXIT_OK)
+    return ActionResult(spec.exp_id, "send", text, state, is_bad=code != EXIT_OK)
 
 
 def _begin(request: Request, folder: RunFolder, template: JobSpec) -> Job:
@@ -251,12 +263,12 @@ def _planned(folder: RunFolder, job: Job) -> Path:
     return path
 
 
-def _result(name: str, action: str, outcome: Outcome) -> Result:
+def _result(name: str, action: str, outcome: Outcome) -> ActionResult:
     state: JobState = (
         "submitted" if outcome.is_sent else "pending" if outcome.is_refused else "submitting"
     )
     is_open = not outcome.is_sent and not outcome.is_refused
-    return Result(
+    return ActionResult(
         name, action, outcome.text, state, is_bad=not outcome.is_sent, is_unanswered=is_open
     )
 
@@ -295,7 +307,7 @@ def _state(row: Row | None) -> JobState:
 
 def _submit_arrays(
     request: Request, templates: Mapping[str, JobSpec], rows: Mapping[str, Row]
-) -> dict[str, Result]:
+) -> dict[str, ActionResult]:
     """Those that have to be sent, in as few submissions as the scheduler's limit allows; the others
     are left out.
     """
@@ -309,7 +321,7 @@ def _submit_arrays(
     size = min(request.backend.max_array(), ARRAY_LOCKS)
     if size < 1:
         raise ConfigError(f"--array: {request.backend.name} allows none here. Leave it out.")
-    done: dict[str, Result] = {}
+    done: dict[str, ActionResult] = {}
     for start in range(0, len(wanted), size):
         chunk = {name: templates[name] for name in wanted[start : start + size]}
         done.update(_submit_array(request, chunk, rows))
@@ -318,8 +330,8 @@ def _submit_arrays(
 
 def _submit_array(
     request: Request, chunk: Mapping[str, JobSpec], rows: Mapping[str, Row]
-) -> dict[str, Result]:
-    done: dict[str, Result] = {}
+) -> dict[str, ActionResult]:
+    done: dict[str, ActionResult] = {}
     specs: dict[str, JobSpec] = {}
     with contextlib.ExitStack() as locks:
         for name, template in chunk.items():
@@ -333,7 +345,9 @@ def _submit_array(
                 ):
                     specs[str(folder.path)] = fresh(job, template, folder)
             except LatheError as error:
-                done[name] = Result(name, "failed", str(error), _state(rows.get(name)), is_bad=True)
+                done[name] = ActionResult(
+                    name, "failed", str(error), _state(rows.get(name)), is_bad=True
+                )
         if specs:
             outcomes = send_array(
                 specs, request.backend, request.base.arrays, max_parallel=request.max_parallel

@@ -26,14 +26,14 @@ FORM = (
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchLine:
     """How the training starts: the environment to activate first, and argv before the program."""
 
     activate: str | None
     argv: tuple[str, ...]
 
 
-def read(text: str, job: JobConfig, *, python: str, exp_id: str) -> Launch:
+def read(text: str, job: JobConfig, *, python: str, exp_id: str) -> LaunchLine:
     """The launch of one job. NGPUS stands for the GPUs of a node of this very job (1 where it has
     none).
 
@@ -52,7 +52,9 @@ def read(text: str, job: JobConfig, *, python: str, exp_id: str) -> Launch:
         )
     if job.nodes > 1:
         words = _across_nodes(words, job, exp_id)
-    return Launch(activate, tuple(word.replace("NGPUS", str(max(job.gpus, 1))) for word in words))
+    return LaunchLine(
+        activate, tuple(word.replace("NGPUS", str(max(job.gpus, 1))) for word in words)
+    )
 
 
 def _split(text: str) -> tuple[str | None, list[str]]:

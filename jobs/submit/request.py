@@ -67,7 +67,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Result:
+class ActionResult:
     """What is (or would be) done with one experiment."""
 
     exp_id: str

@@ -18,7 +18,7 @@ from trainer.config import deepspeed_config
 from trainer.data.order import Sharding
 from trainer.data.token_store import TokenStore, open_store
 from trainer.memory import advice, plan
-from trainer.memory.measure import Measured, Moment, Request, changed, measure
+from trainer.memory.measure import Measured, MeasureRequest, Moment, changed, measure
 from trainer.memory.planned_rows import binding_limit
 from trainer.memory.subject import Subject, subject_of
 from trainer.tasks.abilities import Answers, ShowsCuts, question_of
@@ -126,20 +126,20 @@ def planned_without_data(name: str, folder: Path, cache: Path) -> Subject:
 
 
 def test_every_task_is_planned_for_without_data(folder: Path, tmp_path: Path) -> None:
-    requests: list[Request] = []
+    requests: list[MeasureRequest] = []
     for name in TASKS:
         subject = planned_without_data(name, folder, tmp_path)
         assert "every row is taken to fill its limits" in subject.notes[-1], name
         rows = subject.train.encoded([0, 1], is_drawn=True)
         requests += [
-            Request(subject.values, "train", rows),
-            Request(subject.values, "evaluate", rows),
+            MeasureRequest(subject.values, "train", rows),
+            MeasureRequest(subject.values, "evaluate", rows),
         ]
         if isinstance(subject.task, Answers):
             raw = [question_of(subject.task, row) for row in subject.valid.raw([0, 1])]
             rows = subject.valid.encoded([0, 1], is_drawn=False)
             requests += [
-                Request(subject.values, "answer", rows, raw, answer_tokens=tokens)
+                MeasureRequest(subject.values, "answer", rows, raw, answer_tokens=tokens)
                 for tokens in (4, 8)
             ]
     steps = measure(requests, Places(None, tmp_path, tmp_path))
@@ -153,7 +153,7 @@ def test_every_task_is_planned_for_without_data(folder: Path, tmp_path: Path) ->
     )
 
 
-def measured_by_rows(requests: Sequence[Request], places: Places) -> list[Measured]:
+def measured_by_rows(requests: Sequence[MeasureRequest], places: Places) -> list[Measured]:
     """In place of measuring, which costs a process: a thousand bytes a row."""
     weights = Measured(
         weights=0,

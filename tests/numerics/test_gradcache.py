@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.numerics.test_engine import ds_for
 from tests.ranks import run_on_ranks
 from trainer.config import Optim
-from trainer.models.gradcache import Pool, gather_tensors, pooled_losses
+from trainer.models.gradcache import PoolScope, gather_tensors, pooled_losses
 from trainer.runtime import rng
 
 QUERIES, WIDTH, PER_QUERY = 8, 6, 2
@@ -190,7 +190,7 @@ def test_what_is_no_representation_is_passed_along_unchanged() -> None:
 # ---------------------------------------------------------------------------------------
 
 
-def _own_part(sizes: list[int], pool: Pool) -> tuple[float, dict[str, Tensor]]:
+def _own_part(sizes: list[int], pool: PoolScope) -> tuple[float, dict[str, Tensor]]:
     """The loss over all ranks and its gradients, where each rank computes the scores of its own
     queries only.
     """
@@ -216,7 +216,9 @@ def test_ranks_that_score_their_own_queries_alone_share_the_gradients_of_the_pas
     sizes: list[int], on_host: bool
 ) -> None:
     loss, gradients = plain()
-    for got_loss, got in run_on_ranks(2, _own_part, sizes, Pool(own=("queries",), on_host=on_host)):
+    for got_loss, got in run_on_ranks(
+        2, _own_part, sizes, PoolScope(own=("queries",), on_host=on_host)
+    ):
         assert got_loss == pytest.approx(loss, abs=1e-6)
         for name, gradient in gradients.items():
             assert (got[name] - gradient).abs().max() < 1e-6, name
@@ -227,7 +229,7 @@ def test_a_pool_for_each_rank_holds_nothing_of_the_others() -> None:
     wanted = sum(in_batch(model(**half)) for half in halves) / QUERIES
     assert isinstance(wanted, Tensor)
     wanted.backward()
-    for loss, gradients in run_on_ranks(2, _own_part, [2, 2, 2, 2], Pool(across_ranks=False)):
+    for loss, gradients in run_on_ranks(2, _own_part, [2, 2, 2, 2], PoolScope(across_ranks=False)):
         assert loss == pytest.approx(float(wanted.detach()), abs=1e-6)
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None

@@ -23,7 +23,7 @@ from trainer import tasks
 from trainer.config import Optim, Train, deepspeed_config
 from trainer.errors import DoesNotFitError
 from trainer.memory.deepspeed_terms import Zero, training
-from trainer.memory.measure import Measured, Moment, Request, measure
+from trainer.memory.measure import Measured, MeasureRequest, Moment, measure
 from trainer.runtime import distributed
 from trainer.tasks.abilities import Answers, question_of
 from trainer.tasks.protocol import DRAW, EPOCH, Places
@@ -174,7 +174,7 @@ def test_the_terms_of_deepspeed_are_those_of_a_real_engine(
 def test_every_task_trains_evaluates_and_answers_under_fake_tensors(tmp_path: Path) -> None:
     folder = write_facts(tmp_path / "facts")
     places = Places(folder, tmp_path / "cache", tmp_path / "runs")
-    requests: list[Request] = []
+    requests: list[MeasureRequest] = []
     for name in OF_TASK:
         values = experiment(name, folder)
         task = tasks.load(tasks.parse(values), places)
@@ -184,12 +184,12 @@ def test_every_task_trains_evaluates_and_answers_under_fake_tensors(tmp_path: Pa
         ]
         drawn = [{**row, DRAW: [5], EPOCH: [0]} for row in rows]
         requests += [
-            Request(values, "train", drawn, accumulates=True),
-            Request(values, "evaluate", rows),
+            MeasureRequest(values, "train", drawn, accumulates=True),
+            MeasureRequest(values, "evaluate", rows),
         ]
         if isinstance(task, Answers):
             requests.append(
-                Request(values, "answer", rows, [question_of(task, row) for row in raw])
+                MeasureRequest(values, "answer", rows, [question_of(task, row) for row in raw])
             )
     found = measure(requests, places)
     assert len(found) == len(requests) >= 2 * len(OF_TASK)

@@ -26,7 +26,7 @@ from tests.tolerance import assert_close, note
 from trainer import tasks
 from trainer.config import Schedule
 from trainer.data import vocabulary
-from trainer.data.order import Sharding, Window
+from trainer.data.order import Sharding, StepBatches
 from trainer.data.token_store import open_store
 from trainer.evaluation.mergeable import exact_match, normalised
 from trainer.tasks.fid.model import FiD, Generation
@@ -364,7 +364,9 @@ def _train_again(case: Training, tokenizer: Path, folder: Path) -> Replayed:
         lr = cfg.optim.lr * schedule.factor(cfg.schedule, step, cfg.train.steps)
         if case.accumulation == 1:
             found.losses.append(
-                _one_step(session, Window(step, [batch], [np.array(own)], task.units(batch)), lr)
+                _one_step(
+                    session, StepBatches(step, [batch], [np.array(own)], task.units(batch)), lr
+                )
             )
         else:
             found.losses.append(_one_micro_batch(task, live, batch))
@@ -425,7 +427,7 @@ def _order(case: Training, task: Task, live: Any) -> list[list[int]]:
     raise AssertionError("no order of the recorded rows gives the first recorded losses")
 
 
-def _one_step(session: Any, window: Window, lr: float) -> float:
+def _one_step(session: Any, window: StepBatches, lr: float) -> float:
     from trainer.training.loop import train_step
 
     return float(train_step(session, window, lr=lr, bad=torch.zeros((), dtype=torch.int64)).loss)

@@ -420,7 +420,7 @@ def test_a_root_that_cannot_be_a_folder_is_a_storage_error(tmp_path: Path) -> No
 
 def test_a_commit_misses_a_file_that_another_machine_wrote_elsewhere(tmp_path: Path) -> None:
     temporary = checkpoint.begin(tmp_path, 1)
-    record = safetensors_file.Record("weights-1-of-2.safetensors", 10, "0" * 64)
+    record = safetensors_file.WrittenFile("weights-1-of-2.safetensors", 10, "0" * 64)
     with pytest.raises(
         StorageError, match=r"got None bytes, want 10. Do all machines see the same folder"
     ):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tests.ranks import run_on_ranks
 from trainer.errors import ConfigError, DataError, DivergedError
 from trainer.retrieval import embeddings
-from trainer.retrieval.embeddings import Plan
+from trainer.retrieval.embeddings import EmbeddingsPlan
 from trainer.tasks.abilities import Embeds, Side
 from trainer.tasks.protocol import Row
 
@@ -59,9 +59,11 @@ def encoder(task: Embeds | None = None, **changes: object) -> embeddings.Encoder
     return embeddings.encoder_of(task or Bags(), bag_model(), **options)  # pyright: ignore[reportArgumentType]
 
 
-def plan(**changes: object) -> Plan:
+def plan(**changes: object) -> EmbeddingsPlan:
     texts, count = embeddings.digest_of(ROWS)
-    made = Plan(model="m", texts=texts, side="passage", dtype="float32", count=count, shard_rows=5)
+    made = EmbeddingsPlan(
+        model="m", texts=texts, side="passage", dtype="float32", count=count, shard_rows=5
+    )
     return replace(made, **changes)  # pyright: ignore[reportArgumentType]
 
 

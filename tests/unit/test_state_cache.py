@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.ranks import run_on_ranks
 from trainer.errors import ConfigError, DataError, DivergedError, StorageError
 from trainer.tasks.cross_attention.encoder_states import layout, reading, writing
-from trainer.tasks.cross_attention.encoder_states.layout import Dtype, Plan
+from trainer.tasks.cross_attention.encoder_states.layout import Dtype, StatesPlan
 from trainer.tasks.cross_attention.encoder_states.reading import StateCache, open_states, padded
 from trainer.tasks.cross_attention.encoder_states.writing import Contexts
 
@@ -52,7 +52,7 @@ def contexts(texts: Sequence[Sequence[int]] = MET) -> Contexts:
 
 def plan(
     found: Contexts, dtype: Dtype = "fp32", shard_tokens: int | None = 60, **changes: Any
-) -> Plan:
+) -> StatesPlan:
     identity = {**IDENTITY, "dtype": dtype, **changes}
     return layout.plan_for(
         identity, found.keys, found.lengths, dtype=dtype, width=WIDTH, shard_tokens=shard_tokens

@@ -121,7 +121,7 @@ def encode(
                 batch=batch or 64,
                 precision="bf16" if precision == "bf16" else "fp32",
             ),
-            plan=embeddings.Plan(model=weights, texts=texts, **plan),
+            plan=embeddings.EmbeddingsPlan(model=weights, texts=texts, **plan),
         )
         if distributed.is_main():
             typer.echo(

@@ -118,7 +118,7 @@ def _sizes(lengths: Lengths) -> Sizes:
 
 
 @dataclass(frozen=True)
-class Window:
+class StepBatches:
     """One rank's share of an optimizer step."""
 
     step: int  # 0-based
@@ -267,7 +267,7 @@ def windows(
     start_step: int,
     stop_step: int,
     is_shuffled: bool = True,
-) -> Generator[Window, None, None]:
+) -> Generator[StepBatches, None, None]:
     """The windows of steps start_step .. stop_step - 1, collated ahead of their use by a thread.
 
     Draws no global random number. An error in the thread is raised here. The thread ends with the
@@ -321,7 +321,7 @@ class _Collation:
     is_shuffled: bool
     sizes: Sizes
 
-    def window(self, step: int) -> Window:
+    def window(self, step: int) -> StepBatches:
         seed = self.seed if self.is_shuffled else None
         rows = window_rows(step, lengths=self.sizes, sharding=self.sharding, seed=seed)
         batches = [
@@ -335,7 +335,7 @@ class _Collation:
             batches = [
                 {name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches
             ]
-        return Window(step=step, batches=batches, rows=rows, units=units)
+        return StepBatches(step=step, batches=batches, rows=rows, units=units)
 
     def _row(self, step: int, index: int) -> dict[str, np.ndarray]:
         words = np.random.SeedSequence([self.seed, step, index]).generate_state(1, np.uint64)
@@ -347,7 +347,9 @@ class _Collation:
         }
 
 
-def _ahead(collation: _Collation, start_step: int, stop_step: int) -> Generator[Window, None, None]:
+def _ahead(
+    collation: _Collation, start_step: int, stop_step: int
+) -> Generator[StepBatches, None, None]:
     """The windows in order, made by a thread that is at most `_WINDOWS_AHEAD` in front."""
     ready: queue.Queue[Any] = queue.Queue(maxsize=_WINDOWS_AHEAD)
     closed = threading.Event()

@@ -36,7 +36,7 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Pool:
+class GatheredValues:
     """Values that must be seen together (AUROC, calibration error): gathered from all ranks, then
     reduced.
     """
@@ -44,8 +44,8 @@ class Pool:
     values: Tensor  # (N, ...)
     reduce: Callable[[Tensor], float | dict[str, float]]  # several numbers: each by its own name
 
-    def __add__(self, other: Pool) -> Pool:
-        return Pool(torch.cat([self.values, other.values]), self.reduce)
+    def __add__(self, other: GatheredValues) -> GatheredValues:
+        return GatheredValues(torch.cat([self.values, other.values]), self.reduce)
 
     def value(self) -> float | dict[str, float]:
         return self.reduce(self.values)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainer.data.order import evaluation_batches
 from trainer.data.token_store import TokenStore
 from trainer.errors import ConfigError
-from trainer.evaluation.mergeable import Pool, Ratio, scores_by_dataset
+from trainer.evaluation.mergeable import GatheredValues, Ratio, scores_by_dataset
 from trainer.runtime import distributed, rng
 from trainer.runtime.batch import named_when_out_of_memory, to_device
 from trainer.tasks.abilities import GREEDY, Answers, Search, question_of
@@ -64,7 +64,7 @@ def evaluate(
     Random state is put back afterwards, so evaluating never changes what is trained next.
     """
 
-    def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
+    def scores(rows: list[int]) -> Mapping[str, Ratio | GatheredValues]:
         collated = task.collate([store[row] for row in rows])
         with named_when_out_of_memory([collated]):
             return task.scores(model.model, to_device(collated))
@@ -79,10 +79,12 @@ def pool(model: Scored, task: Task, store: TokenStore, *, name: str, batch: int)
     None: no such.
     """
 
-    def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
+    def scores(rows: list[int]) -> Mapping[str, Ratio | GatheredValues]:
         found = task.scores(model.model, to_device(task.collate([store[row] for row in rows])))
         return {
-            key: score for key, score in found.items() if key == name and isinstance(score, Pool)
+            key: score
+            for key, score in found.items()
+            if key == name and isinstance(score, GatheredValues)
         }
 
     with _evaluation(model):
@@ -126,7 +128,7 @@ def answer(
     """
     own: dict[int, list[str]] = {}
 
-    def scores(rows: list[int]) -> Mapping[str, Ratio | Pool]:
+    def scores(rows: list[int]) -> Mapping[str, Ratio | GatheredValues]:
         raw = [questions[row] for row in rows]
         answered = task.answers(model.model, [store[row] for row in rows], raw, search=search)
         own.update(
@@ -152,7 +154,10 @@ def _evaluation(model: Scored) -> Iterator[None]:
 
 
 def _merged(
-    scores: Callable[[list[int]], Mapping[str, Ratio | Pool]], lengths: np.ndarray, *, batch: int
+    scores: Callable[[list[int]], Mapping[str, Ratio | GatheredValues]],
+    lengths: np.ndarray,
+    *,
+    batch: int,
 ) -> dict[str, float]:
     """`scores(rows)` over all rows and ranks as numbers, each row counted once."""
     numbers: dict[str, float] = {}
@@ -163,10 +168,13 @@ def _merged(
 
 
 def _summed(
-    scores: Callable[[list[int]], Mapping[str, Ratio | Pool]], lengths: np.ndarray, *, batch: int
-) -> dict[str, Ratio | Pool]:
+    scores: Callable[[list[int]], Mapping[str, Ratio | GatheredValues]],
+    lengths: np.ndarray,
+    *,
+    batch: int,
+) -> dict[str, Ratio | GatheredValues]:
     """`scores(rows)` merged over all rows and ranks; all ranks call it equally often."""
-    found: dict[str, Ratio | Pool] = {}
+    found: dict[str, Ratio | GatheredValues] = {}
     shares = evaluation_batches(
         len(lengths), lengths, batch=batch, world=distributed.world(), rank=distributed.rank()
     )
@@ -177,17 +185,17 @@ def _summed(
     return {name: _over_ranks(score) for name, score in found.items()}
 
 
-def _nothing(score: Ratio | Pool) -> Ratio | Pool:
+def _nothing(score: Ratio | GatheredValues) -> Ratio | GatheredValues:
     """The same kind of score over no rows: what a rank adds that only ran to keep the others
     company.
     """
     if isinstance(score, Ratio):
         return Ratio(torch.zeros_like(score.num), torch.zeros_like(score.den))
-    return Pool(score.values[:0], score.reduce)
+    return GatheredValues(score.values[:0], score.reduce)
 
 
-def _over_ranks(score: Ratio | Pool) -> Ratio | Pool:
+def _over_ranks(score: Ratio | GatheredValues) -> Ratio | GatheredValues:
     if isinstance(score, Ratio):
         num, den = distributed.total(torch.stack([score.num.double(), score.den.double()]))
         return Ratio(num, den)
-    return Pool(torch.cat(distributed.gather_rows(score.values)).cpu(), score.reduce)
+    return GatheredValues(torch.cat(distributed.gather_rows(score.values)).cpu(), score.reduce)

@@ -40,7 +40,7 @@ DTYPES = {  # how a safetensors header spells them (its README, "Format")
 
 
 @dataclass(frozen=True)
-class Record:
+class WrittenFile:
     """One file of a checkpoint as its manifest lists it."""
 
     name: str
@@ -55,7 +55,7 @@ def bytes_needed(*shards: Mapping[str, Tensor]) -> int:
     )
 
 
-def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Record:
+def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> WrittenFile:
     """Write a safetensors file, fsynced; the checksum is taken of the very bytes handed to the
     disk.
 
@@ -67,7 +67,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Rec
     return _write(folder / name, [_header(tensors)], blocks)
 
 
-def write_json(folder: Path, name: str, value: Mapping[str, Any]) -> Record:
+def write_json(folder: Path, name: str, value: Mapping[str, Any]) -> WrittenFile:
     """Write `value` as indented JSON, fsynced."""
     return _write(folder / name, [(json.dumps(value, indent=1) + "\n").encode()])
 
@@ -84,7 +84,7 @@ def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise CheckpointError(f"{path}: {error}. Use another checkpoint.") from error
 
 
-def checksum_problem(folder: Path, record: Record) -> str | None:
+def checksum_problem(folder: Path, record: WrittenFile) -> str | None:
     """What a file's content says against its record, or None."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(min(BLOCK, max(record.size, 1))))
     try:
@@ -131,7 +131,7 @@ def _raw(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _write(path: Path, *parts: Iterable[bytes | memoryview]) -> Record:
+def _write(path: Path, *parts: Iterable[bytes | memoryview]) -> WrittenFile:
     digest, size = hashlib.sha256(), 0
     with refusals(path), path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
         for block in (memoryview(block) for blocks in parts for block in blocks):
@@ -143,4 +143,4 @@ def _write(path: Path, *parts: Iterable[bytes | memoryview]) -> Record:
             size += len(block)
         file.flush()
         os.fsync(file.fileno())
-    return Record(path.name, size, digest.hexdigest())
+    return WrittenFile(path.name, size, digest.hexdigest())

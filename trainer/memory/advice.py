@@ -14,7 +14,7 @@ from trainer import tasks
 from trainer.config.deepspeed_config import PRESETS
 from trainer.errors import ConfigError
 from trainer.memory.deepspeed_terms import Breakdown, host, training
-from trainer.memory.measure import TRAINING, Measured, Request, changed, measure
+from trainer.memory.measure import TRAINING, Measured, MeasureRequest, changed, measure
 from trainer.memory.planned_rows import Specimens, binding_limit
 
 if TYPE_CHECKING:
@@ -146,12 +146,12 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
     )
 
 
-def _of_longest(subject: Subject, rows: int) -> Request:
+def _of_longest(subject: Subject, rows: int) -> MeasureRequest:
     order = np.argsort(-subject.train.lengths, kind="stable")
     return subject.training_request(np.resize(order, rows))
 
 
-def _recomputed(subject: Subject, made: Made) -> list[tuple[str, Request]]:
+def _recomputed(subject: Subject, made: Made) -> list[tuple[str, MeasureRequest]]:
     key = "train.gradient_checkpointing"
     if subject.cfg.train.gradient_checkpointing:
         return []
@@ -163,9 +163,9 @@ def _recomputed(subject: Subject, made: Made) -> list[tuple[str, Request]]:
     ]
 
 
-def _other_attention(subject: Subject, made: Made) -> list[tuple[str, Request]]:
+def _other_attention(subject: Subject, made: Made) -> list[tuple[str, MeasureRequest]]:
     """Other values of a key named attention, where a task has one; flex runs on CUDA only."""
-    found: list[tuple[str, Request]] = []
+    found: list[tuple[str, MeasureRequest]] = []
     for block in type(subject.cfg).model_fields:
         schema = getattr(type(getattr(subject.cfg, block, None)), "model_fields", {}).get(
             "attention"
@@ -185,7 +185,7 @@ def _other_attention(subject: Subject, made: Made) -> list[tuple[str, Request]]:
     return found
 
 
-def _shorter(subject: Subject, made: Made) -> list[tuple[str, Request, int]]:
+def _shorter(subject: Subject, made: Made) -> list[tuple[str, MeasureRequest, int]]:
     """The worst micro-batch under shorter limits, encoded anew; with micro_tokens it holds more
     rows then.
     """
@@ -193,7 +193,7 @@ def _shorter(subject: Subject, made: Made) -> list[tuple[str, Request, int]]:
     if limit is None:
         return []
     key, value = limit
-    found: list[tuple[str, Request, int]] = []
+    found: list[tuple[str, MeasureRequest, int]] = []
     for part in _SHORTER:
         if value // part < _SHORTEST:
             break
@@ -202,7 +202,7 @@ def _shorter(subject: Subject, made: Made) -> list[tuple[str, Request, int]]:
         found.append(
             (
                 f"{key} {value // part}",
-                Request(values, "train", rows, accumulates=subject.zero.accumulates),
+                MeasureRequest(values, "train", rows, accumulates=subject.zero.accumulates),
                 value // part,
             )
         )

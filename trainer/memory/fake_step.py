@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.memory.measure import Measured, Request
+from trainer.memory.measure import Measured, MeasureRequest
 
 if TYPE_CHECKING:
     from trainer.memory.fake_device import FakeDevice
@@ -27,14 +27,16 @@ def main() -> None:
     job = json.load(sys.stdin)
     given = {name: None if path is None else Path(path) for name, path in job["places"].items()}
     places = Places(**cast("dict[str, Any]", given))
-    json.dump([_measured(Request(**one), places).plain() for one in job["requests"]], answers)
+    json.dump(
+        [_measured(MeasureRequest(**one), places).plain() for one in job["requests"]], answers
+    )
     answers.flush()
     # torch's threads hold Python objects of the fake device, which the interpreter's own way out
     # would meet half freed
     os._exit(0)
 
 
-def _measured(request: Request, places: Places) -> Measured:
+def _measured(request: MeasureRequest, places: Places) -> Measured:
     import numpy as np
 
     from trainer import tasks
@@ -78,7 +80,7 @@ def _measured(request: Request, places: Places) -> Measured:
 
 
 def _run(
-    request: Request, task: Task, model: Any, device: FakeDevice, *, batch: Any, rows: Any
+    request: MeasureRequest, task: Task, model: Any, device: FakeDevice, *, batch: Any, rows: Any
 ) -> None:
     import torch
 

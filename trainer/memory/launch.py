@@ -53,7 +53,7 @@ def cublas(target: Device | None) -> int:
 
 
 @dataclass(frozen=True)
-class Launch:
+class UpcomingRun:
     """What a run is about to do."""
 
     values: dict[str, Any]
@@ -92,7 +92,7 @@ class Launch:
 
 
 def before_launch(
-    launch: Launch, folder: Path, *, name: str | None, is_forced: bool
+    launch: UpcomingRun, folder: Path, *, name: str | None, is_forced: bool
 ) -> dict[str, Any] | None:
     """The plan as plain values, shown in one line and kept in the run folder; None without a device
     to plan for.
@@ -137,7 +137,7 @@ def _kept(path: Path, key: str) -> MemoryPlan | None:
 # -----------------------------------------------------------------------------------------------------------
 
 
-def chosen(launch: Launch, asked: str, *, name: str | None) -> tuple[str, int]:
+def chosen(launch: UpcomingRun, asked: str, *, name: str | None) -> tuple[str, int]:
     """The DeepSpeed file and the micro-batch that a run takes where it says "auto".
 
     asked: the file, or "auto": the first of presets_of() that fits. A micro-batch that is picked is
@@ -182,7 +182,7 @@ def chosen(launch: Launch, asked: str, *, name: str | None) -> tuple[str, int]:
 
 @contextmanager
 def obeyed(
-    memory: dict[str, Any] | None, engine: Engine, launch: Launch, folder: Path
+    memory: dict[str, Any] | None, engine: Engine, launch: UpcomingRun, folder: Path
 ) -> Iterator[None]:
     """A run inside: the heaviest batches come first, and memory is compared with its plan
     afterwards.

@@ -29,7 +29,7 @@ Kind = Literal["train", "evaluate", "answer"]
 
 
 @dataclass(frozen=True)
-class Request:
+class MeasureRequest:
     """One thing to run under fake tensors."""
 
     experiment: dict[str, Any]
@@ -109,7 +109,7 @@ class MeasuringError(LatheError):
     """The step could not be run under fake tensors."""
 
 
-def measure(requests: Sequence[Request], places: Places) -> list[Measured]:
+def measure(requests: Sequence[MeasureRequest], places: Places) -> list[Measured]:
     """What each request needs. MeasuringError, with the process's own words, when a step cannot be
     run.
     """

@@ -16,14 +16,14 @@ from trainer.memory.measure import (
     TRAINING,
     Kind,
     Measured,
-    Request,
+    MeasureRequest,
     measure,
 )
 from trainer.memory.planned_rows import first_evaluated, heaviest
 from trainer.tasks.abilities import Answers, question_of
 
 if TYPE_CHECKING:
-    from trainer.memory.planned_rows import Rows
+    from trainer.memory.planned_rows import RowsByNumber
     from trainer.memory.subject import Subject
     from trainer.runtime.gpus import Device
 
@@ -148,17 +148,17 @@ def training_batches(subject: Subject) -> list[Any]:
     return heaviest(subject.train, subject.sharding, seed=seed, steps=train.steps)
 
 
-def phase(name: str, peak: Breakdown, step: Measured, rows: Rows, numbers: Any) -> Phase:
+def phase(name: str, peak: Breakdown, step: Measured, rows: RowsByNumber, numbers: Any) -> Phase:
     return Phase(
         name, peak, len(numbers), int(rows.lengths[numbers].max()), step.shapes, step.tensors
     )
 
 
-def _request(subject: Subject, kind: Kind, rows: Rows, numbers: Any) -> Request:
-    return Request(subject.values, kind, rows.encoded(numbers, is_drawn=False))
+def _request(subject: Subject, kind: Kind, rows: RowsByNumber, numbers: Any) -> MeasureRequest:
+    return MeasureRequest(subject.values, kind, rows.encoded(numbers, is_drawn=False))
 
 
-def _answer_requests(subject: Subject, numbers: Any) -> list[Request]:
+def _answer_requests(subject: Subject, numbers: Any) -> list[MeasureRequest]:
     """Generation of two short lengths, from which any other follows."""
     if not subject.answers or not isinstance(subject.task, Answers):
         return []

@@ -19,7 +19,7 @@ _SPECIMENS = 8192
 _DRAWN = 5
 
 
-class Rows(Protocol):
+class RowsByNumber(Protocol):
     """Rows of a split by number."""
 
     lengths: np.ndarray  # (rows,) for the device
@@ -75,7 +75,9 @@ def _plain(row: Mapping[str, Any], is_drawn: bool) -> dict[str, list[int]]:
     return {**fields, DRAW: [_DRAWN], EPOCH: [0]} if is_drawn else fields
 
 
-def heaviest(rows: Rows, sharding: Sharding, *, seed: int | None, steps: int) -> list[np.ndarray]:
+def heaviest(
+    rows: RowsByNumber, sharding: Sharding, *, seed: int | None, steps: int
+) -> list[np.ndarray]:
     """The micro-batches of a run that may need most: of the most tokens, pads included, and of the
     most pairs of them.
 

@@ -16,8 +16,8 @@ from trainer.data.order import Sharding
 from trainer.data.token_store import TokenStore
 from trainer.errors import ConfigError, DataError
 from trainer.memory.deepspeed_terms import Zero
-from trainer.memory.measure import Request, changed
-from trainer.memory.planned_rows import Rows, Specimens, StoredRows
+from trainer.memory.measure import MeasureRequest, changed
+from trainer.memory.planned_rows import RowsByNumber, Specimens, StoredRows
 from trainer.models import base_model
 from trainer.tasks.protocol import Places, Task
 
@@ -36,8 +36,8 @@ class Subject:
     sharding: Sharding
     task: Task
     places: Places
-    train: Rows
-    valid: Rows
+    train: RowsByNumber
+    valid: RowsByNumber
     answers: bool  # summaries or answers are generated in evaluation
     notes: list[str] = field(default_factory=list)  # what the plan rests on
 
@@ -61,10 +61,14 @@ class Subject:
             source=preset,
         )
 
-    def training_request(self, numbers: Any, values: dict[str, Any] | None = None) -> Request:
+    def training_request(
+        self, numbers: Any, values: dict[str, Any] | None = None
+    ) -> MeasureRequest:
         """A training step over these rows, of the experiment or of a changed one."""
         rows = self.train.encoded(numbers, is_drawn=True)
-        return Request(values or self.values, "train", rows, accumulates=self.zero.accumulates)
+        return MeasureRequest(
+            values or self.values, "train", rows, accumulates=self.zero.accumulates
+        )
 
 
 def subject_of(
@@ -89,7 +93,7 @@ def subject_of(
         opened = {
             split: StoredRows(store_of(task, split), task, split) for split in ("train", "valid")
         }
-        rows: dict[str, Rows] = {**opened}
+        rows: dict[str, RowsByNumber] = {**opened}
     except (DataError, ConfigError) as error:
         specimens = Specimens(task)
         rows = {"train": specimens, "valid": specimens}

@@ -36,7 +36,7 @@ PooledLoss = Callable[[Mapping[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
-class Pool:
+class PoolScope:
     """What a loss over a pool sees, and where it is computed."""
 
     # Names that are not exchanged. With any, `loss` is this rank's part of the sum: it sees its own
@@ -49,14 +49,14 @@ class Pool:
     on_host: bool = False  # representations, scores and their gradients stay in the CPU's memory
 
 
-EVERYTHING = Pool()
+EVERYTHING = PoolScope()
 
 
 def pooled_losses(
     encode: Callable[[Any], Representations],
     batches: Sequence[Any],
     loss: PooledLoss,
-    how: Pool = EVERYTHING,
+    how: PoolScope = EVERYTHING,
 ) -> Iterator[Tensor]:
     """len(batches) scalars for Task.losses whose gradients, over all ranks, are those of `loss`
     over the whole pool.
@@ -93,7 +93,7 @@ def _carrying(found: Representations, gradients: Mapping[str, Tensor], share: Te
 
 
 def _gradients(
-    parts: Sequence[Representations], loss: PooledLoss, how: Pool
+    parts: Sequence[Representations], loss: PooledLoss, how: PoolScope
 ) -> tuple[list[dict[str, Tensor]], Tensor]:
     """The gradient of the loss of all ranks with respect to each micro-batch's representations on
     this rank, and the value that each micro-batch yields: over all ranks and micro-batches they sum
@@ -121,7 +121,7 @@ def _gradients(
     return [{name: next(found).to(device) for name in names} for _ in leaves], share
 
 
-def _pool(own: Mapping[str, Tensor], how: Pool) -> dict[str, Tensor]:
+def _pool(own: Mapping[str, Tensor], how: PoolScope) -> dict[str, Tensor]:
     """The representations as `loss` sees them."""
     if not how.across_ranks or distributed.world() == 1:
         return dict(own)

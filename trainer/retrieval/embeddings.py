@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError, DataError, DivergedError, LatheError
 from trainer.files.atomic import refusals, replace_file, write_json
-from trainer.files.safetensors_file import BLOCK, Record, checksum_problem
+from trainer.files.safetensors_file import BLOCK, WrittenFile, checksum_problem
 from trainer.runtime import distributed
 from trainer.tasks.abilities import Embeds, Side
 from trainer.tasks.protocol import Row
@@ -42,7 +42,7 @@ Encoder = Callable[[Sequence[Row]], Tensor]  # N texts -> (N, D) on any device
 
 
 @dataclass(frozen=True)
-class Plan:
+class EmbeddingsPlan:
     """What an embedding folder is to hold; a folder that was begun with another plan is not
     continued.
     """
@@ -68,9 +68,9 @@ class Embeddings:
     """A finished folder. Vectors stay on the disk until they are read."""
 
     folder: Path
-    plan: Plan
+    plan: EmbeddingsPlan
     dim: int
-    shards: list[Record]
+    shards: list[WrittenFile]
 
     @cached_property
     def ids(self) -> list[str]:
@@ -91,7 +91,7 @@ class Embeddings:
         """
         return [self._mapped(number, record) for number, record in enumerate(self.shards)]
 
-    def _mapped(self, number: int, record: Record) -> np.ndarray:
+    def _mapped(self, number: int, record: WrittenFile) -> np.ndarray:
         path, shape = self.folder / record.name, (len(self.plan.rows(number)), self.dim)
         try:
             found = np.load(
@@ -123,9 +123,9 @@ def read(folder: Path) -> Embeddings:
         meta = json.loads(path.read_text(encoding="utf-8"))
         if meta.pop("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        shards = [Record(**record) for record in meta.pop("shards")]
+        shards = [WrittenFile(**record) for record in meta.pop("shards")]
         dim = meta.pop("dim")
-        return Embeddings(folder, Plan(**meta), dim, shards)
+        return Embeddings(folder, EmbeddingsPlan(**meta), dim, shards)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path} cannot be read ({error}). Delete {folder} and encode anew."
@@ -216,7 +216,7 @@ def encoder_of(
 
 
 def write(
-    folder: Path, rows: Callable[[], Iterable[Row]], encoder: Encoder, *, plan: Plan
+    folder: Path, rows: Callable[[], Iterable[Row]], encoder: Encoder, *, plan: EmbeddingsPlan
 ) -> Embeddings:
     """Every row of `rows()`, which must have an "id", as a vector in `folder`; what is there
     already is kept.
@@ -244,7 +244,7 @@ def shard_rows(count: int, world: int) -> int:
     return max(1, min(MAX_SHARD_ROWS, -(-count // world)))
 
 
-def _begun(folder: Path, plan: Plan) -> Plan:
+def _begun(folder: Path, plan: EmbeddingsPlan) -> EmbeddingsPlan:
     """The plan that the folder was begun with, which is `plan` for a new one. A collective."""
     path = folder / _PLAN
     outcome: dict[str, Any] = {}
@@ -271,7 +271,7 @@ def _begun(folder: Path, plan: Plan) -> Plan:
             f"{folder} was begun with something else ({said}). Name a new folder, or delete this "
             "one."
         )
-    return Plan(**begun)
+    return EmbeddingsPlan(**begun)
 
 
 def _refuse_strangers(folder: Path) -> None:
@@ -280,7 +280,7 @@ def _refuse_strangers(folder: Path) -> None:
 
 
 def _of_shards(
-    rows: Iterable[Row], plan: Plan, wanted: set[int]
+    rows: Iterable[Row], plan: EmbeddingsPlan, wanted: set[int]
 ) -> Iterator[tuple[int, list[Row]]]:
     """(shard, its rows) of the wanted shards, one in memory at a time."""
     kept: list[Row] = []
@@ -294,7 +294,7 @@ def _of_shards(
             kept = []
 
 
-def _write_shard(folder: Path, shard: int, vectors: Tensor, plan: Plan) -> None:
+def _write_shard(folder: Path, shard: int, vectors: Tensor, plan: EmbeddingsPlan) -> None:
     """The .npy, then its record; a shard without a record is made again."""
     array = _as(vectors, plan, shard)
     path = folder / f"vectors-{shard:05d}.npy"
@@ -310,14 +310,14 @@ def _write_shard(folder: Path, shard: int, vectors: Tensor, plan: Plan) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    record = Record(path.name, path.stat().st_size, digest)
+    record = WrittenFile(path.name, path.stat().st_size, digest)
     write_json(
         path.with_suffix(".json"), {**asdict(record), "rows": len(array), "dim": array.shape[1]}
     )
     logger.info("%s: shard %d of %d, %d vectors", folder, shard + 1, plan.num_shards, len(array))
 
 
-def _as(vectors: Tensor, plan: Plan, shard: int) -> np.ndarray:
+def _as(vectors: Tensor, plan: EmbeddingsPlan, shard: int) -> np.ndarray:
     array = vectors.detach().float().cpu().numpy()
     if not np.isfinite(array).all():
         raise DivergedError(
@@ -343,7 +343,7 @@ def _record(folder: Path, shard: int) -> dict[str, Any] | None:
         return None
 
 
-def _finish(folder: Path, rows: Iterable[Row], plan: Plan) -> None:
+def _finish(folder: Path, rows: Iterable[Row], plan: EmbeddingsPlan) -> None:
     records = [_record(folder, shard) for shard in range(plan.num_shards)]
     lost = [shard for shard, record in enumerate(records) if record is None]
     if lost:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from trainer.evaluation.mergeable import Pool, Ratio
+from trainer.evaluation.mergeable import GatheredValues, Ratio
 
 # A raw row: {"question": "...", "answers": [...], "context": "..."}. Messages name it by its "id",
 # where it has one.
@@ -134,7 +134,7 @@ class Task(Protocol):
         """
         ...
 
-    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
         """Evaluation of one batch, mergeable across batches and ranks."""
         ...
 

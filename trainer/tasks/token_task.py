@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainer.config import Base, Experiment, canonical_json
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
-from trainer.evaluation.mergeable import Pool, Ratio
+from trainer.evaluation.mergeable import GatheredValues, Ratio
 from trainer.models import base_model
 from trainer.models.head import HEAD_FILE, load_head, write_head
 from trainer.models.losses import IGNORED
@@ -175,7 +175,7 @@ class TokenTask(ABC, Generic[C]):
         for batch in window:
             yield model(**batch)["loss"]
 
-    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
         """Every sum that the module returns, per unit: its loss, and what else it counts."""
         units = self.units(batch)
         return {name: Ratio(total, units) for name, total in model(**batch).items()}

@@ -34,7 +34,7 @@ from torch import Tensor
 from trainer.errors import CheckpointError, LatheError, StorageError
 from trainer.files.atomic import FULL, refusals
 from trainer.files.safetensors_file import (
-    Record,
+    WrittenFile,
     bytes_needed,
     checksum_problem,
     tensors_of,
@@ -79,7 +79,7 @@ def save(
         needed = sum(_everywhere(step, lambda: bytes_needed(*shards.values())))
         _everywhere(step, lambda: _prepare(root, step, needed) if distributed.is_main() else None)
         written = _everywhere(step, lambda: _write_shards(temporary, shards))
-        records = [Record(**record) for own in written for record in own]
+        records = [WrittenFile(**record) for own in written for record in own]
         _everywhere(
             step, lambda: _conclude(root, step, state, records) if distributed.is_main() else None
         )
@@ -141,7 +141,7 @@ def _write_shards(
     ]
 
 
-def _conclude(root: Path, step: int, state: Mapping[str, Any], records: list[Record]) -> None:
+def _conclude(root: Path, step: int, state: Mapping[str, Any], records: list[WrittenFile]) -> None:
     temporary = _temporary(root, step)
     commit(temporary, root, step, [*records, write_json(temporary, STATE, state)])
 
@@ -171,7 +171,7 @@ def begin(root: Path, step: int) -> Path:
     return temporary
 
 
-def commit(temporary: Path, root: Path, step: int, records: Sequence[Record]) -> Path:
+def commit(temporary: Path, root: Path, step: int, records: Sequence[WrittenFile]) -> Path:
     """Turn a written temporary folder into step-<step>; returns it. Before the rename nobody sees
     it.
 
@@ -279,13 +279,13 @@ def prune(
     return [step for step, _ in removed]
 
 
-def _contents(folder: Path) -> tuple[list[Record], list[str]]:
+def _contents(folder: Path) -> tuple[list[WrittenFile], list[str]]:
     """The manifest's records, and what the names and sizes in the folder say against it. Reads no
     file but that one.
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        records = [Record(**record) for record in manifest["files"]]
+        records = [WrittenFile(**record) for record in manifest["files"]]
         version, step = manifest["version"], manifest["step"]
     except FileNotFoundError:
         return [], [f"{MANIFEST}: missing"]

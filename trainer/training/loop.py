@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import Experiment, nearest
-from trainer.data.order import Sharding, Window, windows
+from trainer.data.order import Sharding, StepBatches, windows
 from trainer.data.token_store import TokenStore
 from trainer.errors import ConfigError, DivergedError
 from trainer.evaluation.scoring import answer, evaluate
@@ -146,7 +146,7 @@ def fit(session: Session, progress: Progress) -> bool:
 
 
 def train_step(
-    session: Session, window: Window, *, lr: float, bad: Tensor, watch: bool = False
+    session: Session, window: StepBatches, *, lr: float, bad: Tensor, watch: bool = False
 ) -> Step:
     """Run one window through the task's losses and update once.
 
@@ -225,7 +225,7 @@ def _scores(session: Session, step: int) -> dict[str, float]:
     return scores
 
 
-def _count_skipped(session: Session, progress: Progress, window: Window) -> None:
+def _count_skipped(session: Session, progress: Progress, window: StepBatches) -> None:
     """DivergedError for an update that was left out and is not coming back: in fp16 too many, in
     other precisions one.
 
@@ -241,7 +241,7 @@ def _count_skipped(session: Session, progress: Progress, window: Window) -> None
         raise _diverged("gradient norm", float("nan"), progress.step, window)
 
 
-def _sound_loss(session: Session, step: Step, progress: Progress, window: Window) -> float:
+def _sound_loss(session: Session, step: Step, progress: Progress, window: StepBatches) -> float:
     """The loss over all ranks. DivergedError when the step was not sound: it is neither logged,
     scored nor saved.
     """
@@ -263,7 +263,7 @@ def _log(session: Session, progress: Progress, loss: float, lr: float) -> None:
     session.run.log(progress.step, **scalars, **session.meter.read(session.task.unit))
 
 
-def _diverged(what: str, value: float, step: int, window: Window) -> DivergedError:
+def _diverged(what: str, value: float, step: int, window: StepBatches) -> DivergedError:
     rows = ", ".join(str(int(row)) for rows in window.rows for row in rows[:4])
     return DivergedError(
         f"{what} is {value} at step {step} (this rank's rows of that window begin with {rows}).\n"

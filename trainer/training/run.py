@@ -108,9 +108,9 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
     return replace(plan, cfg=cfg, ds=ds, sharding=replace(plan.sharding, micro_batch=rows))
 
 
-def _launch(plan: RunPlan, options: Options, task: Task, *, answers: bool) -> planning.Launch:
+def _launch(plan: RunPlan, options: Options, task: Task, *, answers: bool) -> planning.UpcomingRun:
     stores = {split: store_of(task, split, options) for split in ("train", "valid")}
-    return planning.Launch(
+    return planning.UpcomingRun(
         plan.values, plan.cfg, plan.ds, plan.sharding, task, options.places, stores, answers
     )
 

@@ -21,7 +21,7 @@ import yaml
 from jobs.backends.k8s.client import (
     SILENCE_S,
     TIMEOUT_S,
-    Answer,
+    KubernetesError,
     Object,
     answered,
     core_api,
@@ -131,7 +131,7 @@ class K8s:
                     group, version, namespace, plural, name, body=body, _request_timeout=TIMEOUT_S
                 )
             )
-        except Answer as answer:
+        except KubernetesError as answer:
             if answer.status != 404:  # 404: it is gone already
                 raise Unreachable(f"cannot delete {job_id}: {answer}") from None
 
@@ -154,7 +154,7 @@ class K8s:
                     _request_timeout=timeout,
                 )
             )
-        except Answer as answer:
+        except KubernetesError as answer:
             if answer.status in (400, 404):  # its container has not started, or the pod is gone
                 return
             raise Unreachable(f"no log of {job_id}: {answer}") from None
@@ -179,7 +179,7 @@ class K8s:
                     **extra,
                 )
             )
-        except Answer as answer:
+        except KubernetesError as answer:
             if answer.status == 409 and answer.reason == "AlreadyExists":
                 return _adopted(job_id, rendered.token)
             if answer.status in CERTAIN:
@@ -190,7 +190,7 @@ class K8s:
         return job_id
 
 
-def _advice(answer: Answer, kind: str) -> str:
+def _advice(answer: KubernetesError, kind: str) -> str:
     if answer.status == 404 and kind == "jobset":
         return ". Several nodes need JobSet (jobset.sigs.k8s.io) in the cluster."
     return ". Ask for the right to create it in this namespace." if answer.status == 403 else ""
@@ -208,7 +208,7 @@ def _adopted(job_id: str, token: str) -> str:
                 group, version, namespace, plural, name, _request_timeout=TIMEOUT_S
             )
         )
-    except Answer as answer:
+    except KubernetesError as answer:
         raise Unreachable(f"{job_id} exists, but cannot be read: {answer}") from None
     if found["metadata"].get("labels", {}).get(TOKEN) != token:
         raise Refused(
@@ -239,7 +239,7 @@ def _list(namespace: str, kind: str, **options: Any) -> list[Object] | None:
                 group, version, namespace, plural, _request_timeout=TIMEOUT_S, **options
             )
         )
-    except Answer as answer:
+    except KubernetesError as answer:
         if answer.status == 404:
             return None
         raise Unreachable(f"cannot list {plural} in namespace {namespace}: {answer}") from None
@@ -257,7 +257,7 @@ def _everywhere(namespace: str, kind: str, selector: str) -> list[Object] | None
                 group, version, plural, label_selector=selector, _request_timeout=TIMEOUT_S
             )
         )
-    except Answer as answer:
+    except KubernetesError as answer:
         if answer.status in (403, 404):
             return _list(namespace, kind, label_selector=selector)
         raise Unreachable(f"cannot list {plural}: {answer}") from None
@@ -276,7 +276,7 @@ def _pods(namespace: str, tokens: Sequence[str]) -> list[Object]:
                 _request_timeout=TIMEOUT_S,
             )
         )
-    except Answer as answer:
+    except KubernetesError as answer:
         raise Unreachable(f"cannot list pods in namespace {namespace}: {answer}") from None
     reply: Object = answered(lambda: json.loads(response.data))
     return reply.get("items", [])

@@ -24,7 +24,7 @@ Object = dict[str, Any]
 T = TypeVar("T")
 
 
-class Answer(Exception):
+class KubernetesError(Exception):
     """An HTTP status of the API server that is no success."""
 
     def __init__(self, status: int, body: Any, phrase: Any) -> None:
@@ -81,7 +81,7 @@ def answered(call: Callable[[], T]) -> T:
             raise
         if not status:  # TLS
             raise Unreachable(f"the Kubernetes API server cannot be seen: {error}") from None
-        raise Answer(
+        raise KubernetesError(
             int(status), getattr(error, "body", None), getattr(error, "reason", None)
         ) from None
 

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jobs.backends.local.queue import Entry, Queue, attempt_of, default_folder, life
+from jobs.backends.local.queue import Queue, QueuedJob, attempt_of, default_folder, life
 from jobs.backends.local.runner import CANCELLED, RESTARTED, Capacity
 from jobs.code.secret_keys import minimal_environment
 from jobs.errors import Refused, Unreachable
@@ -242,7 +242,7 @@ class _Outlook:
             found.setdefault(attempt_of(token)[0], []).append(token)
         return found
 
-    def of(self, entry: Entry) -> Observed | None:
+    def of(self, entry: QueuedJob) -> Observed | None:
         """What is known of a job; None when it was started where nothing can be seen from here."""
         if (ended := entry.ended()) is not None:
             return _ending(ended)
@@ -290,7 +290,7 @@ def _where(job_id: str) -> str:
     )
 
 
-def _out_of_sight(entry: Entry) -> str:
+def _out_of_sight(entry: QueuedJob) -> str:
     host = (entry.started() or {}).get("host")
     return f"{entry.folder}: started on {host} in another container, and can only be seen there"
 

@@ -64,7 +64,7 @@ def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 @dataclass(frozen=True)
-class Entry:
+class QueuedJob:
     """One job of the queue."""
 
     folder: Path
@@ -163,8 +163,8 @@ class Queue:
         will_rerun = end is not None and end["code"] == EXIT_PREEMPTED and not entry.is_cancelled()
         return None if will_rerun else False
 
-    def entry(self, token: str) -> Entry:
-        return Entry(self.folder / "jobs" / token)
+    def entry(self, token: str) -> QueuedJob:
+        return QueuedJob(self.folder / "jobs" / token)
 
     def add(self, token: str, content: str) -> None:
         """Put a job into the queue; once it is there, adding it again does nothing."""

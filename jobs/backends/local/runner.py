@@ -26,7 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from jobs.backends.local import queue as queue_folder
-from jobs.backends.local.queue import Entry, Queue, attempt_of, birth, life, namespace, runner_lock
+from jobs.backends.local.queue import (
+    Queue,
+    QueuedJob,
+    attempt_of,
+    birth,
+    life,
+    namespace,
+    runner_lock,
+)
 from jobs.node.host import gpus as gpu_lines
 from trainer.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, ConfigError, LatheError, StorageError
 from trainer.files.atomic import create_json, write_json
@@ -82,7 +90,7 @@ class Capacity:
 class Live:
     """A job that runs: as this runner's child, or adopted from a runner that was killed."""
 
-    entry: Entry
+    entry: QueuedJob
     facts: dict[str, Any]  # entry.json
     pid: int
     birth: str
@@ -144,7 +152,7 @@ class Runner:
                 self.attempts.setdefault(attempt_of(token)[0], set()).add(token)
                 self._take_in(self.queue.entry(token))
 
-    def _take_in(self, entry: Entry) -> None:
+    def _take_in(self, entry: QueuedJob) -> None:
         if entry.ended() is not None:
             return
         started, facts = entry.started(), entry.read()
@@ -244,7 +252,7 @@ class Runner:
         return tuple(name for name in self.capacity.gpus if name not in taken)
 
 
-def _start(entry: Entry, facts: dict[str, Any], gpus: tuple[str, ...]) -> Live | None:
+def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Live | None:
     """Start a job; None when it did not: it has ended then, or somebody else had started it."""
     place = {"gpus": gpus, "host": socket.gethostname(), "namespace": namespace()}
 

@@ -23,7 +23,7 @@ from jobs.backends.slurm.squeue import (
     ID,
     NO_NODES,
     OUT_OF_USE,
-    Row,
+    QueueLine,
     ask,
     call,
     config,
@@ -142,7 +142,7 @@ class Slurm:
         MinJobAge. Unreachable.
         """
         wanted = [job_id for job_id in dict.fromkeys(ids) if ID.match(job_id)]
-        rows: dict[str, Row] = {}
+        rows: dict[str, QueueLine] = {}
         for first in range(0, len(wanted), MANY):
             rows |= {row.id: row for row in queued(wanted[first : first + MANY])}
         gone = [job_id for job_id in wanted if job_id not in rows]

@@ -101,7 +101,7 @@ NO_NODES = ("ReqNodeNotAvail", "Nodes required for job are DOWN")
 OUT_OF_USE = re.compile(r"down|drain|fail|inval|.*\*")  # as sinfo has them; "*" does not answer
 
 
-class Row(NamedTuple):
+class QueueLine(NamedTuple):
     """One job, as squeue or sacct shows it; `status` as wait(2) has it."""
 
     id: str
@@ -201,17 +201,17 @@ def listed(ids: Sequence[str], columns: str) -> list[str]:
     return done.out.splitlines()
 
 
-def queued(ids: Sequence[str]) -> Iterator[Row]:
+def queued(ids: Sequence[str]) -> Iterator[QueueLine]:
     """Rows of the jobs that the controller still knows."""
     for line in listed(ids, f"--Format={COLUMNS}"):
         fields = [field.strip() for field in line.split("|", 8)]
         if len(fields) == 9:
-            yield Row(
+            yield QueueLine(
                 fields[0], fields[1], int(fields[2]) if fields[2].isdigit() else 0, *fields[3:]
             )
 
 
-def past(ids: Sequence[str]) -> Iterator[Row]:
+def past(ids: Sequence[str]) -> Iterator[QueueLine]:
     """Rows of the ended jobs that accounting knows. One that it calls alive is none: the controller
     would know it.
     """
@@ -221,7 +221,7 @@ def past(ids: Sequence[str]) -> Iterator[Row]:
             code, _, number = fields[2].partition(":")
             status = (int(code) << 8 | int(number)) if code.isdigit() and number.isdigit() else 0
             host = "" if fields[3].startswith("None") else fields[3]
-            yield Row(fields[0], fields[1], status, host=host)
+            yield QueueLine(fields[0], fields[1], status, host=host)
 
 
 def history(*options: str) -> list[str]:
@@ -239,7 +239,7 @@ def history(*options: str) -> list[str]:
     return done.out.splitlines() if done.code == 0 else []
 
 
-def observed(row: Row, around: Sequence[Node]) -> Observed:
+def observed(row: QueueLine, around: Sequence[Node]) -> Observed:
     """What a row says of its job. `around`: the cluster's nodes, needed when the row says that
     there are too few.
 
@@ -275,7 +275,7 @@ def observed(row: Row, around: Sequence[Node]) -> Observed:
 
 
 def _waiting(
-    row: Row, state: JobState, reason: str | None, around: Sequence[Node]
+    row: QueueLine, state: JobState, reason: str | None, around: Sequence[Node]
 ) -> tuple[JobState, str | None]:
     """A pending job: whether time alone will start it, and if not, what will."""
     for start, cure in CURES.items():

@@ -32,8 +32,8 @@ from jobs.backends.toolkit.eai import (
     REFUSALS,
     RESTART_TAG,
     SEND_S,
-    Answer,
     EaiJob,
+    ToolkitReply,
     call,
     followed,
     parsed,
@@ -223,7 +223,7 @@ class Toolkit:
             return None
         raise Unreachable(f"eai job get {job_id}: {answer.text}")
 
-    def _read(self, *words: str) -> Answer:
+    def _read(self, *words: str) -> ToolkitReply:
         """The first answer that is not a passing fault. Unreachable after `retry_s`."""
         end, pause_s = time.monotonic() + self.retry_s, min(1.0, self.retry_s / 20)
         while (answer := call(*words, timeout_s=READ_S)).is_passing:

@@ -103,7 +103,7 @@ class EaiJob:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolkitReply:
     """What one call of `eai` came back with."""
 
     code: int | None  # None: there was no answer
@@ -122,7 +122,7 @@ class Answer:
         return self.code is None or (self.code != 0 and PASSING.search(self.text) is not None)
 
 
-def call(*words: str, timeout_s: float) -> Answer:
+def call(*words: str, timeout_s: float) -> ToolkitReply:
     """One run of `eai`. Unreachable when there is no such command."""
     try:
         done = subprocess.run(
@@ -134,13 +134,13 @@ def call(*words: str, timeout_s: float) -> Answer:
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        return Answer(None, "", f"no reply within {timeout_s:.0f} s")
+        return ToolkitReply(None, "", f"no reply within {timeout_s:.0f} s")
     except OSError as error:
         raise Unreachable(
             f"eai cannot be run: {error.strerror}. Install Toolkit's command line, and run: eai "
             "login"
         ) from None
-    return Answer(done.returncode, done.stdout, done.stderr)
+    return ToolkitReply(done.returncode, done.stdout, done.stderr)
 
 
 def parsed(text: str, source: str) -> list[EaiJob]:
@@ -190,6 +190,6 @@ def followed(job_id: str) -> Iterator[str]:
             process.kill()
             process.wait(READ_S)
         errors.seek(0)
-        answer = Answer(code, "", errors.read())
+        answer = ToolkitReply(code, "", errors.read())
         if code != 0 and not GONE.search(answer.text):
             raise Unreachable(f"eai job log -f {job_id}: {answer.text}")

@@ -61,7 +61,7 @@ class Prepared:
     folder: Path  # of the states
     rows: dict[str, int]
     met: int  # contexts of all rows
-    plan: layout.Plan
+    plan: layout.StatesPlan
 
     @property
     def bytes_on_disk(self) -> int:
@@ -110,7 +110,7 @@ def write_states(cfg: Config, places: Places, wanted: Wanted) -> Prepared:
 
 
 def _write_states(
-    task: Task, folder: Path, found: writing.Contexts, plan: layout.Plan, wanted: Wanted
+    task: Task, folder: Path, found: writing.Contexts, plan: layout.StatesPlan, wanted: Wanted
 ) -> None:
     lacking = writing.missing(folder, found, plan)
     logger.info(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
-from trainer.evaluation.mergeable import Pool, Ratio, answer_scores
+from trainer.evaluation.mergeable import GatheredValues, Ratio, answer_scores
 from trainer.models import base_model
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
@@ -237,12 +237,12 @@ class Task(TokenTask[Config]):
         for batch in window:
             yield _loss(model, batch)
 
-    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
         """loss: per labelled token. shuffled_loss: the same under another row's context; higher, if
         layers read.
         """
         units = self.units(batch)
-        scores: dict[str, Ratio | Pool] = {"loss": Ratio(_loss(model, batch), units)}
+        scores: dict[str, Ratio | GatheredValues] = {"loss": Ratio(_loss(model, batch), units)}
         if any(name.startswith(f"{_OTHER}_") for name in batch):
             scores["shuffled_loss"] = Ratio(_loss(model, under_context(batch, f"{_OTHER}_")), units)
         return scores

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from trainer.config import Base, RandomBase
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
-from trainer.evaluation.mergeable import Pool, Ratio
+from trainer.evaluation.mergeable import GatheredValues, Ratio
 from trainer.models import base_model
-from trainer.models.gradcache import Pool as Pooled
-from trainer.models.gradcache import pooled_losses
+from trainer.models.gradcache import PoolScope, pooled_losses
 from trainer.runtime import distributed
 from trainer.tasks.abilities import Side, Uncut
 from trainer.tasks.protocol import DRAW, EPOCH, Batch, Encoded, Places, Row, Text
@@ -345,7 +344,7 @@ class Task(TokenTask[Config]):
         chunks = (
             (cfg.query_chunk, cfg.passage_chunk) if cfg.query_chunk or cfg.passage_chunk else None
         )
-        how = Pooled(own=_OWN, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
+        how = PoolScope(own=_OWN, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
         for pool in [window] if cfg.pool == "window" else [[batch] for batch in window]:
             self._tell(pool)
             yield from pooled_losses(
@@ -397,7 +396,7 @@ class Task(TokenTask[Config]):
             passages - 1,
         )
 
-    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
         """Every metric of metrics.retrieval_metrics, of this split's queries over all passages of
         its rows.
         """
@@ -417,7 +416,7 @@ class Task(TokenTask[Config]):
             ),
             metrics.rows_of(metrics.RELEVANT, numbers=pairs, ids=positive_ids, vectors=blank),
         ]
-        return {"retrieval": Pool(torch.cat(table), self._metrics)}
+        return {"retrieval": GatheredValues(torch.cat(table), self._metrics)}
 
     def _metrics(self, table: Tensor) -> dict[str, float]:
         return metrics.retrieval_metrics(table, temperature=self.how.temperature)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.evaluation.mergeable import Pool, Ratio
+from trainer.evaluation.mergeable import GatheredValues, Ratio
 from trainer.models import base_model
 from trainer.models.gradcache import pooled_losses
 from trainer.models.head import HEAD_FILE
@@ -292,7 +292,7 @@ class Task(TokenTask[Config]):
         ]
         return torch.stack(means).sum() * num_groups
 
-    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | Pool]:
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
         """loss: cross-entropy and binary cross-entropy per group; and every metric of
         metrics.statement_metrics.
 
@@ -306,7 +306,7 @@ class Task(TokenTask[Config]):
         table = torch.stack([task_S, group_S, batch["column"], logits_S, batch["is_gold"]], dim=-1)
         return {
             "loss": Ratio(terms_G.sum(), self.units(batch)),
-            "statements": Pool(table, self._metrics),
+            "statements": GatheredValues(table, self._metrics),
         }
 
     def _metrics(self, table: Tensor) -> dict[str, float]:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from trainer.config import digest
 from trainer.errors import DataError
-from trainer.files.safetensors_file import Record
+from trainer.files.safetensors_file import WrittenFile
 
 FORMAT = 1
 PLAN, META = "plan.json", "meta.json"
@@ -53,7 +53,7 @@ _FILE_BYTES = 1024  # header and record of a shard
 
 
 @dataclass(frozen=True)
-class Plan:
+class StatesPlan:
     """What a folder is to hold; one that was begun with another plan is not continued."""
 
     identity: Identity
@@ -83,15 +83,15 @@ def plan_for(
     dtype: Dtype,
     width: int,
     shard_tokens: int | None,
-) -> Plan:
+) -> StatesPlan:
     """The plan of these contexts: (E,) keys and lengths. shard_tokens: of a shard; None: by size
     alone.
     """
     tokens = int(lengths.sum())
-    sized = Plan(identity, _digest(keys), dtype, width, len(keys), tokens, 1)
+    sized = StatesPlan(identity, _digest(keys), dtype, width, len(keys), tokens, 1)
     most = max(1, MAX_SHARD_BYTES // sized.bytes_per_token)
     by_size = min(most, max(MIN_SHARD_TOKENS, -(-tokens // MIN_SHARDS)))
-    return Plan(**{**vars(sized), "shard_tokens": shard_tokens or by_size})
+    return StatesPlan(**{**vars(sized), "shard_tokens": shard_tokens or by_size})
 
 
 def shard_bounds(lengths: np.ndarray, shard_tokens: int) -> list[range]:
@@ -117,12 +117,12 @@ def shard_name(number: int) -> str:
     return f"states-{number:05d}.safetensors"
 
 
-def record_of(folder: Path, number: int) -> Record | None:
+def record_of(folder: Path, number: int) -> WrittenFile | None:
     """What a shard's record says; None when the shard is not whole."""
     path = folder / shard_name(number)
     try:
         said = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return Record(**said) if path.stat().st_size == said["size"] else None
+        return WrittenFile(**said) if path.stat().st_size == said["size"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from trainer.errors import CheckpointError, ConfigError, DataError
-from trainer.files.safetensors_file import Record, tensors_of
+from trainer.files.safetensors_file import WrittenFile, tensors_of
 from trainer.tasks.cross_attention.encoder_states.layout import (
     KEY_BYTES,
     META,
     PLAN,
     Identity,
-    Plan,
+    StatesPlan,
     dequantised,
     folder_name,
     key_of,
@@ -33,8 +33,8 @@ class StateCache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.plan = Plan(**read_json(folder / PLAN))
-        self.records = [Record(**record) for record in read_json(folder / META)["shards"]]
+        self.plan = StatesPlan(**read_json(folder / PLAN))
+        self.records = [WrittenFile(**record) for record in read_json(folder / META)["shards"]]
         self._shards = [self._mapped(record) for record in self.records]
         sizes = [len(shard["checksums"]) for shard in self._shards]
         keys = np.concatenate([shard["keys"].numpy().view(_KEY)[:, 0] for shard in self._shards])
@@ -81,7 +81,7 @@ class StateCache:
         is_there = place < len(self._sorted) and self._sorted[place] == key
         return int(self._order[place]) if is_there else None
 
-    def _mapped(self, record: Record) -> dict[str, Tensor]:
+    def _mapped(self, record: WrittenFile) -> dict[str, Tensor]:
         path = self.folder / record.name
         try:
             if path.stat().st_size != record.size:
@@ -92,7 +92,7 @@ class StateCache:
         except (OSError, CheckpointError) as error:
             raise self._altered(record, str(error)) from error
 
-    def _altered(self, record: Record, problem: str) -> DataError:
+    def _altered(self, record: WrittenFile, problem: str) -> DataError:
         return DataError(
             f"{self.folder / record.name}: {problem}. Delete this file and run the same prepare "
             "command again: it "

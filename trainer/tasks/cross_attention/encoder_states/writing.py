@@ -27,7 +27,7 @@ from trainer.tasks.cross_attention.encoder_states.layout import (
     PLAN,
     TORCH,
     Dtype,
-    Plan,
+    StatesPlan,
     key_of,
     quantised,
     read_json,
@@ -95,7 +95,7 @@ def distinct(
     )
 
 
-def missing(folder: Path, contexts: Contexts, plan: Plan) -> Missing:
+def missing(folder: Path, contexts: Contexts, plan: StatesPlan) -> Missing:
     """What a folder still lacks of its plan."""
     bounds = shard_bounds(contexts.lengths, plan.shard_tokens)
     shards = [number for number in range(len(bounds)) if record_of(folder, number) is None]
@@ -122,7 +122,7 @@ def gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"
 
 
-def begun(folder: Path, plan: Plan) -> Plan:
+def begun(folder: Path, plan: StatesPlan) -> StatesPlan:
     """The plan that the folder was begun with, which is `plan` for a new one. A collective.
 
     ConfigError when it was begun with other contexts.
@@ -151,7 +151,7 @@ def begun(folder: Path, plan: Plan) -> Plan:
         raise ConfigError(
             f"{folder} was begun with other data ({said}). Name a new --out, or delete this folder."
         )
-    return Plan(**there)
+    return StatesPlan(**there)
 
 
 def write(
@@ -159,7 +159,7 @@ def write(
     contexts: Contexts,
     encode: Encoder,
     *,
-    plan: Plan,
+    plan: StatesPlan,
     batch_tokens: int,
     tell: Callable[[int], None] = lambda _: None,
 ) -> None:
@@ -187,7 +187,7 @@ def _encoded(
     contexts: Contexts,
     entries: range,
     encode: Encoder,
-    plan: Plan,
+    plan: StatesPlan,
     batch_tokens: int,
     tell: Callable[[int], None],
 ) -> list[Tensor]:
@@ -227,7 +227,7 @@ def _batches(entries: range, lengths: np.ndarray, batch_tokens: int) -> list[lis
 
 
 def _write_shard(
-    folder: Path, number: int, keys: np.ndarray, states: list[Tensor], plan: Plan
+    folder: Path, number: int, keys: np.ndarray, states: list[Tensor], plan: StatesPlan
 ) -> None:
     """The tensors, then their record; a shard without a record is made again."""
     name = shard_name(number)

@@ -33,7 +33,7 @@ _COLUMNS: tuple[str, ...] = (
 
 
 @dataclass(frozen=True)
-class Record:
+class PublishedRecord:
     """One record, and where it stands."""
 
     values: dict[str, Any]
@@ -56,7 +56,7 @@ class Record:
 
 def records(
     place: Path | str, part: Part, *, without: Sequence[str] = (), config: str | None = None
-) -> Iterator[Record]:
+) -> Iterator[PublishedRecord]:
     """The records of a part of a data set, in the order of its files, one in memory at a time.
 
     place: a folder with files, a folder that `datasets` saved, or an id on the Hub (of which
@@ -70,7 +70,7 @@ def records(
     return found
 
 
-def read_as(read: Callable[[Record], T], record: Record) -> T:
+def read_as(read: Callable[[PublishedRecord], T], record: PublishedRecord) -> T:
     """What `read` makes of a record; a field that is missing or of another kind becomes a
     DataError.
     """
@@ -102,7 +102,7 @@ def _files(folder: Path, part: Part, without: Sequence[str]) -> list[Path]:
     return found
 
 
-def _of_file(path: Path) -> Iterator[Record]:
+def _of_file(path: Path) -> Iterator[PublishedRecord]:
     is_lines = path.name.removesuffix(".gz").endswith(".jsonl")
     try:
         found = _lines(path) if is_lines else _document(path)
@@ -115,7 +115,7 @@ def _opened(path: Path) -> IO[bytes]:
     return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # pyright: ignore[reportReturnType]
 
 
-def _lines(path: Path) -> Iterator[Record]:
+def _lines(path: Path) -> Iterator[PublishedRecord]:
     with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -130,7 +130,7 @@ def _lines(path: Path) -> Iterator[Record]:
             yield _record(values, where)
 
 
-def _document(path: Path) -> Iterator[Record]:
+def _document(path: Path) -> Iterator[PublishedRecord]:
     """A list of records, or an object: SQuAD's with its articles under "data", or one of
     columns.
     """
@@ -147,31 +147,31 @@ def _document(path: Path) -> Iterator[Record]:
         yield from _of_columns(path)
 
 
-def _items(path: Path, prefix: str) -> Iterator[Record]:
+def _items(path: Path, prefix: str) -> Iterator[PublishedRecord]:
     with _opened(path) as file:
         for number, values in enumerate(ijson.items(file, prefix, use_float=True), start=1):
             yield _record(values, f"{path}, item {number}")
 
 
-def _record(values: Any, where: str) -> Record:
+def _record(values: Any, where: str) -> PublishedRecord:
     if not isinstance(values, dict):
         raise DataError(f"{where}: a JSON {type(values).__name__}, want an object.")
-    return Record(values, where)
+    return PublishedRecord(values, where)
 
 
-def _of_article(article: Record) -> Iterator[Record]:
+def _of_article(article: PublishedRecord) -> Iterator[PublishedRecord]:
     """SQuAD: the questions of an article's paragraphs, in the form that the Hub has them in."""
     for paragraph in article.values["paragraphs"]:
         for asked in paragraph["qas"]:
             answers = {"text": [answer["text"] for answer in asked["answers"]]}
             values = {"title": article.values.get("title", ""), "context": paragraph["context"]}
-            yield Record(
+            yield PublishedRecord(
                 {**values, "question": asked["question"], "answers": answers},
                 f"{article.place}, {asked['id']}",
             )
 
 
-def _of_columns(path: Path) -> Iterator[Record]:
+def _of_columns(path: Path) -> Iterator[PublishedRecord]:
     """Columns side by side: the file is read once for each at the same time, for it does not fit
     into memory.
     """
@@ -188,10 +188,10 @@ def _of_columns(path: Path) -> Iterator[Record]:
                     f"({', '.join(numbers)})."
                 )
             values: dict[str, Any] = dict(zip(_COLUMNS, (value for _, value in pairs), strict=True))
-            yield Record(values, f"{path}, record {pairs[0][0]}")
+            yield PublishedRecord(values, f"{path}, record {pairs[0][0]}")
 
 
-def _of_dataset(place: Path | str, part: Part, config: str | None) -> Iterator[Record]:
+def _of_dataset(place: Path | str, part: Part, config: str | None) -> Iterator[PublishedRecord]:
     try:
         import datasets
     except ImportError:
@@ -224,4 +224,4 @@ def _of_dataset(place: Path | str, part: Part, config: str | None) -> Iterator[R
             f"{' or '.join(_MARKS[part])}."
         )
     for number, values in enumerate(found[names[0]]):
-        yield Record(values, f"{place}, {names[0]}[{number}]")
+        yield PublishedRecord(values, f"{place}, {names[0]}[{number}]")

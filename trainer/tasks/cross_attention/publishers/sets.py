@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 from trainer.config import nearest
 from trainer.errors import DataError
 from trainer.tasks.cross_attention.publishers import files
-from trainer.tasks.cross_attention.publishers.files import Part, Record, read_as
+from trainer.tasks.cross_attention.publishers.files import Part, PublishedRecord, read_as
 from trainer.tasks.protocol import Row
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Source:
     place: Path | str
     only_questions: Path | str | None = None  # nq: where nq_open is
 
-    def records(self, part: Part) -> Iterator[Record]:
+    def records(self, part: Part) -> Iterator[PublishedRecord]:
         """The publisher's records of a part, whatever form they are kept in."""
         return files.records(
             self.place, part, without=_FILES_OF_OTHERS, config=_HUB_CONFIGS.get(self.name)
@@ -117,9 +117,11 @@ def _rows_of(source: Source, split: str, shuffles: int) -> Iterator[Row]:
         return _hotpotqa(source, split, shuffles if split == "train" else 0)
     if source.name == "topiocqa":
         return _topiocqa(source, split)
-    read: Callable[[Record], Row | None] = {"nq": _nq, "squad_v2": _squad, "msmarco": _msmarco}[
-        source.name
-    ]
+    read: Callable[[PublishedRecord], Row | None] = {
+        "nq": _nq,
+        "squad_v2": _squad,
+        "msmarco": _msmarco,
+    }[source.name]
     part: Part | None = {"train": "train", "valid": "dev"}.get(split)  # pyright: ignore[reportAssignmentType]
     found = (
         row
@@ -135,7 +137,10 @@ def has_test(sources: Iterable[Source]) -> bool:
 
 
 def _row(
-    record: Record, question: Any, answers: Iterable[Any], passages: Iterable[tuple[Any, Any, bool]]
+    record: PublishedRecord,
+    question: Any,
+    answers: Iterable[Any],
+    passages: Iterable[tuple[Any, Any, bool]],
 ) -> Row | None:
     """A row of (title, text, whether it is useful) passages; None when it has no answer or no
     context.
@@ -165,7 +170,7 @@ def _is_text(value: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------
 
 
-def _nq(record: Record) -> Row | None:
+def _nq(record: PublishedRecord) -> Row | None:
     """Long answer, and its first short answer, else Yes or No, else UNANSWERABLE; the others are
     references too.
 
@@ -207,7 +212,7 @@ def _nq_answers(shorts: Iterable[Any], verdicts: Iterable[Any]) -> list[Any]:
     return known[:1] or [UNANSWERABLE]
 
 
-def _nq_document(record: Record) -> tuple[Callable[[int, int], str], str | None, Any]:
+def _nq_document(record: PublishedRecord) -> tuple[Callable[[int, int], str], str | None, Any]:
     """The text of a span of tokens (mark-up left out), the title and the question."""
     raw = record.values
     if "document_text" in raw:  # simplified: tokens with spaces between, tags among them
@@ -237,7 +242,9 @@ def _nq_document(record: Record) -> tuple[Callable[[int, int], str], str | None,
     return text, title, question
 
 
-def _nq_annotations(record: Record) -> list[tuple[tuple[int, int], list[tuple[int, int]], Any]]:
+def _nq_annotations(
+    record: PublishedRecord,
+) -> list[tuple[tuple[int, int], list[tuple[int, int]], Any]]:
     """(span of the long answer, spans of the short answers, yes or no) of every annotation."""
     found = record.values["annotations"]
     if isinstance(found, dict):  # the Hub's: a list for each field
@@ -285,7 +292,7 @@ def _normal(question: str) -> str:
 # -------------------------------------------------------------------------------------------------
 
 
-def _squad(record: Record) -> Row | None:
+def _squad(record: PublishedRecord) -> Row | None:
     """A question on one paragraph; impossible ones are UNANSWERABLE."""
     raw = record.values
     answers = raw["answers"]["text"] or [UNANSWERABLE]
@@ -297,7 +304,7 @@ def _squad(record: Record) -> Row | None:
     )
 
 
-def _msmarco(record: Record) -> Row | None:
+def _msmarco(record: PublishedRecord) -> Row | None:
     """A query with all its passages, of which those are useful that an annotator selected."""
     raw = record.values
     answers = [UNANSWERABLE if _is_no_answer(answer) else answer for answer in raw["answers"]]
@@ -340,7 +347,7 @@ def _hotpotqa(source: Source, split: str, shuffles: int) -> Iterator[Row]:
             yield _shuffled(row, f"{copy}:{_hotpotqa_id(record)}") if shuffles else row
 
 
-def _hotpotqa_row(record: Record) -> Row | None:
+def _hotpotqa_row(record: PublishedRecord) -> Row | None:
     raw = record.values
     context, facts = raw["context"], raw["supporting_facts"]
     if isinstance(context, dict):  # the Hub's: a list for each field
@@ -355,7 +362,7 @@ def _hotpotqa_row(record: Record) -> Row | None:
     return _row(record, raw["question"], [raw["answer"]], passages)
 
 
-def _hotpotqa_id(record: Record) -> str:
+def _hotpotqa_id(record: PublishedRecord) -> str:
     return record.text("_id" if "_id" in record.values else "id")
 
 
@@ -409,14 +416,14 @@ def _topiocqa(source: Source, split: str) -> Iterator[Row]:
     return (row for record in chosen if (row := read_as(_topiocqa_row, record)) is not None)
 
 
-def _conversation(record: Record) -> str:
+def _conversation(record: PublishedRecord) -> str:
     names = [name for name in ("Conversation_no", "conv_id") if name in record.values]
     if not names:
         raise record.bad(f"it has {', '.join(record.values)}, want Conversation_no or conv_id")
     return str(record.values[names[0]])
 
 
-def _topiocqa_row(record: Record) -> Row | None:
+def _topiocqa_row(record: PublishedRecord) -> Row | None:
     """Understood: the conversations with their Gold_passage, and the publisher's retriever and
     gold-passage files.
     """
