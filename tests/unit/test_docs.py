@@ -43,9 +43,7 @@ def broken_links(page: Path, text: str) -> list[str]:
     """The relative links of a page that lead nowhere."""
     targets = _LINK.findall(_FENCE.sub("", text))
     return [
-        target
-        for target in targets
-        if "://" not in target and not (page.parent / target).exists()
+        target for target in targets if "://" not in target and not (page.parent / target).exists()
     ]
 
 
