@@ -87,7 +87,7 @@ LOSSES: list[dict[str, Any]] = [
     {"contrastive": 0, "ce_norm": "mc"},
     {"terms": "margin", "contrastive": 2},
 ]
-CUTS = {1: [[16], [4, 4, 4, 4], [1, 7, 6, 2]], 2: [[8, 8], [4, 4, 4, 4], [3, 5, 1, 7]]}
+CUTS = {1: [[16], [4, 4, 4, 4], [1, 7, 6, 2]], 2: [[3, 13], [4, 4, 4, 4], [3, 5, 1, 7]]}
 LLAMA_CUTS = {1: [[16], [1, 7, 6, 2]], 2: [[3, 5, 1, 7]]}
 Steps = dict[str, list[tuple[float, dict[str, Tensor]]]]
 
