@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import io
 import os
+import textwrap
 import tokenize
 from pathlib import Path
 
@@ -56,6 +57,11 @@ def is_block(node: ast.stmt, names: set[str]) -> bool:
     return any(isinstance(base, ast.Name) and base.id in names for base in node.bases)
 
 
+def wrapped(text: str) -> list[str]:
+    """An entry of a list as lines that a terminal shows."""
+    return textwrap.wrap(text, 110, subsequent_indent="  ", break_on_hyphens=False)
+
+
 def block_text(block: ast.ClassDef, comments: dict[int, str], lines: list[str]) -> list[str]:
     """One class of keys as a list."""
     summary = " ".join((ast.get_docstring(block) or "").split())
@@ -64,10 +70,10 @@ def block_text(block: ast.ClassDef, comments: dict[int, str], lines: list[str]) 
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         kind, default = ast.unparse(node.annotation), default_of(node)
-        text.append(f"- `{node.target.id}`: `{kind}`" + (f" = `{default}`" if default else ""))
+        text += wrapped(f"- `{node.target.id}`: `{kind}`" + (f" = `{default}`" if default else ""))
         comment = comment_of(node, comments, lines)
         if comment:
-            text.append("  <br>" + comment.replace("<", "&lt;"))
+            text += wrapped("  <br>" + comment.replace("<", "&lt;"))
     return [*text, ""]
 
 
