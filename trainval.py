@@ -278,7 +278,7 @@ def _experiments(
 ) -> list[dict[str, Any]]:
     """The dictionaries to run, with --steps written in: of a whole group, or of one folder."""
     from exp_configs import experiments_of
-    from trainer.config import exp_id as id_of
+    from trainer.config.identity import exp_id as id_of
 
     if exp_id is not None:
         values = _stored(savedir_base, exp_id)

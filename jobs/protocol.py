@@ -7,13 +7,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable, TYPE_CHECKING
 
 from pydantic import Field
 
 from jobs.config import JobConfig
-from jobs.job_state import Observed
 from trainer.config.schema import Strict
+
+if TYPE_CHECKING:
+    from jobs.job_state import Observed
 
 
 class JobSpec(Strict):

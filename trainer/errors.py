@@ -13,6 +13,8 @@ LatheError             1  something went wrong that no dictionary can mend
 └── DivergedError      1  the loss or the gradient is not a finite number any more
 """
 
+import difflib
+
 EXIT_OK = 0
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 75  # sysexits.h EX_TEMPFAIL: run the same command again
@@ -56,3 +58,11 @@ class CheckpointError(LatheError):
 
 class DivergedError(LatheError):
     """The loss or the gradient norm is NaN or infinite."""
+
+
+def nearest(name: str, legal: list[str]) -> str:
+    """A sentence that names the legal spelling nearest to `name`, or all of them when none
+    is near.
+    """
+    close = difflib.get_close_matches(name, legal, n=1, cutoff=0.6)
+    return f"Did you mean {close[0]!r}?" if close else f"Legal: {', '.join(legal)}."

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from jobs.protocol import Backend
-from trainer.config import nearest
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jobs.protocol import Backend
 
 _HERE = Path(__file__).parent
 

@@ -9,12 +9,14 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TYPE_CHECKING
 
-from jobs.job_state import Observed
 from jobs.node import wrapper
 from jobs.protocol import Finding, JobSpec, Rendered
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jobs.job_state import Observed
 
 
 class Inline:

@@ -6,13 +6,15 @@ import importlib
 import re
 import shlex
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TYPE_CHECKING
 
 import yaml
 
 from jobs.backends.k8s import manifest
-from jobs.protocol import JobSpec
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jobs.protocol import JobSpec
 
 Kind = Literal["sbatch", "eai", "trainjob", "sky"]
 GPU_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*\Z")

@@ -54,9 +54,12 @@ from jobs.code.repository import (
     why_dirty,
 )
 from jobs.record.events import now
-from jobs.record.paths import BaseFolder, RunFolder
 from trainer.errors import ConfigError, LatheError, StorageError
 from trainer.files.atomic import read_json, refusals, replace_file, sha256_of, sync
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jobs.record.paths import BaseFolder, RunFolder
 
 MANIFEST, ARCHIVE, PATCH, TREE = "code.json", "code.tar.gz", "dirty.patch", "tree"
 STAGING = (

@@ -31,8 +31,8 @@ from jobs.submit.control import cancel
 from jobs.submit.group import preview, rendered, submit
 from jobs.submit.prepare import job_config, make, training_flags
 from jobs.submit.request import RESEND_S, ActionResult, Request
-from trainer.config import exp_id, nearest
-from trainer.errors import ConfigError
+from trainer.config.identity import exp_id
+from trainer.errors import ConfigError, nearest
 
 
 def experiments(

@@ -25,14 +25,16 @@ import socket
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any, cast
+from typing import Any, cast, TYPE_CHECKING
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from jobs.job_state import JobState
-from jobs.record.paths import RunFolder
 from trainer.errors import LatheError
 from trainer.files.atomic import refusals
+
+if TYPE_CHECKING:
+    from jobs.record.paths import RunFolder
+    from jobs.job_state import JobState
 
 
 @dataclass(frozen=True)

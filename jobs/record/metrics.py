@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, TYPE_CHECKING
 
-from jobs.record.paths import RunFolder
+
+if TYPE_CHECKING:
+    from jobs.record.paths import RunFolder
 
 TAILS = (
     8 << 10,

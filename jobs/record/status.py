@@ -12,11 +12,10 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, cast, TYPE_CHECKING
 
 from jobs.code.wandb_key import sync_hint
 from jobs.job_state import ACTIVE, DECIDED, ENDED, STATES, JobState, Observed
-from jobs.protocol import Backend
 from jobs.record import events as record
 from jobs.record.events import Job, Sent, seconds_since
 from jobs.record.metrics import last_metrics
@@ -25,6 +24,9 @@ from jobs.record.row import Row, Start, starts_of
 from jobs.record.verdict import HEARTBEAT_LOST_S, Verdict, Witnesses, settle
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
 from trainer.files.atomic import read_json
+
+if TYPE_CHECKING:
+    from jobs.protocol import Backend
 
 log = logging.getLogger(__name__)
 

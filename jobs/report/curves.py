@@ -9,8 +9,11 @@ from html import escape
 from itertools import chain
 
 from jobs.record.metrics import numbers_in
-from jobs.record.paths import RunFolder
 from jobs.report.text import visible
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jobs.record.paths import RunFolder
 
 MOST_POINTS = 400
 SIZE_READ_WHOLE = (

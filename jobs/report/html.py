@@ -11,17 +11,20 @@ from html import escape
 from pathlib import Path
 
 from jobs.job_state import ENDED_BADLY, STATES
-from jobs.record.events import Sent
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row, Start, seconds_between
 from jobs.report import curves
-from jobs.report.curves import Curves
 from jobs.report.logs import last_lines
 from jobs.report.page import page
-from jobs.report.scores import ExperimentScores, Results, Score
 from jobs.report.table import summary
 from jobs.report.text import duration, short_names, shown, visible, written
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jobs.report.scores import ExperimentScores, Results, Score
+    from jobs.report.curves import Curves
+    from jobs.record.events import Sent
 
 MOST_CARDS = 200  # experiments with curves: about 20 kB each
 MOST_SPARKS = 8

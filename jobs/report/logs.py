@@ -10,15 +10,17 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TYPE_CHECKING
 
 from jobs.errors import NothingMatched, Unreachable
 from jobs.job_state import ACTIVE, JobState, Observed
-from jobs.protocol import Backend
 from jobs.record import events as record
-from jobs.record.paths import Attempt, RunFolder
 from jobs.record.verdict import Witnesses, settle
 from jobs.report.text import visible
+
+if TYPE_CHECKING:
+    from jobs.record.paths import Attempt, RunFolder
+    from jobs.protocol import Backend
 
 POLL_S = 0.2
 ASK_S = 15.0  # between two questions to the scheduler while a log stands still

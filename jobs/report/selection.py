@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import cast, TYPE_CHECKING
 
 import typer
 
@@ -13,11 +13,13 @@ from jobs.backends import BackendCache
 from jobs.errors import NothingMatched, SomeFailed, Unreachable
 from jobs.job_state import ACTIVE, STATES, JobState
 from jobs.record.paths import BaseFolder
-from jobs.record.row import Row
 from jobs.record.status import survey
 from jobs.report.text import visible
-from jobs.submit.request import ActionResult
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jobs.submit.request import ActionResult
+    from jobs.record.row import Row
 
 
 def rows(

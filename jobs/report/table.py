@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,8 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.job_state import ACTIVE, ENDED_BADLY, STATES, JobState
-from jobs.record.row import Row
 from jobs.report.text import duration, shown, visible
+
+if TYPE_CHECKING:
+    from jobs.record.row import Row
 
 COLOURS: dict[JobState, str] = {
     "pending": "dim",

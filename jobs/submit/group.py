@@ -18,9 +18,6 @@ from jobs.errors import Unreachable
 from jobs.job_state import ACTIVE, JobState
 from jobs.protocol import ArrayBackend, JobSpec
 from jobs.record import events as record
-from jobs.record.events import Job
-from jobs.record.paths import RunFolder
-from jobs.record.row import Row
 from jobs.record.status import survey
 from jobs.submit.policy import Decision, Limits, decide
 from jobs.submit.request import (
@@ -33,6 +30,12 @@ from jobs.submit.request import (
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError
 from trainer.files.atomic import read_json, write_json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jobs.record.row import Row
+    from jobs.record.paths import RunFolder
+    from jobs.record.events import Job
 
 SENDERS = 4  # threads: most of the time is spent waiting for the disk, or for a scheduler's reply
 ARRAY_LOCKS = 256  # experiments of one array: each holds a lock, and a process may hold 1,024 files

@@ -10,9 +10,12 @@ import shlex
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from jobs.config import JobConfig
 from jobs.node.host import HEAD
 from trainer.errors import ConfigError
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jobs.config import JobConfig
 
 PYTHON = re.compile(r"python(\d+(\.\d+)*)?\Z")
 LAUNCHERS = ("torchrun", "deepspeed")

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TYPE_CHECKING
 
 from jobs.job_state import ACTIVE, ENDED_BADLY, JobState
 from jobs.record.events import seconds_since
-from jobs.record.row import Row
 from jobs.record.verdict import BAD_INPUT
+
+if TYPE_CHECKING:
+    from jobs.record.row import Row
 
 Action = Literal["send", "settle", "skip"]
 BACK_OFF_S, MAX_BACK_OFF_S = 15.0, 600.0

@@ -10,18 +10,20 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 from job_configs import job_values
 from jobs.backends import BackendCache
 from jobs.code import secret_keys, snapshot, wandb_key
 from jobs.config import JobConfig
-from jobs.job_state import JobState
-from jobs.protocol import Backend
 from jobs.record.paths import BaseFolder
 from jobs.submit.request import RESEND_S, Request
-from trainer.config import nearest, validate
-from trainer.errors import ConfigError
+from trainer.config.schema import validate
+from trainer.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from jobs.protocol import Backend
+    from jobs.job_state import JobState
 
 PROJECT = Path(__file__).resolve().parent.parent.parent  # the folder of trainval.py
 PATHS = ("data_path", "cache_dir")  # made absolute: the job runs in its snapshot

@@ -6,19 +6,22 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
-from jobs.code.snapshot import Snapshot
-from jobs.config import JobConfig
 from jobs.errors import Unreachable
-from jobs.job_state import JobState
 from jobs.protocol import Backend, JobSpec, token_of
-from jobs.record.paths import BaseFolder, RunFolder
 from jobs.submit import launch_line
 from trainer import tasks
-from trainer.config import deepspeed_config, digest, exp_id
+from trainer.config import deepspeed_config
+from trainer.config.identity import digest, exp_id
 from trainer.errors import ConfigError, ResumeError
 from trainer.files.atomic import read_json
+
+if TYPE_CHECKING:
+    from jobs.job_state import JobState
+    from jobs.code.snapshot import Snapshot
+    from jobs.record.paths import BaseFolder, RunFolder
+    from jobs.config import JobConfig
 
 LOCK_WAIT_S = 60.0
 

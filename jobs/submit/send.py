@@ -20,10 +20,13 @@ from pydantic import ValidationError
 from jobs.errors import Refused, Unreachable
 from jobs.protocol import ArrayBackend, Backend, JobSpec, Rendered, array_token, token_of
 from jobs.record import events as record
-from jobs.record.events import Job, Sent
 from jobs.record.paths import RunFolder
 from trainer.errors import ConfigError
 from trainer.files.atomic import read_json, refusals, replace_file, write_json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jobs.record.events import Job, Sent
 
 log = logging.getLogger(__name__)
 

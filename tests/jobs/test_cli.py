@@ -25,7 +25,7 @@ from jobs.record.row import Row
 from jobs.report import selection
 from jobs.submit import prepare
 from tests.jobs.conftest import Place
-from trainer.config import exp_id
+from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

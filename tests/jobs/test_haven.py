@@ -24,7 +24,7 @@ from jobs.backends.toolkit import haven
 from jobs.backends.toolkit.backend import Toolkit
 from jobs.backends.toolkit.eai import STATES, EaiJob
 from tests.jobs.toolkit_standin import Standin, standin
-from trainer.config import exp_id
+from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
 from trainer.telemetry.run_record import RunRecord
 

@@ -18,7 +18,7 @@ from jobs.record.paths import BaseFolder
 from jobs.record.status import survey
 from tests.jobs.conftest import wait_until
 from tests.jobs.toolkit_standin import standin
-from trainer.config import exp_id
+from trainer.config.identity import exp_id
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = """

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
-from trainer.config import Optim, Train, deepspeed_config, validate
+from trainer.config import deepspeed_config
+from trainer.config.schema import Optim, Train, validate
 from trainer.errors import ConfigError
 from trainer.training import optimizers
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.facts import experiment, facts, write_facts
 from tests.ranks import run_on_ranks
 from trainer.__main__ import app
-from trainer.config import exp_id
+from trainer.config.identity import exp_id
 from trainer.errors import ConfigError, ResumeError
 from trainer.evaluation.mergeable import answer_scores
 from trainer.tasks.abilities import Search

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from tests.ranks import run_on_ranks
-from trainer.config import Optim, Train, deepspeed_config
+from trainer.config import deepspeed_config
+from trainer.config.schema import Optim, Train
 
 STEPS, ROWS = 6, 8
 OPTIM = Optim(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, clip=0.5)

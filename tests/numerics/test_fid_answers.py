@@ -288,7 +288,7 @@ def _two_stages(values: dict[str, Any], folder: Path, root: Path) -> list[list[f
 def test_an_output_layer_of_its_own_survives_zero3(folder: Path, tmp_path: Path) -> None:
     import torch
 
-    from trainer.config import RandomBase
+    from trainer.config.schema import RandomBase
     from trainer.models import base_model
 
     values = learning(folder)

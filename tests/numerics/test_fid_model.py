@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from tests.numerics.test_engine import ds_for
 from tests.ranks import run_on_ranks
-from trainer.config import Optim
+from trainer.config.schema import Optim
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.models.losses import IGNORED

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
-from trainer.config import Experiment, validate
+from trainer.config.schema import Experiment, validate
 
 GLOBAL_BATCH = 4
 NAN, INF = float("nan"), float("inf")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.numerics.test_engine import ds_for
 from tests.ranks import run_on_ranks
-from trainer.config import Optim
+from trainer.config.schema import Optim
 from trainer.models.gradcache import PoolScope, gather_tensors, pooled_losses
 from trainer.runtime import rng
 

@@ -20,7 +20,8 @@ from tests.facts import OF_TASK, experiment, write_facts
 from tests.numerics.lone_group import join_lone_group
 from tests.ranks import run_on_ranks
 from trainer import tasks
-from trainer.config import Optim, Train, deepspeed_config
+from trainer.config import deepspeed_config
+from trainer.config.schema import Optim, Train
 from trainer.errors import DoesNotFitError
 from trainer.memory.deepspeed_terms import Zero, training
 from trainer.memory.measure import Measured, MeasureRequest, Moment, measure

@@ -422,7 +422,7 @@ def trained(
     folder: Path, changes: dict[str, Any], stage: int, sizes: list[int]
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and full gradients of 12 rows cut into these micro-batches over the ranks."""
-    from trainer.config import Optim
+    from trainer.config.schema import Optim
     from trainer.runtime import distributed
     from trainer.training import engine
 

@@ -18,7 +18,7 @@ from tests.facts import experiment, write_facts
 from tests.numerics.test_engine import ds_for
 from tests.ranks import run_on_ranks
 from trainer import tasks
-from trainer.config import Optim
+from trainer.config.schema import Optim
 from trainer.runtime import distributed
 from trainer.tasks.protocol import DRAW, EPOCH, Places
 

@@ -18,7 +18,7 @@ from tests.facts import LLAMA, experiment, write_facts
 from tests.numerics.test_engine import ds_for
 from tests.ranks import run_on_ranks
 from trainer import tasks
-from trainer.config import exp_id
+from trainer.config.identity import exp_id
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.protocol import DRAW, Places
@@ -50,7 +50,7 @@ def stepped(
     folder: Path, changes: dict[str, Any], sizes: list[int]
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and full gradients of 16 groups cut into these micro-batches over the ranks."""
-    from trainer.config import Optim
+    from trainer.config.schema import Optim
     from trainer.runtime import distributed
     from trainer.training import engine
 

@@ -24,7 +24,7 @@ from tests.parity.recorded_fid import ATTENTIONS, INIT, QUESTIONS, Forward, Told
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_close, note
 from trainer import tasks
-from trainer.config import Schedule
+from trainer.config.schema import Schedule
 from trainer.data import vocabulary
 from trainer.data.order import Sharding, StepBatches
 from trainer.data.token_store import open_store

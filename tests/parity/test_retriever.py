@@ -20,7 +20,7 @@ from tests.parity.recorded_retriever import ROOT, Case, batch_of, params
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_close
 from trainer import tasks
-from trainer.config import Schedule
+from trainer.config.schema import Schedule
 from trainer.runtime import distributed
 from trainer.tasks.protocol import DRAW, EPOCH, Batch, Places
 from trainer.tasks.retriever import losses, selection
@@ -529,7 +529,7 @@ def test_the_passages_of_every_epoch_are_the_recorded_ones(case: Mapping[str, An
 def _six_steps(stage: int, chunked: dict[str, int], cut: list[int]) -> list[float]:
     """The losses of the recorded six steps under an engine."""
     from tests.numerics.test_engine import ds_for
-    from trainer.config import Optim
+    from trainer.config.schema import Optim
     from trainer.training.engine import Engine
 
     case, world, rank = Case("f32/tied/n2", {}), distributed.world(), distributed.rank()

@@ -24,7 +24,7 @@ from tests.facts import TINY_BASE, experiment, with_dropout, write_facts
 from tests.forked import TRAINVAL, Started, start
 from tests.ranks import run_on_ranks
 from trainer import tasks
-from trainer.config import exp_id
+from trainer.config.identity import exp_id
 from trainer.errors import ResumeError
 from trainer.tasks.protocol import Places
 

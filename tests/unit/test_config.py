@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer import tasks
-from trainer.config import Optim, Schedule, Train, digest, exp_id, nearest, validate
-from trainer.errors import ConfigError
+from trainer.config.identity import digest, exp_id
+from trainer.config.schema import Optim, Schedule, Train, validate
+from trainer.errors import ConfigError, nearest
 
 EXPERIMENT: dict[str, Any] = {
     "task": "causal_lm",

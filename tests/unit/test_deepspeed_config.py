@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from trainer.config import Optim, Train
 from trainer.config import deepspeed_config as dc
 from trainer.config.deepspeed_keys import REFUSED
+from trainer.config.schema import Optim, Train
 from trainer.errors import ConfigError
 
 PRESETS = sorted(file.stem for file in dc.PRESETS.glob("*.json"))

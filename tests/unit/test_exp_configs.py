@@ -15,7 +15,8 @@ import pytest
 import exp_configs
 from exp_configs import EXP_GROUPS, cartesian_exp_group, read_groups, vary
 from trainer import tasks
-from trainer.config import deepspeed_config, exp_id
+from trainer.config import deepspeed_config
+from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
 
 ALL = [(group, values) for group, experiments in EXP_GROUPS.items() for values in experiments]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from trainer.config import Train, validate
+from trainer.config.schema import Train, validate
 from trainer.data.order import Sharding, window_rows
 from trainer.errors import ConfigError
 from trainer.memory import plan_text

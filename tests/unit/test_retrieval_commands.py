@@ -19,7 +19,7 @@ from tests.facts import experiment, facts, write_facts
 from tests.forked import TRAINER
 from trainer import tasks
 from trainer.__main__ import app
-from trainer.config import exp_id
+from trainer.config.identity import exp_id
 from trainer.data.readers import retrieved
 from trainer.data.readers.rankings import read_run
 from trainer.retrieval import embeddings

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from trainer.config import Schedule
+from trainer.config.schema import Schedule
 from trainer.training.schedule import Plateau, factor, warmup_steps
 
 

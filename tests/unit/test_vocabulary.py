@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from trainer.config import EmbeddedTokenizer
+from trainer.config.schema import EmbeddedTokenizer
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, StorageError
 

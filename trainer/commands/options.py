@@ -74,7 +74,7 @@ def bad(text: str) -> Exception:
 
 
 def id_of(values: dict[str, Any]) -> str:
-    from trainer.config import exp_id
+    from trainer.config.identity import exp_id
 
     return exp_id(values)
 
@@ -84,7 +84,7 @@ def experiment(
 ) -> dict[str, Any]:
     """The one experiment that is meant: of a group, by its id, or out of its folder."""
     from exp_configs import experiments_of
-    from trainer.config import exp_id as identity
+    from trainer.config.identity import exp_id as identity
     from trainer.errors import ConfigError
 
     if group is None:

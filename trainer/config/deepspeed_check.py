@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from trainer.config.deepspeed_keys import LEGAL, REFUSED, REFUSED_VALUES, VERSION
-from trainer.config.schema import nearest
+from trainer.errors import nearest
 
 Config = dict[str, Any]
 

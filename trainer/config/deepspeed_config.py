@@ -13,7 +13,6 @@ import logging
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from trainer.config import Optim, Train, nearest
 from trainer.config.deepspeed_check import (
     AUTO,
     BATCH_KEYS,
@@ -22,7 +21,8 @@ from trainer.config.deepspeed_check import (
     Config,
     mistakes,
 )
-from trainer.errors import ConfigError
+from trainer.config.schema import Optim, Train
+from trainer.errors import ConfigError, nearest
 
 logger = logging.getLogger(__name__)
 

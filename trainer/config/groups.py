@@ -9,8 +9,9 @@ import itertools
 from pathlib import Path
 from typing import Any, cast
 
-from trainer.config import exp_id, nearest, userfile
-from trainer.errors import ConfigError
+from trainer.config import userfile
+from trainer.config.identity import exp_id
+from trainer.errors import ConfigError, nearest
 
 Values = dict[str, Any]
 

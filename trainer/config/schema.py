@@ -4,7 +4,6 @@ torch.
 
 from __future__ import annotations
 
-import difflib
 import json
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -19,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -249,11 +248,3 @@ def _blocks_in(annotation: Any) -> list[type[Strict]]:
     if isinstance(annotation, type) and issubclass(annotation, Strict):
         return [annotation]
     return [block for argument in get_args(annotation) for block in _blocks_in(argument)]
-
-
-def nearest(name: str, legal: list[str]) -> str:
-    """A sentence that names the legal spelling nearest to `name`, or all of them when none
-    is near.
-    """
-    close = difflib.get_close_matches(name, legal, n=1, cutoff=0.6)
-    return f"Did you mean {close[0]!r}?" if close else f"Legal: {', '.join(legal)}."

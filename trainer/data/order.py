@@ -19,16 +19,18 @@ import threading
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.token_store import TokenStore
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.abilities import Packs, Shapes
 from trainer.tasks.protocol import DRAW, EPOCH, Batch, Task
+
+if TYPE_CHECKING:
+    from trainer.data.token_store import TokenStore
 
 _WINDOWS_AHEAD = 2  # one being copied to the device, one ready
 _POLL_S = 0.1  # how soon a waiting collation thread notices that nobody reads any more

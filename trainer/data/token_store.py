@@ -14,13 +14,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainer.errors import DataError
 from trainer.files.build_once import build_once
-from trainer.tasks.protocol import Encoded, Row
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Encoded, Row
 
 log = logging.getLogger(__name__)
 

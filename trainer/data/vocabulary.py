@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trainer.config import EmbeddedTokenizer
+from trainer.config.schema import EmbeddedTokenizer
 from trainer.data import stdlib_docs
 from trainer.errors import ConfigError
 from trainer.files.build_once import build_once

@@ -12,16 +12,15 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor, nn
 
 from trainer import tasks
-from trainer.config import exp_id, nearest
+from trainer.config.identity import exp_id
 from trainer.data.order import evaluation_batches
-from trainer.data.token_store import TokenStore
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
 from trainer.evaluation.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.evaluation.scoring import Frozen, answer, evaluate, pool
 from trainer.evaluation.similarity import BERTSCORE_MODEL, check, similarities
@@ -37,9 +36,12 @@ from trainer.tasks.abilities import (
     Search,
     question_of,
 )
-from trainer.tasks.protocol import Row, Task
 from trainer.telemetry.wandb_run import tell_wandb
 from trainer.training.options import Options, store_of
+
+if TYPE_CHECKING:
+    from trainer.data.token_store import TokenStore
+    from trainer.tasks.protocol import Row, Task
 
 logger = logging.getLogger(__name__)
 

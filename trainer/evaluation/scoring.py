@@ -9,20 +9,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer.data.order import evaluation_batches
-from trainer.data.token_store import TokenStore
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio, scores_by_dataset
 from trainer.runtime import distributed, rng
 from trainer.runtime.batch import named_when_out_of_memory, to_device
 from trainer.tasks.abilities import GREEDY, Answers, Search, question_of
-from trainer.tasks.protocol import Row, Task
+
+if TYPE_CHECKING:
+    from trainer.data.token_store import TokenStore
+    from trainer.tasks.protocol import Row, Task
 
 
 class Scored(Protocol):

@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from trainer.config import nearest
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
 
 Measure = Literal["rouge", "meteor", "bertscore"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from trainer.config import Experiment, deepspeed_config, digest
-from trainer.data.order import Sharding
-from trainer.data.token_store import TokenStore
+from trainer.config.auto import AUTO, presets_of
+from trainer.config.identity import digest
+from trainer.config.schema import Experiment
 from trainer.errors import ConfigError, DoesNotFitError
 from trainer.files.atomic import write_json
 from trainer.memory import plan_text
@@ -31,13 +31,13 @@ from trainer.runtime.gpus import Device, device_here, device_of
 from trainer.tasks.protocol import DRAW, EPOCH, Places, Task
 from trainer.training.engine import Engine, trainable
 
+if TYPE_CHECKING:
+    from trainer.data.order import Sharding
+    from trainer.data.token_store import TokenStore
+
 logger = logging.getLogger(__name__)
 
 FILE = "memory_plan.json"
-AUTO = "auto"
-# The fastest first; stage 0 is not among them, for it accumulates gradients of a bf16 model in
-# bf16.
-PRESETS = ("zero2", "zero3", "zero2_offload", "zero3_offload")
 
 
 def device(name: str | None) -> Device | None:
@@ -256,27 +256,3 @@ def out_of_memory(
     if distributed.is_main():
         (folder / "out_of_memory.txt").write_text(text + "\n")
     return DoesNotFitError(text)
-
-
-def with_micro_batch(cfg: Experiment, rows: int) -> Experiment:
-    """The experiment with a micro-batch of `rows`."""
-    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"micro_batch": rows})})
-
-
-def placeholder(name: str, cfg: Experiment) -> str:
-    """The DeepSpeed file that stands for "auto" until the plan has chosen."""
-    if name != AUTO:
-        return name
-    return "zero0" if cfg.optim.name == "adafactor" else PRESETS[0]
-
-
-def presets_of(cfg: Experiment) -> tuple[str, ...]:
-    """The files that "auto" chooses among."""
-    return ("zero0",) if cfg.optim.name == "adafactor" else PRESETS
-
-
-def rebuilt(cfg: Experiment, preset: str, *, world: int) -> dict[str, Any]:
-    """The complete DeepSpeed dictionary of a chosen file."""
-    return deepspeed_config.build(
-        deepspeed_config.read(preset), train=cfg.train, optim=cfg.optim, world=world, source=preset
-    )

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from trainer.data.order import Lengths, Sharding, Sizes, evaluation_batches, sizes_of, window_rows
-from trainer.data.token_store import TokenStore
 from trainer.tasks.protocol import DRAW, EPOCH, Task
+
+if TYPE_CHECKING:
+    from trainer.data.token_store import TokenStore
 
 MOST_STEPS = 2000  # whose micro-batches are compared
 _SPECIMENS = 8192

@@ -7,19 +7,22 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from trainer import tasks
-from trainer.config import Experiment, deepspeed_config
-from trainer.data.order import Sharding
-from trainer.data.token_store import TokenStore
+from trainer.config import deepspeed_config
+from trainer.config.schema import Experiment
 from trainer.errors import ConfigError, DataError
 from trainer.memory.deepspeed_terms import Zero
 from trainer.memory.measure import MeasureRequest, changed
 from trainer.memory.planned_rows import RowsByNumber, Specimens, StoredRows
 from trainer.models import base_model
-from trainer.tasks.protocol import Places, Task
+
+if TYPE_CHECKING:
+    from trainer.data.order import Sharding
+    from trainer.data.token_store import TokenStore
+    from trainer.tasks.protocol import Places, Task
 
 # The embedded tokenizer that stands in for a published one: its ids of padding and end.
 _HUB_TIMEOUT_S = 3.0

@@ -17,25 +17,19 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from trainer.config import (
-    Base,
-    Experiment,
-    ExperimentBase,
-    RandomBase,
-    canonical_json,
-    exp_id,
-    nearest,
-)
+from trainer.config.identity import canonical_json, exp_id
+from trainer.config.schema import Base, Experiment, ExperimentBase, RandomBase
 from trainer.data import vocabulary
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
 from trainer.files import safetensors_file
 from trainer.files.atomic import refusals, replace_file
 from trainer.models.t5_encoder_weights import encoder_source
-from trainer.tasks.protocol import Places
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers import PreTrainedTokenizerFast as Tokenizer
+
+    from trainer.tasks.protocol import Places
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Kind = Literal[

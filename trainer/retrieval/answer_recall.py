@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import regex
 
-from trainer.data.readers.questions import Query
-from trainer.data.readers.rankings import Run
 from trainer.errors import DataError
-from trainer.tasks.protocol import Row
+
+if TYPE_CHECKING:
+    from trainer.data.readers.questions import Query
+    from trainer.data.readers.rankings import Run
+    from trainer.tasks.protocol import Row
 
 # Letters, digits and marks in a row, or any other single character that is neither white space nor
 # control.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -29,8 +29,10 @@ from trainer.errors import ConfigError, DataError, DivergedError, LatheError
 from trainer.files.atomic import refusals, replace_file, write_json
 from trainer.files.safetensors_file import BLOCK, WrittenFile, checksum_problem
 from trainer.runtime import distributed
-from trainer.tasks.abilities import Embeds, Side
 from trainer.tasks.protocol import Row
+
+if TYPE_CHECKING:
+    from trainer.tasks.abilities import Embeds, Side
 
 logger = logging.getLogger(__name__)
 

@@ -10,14 +10,17 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainer.data.readers.questions import Query
 from trainer.data.readers.rankings import Hit, Qrels, Run
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import refusals
 from trainer.retrieval.answer_recall import AnswerFinder
 from trainer.retrieval.exact_search import extra
-from trainer.tasks.protocol import Row
+
+if TYPE_CHECKING:
+    from trainer.data.readers.questions import Query
+    from trainer.tasks.protocol import Row
 
 logger = logging.getLogger(__name__)
 

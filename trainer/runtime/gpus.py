@@ -7,8 +7,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from trainer.config.schema import nearest
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
 
 GIB = 2**30
 _UNITS = {"gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}

@@ -6,11 +6,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.statistics.ledger import Ledger
 from trainer.tasks.abilities import Answers, ShowsCuts, question_of
-from trainer.tasks.protocol import Row, Task
+
+if TYPE_CHECKING:
+    from trainer.statistics.ledger import Ledger
+    from trainer.tasks.protocol import Row, Task
 
 WHOLE = "row"  # the name under which a whole raw row is compared
 _SHOWN = 5  # pairs of equal rows, by id

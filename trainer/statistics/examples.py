@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from trainer.data.token_store import TokenStore
-from trainer.tasks.protocol import Batch, Task, Text
+if TYPE_CHECKING:
+    from trainer.data.token_store import TokenStore
+    from trainer.tasks.protocol import Batch, Task, Text
 
 _PLACES = (0.1, 0.5, 1.0)  # of the rows by length: a short one, the median, the longest
 _MOST_TOKENS = 400  # shown of a text, half of them from its beginning

@@ -7,14 +7,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.data.token_store import TokenStore
 from trainer.errors import DataError
 from trainer.evaluation.mergeable import normalised
-from trainer.tasks.abilities import Uncut
+
+if TYPE_CHECKING:
+    from trainer.data.token_store import TokenStore
+    from trainer.tasks.abilities import Uncut
 
 LITTLE = 0.01  # the share that a recommended limit loses less than
 _EXAMPLES = 5  # rows that lose most, by id

@@ -7,17 +7,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.config import Experiment, Train
 from trainer.data.order import Sharding, padding_share, sizes_of, window_rows
 from trainer.data.token_store import TokenStore, open_store
 from trainer.statistics.counts import Counts, counted
 from trainer.statistics.examples import examples
 from trainer.statistics.ledger import Ledger
-from trainer.tasks.protocol import Task
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Experiment, Train
+    from trainer.tasks.protocol import Task
 
 BINS = 30
 PERCENTILES = (50, 90, 95, 99)

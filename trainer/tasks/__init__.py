@@ -8,8 +8,8 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import Experiment, nearest, validate
-from trainer.errors import ConfigError
+from trainer.config.schema import Experiment, validate
+from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from trainer.tasks.protocol import Places, Task

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from trainer.evaluation.mergeable import Ratio
-from trainer.tasks.protocol import Row
+if TYPE_CHECKING:
+    from trainer.evaluation.mergeable import Ratio
+    from trainer.tasks.protocol import Row
 
 
 @dataclass(frozen=True)

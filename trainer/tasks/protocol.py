@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from trainer.evaluation.mergeable import GatheredValues, Ratio
+if TYPE_CHECKING:
+    from trainer.evaluation.mergeable import GatheredValues, Ratio
 
 # A raw row: {"question": "...", "answers": [...], "context": "..."}. Messages name it by its "id",
 # where it has one.

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainer.config import Base, Experiment, canonical_json
+from trainer.config.identity import canonical_json
+from trainer.config.schema import Base, Experiment
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio

@@ -8,11 +8,13 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import StorageError
 from trainer.files.atomic import refusals, replace_file
-from trainer.telemetry.console import Number
+
+if TYPE_CHECKING:
+    from trainer.telemetry.console import Number
 
 log = logging.getLogger(__name__)
 

@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
-from trainer.telemetry.console import Number
+
+if TYPE_CHECKING:
+    from trainer.telemetry.console import Number
 
 ANSWERS = "answers"
 HISTOGRAM_BINS = 64  # what wandb.watch draws

@@ -5,14 +5,17 @@ parameter counts.
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.errors import ConfigError
 from trainer.models.freezing import trainable_report
-from trainer.training.options import Options
-from trainer.training.run_plan import RunPlan
 from trainer.training.schedule import warmup_steps
+
+if TYPE_CHECKING:
+    from trainer.training.options import Options
+    from trainer.training.run_plan import RunPlan
 
 
 def show(plan: RunPlan, options: Options) -> str:

@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +29,13 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|to
 import deepspeed  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
-from trainer.config import Optim  # noqa: E402
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.training import optimizers  # noqa: E402
 from trainer.training.optimizer_state import OptimizerState, dtype_of, shape_of  # noqa: E402
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Optim
 
 logger = logging.getLogger(__name__)
 

@@ -5,27 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trainer.config import Experiment, nearest
+from trainer.config.schema import Experiment
 from trainer.data.order import Sharding, StepBatches, windows
-from trainer.data.token_store import TokenStore
-from trainer.errors import ConfigError, DivergedError
+from trainer.errors import ConfigError, DivergedError, nearest
 from trainer.evaluation.scoring import answer, evaluate
 from trainer.runtime import distributed
 from trainer.runtime.batch import named_when_out_of_memory, to_device
-from trainer.runtime.preemption import Preemption
 from trainer.tasks.abilities import Answers
-from trainer.tasks.protocol import Row, Task
-from trainer.telemetry.meter import Meter
-from trainer.telemetry.run_record import RunRecord
 from trainer.training import schedule
-from trainer.training.engine import Engine
 from trainer.training.schedule import Plateau
 from trainer.training.skipped_steps import SkippedSteps
+
+if TYPE_CHECKING:
+    from trainer.data.token_store import TokenStore
+    from trainer.runtime.preemption import Preemption
+    from trainer.tasks.protocol import Row, Task
+    from trainer.telemetry.meter import Meter
+    from trainer.telemetry.run_record import RunRecord
+    from trainer.training.engine import Engine
 
 SHOWN_ANSWERS = 20  # rows of the table of answers, as published
 

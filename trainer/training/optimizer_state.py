@@ -6,7 +6,7 @@ With training/engine.py, this is the only importer of deepspeed, whose ways into
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.utils import (
@@ -19,10 +19,12 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from trainer.config import Optim
 from trainer.errors import CheckpointError
 from trainer.runtime import distributed
 from trainer.training import optimizers
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Optim
 
 MASTER = "master"
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.config import Optim
+if TYPE_CHECKING:
+    from trainer.config.schema import Optim
 
 # Adafactor's constants as published (Shazeer & Stern 2018, arXiv 1804.04235, algorithm 6): beta2 =
 # 1 - step ** -0.8, updates clipped at an RMS of 1, and weights of an RMS below 0.001 treated as if

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.config import exp_id
+from trainer.config.identity import exp_id
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError
 from trainer.tasks.protocol import Places, Task

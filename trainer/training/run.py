@@ -8,23 +8,22 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer import tasks
-from trainer.config import deepspeed_config, digest
+from trainer.config import auto, deepspeed_config
+from trainer.config.identity import digest
 from trainer.data.order import Sizes, padding_share, sizes_of
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.evaluation.scoring import first_questions
-from trainer.files.held_lock import HeldLock
 from trainer.memory import launch as planning
 from trainer.models.freezing import trainable_report
 from trainer.runtime import distributed, rng
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
 from trainer.statistics.ledger import refuse_lost_labels
-from trainer.tasks.protocol import Task
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
 from trainer.training import checkpoint, engine, run_folder
@@ -33,6 +32,10 @@ from trainer.training.loop import Cadence, Progress, Session, fit
 from trainer.training.options import Options, store_of
 from trainer.training.run_folder import check_hub, check_identity, claimed, push
 from trainer.training.run_plan import RunPlan, is_finished
+
+if TYPE_CHECKING:
+    from trainer.files.held_lock import HeldLock
+    from trainer.tasks.protocol import Task
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +96,7 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
     A collective.
     """
     asked = options.deepspeed or plan.cfg.deepspeed
-    if planning.AUTO not in (asked, plan.values["train"]["micro_batch"]):
+    if auto.AUTO not in (asked, plan.values["train"]["micro_batch"]):
         return plan
 
     def choose() -> list[Any]:
@@ -103,8 +106,8 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
         )
 
     preset, rows = on_main(choose)
-    cfg = planning.with_micro_batch(plan.cfg, rows)
-    ds = planning.rebuilt(cfg, preset, world=plan.sharding.world)
+    cfg = auto.with_micro_batch(plan.cfg, rows)
+    ds = auto.rebuilt(cfg, preset, world=plan.sharding.world)
     return replace(plan, cfg=cfg, ds=ds, sharding=replace(plan.sharding, micro_batch=rows))
 
 

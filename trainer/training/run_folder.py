@@ -9,18 +9,21 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from trainer.config import digest
-from trainer.data.token_store import TokenStore
+from trainer.config.identity import digest
 from trainer.errors import ConfigError, ResumeError
 from trainer.files.atomic import refusals, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
-from trainer.tasks.protocol import Task
-from trainer.training.engine import Engine
-from trainer.training.options import Options
-from trainer.training.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from trainer.data.token_store import TokenStore
+    from trainer.tasks.protocol import Task
+    from trainer.training.engine import Engine
+    from trainer.training.options import Options
+    from trainer.training.run_plan import RunPlan
 
 logger = logging.getLogger(__name__)
 

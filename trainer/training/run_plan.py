@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer import tasks
-from trainer.config import Experiment, deepspeed_config, exp_id
+from trainer.config import deepspeed_config
+from trainer.config.auto import placeholder, with_micro_batch
+from trainer.config.identity import exp_id
+from trainer.config.schema import Experiment
 from trainer.data.order import Sharding
-from trainer.memory import launch as planning
-from trainer.training.options import Options
+
+if TYPE_CHECKING:
+    from trainer.training.options import Options
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> 
     name = exp_id(values)
     cfg = tasks.parse(values, source=f"experiment {name}")
     if cfg.train.micro_batch == 0:  # "auto": `run` chooses
-        cfg = planning.with_micro_batch(cfg, 1)
+        cfg = with_micro_batch(cfg, 1)
     train = cfg.train
     sharding = Sharding(
         train.global_batch,
@@ -43,7 +47,7 @@ def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> 
         micro_tokens=train.micro_tokens,
         bucket_steps=train.bucket_steps,
     )
-    file = planning.placeholder(options.deepspeed or cfg.deepspeed, cfg)
+    file = placeholder(options.deepspeed or cfg.deepspeed, cfg)
     ds = deepspeed_config.build(
         deepspeed_config.read(file),
         train=train,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.config import Schedule
+if TYPE_CHECKING:
+    from trainer.config.schema import Schedule
 
 
 def warmup_steps(schedule: Schedule, total: int) -> int:

@@ -14,7 +14,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TYPE_CHECKING
 
 import yaml
 
@@ -31,9 +31,11 @@ from jobs.backends.k8s.client import (
 from jobs.backends.k8s.manifest import CONTAINER, KINDS, TOKEN, manifest, text_of, token_in
 from jobs.backends.k8s.observed import creation_time, observe, rank_of
 from jobs.errors import Refused, Unreachable
-from jobs.job_state import Observed
 from jobs.protocol import Finding, JobSpec, Rendered
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jobs.job_state import Observed
 
 CHUNK = 40  # tokens in one label selector: a URL of 2 KiB at most
 CERTAIN = (400, 403, 404, 405, 413, 415, 422)  # the API server looked at it and made nothing

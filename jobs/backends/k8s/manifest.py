@@ -14,13 +14,15 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import yaml
 
 from jobs.config import JobConfig
-from jobs.protocol import JobSpec
 from trainer.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, ConfigError
+
+if TYPE_CHECKING:
+    from jobs.protocol import JobSpec
 
 CONTAINER, REPLICATED = "wrapper", "node"
 KINDS = {"job": ("batch", "v1", "jobs"), "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets")}

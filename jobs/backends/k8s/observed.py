@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobs.backends.k8s.client import Object
 from jobs.backends.k8s.manifest import CONTAINER, RANK
 from jobs.job_state import JobState, Observed
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jobs.backends.k8s.client import Object
 
 NEEDS_A_PERSON = {
     "ErrImagePull": "Check job.image and the cluster's rights to pull it.",

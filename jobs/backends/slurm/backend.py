@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import ClassVar
+from typing import ClassVar, TYPE_CHECKING
 
 from jobs.backends.slurm.squeue import (
     ASK_S,
@@ -35,11 +35,13 @@ from jobs.backends.slurm.squeue import (
     queued,
     rejection,
 )
-from jobs.config import JobConfig
 from jobs.errors import Refused, Unreachable
 from jobs.job_state import ACTIVE, Observed
 from jobs.protocol import Finding, JobSpec, Rendered
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jobs.config import JobConfig
 
 RESOURCES = (
     "partition",

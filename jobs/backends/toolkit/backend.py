@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, TYPE_CHECKING
 
 from jobs.backends.toolkit.eai import (
     CHECK_S,
@@ -39,11 +39,13 @@ from jobs.backends.toolkit.eai import (
     parsed,
 )
 from jobs.code.secret_keys import SECRET
-from jobs.config import JobConfig
 from jobs.errors import Refused, Unreachable
-from jobs.job_state import Observed
 from jobs.protocol import Finding, JobSpec, Rendered
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jobs.job_state import Observed
+    from jobs.config import JobConfig
 
 RETRY_S = 1500.0  # outages of up to half an hour were seen
 LONGEST_PAUSE_S = 120.0

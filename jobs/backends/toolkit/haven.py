@@ -26,16 +26,18 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TYPE_CHECKING
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from jobs.backends.toolkit.backend import Toolkit, rendered_job
-from jobs.backends.toolkit.eai import EaiJob
 from jobs.config import JobConfig
 from jobs.errors import Unreachable
-from jobs.protocol import Rendered
-from trainer.config import validate
+from trainer.config.schema import validate
 from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jobs.protocol import Rendered
+    from jobs.backends.toolkit.eai import EaiJob
 
 INSTALL = "Install it with: pip install 'lathe[haven]'"
 SHELL_WORDS = frozenset(";&|<>()")

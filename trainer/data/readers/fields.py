@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.data.readers.jsonl import shown
 from trainer.errors import DataError
-from trainer.tasks.protocol import Row
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
 
 PASSAGE_IDS = ("docid", "_id", "id", "passage_id", "psg_id")  # Tevatron; BEIR; FiD; DPR, twice
 QUESTION_IDS = ("query_id", "_id", "qid", "id")  # Tevatron; BEIR; NaturalQuestions here; FiD

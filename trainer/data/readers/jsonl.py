@@ -12,12 +12,14 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import ijson
 
 from trainer.errors import DataError
-from trainer.tasks.protocol import Row
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

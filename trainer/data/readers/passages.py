@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.data.readers.fields import (
     PASSAGE_IDS,
@@ -18,7 +19,9 @@ from trainer.data.readers.fields import (
 from trainer.data.readers.folders import CORPUS, corpus_file, nq_folder
 from trainer.data.readers.jsonl import bad_line, lines, numbered_jsonl, shown
 from trainer.errors import DataError
-from trainer.tasks.protocol import Row
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
 
 _FIELDS = ["id", "text", "title"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.data.readers import fields
 from trainer.data.readers.fields import first_given
@@ -22,7 +22,9 @@ from trainer.data.readers.jsonl import numbered_jsonl, objects, shown
 from trainer.data.readers.passages import nq_passages
 from trainer.data.stdlib_docs import is_held_out
 from trainer.errors import DataError
-from trainer.tasks.protocol import Row
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
 
 _POSITIVES = ("positive_passages", "positive_document_ids", "positive_docids", "gold")
 _NQ_VALID_OF_1000 = 20  # passages held out from language modelling

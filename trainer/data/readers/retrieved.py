@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.data import stdlib_docs
 from trainer.data.readers import fields
@@ -22,7 +22,9 @@ from trainer.data.readers.jsonl import objects, shown
 from trainer.data.readers.questions import nq_lines
 from trainer.data.readers.rankings import RankedPassage, check_distinct, ranked_passages
 from trainer.errors import DataError
-from trainer.tasks.protocol import Row
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
 
 _log = logging.getLogger(__name__)
 

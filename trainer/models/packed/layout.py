@@ -8,12 +8,14 @@ never waits for a number to come back from the device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.tasks.protocol import Batch
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Batch
 
 # N rows, M tokens of all of them
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from trainer.config import Experiment, Positive, Strict
+from trainer.config.schema import Experiment, Positive, Strict
 
 
 class Data(Strict):

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.config import Experiment, Fraction, Positive, Strict
+from trainer.config.schema import Experiment, Fraction, Positive, Strict
 
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]
 

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,13 +27,15 @@ from trainer.errors import ConfigError
 from trainer.files.atomic import refusals, write_json
 from trainer.models import base_model
 from trainer.runtime import distributed
-from trainer.tasks.cross_attention.config import Config
 from trainer.tasks.cross_attention.encoder_states import layout, writing
 from trainer.tasks.cross_attention.publishers import sets as reading_sources
 from trainer.tasks.cross_attention.task import Task
 from trainer.tasks.cross_attention.text import contexts, questions
 from trainer.tasks.protocol import Places, Row
 from trainer.telemetry.console import WorkProgress
+
+if TYPE_CHECKING:
+    from trainer.tasks.cross_attention.config import Config
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.config import validate
+from trainer.config.schema import validate
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.tasks.abilities import GREEDY, Search

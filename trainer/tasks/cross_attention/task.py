@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,12 +33,14 @@ from trainer.tasks.cross_attention.decoder.packed_batch import (
 )
 from trainer.tasks.cross_attention.decoder.packed_blocks import REPLACED
 from trainer.tasks.cross_attention.decoder.weights import load_added, read_added
-from trainer.tasks.cross_attention.encoder_states.reading import StateCache
 from trainer.tasks.cross_attention.text import contexts, questions
 from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle
 from trainer.tasks.cross_attention.text.prompts import Prompts
 from trainer.tasks.protocol import DRAW, Batch, Encoded, Places, Row
 from trainer.tasks.token_task import TokenTask
+
+if TYPE_CHECKING:
+    from trainer.tasks.cross_attention.encoder_states.reading import StateCache
 
 _NOT_ENCODED = {
     "answer_tokens",

@@ -5,12 +5,15 @@ question.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from trainer.models.packed import layout
-from trainer.tasks.protocol import Batch
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Batch
 
 # B questions, P passages of all of them, M tokens of all of those, S tokens of the question that
 # has most

@@ -27,9 +27,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
 
-from trainer.config import nearest
 from trainer.data import vocabulary
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
 from trainer.files import safetensors_file
 from trainer.files.atomic import new_folder, refuse_existing
 from trainer.models.freezing import load_into

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ from trainer.models import base_model
 from trainer.models.losses import token_cross_entropy
 from trainer.models.packed import t5_encoder
 from trainer.models.packed.attention import flex
-from trainer.tasks.fid.config import Reader
-from trainer.tasks.protocol import Batch
+
+if TYPE_CHECKING:
+    from trainer.tasks.fid.config import Reader
+    from trainer.tasks.protocol import Batch
 
 # B questions, P passages of all of them, M tokens of all of those, S tokens of the question that
 # has most, T target tokens, G generated tokens, D width, I width of all heads together

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from trainer.config import Base, canonical_json
+from trainer.config.identity import canonical_json
+from trainer.config.schema import Base
 from trainer.data import vocabulary
 from trainer.data.padding import pad_right
 from trainer.data.readers import retrieved

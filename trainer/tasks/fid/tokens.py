@@ -9,11 +9,13 @@ agree on it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.data.vocabulary import eos_id
-from trainer.tasks.fid.config import Data
 from trainer.tasks.protocol import DRAW, Row
+
+if TYPE_CHECKING:
+    from trainer.tasks.fid.config import Data
 
 
 class Prompts:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.config import RandomBase
 from trainer.errors import ConfigError
 from trainer.models.t5_encoder_weights import find_file
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RandomBase
 
 # The table that transformers before 4.0 gave cross-attention and that no later one has (huggingface
 # #8518).

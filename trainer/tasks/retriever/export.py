@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trainer.config import validate
+from trainer.config.schema import validate
 from trainer.errors import ConfigError
 from trainer.models import base_model
 from trainer.tasks.retriever.config import Config, Encoder, Strict
 from trainer.tasks.retriever.lora import ADAPTER, write_adapter
-from trainer.tasks.retriever.model import Pooler
+
+if TYPE_CHECKING:
+    from trainer.tasks.retriever.model import Pooler
 
 DESCRIPTION = "retriever_config.json"
 POOLER, POOLER_CONFIG = "pooler.pt", "pooler_config.json"

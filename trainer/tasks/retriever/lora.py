@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 from trainer.files import safetensors_file
 from trainer.models.freezing import load_into
-from trainer.tasks.retriever.config import Lora
+
+if TYPE_CHECKING:
+    from trainer.tasks.retriever.config import Lora
 
 ADAPTER, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = ".default"  # peft's name of the only adapter, which its files leave out

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigError
-from trainer.tasks.abilities import Side
-from trainer.tasks.retriever.config import Encoder, Projection
+
+if TYPE_CHECKING:
+    from trainer.tasks.abilities import Side
+    from trainer.tasks.retriever.config import Encoder, Projection
 
 # N texts, L tokens of the longest, D width of a state, E width of a vector
 

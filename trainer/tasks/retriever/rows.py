@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.data import stdlib_docs
 from trainer.data.readers import fields, retrieved
@@ -23,8 +23,10 @@ from trainer.data.readers.questions import nq_lines, queries
 from trainer.data.readers.rankings import Qrels, read_qrels
 from trainer.errors import ConfigError, DataError
 from trainer.evaluation.mergeable import normalised
-from trainer.tasks.protocol import Row
-from trainer.tasks.retriever.config import Data
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
+    from trainer.tasks.retriever.config import Data
 
 _log = logging.getLogger(__name__)
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.tasks.retriever.config import Selection
+if TYPE_CHECKING:
+    from trainer.tasks.retriever.config import Selection
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.config import Base, RandomBase
+from trainer.config.schema import Base, RandomBase
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
-from trainer.tasks.abilities import Side
-from trainer.tasks.protocol import Row
-from trainer.tasks.retriever.config import Data
+
+if TYPE_CHECKING:
+    from trainer.tasks.abilities import Side
+    from trainer.tasks.protocol import Row
+    from trainer.tasks.retriever.config import Data
 
 
 class Tokens:

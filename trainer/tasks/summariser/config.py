@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from trainer.config import Experiment, Fraction, Positive, Strict
+from trainer.config.schema import Experiment, Fraction, Positive, Strict
 
 TokensWithEnd = Annotated[int, Field(ge=2)]
 

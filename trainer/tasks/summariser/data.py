@@ -12,15 +12,16 @@ import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.config import nearest
 from trainer.data import stdlib_docs
 from trainer.data.readers.folders import given_folder
 from trainer.data.readers.jsonl import numbered_jsonl, shown
-from trainer.errors import ConfigError, DataError
-from trainer.tasks.protocol import Places, Row
-from trainer.tasks.summariser.config import Data
+from trainer.errors import ConfigError, DataError, nearest
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Places, Row
+    from trainer.tasks.summariser.config import Data
 
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 _FILE_NAMES = {

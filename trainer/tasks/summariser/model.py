@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.losses import IGNORED, token_cross_entropy
-from trainer.tasks.summariser.config import Generation
+
+if TYPE_CHECKING:
+    from trainer.tasks.summariser.config import Generation
 
 # B rows, S source tokens, T target tokens, G generated tokens, D width, V vocabulary, N labelled
 # positions

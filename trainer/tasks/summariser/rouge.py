@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from trainer.tasks.summariser.config import Rouge
-
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
+
+    from trainer.tasks.summariser.config import Rouge
 
 KINDS = {
     "rouge1": "rouge1",

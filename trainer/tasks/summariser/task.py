@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import Ratio
-from trainer.models import base_model
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
 from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut
@@ -20,6 +19,9 @@ from trainer.tasks.summariser import data, rouge
 from trainer.tasks.summariser.config import Config
 from trainer.tasks.summariser.model import Summariser, arguments
 from trainer.tasks.token_task import TokenTask
+
+if TYPE_CHECKING:
+    from trainer.models import base_model
 
 FAMILIES = ("t5", "mt5", "umt5", "longt5")  # flan-T5, T5 v1.1 and ByT5 are of the first two
 ALIGNED = 8  # tensor cores and CUDA's attention kernels want widths that are multiples of 8

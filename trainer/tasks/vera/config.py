@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from trainer.config import Experiment, Fraction, Positive, Strict, nearest
+from trainer.config.schema import Experiment, Fraction, Positive, Strict
+from trainer.errors import nearest
 
 Part = Literal["seen", "unseen1", "unseen2"]
 

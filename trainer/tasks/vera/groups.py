@@ -8,13 +8,15 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from trainer.data import stdlib_docs
 from trainer.data.readers.folders import given_folder
 from trainer.errors import DataError
-from trainer.tasks.protocol import Row
-from trainer.tasks.vera.config import Data
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
+    from trainer.tasks.vera.config import Data
 
 log = logging.getLogger(__name__)
 

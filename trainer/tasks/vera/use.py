@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,7 +23,9 @@ from trainer.tasks.vera import pictures
 from trainer.tasks.vera.calibration import Calibration, Objective, calibrate, scores_of
 from trainer.tasks.vera.metrics import LABEL, LOGIT, TASK
 from trainer.tasks.vera.model import DESCRIPTION, Verifier, read_temperature
-from trainer.tasks.vera.task import Task
+
+if TYPE_CHECKING:
+    from trainer.tasks.vera.task import Task
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.config import Base, RandomBase, Strict, validate
+from trainer.config.schema import Base, RandomBase, Strict, validate
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, ResumeError
 from trainer.files import safetensors_file

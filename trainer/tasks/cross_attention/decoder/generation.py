@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,10 @@ from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trainer.errors import ConfigError
-from trainer.tasks.abilities import Search
-from trainer.tasks.cross_attention.decoder.model import Past
+from trainer.tasks.cross_attention.decoder.context import Past
+
+if TYPE_CHECKING:
+    from trainer.tasks.abilities import Search
 
 # B batch, N answers of a row, R rows of a beam search or of draws, T prompt tokens, G generated
 # tokens, V vocabulary

@@ -7,12 +7,12 @@ family of bases.
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.attention import (
     CrossAttention,
     KeysValues,
@@ -21,6 +21,9 @@ from trainer.tasks.cross_attention.decoder.attention import (
     Seen,
 )
 from trainer.tasks.cross_attention.decoder.rotary import GatedMLP, RotaryCrossAttention
+
+if TYPE_CHECKING:
+    from trainer.tasks.cross_attention.config import Layers
 
 # B batch, T decoder tokens, D base width
 

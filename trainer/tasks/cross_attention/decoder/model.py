@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from trainer.errors import ConfigError
 from trainer.models.freezing import freeze_except
 from trainer.models.losses import next_token_loss, token_cross_entropy
-from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.attention import (
     KeysValues,
     Pairs,
@@ -30,48 +29,17 @@ from trainer.tasks.cross_attention.decoder.attention import (
     positions,
 )
 from trainer.tasks.cross_attention.decoder.backbone import backbone_of
+from trainer.tasks.cross_attention.decoder.context import Context, Past
 from trainer.tasks.cross_attention.decoder.layer import AddedLayer, Record, added_layers
 from trainer.tasks.cross_attention.decoder.packed_blocks import Rows
 from trainer.tasks.cross_attention.decoder.rotary import frequencies, rotation
 from trainer.tasks.cross_attention.decoder.shape import added_indices, layer_shape
 
+if TYPE_CHECKING:
+    from trainer.tasks.cross_attention.config import Layers
+
 # B batch, T decoder tokens, S tokens so far (T + cached), N context chunks, L context tokens, D
 # width, V vocabulary
-
-
-class Context(NamedTuple):
-    """A context, ready to be attended to: projected once, whatever number of forwards use it."""
-
-    keys_values: tuple[KeysValues, ...]  # by added layer, bottom-up
-    kept_BL: Tensor | None  # bool, False for pads; None: every key counts
-
-    def repeated(self, rows: int) -> Context:
-        """The same for `rows` rows: each context serves the same number of rows, which follow one
-        another.
-        """
-        times, rest = divmod(rows, len(self.keys_values[0].keys_BHLK))
-        if rest or not times:
-            raise ConfigError(
-                f"got {rows} rows for {len(self.keys_values[0].keys_BHLK)} contexts, want a "
-                "context for each row, or "
-                "for each of as many groups of rows of one size."
-            )
-        if times == 1:
-            return self
-        known: dict[int, KeysValues] = {}
-        for pair in self.keys_values:  # a shared layer's stand here several times
-            known.setdefault(
-                id(pair), KeysValues(*(tensor.repeat_interleave(times, dim=0) for tensor in pair))
-            )
-        kept_BL = None if self.kept_BL is None else self.kept_BL.repeat_interleave(times, dim=0)
-        return Context(tuple(known[id(pair)] for pair in self.keys_values), kept_BL)
-
-
-class Past(NamedTuple):
-    """What the next one-token forward needs of the ones before it."""
-
-    cache: Cache
-    context: Context
 
 
 class _Source(NamedTuple):

@@ -7,15 +7,17 @@ Collation works out everything that depends on lengths; the step asks the device
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import pack, pack_pairs
-from trainer.tasks.cross_attention.encoder_states.reading import StateCache
-from trainer.tasks.protocol import Batch
+
+if TYPE_CHECKING:
+    from trainer.tasks.cross_attention.encoder_states.reading import StateCache
+    from trainer.tasks.protocol import Batch
 
 # M decoder tokens of all rows, K context tokens of all of them, N scored tokens, D width
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from trainer.errors import ConfigError
-from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.attention import LayerShape, RotaryShape
-from trainer.tasks.cross_attention.decoder.backbone import Backbone
+
+if TYPE_CHECKING:
+    from trainer.tasks.cross_attention.config import Layers
+    from trainer.tasks.cross_attention.decoder.backbone import Backbone
 
 
 def layer_shape(layers: Layers, backbone: Backbone) -> LayerShape:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 from trainer.models.freezing import load_into
-from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
+
+if TYPE_CHECKING:
+    from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 
 PREFIX = "cross_attn_layers."
 _INDEXED = re.compile(r"cross_attn_layers\.(\d+)\.(.+)")

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config import digest
+from trainer.config.identity import digest
 from trainer.errors import DataError
 from trainer.files.safetensors_file import WrittenFile
 
@@ -159,3 +160,11 @@ def dequantised(numbers_LD: Tensor, scale_L: Tensor) -> Tensor:
 
 def _digest(keys: np.ndarray) -> str:
     return hashlib.sha256(keys.tobytes()).hexdigest()
+
+
+def checksum(parts: Sequence[Tensor]) -> int:
+    """CRC-32 over the bytes of some tensors."""
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, crc)
+    return crc

@@ -17,12 +17,12 @@ from trainer.tasks.cross_attention.encoder_states.layout import (
     PLAN,
     Identity,
     StatesPlan,
+    checksum,
     dequantised,
     folder_name,
     key_of,
     read_json,
 )
-from trainer.tasks.cross_attention.encoder_states.writing import checksum
 
 # numpy searches among these; it ignores zeros at their end, on both sides alike
 _KEY = f"S{KEY_BYTES}"

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from trainer.tasks.cross_attention.encoder_states.layout import (
     TORCH,
     Dtype,
     StatesPlan,
+    checksum,
     key_of,
     quantised,
     read_json,
@@ -257,14 +257,6 @@ def _tensors(keys: np.ndarray, states: list[Tensor], dtype: Dtype) -> dict[str, 
     parts = [tensors[field] for field in ("states", "scales") if field in tensors]
     tensors["checksums"] = torch.tensor([checksum([part[a:b] for part in parts]) for a, b in spans])
     return tensors
-
-
-def checksum(parts: Sequence[Tensor]) -> int:
-    """CRC-32 over the bytes of some tensors."""
-    found = 0
-    for part in parts:
-        found = zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, found)
-    return found
 
 
 def _finish(folder: Path, shards: int) -> None:

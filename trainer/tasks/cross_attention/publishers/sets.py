@@ -21,14 +21,15 @@ import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from urllib.parse import parse_qs, urlsplit
 
-from trainer.config import nearest
-from trainer.errors import DataError
+from trainer.errors import DataError, nearest
 from trainer.tasks.cross_attention.publishers import files
 from trainer.tasks.cross_attention.publishers.files import Part, PublishedRecord, read_as
-from trainer.tasks.protocol import Row
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
 
 log = logging.getLogger(__name__)
 

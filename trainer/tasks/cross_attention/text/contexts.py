@@ -5,7 +5,7 @@ prepared.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from torch import Tensor
 from trainer.data import vocabulary
 from trainer.data.padding import pad_right
 from trainer.models import base_model
-from trainer.tasks.cross_attention.config import Config
 from trainer.tasks.cross_attention.encoder_states.layout import Identity, folder_name
 from trainer.tasks.cross_attention.encoder_states.reading import StateCache, open_states, padded
-from trainer.tasks.protocol import Batch, Places
+
+if TYPE_CHECKING:
+    from trainer.tasks.cross_attention.config import Config
+    from trainer.tasks.protocol import Batch, Places
 
 FIELDS = (
     "context",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,14 @@ from trainer.data import vocabulary
 from trainer.data.padding import pad_right
 from trainer.errors import DataError
 from trainer.tasks.abilities import GREEDY, Search
-from trainer.tasks.cross_attention.config import Data
 from trainer.tasks.cross_attention.decoder.generation import greedy, most_prompt_tokens, searched
-from trainer.tasks.cross_attention.encoder_states.reading import StateCache
 from trainer.tasks.cross_attention.text import questions, templates
 from trainer.tasks.cross_attention.text.contexts import state_batch, token_batch
 from trainer.tasks.protocol import Batch, Encoded, Row
+
+if TYPE_CHECKING:
+    from trainer.tasks.cross_attention.config import Data
+    from trainer.tasks.cross_attention.encoder_states.reading import StateCache
 
 # B batch, N answers of a row, C chunks, L context tokens, T prompt tokens
 

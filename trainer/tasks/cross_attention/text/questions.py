@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trainer.config import nearest
 from trainer.data import stdlib_docs
 from trainer.data.readers.jsonl import read_jsonl
 from trainer.data.readers.questions import nq_rows, qa_rows
-from trainer.errors import DataError
-from trainer.tasks.protocol import Row
+from trainer.errors import DataError, nearest
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
 
 PREPARED = "prepared.json"  # in a folder that `python -m trainer prepare` wrote; see preparation.py
 

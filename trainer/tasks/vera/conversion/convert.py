@@ -9,17 +9,18 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from trainer.config import nearest
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, nearest
 from trainer.files.atomic import refusals, replace_file, write_json
 from trainer.tasks.vera.conversion.adapters import ADAPTERS
-from trainer.tasks.vera.conversion.adapters.adapter import Adapter
 from trainer.tasks.vera.conversion.declare import Draft, draft, ended
 from trainer.tasks.vera.conversion.problem import BadRecord, Problem
 from trainer.tasks.vera.conversion.report import Report
 from trainer.tasks.vera.conversion.rules import declared
+
+if TYPE_CHECKING:
+    from trainer.tasks.vera.conversion.adapters.adapter import Adapter
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from trainer.tasks.vera.conversion.problem import Problem
+if TYPE_CHECKING:
+    from trainer.tasks.vera.conversion.problem import Problem
 
 Rule = Literal["verbatim", "joined", "blank", "rules", "converter"]
 Declarer = Callable[

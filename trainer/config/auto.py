@@ -1,0 +1,37 @@
+"""What "auto" stands for before memory has been planned, and what it becomes. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.config import deepspeed_config
+from trainer.config.schema import Experiment
+
+AUTO = "auto"
+# The fastest first; stage 0 is not among them, for it accumulates gradients of a bf16 model in
+# bf16.
+PRESETS = ("zero2", "zero3", "zero2_offload", "zero3_offload")
+
+
+def with_micro_batch(cfg: Experiment, rows: int) -> Experiment:
+    """The experiment with a micro-batch of `rows`."""
+    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"micro_batch": rows})})
+
+
+def placeholder(name: str, cfg: Experiment) -> str:
+    """The DeepSpeed file that stands for "auto" until the plan has chosen."""
+    if name != AUTO:
+        return name
+    return "zero0" if cfg.optim.name == "adafactor" else PRESETS[0]
+
+
+def presets_of(cfg: Experiment) -> tuple[str, ...]:
+    """The files that "auto" chooses among."""
+    return ("zero0",) if cfg.optim.name == "adafactor" else PRESETS
+
+
+def rebuilt(cfg: Experiment, preset: str, *, world: int) -> dict[str, Any]:
+    """The complete DeepSpeed dictionary of a chosen file."""
+    return deepspeed_config.build(
+        deepspeed_config.read(preset), train=cfg.train, optim=cfg.optim, world=world, source=preset
+    )

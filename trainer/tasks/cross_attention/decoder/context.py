@@ -1,0 +1,48 @@
+"""A context that is ready to be attended to, and what a next token needs of the tokens before it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import Cache
+
+from trainer.errors import ConfigError
+from trainer.tasks.cross_attention.decoder.attention import KeysValues
+
+# B batch, L context tokens
+
+
+class Context(NamedTuple):
+    """A context, ready to be attended to: projected once, whatever number of forwards use it."""
+
+    keys_values: tuple[KeysValues, ...]  # by added layer, bottom-up
+    kept_BL: Tensor | None  # bool, False for pads; None: every key counts
+
+    def repeated(self, rows: int) -> Context:
+        """The same for `rows` rows: each context serves the same number of rows, which follow one
+        another.
+        """
+        times, rest = divmod(rows, len(self.keys_values[0].keys_BHLK))
+        if rest or not times:
+            raise ConfigError(
+                f"got {rows} rows for {len(self.keys_values[0].keys_BHLK)} contexts, want a "
+                "context for each row, or "
+                "for each of as many groups of rows of one size."
+            )
+        if times == 1:
+            return self
+        known: dict[int, KeysValues] = {}
+        for pair in self.keys_values:  # a shared layer's stand here several times
+            known.setdefault(
+                id(pair), KeysValues(*(tensor.repeat_interleave(times, dim=0) for tensor in pair))
+            )
+        kept_BL = None if self.kept_BL is None else self.kept_BL.repeat_interleave(times, dim=0)
+        return Context(tuple(known[id(pair)] for pair in self.keys_values), kept_BL)
+
+
+class Past(NamedTuple):
+    """What the next one-token forward needs of the ones before it."""
+
+    cache: Cache
+    context: Context
