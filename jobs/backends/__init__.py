@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError, nearest
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jobs.protocol import Backend

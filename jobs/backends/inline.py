@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from jobs.node import wrapper
 from jobs.protocol import Finding, JobSpec, Rendered

@@ -6,7 +6,7 @@ import importlib
 import re
 import shlex
 from collections.abc import Callable
-from typing import Any, Literal, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 

@@ -40,6 +40,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.code import secret_keys
 from jobs.code.repository import (
@@ -56,7 +57,6 @@ from jobs.code.repository import (
 from jobs.record.events import now
 from trainer.errors import ConfigError, LatheError, StorageError
 from trainer.files.atomic import read_json, refusals, replace_file, sha256_of, sync
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jobs.record.paths import BaseFolder, RunFolder

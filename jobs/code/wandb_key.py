@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Literal, TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jobs.record.paths import RunFolder
     from jobs.config import JobConfig
+    from jobs.record.paths import RunFolder
 
 KEY = re.compile(
     r"[A-Za-z0-9_-]{40,512}\Z"

@@ -13,7 +13,7 @@ from typing import Annotated, ParamSpec
 
 import typer
 
-from jobs.report import selection
+from jobs.report.text import printable
 from jobs.submit.prepare import check_base
 from trainer.errors import LatheError, StorageError
 
@@ -103,7 +103,7 @@ def guarded(function: Callable[P, None]) -> Callable[P, None]:
 
 
 def _told(error: LatheError) -> typer.Exit:
-    typer.echo(selection.shown(f"{type(error).__name__}: {error}"), err=True)
+    typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
     return typer.Exit(error.exit_code)
 
 

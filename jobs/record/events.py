@@ -25,7 +25,7 @@ import socket
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from typing import Any, cast, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from filelock import FileLock, SoftFileLock, Timeout
 
@@ -33,8 +33,8 @@ from trainer.errors import LatheError
 from trainer.files.atomic import refusals
 
 if TYPE_CHECKING:
-    from jobs.record.paths import RunFolder
     from jobs.job_state import JobState
+    from jobs.record.paths import RunFolder
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any, cast, TYPE_CHECKING
-
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from jobs.record.paths import RunFolder

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, cast, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from jobs.config import JobConfig
 from trainer.files.atomic import read_json
 
 if TYPE_CHECKING:
-    from jobs.record.paths import Attempt
-    from jobs.record.events import Sent
     from jobs.job_state import JobState
+    from jobs.record.events import Sent
+    from jobs.record.paths import Attempt
 
 
 @dataclass(frozen=True)

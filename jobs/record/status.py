@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from jobs.code.wandb_key import sync_hint
 from jobs.job_state import ACTIVE, DECIDED, ENDED, STATES, JobState, Observed

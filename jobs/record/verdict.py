@@ -8,7 +8,7 @@ seen says nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs.errors import EXIT_DUPLICATE
 from jobs.job_state import ACTIVE, JobState, Observed

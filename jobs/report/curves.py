@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from jobs.record.metrics import numbers_in
 from jobs.report.text import visible
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jobs.record.paths import RunFolder

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.job_state import ENDED_BADLY, STATES
 from jobs.record.paths import BaseFolder, RunFolder
@@ -19,12 +20,11 @@ from jobs.report.page import page
 from jobs.report.table import summary
 from jobs.report.text import duration, short_names, shown, visible, written
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jobs.report.scores import ExperimentScores, Results, Score
-    from jobs.report.curves import Curves
     from jobs.record.events import Sent
+    from jobs.report.curves import Curves
+    from jobs.report.scores import ExperimentScores, Results, Score
 
 MOST_CARDS = 200  # experiments with curves: about 20 kB each
 MOST_SPARKS = 8

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from jobs.errors import NothingMatched, Unreachable
 from jobs.job_state import ACTIVE, JobState, Observed
@@ -19,8 +19,8 @@ from jobs.record.verdict import Witnesses, settle
 from jobs.report.text import visible
 
 if TYPE_CHECKING:
-    from jobs.record.paths import Attempt, RunFolder
     from jobs.protocol import Backend
+    from jobs.record.paths import Attempt, RunFolder
 
 POLL_S = 0.2
 ASK_S = 15.0  # between two questions to the scheduler while a log stands still

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import cast, TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import typer
 
@@ -14,12 +14,12 @@ from jobs.errors import NothingMatched, SomeFailed, Unreachable
 from jobs.job_state import ACTIVE, STATES, JobState
 from jobs.record.paths import BaseFolder
 from jobs.record.status import survey
-from jobs.report.text import visible
+from jobs.report.text import printable
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jobs.submit.request import ActionResult
     from jobs.record.row import Row
+    from jobs.submit.request import ActionResult
 
 
 def rows(
@@ -126,16 +126,9 @@ def show(
         typer.echo(json.dumps(found, indent=None if is_line else 1))
         return
     for result in results:
-        typer.echo(shown(f"{result.exp_id}  {result.action:<7} {result.text}"))
+        typer.echo(printable(f"{result.exp_id}  {result.action:<7} {result.text}"))
     for text in (rendered or {}).values():
         typer.echo(text)
-
-
-def shown(text: str) -> str:
-    """`text`, which may quote a log or a file name, with nothing in it that could drive the
-    terminal.
-    """
-    return "\n".join(visible(line) for line in text.split("\n"))
 
 
 def fail_if_any(results: Sequence[ActionResult]) -> None:
@@ -174,4 +167,4 @@ def details(row: Row) -> str:
         lines.append(f"unseen    since {row.unseen_since[:19]}: {row.unseen_reason}")
     if row.sync_hint:
         lines.append(f"wandb     {row.sync_hint}")
-    return shown("\n".join(lines))
+    return printable("\n".join(lines))

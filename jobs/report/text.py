@@ -35,6 +35,13 @@ def visible(text: str, *, keep_colours: bool = False) -> str:
     return f"{shown}\x1b[0m" if "\x1b" in shown else shown
 
 
+def printable(text: str) -> str:
+    """`text`, which may quote a log or a file name, with nothing in it that could drive the
+    terminal.
+    """
+    return "\n".join(visible(line) for line in text.split("\n"))
+
+
 def _picture(match: re.Match[str]) -> str:
     code = ord(match[0])
     if code < 0x20:

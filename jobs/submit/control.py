@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.errors import Unreachable
 from jobs.job_state import ACTIVE, JobState
@@ -21,12 +22,11 @@ from jobs.submit.request import LOCK_WAIT_S, RESEND_S, ActionResult
 from jobs.submit.send import Outcome, fresh, give_up, ids_of, send, settle_intent, stored
 from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jobs.record.row import Row
-    from jobs.record.paths import BaseFolder, RunFolder
     from jobs.record.events import Job
+    from jobs.record.paths import BaseFolder, RunFolder
+    from jobs.record.row import Row
 
 log = logging.getLogger(__name__)
 BackendOf = Callable[[str], Backend]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.code.snapshot import link
 from jobs.errors import Unreachable
@@ -30,12 +31,11 @@ from jobs.submit.request import (
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError
 from trainer.files.atomic import read_json, write_json
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jobs.record.row import Row
-    from jobs.record.paths import RunFolder
     from jobs.record.events import Job
+    from jobs.record.paths import RunFolder
+    from jobs.record.row import Row
 
 SENDERS = 4  # threads: most of the time is spent waiting for the disk, or for a scheduler's reply
 ARRAY_LOCKS = 256  # experiments of one array: each holds a lock, and a process may hold 1,024 files

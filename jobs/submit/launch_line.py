@@ -9,10 +9,10 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from jobs.node.host import HEAD
 from trainer.errors import ConfigError
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jobs.config import JobConfig

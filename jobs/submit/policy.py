@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jobs.job_state import ACTIVE, ENDED_BADLY, JobState
 from jobs.record.events import seconds_since

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from job_configs import job_values
 from jobs.backends import BackendCache
@@ -22,8 +22,8 @@ from trainer.config.schema import validate
 from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from jobs.protocol import Backend
     from jobs.job_state import JobState
+    from jobs.protocol import Backend
 
 PROJECT = Path(__file__).resolve().parent.parent.parent  # the folder of trainval.py
 PATHS = ("data_path", "cache_dir")  # made absolute: the job runs in its snapshot

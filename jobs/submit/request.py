@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs.errors import Unreachable
 from jobs.protocol import Backend, JobSpec, token_of
@@ -18,10 +18,10 @@ from trainer.errors import ConfigError, ResumeError
 from trainer.files.atomic import read_json
 
 if TYPE_CHECKING:
-    from jobs.job_state import JobState
     from jobs.code.snapshot import Snapshot
-    from jobs.record.paths import BaseFolder, RunFolder
     from jobs.config import JobConfig
+    from jobs.job_state import JobState
+    from jobs.record.paths import BaseFolder, RunFolder
 
 LOCK_WAIT_S = 60.0
 

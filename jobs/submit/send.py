@@ -14,6 +14,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -23,7 +24,6 @@ from jobs.record import events as record
 from jobs.record.paths import RunFolder
 from trainer.errors import ConfigError
 from trainer.files.atomic import read_json, refusals, replace_file, write_json
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jobs.record.events import Job, Sent

@@ -14,7 +14,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import yaml
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import PurePosixPath
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 

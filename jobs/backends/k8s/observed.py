@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jobs.backends.k8s.manifest import CONTAINER, RANK
 from jobs.job_state import JobState, Observed
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jobs.backends.k8s.client import Object

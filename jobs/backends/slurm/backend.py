@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import ClassVar, TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from jobs.backends.slurm.squeue import (
     ASK_S,

@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any, ClassVar, cast, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from jobs.backends.toolkit.eai import (
     CHECK_S,
@@ -44,8 +44,8 @@ from jobs.protocol import Finding, JobSpec, Rendered
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jobs.job_state import Observed
     from jobs.config import JobConfig
+    from jobs.job_state import Observed
 
 RETRY_S = 1500.0  # outages of up to half an hour were seen
 LONGEST_PAUSE_S = 120.0

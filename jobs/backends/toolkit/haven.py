@@ -26,7 +26,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from jobs.backends.toolkit.backend import Toolkit, rendered_job
@@ -36,8 +36,8 @@ from trainer.config.schema import validate
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jobs.protocol import Rendered
     from jobs.backends.toolkit.eai import EaiJob
+    from jobs.protocol import Rendered
 
 INSTALL = "Install it with: pip install 'lathe[haven]'"
 SHELL_WORDS = frozenset(";&|<>()")
