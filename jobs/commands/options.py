@@ -13,8 +13,8 @@ from typing import Annotated, ParamSpec
 
 import typer
 
+from jobs.record.paths import check_base
 from jobs.report.text import printable
-from jobs.submit.prepare import check_base
 from trainer.errors import LatheError, StorageError
 
 P = ParamSpec("P")

@@ -25,6 +25,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.errors import ConfigError
+
 EXP_DICT, RECORD, JOB_DICT, CODE, STATUS, METRICS = (
     "exp_dict.json",
     "job.jsonl",
@@ -179,3 +181,17 @@ class BaseFolder:
 def is_exp_id(name: str) -> bool:
     """Whether `name` looks like haven's hash: 32 lower-case hexadecimal digits."""
     return len(name) == 32 and all(letter in "0123456789abcdef" for letter in name)
+
+
+def check_base(base: Path) -> None:
+    """Return when a path can be written into scripts, records and messages. ConfigError
+    otherwise.
+    """
+    text = str(base)
+    if any(
+        ord(letter) < 32 or ord(letter) == 127 or "\ud800" <= letter <= "\udfff" for letter in text
+    ):
+        raise ConfigError(
+            f"--savedir_base {text!a}: want UTF-8 text without control characters. Use another "
+            "folder."
+        )

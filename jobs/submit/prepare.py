@@ -16,7 +16,7 @@ from job_configs import job_values
 from jobs.backends import BackendCache
 from jobs.code import secret_keys, snapshot, wandb_key
 from jobs.config import JobConfig
-from jobs.record.paths import BaseFolder
+from jobs.record.paths import BaseFolder, check_base
 from jobs.submit.request import RESEND_S, Request
 from trainer.config.schema import validate
 from trainer.errors import ConfigError, nearest
@@ -56,20 +56,6 @@ def job_config(group: str, file: Path | None, python_binary: str | None) -> JobC
     return validate(
         JobConfig, values, source=f"{file or 'job_configs.py'}: job dictionary of {group!r}"
     )
-
-
-def check_base(base: Path) -> None:
-    """Return when a path can be written into scripts, records and messages. ConfigError
-    otherwise.
-    """
-    text = str(base)
-    if any(
-        ord(letter) < 32 or ord(letter) == 127 or "\ud800" <= letter <= "\udfff" for letter in text
-    ):
-        raise ConfigError(
-            f"--savedir_base {text!a}: want UTF-8 text without control characters. Use another "
-            "folder."
-        )
 
 
 def training_flags(words: Sequence[str]) -> dict[str, str]:
