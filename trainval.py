@@ -401,11 +401,8 @@ def _move_aside(request: Request) -> None:
     # This checks every dictionary and flag: nothing is moved for what cannot be sent.
     group.specs(request)
     folders = [folder for name in request.by_id if (folder := request.base.run(name)).path.exists()]
-    selection.refuse_live(
-        selection.rows(
-            request.base.path, None, [folder.path.name for folder in folders], by_hand=True
-        )
-    )
+    rows = selection.rows(request.base.path, None, by_hand=True)
+    selection.refuse_live(row for row in rows if row.exp_id in request.by_id)
     for folder in folders:
         aside = folder.path.with_name(f"{folder.path.name}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
         selection.show(

@@ -6,7 +6,7 @@ Floors of trainer/ (a room is a folder; what is named stands higher or lower tha
 3  tasks/<name>/
 2  models/, data/, telemetry/, evaluation/, tasks/{protocol,abilities,token_task}.py
 1  runtime/, files/
-0  config/, errors.py, files/atomic.py, tasks/, every config.py and published.py of a task,
+0  config/, errors.py, files/atomic.py, runtime/process.py, tasks/, every config.py and published.py of a task,
    exp_configs.py, job_configs.py
 jobs/ stands on floor 0 alone.
 """
@@ -37,6 +37,7 @@ FLOORS = {
     "trainer.tasks": 0,
     "trainer.files": 1,
     "trainer.runtime": 1,
+    "trainer.runtime.process": 0,
     "trainer.data": 2,
     "trainer.evaluation": 2,
     "trainer.models": 2,

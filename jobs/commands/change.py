@@ -40,6 +40,7 @@ def cancel_command(
     --yes.
     """
     rows = selection.chosen(savedir_base, ids, exp_group)
+    selection.refuse_by_hand(rows, "cancel")
     if not yes and (exp_group or len(rows) > 1):
         raise ConfigError(f"cancel: this ends up to {len(rows)} experiments. Say --yes.")
     results = cancel(BaseFolder(savedir_base.absolute()), rows, BackendCache())
@@ -64,6 +65,7 @@ def retry_command(
         for row in selection.chosen(savedir_base, ids, exp_group, is_all=bool(state))
         if not states or row.state in states
     ]
+    selection.refuse_by_hand(rows, "retry")
     if not rows:
         raise NothingMatched(f"retry: no experiment is {state}.")
     limits = Limits(

@@ -13,6 +13,7 @@ from jobs.backends import BackendCache
 from jobs.commands.options import (
     BackendName,
     Base,
+    ExpConfigs,
     Group,
     Json,
     JsonLines,
@@ -33,18 +34,21 @@ def status_command(
         bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")
     ] = False,
     every: Annotated[str, typer.Option("--every", help="Between two looks: 5s, 1m.")] = "5s",
-    by_hand: Annotated[
-        bool, typer.Option("--all", help="Also what was run without being submitted.")
-    ] = False,
+    exp_configs: ExpConfigs = None,
+    is_all: Annotated[bool, typer.Option("--all", hidden=True)] = False,  # today it always is
     as_json: Json = False,
 ) -> None:
-    """State, step, last metrics, time left, host, attempts and GPU-hours of every experiment."""
+    """State, step, last metrics, time left, host, attempts and GPU-hours of every experiment.
+
+    Runs that trainval.py started without submitting them are shown too ("by hand"); with -e those
+    whose dictionary is in the group, as --exp_configs has it.
+    """
     from rich.console import Console
 
     from jobs.report import table
 
     def look() -> list[Row]:
-        return selection.rows(savedir_base, exp_group, None, by_hand=by_hand)
+        return selection.rows(savedir_base, exp_group, by_hand=True, exp_configs=exp_configs)
 
     if watch and as_json:
         raise ConfigError("status: --watch is for a terminal and --json for a script; keep one.")
@@ -58,7 +62,8 @@ def status_command(
         table.show(rows, Console())
     if not rows:
         raise NothingMatched(
-            f"no experiment of {exp_group or 'any group'} was ever submitted from {savedir_base}."
+            f"{savedir_base} holds no experiment of {exp_group or 'any group'}, submitted or run "
+            "by hand."
         )
 
 
@@ -115,6 +120,7 @@ def doctor_command(job_scheduler: BackendName = "local", as_json: Json = False) 
 def results_command(
     savedir_base: Base,
     exp_group: Group = None,
+    exp_configs: ExpConfigs = None,
     csv: Annotated[bool, typer.Option("--csv", help="Comma-separated values.")] = False,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a report with loss curves to this file.")
@@ -129,7 +135,7 @@ def results_command(
     if sum((csv, html is not None, as_json)) > 1:
         raise ConfigError("results: of --csv, --html and --json keep one.")
     base = BaseFolder(savedir_base.absolute())
-    rows = selection.rows(savedir_base, exp_group, None, by_hand=True)
+    rows = selection.rows(savedir_base, exp_group, by_hand=True, exp_configs=exp_configs)
     if not rows:
         raise NothingMatched(f"{savedir_base} holds no experiment of {exp_group or 'any group'}.")
     gathered = tables.gather(base, [row.exp_id for row in rows])

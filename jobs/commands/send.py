@@ -162,7 +162,7 @@ def submit_command(
 def _prune(request: Request, whole: Collection[dict[str, Any]]) -> list[ActionResult]:
     """Cancel what is alive under the group's name and is none of its experiments."""
     kept = {exp_id(values) for values in whole}
-    rows = selection.rows(request.base.path, request.group, None)
+    rows = selection.rows(request.base.path, request.group)
     strays = [row for row in rows if row.state in ACTIVE and row.exp_id not in kept]
     return cancel(request.base, strays, request.backend_of)
 

@@ -72,6 +72,7 @@ class Row:
     sync_hint: str | None = None  # the command that brings its offline wandb runs to the service
     history: tuple[Sent, ...] = ()
     starts: tuple[Start, ...] = ()
+    by_hand: bool = False  # nothing was ever submitted: only its own status.json tells of it
 
 
 def starts_of(attempt: Attempt) -> list[Start]:

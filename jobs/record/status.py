@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 from jobs.code.wandb_key import sync_hint
 from jobs.job_state import ACTIVE, DECIDED, ENDED, STATES, JobState, Observed
 from jobs.record import events as record
+from jobs.record.by_hand import still_running
 from jobs.record.events import Job, Sent, seconds_since
 from jobs.record.metrics import last_metrics
 from jobs.record.paths import BaseFolder, RunFolder, is_exp_id
 from jobs.record.row import Row, Start, starts_of
-from jobs.record.verdict import HEARTBEAT_LOST_S, Verdict, Witnesses, settle
+from jobs.record.verdict import Verdict, Witnesses, settle
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
 from trainer.files.atomic import read_json
 
@@ -286,18 +287,16 @@ def _by_hand(folder: RunFolder) -> Row | None:
             return None
         state = cast(JobState, status["state"]) if status.get("state") in STATES else "pending"
         age_s = seconds_since(status.get("updated_at"))
-        silence = (
-            f"no sign of life for {age_s / 60:.0f} min"
-            if math.isfinite(age_s)
-            else "never gave a sign of life"
-        )
-        is_silent = state == "running" and age_s > HEARTBEAT_LOST_S
+        reason = None
+        if state == "running":
+            state, reason = still_running(status, age_s)
         row = Row(
             folder.path.name,
             "",
             state,
             str(folder.path),
-            silence if is_silent else None,
+            reason,
+            by_hand=True,
             host=status.get("host"),
             created_at=status.get("updated_at"),
             ended_at=status.get("updated_at") if state in ENDED else None,

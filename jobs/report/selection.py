@@ -23,24 +23,42 @@ if TYPE_CHECKING:
 
 
 def rows(
-    base: Path, group: str | None, ids: Iterable[str] | None, *, by_hand: bool = False
+    base: Path, group: str | None, *, by_hand: bool = False, exp_configs: Path | None = None
 ) -> list[Row]:
-    """How the experiments of a folder stand, of one group or all."""
-    only = None if ids is None else list(ids)
+    """How the submitted experiments of a folder stand, of one group or all.
+
+    by_hand: also those that were run without being submitted; of a group, when their dictionary is
+    one of the group in `exp_configs` (None: the built-in file), for no group is on record for them.
+    """
     folder = BaseFolder(base.absolute())
-    rows = survey(folder, only=only, backend_of=BackendCache(), include_unsubmitted=by_hand)
-    return [row for row in rows if group is None or row.group == group]
+    found = survey(folder, backend_of=BackendCache(), include_unsubmitted=by_hand)
+    if group is None:
+        return found
+    members = _members(group, exp_configs) if any(row.by_hand for row in found) else set[str]()
+    return [row for row in found if row.group == group or (row.by_hand and row.exp_id in members)]
+
+
+def _members(group: str, exp_configs: Path | None) -> set[str]:
+    """Ids of a group's experiments. Of a group that the built-in file lacks there are none: it was
+    submitted from another file, which need not be named again to see it.
+    """
+    try:
+        return {exp_id(values) for values in experiments_of(group, exp_configs, None)}
+    except ConfigError:
+        if exp_configs is not None:
+            raise
+        return set()
 
 
 def chosen(
     base: Path, ids: Sequence[str] | None, group: str | None, *, is_all: bool = False
 ) -> list[Row]:
-    """The rows that ids or a group name. ConfigError when neither is given, NothingMatched when
-    there are none.
+    """The rows that ids or a group name; what was run by hand only by its id. ConfigError when
+    neither is given, NothingMatched when there are none.
     """
     if not ids and group is None and not is_all:
         raise ConfigError("name experiments: their ids, or -e GROUP.")
-    found = rows(base, group, None)
+    found = rows(base, group, by_hand=bool(ids) and group is None)
     if ids:
         found = list({row.exp_id: row for row in (match(found, text) for text in ids)}.values())
     if not found:
@@ -50,7 +68,7 @@ def chosen(
 
 def one(base: Path, text: str) -> Row:
     """The one row whose id begins so."""
-    return match(rows(base, None, None, by_hand=True), text)
+    return match(rows(base, None, by_hand=True), text)
 
 
 def match(rows: Sequence[Row], text: str) -> Row:
@@ -66,6 +84,18 @@ def match(rows: Sequence[Row], text: str) -> Row:
         f"{text!r}: {len(found)} ids begin so ({', '.join(row.exp_id[:12] for row in found)}). "
         "Give more."
     )
+
+
+def refuse_by_hand(found: Iterable[Row], command: str) -> None:
+    """Return when all of these were submitted. ConfigError says what to do with the others."""
+    strays = [
+        f"{row.exp_id} was started by hand on {row.host} and never submitted."
+        for row in found
+        if row.by_hand
+    ]
+    if strays:
+        cure = "Stop it there" if command == "cancel" else "Run it again there, or submit its group"
+        raise ConfigError("\n".join([*strays, f"{command}: nothing is done. {cure}."]))
 
 
 def refuse_live(found: Iterable[Row]) -> None:
@@ -151,6 +181,8 @@ def details(row: Row) -> str:
         f"folder    {row.folder}",
     ]
     lines.append(f"group     {row.group}")
+    if row.by_hand:
+        lines.append(f"by hand   never submitted; on {row.host}, last seen {row.created_at}")
     if row.total:
         lines.append(f"step      {row.step or 0} of {row.total}")
     lines += [f"          {name} {value:.6g}" for name, value in row.metrics.items()]

@@ -286,9 +286,10 @@ def _tries(row: Row) -> Text:
 def _where(row: Row) -> Text:
     """The host while all is well; otherwise what is wrong."""
     why = _why(row)
-    return (
-        Text(why, style=COLOURS[row.state]) if why else Text(visible(row.host or ""), style="dim")
-    )
+    if why:
+        return Text(why, style=COLOURS[row.state])
+    text = f"{row.host}, by hand" if row.by_hand else row.host or ""
+    return Text(visible(text), style="dim")
 
 
 def _why(row: Row) -> str:

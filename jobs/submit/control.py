@@ -16,6 +16,7 @@ from jobs.errors import Unreachable
 from jobs.job_state import ACTIVE, JobState
 from jobs.protocol import Backend, JobSpec
 from jobs.record import events as record
+from jobs.record.by_hand import training_now
 from jobs.record.status import survey
 from jobs.submit.policy import Limits, decide
 from jobs.submit.request import LOCK_WAIT_S, RESEND_S, ActionResult
@@ -115,7 +116,12 @@ def _again_under_lock(
         return ActionResult(row.exp_id, "skip", "never sent: submit its group", row.state)
     limits = asked.limits or Limits(template.job.max_retries, template.job.max_preemptions)
     status = read_json(folder.status) or {}
-    decision = decide(row, limits, is_finished=status.get("state") == "succeeded")
+    decision = decide(
+        row,
+        limits,
+        is_finished=status.get("state") == "succeeded",
+        training_now=training_now(folder, was_sent=bool(row.history)),
+    )
     is_refused = job.last is not None and row.state == "pending"
     if decision.action == "skip" or (
         is_refused and asked.limits is None

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from jobs.code.snapshot import link
 from jobs.errors import Unreachable
-from jobs.job_state import ACTIVE, JobState
+from jobs.job_state import ACTIVE, STATES, JobState
 from jobs.protocol import ArrayBackend, JobSpec
 from jobs.record import events as record
+from jobs.record.by_hand import training_now
 from jobs.record.status import survey
 from jobs.submit.policy import Decision, Limits, decide
 from jobs.submit.request import (
@@ -54,9 +55,8 @@ def preview(request: Request) -> list[ActionResult]:
         try:
             check_dictionary(request.base.run(name), request.by_id[name])
             decision = _decide(request, name, rows.get(name))
-            results.append(
-                ActionResult(name, decision.action, decision.reason, _state(rows.get(name)))
-            )
+            state = _told_state(request.base.run(name), rows.get(name))
+            results.append(ActionResult(name, decision.action, decision.reason, state))
         except LatheError as error:
             results.append(
                 ActionResult(name, "failed", str(error), _state(rows.get(name)), is_bad=True)
@@ -168,10 +168,8 @@ def _submit_one(
     try:
         check_dictionary(folder, request.by_id[name])
         decision = _decide(request, name, row)
-        if decision.action == "skip":  # without a row: it was run by hand, to its end
-            return ActionResult(
-                name, "skip", decision.reason, "succeeded" if row is None else row.state
-            )
+        if decision.action == "skip":
+            return ActionResult(name, "skip", decision.reason, _told_state(folder, row))
         with record.locked(folder, wait_s=LOCK_WAIT_S):
             return _under_lock(request, folder, template, row, budget)
     except Unreachable as error:
@@ -285,7 +283,12 @@ def _decide(request: Request, name: str, row: Row | None) -> Decision:
         request.retry,
         with_bad_input=bool(request.retry and row is not None and _differs(request, folder, row)),
     )
-    return decide(row, limits, is_finished=status.get("state") == "succeeded")
+    return decide(
+        row,
+        limits,
+        is_finished=status.get("state") == "succeeded",
+        training_now=training_now(folder, was_sent=row is not None and bool(row.history)),
+    )
 
 
 def _differs(request: Request, folder: RunFolder, row: Row) -> bool:
@@ -302,6 +305,12 @@ def _differs(request: Request, folder: RunFolder, row: Row) -> bool:
 
 def _state(row: Row | None) -> JobState:
     return row.state if row is not None else "pending"
+
+
+def _told_state(folder: RunFolder, row: Row | None) -> JobState:
+    """The state of its row; of what was only run by hand, the one in its status.json."""
+    state = (read_json(folder.status) or {}).get("state")
+    return state if row is None and state in STATES else _state(row)
 
 
 # Arrays

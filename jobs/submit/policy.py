@@ -37,12 +37,21 @@ class Decision:
     reason: str
 
 
-def decide(row: Row | None, limits: Limits, *, is_finished: bool) -> Decision:
+def decide(
+    row: Row | None, limits: Limits, *, is_finished: bool, training_now: str | None = None
+) -> Decision:
     """Send it (a new attempt), settle it (an intent without an answer), or leave it alone.
 
     row: None when it was never recorded. is_finished: the training itself says that it reached its
-    end.
+    end. training_now: what shows that a training of it runs, though no scheduler says so.
     """
+    decision = _by_state(row, limits, is_finished=is_finished)
+    if decision.action == "send" and training_now is not None:
+        return Decision("skip", training_now)
+    return decision
+
+
+def _by_state(row: Row | None, limits: Limits, *, is_finished: bool) -> Decision:
     if is_finished or (row is not None and row.state == "succeeded"):
         is_nameless = row is not None and bool(row.history) and row.job_id is None
         return Decision(

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import pytest
 from typer.testing import CliRunner
 
-from jobs.backends.local.queue import birth
 from jobs.cli import app
+from trainer.runtime.process import birth
 
 GROUPS = """
 from exp_configs import EXP_GROUPS as BUILT_IN, vary

@@ -27,6 +27,7 @@ from jobs.submit import prepare
 from tests.jobs.conftest import Place
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
+from trainer.runtime import process
 
 ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[[int], Place]
@@ -488,6 +489,42 @@ def test_reset_moves_a_folder_that_a_local_run_left(status: dict[str, Any], plac
     (aside,) = here.base.glob(f"{folder.name}.bak-*")
     assert (aside / "checkpoints" / "old").exists()
     assert f"moved to {aside}" in done.stdout
+
+
+def test_a_run_that_was_started_by_hand_is_shown_and_left_alone_until_it_has_died(
+    place: Make,
+) -> None:
+    here = place(1)
+    training = subprocess.Popen(["sleep", "60"])
+    try:
+        facts = {**process.facts(), "pid": training.pid, "birth": process.birth(training.pid)}
+        at = {"host": facts["host"], "updated_at": record.now(), "process": facts}
+        folder = by_hand(here, state="running", step=3, total=9, **at)
+        base = ["-sb", str(here.base)]
+        (row,) = here.status()
+        assert (row["state"], row["by_hand"], row["backend"]) == ("running", True, None)
+        assert f"{facts['host']}, by hand" in here.lathe("status", *base).out
+        group = [*base, "-e", "sweep"]
+        (row,) = here.lathe("status", *group, "--exp_configs", str(here.groups), "--json").json
+        assert row["exp_id"] == folder.name
+        (result,) = here.lathe("results", *group, "--exp_configs", str(here.groups), "--json").json
+        assert result["exp_id"] == folder.name
+        assert here.lathe("status", *group, "--json").code == 5  # no built-in group of that name
+        (result,) = here.submit("--json").json
+        assert (result["action"], result["state"]) == ("skip", "running")
+        assert f"process {training.pid}" in result["text"]
+        for command in ("cancel", "retry"):
+            refused = here.lathe(command, folder.name, *base)
+            assert (refused.code, "started by hand" in refused.out) == (2, True)
+        assert here.starts() == []
+    finally:
+        training.kill()
+        training.wait()
+    (row,) = here.status()
+    assert (row["state"], "is gone" in row["reason"]) == ("lost", True)
+    assert here.submit().code == 0
+    (row,) = here.until_all("succeeded")
+    assert not row["by_hand"]
 
 
 def test_a_folder_in_which_a_local_run_is_alive_is_not_moved(place: Make) -> None:

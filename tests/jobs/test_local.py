@@ -18,8 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.backends.local.queue import Queue, birth
+from jobs.backends.local.queue import Queue
 from tests.jobs.conftest import Place, wait_until
+from trainer.runtime.process import birth
 
 ROOT = Path(__file__).resolve().parents[2]
 Make = Callable[[int], Place]

@@ -21,11 +21,12 @@ import pytest
 from jobs.backends.local import queue as queue_module
 from jobs.backends.local import runner as runner_module
 from jobs.backends.local.backend import Local
-from jobs.backends.local.queue import Queue, birth, default_folder, life, namespace, runner_lock
+from jobs.backends.local.queue import Queue, default_folder, runner_lock
 from jobs.backends.local.runner import CANCELLED, Capacity, Runner, main, serve
 from jobs.errors import Unreachable
 from tests.jobs.conftest import wait_until
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError
+from trainer.runtime.process import birth, life, namespace
 
 Spawned = list[subprocess.Popen[bytes]]
 

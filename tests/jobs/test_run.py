@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from jobs.backends.local.queue import birth
 from jobs.node import host as node
 from jobs.node import wrapper as run
 from jobs.record.paths import RunFolder
+from trainer.runtime.process import birth
 
 ROOT = Path(__file__).resolve().parents[2]
 

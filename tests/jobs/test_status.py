@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import socket
 import time
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
@@ -16,12 +18,14 @@ from rich.console import Console
 from jobs.errors import Unreachable
 from jobs.job_state import Observed
 from jobs.record import events as record
+from jobs.record.by_hand import training_now
 from jobs.record.metrics import last_metrics
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row
 from jobs.record.status import survey
 from jobs.report import table
 from jobs.report.text import duration
+from trainer.runtime import process
 
 IDS = [f"{number:032x}" for number in range(1, 8)]
 
@@ -289,6 +293,59 @@ def test_what_was_run_by_hand_appears_when_asked_for(base: BaseFolder) -> None:
     assert (
         only_row(base, Scheduler(), include_unsubmitted=True).reason == "no sign of life for 60 min"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "hours_ago", "expected"),
+    [
+        ({}, 0, ("running", None)),
+        (
+            {},
+            1,
+            ("running", f"its process, {os.getpid()} on {socket.gethostname()}, lives; no sign"),
+        ),
+        ({"birth": "x"}, 0, ("lost", "was started anew since")),
+        ({"birth": f"{process.birth(1)}0"}, 0, ("lost", "is gone, and it left no outcome")),
+        ({"host": "elsewhere"}, 0, ("running", None)),
+        ({"host": "elsewhere"}, 1, ("running", "no sign of life for 60 min")),
+        ({"namespace": "pid:[1]"}, 1, ("running", "no sign of life for 60 min")),
+    ],
+)
+def test_what_was_run_by_hand_is_lost_when_its_process_is_known_to_be_gone(
+    base: BaseFolder, changes: dict[str, str], hours_ago: float, expected: tuple[str, str | None]
+) -> None:
+    folder = base.run(IDS[0])
+    write(folder.exp_dict, {"task": "t"})
+    facts = {**process.facts(), **changes}
+    write(folder.status, {"state": "running", "updated_at": at(hours_ago), "process": facts})
+    row = only_row(base, Scheduler(), include_unsubmitted=True)
+    assert (row.state, row.by_hand, row.history) == (expected[0], True, ())
+    assert (row.reason is None) if expected[1] is None else (expected[1] in str(row.reason))
+
+
+@pytest.mark.parametrize(
+    ("changes", "hours_ago", "by_hand", "after_a_job"),
+    [
+        ({}, 0, True, True),
+        ({}, 1, True, True),
+        ({"birth": f"{process.birth(1)}0"}, 0, False, False),
+        ({"birth": "x"}, 0, False, False),
+        ({"host": "elsewhere"}, 0, True, False),  # a job that was killed leaves the same behind
+        ({"host": "elsewhere"}, 1, False, False),
+    ],
+)
+def test_a_training_that_may_run_now_is_not_joined_by_another(
+    base: BaseFolder,
+    changes: dict[str, str],
+    hours_ago: float,
+    by_hand: bool,
+    after_a_job: bool,
+) -> None:
+    folder = base.run(IDS[0])
+    facts = {**process.facts(), **changes}
+    write(folder.status, {"state": "running", "updated_at": at(hours_ago), "process": facts})
+    told = [training_now(folder, was_sent=was_sent) is not None for was_sent in (False, True)]
+    assert told == [by_hand, after_a_job]
 
 
 def test_gpu_hours_count_every_start_of_every_attempt(base: BaseFolder) -> None:

@@ -172,7 +172,7 @@ def _content(run_folder: Path) -> dict[str, Any]:
         if path.name == "metrics.jsonl":
             found[name] = untimed(path)
         elif path.name == "status.json":
-            found[name] = {**json.loads(path.read_text()), "updated_at": None}
+            found[name] = {**json.loads(path.read_text()), "updated_at": None, "process": None}
         elif path.is_file():
             found[name] = path.read_bytes()
     return found

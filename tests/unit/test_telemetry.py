@@ -25,6 +25,7 @@ from rich.console import Console
 
 from tests.ranks import run_on_ranks
 from trainer.errors import StorageError
+from trainer.runtime import process
 from trainer.runtime.gpus import peak_flops
 from trainer.runtime.preemption import Preemption
 from trainer.telemetry import meter as meter_module
@@ -194,6 +195,7 @@ def test_status_says_state_step_total_host_time_and_error(tmp_path: Path) -> Non
     status = json.loads((tmp_path / "status.json").read_text())
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", status.pop("updated_at"))
     assert status.pop("host")
+    assert process.life(status.pop("process")) == "alive"
     assert status == {
         "state": "failed",
         "step": 7,

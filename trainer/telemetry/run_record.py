@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.files.atomic import overwrite_json, refusals, replace_file, write_json
-from trainer.runtime import distributed
+from trainer.runtime import distributed, process
 from trainer.telemetry.console import Bar, Lines, Number
 from trainer.telemetry.metrics_file import MetricsFile
 from trainer.telemetry.wandb_run import ANSWERS, WandbRun, WandbSettings
@@ -142,7 +142,7 @@ class RunRecord:
 
     def status(self, state: State, *, step: int | None = None, error: str | None = None) -> None:
         """Replace status.json: state, step (the last one logged, unless given), total, host,
-        updated_at, error.
+        updated_at, error, process.
         """
         self.step, self._state = self.step if step is None else step, state
         self._status_at = time.monotonic()
@@ -156,6 +156,7 @@ class RunRecord:
             "host": socket.gethostname(),
             "updated_at": now,
             "error": error,
+            "process": process.facts(),
         }
         try:
             write_json(self.folder / STATUS, values)

@@ -41,7 +41,7 @@ from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, StorageError
 from trainer.files.atomic import create_json, read_json, sync
@@ -49,7 +49,6 @@ from trainer.files.atomic import create_json, read_json, sync
 IDLE_S = 1.0  # the runner leaves when there has been nothing to do for so long
 ATTEMPT = re.compile(r"(ft_[0-9a-z]+_[0-9a-z]+)_([0-9]+)\Z")
 
-Life = Literal["alive", "gone", "restarted", "unseen"]
 
 _waking = threading.Lock()
 _woken: dict[Path, tuple[float, subprocess.Popen[bytes]]] = {}
@@ -228,44 +227,10 @@ class Queue:
             )
 
 
-def birth(pid: int) -> str | None:
-    """When a process began, in clock ticks since boot, with the boot's id; None when it does not
-    live.
-
-    Together with the pid (and its namespace) it names one process for ever; a zombie counts as
-    dead.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in ("Z", "X") else f"{_boot()}:{fields[19]}"
-
-
-def life(started: Mapping[str, Any]) -> Life:
-    """What can be said, from here, of the process of a started.json; "unseen": nothing at all."""
-    if started.get("host") != socket.gethostname():
-        return "unseen"
-    if str(started["birth"]).partition(":")[0] != _boot():
-        return "restarted"
-    if started.get("namespace") != namespace():
-        return "unseen"
-    return "alive" if birth(started["pid"]) == started["birth"] else "gone"
-
-
 def attempt_of(token: str) -> tuple[str, int]:
     """(what all attempts at this experiment have in common, the attempt's number)."""
     match = ATTEMPT.match(token)
     return (match[1], int(match[2])) if match else (token, 0)
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def namespace() -> str:
-    """The pid namespace of this process: a pid means something within it only."""
-    return os.readlink("/proc/self/ns/pid")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,18 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from jobs.backends.local import queue as queue_folder
-from jobs.backends.local.queue import (
-    Queue,
-    QueuedJob,
-    attempt_of,
-    birth,
-    life,
-    namespace,
-    runner_lock,
-)
+from jobs.backends.local.queue import Queue, QueuedJob, attempt_of, runner_lock
 from jobs.node.host import gpus as gpu_lines
 from trainer.errors import EXIT_BAD_INPUT, EXIT_PREEMPTED, ConfigError, LatheError, StorageError
 from trainer.files.atomic import create_json, write_json
+from trainer.runtime import process
 
 POLL_S = 0.1
 LOOK_S = 1.0  # between two looks at what was asked of waiting jobs
@@ -102,7 +94,7 @@ class Live:
         """The exit code when it has ended; an adopted job's is not known: -1."""
         if self.child is not None:
             return self.child.poll()
-        return None if birth(self.pid) == self.birth else -1
+        return None if process.birth(self.pid) == self.birth else -1
 
 
 @dataclass
@@ -165,7 +157,7 @@ class Runner:
                     EXIT_BAD_INPUT,
                     f"{refusal}, as its queue was started. Ask for less, or send it elsewhere.",
                 )
-        elif (found := life(started)) == "restarted":
+        elif (found := process.life(started)) == "restarted":
             entry.end(EXIT_PREEMPTED, RESTARTED)
         elif found == "unseen":
             log.warning(
@@ -254,13 +246,12 @@ class Runner:
 
 def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Live | None:
     """Start a job; None when it did not: it has ended then, or somebody else had started it."""
-    place = {"gpus": gpus, "host": socket.gethostname(), "namespace": namespace()}
 
     def announce() -> (
         None
     ):  # in the child, before it becomes the wrapper: a killed runner must not start it again
-        facts = {"pid": os.getpid(), "birth": birth(os.getpid()), **place}
-        if not create_json(entry.folder / "started.json", facts):
+        own = {**process.facts(), "gpus": gpus}
+        if not create_json(entry.folder / "started.json", own):
             raise FileExistsError(
                 f"{entry.folder}: started by another"
             )  # Popen turns it into a SubprocessError
@@ -284,14 +275,16 @@ def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Li
             )
         except (OSError, subprocess.SubprocessError) as error:
             started = entry.started()
-            if started is None or life(started) == "gone":  # else it runs, started by another
+            if (
+                started is None or process.life(started) == "gone"
+            ):  # else it runs, started by another
                 entry.end(1, f"cannot start {facts['wrapper'][0]}: {error}")
             return None
-    return Live(entry, facts, child.pid, birth(child.pid) or "", gpus, child)
+    return Live(entry, facts, child.pid, process.birth(child.pid) or "", gpus, child)
 
 
 def _signal(live: Live, number: signal.Signals) -> None:
-    if live.child is None and birth(live.pid) != live.birth:
+    if live.child is None and process.birth(live.pid) != live.birth:
         return
     with contextlib.suppress(ProcessLookupError):
         (os.killpg if number == signal.SIGKILL else os.kill)(live.pid, number)

@@ -1,0 +1,55 @@
+"""What the status.json of a training tells of it where no scheduler does: whether it runs now."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from jobs.job_state import JobState
+from jobs.record.events import seconds_since
+from jobs.record.paths import RunFolder
+from jobs.record.verdict import HEARTBEAT_LOST_S
+from trainer.files.atomic import read_json
+from trainer.runtime.process import life
+
+
+def still_running(status: Mapping[str, Any], age_s: float) -> tuple[JobState, str | None]:
+    """The state of a training whose status.json says "running", and why; age_s: of that file.
+
+    Its process is looked for where it can be seen. Elsewhere the file's age is told, and no more.
+    """
+    process = cast("dict[str, Any]", status.get("process") or {})
+    name = f"its process, {process.get('pid')} on {process.get('host')},"
+    silence = (
+        f"no sign of life for {age_s / 60:.0f} min"
+        if math.isfinite(age_s)
+        else "never gave a sign of life"
+    )
+    seen = life(process)
+    if seen == "gone":
+        return "lost", f"{name} is gone, and it left no outcome. Run the same command again"
+    if seen == "restarted":
+        return "lost", f"{process['host']} was started anew since. Run the same command again"
+    if age_s <= HEARTBEAT_LOST_S:
+        return "running", None
+    return "running", f"{name} lives; {silence}" if seen == "alive" else silence
+
+
+def training_now(folder: RunFolder, *, was_sent: bool) -> str | None:
+    """What shows that a training of this experiment runs now, whoever started it; None for nothing.
+
+    was_sent: its scheduler and its wrapper are known to say that it has ended. Then only a process
+    that can be seen counts, for a job that was killed leaves a recent status.json too.
+    """
+    status = read_json(folder.status) or {}
+    if status.get("state") != "running":
+        return None
+    process = cast("dict[str, Any]", status.get("process") or {})
+    age_s = seconds_since(status.get("updated_at"))
+    where = f"started by hand on {status.get('host')}" if not was_sent else status.get("host")
+    if life(process) == "alive":
+        return f"its training runs, {where}: process {process['pid']}. Wait for it, or stop it"
+    if was_sent or life(process) != "unseen" or age_s > HEARTBEAT_LOST_S:
+        return None
+    return f"its training runs, {where}: it gave a sign of life {age_s:.0f} s ago"
