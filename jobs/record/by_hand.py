@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from jobs.job_state import JobState
-from jobs.record.events import seconds_since
+from jobs.record.events import HEARTBEAT_LOST_S, seconds_since
 from jobs.record.paths import RunFolder
-from jobs.record.verdict import HEARTBEAT_LOST_S
 from trainer.files.atomic import read_json
 from trainer.runtime.process import life
 

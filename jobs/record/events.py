@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from jobs.job_state import JobState
     from jobs.record.paths import RunFolder
 
+HEARTBEAT_LOST_S = 600.0  # the wrapper beats every 30 s
+
 
 @dataclass(frozen=True)
 class Sent:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.errors import EXIT_DUPLICATE
 from jobs.job_state import ACTIVE, JobState, Observed
-from jobs.record.events import Job, Sent, seconds_since
+from jobs.record.events import HEARTBEAT_LOST_S, Job, Sent, seconds_since
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
 from trainer.files.atomic import read_json
 
 if TYPE_CHECKING:
     from jobs.record.paths import RunFolder
 
-HEARTBEAT_LOST_S = 600.0  # the wrapper beats every 30 s
 # a scheduler may need so long until it knows a job that it has just accepted (sacct: 1-2 s)
 FRESH_S = 60.0
 BAD_INPUT = "bad input: "

@@ -42,6 +42,9 @@ def _members(group: str, exp_configs: Path | None) -> set[str]:
     """Ids of a group's experiments. Of a group that the built-in file lacks there are none: it was
     submitted from another file, which need not be named again to see it.
     """
+    from exp_configs import experiments_of  # a hundred dictionaries, which few commands need
+    from trainer.config.identity import exp_id
+
     try:
         return {exp_id(values) for values in experiments_of(group, exp_configs, None)}
     except ConfigError:
