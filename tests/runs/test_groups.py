@@ -80,7 +80,7 @@ def _export_fails(values: dict[str, Any], folder: Path, savedir: Path) -> tuple[
             "No space left on device (os error 28)"
         )  # its very class: tokenizers has no other
 
-    export.shards = SimpleNamespace(write_tensors=refused)  # pyright: ignore[reportAttributeAccessIssue]
+    export.safetensors_file = SimpleNamespace(write_tensors=refused)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         _group([values], folder, savedir)
     except LatheError as error:
