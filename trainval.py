@@ -12,14 +12,11 @@ import json
 import logging
 import os
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
-
-if TYPE_CHECKING:
-    from jobs.submit.request import Request
 
 EXIT_OK, EXIT_FAILED = 0, 1
 
@@ -197,16 +194,13 @@ def main(
     dist_url: DistUrl = "env://",
 ) -> None:
     """Train every experiment of a group, in order, each in its own folder SAVEDIR_BASE/<exp_id>."""
-    from trainer.errors import LatheError
-
-    del (
-        dist_url
-    )  # accepted because launch scripts of this lineage pass it; the launcher's environment decides
+    # Launch scripts of this lineage pass it; the launcher's environment decides.
+    del dist_url
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     _set_up_logging()
-    text: str | None = None
-    try:
+
+    def command() -> int:
         if savedir_base is None:
             raise _bad(
                 "-sb/--savedir_base is required: the folder that holds all runs. For example -sb "
@@ -226,19 +220,30 @@ def main(
             "log_gradients": _SWITCHES[wandb_log_gradients],
             "extra_evals": generation_eval_max_sample_size if _SWITCHES[do_extra_evals] else 0,
             "push_to_hub": _SWITCHES[push_to_hub],
-        } | {"device": device, "force": force}
-        if job_scheduler not in (None, "None", "0"):
-            job = {"backend": job_scheduler, "file": job_configs, "python_binary": python_binary}
-            code = _submit(
-                exp_group, experiments, options, is_dry=dry_run, allow_dirty=allow_dirty, **job
-            )
-        else:
-            code = _dry_run(experiments, options) if dry_run else _train(experiments, options)
+            "device": device,
+            "force": force,
+        }
+        if job_scheduler in (None, "None", "0"):
+            return _dry_run(experiments, options) if dry_run else _train(experiments, options)
+        job = {"backend": job_scheduler, "file": job_configs, "python_binary": python_binary}
+        return _submit(exp_group, experiments, options, dry_run, allow_dirty, job)
+
+    _end(command)
+
+
+def _end(command: Callable[[], int]) -> NoReturn:
+    """Run `command` and exit with its code. An error of ours is one message; any other is shown
+    whole, and then gloo's threads must not turn the exit code into an abort.
+    """
+    from trainer.errors import LatheError
+
+    text: str | None = None
+    try:
+        code = command()
     except LatheError as error:
         text = f"{type(error).__name__}: {error}"
         typer.echo(text, err=True)
         code = error.exit_code
-    # any: shown whole, and then gloo's threads must not turn the exit code into an abort
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         logging.exception("failed")
@@ -350,85 +355,13 @@ def _submit(
     group: str | None,
     experiments: list[dict[str, Any]],
     options: dict[str, Any],
-    *,
-    backend: str,
-    file: Path | None,
-    python_binary: str,
     is_dry: bool,
     allow_dirty: bool,
+    job: dict[str, Any],
 ) -> int:
-    """Send the group as `lathe-jobs submit` does, with this command's own flags. Imports no
-    torch.
-    """
-    from jobs.report import selection
-    from jobs.submit import group as group_of_jobs
-    from jobs.submit import prepare
+    from jobs.commands.of_trainval import submit_group
 
-    if group is None:
-        raise _bad(
-            "-j needs -e GROUP: an experiment that was sent before runs again by `lathe-jobs "
-            "retry ID`."
-        )
-    base = options["savedir_base"]
-    request = prepare.make(
-        group=group,
-        experiments=experiments,
-        base=base,
-        backend={"1": "toolkit"}.get(backend, backend),  # as published
-        job=prepare.job_config(group, file, "" if python_binary == "python" else python_binary),
-        flags=_passed_on(options),
-        allow_dirty=allow_dirty or is_dry,
-        take_snapshot=not is_dry,
-    )
-    if is_dry:
-        results = group_of_jobs.preview(request)
-    else:
-        if options["reset"]:
-            _move_aside(request)
-        results = group_of_jobs.submit(request)
-    selection.show(results, as_json=False)
-    selection.fail_if_any(results)
-    return EXIT_OK
-
-
-def _move_aside(request: Request) -> None:
-    """Begin a group anew: every folder that it has, sent or run by hand, gets another name. None
-    when one is alive.
-    """
-    from jobs.report import selection
-    from jobs.submit import control, group
-
-    # This checks every dictionary and flag: nothing is moved for what cannot be sent.
-    group.specs(request)
-    folders = [folder for name in request.by_id if (folder := request.base.run(name)).path.exists()]
-    rows = selection.rows(request.base.path, None, by_hand=True)
-    selection.refuse_live(row for row in rows if row.exp_id in request.by_id)
-    for folder in folders:
-        aside = folder.path.with_name(f"{folder.path.name}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
-        selection.show(
-            [control.reset(request.base, folder.path.name, request.backend_of, aside=aside)],
-            as_json=False,
-        )
-
-
-def _passed_on(options: dict[str, Any]) -> dict[str, str]:
-    """The flags of this command that the job's own command gets."""
-    flags = {
-        "data_path": options["data_path"],
-        "cache_dir": options["cache_dir"],
-        "log_every": options["log_every"],
-        "deepspeed": options["deepspeed"],
-        "wandb_entity_name": options["wandb_entity"],
-        "wandb_project_name": options["wandb_project"],
-        "wandb_run_name": options["wandb_run_name"],
-        "wandb_log_gradients": str(options["log_gradients"]).lower(),
-        "push_to_hub": str(options["push_to_hub"]).lower(),
-        "do_extra_evals": str(options["extra_evals"] > 0).lower(),
-        "generation_eval_max_sample_size": options["extra_evals"] or None,
-        "device": options["device"],
-        "force": "" if options["force"] else None,
-    }
-    return {name: str(value) for name, value in flags.items() if value is not None}
+    return submit_group(group, experiments, options, is_dry=is_dry, allow_dirty=allow_dirty, **job)
 
 
 def _set_up_logging() -> None:
@@ -441,7 +374,7 @@ def _set_up_logging() -> None:
     )  # an unreachable Hub ends in one ConfigError of ours
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     """Exit with `code`. Once torch.distributed is up the interpreter's own way out can abort (see
     distributed).
     """

@@ -66,7 +66,8 @@ ONLY_IMPORTERS = {
     "haven": {ROOT / "jobs/backends/toolkit/haven.py"},
 }
 HEAVY = ("torch", "deepspeed", "transformers", "wandb")
-MAX_FILE, MAX_FUNCTION, P90_FUNCTION = 540, 80, 35
+MAX_FILE, MAX_FUNCTION, P90_FUNCTION = 450, 70, 35
+MAX_CHAIN = 9  # modules, each importing the next
 
 
 def module_name(file: Path) -> str:
@@ -268,6 +269,55 @@ def test_no_function_is_longer_than_its_budget() -> None:
 def test_nine_functions_in_ten_fit_one_screen() -> None:
     lengths = sorted(lines for file in FILES for _, lines in functions(file))
     assert lengths[int(0.9 * len(lengths))] <= P90_FUNCTION
+
+
+def test_no_room_holds_more_files_than_a_person_overlooks() -> None:
+    rooms: dict[str, int] = {}
+    for file in FILES:
+        if file.parent != ROOT and file.name != "__init__.py":
+            room = str(file.parent.relative_to(ROOT))
+            rooms[room] = rooms.get(room, 0) + 1
+    crowded = {room: count for room, count in rooms.items() if count > MAX_ROOM}
+    assert not crowded, f"over {MAX_ROOM} files: {crowded}"
+
+
+def room_of(file: Path) -> str:
+    """The folder below trainer/ or jobs/; a task, and a backend, is a room of its own."""
+    parts = file.relative_to(ROOT).parts
+    is_nested = parts[1:2] in (("tasks",), ("backends",)) and len(parts) > 3
+    return "/".join(parts[: 3 if is_nested else 2])
+
+
+def test_a_public_class_name_stands_in_one_room() -> None:
+    """A task's own names may be those of another task: Task, Config, Data are asked for by name."""
+    rooms: dict[str, set[str]] = {}
+    for file in FILES:
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                rooms.setdefault(node.name, set()).add(room_of(file))
+    del rooms["Task"]  # the protocol, and the class of each task
+    shared = {name: sorted(where) for name, where in rooms.items() if len(where) > 1}
+    clashes = {
+        name: where
+        for name, where in shared.items()
+        if not all(room.startswith("trainer/tasks/") for room in where)
+    }
+    assert not clashes, clashes
+
+
+def test_no_chain_of_imports_is_long_and_none_is_a_cycle() -> None:
+    graph = {module_name(file): own_imports(file) for file in FILES}
+    chains: dict[str, list[str]] = {}
+
+    def chain(module: str, above: tuple[str, ...] = ()) -> list[str]:
+        assert module not in above, f"a cycle: {' > '.join([*above, module])}"
+        if module not in chains:
+            below = [chain(other, (*above, module)) for other in sorted(graph[module])]
+            chains[module] = [module, *max(below, key=len, default=[])]
+        return chains[module]
+
+    longest = max((chain(module) for module in graph), key=len)
+    assert len(longest) <= MAX_CHAIN, " > ".join(longest)
 
 
 @pytest.mark.parametrize("name", ["utils", "helpers", "common", "misc"])

@@ -22,8 +22,9 @@ from trainer.commands.options import (
 
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
-    from trainer.data.readers.rankings import Qrels, Run
+    from trainer.data.readers.rankings import Run
     from trainer.retrieval.embeddings import Embeddings
+    from trainer.tasks.abilities import Embeds
 
 RunFile = Annotated[
     Path, typer.Option("--run", help="TREC's columns, or question, passage, and score or rank.")
@@ -88,24 +89,14 @@ def encode(
         from trainer.retrieval import embeddings
         from trainer.runtime import distributed
         from trainer.runtime.distributed import on_main
-        from trainer.tasks.abilities import Embeds
         from trainer.training.options import Options
 
-        for name, value, legal in (
-            ("side", side, ("query", "passage")),
-            ("dtype", dtype, ("float16", "float32")),
-            ("precision", precision, ("fp32", "bf16")),
-        ):
-            if value not in legal:
-                raise options.bad(f"--{name} {value}: want {' or '.join(legal)}.")
+        _check_words(side, dtype, precision)
         values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
         distributed.init()
         given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir)
         task, retriever, folder = opened(Question(values, model=model), given)
-        if not isinstance(task, Embeds):
-            raise options.bad(
-                f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
-            )
+        maker = _embeds(task, values)
         _check_split(side, split)
         weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
         texts, count = on_main(lambda: embeddings.digest_of(_rows(source, side, split)))
@@ -115,7 +106,7 @@ def encode(
             out,
             lambda: _rows(source, side, split),
             embeddings.encoder_of(
-                task,
+                maker,
                 retriever,
                 side="query" if side == "query" else "passage",
                 batch=batch or 64,
@@ -130,6 +121,26 @@ def encode(
             )
 
     options.run(command)
+
+
+def _embeds(task: object, values: dict[str, Any]) -> Embeds:
+    from trainer.tasks.abilities import Embeds
+
+    if not isinstance(task, Embeds):
+        raise options.bad(
+            f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
+        )
+    return task
+
+
+def _check_words(side: str, dtype: str, precision: str) -> None:
+    for name, value, legal in (
+        ("side", side, ("query", "passage")),
+        ("dtype", dtype, ("float16", "float32")),
+        ("precision", precision, ("fp32", "bf16")),
+    ):
+        if value not in legal:
+            raise options.bad(f"--{name} {value}: want {' or '.join(legal)}.")
 
 
 def search(
@@ -254,6 +265,7 @@ def judge(
     def command() -> None:
         from trainer.data.readers.rankings import read_run
         from trainer.retrieval import runs
+        from trainer.retrieval.judging import judged_run
 
         if (run is None) == (scored is None):
             raise options.bad("give --run or --scored, one of them.")
@@ -265,7 +277,7 @@ def judge(
             read = read_run(run)
             if remove_query:
                 read = runs.without_query(read)
-            found = _judged(
+            found = judged_run(
                 read, asked, qrels, passages=passages, only=kept, at=at or [1, 5, 10, 20, 100]
             )
         for name, value in found.items():
@@ -394,42 +406,6 @@ def _queries(path: Path | None, split: str | None) -> list[Query]:
     from trainer.data.readers.questions import queries
 
     return [] if path is None else list(queries(path, split))
-
-
-def _judged(
-    run: Run,
-    queries: list[Query],
-    qrels: Path | None,
-    *,
-    passages: Path | None,
-    only: set[str] | None,
-    at: list[int],
-) -> dict[str, float]:
-    from trainer.data.readers.passages import chosen_passages
-    from trainer.data.readers.rankings import read_qrels
-    from trainer.retrieval import runs
-    from trainer.retrieval.answer_recall import answer_recall
-
-    queries = [query for query in queries if only is None or query.id in only]
-    judgements: Qrels = {
-        query.id: dict.fromkeys(query.positives, 1) for query in queries if query.positives
-    }
-    if qrels is not None:
-        names = {query.id for query in queries} or None
-        judgements = {
-            name: of_query
-            for name, of_query in read_qrels(qrels).items()
-            if (names is None or name in names) and (only is None or name in only)
-        }
-    found = runs.judged(run, judgements, at=at) if judgements else {}
-    if passages is not None:
-        wanted = {hit.passage for query in queries for hit in run.get(query.id, [])[: max(at)]}
-        found |= answer_recall(run, queries, chosen_passages(passages, wanted), at=at)
-    if not found:
-        raise options.bad(
-            "nothing says what is relevant. Give --qrels, or --queries with positives or answers."
-        )
-    return found
 
 
 def _agreement(path: Path, at: list[int]) -> dict[str, float]:

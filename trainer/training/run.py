@@ -34,6 +34,7 @@ from trainer.training.run_folder import check_hub, check_identity, claimed, push
 from trainer.training.run_plan import RunPlan, is_finished
 
 if TYPE_CHECKING:
+    from trainer.config.schema import Train
     from trainer.files.held_lock import HeldLock
     from trainer.tasks.protocol import Task
 
@@ -129,7 +130,7 @@ def _train(
     questions = first_questions(task, cfg.train.answers or options.extra_evals)
     launch = _launch(plan, options, task, answers=bool(questions))
     stores = launch.stores
-    found = checkpoint.resume_point(plan.folder / "checkpoints")
+    newest = checkpoint.resume_point(plan.folder / "checkpoints")
     check_identity(plan, task, stores)
     _say_padding(plan, sizes_of(stores["train"], task))
     for store in stores.values():
@@ -139,25 +140,9 @@ def _train(
             launch, plan.folder, name=options.device, is_forced=options.force
         )
     )
-    ds = deepspeed_config.for_engine(plan.ds)
-    with engine.partitioned_loading(ds):
-        model = task.model()
-    logger.info("run folder %s", plan.folder)
-    logger.info("%s", trainable_report(model))
-    progress = Progress()
-    if found is not None:
-        engine.load_weights(model, dict(checkpoint.read_tensors(found, "weights")))
-    live = Engine(model, ds, cfg.optim)
-    if found is not None:
-        progress = _restore(live, found, seed=cfg.train.seed)
+    live, progress = _engine(plan, task, newest)
     telemetry.resume(progress.step)
     telemetry.status("running", step=progress.step)
-    cadence = Cadence(
-        *(
-            every or options.log_every
-            for every in (cfg.train.log_every, cfg.train.eval_every, cfg.train.save_every)
-        )
-    )
     meter = Meter()
 
     def save(progress: Progress) -> None:
@@ -176,7 +161,7 @@ def _train(
         train=stores["train"],
         valid=stores["valid"],
         sharding=plan.sharding,
-        cadence=cadence,
+        cadence=_cadence(cfg.train, options),
         run=telemetry,
         meter=meter,
         preemption=preemption,
@@ -195,6 +180,25 @@ def _train(
         return finished
     finally:
         live.destroy()
+
+
+def _engine(plan: RunPlan, task: Task, newest: Path | None) -> tuple[Engine, Progress]:
+    """The task's model under DeepSpeed, with what the newest good checkpoint holds. A collective."""
+    ds = deepspeed_config.for_engine(plan.ds)
+    with engine.partitioned_loading(ds):
+        model = task.model()
+    logger.info("run folder %s", plan.folder)
+    logger.info("%s", trainable_report(model))
+    if newest is None:
+        return Engine(model, ds, plan.cfg.optim), Progress()
+    engine.load_weights(model, dict(checkpoint.read_tensors(newest, "weights")))
+    live = Engine(model, ds, plan.cfg.optim)
+    return live, _restore(live, newest, seed=plan.cfg.train.seed)
+
+
+def _cadence(train: Train, options: Options) -> Cadence:
+    every = train.log_every, train.eval_every, train.save_every
+    return Cadence(*(steps or options.log_every for steps in every))
 
 
 def _say_padding(plan: RunPlan, sizes: Sizes) -> None:

@@ -1,5 +1,4 @@
-"""Kubernetes manifests: a batch/v1 Job for one node, a JobSet (jobset.x-k8s.io/v1alpha2) for
-several.
+"""Kubernetes manifests: a batch/v1 Job for one node, a JobSet (v1alpha2) for several.
 
 The pod and the Job are built of the kubernetes client's own models, which refuse a misspelt field;
 what those do not check (names, mounts, secrets) is checked here. Values stand in YAML scalars and

@@ -32,6 +32,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.files import safetensors_file
 from trainer.files.atomic import new_folder, refuse_existing
 from trainer.models.freezing import load_into
+from trainer.tasks.fid.transformers_302 import config_302, refuse_newer
 from trainer.tasks.fid.weights import CROSS_BIAS
 
 log = logging.getLogger(__name__)
@@ -397,7 +398,7 @@ def _tokenizer(spec: str, cache_dir: Path) -> Any:
 
 def _write_fid(found: Source, out: Path) -> None:
     config = _t5_config(found)
-    _refuse_newer_than_302(config, found)
+    refuse_newer(config, found.path)
     tensors = dict(found.tensors)
     if CROSS_BIAS not in tensors:  # left out, transformers 3.0.2 would fill it with random numbers
         shape = config.relative_attention_num_buckets, config.num_heads
@@ -406,7 +407,7 @@ def _write_fid(found: Source, out: Path) -> None:
     tensors |= dict.fromkeys(_TIED, tensors[_EMBEDDING])
     order = _skeleton(config, is_untied=False, has_cross_bias=True).state_dict()
     with new_folder(out) as folder:
-        _write_config(folder, _config_302(config) | {"architectures": ["FiDT5"]})
+        _write_config(folder, config_302(config) | {"architectures": ["FiDT5"]})
         _save({_wrapped_name(name): tensors[name] for name in order}, folder / "pytorch_model.bin")
     log.info("%s: %s", out, _described(found))
 
@@ -416,52 +417,6 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
         torch.save(tensors, path)
     except RuntimeError as error:  # how torch 2.13 reports every refusal of the disk
         raise OSError(f"{path.name}: {error}") from error
-
-
-def _refuse_newer_than_302(config: Any, found: Source) -> None:
-    """ConfigError names everything about a T5 that transformers 3.0.2, on which FiD runs, cannot
-    express.
-    """
-    problems: list[str] = []
-    if config.feed_forward_proj != "relu":
-        problems.append(f"feed_forward_proj={config.feed_forward_proj!r}, want 'relu'")
-    if not config.scale_decoder_outputs:
-        problems.append("tie_word_embeddings=false, want true")
-    if config.num_decoder_layers != config.num_layers:
-        problems.append(
-            f"num_decoder_layers={config.num_decoder_layers}, want num_layers={config.num_layers}"
-        )
-    if config.relative_attention_max_distance != 128:
-        problems.append(
-            f"relative_attention_max_distance={config.relative_attention_max_distance}, want 128"
-        )
-    if problems:
-        raise ConfigError(
-            f"{found.path}: facebookresearch/FiD runs on transformers 3.0.2, which has no such T5: "
-            f"got {'; '.join(problems)}. Use --layout t5."
-        )
-
-
-def _config_302(config: Any) -> dict[str, Any]:
-    kept = (
-        "vocab_size",
-        "d_model",
-        "d_kv",
-        "d_ff",
-        "num_layers",
-        "num_heads",
-        "relative_attention_num_buckets",
-    )
-    kept += (
-        "dropout_rate",
-        "layer_norm_epsilon",
-        "initializer_factor",
-        "pad_token_id",
-        "eos_token_id",
-        "model_type",
-    )
-    fixed = {"is_encoder_decoder": True, "n_positions": getattr(config, "n_positions", 512)}
-    return {name: getattr(config, name) for name in kept} | fixed | {"decoder_start_token_id": 0}
 
 
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:

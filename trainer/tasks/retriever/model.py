@@ -168,3 +168,14 @@ def pooler_of(
         seed=seed,
         dtype=dtype,
     )
+
+
+def is_causal(config: Any) -> bool:
+    """Whether a base of this configuration reads from left to right only."""
+    import transformers
+
+    reads_both_ways = transformers.MODEL_FOR_MASKED_LM_MAPPING
+    return (
+        type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        and type(config) not in reads_both_ways
+    )

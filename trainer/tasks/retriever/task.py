@@ -26,8 +26,8 @@ from trainer.tasks.abilities import Side, Uncut
 from trainer.tasks.protocol import DRAW, EPOCH, Batch, Encoded, Places, Row, Text
 from trainer.tasks.retriever import export, lora, losses, metrics, rows, selection
 from trainer.tasks.retriever.config import Config, Data, Encoder
-from trainer.tasks.retriever.model import Retriever, pooler_of
-from trainer.tasks.retriever.tokens import Tokens, identity
+from trainer.tasks.retriever.model import Retriever, is_causal, pooler_of
+from trainer.tasks.retriever.tokens import Tokens, bits_of, identity, passage_of, words_of
 from trainer.tasks.token_task import TokenTask
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Task(TokenTask[Config]):
         )
         self.tokens = Tokens(self.tokenizer, cfg.data)
         self._is_told = False  # whether the size of a pool was logged
-        if cfg.encoder.pooling == "cls" and _is_causal(base_model.config_of(base, places)):
+        if cfg.encoder.pooling == "cls" and is_causal(base_model.config_of(base, places)):
             raise ConfigError(
                 'encoder.pooling="cls": in a decoder the first token sees nothing but itself. '
                 'Use "eos" or "mean".'
@@ -269,11 +269,11 @@ class Task(TokenTask[Config]):
         """
         chosen = [self._chosen(row) for row in rows]
         passages = [
-            _passage(row, index)
+            passage_of(row, index)
             for row, places in zip(rows, chosen, strict=True)
             for index in places
         ]
-        identities = [_words(row["identities"]) for row in rows]
+        identities = [words_of(row["identities"]) for row in rows]
         scores = [np.asarray(row["scores"], dtype=np.int32).view(np.float32) for row in rows]
         positives = [
             found[: int(row["num_positives"][0])]
@@ -361,7 +361,7 @@ class Task(TokenTask[Config]):
             }
         # a teacher's scores carry no gradient, whatever their type
         return found | (
-            {"teacher": _bits(batch["teacher"])} if self.cfg.loss.distillation is not None else {}
+            {"teacher": bits_of(batch["teacher"])} if self.cfg.loss.distillation is not None else {}
         )
 
     def _of_pool(self, pool: Mapping[str, Tensor]) -> Tensor:
@@ -442,27 +442,3 @@ def _texts(batch: Batch) -> dict[str, Tensor]:
     return {
         name: batch[name] for name in ("query_ids", "query_mask", "passage_ids", "passage_mask")
     }
-
-
-def _passage(row: Mapping[str, Any], index: int) -> Any:
-    start = int(np.sum(row["lengths"][:index]))
-    return row["passages"][start : start + int(row["lengths"][index])]
-
-
-def _words(identities: Any) -> np.ndarray:
-    """(N,) int64 of twice as many 32-bit numbers."""
-    return np.ascontiguousarray(identities, dtype="<i4").view("<i8")
-
-
-def _bits(scores: Tensor) -> Tensor:
-    return scores.view(torch.int32)
-
-
-def _is_causal(config: Any) -> bool:
-    import transformers
-
-    reads_both_ways = transformers.MODEL_FOR_MASKED_LM_MAPPING
-    return (
-        type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        and type(config) not in reads_both_ways
-    )

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
@@ -82,3 +84,19 @@ def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
             "with them). Use another tokenizer."
         )
     return whole[:start], whole[start + len(plain) :]
+
+
+def passage_of(row: Mapping[str, Any], index: int) -> Any:
+    """The ids of a row's passage `index`, out of those of all, which stand one after another."""
+    start = int(np.sum(row["lengths"][:index]))
+    return row["passages"][start : start + int(row["lengths"][index])]
+
+
+def words_of(identities: Any) -> np.ndarray:
+    """(N,) int64 of twice as many 32-bit numbers."""
+    return np.ascontiguousarray(identities, dtype="<i4").view("<i8")
+
+
+def bits_of(scores: Tensor) -> Tensor:
+    """The fp32 numbers of `scores` bit for bit as int32: what travels with ids."""
+    return scores.view(torch.int32)

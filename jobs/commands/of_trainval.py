@@ -1,0 +1,91 @@
+"""`trainval.py -j BACKEND`: a whole group is sent with the flags of that command. Imports no torch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from jobs.report import selection
+from jobs.submit import control, prepare
+from jobs.submit import group as group_of_jobs
+from jobs.submit.request import Request
+from trainer.errors import EXIT_OK, ConfigError
+
+
+def submit_group(
+    group: str | None,
+    experiments: list[dict[str, Any]],
+    options: dict[str, Any],
+    *,
+    backend: str,
+    file: Path | None,
+    python_binary: str,
+    is_dry: bool,
+    allow_dirty: bool,
+) -> int:
+    """Send the group as `lathe-jobs submit` does, with this command's own flags. Imports no
+    torch.
+    """
+    if group is None:
+        raise ConfigError(
+            "-j needs -e GROUP: an experiment that was sent before runs again by `lathe-jobs "
+            "retry ID`."
+        )
+    base = options["savedir_base"]
+    request = prepare.make(
+        group=group,
+        experiments=experiments,
+        base=base,
+        backend={"1": "toolkit"}.get(backend, backend),  # as published
+        job=prepare.job_config(group, file, "" if python_binary == "python" else python_binary),
+        flags=_passed_on(options),
+        allow_dirty=allow_dirty or is_dry,
+        take_snapshot=not is_dry,
+    )
+    if is_dry:
+        results = group_of_jobs.preview(request)
+    else:
+        if options["reset"]:
+            _move_aside(request)
+        results = group_of_jobs.submit(request)
+    selection.show(results, as_json=False)
+    selection.fail_if_any(results)
+    return EXIT_OK
+
+
+def _move_aside(request: Request) -> None:
+    """Begin a group anew: every folder that it has, sent or run by hand, gets another name. None
+    when one is alive.
+    """
+    # This checks every dictionary and flag: nothing is moved for what cannot be sent.
+    group_of_jobs.specs(request)
+    folders = [folder for name in request.by_id if (folder := request.base.run(name)).path.exists()]
+    rows = selection.rows(request.base.path, None, by_hand=True)
+    selection.refuse_live(row for row in rows if row.exp_id in request.by_id)
+    for folder in folders:
+        aside = folder.path.with_name(f"{folder.path.name}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
+        selection.show(
+            [control.reset(request.base, folder.path.name, request.backend_of, aside=aside)],
+            as_json=False,
+        )
+
+
+def _passed_on(options: dict[str, Any]) -> dict[str, str]:
+    """The flags of this command that the job's own command gets."""
+    flags = {
+        "data_path": options["data_path"],
+        "cache_dir": options["cache_dir"],
+        "log_every": options["log_every"],
+        "deepspeed": options["deepspeed"],
+        "wandb_entity_name": options["wandb_entity"],
+        "wandb_project_name": options["wandb_project"],
+        "wandb_run_name": options["wandb_run_name"],
+        "wandb_log_gradients": str(options["log_gradients"]).lower(),
+        "push_to_hub": str(options["push_to_hub"]).lower(),
+        "do_extra_evals": str(options["extra_evals"] > 0).lower(),
+        "generation_eval_max_sample_size": options["extra_evals"] or None,
+        "device": options["device"],
+        "force": "" if options["force"] else None,
+    }
+    return {name: str(value) for name, value in flags.items() if value is not None}

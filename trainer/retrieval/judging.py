@@ -1,0 +1,48 @@
+"""A run held against what is known to be relevant: judgements, positives, answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.data.readers.passages import chosen_passages
+from trainer.data.readers.questions import Query
+from trainer.data.readers.rankings import Qrels, Run, read_qrels
+from trainer.errors import ConfigError
+from trainer.retrieval import runs
+from trainer.retrieval.answer_recall import answer_recall
+
+
+def judged_run(
+    run: Run,
+    queries: list[Query],
+    qrels: Path | None,
+    *,
+    passages: Path | None,
+    only: set[str] | None,
+    at: list[int],
+) -> dict[str, float]:
+    """Every measure of a run that the files allow, at each cut-off of `at`.
+
+    qrels: None takes the positives of `queries`; passages: the corpus in which answers are looked
+    for; only: the ids of the questions that count. ConfigError when nothing says what is relevant.
+    """
+    queries = [query for query in queries if only is None or query.id in only]
+    judgements: Qrels = {
+        query.id: dict.fromkeys(query.positives, 1) for query in queries if query.positives
+    }
+    if qrels is not None:
+        names = {query.id for query in queries} or None
+        judgements = {
+            name: of_query
+            for name, of_query in read_qrels(qrels).items()
+            if (names is None or name in names) and (only is None or name in only)
+        }
+    measures = runs.judged(run, judgements, at=at) if judgements else {}
+    if passages is not None:
+        wanted = {hit.passage for query in queries for hit in run.get(query.id, [])[: max(at)]}
+        measures |= answer_recall(run, queries, chosen_passages(passages, wanted), at=at)
+    if not measures:
+        raise ConfigError(
+            "nothing says what is relevant. Give --qrels, or --queries with positives or answers."
+        )
+    return measures
