@@ -41,8 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Under pytest-xdist a worker gets a group of tests at a time, and each group goes to one.
 
-    The marker xdist_group would say the same, but pytest 9.2 does not see what pytest-xdist 3.8 makes
-    of it: every test is then a group of its own, and both workers set up what a file shares.
+    The marker xdist_group would say the same, but pytest 9.2 does not see what pytest-xdist 3.8
+    makes of it: every test is then a group of its own, and both workers set up what a file shares.
     """
     from xdist.scheduler import LoadScopeScheduling
 

@@ -6,7 +6,8 @@ Floors of trainer/ (a room is a folder; what is named stands higher or lower tha
 3  tasks/<name>/
 2  models/, data/, telemetry/, evaluation/, tasks/{protocol,abilities,token_task}.py
 1  runtime/, files/
-0  config/, errors.py, files/atomic.py, runtime/process.py, tasks/, every config.py and published.py of a task,
+0  config/, errors.py, files/atomic.py, runtime/process.py, tasks/, every config.py and published.py
+   of a task,
    exp_configs.py, job_configs.py
 jobs/ stands on floor 0 alone.
 """

@@ -6,7 +6,7 @@ LatheError             1  something went wrong that no dictionary can mend
                        something
 │   ├── ConfigError       an experiment dictionary, a flag or a DeepSpeed file
 │   ├── DataError         a data file or a row of it (file and line are named)
-│   ├── ResumeError       a run folder that belongs to another dictionary, other data or another base model
+│   ├── ResumeError       a run folder of another dictionary, other data or another base model
 │   ├── StorageError      the disk: full, read-only, or not there
 │   └── DoesNotFitError   a device has less memory than the run needs
 ├── CheckpointError    1  a checkpoint that is torn or altered

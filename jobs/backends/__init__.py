@@ -1,4 +1,6 @@
-"""The name is the registration: `-j <name>` is legal if and only if jobs/backends/ holds <name>.py or <name>/."""
+"""The name is the registration: `-j <name>` is legal if and only if jobs/backends/ holds <name>.py
+or <name>/.
+"""
 
 from __future__ import annotations
 

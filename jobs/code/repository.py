@@ -29,8 +29,10 @@ PATHS_A_CALL = 200  # a command line holds 2 MiB, and a path at most 4 KiB
 # Never listed when git does not know them: names that no source folder has.
 # fmt: off
 LITTER = frozenset({
-    ".git", ".hg", ".svn", ".venv", "venv", "__pycache__", "node_modules", "results", "wandb", ".mypy_cache",
-    ".ruff_cache", ".pytest_cache", ".hypothesis", ".tox", ".nox", ".eggs", ".ipynb_checkpoints", ".cache",
+    ".git", ".hg", ".svn", ".venv", "venv", "__pycache__", "node_modules", "results", "wandb",
+    ".mypy_cache",
+    ".ruff_cache", ".pytest_cache", ".hypothesis", ".tox", ".nox", ".eggs", ".ipynb_checkpoints",
+    ".cache",
     ".DS_Store",
 })
 # fmt: on
@@ -38,9 +40,12 @@ LITTER = frozenset({
 # repository.
 # fmt: off
 _ELSEWHERE = frozenset({
-    "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES",
-    "GIT_COMMON_DIR", "GIT_NAMESPACE", "GIT_PREFIX", "GIT_EXTERNAL_DIFF", "GIT_DIFF_OPTS", "GIT_LITERAL_PATHSPECS",
-    "GIT_GLOB_PATHSPECS", "GIT_NOGLOB_PATHSPECS", "GIT_ICASE_PATHSPECS", "GIT_TRACE", "GIT_CEILING_DIRECTORIES",
+    "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY",
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+    "GIT_COMMON_DIR", "GIT_NAMESPACE", "GIT_PREFIX", "GIT_EXTERNAL_DIFF", "GIT_DIFF_OPTS",
+    "GIT_LITERAL_PATHSPECS",
+    "GIT_GLOB_PATHSPECS", "GIT_NOGLOB_PATHSPECS", "GIT_ICASE_PATHSPECS", "GIT_TRACE",
+    "GIT_CEILING_DIRECTORIES",
 })
 # fmt: on
 

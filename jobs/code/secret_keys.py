@@ -21,7 +21,8 @@ BLOT = "[redacted]"
 
 # fmt: off
 _NEVER = (
-    ".env*", ".netrc", "_netrc", ".git-credentials", ".pgpass", ".pypirc", ".ssh", ".aws", ".gnupg", ".kube",
+    ".env*", ".netrc", "_netrc", ".git-credentials", ".pgpass", ".pypirc", ".ssh", ".aws",
+    ".gnupg", ".kube",
     "*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*",
 )
 # fmt: on
@@ -48,14 +49,19 @@ _SHOWN_KEY = re.compile(
 
 # fmt: off
 _INHERITED = frozenset({
-    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
-    "LIBRARY_PATH", "CPATH", "CC", "CXX", "MAX_JOBS", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONHASHSEED",
-    "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "CUDA_HOME", "CUDA_PATH", "HF_HOME", "HF_ENDPOINT",
-    "XDG_CACHE_HOME", "NETRC", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "LIBRARY_PATH", "CPATH", "CC", "CXX", "MAX_JOBS", "PYTHONPATH", "PYTHONUNBUFFERED",
+    "PYTHONHASHSEED",
+    "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "CUDA_HOME", "CUDA_PATH", "HF_HOME",
+    "HF_ENDPOINT",
+    "XDG_CACHE_HOME", "NETRC", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
 })
 _FAMILIES = (
-    "LC_", "CONDA_", "HF_HUB_", "HF_DATASETS_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "OMP_", "MKL_",
+    "LC_", "CONDA_", "HF_HUB_", "HF_DATASETS_", "TRANSFORMERS_", "TOKENIZERS_", "TORCH_",
+    "PYTORCH_", "OMP_", "MKL_",
     "NCCL_", "GLOO_", "UCX_", "DS_", "TRITON_", "WANDB_", "LATHE_",
 )
 # fmt: on

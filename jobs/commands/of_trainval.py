@@ -1,4 +1,6 @@
-"""`trainval.py -j BACKEND`: a whole group is sent with the flags of that command. Imports no torch."""
+"""`trainval.py -j BACKEND`: a whole group is sent with the flags of that command. Imports
+no torch.
+"""
 
 from __future__ import annotations
 

@@ -4,15 +4,15 @@ Every line is one JSON object with `at` (UTC) and `event`, written with one writ
 torn last line (its writer was killed) is ignored, and the next writer starts on a line of its own.
 Events:
 
-    created    exp_id, digest, group, nonce                        once, the first line
-    intent     attempt, token, name, index, backend, by            before anything is sent
-    resent     attempt                                             sent again under the same name
-    submitted  attempt, id, adopted                                the scheduler has it
-    refused    attempt, reason                                     the scheduler said no: nothing was sent
-    observed   attempt, state, reason, host                        the state changed
-    cancel     attempt                                             somebody asked for its end
-    unseen     reason                                              the scheduler cannot be reached ...
-    seen                                                           ... and can again
+    created    exp_id, digest, group, nonce                  once, the first line
+    intent     attempt, token, name, index, backend, by      before anything is sent
+    resent     attempt                                       sent again under the same name
+    submitted  attempt, id, adopted                          the scheduler has it
+    refused    attempt, reason                               the scheduler said no: nothing was sent
+    observed   attempt, state, reason, host                  the state changed
+    cancel     attempt                                       somebody asked for its end
+    unseen     reason                                        the scheduler cannot be reached ...
+    seen                                                     ... and can again
 """
 
 from __future__ import annotations

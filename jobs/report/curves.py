@@ -175,7 +175,8 @@ def _axes(scale: Scale) -> Iterable[str]:
     steps = [tick for tick in ticks(scale.first, scale.last, wanted=5) if tick == int(tick)]
     for step in steps:
         anchor = "end" if scale.x(step) > right - 14 else "middle"
-        yield f'<text x="{scale.x(step):.1f}" y="{bottom + 14:g}" text-anchor="{anchor}">{_brief(step)}</text>'
+        place = f'x="{scale.x(step):.1f}" y="{bottom + 14:g}" text-anchor="{anchor}"'
+        yield f"<text {place}>{_brief(step)}</text>"
 
 
 def ticks(low: float, high: float, *, wanted: int = 4, is_log: bool = False) -> list[float]:

@@ -44,7 +44,7 @@ def test_a_run_resumed_on_another_number_of_ranks_goes_on_with_the_same_losses(
 
 
 # Recomputation
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -56,7 +56,7 @@ def test_gradient_checkpointing_changes_no_loss_even_with_dropout(name: str, run
 
 
 # Gradient norms
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -80,7 +80,7 @@ def test_logged_gradient_norms_make_up_the_global_norm(name: str, runs: Runs) ->
 
 
 # Exports
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _read_again(values: dict[str, Any], folder: Path, run_folder: Path) -> dict[str, float]:

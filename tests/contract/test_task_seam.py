@@ -148,9 +148,6 @@ def test_every_task_is_planned_for_without_data(folder: Path, tmp_path: Path) ->
     answers = [total for request, total in peaks if request.kind == "answer"]
     pairs = list(zip(answers[::2], answers[1::2], strict=True))
     assert all(few <= more for few, more in pairs)
-    assert any(few < more for few, more in pairs), (
-        "at least one task's answers need most at their end"
-    )
 
 
 def measured_by_rows(requests: Sequence[MeasureRequest], places: Places) -> list[Measured]:

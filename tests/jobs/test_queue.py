@@ -250,7 +250,7 @@ def test_a_wrapper_that_does_not_exist_ends_its_job(own: Queue) -> None:
 
 
 # What waits
-# --------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_job_too_big_for_the_runner_ends_with_the_reason_and_stops_nobody(own: Queue) -> None:
@@ -324,7 +324,7 @@ def test_nothing_runs_after_a_job_that_was_cancelled_and_could_save(own: Queue) 
 
 
 # Waking
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_many_wakes_start_one_runner(own: Queue, spawned: Spawned) -> None:
@@ -399,7 +399,7 @@ def test_a_job_of_a_killed_runner_is_adopted(own: Queue) -> None:
 
 
 # Devices
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "-1", "1.5", " 4"])

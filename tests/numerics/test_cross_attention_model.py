@@ -36,7 +36,7 @@ from trainer.tasks.cross_attention.decoder.model import (
 from trainer.tasks.cross_attention.decoder.shape import added_indices
 
 # Against the twin
-# -----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 BASES: dict[str, dict[str, Any]] = {
     "mqa": {},
@@ -168,7 +168,7 @@ def test_next_token_loss_is_summed_in_fp32_for_a_bf16_model() -> None:
 
 
 # Initialisation
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layers", [LAYOUTS["after"], LAYOUTS["before"], LAYOUTS["shared"]])
@@ -213,7 +213,7 @@ def test_an_added_layer_has_the_published_number_of_parameters() -> None:
 
 
 # Against itself
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @every_layout
@@ -290,7 +290,7 @@ def test_fp32_layers_work_on_a_bf16_base() -> None:
 
 
 # What is refused
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_stride_that_does_not_fit_is_refused_and_the_documented_6x6_on_36_blocks_is_not() -> None:

@@ -160,7 +160,7 @@ def test_cached_greedy_decoding_equals_recomputing_everything_on_prompts_padded_
 
 
 # What is refused
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_the_toy_run_of_min_fid_answers_three_of_three_on_one_rank_and_on_two(
 
 
 # T5 v1.1
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _exported_v11(values: dict[str, Any], folder: Path, savedir: Path) -> Path:

@@ -1,4 +1,6 @@
-"""The step loop with a real engine on a small network: what it refuses, when it stops, what is the best so far."""
+"""The step loop with a real engine on a small network: what it refuses, when it stops, what is the
+best so far.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ class _SpoiltGradient(torch.autograd.Function):
 
 
 class Regression:
-    """A task whose row n belongs to step n // GLOBAL_BATCH + 1: so a fault of one step is a fault of its rows."""
+    """A task whose row n belongs to step n // GLOBAL_BATCH + 1: so a fault of one step is a fault
+    of its rows.
+    """
 
     unit: ClassVar[str] = "rows"
 
@@ -150,7 +154,8 @@ def _engine(case: Case, cfg: Experiment) -> Any:
     from trainer.runtime import distributed
     from trainer.training.engine import Engine
 
-    # Nothing of what is tested here depends on the device; DeepSpeed alone thinks that a CPU has no fp16.
+    # Nothing of what is tested here depends on the device; DeepSpeed alone thinks that a CPU has no
+    # fp16.
     get_accelerator().is_fp16_supported = lambda: True
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -257,7 +262,9 @@ def test_a_gradient_that_is_not_finite_stops_every_precision_but_fp16_before_any
 
 
 def test_a_gradient_that_is_not_finite_is_noticed_between_two_saves() -> None:
-    """fp32 at stage 0 leaves no update out: its norm rides in the next step's all-reduce, as the loss does."""
+    """fp32 at stage 0 leaves no update out: its norm rides in the next step's all-reduce, as the
+    loss does.
+    """
     cases = {
         f"zero{stage}": Case(stage=stage, spoilt_gradient={2: NAN}, steps=20, save_every=20)
         for stage in (0, 1)
@@ -271,7 +278,9 @@ def test_a_gradient_that_is_not_finite_is_noticed_between_two_saves() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_never_saved() -> None:
-    """With a learning rate of 0 the weights would stay sound, and only the check before a save sees anything."""
+    """With a learning rate of 0 the weights would stay sound, and only the check before a save sees
+    anything.
+    """
     still = {"shape": "constant", "warmup_steps": 6}
     cases = {
         "first": Case(spoilt_loss={1: NAN}, schedule=still),

@@ -274,7 +274,7 @@ def test_a_folder_without_a_head_is_not_scored_with_a_random_one(
 
 
 # Data
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_training_draws_other_distractors_in_another_epoch_and_evaluation_sees_all(
@@ -339,7 +339,7 @@ def test_a_stage_without_its_data_is_refused_and_told_how_to_make_it(tmp_path: P
 
 
 # Afterwards
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def trained(values: dict[str, Any], folder: Path, savedir: Path) -> str:

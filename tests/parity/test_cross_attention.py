@@ -1,14 +1,17 @@
-"""The rebuilt model gives the recorded numbers of the published one: every logit, hidden state, gradient and token.
+"""The rebuilt model gives the recorded numbers of the published one: every logit, hidden state,
+gradient and token.
 
 The recorded loss is a mean over labelled tokens; ours is their sum, so it is divided here.
 
-fp32: tests/tolerance.py says what rounding may do. The depth of a state is that of the matrix products before it: a sum
-over a block's width for each of its products, block after block. A gradient has passed twice as many.
+fp32: tests/tolerance.py says what rounding may do. The depth of a state is that of the matrix
+products before it: a sum over a block's width for each of its products, block after block. A
+gradient has passed twice as many.
 
-bf16: one rounding is off by at most 2^-9 of a number. Along the residual stream of n blocks and k added layers about
-m = 2 (n + k) + 2 roundings pile up like a random walk, and each of the two implementations has its own, so their
-relative distance (Frobenius norm) is about sqrt(2 m) 2^-9; BF16_MARGIN times that is allowed. Gradients pass the
-stream twice and end in a sum over tokens, hence twice as much.
+bf16: one rounding is off by at most 2^-9 of a number. Along the residual stream of n blocks and k
+added layers about m = 2 (n + k) + 2 roundings pile up like a random walk, and each of the two
+implementations has its own, so their relative distance (Frobenius norm) is about sqrt(2 m) 2^-9;
+BF16_MARGIN times that is allowed. Gradients pass the stream twice and end in a sum over tokens,
+hence twice as much.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ from trainer.tasks.cross_attention.decoder.attention import positions
 from trainer.tasks.cross_attention.decoder.generation import greedy
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 
-PRODUCTS = 6  # matrix products of a block: three around attention's two, and two of the feed-forward network
+# matrix products of a block: three around attention's two, and two of the feed-forward network
+PRODUCTS = 6
 STATE, LOSS, GRADIENT, NORM = 0.5, 0.06, 1.5, 0.1  # margins, as tests/tolerance.py means them
 # Of the six steps, where AdamW passes rounding on: it divides by |gradient| + 1e-6, so that the
 # rounding of a gradient near 0, 1e-8, moves a weight by up to a
@@ -94,7 +98,9 @@ def assert_close(
     passes: int = 1,
     scale: float = 0.0,
 ) -> None:
-    """As rounding allows in fp32, or the whole within the bf16 distance of the module's docstring."""
+    """As rounding allows in fp32, or the whole within the bf16 distance of the module's
+    docstring.
+    """
     if case.dtype == torch.float32:
         scale = scale or want.abs().max().item()
         inputs = {"depth": depth(case, passes=passes), "margin": margin, "scale": scale}
@@ -246,7 +252,8 @@ def test_the_stock_base_gives_the_recorded_numbers_when_positions_are_passed(
     tolerance.assert_close(out.loss, recorded["loss"].squeeze(), what="loss", **inputs)
 
 
-# Six optimizer steps ------------------------------------------------------------------------------------------------
+# Six optimizer steps
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -259,7 +266,9 @@ class Step:
 
 
 def logged_steps(meta: dict[str, Any]) -> list[Step]:
-    """meta.json's log, a list of entries or a dictionary of lists, whatever its keys are called exactly."""
+    """meta.json's log, a list of entries or a dictionary of lists, whatever its keys are called
+    exactly.
+    """
     log = meta["log"]
     if isinstance(log, dict):
         log = [dict(zip(log, values, strict=True)) for values in zip(*log.values(), strict=True)]
@@ -272,7 +281,9 @@ def _quantity(key: str) -> str:
 
 
 def windows(case: Case, num_steps: int, accumulation: int = 2) -> list[list[list[Batch]]]:
-    """The ways in which the stored batches can make up windows; the recorded first loss tells which one it was."""
+    """The ways in which the stored batches can make up windows; the recorded first loss tells which
+    one it was.
+    """
     stored = [case.call(batch) for batch in batches(case.inputs)]
     ways = [
         [
@@ -317,7 +328,9 @@ def learning_rate(step: int) -> float:
 
 
 def train(model: CrossAttentionModel, recipe: list[list[Batch]]) -> list[Step]:
-    """AdamW as recorded: betas 0.9/0.95, eps 1e-6, decay 1e-3 on matrices only, clip 1.0, mean of micro-batch means."""
+    """AdamW as recorded: betas 0.9/0.95, eps 1e-6, decay 1e-3 on matrices only, clip 1.0, mean of
+    micro-batch means.
+    """
     moving = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in moving if p.ndim >= 2], "weight_decay": 1e-3},

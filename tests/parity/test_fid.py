@@ -538,7 +538,7 @@ def test_training_again_ends_at_the_recorded_weights(
 
 
 # Text and scores
-# ------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_tokenizer_gives_the_ids_of_the_slow_one_and_of_this_transformers(

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # The command
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _die_before_renaming(name: str, occurrence: int) -> None:
@@ -205,7 +205,7 @@ def test_a_run_killed_between_any_two_of_its_files_ends_with_the_files_of_an_und
 
 
 # What a run leaves
-# ----------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _trained(task: str, folder: Path, savedir: Path, **changes: Any) -> tuple[dict[str, Any], Path]:

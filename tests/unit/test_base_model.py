@@ -1,4 +1,6 @@
-"""Bases and tokenizers that cannot be used: one ConfigError each, and no code that comes with them is run."""
+"""Bases and tokenizers that cannot be used: one ConfigError each, and no code that comes with them
+is run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(folder: Path, file: str, values: dict[str, Any]) -> Path:
-    """The folder, whose JSON file `file` says something else; beside it lies code that leaves a file when it is run."""
+    """The folder, whose JSON file `file` says something else; beside it lies code that leaves a
+    file when it is run.
+    """
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps(content | values))
     (folder / "mine.py").write_text(f"open({str(folder / 'was_run')!r}, 'w').close()\n")

@@ -40,7 +40,7 @@ tulu-7b_8x3            allenai/tulu-2-dpo-7b     8x3 no  yes no  1024 32 .2  614
 mistral-7b             mistralai/Mistral-7B-Instruct-v0.2 4x6 no yes no 1024 32 .1 6144 1x32 2e-4 0 linear bf16 yes
 llama-7b               meta-llama/Llama-2-7b-hf  4x6 no  yes no  1024 32 .1  6144 1x32 2e-4 0    linear bf16 yes
 llama-13b              meta-llama/Llama-2-13b-hf 4x6 no  yes no  1024 32 .1  6144 1x32 2e-4 0    linear bf16 yes
-"""  # noqa: E501
+"""
 ROWS = [line.split() for line in TABLE.strip().splitlines()]
 
 

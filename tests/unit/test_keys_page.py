@@ -1,4 +1,5 @@
-"""docs/keys.md lists every key of an experiment's dictionary, from the schemas and the comments beside them.
+"""docs/keys.md lists every key of an experiment's dictionary, from the schemas and the comments
+beside them.
 
 `LATHE_WRITE_KEYS=1 pytest tests/unit/test_keys_page.py` writes it anew.
 """
@@ -37,7 +38,9 @@ def comments_of(source: str) -> dict[int, str]:
 
 
 def comment_of(node: ast.AnnAssign, comments: dict[int, str], lines: list[str]) -> str:
-    """What is said of a key: the comment lines right above it, and the comments on its own lines."""
+    """What is said of a key: the comment lines right above it, and the comments on its own
+    lines.
+    """
     first = node.lineno
     while lines[first - 2].lstrip().startswith("#"):
         first -= 1

@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("trainer", "jobs", "ds_configs")
-# Reads every DeepSpeed file and makes one of a group's experiments complete, out of the unpacked package alone.
+# Reads every DeepSpeed file and makes one of a group's experiments complete, out of the unpacked
+# package alone.
 USE = """
 import json
 import exp_configs, job_configs, jobs.cli, trainer, trainval

@@ -53,7 +53,7 @@ def texts(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 # Tokens
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_passages_are_title_separator_and_text_behind_their_prefix(folder: Path) -> None:
@@ -91,7 +91,7 @@ def test_batches_are_padded_to_a_multiple_but_never_beyond_the_limit(folder: Pat
 
 
 # Choices
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_epoch_walks_on_through_the_same_shuffled_negatives() -> None:
@@ -130,7 +130,7 @@ def test_training_takes_one_positive_and_evaluation_all(folder: Path) -> None:
 
 
 # Model
-# --------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_every_pooling_ignores_padding() -> None:
@@ -166,7 +166,7 @@ def test_a_projection_of_another_width_than_the_base_is_refused(folder: Path) ->
 
 
 # Losses
-# -------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def pool_of(queries: int, passages: int, seed: int = 0) -> dict[str, Any]:
@@ -256,7 +256,7 @@ def test_a_retriever_learns_from_a_readers_scores(folder: Path, tmp_path: Path) 
 
 
 # Metrics
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def table_of(scores: list[list[float]], relevant: list[list[int]]) -> torch.Tensor:
@@ -311,7 +311,7 @@ def test_vectors_that_are_all_alike_find_nothing() -> None:
 
 
 # Folders
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def exported(task: Any, folder: Path) -> Any:

@@ -1,4 +1,6 @@
-"""Names, types and ranges of a DeepSpeed file, checked before anything is settled. Imports no deepspeed."""
+"""Names, types and ranges of a DeepSpeed file, checked before anything is settled. Imports no
+deepspeed.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ _KINDS = {
 
 
 def mistakes(preset: Config) -> list[str]:
-    """Everything that is wrong with a file by itself, a sentence for each; empty when nothing is."""
+    """Everything that is wrong with a file by itself, a sentence for each; empty when
+    nothing is.
+    """
     return [*_mistakes(preset, ""), *_numbers(preset)]
 
 
@@ -62,7 +66,10 @@ def _mistakes(block: Config, path: str) -> Iterator[str]:
             yield f"{name}: no such key in DeepSpeed {VERSION}. {_where(key, path)}"
         elif value == AUTO:
             if name not in _SETTLED:
-                yield f'{name}="auto": nothing in the experiment decides it. Write a value, or delete the key.'
+                yield (
+                    f'{name}="auto": nothing in the experiment decides it. Write a value, or '
+                    "delete the key."
+                )
         elif not _fits(value, kind):
             yield f"{name}={json.dumps(value)}: want {_KINDS.get(kind[0], 'an object')}."
         elif name in REFUSED_VALUES and value == REFUSED_VALUES[name][0]:
@@ -107,7 +114,10 @@ def _numbers(config: Config) -> Iterator[str]:
             yield f"{key}={value}: want an integer above 0."
     clip = config.get("gradient_clipping", AUTO)
     if clip != AUTO and _fits(clip, "n") and clip < 0:
-        yield f"gradient_clipping={clip}: want a number that is not negative; 0.0 switches clipping off."
+        yield (
+            f"gradient_clipping={clip}: want a number that is not negative; 0.0 switches clipping "
+            "off."
+        )
     zero = config.get("zero_optimization", {"stage": 0})
     if not isinstance(zero, dict):
         return  # reported by _mistakes: DeepSpeed would take `true` for stage 1

@@ -377,8 +377,8 @@ def precision(config: Config) -> str:
 
 
 def offload_device(config: Config, key: Literal["offload_param", "offload_optimizer"]) -> str:
-    """ "none", "cpu" or "nvme": where a dictionary from `build` keeps the weights or the optimizer's
-    state.
+    """Where a dictionary from `build` keeps the weights or the optimizer's states: "none", "cpu" or
+    "nvme".
     """
     block: Config = config["zero_optimization"].get(key) or {}
     return block.get("device", "none")

@@ -22,29 +22,44 @@ def _keys(text: str) -> dict[str, str]:
 # DeepSpeed takes them without "stage3_" as well, we do not.
 LEGAL: dict[str, dict[str, str]] = {
     "": _keys("""
-        train_batch_size:i train_micro_batch_size_per_gpu:i gradient_accumulation_steps:i gradient_clipping:n
-        managed_gradient_accumulation:b optimizer:o scheduler:o bf16:o fp16:o zero_optimization:o data_types:o aio:o
-        zero_allow_untested_optimizer:b zero_force_ds_cpu_optimizer:b communication_data_type:s? prescale_gradients:b
-        seq_parallel_communication_data_type:s? gradient_predivide_factor:n gradient_allreduce_op:s disable_allgather:b
-        activation_checkpointing:o checkpoint:o comms_logger:o flops_profiler:o tensorboard:o csv_monitor:o wandb:o
-        comet:o compile:o timers:o steps_per_print:i? wall_clock_breakdown:b memory_breakdown:b dump_state:b
-        disable_python_gc:b vocabulary_size:i? dataloader_drop_last:b use_data_before_expert_parallelism:b
+        train_batch_size:i train_micro_batch_size_per_gpu:i gradient_accumulation_steps:i
+        gradient_clipping:n
+        managed_gradient_accumulation:b optimizer:o scheduler:o bf16:o fp16:o zero_optimization:o
+        data_types:o aio:o
+        zero_allow_untested_optimizer:b zero_force_ds_cpu_optimizer:b communication_data_type:s?
+        prescale_gradients:b
+        seq_parallel_communication_data_type:s? gradient_predivide_factor:n gradient_allreduce_op:s
+        disable_allgather:b
+        activation_checkpointing:o checkpoint:o comms_logger:o flops_profiler:o tensorboard:o
+        csv_monitor:o wandb:o
+        comet:o compile:o timers:o steps_per_print:i? wall_clock_breakdown:b memory_breakdown:b
+        dump_state:b
+        disable_python_gc:b vocabulary_size:i? dataloader_drop_last:b
+        use_data_before_expert_parallelism:b
         log_level:s?"""),
     "zero_optimization": _keys("""
-        stage:i contiguous_gradients:b reduce_scatter:b reduce_bucket_size:i use_multi_rank_bucket_allreduce:b
-        allgather_partitions:b allgather_bucket_size:i overlap_comm:b? compute_grad_norm:b load_from_fp32_weights:b
-        elastic_checkpoint:b offload_param:o? offload_optimizer:o? sub_group_size:i stage3_prefetch_bucket_size:i
-        stage3_param_persistence_threshold:i stage3_model_persistence_threshold:i stage3_max_live_parameters:i
-        stage3_max_reuse_distance:i stage3_gather_16bit_weights_on_model_save:b stage3_module_granularity_threshold:i
-        stage3_use_all_reduce_for_fetch_params:b stage3_allgather_sequential:b ignore_unused_parameters:b
+        stage:i contiguous_gradients:b reduce_scatter:b reduce_bucket_size:i
+        use_multi_rank_bucket_allreduce:b
+        allgather_partitions:b allgather_bucket_size:i overlap_comm:b? compute_grad_norm:b
+        load_from_fp32_weights:b
+        elastic_checkpoint:b offload_param:o? offload_optimizer:o? sub_group_size:i
+        stage3_prefetch_bucket_size:i
+        stage3_param_persistence_threshold:i stage3_model_persistence_threshold:i
+        stage3_max_live_parameters:i
+        stage3_max_reuse_distance:i stage3_gather_16bit_weights_on_model_save:b
+        stage3_module_granularity_threshold:i
+        stage3_use_all_reduce_for_fetch_params:b stage3_allgather_sequential:b
+        ignore_unused_parameters:b
         legacy_stage1:b round_robin_gradients:b parameter_alignment:b zero_hpz_partition_size:i
         zero_quantized_weights:b zero_quantized_nontrainable_weights:b zero_quantized_gradients:b
-        memory_efficient_linear:b pipeline_loading_checkpoint:b override_module_apply:b log_trace_cache_warnings:b
+        memory_efficient_linear:b pipeline_loading_checkpoint:b override_module_apply:b
+        log_trace_cache_warnings:b
         enable_sanity_checks:b save_muon_momentum_buffer_in_memory:b leaf_module:o"""),
     "zero_optimization.offload_param": _keys("""
         device:s nvme_path:s? buffer_count:i buffer_size:i max_in_cpu:i pin_memory:b"""),
     "zero_optimization.offload_optimizer": _keys("""
-        device:s nvme_path:s? buffer_count:i pin_memory:b pipeline_read:b pipeline_write:b fast_init:b ratio:n
+        device:s nvme_path:s? buffer_count:i pin_memory:b pipeline_read:b pipeline_write:b
+        fast_init:b ratio:n
         super_offload:b cpuadam_cores_perc:n"""),
     "zero_optimization.leaf_module": _keys("classes:l names:l name_suffixes:l"),
     "bf16": _keys("""
@@ -62,10 +77,12 @@ LEGAL: dict[str, dict[str, str]] = {
         "grad_accum_dtype:s? param_dtype:s? buffer_dtype:s? keep_in_fp32_modules:l"
     ),
     "activation_checkpointing": _keys("""
-        partition_activations:b number_checkpoints:i? contiguous_memory_optimization:b cpu_checkpointing:b profile:b
+        partition_activations:b number_checkpoints:i? contiguous_memory_optimization:b
+        cpu_checkpointing:b profile:b
         synchronize_checkpoint_boundary:b"""),
     "checkpoint": _keys("""
-        tag_validation:s load_universal:b use_node_local_storage:b parallel_write:o checkpoint_serialization:b"""),
+        tag_validation:s load_universal:b use_node_local_storage:b parallel_write:o
+        checkpoint_serialization:b"""),
     "checkpoint.parallel_write": _keys("pipeline_stage:b"),
     "aio": _keys(
         "block_size:i queue_depth:i intra_op_parallelism:i single_submit:b overlap_events:b "
@@ -73,17 +90,22 @@ LEGAL: dict[str, dict[str, str]] = {
     ),
     "comms_logger": _keys("enabled:b prof_all:b prof_ops:l verbose:b debug:b"),
     "flops_profiler": _keys("""
-        enabled:b recompute_fwd_factor:n profile_step:i module_depth:i top_modules:i detailed:b output_file:s?"""),
+        enabled:b recompute_fwd_factor:n profile_step:i module_depth:i top_modules:i detailed:b
+        output_file:s?"""),
     "tensorboard": _keys("enabled:b output_path:s job_name:s"),
     "csv_monitor": _keys("enabled:b output_path:s job_name:s"),
     "wandb": _keys("enabled:b group:s? team:s? project:s"),
     "comet": _keys("""
-        enabled:b samples_log_interval:i project:s? workspace:s? api_key:s? experiment_name:s? experiment_key:s?
+        enabled:b samples_log_interval:i project:s? workspace:s? api_key:s? experiment_name:s?
+        experiment_key:s?
         online:b? mode:s?"""),
     "compile": _keys("""
-        deepcompile:b autoep_non_moe:b free_activation:b free_activation_threshold:i offload_activation:b
-        offload_activation_pin_memory:b offload_opt_states:b double_buffer:b symmetric_memory:b debug_log:b
-        offload_parameters:b sync_before_reduce:b sync_after_reduce:b sync_before_allgather:b sync_after_allgather:b
+        deepcompile:b autoep_non_moe:b free_activation:b free_activation_threshold:i
+        offload_activation:b
+        offload_activation_pin_memory:b offload_opt_states:b double_buffer:b symmetric_memory:b
+        debug_log:b
+        offload_parameters:b sync_before_reduce:b sync_after_reduce:b sync_before_allgather:b
+        sync_after_allgather:b
         keep_int_input_tensors:b keep_all_input_tensors:b passes:l?"""),
     "timers": _keys("throughput:o"),
     "timers.throughput": _keys("enabled:b synchronized:b"),

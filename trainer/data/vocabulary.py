@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 END_OF_TEXT = "<|endoftext|>"  # id 0: begins and ends a text
 PAD = "<|pad|>"  # id 1: never the end of a text, so a masked pad cannot hide a real end
 FOREIGN_CODE = (
-    "it brings Python code of its own (auto_map), which is never run. Use a {} whose kind transformers knows, without "
+    "it brings Python code of its own (auto_map), which is never run. Use a {} whose kind "
+    "transformers knows, without "
     "auto_map."
 )
 _TOKENIZER_FILE = "tokenizer.json"
@@ -160,7 +161,9 @@ def _pretrained(source: str, spec: str, *, tried: list[str]) -> PreTrainedTokeni
 
 
 def is_of_foreign_code(error: Exception) -> bool:
-    """Whether transformers refused a folder because it would have to run code that lies there (auto_map)."""
+    """Whether transformers refused a folder because it would have to run code that lies there
+    (auto_map).
+    """
     return "custom code" in str(error)
 
 

@@ -52,7 +52,7 @@ class GatheredValues:
 
 
 # Answers
-# ----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Each takes a predicted answer and its references, at least one, and returns the best score over
 # them, 0.0 to 1.0. Source: Rajpurkar et al. 2016 (SQuAD) for normalisation, exact match and F1;
 # ServiceNow/xc-cache for the edge cases.

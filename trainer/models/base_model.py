@@ -108,24 +108,30 @@ def load(
 
 @contextlib.contextmanager
 def _reading(source: str) -> Iterator[None]:
-    """Inside, weights of `source` are read; whatever is wrong with the files becomes one ConfigError."""
+    """Inside, weights of `source` are read; whatever is wrong with the files becomes one
+    ConfigError.
+    """
     try:
         yield
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"base={source!r}: its pytorch_model.bin is not tensors alone, or is torn; code in a pickle is never run.\n"
-            "Copy the folder again, or save its weights as safetensors: model.save_pretrained(FOLDER)."
+            f"base={source!r}: its pytorch_model.bin is not tensors alone, or is torn; code in a "
+            "pickle is never run.\n"
+            "Copy the folder again, or save its weights as safetensors: "
+            "model.save_pretrained(FOLDER)."
         ) from error
     except (
         ImportError
     ) as error:  # a quantized base needs a package of its own: bitsandbytes, kernels, optimum
         raise ConfigError(
-            f"base={source!r}: {_first_line(error)}\nIts config.json has a quantization_config: install what it needs, "
+            f"base={source!r}: {_first_line(error)}\nIts config.json has a quantization_config: "
+            "install what it needs, "
             "or use weights that are not quantized."
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
-            f"base={source!r}: its weights cannot be read ({_first_line(error)}). Copy the folder again."
+            f"base={source!r}: its weights cannot be read ({_first_line(error)}). Copy the "
+            "folder again."
         ) from error
 
 

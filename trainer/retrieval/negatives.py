@@ -65,9 +65,9 @@ def training_rows(
     out of the window.
 
     A negative is a hit in the window that is no positive, has no positive's text, and no answer in
-    it (see RankRange); of more than window.count, a sample that seed and question fix, in the order of
-    the ranking. Questions without a positive or without any negative are left out, and their number
-    is logged. DataError when none is left.
+    it (see RankRange); of more than window.count, a sample that seed and question fix, in the order
+    of the ranking. Questions without a positive or without any negative are left out, and their
+    number is logged. DataError when none is left.
     """
     finder, left_out, num_rows = AnswerFinder(passages), 0, 0
     for query in queries:

@@ -1,6 +1,8 @@
-"""What an optimizer remembers under ZeRO, as full named tensors: the same at any stage and world size.
+"""What an optimizer remembers under ZeRO, as full named tensors: the same at any stage and world
+size.
 
-With training/engine.py, this is the only importer of deepspeed, whose ways into its partitions are used here.
+With training/engine.py, this is the only importer of deepspeed, whose ways into its partitions are
+used here.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ MASTER = "master"
 
 
 class OptimizerState:
-    """The optimizer's tensors of every trainable parameter, gathered from and put back into DeepSpeed."""
+    """The optimizer's tensors of every trainable parameter, gathered from and put back into
+    DeepSpeed.
+    """
 
     def __init__(
         self, engine: Any, *, stage: int, parameters: Mapping[str, nn.Parameter], optim: Optim

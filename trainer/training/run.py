@@ -183,7 +183,9 @@ def _train(
 
 
 def _engine(plan: RunPlan, task: Task, newest: Path | None) -> tuple[Engine, Progress]:
-    """The task's model under DeepSpeed, with what the newest good checkpoint holds. A collective."""
+    """The task's model under DeepSpeed, with what the newest good checkpoint holds. A
+    collective.
+    """
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
         model = task.model()

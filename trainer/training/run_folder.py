@@ -1,4 +1,6 @@
-"""The folder of a run: claimed by one process, of one dictionary and its data, holding what it exports."""
+"""The folder of a run: claimed by one process, of one dictionary and its data, holding what it
+exports.
+"""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def described(folder: Path, otherwise: Encoder) -> Encoder:
 
 
 # The pooler
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _write_pooler(folder: Path, weights: Mapping[str, Tensor], how: Encoder) -> None:

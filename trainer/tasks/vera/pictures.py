@@ -47,7 +47,8 @@ def reliability_diagram(
         looks = ((ORANGE, "--", "o", "white"), (BLUE, "-", "s", BLUE))
         for (when, bins, error), (color, line, marker, face) in zip(drawn, looks, strict=True):
             upper.plot(
-                bins.mean_score, bins.share_true, color=color, linestyle=line, marker=marker, markersize=8,
+                bins.mean_score, bins.share_true, color=color, linestyle=line, marker=marker,
+                markersize=8,
                 markerfacecolor=face, label=f"{when} calibration, ECE {error:.3f}",
             )  # fmt: skip
         upper.set(
@@ -76,7 +77,10 @@ def score_histogram(path: Path, scores: Values, labels: Values) -> None:
         axes.hist(
             of_class, bins=round(1 / WIDTH), range=(0, 1), color=[BLUE, ORANGE], hatch=["", "////"],
             edgecolor="black", linewidth=0.6,
-            label=[f"{name} ({len(own):,} statements)" for name, own in zip(("true", "false"), of_class, strict=True)],
+            label=[
+                f"{name} ({len(own):,} statements)"
+                for name, own in zip(("true", "false"), of_class, strict=True)
+            ],
         )  # fmt: skip
         axes.axvline(0.5, color=GREY, linestyle=":", label="threshold 0.5")
         axes.set(xlim=(-0.02, 1.02), xlabel=SCORE, ylabel=f"statements per {WIDTH} of score")

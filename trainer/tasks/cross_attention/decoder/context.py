@@ -1,4 +1,6 @@
-"""A context that is ready to be attended to, and what a next token needs of the tokens before it."""
+"""A context that is ready to be attended to, and what a next token needs of the tokens
+before it.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Reading-comprehension data as its publishers give it out: NaturalQuestions, HotpotQA, SQuAD 2, MS
 MARCO, TopiOCQA.
 
-A row is what `readers.questions.qa_rows` reads: question, answers, contexts, titles (where there are any),
-useful_contexts (a 0 or 1 for each), dataset. One that cannot be answered has the answer
+A row is what `readers.questions.qa_rows` reads: question, answers, contexts, titles (where there
+are any), useful_contexts (a 0 or 1 for each), dataset. One that cannot be answered has the answer
 UNANSWERABLE; one without answers or without a context is left out. Source of these rules and of the
 splits: ServiceNow/xc-cache, HEAD 0e90cb8. A publisher's dev set is the valid split of nq, squad_v2
 and msmarco; of hotpotqa and topiocqa it is the test split, and valid is taken out of train.
@@ -168,7 +168,7 @@ def _is_text(value: Any) -> bool:
 
 
 # NaturalQuestions
-# ---------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _nq(record: PublishedRecord) -> Row | None:
@@ -324,7 +324,7 @@ def _is_no_answer(answer: Any) -> bool:
 
 
 # HotpotQA
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _hotpotqa(source: Source, split: str, shuffles: int) -> Iterator[Row]:
@@ -394,7 +394,7 @@ def _draw(name: str) -> bytes:
 
 
 # TopiOCQA
-# -----------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def _topiocqa(source: Source, split: str) -> Iterator[Row]:

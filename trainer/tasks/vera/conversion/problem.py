@@ -65,7 +65,8 @@ def multiple_choice(
 def write_line(problem: Problem) -> str:
     """The UnifiedQA line of a problem, without its end. Nothing is lower-cased."""
     if problem.is_boolean:
-        return f"{problem.choices[0] if problem.question is None else problem.question}\t{_label(problem)}"
+        statement = problem.choices[0] if problem.question is None else problem.question
+        return f"{statement}\t{_label(problem)}"
     return f"{_asked(problem)}\t{_gold_text(problem)}"
 
 
