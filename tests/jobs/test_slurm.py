@@ -225,10 +225,10 @@ def test_an_array_runs_no_more_than_k_at_once_and_is_found_by_its_token(
     slurm: Slurm, make: Specs
 ) -> None:
     specs = [make(), make(), make()]
-    (
-        Path(specs[0].workdir) / "jobs"
-    ).mkdir()  # what `python -m jobs.node.wrapper --array INDEX` finds there
-    (Path(specs[0].workdir) / "jobs" / "run.py").write_text(
+    # What `python -m jobs.node.wrapper --array INDEX` finds in the folder where it starts.
+    room = Path(specs[0].workdir) / "jobs" / "node"
+    room.mkdir(parents=True)
+    (room / "wrapper.py").write_text(
         "import os, sys, time; from pathlib import Path; me = os.environ['SLURM_ARRAY_TASK_ID']\n"
         "here = Path(sys.argv[2]).parent; (here / f'on-{me}').touch(); time.sleep(0.3)\n"
         "assert len(list(here.glob('on-*'))) == 1; (here / f'on-{me}').rename(here / "

@@ -88,7 +88,7 @@ def test_a_numpy_number_in_a_list_has_the_id_of_the_number() -> None:
 
 
 def test_an_id_is_the_same_in_another_process() -> None:
-    code = f"from trainer.config import exp_id; print(exp_id({EXPERIMENT!r}))"
+    code = f"from trainer.config.identity import exp_id; print(exp_id({EXPERIMENT!r}))"
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True

@@ -29,6 +29,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The files of a run folder that its one training alone replaces, again and again.
+WRITTEN_AGAIN = (
+    "score_list.json",
+    "score_list.pkl",
+    "status.json",
+    "data.json",
+    "memory_plan.json",
+)
+
 
 @contextlib.contextmanager
 def claimed(plan: RunPlan, options: Options) -> Iterator[HeldLock]:
@@ -49,6 +58,9 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
         os.replace(plan.folder, aside)
         logger.info("reset: the old folder is now %s", aside)
     plan.folder.mkdir(exist_ok=True)
+    for name in WRITTEN_AGAIN:  # what a killed process was writing aside
+        for left in plan.folder.glob(f".{name}.*.tmp"):
+            left.unlink(missing_ok=True)
     _check_dictionary(plan)
     write_json(plan.folder / "exp_dict.json", plan.values)
     write_json(plan.folder / "resolved.json", plan.cfg.model_dump(mode="json"))
