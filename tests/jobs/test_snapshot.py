@@ -146,7 +146,7 @@ def stored_bytes(folder: Path) -> bytes:
 
 def test_a_clean_repository_is_taken_as_it_is(project: Path, base: BaseFolder) -> None:
     taken = take(project, base, allow_dirty=False)
-    assert files(taken.tree) == {"trainval.py", "trainer/training/loop.py", ".gitignore"}
+    assert files(taken.tree) == {"trainval.py", "trainer/loop.py", ".gitignore"}
     assert taken.commit == git(project, "rev-parse", "HEAD")
     assert (taken.is_dirty, taken.files, taken.bytes) == (
         False,
@@ -163,7 +163,7 @@ def test_the_manifest_tells_commit_branch_and_every_file(project: Path, base: Ba
     assert (told["commit"], told["branch"], told["patch"]) == (taken.commit, "main", None)
     assert [entry["path"] for entry in told["files"]] == [
         ".gitignore",
-        "trainer/training/loop.py",
+        "trainer/loop.py",
         "trainval.py",
     ]  # type: ignore[attr-defined]
 
@@ -223,7 +223,7 @@ def test_the_archive_holds_the_tree_sorted_without_times_and_owners(
     assert [member.name for member in members] == [
         ".gitignore",
         "again.py",
-        "trainer/training/loop.py",
+        "trainer/loop.py",
         "trainval.py",
     ]
     assert {(member.mtime, member.uid, member.gid, member.uname) for member in members} == {
@@ -240,9 +240,9 @@ def test_files_of_the_tree_are_read_only_and_keep_their_executable_bit(
     taken = take(project, base, allow_dirty=False)
     modes = {
         name: (taken.tree / name).stat().st_mode & 0o777
-        for name in ("trainval.py", "trainer/training/loop.py")
+        for name in ("trainval.py", "trainer/loop.py")
     }
-    assert modes == {"trainval.py": 0o555, "trainer/training/loop.py": 0o444}
+    assert modes == {"trainval.py": 0o555, "trainer/loop.py": 0o444}
 
 
 def test_hostile_file_names_survive_and_run_nothing(project: Path, base: BaseFolder) -> None:
@@ -250,7 +250,7 @@ def test_hostile_file_names_survive_and_run_nothing(project: Path, base: BaseFol
         write(project / name, f"{NAMES.index(name)}\n")
     commit(project)
     taken = take(project, base, allow_dirty=False)
-    assert files(taken.tree) == {*NAMES, "trainval.py", "trainer/training/loop.py", ".gitignore"}
+    assert files(taken.tree) == {*NAMES, "trainval.py", "trainer/loop.py", ".gitignore"}
     assert all((taken.tree / name).read_text() == f"{i}\n" for i, name in enumerate(NAMES))
     with tarfile.open(
         base.snapshots / taken.digest / "code.tar.gz", errors="surrogateescape"
@@ -264,7 +264,7 @@ def test_a_project_in_a_folder_of_its_repository_runs_in_that_folder(
     project: Path, base: BaseFolder
 ) -> None:
     taken = take(project / "trainer", base, allow_dirty=False)
-    assert files(taken.tree) == {"trainval.py", "trainer/training/loop.py", ".gitignore"}
+    assert files(taken.tree) == {"trainval.py", "trainer/loop.py", ".gitignore"}
     assert taken.workdir == taken.tree / "trainer"
 
 
@@ -308,7 +308,7 @@ def test_a_dirty_tree_is_refused_and_its_files_named(project: Path, base: BaseFo
     (project / "trainval.py").unlink()
     with pytest.raises(ConfigError, match=r"3 file.*allow-dirty") as refused:
         take(project, base, allow_dirty=False)
-    for words in ("M trainer/training/loop.py", "D trainval.py", r"?? new\n.py"):
+    for words in ("M trainer/loop.py", "D trainval.py", r"?? new\n.py"):
         assert words in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not base.snapshots.exists()
@@ -327,13 +327,13 @@ def test_with_leave_a_dirty_tree_is_taken_with_its_patch(
     (project / "trainval.py").unlink()
     taken = take(project, base, allow_dirty=True)
     assert taken.is_dirty
-    assert files(taken.tree) == {"new.py", "trainer/training/loop.py", ".gitignore"}
+    assert files(taken.tree) == {"new.py", "trainer/loop.py", ".gitignore"}
     git(tmp_path, "clone", "--quiet", str(project), "clone")
     git(tmp_path / "clone", "apply", str(base.snapshots / taken.digest / "dirty.patch"))
     assert (tmp_path / "clone" / "trainer" / "loop.py").read_bytes() == b"\0binary\xff\n"
     assert not (tmp_path / "clone" / "trainval.py").exists()
     assert manifest(base, taken.digest)["dirty"] == {
-        "trainer/training/loop.py": " M",
+        "trainer/loop.py": " M",
         "trainval.py": " D",
         "new.py": "??",
     }
@@ -453,7 +453,7 @@ def test_planted_secrets_are_in_no_stored_byte(
     write(project / "trainval.py", "changed = 1\n")
     with caplog.at_level(logging.WARNING):
         taken = take(project, base, allow_dirty=True)
-    assert files(taken.tree) == {"trainval.py", "trainer/training/loop.py", ".gitignore"}
+    assert files(taken.tree) == {"trainval.py", "trainer/loop.py", ".gitignore"}
     stored = stored_bytes(base.path)
     assert b"changed = 1" in stored
     assert b"hush-hush" not in stored
@@ -519,7 +519,7 @@ def test_weights_are_left_out_and_small_fixtures_kept(
     assert files(taken.tree) == {
         f"fixture{suffix}",
         "trainval.py",
-        "trainer/training/loop.py",
+        "trainer/loop.py",
         ".gitignore",
     }
     assert manifest(base, taken.digest)["left_out"] == {f"model{suffix}": "weights"}
@@ -532,7 +532,7 @@ def test_a_savedir_inside_the_project_is_neither_taken_nor_dirty(project: Path) 
     assert len(digests) == 1
     assert files(base.snapshot(digests.pop())) == {
         "trainval.py",
-        "trainer/training/loop.py",
+        "trainer/loop.py",
         ".gitignore",
     }
 
