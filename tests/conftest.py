@@ -103,6 +103,9 @@ def _left_behind(base: Path) -> list[psutil.Process]:
 
 def _is_ours(process: psutil.Process, base: Path) -> bool:
     try:
+        # wandb 0.31 keeps one service for a process that opened a run, until that process ends.
+        if process.name() == "wandb-core" and str(os.getpid()) in process.cmdline():
+            return False
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
         return process.environ().get(MARK[0]) == MARK[1] or Path(process.cwd()).is_relative_to(base)
