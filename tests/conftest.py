@@ -7,6 +7,8 @@ Two ranks on two cores must not fight, and results must not depend on how many c
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import random
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +39,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _place(item.path.parent.name))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Name a failed test when it fails: a run that is cut off has said what it saw."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_FailuresAtOnce(terminal))
+
+
+class _FailuresAtOnce:
+    def __init__(self, terminal: Any) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            reason = str(crash.message if crash else report.longrepr).strip().partition("\n")[0]
+            self._terminal.write_line(f"\n{report.when} failed: {report.nodeid}: {reason}")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Under pytest-xdist a worker gets a group of tests at a time, and each group goes to one.
@@ -49,6 +70,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return group(nodeid)
+
+        def _reschedule(self, node: Any) -> None:
+            """A worker runs its last test once it knows what follows. xdist 3.8 forgets to tell one
+            that replaces a dead one, which then waits for ever.
+            """
+            while node in self.registered_collections:
+                super()._reschedule(node)
+                if node.shutting_down or self._pending_of(self.assigned_work[node]) > 1:
+                    return
 
     return Groups(config, log)
 
@@ -66,6 +96,24 @@ def group(nodeid: str) -> str:
 
 def _place(folder: str) -> int:
     return SLOW_FIRST.index(folder) if folder in SLOW_FIRST else len(SLOW_FIRST)
+
+
+@pytest.fixture(autouse=True)
+def no_test_depends_on_another() -> Iterator[None]:
+    """A test that draws without a seed of its own draws the same, alone and after any other; and
+    none leaves a process group to the next, whose command would end this process with it.
+    """
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    yield
+    if dist := sys.modules.get("torch.distributed"):
+        has_group = dist.is_available() and dist.is_initialized()
+        if has_group:
+            dist.destroy_process_group()
+        assert not has_group, "this test left a process group behind"
 
 
 @pytest.fixture(scope="session", autouse=True)

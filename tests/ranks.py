@@ -28,34 +28,50 @@ def run_on_ranks(
     function.
     """
     with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        queue: Any = SERVED.Queue()
-        children = [
-            SERVED.Process(target=_child, args=(rank, world, store, queue, function, args))
-            for rank in range(world)
-        ]
+        return _results(world, os.path.join(folder, "store"), function, args, timeout_s)
+
+
+def run_alone(function: Callable[..., Any], *args: Any, timeout_s: float = 900) -> Any:
+    """What `function(*args)` returned in a process of its own, in which it joins what group it
+    likes.
+    """
+    return _results(1, None, function, args, timeout_s)[0]
+
+
+def _results(
+    world: int,
+    store: str | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout_s: float,
+) -> list[Any]:
+    queue: Any = SERVED.Queue()
+    children = [
+        SERVED.Process(target=_child, args=(rank, world, store, queue, function, args))
+        for rank in range(world)
+    ]
+    for child in children:
+        child.start()
+    results: dict[int, Any] = {}
+    try:
+        for _ in children:
+            rank, good, value = queue.get(timeout=timeout_s)
+            if not good:
+                raise AssertionError(f"rank {rank} failed:\n{value}")
+            results[rank] = torch.load(io.BytesIO(value), weights_only=False)
+    finally:
         for child in children:
-            child.start()
-        results: dict[int, Any] = {}
-        try:
-            for _ in children:
-                rank, good, value = queue.get(timeout=timeout_s)
-                if not good:
-                    raise AssertionError(f"rank {rank} failed:\n{value}")
-                results[rank] = torch.load(io.BytesIO(value), weights_only=False)
-        finally:
-            for child in children:
-                child.join(timeout=10 if len(results) == world else 0.1)
-                if child.is_alive():
-                    child.kill()
-                    child.join()
+            child.join(timeout=10 if len(results) == world else 0.1)
+            if child.is_alive():
+                child.kill()
+                child.join()
     return [results[rank] for rank in range(world)]
 
 
 def _child(
     rank: int,
     world: int,
-    store: str,
+    store: str | None,
     queue: Any,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -63,17 +79,19 @@ def _child(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, world),
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=600),
-        )
+        if store is not None:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=600),
+            )
         value = function(*args)
-        dist.barrier()
+        if store is not None:
+            dist.barrier()
         written = io.BytesIO()  # tensors as bytes: shared memory would die with this process
         torch.save(value, written)
         queue.put((rank, True, written.getvalue()))

@@ -13,6 +13,7 @@ import torch
 
 from tests.contract.runs import untimed
 from tests.facts import experiment, write_facts
+from tests.ranks import run_alone
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,6 +24,10 @@ pytestmark = [
 
 
 def train(values: dict[str, Any], folder: Path, savedir: Path, stage: int) -> list[dict[str, Any]]:
+    return run_alone(_train, values, folder, savedir, stage)
+
+
+def _train(values: dict[str, Any], folder: Path, savedir: Path, stage: int) -> list[dict[str, Any]]:
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 
 from tests.facts import OF_TASK, experiment, write_facts
 from tests.numerics.lone_group import join_lone_group
-from tests.ranks import run_on_ranks
+from tests.ranks import run_alone, run_on_ranks
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.schema import Optim, Train
@@ -205,6 +206,20 @@ def test_every_task_trains_evaluates_and_answers_under_fake_tensors(tmp_path: Pa
 
 
 def run(tmp_path: Path, name: str, *, deepspeed: str, **options: Any) -> Path:
+    return run_alone(_run, tmp_path, name, deepspeed, options)
+
+
+def refusal(tmp_path: Path, name: str, *, deepspeed: str, **options: Any) -> str:
+    return run_alone(_refusal, tmp_path, name, deepspeed, options)
+
+
+def _refusal(*asked: Any) -> str:
+    with pytest.raises(DoesNotFitError) as refused:
+        _run(*asked)
+    return str(refused.value)
+
+
+def _run(tmp_path: Path, name: str, deepspeed: str, options: dict[str, Any]) -> Path:
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
     from trainer.training.run import run as train
@@ -242,8 +257,8 @@ def test_running_the_heaviest_batches_first_changes_no_loss(stage: str, tmp_path
 def test_a_run_that_cannot_fit_is_refused_before_it_begins_and_forced_all_the_same(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(DoesNotFitError, match=r"(?s)needs .* GiB per device.*--force"):
-        run(tmp_path, "refused", deepspeed="zero2", device="513MiB")
+    said = refusal(tmp_path, "refused", deepspeed="zero2", device="513MiB")
+    assert re.search(r"(?s)needs .* GiB per device.*--force", said), said
     folder = run(tmp_path, "forced", deepspeed="zero2", device="513MiB", force=True)
     assert len(losses(folder)) == 6
 

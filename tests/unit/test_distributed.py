@@ -118,11 +118,15 @@ def test_an_object_that_json_cannot_hold_is_refused_on_one_rank_too() -> None:
 
 
 def test_plain_python_gets_a_group_of_one_and_a_local_rank() -> None:
-    distributed.init(timeout_s=5)
-    assert dist.is_initialized()
-    assert dist.get_world_size() == 1
-    assert os.environ["LOCAL_RANK"] == "0"
-    distributed.init(timeout_s=5)  # a second call is harmless
+    def child() -> None:
+        distributed.init(timeout_s=5)
+        assert dist.is_initialized()
+        assert dist.get_world_size() == 1
+        assert os.environ["LOCAL_RANK"] == "0"
+        distributed.init(timeout_s=5)  # a second call is harmless
+        os._exit(0)
+
+    assert _children([child]) == [0]
 
 
 def test_half_a_launcher_is_an_error_that_names_the_missing_variables(

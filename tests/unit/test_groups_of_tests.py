@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.conftest import group
 
+ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = "tests/contract/test_task_contract.py::test_stages_ranks_and_accumulation_agree"
 FEATURES = "tests/contract/test_task_features.py::test_a_run_resumed_on_another_number_of_ranks"
 
@@ -25,3 +30,32 @@ def test_tests_that_share_what_is_dear_stay_together(
     one: str, other: str, is_together: bool
 ) -> None:
     assert (group(one) == group(other)) is is_together
+
+
+DIES_ONCE = """
+import os, pathlib, time
+died = pathlib.Path(__file__).with_name("died")
+def test_first():
+    time.sleep(0.5)
+def test_last():
+    if not died.exists():
+        died.touch()
+        os._exit(0)
+"""
+
+
+def test_a_worker_that_dies_is_a_failure_and_the_rest_of_the_tests_run(tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").touch()
+    for number in range(12):
+        (tmp_path / f"test_a{number}.py").write_text("def test_alone(): pass")
+    (tmp_path / "test_b.py").write_text(DIES_ONCE)
+    argv = ["-c", str(tmp_path / "pytest.ini"), "-p", "tests.conftest", "-n2", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--dist", "loadscope", *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "crashed while running 'test_b.py::test_last'" in done.stdout, done.stdout
+    assert "1 failed, 14 passed" in done.stdout
