@@ -14,12 +14,17 @@ from typing import Any
 from exp_configs import vary
 from tests.facts import experiment, with_dropout
 from tests.ranks import run_on_ranks
+from trainer import tasks
+from trainer.config.identity import exp_id
+from trainer.models import base_model
+from trainer.tasks.protocol import Places
 
 WORLDS, STAGES = (1, 2), (0, 1, 2, 3)
 EVERY_ENTRY = [(world, stage) for world in WORLDS for stage in STAGES]
-# Stages 1 and 2 differ in what a rank does with gradients while they come: one task of a plain
-# backward pass stands for all, and one that goes backward many times in a step.
-ALL_STAGES_MATTER = ("causal_lm", "retriever")
+# Stages 1 and 2 differ in what a rank does with gradients while they come: one task stands for all.
+# The retriever, which goes backward many times in a step, is followed through every stage by
+# tests/parity/test_retriever.py.
+ALL_STAGES_MATTER = ("causal_lm",)
 TIMINGS = ("step_s", "peak_gib")
 SHORT = {"steps": 4, "eval_every": 2, "save_every": 2, "eval_batch": 11}
 
@@ -79,8 +84,24 @@ class Trained:
         return losses(self.lines)
 
 
+def from_folder(values: dict[str, Any], bases: Path) -> dict[str, Any]:
+    """The same experiment, the weights of its random base read from a folder under `bases`, where
+    they lie in several files.
+    """
+    random, places = tasks.parse(values).base, Places(None, bases / "cache", bases)
+    saved = bases / exp_id(values)
+    if not saved.is_dir():
+        is_seq2seq = base_model.config_of(random, places).is_encoder_decoder
+        kind: base_model.Kind = "seq2seq_lm" if is_seq2seq else "causal_lm"
+        model = base_model.load(random, places, precision="fp32", kind=kind)
+        model.save_pretrained(saved, max_shard_size="60KB")
+        assert len(list(saved.glob("*.safetensors"))) > 1
+    return {**values, "base": str(saved)}
+
+
 class Runs:
-    """Every run that was asked for in this session, trained when it was first asked for.
+    """Every run that was asked for in this session, trained when it was first asked for. Its base is
+    what a user has: a folder of weights, in several files.
 
     The kinds: `plain`; `at once`, with all rows of a step in one micro-batch; `dropout`, with every
     dropout switched on; `recomputed`, the same with gradient checkpointing. Plain runs on two ranks
@@ -89,17 +110,20 @@ class Runs:
     """
 
     def __init__(self, folder: Path, root: Path) -> None:
-        self.folder, self._root = folder, root
+        self.folder, self._root, self._bases = folder, root, root / "bases"
         self._trained: dict[tuple[str, str, int, int], Trained] = {}
 
     def values(self, name: str, kind: str) -> dict[str, Any]:
         """The dictionary of a kind."""
-        plain = experiment(name, self.folder, train=SHORT | {"best": None})
+        plain = from_folder(
+            experiment(name, self.folder, train=SHORT | {"best": None}), self._bases
+        )
         if kind == "plain":
             return plain
         if kind == "at once":
             return vary(plain, train={"micro_batch": plain["train"]["global_batch"]})  # type: ignore[index]
         dropout = with_dropout(experiment(name, self.folder, train=SHORT))
+        dropout = from_folder(dropout, self._bases)
         recomputed = vary(dropout, train={"gradient_checkpointing": True})
         return {"dropout": dropout, "recomputed": recomputed}[kind]
 

@@ -27,7 +27,6 @@ from tests.facts import OF_TASK, experiment
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.models import base_model
 from trainer.tasks.protocol import Places
 
 TASKS = tasks.names()
@@ -164,25 +163,6 @@ def test_every_stage_on_one_rank_and_on_two_agrees(name: str, runs: Runs) -> Non
     _agree(runs, name, EVERY_ENTRY)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_a_base_from_a_folder_gives_the_same_losses_partitioned_while_it_is_read(
-    name: str, folder: Path, tmp_path: Path
-) -> None:
-    saved = tmp_path / "base"
-    task = load(name, folder)
-    kind = (
-        "seq2seq_lm"
-        if base_model.config_of(task.cfg.base, task.places).is_encoder_decoder
-        else "causal_lm"
-    )
-    base_model.load(task.cfg.base, task.places, precision="fp32", kind=kind).save_pretrained(saved)
-    values = experiment(name, folder, base=str(saved), train={"steps": 2})
-    (alone,) = run_on_ranks(1, _losses_at, (0,), values, folder, tmp_path / "one")
-    shared = run_on_ranks(2, _losses_at, (0, 3), values, folder, tmp_path / "two")[0]
-    assert shared[0] == pytest.approx(alone[0], abs=1e-5)
-    assert shared[3] == pytest.approx(shared[0], abs=1e-5)
-
-
 def _losses_at(
     stages: tuple[int, ...], values: dict[str, Any], folder: Path, savedir: Path
 ) -> dict[int, list[float]]:
@@ -250,12 +230,12 @@ def _resumes(runs: Runs, name: str, entries: list[tuple[int, int]], root: Path) 
 def test_a_killed_run_resumes_bit_for_bit_with_dropout(
     name: str, runs: Runs, tmp_path: Path
 ) -> None:
-    entries = EVERY_ENTRY if name == "causal_lm" else [(2, 0), (2, 3)]
+    entries = [(1, 0), (1, 2), (2, 1), (2, 3)] if name == "causal_lm" else [(2, 3)]
     _resumes(runs, name, entries, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in TASKS if name != "causal_lm"])
+@pytest.mark.parametrize("name", TASKS)
 def test_a_killed_run_resumes_bit_for_bit_with_dropout_at_every_stage(
     name: str, runs: Runs, tmp_path: Path
 ) -> None:

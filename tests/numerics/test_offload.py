@@ -106,7 +106,11 @@ def _to_the_end(live: Any) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "tensors": tensors}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(1, marks=pytest.mark.long), 2],
+    ids=["1 rank", "2 ranks"],
+)
 def of_ranks(kernel: None, request: pytest.FixtureRequest) -> list[dict[str, Found]]:
     precisions = ("fp32",) if request.param == 1 else ("fp32", "bf16")
     return run_on_ranks(

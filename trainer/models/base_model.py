@@ -23,6 +23,7 @@ from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
 from trainer.files import safetensors_file
 from trainer.files.atomic import refusals, replace_file
+from trainer.models import weight_files
 from trainer.models.t5_encoder_weights import encoder_source
 
 if TYPE_CHECKING:
@@ -96,11 +97,7 @@ def load(
             return build(config, **options)
     if kind == "encoder" and config.model_type == "t5":
         source = encoder_source(source, places.cache_dir)
-    # transformers 5.23 finds out whether an output layer of T5 v1.1 is tied by comparing it with
-    # the embedding; under ZeRO-3 both are empty by then, count as equal, and the checkpoint's own
-    # would be thrown away.
-    may_be_untied = kind == "seq2seq_lm" and getattr(config, "scale_decoder_outputs", True) is False
-    with _reading(source), _unpartitioned() if may_be_untied else contextlib.nullcontext():
+    with _reading(source), _tied_as_saved(build, config, source):
         return build.from_pretrained(
             source, dtype=DTYPES[precision], trust_remote_code=False, **options
         )
@@ -140,22 +137,43 @@ def _first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _unpartitioned() -> Iterator[None]:
-    """Inside, from_pretrained reads whole weights, also under ZeRO-3; the engine partitions them
-    afterwards.
-    """
-    from transformers.integrations import deepspeed
+def _tied_as_saved(build: Any, config: PretrainedConfig, source: str) -> Iterator[None]:
+    """Inside, a partitioned from_pretrained ties what the files hold once, or twice alike.
 
-    reference = deepspeed._hf_deepspeed_config_weak_ref
-    present = reference() if reference is not None else None
-    if present is None:
+    transformers 5.23, tie_weights: what its class ties and the files hold twice (the output layer
+    of T5 v1.1) is compared when all is read. Under ZeRO-3 both are empty by then and count as
+    equal, and the checkpoint's own output layer would be thrown away.
+    """
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    untied = _saved_apart(build, config, source) if is_deepspeed_zero3_enabled() else set()
+    if not untied:
         yield
         return
-    deepspeed.unset_hf_deepspeed_config()
+    of_class = build.get_expanded_tied_weights_keys
+
+    def of_files(model: PreTrainedModel, **how: Any) -> dict[str, str]:
+        return {name: to for name, to in of_class(model, **how).items() if name not in untied}
+
+    build.get_expanded_tied_weights_keys = of_files
     try:
         yield
     finally:
-        deepspeed.set_hf_deepspeed_config(present)
+        build.get_expanded_tied_weights_keys = of_class
+
+
+def _saved_apart(build: Any, config: PretrainedConfig, source: str) -> set[str]:
+    """The weights that the model class ties to another one, but whose files hold both, unlike each
+    other.
+    """
+    with torch.device("meta"):
+        tied: dict[str, str] = build(config).all_tied_weights_keys
+    saved = weight_files.tensors(source, {*tied, *tied.values()})
+    return {
+        name
+        for name, to in tied.items()
+        if name in saved and to in saved and not torch.equal(saved[name], saved[to])
+    }
 
 
 def skeleton(base: Base, places: Places, *, kind: Kind = "causal_lm") -> PreTrainedModel:

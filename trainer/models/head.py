@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.files import safetensors_file
-from trainer.models.t5_encoder_weights import find_file
+from trainer.models.weight_files import find_file
 
 HEAD_FILE = "head.safetensors"
 

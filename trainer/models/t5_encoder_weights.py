@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import zipfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +17,11 @@ from torch import Tensor
 from trainer.errors import ConfigError
 from trainer.files import safetensors_file
 from trainer.files.build_once import build_once
+from trainer.models import weight_files
 
 log = logging.getLogger(__name__)
 
 _WEIGHTS = "model.safetensors"
-_SAFE = (_WEIGHTS, "model.safetensors.index.json")
-_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def encoder_source(source: str, cache_dir: Path) -> str:
@@ -34,12 +31,10 @@ def encoder_source(source: str, cache_dir: Path) -> str:
 
     ConfigError when the pickle holds more than tensors, or no T5 encoder.
     """
-    if any(find_file(source, name) for name in _SAFE):
-        return source
-    files = _pickles(source)
-    if not files:
+    files = weight_files.of(source)
+    if not files or files[0].suffix == ".safetensors":
         return source  # from_pretrained says what is missing
-    config = find_file(source, "config.json")
+    config = weight_files.find_file(source, "config.json")
     if config is None:
         return source
     facts = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -54,43 +49,14 @@ def encoder_source(source: str, cache_dir: Path) -> str:
     return str(build_once(folder, build, is_whole=lambda folder: (folder / _WEIGHTS).is_file()))
 
 
-def find_file(source: str, name: str) -> Path | None:
-    """The file `name` of a folder or Hub id; None when it has none, or cannot be reached."""
-    if Path(source).is_dir():
-        path = Path(source) / name
-        return path if path.is_file() else None
-    from transformers.utils.hub import cached_file
-
-    path = cached_file(
-        source,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if path is None else Path(path)
-
-
-def _pickles(source: str) -> list[Path]:
-    single, index = (find_file(source, name) for name in _PICKLES)
-    if single is not None:
-        return [single]
-    if index is None:
-        return []
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    found = [find_file(source, name) for name in names]
-    missing = [name for name, path in zip(names, found, strict=True) if path is None]
-    if missing:
-        raise ConfigError(
-            f"base={source!r}: {', '.join(missing)} missing, which {index.name} lists. Copy it "
-            "again."
-        )
-    return [path for path in found if path is not None]
-
-
 def _encoder_tensors(files: list[Path]) -> dict[str, Tensor]:
     kept: dict[str, Tensor] = {}
     for file in files:
-        kept |= {name: tensor for name, tensor in _read(file).items() if _is_encoders(name)}
+        kept |= {
+            name: tensor
+            for name, tensor in weight_files.read_pickle(file).items()
+            if _is_encoders(name)
+        }
     if "shared.weight" not in kept:
         kept["shared.weight"] = kept.pop("encoder.embed_tokens.weight", torch.empty(0))
     kept.pop("encoder.embed_tokens.weight", None)  # the same tensor under another name
@@ -104,16 +70,3 @@ def _encoder_tensors(files: list[Path]) -> dict[str, Tensor]:
 
 def _is_encoders(name: str) -> bool:
     return name == "shared.weight" or name.startswith("encoder.")
-
-
-def _read(file: Path) -> Any:
-    from pickle import UnpicklingError
-
-    try:
-        return torch.load(
-            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-        )
-    except UnpicklingError as error:
-        raise ConfigError(
-            f"{file}: a pickle of more than tensors, which could run code. Use safetensors."
-        ) from error

@@ -31,6 +31,7 @@ from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
+from trainer.runtime.host_memory import returned_at_once  # noqa: E402
 from trainer.training import optimizers  # noqa: E402
 from trainer.training.optimizer_state import OptimizerState, dtype_of, shape_of  # noqa: E402
 
@@ -66,9 +67,12 @@ def partitioned_loading(ds: Mapping[str, Any]) -> Iterator[None]:
         return
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
+    # deepspeed 0.19.8: until its own communication is up, zero.Init takes the world for one rank
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
     keep_alive = HfDeepSpeedConfig(dict(ds))
     try:
-        yield
+        with returned_at_once():
+            yield
     finally:
         del keep_alive
         unset_hf_deepspeed_config()
