@@ -21,6 +21,15 @@ from trainer.runtime.process import birth
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(autouse=True)
+def only_its_own_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper kills all descendants of its process. Here that is the tests' own, whose servers
+    (of forks, of wandb) later tests still need.
+    """
+    all_of, before = node.descendants, set(node.descendants(os.getpid()))
+    monkeypatch.setattr(node, "descendants", lambda pid: sorted(set(all_of(pid)) - before))
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     path = tmp_path / ("a" * 32)

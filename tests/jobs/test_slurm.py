@@ -250,8 +250,9 @@ def test_an_array_runs_no_more_than_k_at_once_and_is_found_by_its_token(
 
 
 def test_an_element_of_an_array_is_cancelled_alone(slurm: Slurm, make: Specs) -> None:
-    (make.base / "jobs").mkdir()
-    (make.base / "jobs" / "run.py").write_text(SLEEP)
+    room = make.base / "jobs" / "node"
+    room.mkdir(parents=True)
+    (room / "wrapper.py").write_text(SLEEP)
     specs = [make().model_copy(update={"workdir": str(make.base)}) for _ in range(2)]
     index_file = str(make.base / "array.json")
     array_id = slurm.submit(

@@ -14,7 +14,7 @@ from trainer.data.order import Sharding, window_rows
 from trainer.errors import ConfigError
 from trainer.memory import plan_text
 from trainer.memory.advice import Advice, Fix, Line, Stage, fewer_evaluated, largest_divisor
-from trainer.memory.deepspeed_terms import Breakdown, Zero, host, inference, training
+from trainer.memory.deepspeed_terms import Breakdown, Zero, host, host_to_read, inference, training
 from trainer.memory.measure import Measured, Moment, changed
 from trainer.memory.plan import MemoryPlan, Phase
 from trainer.memory.planned_rows import heaviest
@@ -146,6 +146,23 @@ def test_an_offloaded_optimizer_is_in_host_memory() -> None:
     assert training(measured([Moment(2 * P, 0, 0)]), offloaded, cublas=0).optimizer == 0
     assert host(measured([]), offloaded) == 18 * P
     assert host(measured([]), zero(2)) == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "offloads_weights", "is_random", "num_bytes"),
+    [
+        (0, False, False, 2 * P),
+        (2, False, False, 2 * P),
+        (3, False, False, 2 * 1000),
+        (3, True, False, 2 * P // 8 + 2 * 1000),
+        (3, False, True, 2 * P),
+    ],
+)
+def test_eight_ranks_read_a_base_whole_below_stage_3_and_by_shares_there(
+    stage: int, offloads_weights: bool, is_random: bool, num_bytes: int
+) -> None:
+    asked = zero(stage, world=8, offloads_weights=offloads_weights)
+    assert host_to_read(measured([]), asked, is_random=is_random) == num_bytes
 
 
 def test_an_evaluation_holds_the_optimizer_besides_its_own_activations_and_logits() -> None:

@@ -122,6 +122,19 @@ def host(step: Measured, zero: Zero) -> int:
     return optimizer + (zero.width * (P + F) // w if zero.offloads_weights else 0)
 
 
+def host_to_read(step: Measured, zero: Zero, *, is_random: bool) -> int:
+    """Bytes of the machine's memory that a rank takes while the base is read.
+
+    All weights, which the engine then takes to the device. Under ZeRO-3 one after the other, of
+    which each rank's share goes to the device at once, or stays when it is offloaded; but random
+    ones are drawn whole.
+    """
+    if zero.stage < 3 or is_random:
+        return step.weights
+    share = step.weights // zero.world if zero.offloads_weights else 0
+    return share + zero.width * step.largest
+
+
 def _sum(*parts: Breakdown) -> Breakdown:
     names = [field.name for field in fields(Breakdown)]
     return Breakdown(**{name: sum(getattr(part, name) for part in parts) for name in names})

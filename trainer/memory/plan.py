@@ -9,7 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.memory.deepspeed_terms import Breakdown, Zero, host, inference, training
+from trainer.config.schema import RandomBase
+from trainer.memory.deepspeed_terms import (
+    Breakdown,
+    Zero,
+    host,
+    host_to_read,
+    inference,
+    training,
+)
 from trainer.memory.measure import (
     EVALUATION,
     GENERATION,
@@ -130,7 +138,7 @@ def make(subject: Subject, *, cublas: int) -> Made:
         phases.append(phase(GENERATION, peak, grown, subject.valid, rows[EVALUATION]))
     plan = MemoryPlan(
         phases=phases,
-        host=_PROCESS + host(steps[worst], subject.zero) + _gathered_to_save(steps[worst], subject),
+        host=_on_host(steps[worst], subject),
         checkpoints=_on_disk(steps[worst], subject),
         download=_to_download(steps[worst], subject),
         heaviest=[int(number) for number in batches[worst]],
@@ -181,6 +189,15 @@ def _eval_batch(subject: Subject) -> int:
 
 # Besides the device
 # -----------------------------------------------------------------------------------------------
+
+
+def _on_host(step: Measured, subject: Subject) -> int:
+    """Bytes of the machine's memory that a rank takes at most: when the base is read, or when a
+    checkpoint is written.
+    """
+    later = host(step, subject.zero) + _gathered_to_save(step, subject)
+    is_random = isinstance(subject.cfg.base, RandomBase)
+    return _PROCESS + max(host_to_read(step, subject.zero, is_random=is_random), later)
 
 
 def _saved_numbers(step: Measured, zero: Zero) -> int:
