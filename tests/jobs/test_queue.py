@@ -379,12 +379,23 @@ def test_no_job_is_forgotten_that_comes_as_the_runner_leaves(
         token = f"ft_a_a_{number}"
         add(own, token)
         own.wake()
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 60
         while code_of(own, token) != EXIT_OK:
-            assert time.monotonic() < deadline, token
+            assert code_of(own, token) in (None, EXIT_OK), f"{token}: {own.entry(token).ended()}"
+            assert time.monotonic() < deadline, f"{token}: {own.entry(token).started()}"
             time.sleep(0.002)
         time.sleep(random_.uniform(0, 0.04))  # it leaves about now
     assert errors == [0]
+
+
+def test_a_runner_that_was_held_up_longer_than_it_stays_idle_keeps_its_job(
+    own: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_module, "IDLE_S", 0.05)
+    monkeypatch.setattr(runner_module, "POLL_S", 0.2)  # as if suspended between two turns
+    add(own, "ft_a_a_1", ["sleep", "0.5"])
+    serve(own)
+    assert code_of(own, "ft_a_a_1") == EXIT_OK, own.entry("ft_a_a_1").ended()
 
 
 def test_a_job_of_a_killed_runner_is_adopted(own: Queue) -> None:

@@ -313,8 +313,11 @@ def serve(queue: Queue) -> None:
 
 
 def _work(runner: Runner) -> None:
+    """Until there has been nothing to do for IDLE_S. However long this process is kept from
+    running, it does not leave a job whose exit code only it can learn.
+    """
     idle_since = time.monotonic()
-    while time.monotonic() - idle_since < queue_folder.IDLE_S:
+    while not runner.is_idle() or time.monotonic() - idle_since < queue_folder.IDLE_S:
         runner.turn()
         if not runner.is_idle():
             idle_since = time.monotonic()

@@ -8,6 +8,7 @@ STEPS = "tests/contract/test_task_contract.py -k '(golden or stages_ranks) and c
 RESUME = "tests/contract/test_task_contract.py -k 'resumes_bit_for_bit and causal_lm'"
 ENGINE = "tests/numerics/test_engine.py"
 GRADCACHE = "tests/numerics/test_gradcache.py"
+FOLDERS = "tests/numerics/test_partitioned_base.py"
 ATOMIC = "tests/unit/test_atomic_files.py"
 CHECKPOINT = "tests/unit/test_checkpoint.py"
 RANKS = "tests/unit/test_checkpoint_ranks.py"
@@ -423,5 +424,34 @@ FAULTS = [
         "if True",
         why="after a resume score_list.json holds evaluations that have not happened yet",
         tests=TELEMETRY,
+    ),
+    # A base that is a folder of weights
+    Fault(
+        "trainer/training/engine.py",
+        "deepspeed.init_distributed(dist_init_required=False, verbose=False)",
+        "pass",
+        why="ZeRO-3 from a folder on two ranks takes the world for one rank and does not start",
+        tests=FOLDERS,
+    ),
+    Fault(
+        "trainer/training/engine.py",
+        "with returned_at_once():",
+        "if True:",
+        why="a rank takes more than the whole model while it reads its share",
+        tests=FOLDERS,
+    ),
+    Fault(
+        "trainer/models/base_model.py",
+        "if name not in untied}",
+        "}",
+        why="the output layer of a T5 v1.1 becomes its embedding under ZeRO-3",
+        tests=FOLDERS,
+    ),
+    Fault(
+        "trainer/memory/deepspeed_terms.py",
+        "if zero.stage < 3 or is_random:",
+        "if is_random:",
+        why="eight ranks of a node read eight whole models that no plan has counted",
+        tests=MEMORY,
     ),
 ]
