@@ -99,7 +99,7 @@ class Regression:
         return torch.tensor(len(batch["row"]))
 
     def losses(self, model: Any, window: Sequence[dict[str, Tensor]]) -> Iterator[Tensor]:
-        self.modes.append(model.training)
+        self.modes.append(all(module.training for module in model.modules()))
         dtype = next(model.parameters()).dtype
         for batch in window:
             step = int(batch["row"][0]) // GLOBAL_BATCH + 1
