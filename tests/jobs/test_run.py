@@ -271,7 +271,7 @@ def test_a_training_stopped_before_it_could_listen_asks_to_be_run_again(folder: 
 
 
 def test_ranks_in_sessions_of_their_own_are_stopped_and_none_is_left(folder: Path) -> None:
-    rank = "import os, time; open('rank', 'w').write(str(os.getpid())); time.sleep(60)"
+    rank = "import os, time; open('rank', 'w').write(str(os.getpid())); time.sleep(300)"
     spec(
         folder,
         "import subprocess, sys, time;"
@@ -287,7 +287,7 @@ def test_ranks_in_sessions_of_their_own_are_stopped_and_none_is_left(folder: Pat
 
 
 def test_orphans_of_a_launcher_that_ended_are_killed(folder: Path) -> None:
-    rank = "import os, time; open('rank', 'w').write(str(os.getpid())); time.sleep(60)"
+    rank = "import os, time; open('rank', 'w').write(str(os.getpid())); time.sleep(300)"
     spec(
         folder,
         "import subprocess, sys, time, os;"
@@ -298,7 +298,7 @@ def test_orphans_of_a_launcher_that_ended_are_killed(folder: Path) -> None:
     )
     assert start(folder).wait(timeout=45) == 0
     pid = int((folder / "rank").read_text())
-    until(lambda: birth(pid) is None)
+    until(lambda: birth(pid) is None, within_s=60)
 
 
 def test_output_is_kept_of_all_starts(folder: Path) -> None:

@@ -50,7 +50,15 @@ BASES: dict[str, tuple[base_model.Kind, str, dict[str, Any]]] = {
     "bert": ("encoder", "bert", BERT),
 }
 FILES = ("one file", "shards", "pickle", "bf16")
-ZERO3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+
+def zero3() -> dict[str, Any]:
+    from trainer.runtime import distributed
+
+    # without all three sizes deepspeed 0.19.8 does not notice how many ranks it sees
+    sizes = {"train_batch_size": distributed.world(), "train_micro_batch_size_per_gpu": 1}
+    sizes |= {"gradient_accumulation_steps": 1}
+    return sizes | {"zero_optimization": {"stage": 3}}
 
 
 def saved(folder: Path, name: str, files: str) -> Path:
@@ -96,7 +104,7 @@ def _compared(folders: dict[str, tuple[Path, base_model.Kind]]) -> dict[str, str
 
     wrong: dict[str, str] = {}
     for case, (folder, kind) in folders.items():
-        with engine.partitioned_loading(ZERO3):
+        with engine.partitioned_loading(zero3()):
             model: Any = load(folder, kind)
         stock = load(folder, kind)
         if names_by_weight(model) != names_by_weight(stock):
@@ -136,7 +144,7 @@ def _anonymous_bytes() -> int:
 def _peak_of_loading(folder: Path) -> int:
     from trainer.training import engine
 
-    with engine.partitioned_loading(ZERO3):
+    with engine.partitioned_loading(zero3()):
         peaks, ended = [_anonymous_bytes()], threading.Event()
 
         def watch() -> None:

@@ -272,7 +272,7 @@ FAULTS = [
         "return EXIT_OK if finished else EXIT_PREEMPTED",
         "return EXIT_OK",
         why="a preempted run counts as done and is never run again",
-        tests=GROUPS,
+        tests="tests/runs/test_commands.py -k exits_75",
     ),
     Fault(
         "trainval.py",
