@@ -53,6 +53,8 @@ PYTEST = (
     "-p",
     "no:randomly",
     "--no-header",
+    "-o",
+    "timeout=180",  # ranks that wait for each other for ever are a fault that was noticed
 )
 LIBRARIES = (
     *("numpy", "torch", "torch.distributed", "torch._dynamo", "torch.utils.flop_counter"),
