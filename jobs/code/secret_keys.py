@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import translate
 
 MIN_SECRET = (
     20  # characters; a shorter value of a variable called ..._TOKEN is a switch, not a secret
 )
-MIN_REDACTED = 8  # characters; to blot out every "1" would blot out the text
 BLOT = "[redacted]"
 
 # fmt: off
@@ -44,7 +43,7 @@ _WANDB_KEY = re.compile(
 _TOKEN = re.compile(rb"\b(?:wandb_v1_[A-Za-z0-9_-]{40,}|hf_[A-Za-z0-9]{34,})\b")
 _SHOWN_TOKEN = re.compile(_TOKEN.pattern.decode())
 _SHOWN_KEY = re.compile(
-    r"((?:api_?key|login|password)\W{1,8})[0-9a-f]{40}(?![0-9a-z])", re.IGNORECASE
+    r"((?:key|login|password)\W{1,8})[0-9a-f]{40}(?![0-9a-z])", re.IGNORECASE
 )
 
 # fmt: off
@@ -143,13 +142,8 @@ def _line(content: bytes, place: int) -> int:
     return content.count(b"\n", 0, place) + 1
 
 
-def redact(text: str, secrets: Iterable[str]) -> str:
-    """`text` without these secrets (of 8 characters or more), and without whatever else looks like
-    a key.
-    """
-    for secret in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
-        if len(secret) >= MIN_REDACTED:
-            text = text.replace(secret, BLOT)
+def redact(text: str) -> str:
+    """`text` without what looks like a key of W&B or a token of Hugging Face."""
     return _SHOWN_KEY.sub(rf"\1{BLOT}", _SHOWN_TOKEN.sub(BLOT, text))
 
 

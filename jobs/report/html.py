@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jobs.code.secret_keys import redact
 from jobs.job_state import ENDED_BADLY, STATES
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row, Start, seconds_between
@@ -302,13 +303,13 @@ def _sentence(sent: Sent, starts: Iterable[Start]) -> str:
 
 
 def _log(row: Row, folder: RunFolder) -> str:
-    """The end of what a failed one printed, stderr first."""
+    """The end of what a failed one printed, stderr first; without keys, for a page is passed on."""
     if row.state not in ENDED_BADLY or not row.attempt:
         return ""
     attempt = folder.attempt(row.attempt)
     for path in (attempt.err, attempt.logs):
         lines = last_lines(path, LOG_LINES)
         if lines:
-            text = "\n".join(escape(line) for line in lines)
+            text = escape(redact("\n".join(lines)))
             return f"<details open><summary>end of {path.name}</summary><pre>{text}</pre></details>"
     return ""

@@ -183,24 +183,13 @@ def test_the_devices_of_the_submitter_are_never_inherited(is_same_machine: bool)
     )
 
 
-def test_secrets_are_blotted_out_also_when_one_begins_another() -> None:
-    assert (
-        redact("a secret-word-long b secret-word c", ["secret-word", "secret-word-long"])
-        == "a [redacted] b [redacted] c"
-    )
-
-
-def test_short_secrets_do_not_blot_out_the_text() -> None:
-    assert redact("step 1 of 10", ["1", ""]) == "step 1 of 10"
-
-
 @pytest.mark.parametrize(
     "text",
     ["WANDB_API_KEY={}", "--api_key {}", "wandb.login(key={!r}) password: {}", '"api_key": "{}"'],
 )
 def test_what_looks_like_a_key_is_blotted_out_unasked(text: str) -> None:
-    assert KEY not in redact(text.format(KEY, KEY).replace(f"key='{KEY}'", ""), [])
-    assert LONG_KEY not in redact(text.format(LONG_KEY, LONG_KEY), [])
+    assert KEY not in redact(text.format(KEY, KEY).replace(f"key='{KEY}'", ""))
+    assert LONG_KEY not in redact(text.format(LONG_KEY, LONG_KEY))
 
 
 @pytest.mark.parametrize(

@@ -353,6 +353,15 @@ def test_a_failed_experiment_shows_why_and_the_end_of_its_log(base: BaseFolder) 
     assert "line 900\n" not in page.text
 
 
+def test_a_key_that_a_failed_training_printed_is_not_in_the_page(base: BaseFolder) -> None:
+    attempt = experiment(base, IDS[0], {"seed": 1}).attempt(1)
+    attempt.folder.mkdir(parents=True, exist_ok=True)
+    attempt.err.write_text("wandb.login(key='" + "0a1b2c3d4e" * 4 + "')\nValueError: no\n")
+    page = report(base, [row(base, IDS[0], "failed", attempt=1)], gather(base))
+    assert "ValueError: no" in page
+    assert "0a1b2c3d4e" not in page
+
+
 def test_experiments_past_the_limit_are_in_the_table_and_said_to_be_left_out(
     base: BaseFolder,
 ) -> None:
