@@ -42,9 +42,7 @@ _WANDB_KEY = re.compile(
 )
 _TOKEN = re.compile(rb"\b(?:wandb_v1_[A-Za-z0-9_-]{40,}|hf_[A-Za-z0-9]{34,})\b")
 _SHOWN_TOKEN = re.compile(_TOKEN.pattern.decode())
-_SHOWN_KEY = re.compile(
-    r"((?:key|login|password)\W{1,8})[0-9a-f]{40}(?![0-9a-z])", re.IGNORECASE
-)
+_SHOWN_KEY = re.compile(r"((?:key|login|password)\W{1,8})[0-9a-f]{40}(?![0-9a-z])", re.IGNORECASE)
 
 # fmt: off
 _INHERITED = frozenset({
