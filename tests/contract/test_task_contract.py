@@ -143,24 +143,20 @@ def test_scores_do_not_depend_on_batches_or_ranks(name: str, folder: Path) -> No
         assert shared == pytest.approx(alone, rel=1e-6)
 
 
-def _agree(runs: Runs, name: str, entries: list[tuple[int, int]]) -> None:
-    """The losses of these runs are those of a step whose rows are one micro-batch on one rank."""
+in_full = pytest.mark.parametrize(
+    "is_every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["usual", "every"]
+)
+
+
+@in_full
+@pytest.mark.parametrize("name", TASKS)
+def test_stages_ranks_and_accumulation_agree(name: str, is_every: bool, runs: Runs) -> None:
+    """Their losses are those of a step whose rows are one micro-batch on one rank."""
     wanted = runs.of(name, "at once").losses
     assert len(wanted) == SHORT["steps"]
-    for world, stage in entries:
+    for world, stage in EVERY_ENTRY if is_every else usual(name):
         losses = runs.of(name, "plain", world, stage).losses
         assert losses == pytest.approx(wanted, abs=1e-5), f"ZeRO {stage} on {world} rank(s)"
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_stages_ranks_and_accumulation_agree(name: str, runs: Runs) -> None:
-    _agree(runs, name, usual(name))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", TASKS)
-def test_every_stage_on_one_rank_and_on_two_agrees(name: str, runs: Runs) -> None:
-    _agree(runs, name, EVERY_ENTRY)
 
 
 def _losses_at(
@@ -211,12 +207,17 @@ def _die_then_resume(
     return outcome, train(values, folder, savedir, stage)[0]
 
 
-def _resumes(runs: Runs, name: str, entries: list[tuple[int, int]], root: Path) -> None:
-    """Killed and resumed, these runs leave what undisturbed ones leave."""
+@in_full
+@pytest.mark.parametrize("name", TASKS)
+def test_a_killed_run_resumes_bit_for_bit_with_dropout(
+    name: str, is_every: bool, runs: Runs, tmp_path: Path
+) -> None:
+    """It leaves what an undisturbed one leaves."""
+    of_task = [(1, 0), (1, 2), (2, 1), (2, 3)] if name == "causal_lm" else [(2, 3)]
     values = runs.values(name, "dropout")
-    for world, stage in entries:
+    for world, stage in EVERY_ENTRY if is_every else of_task:
         straight = runs.of(name, "dropout", world, stage).folder
-        savedir = root / f"{world}-{stage}"
+        savedir = tmp_path / f"{world}-{stage}"
         ranks = run_on_ranks(world, _die_then_resume, values, runs.folder, savedir, stage)
         outcome, killed = ranks[0]
         assert outcome == "killed"
@@ -224,19 +225,3 @@ def _resumes(runs: Runs, name: str, entries: list[tuple[int, int]], root: Path) 
         assert two == one, f"ZeRO {stage} on {world} rank(s)"
         whole, resumed = (path / "final" / "model.safetensors" for path in (straight, killed))
         assert resumed.read_bytes() == whole.read_bytes(), f"ZeRO {stage} on {world} rank(s)"
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_a_killed_run_resumes_bit_for_bit_with_dropout(
-    name: str, runs: Runs, tmp_path: Path
-) -> None:
-    entries = [(1, 0), (1, 2), (2, 1), (2, 3)] if name == "causal_lm" else [(2, 3)]
-    _resumes(runs, name, entries, tmp_path)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", TASKS)
-def test_a_killed_run_resumes_bit_for_bit_with_dropout_at_every_stage(
-    name: str, runs: Runs, tmp_path: Path
-) -> None:
-    _resumes(runs, name, EVERY_ENTRY, tmp_path)

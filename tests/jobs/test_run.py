@@ -282,7 +282,7 @@ def test_ranks_in_sessions_of_their_own_are_stopped_and_none_is_left(folder: Pat
     until(lambda: (folder / "rank").exists() and (folder / "rank").read_text())
     pid = int((folder / "rank").read_text())
     wrapper.terminate()
-    wrapper.wait(timeout=45)
+    assert wrapper.wait(timeout=45) == 75
     until(lambda: birth(pid) is None)
 
 

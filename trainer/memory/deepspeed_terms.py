@@ -132,7 +132,7 @@ def host_to_read(step: Measured, zero: Zero, *, is_random: bool) -> int:
     if zero.stage < 3 or is_random:
         return step.weights
     share = step.weights // zero.world if zero.offloads_weights else 0
-    return share + zero.width * step.largest
+    return share + zero.width * step.largest  # a frozen weight may be larger still
 
 
 def _sum(*parts: Breakdown) -> Breakdown:

@@ -168,7 +168,7 @@ def _saved_apart(build: Any, config: PretrainedConfig, source: str) -> set[str]:
     """
     with torch.device("meta"):
         tied: dict[str, str] = build(config).all_tied_weights_keys
-    saved = weight_files.tensors(source, {*tied, *tied.values()})
+    saved = weight_files.tensors(source, {*tied, *tied.values()}) if tied else {}
     return {
         name
         for name, to in tied.items()
