@@ -34,7 +34,10 @@ Steps = Annotated[
 DataPath = Annotated[Path | None, typer.Option("--data_path", help="Folder of the data set.")]
 CacheDir = Annotated[Path, typer.Option("--cache_dir", help="Token caches and tokenizers.")]
 Model = Annotated[
-    str, typer.Option("--model", help="best or final of the run, or any exported folder.")
+    str,
+    typer.Option(
+        "--model", help="best or final of the run, base (untrained), or any exported folder."
+    ),
 ]
 Split = Annotated[str, typer.Option("--split", help="train, valid or test.")]
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="The first rows only.")]

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trainer.config.schema import EmbeddedTokenizer
 from trainer.data import stdlib_docs
 from trainer.errors import ConfigError
+from trainer.files import packages
 from trainer.files.build_once import build_once
 
 log = logging.getLogger(__name__)
@@ -44,11 +45,14 @@ def load_tokenizer(
     """The tokenizer that an experiment names: the embedded one, a folder, or a Hub id.
 
     A name is looked for as a folder here, then as a folder under `data_path`, then on the Hub (or
-    in its local cache). Code that comes with a tokenizer is never run. Raises ConfigError when it
-    is nowhere, or has no fast implementation.
+    in its local cache); "package:NAME/FOLDER" is a folder of an installed package. Code that comes
+    with a tokenizer is never run. Raises ConfigError when it is nowhere, or has no fast
+    implementation.
     """
     if isinstance(spec, EmbeddedTokenizer):
         return embedded_tokenizer(spec.vocab_size, cache_dir)
+    if packages.is_packaged(spec):
+        return _pretrained(str(packages.folder_of(spec)), spec, tried=[f"package {spec}"])
     folders = [Path(spec)] + ([data_path / spec] if data_path is not None else [])
     for folder in folders:
         if folder.is_dir():

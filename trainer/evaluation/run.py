@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from trainer import tasks
 from trainer.config.identity import exp_id
+from trainer.config.schema import RandomBase
 from trainer.data.order import evaluation_batches
 from trainer.errors import ConfigError, nearest
 from trainer.evaluation.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.evaluation.scoring import Frozen, answer, evaluate, pool
 from trainer.evaluation.similarity import BERTSCORE_MODEL, check, similarities
 from trainer.files.atomic import refusals
+from trainer.models import base_model, weight_files
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.tasks.abilities import (
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _EXPORTS = ("best", "final")
+_UNTRAINED = "base"
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Question:
 
     values: dict[str, Any]  # the experiment
     model: str = (
-        "best"  # best or final of its run folder, or any folder that the task's export wrote
+        "best"  # best or final of its run folder, base, or any folder that the task's export wrote
     )
     split: str = "valid"
     limit: int | None = None  # the first rows only
@@ -227,12 +230,16 @@ def _check(asked: Question) -> None:
 
 def model_folder(asked: Question, options: Options) -> Path:
     """Where the model that is asked for stands; ConfigError when it stands nowhere."""
+    if asked.model == _UNTRAINED:
+        return _base_folder(asked, options)
     if asked.model not in _EXPORTS:
-        if not Path(asked.model).is_dir():
+        named = Path(base_model.named(asked.model, options.cache_dir))
+        if not named.is_dir():
+            legal = [*_EXPORTS, _UNTRAINED]
             raise ConfigError(
-                f"--model {asked.model}: no such folder. {nearest(asked.model, list(_EXPORTS))}"
+                f"--model {asked.model}: no such folder. {nearest(asked.model, legal)}"
             )
-        return Path(asked.model)
+        return named
     run_folder = options.savedir_base / exp_id(asked.values)
     there = [name for name in _EXPORTS if (run_folder / name).is_dir()]
     if asked.model in there:
@@ -241,6 +248,23 @@ def model_folder(asked: Question, options: Options) -> Path:
     raise ConfigError(
         f"{run_folder} holds no {asked.model}/ folder. {other}, or give --model a folder."
     )
+
+
+def _base_folder(asked: Question, options: Options) -> Path:
+    """The folder of the base that an experiment starts from, before any training."""
+    source = base_model.resolve(tasks.parse(asked.values).base, options.places)
+    if isinstance(source, RandomBase):
+        raise ConfigError(
+            "--model base: this experiment's base has random weights and no folder. Use "
+            f"{' or '.join(_EXPORTS)}, or give --model a folder."
+        )
+    files = [weight_files.find_file(source, "config.json"), *weight_files.of(source)]
+    if files[0] is None:
+        raise ConfigError(
+            f"--model base: {source!r} is neither a folder with config.json nor a model that the "
+            "Hub gives out. Give --model a folder."
+        )
+    return files[0].parent
 
 
 def _rows(task: Task, asked: Question) -> Iterator[Row]:

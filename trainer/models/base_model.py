@@ -11,7 +11,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -21,8 +21,7 @@ from trainer.config.identity import canonical_json, exp_id
 from trainer.config.schema import Base, Experiment, ExperimentBase, RandomBase
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
-from trainer.files import safetensors_file
-from trainer.files.atomic import refusals, replace_file
+from trainer.files import packages, safetensors_file
 from trainer.models import weight_files
 from trainer.models.t5_encoder_weights import encoder_source
 
@@ -36,12 +35,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Kind = Literal[
     "causal_lm", "seq2seq_lm", "encoder"
 ]  # encoder: the body without a head; of a T5, its encoder
+_DIGEST = "#sha256="
 _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
 
 
 def resolve(base: Base, places: Places) -> str | RandomBase:
     """A Hub id, a folder's path, or the random base itself; an experiment becomes the path of its
-    final/ folder.
+    final/ folder, and "package:NAME/FOLDER" that of the folder.
+
+    A name may end in "#sha256=" and the digest of its weights: ConfigError when they have another.
     """
     if isinstance(base, ExperimentBase):
         folder = places.savedir_base / exp_id(base.experiment) / "final"
@@ -52,7 +54,17 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
                 f"finished: {folder} holds no model. Run it first, into the same --savedir_base."
             )
         return str(folder)
-    return base
+    return base if isinstance(base, RandomBase) else named(base, places.cache_dir)
+
+
+def named(name: str, cache_dir: Path) -> str:
+    """The folder or Hub id that the name of a base means; see resolve."""
+    source, _, digest = name.partition(_DIGEST)
+    if packages.is_packaged(source):
+        source = str(packages.folder_of(source))
+    if _DIGEST in name:
+        weight_files.check_digest(source, digest, cache_dir / "fingerprints")
+    return source
 
 
 def config_of(base: Base, places: Places) -> PretrainedConfig:
@@ -293,30 +305,12 @@ def _random_config(base: RandomBase) -> PretrainedConfig:
 
 
 def _digest_of_files(folder: Path, cache: Path) -> str:
-    """sha256 over the names and contents of a model folder's files, remembered by path, size and
-    time of change.
-    """
+    """sha256 over the names and contents of a model folder's files."""
     files = sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
-    seen = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
-    key = hashlib.sha256(json.dumps([str(folder.resolve()), seen]).encode()).hexdigest()
-    known = cache / key
-    if known.is_file():
-        return known.read_text()
     total = hashlib.sha256()
     for path in files:
-        with path.open("rb") as file:
-            total.update(f"{path.name}:{_sha256(file)};".encode())
-    with refusals(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-    replace_file(known, total.hexdigest().encode(), is_durable=False)
+        total.update(f"{path.name}:{weight_files.remembered_sha256(path, cache)};".encode())
     return total.hexdigest()
-
-
-def _sha256(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(1 << 22):
-        digest.update(block)
-    return digest.hexdigest()
 
 
 def export_folder(

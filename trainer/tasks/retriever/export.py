@@ -18,6 +18,7 @@ from torch import Tensor
 from trainer.config.schema import validate
 from trainer.errors import ConfigError
 from trainer.models import base_model
+from trainer.tasks.retriever import sentence_folder
 from trainer.tasks.retriever.config import Config, Encoder, Strict
 from trainer.tasks.retriever.lora import ADAPTER, write_adapter
 
@@ -55,10 +56,13 @@ def write(
     *,
     configs: Mapping[str, Any],
     tokenizer: Any,
+    base: str | None,
     fingerprint: str,
 ) -> None:
-    """Write a folder of trained weights by name. configs: the transformers config of each side's
-    base.
+    """Write a folder of trained weights by name.
+
+    configs: the transformers config of each side's base. base: its folder or Hub id, which adapters
+    name.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for side, place in sides(folder, tied=cfg.encoder.tied).items():
@@ -68,7 +72,7 @@ def write(
             if name.startswith(f"{side}.")
         }
         if cfg.lora is not None:
-            write_adapter(place, named, cfg.lora, base=cfg.model_dump(mode="json")["base"])
+            write_adapter(place, named, cfg.lora, base=base)
             continue
         config = configs[side]
         config.dtype = next(iter(named.values())).dtype
@@ -85,6 +89,10 @@ def write(
     }
     if pooler:
         _write_pooler(folder, pooler, cfg.encoder)
+    if sentence_folder.can_say(cfg):
+        width = configs[QUERY].hidden_size
+        ours = {name: values for name, values in pooler.items() if name.startswith("linear_q.")}
+        sentence_folder.write(folder, cfg, width=width, pooler=ours)
     _write_description(folder, cfg, fingerprint)
 
 

@@ -55,7 +55,9 @@ def adapted(model: Any, how: Lora, *, seed: int) -> Any:
             ) from None
 
 
-def write_adapter(folder: Path, weights: Mapping[str, Tensor], how: Lora, *, base: Any) -> None:
+def write_adapter(
+    folder: Path, weights: Mapping[str, Tensor], how: Lora, *, base: str | None
+) -> None:
     """Write adapter_config.json and adapter_model.safetensors, as peft's from_pretrained reads
     them.
     """
@@ -63,7 +65,7 @@ def write_adapter(folder: Path, weights: Mapping[str, Tensor], how: Lora, *, bas
     content = {
         "peft_type": "LORA",
         "task_type": "FEATURE_EXTRACTION",
-        "base_model_name_or_path": base if isinstance(base, str) else None,
+        "base_model_name_or_path": base,
         "r": how.r,
         "lora_alpha": how.alpha,
         "lora_dropout": how.dropout,

