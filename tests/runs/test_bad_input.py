@@ -20,19 +20,6 @@ from tests.forked import TRAINVAL, run
 from tests.ranks import run_on_ranks
 from trainer.errors import LatheError
 
-GRANITE = {
-    "model_type": "granite",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-}
-GRANITE |= {
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 384,
-    "max_position_embeddings": 128,
-}
-
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -217,14 +204,6 @@ def test_models_and_data_that_do_not_fit_are_refused_before_training(
             folder,
             "ConfigError",
             ["valid/f2", "valid/loss"],
-        ),
-        "scaled logits": (
-            vary(
-                experiment("causal_lm", folder), base={"config": {**GRANITE, "logits_scaling": 8.0}}
-            ),
-            folder,
-            "ConfigError",
-            ["logits_scaling=8.0"],
         ),
         "base run": (
             vary(plain, base={"experiment": plain}),

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from exp_configs import MINILM_BASE
 from tests.facts import TINY_BERT, write_facts
 from tests.tolerance import assert_close
 from tests.unit.test_retriever_task import DECODER, exported, loaded
 from trainer.errors import ConfigError
 from trainer.files import packages
 from trainer.models import base_model
+from trainer.tasks.retriever.published import MINILM_BASE
 
 sentence_transformers = pytest.importorskip(
     "sentence_transformers", reason="the optional package sentence-transformers is not installed"

@@ -1,11 +1,11 @@
-"""New weights on top of a base: a file of their own, beside the base's, so that others can load the
-base alone.
+"""What stands on top of a base: its own output layer, and new weights, which lie in a file of their
+own beside the base's, so that others can load the base alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,24 @@ class Head(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input.float(), self.weight.float(), self.bias.float())
+
+
+def logits_head(base: Any) -> Callable[[Tensor], Tensor]:
+    """(..., D) states -> (..., V) logits: a base's output layer, and what its family does behind
+    it.
+
+    Gemma caps its logits, Granite divides and Cohere multiplies them. Source: transformers 5.23.
+    """
+    layer, config = base.get_output_embeddings(), base.config
+    cap: float | None = getattr(config, "final_logit_softcapping", None)
+    scale: float = getattr(config, "logit_scale", None) or 1.0
+    scale /= getattr(config, "logits_scaling", None) or 1.0
+
+    def logits_of(hidden: Tensor) -> Tensor:
+        logits = layer(hidden) if scale == 1.0 else layer(hidden) * scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return logits_of
 
 
 def write_head(folder: Path, head: Mapping[str, Tensor]) -> None:

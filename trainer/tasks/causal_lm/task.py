@@ -11,6 +11,7 @@ from trainer.data import stdlib_docs
 from trainer.data.padding import pad_right
 from trainer.data.readers import questions
 from trainer.errors import ConfigError
+from trainer.models.head import logits_head
 from trainer.models.losses import IGNORED, next_token_loss
 from trainer.tasks.abilities import Uncut
 from trainer.tasks.causal_lm.config import Config
@@ -36,7 +37,7 @@ class CausalLM(nn.Module):
         hidden_BTD = body(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         ).last_hidden_state
-        return {"loss": next_token_loss(hidden_BTD, labels, self.base.get_output_embeddings())}
+        return {"loss": next_token_loss(hidden_BTD, labels, logits_head(self.base))}
 
 
 class Task(TokenTask[Config]):
@@ -50,7 +51,6 @@ class Task(TokenTask[Config]):
                 f"{positions} positions. "
                 f"Use at most {positions}."
             )
-        _refuse_scaled_logits(base.config)
         self.recompute(base)
         return CausalLM(base)
 
@@ -108,21 +108,3 @@ class Task(TokenTask[Config]):
 
     def units(self, batch: Batch) -> Tensor:
         return (batch["labels"][:, 1:] != IGNORED).sum()
-
-
-def _refuse_scaled_logits(config: Any) -> None:
-    """Families that scale or cap their logits behind the head (Granite, Cohere, Gemma 2) would get
-    a wrong loss.
-    """
-    keys = ("logits_scaling", "logit_scale", "final_logit_softcapping")
-    odd = [
-        f"{key}={getattr(config, key)}"
-        for key in keys
-        if getattr(config, key, None) not in (None, 1.0)
-    ]
-    if odd:
-        raise ConfigError(
-            f"base: {config.model_type} sets {', '.join(odd)}, which this task's loss does not "
-            "apply. "
-            "Use a base whose head gives its logits directly, such as GPTBigCode or Llama."
-        )

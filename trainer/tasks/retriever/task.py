@@ -179,15 +179,9 @@ class Task(TokenTask[Config]):
             for side in names
         }
         source = base_model.resolve(self.cfg.base, self.places)
-        export.write(
-            folder,
-            weights,
-            self.cfg,
-            configs=configs,
-            tokenizer=self.tokenizer,
-            base=source if isinstance(source, str) else None,
-            fingerprint=self.fingerprint(),
-        )
+        base = source if isinstance(source, str) else None
+        own = {"configs": configs, "tokenizer": self.tokenizer, "fingerprint": self.fingerprint()}
+        export.write(folder, weights, self.cfg, base=base, **own)
 
     # Data
     # ----------------------------------------------------------------------------------------------

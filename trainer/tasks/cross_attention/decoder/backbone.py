@@ -4,23 +4,29 @@ calls things.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from trainer.errors import ConfigError
+from trainer.models.head import logits_head
 from trainer.tasks.cross_attention.decoder.packed_blocks import Rows, attending
 from trainer.tasks.cross_attention.decoder.rotary import rotation
 
 # B batch, T tokens, S tokens seen so far (T + cached), D width, V vocabulary
 
 GPT_BIGCODE = ("gpt_bigcode",)
-ROTARY = ("llama", "mistral")
+ROTARY = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma2", "gemma3_text")
 # Those whose frequencies depend on nothing but the config; "dynamic" and "longrope" change them
 # with the length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+RowsByWindow = Mapping[int | None, Rows]
 
 
 class Backbone(Protocol):
@@ -38,7 +44,8 @@ class Backbone(Protocol):
     residual_dropout: float
     initial_std: float
     rope_theta: float | None  # base of the rotation frequencies; None: the positions are not rotary
-    window: int | None  # tokens that each sees at most, itself among them; None: all before it
+    # By block: tokens that each sees at most, itself among them; None: all before it.
+    windows: tuple[int | None, ...]
 
     def embed(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """(B, T) token ids and positions -> (B, T, D)."""
@@ -47,14 +54,15 @@ class Backbone(Protocol):
     def surroundings(
         self,
         hidden_BTD: Tensor,
-        attention_mask_BS: Tensor | Rows,
+        attention_mask_BS: Tensor | RowsByWindow,
         positions_BT: Tensor,
         cache: Cache | None,
     ) -> dict[str, Any]:
-        """What every block is called with besides the states: its causal mask, blind to pads, and
-        its positions.
+        """What the blocks are called with besides the states: for each window a causal mask, blind
+        to pads; their positions.
 
-        Rows in the place of a mask: the states are a stream of such rows, (1, M, D).
+        Rows for each window in the place of a mask: the states are a stream of such rows,
+        (1, M, D).
         """
         ...
 
@@ -94,12 +102,12 @@ class GPTBigCodeBackbone:
     """
 
     rope_theta: float | None = None
-    window: int | None = None
 
     def __init__(self, base: PreTrainedModel) -> None:
         config: Any = base.config
         self.config = config
         self.num_blocks: int = config.n_layer
+        self.windows: tuple[int | None, ...] = (None,) * config.n_layer
         self.width: int = config.n_embd
         self.heads: int = config.n_head
         self.key_value_heads: int = config.n_head
@@ -118,16 +126,19 @@ class GPTBigCodeBackbone:
     def surroundings(
         self,
         hidden_BTD: Tensor,
-        attention_mask_BS: Tensor | Rows,
+        attention_mask_BS: Tensor | RowsByWindow,
         positions_BT: Tensor,
         cache: Cache | None,
     ) -> dict[str, Any]:
-        mask = _causal_mask(self.config, hidden_BTD, attention_mask_BS, cache)
-        return {"attention_mask": mask, "layer_past": cache, "use_cache": cache is not None}
+        masks = _causal_masks(self, hidden_BTD, attention_mask_BS, cache)
+        return {"attention_mask": masks, "layer_past": cache, "use_cache": cache is not None}
 
     def block(self, index: int, hidden_BTD: Tensor, surroundings: dict[str, Any]) -> Tensor:
-        with attending(self.config, surroundings["attention_mask"]):
-            return self._transformer.h[index](hidden_BTD, **surroundings)
+        mask = surroundings["attention_mask"][None]
+        with attending(self.config, mask):
+            return self._transformer.h[index](
+                hidden_BTD, **(surroundings | {"attention_mask": mask})
+            )
 
     def final_norm(self, hidden_BTD: Tensor) -> Tensor:
         return self._transformer.ln_f(hidden_BTD)
@@ -137,40 +148,55 @@ class GPTBigCodeBackbone:
 
 
 class RotaryBackbone:
-    """A LlamaForCausalLM (Tulu too) or MistralForCausalLM: rotary positions, RMSNorm, gated MLP.
+    """A decoder with rotary positions and a gated MLP, of the families ROTARY.
+
+    They differ in what their blocks do by themselves (norms before or behind, of queries and keys,
+    fused projections), and in what stands here: which blocks see a window only, how fast each of
+    them rotates (Gemma 3), whether the embedding and the logits are scaled (Gemma).
 
     It rotates by frequencies of its own in fp32: the base keeps them in a buffer, which an engine
     casts to bf16 with the weights, and then position 4000 is off by whole turns. Source:
-    transformers 5.23, models/llama and mistral.
+    transformers 5.23, models/<family>.
     """
 
     def __init__(self, base: PreTrainedModel) -> None:
         config: Any = base.config
         self.config = config
         self.num_blocks: int = config.num_hidden_layers
+        self.windows = _windows(config)
         self.width: int = config.hidden_size
         self.heads: int = config.num_attention_heads
         self.key_value_heads: int = config.num_key_value_heads
         self.max_positions: int = config.max_position_embeddings
-        self.activation: str = config.hidden_act
+        self.activation: str = getattr(config, "hidden_activation", None) or config.hidden_act
         self.norm_eps: float = config.rms_norm_eps
         self.attention_dropout: float = config.attention_dropout
         self.residual_dropout = 0.0
         self.initial_std: float = config.initializer_range
-        self.rope_theta: float | None = config.rope_parameters["rope_theta"]
-        self.window: int | None = getattr(
-            config, "sliding_window", None
-        )  # getattr: a Llama config has none
-        rope_type = config.rope_parameters["rope_type"]
-        if rope_type not in ROPE_TYPES:
+        self.rope_theta: float | None = _rope_of(config, None)["rope_theta"]
+        for window in set(self.windows):
+            _check_rope(_rope_of(config, window)["rope_type"])
+        if getattr(config, "use_bidirectional_attention", False):
             raise ConfigError(
-                f"base model: got rope_type {rope_type!r}, want one of {', '.join(ROPE_TYPES)}. "
-                "Choose another base, or set rope_parameters of its config."
+                "base model: its config says use_bidirectional_attention, but it is to write from "
+                "left to right. Choose another base."
             )
         self._model: Any = base.model
-        self._lm_head: Any = base.lm_head
-        self._frequencies: Tensor = self._model.rotary_emb.inv_freq.detach().float().clone()
-        self._rope_scale: float = self._model.rotary_emb.attention_scaling
+        self._logits_of = logits_head(base)
+        # OLMo 2 turns queries and keys in fp32, whatever their dtype.
+        self._rotates_in_fp32 = config.model_type == "olmo2"
+        self._frequencies, self._rope_scales = self._rotations()
+
+    def _rotations(self) -> tuple[dict[int | None, Tensor], dict[int | None, float]]:
+        """By window: the frequencies of its blocks, and what their rotations are multiplied by."""
+        rotary: Any = self._model.rotary_emb
+        frequencies: dict[int | None, Tensor] = {}
+        scales: dict[int | None, float] = {}
+        for window in set(self.windows):
+            of_kind = f"{_kind(window)}_" if _is_by_kind(self.config) else ""
+            frequencies[window] = getattr(rotary, f"{of_kind}inv_freq").detach().float().clone()
+            scales[window] = getattr(rotary, f"{of_kind}attention_scaling")
+        return frequencies, scales
 
     def embed(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         return self._model.embed_tokens(ids_BT)
@@ -178,42 +204,84 @@ class RotaryBackbone:
     def surroundings(
         self,
         hidden_BTD: Tensor,
-        attention_mask_BS: Tensor | Rows,
+        attention_mask_BS: Tensor | RowsByWindow,
         positions_BT: Tensor,
         cache: Cache | None,
     ) -> dict[str, Any]:
-        mask = _causal_mask(self.config, hidden_BTD, attention_mask_BS, cache)
-        self._frequencies = self._frequencies.to(positions_BT.device)
-        cos_B1TK, sin_B1TK = rotation(positions_BT, self._frequencies, scale=self._rope_scale)
+        dtype = torch.float32 if self._rotates_in_fp32 else hidden_BTD.dtype
+        turns: dict[int | None, tuple[Tensor, Tensor]] = {}
+        for window, frequencies in self._frequencies.items():
+            here = self._frequencies[window] = frequencies.to(positions_BT.device)
+            cos_B1TK, sin_B1TK = rotation(positions_BT, here, scale=self._rope_scales[window])
+            turns[window] = (cos_B1TK[:, 0].to(dtype), sin_B1TK[:, 0].to(dtype))
         return {
-            "attention_mask": mask,
+            "attention_mask": _causal_masks(self, hidden_BTD, attention_mask_BS, cache),
             "position_ids": positions_BT,
-            "position_embeddings": (
-                cos_B1TK[:, 0].to(hidden_BTD.dtype),
-                sin_B1TK[:, 0].to(hidden_BTD.dtype),
-            ),
+            "position_embeddings": turns,
             "past_key_values": cache,
             "use_cache": cache is not None,
         }
 
     def block(self, index: int, hidden_BTD: Tensor, surroundings: dict[str, Any]) -> Tensor:
-        with attending(self.config, surroundings["attention_mask"]):
-            return self._model.layers[index](hidden_BTD, **surroundings)
+        by_window = ("attention_mask", "position_embeddings")
+        own = {name: surroundings[name][self.windows[index]] for name in by_window}
+        with attending(self.config, own["attention_mask"]):
+            return self._model.layers[index](hidden_BTD, **(surroundings | own))
 
     def final_norm(self, hidden_BTD: Tensor) -> Tensor:
         return self._model.norm(hidden_BTD)
 
     def head(self, hidden_BTD: Tensor) -> Tensor:
-        return self._lm_head(self.final_norm(hidden_BTD))
+        return self._logits_of(self.final_norm(hidden_BTD))
 
 
-def _causal_mask(
-    config: Any, hidden_BTD: Tensor, mask_BS: Tensor | Rows, cache: Cache | None
-) -> Any:
-    if isinstance(mask_BS, Rows):
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """The window of every block; None: it sees all that is before."""
+    window = getattr(config, "sliding_window", None)  # getattr: a Llama config has none
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return (window,) * config.num_hidden_layers
+    return tuple(window if kind == _kind(window) else None for kind in kinds)
+
+
+def _kind(window: int | None) -> str:
+    """What transformers calls blocks with this window."""
+    return "full_attention" if window is None else "sliding_attention"
+
+
+def _is_by_kind(config: Any) -> bool:
+    """Whether blocks with a window turn by frequencies of their own (Gemma 3)."""
+    return "rope_theta" not in config.rope_parameters
+
+
+def _rope_of(config: Any, window: int | None) -> dict[str, Any]:
+    ropes = config.rope_parameters
+    return ropes[_kind(window)] if _is_by_kind(config) else ropes
+
+
+def _check_rope(rope_type: str) -> None:
+    if rope_type not in ROPE_TYPES:
+        raise ConfigError(
+            f"base model: got rope_type {rope_type!r}, want one of {', '.join(ROPE_TYPES)}. "
+            "Choose another base, or set rope_parameters of its config."
+        )
+
+
+def _causal_masks(
+    backbone: Backbone, hidden_BTD: Tensor, mask_BS: Tensor | RowsByWindow, cache: Cache | None
+) -> Mapping[int | None, Any]:
+    """What the blocks of each window get as their mask."""
+    if not isinstance(mask_BS, Tensor):
         return mask_BS
-    # getattr: only a Mistral config has a sliding_window
-    is_sliding = getattr(config, "sliding_window", None) is not None
-    return (create_sliding_window_causal_mask if is_sliding else create_causal_mask)(
-        config=config, inputs_embeds=hidden_BTD, attention_mask=mask_BS, past_key_values=cache
-    )
+    given: dict[str, Any] = {
+        "config": backbone.config,
+        "inputs_embeds": hidden_BTD,
+        "attention_mask": mask_BS,
+        "past_key_values": cache,
+    }
+    return {
+        window: (create_causal_mask if window is None else create_sliding_window_causal_mask)(
+            **given
+        )
+        for window in set(backbone.windows)
+    }

@@ -347,7 +347,7 @@ class CrossAttentionModel(nn.Module):
         positions_1M = batch["position"][None]
         with torch.no_grad():
             embedded_1MD = self.backbone.embed(batch["tokens"][None], positions_1M)
-            rows, pairs = Rows.of(batch, window=self.backbone.window), Pairs.of(batch)
+            rows, pairs = Rows.by_window(batch, self.backbone.windows), Pairs.of(batch)
             drawn = self._drawn(context, key_masks) or {}
             seen: dict[int, Seen] = {
                 i: pairs.showing(drawn[i][0]) if i in drawn else pairs for i in self.indices
@@ -369,7 +369,7 @@ class CrossAttentionModel(nn.Module):
         """(1, K, D) states of the context tokens of a packed batch."""
         places = batch["context_position"][None]
         hidden = self.backbone.embed(batch["context_input_ids"][None], places)
-        rows = Rows.of(batch, "context_", window=self.backbone.window)
+        rows = Rows.by_window(batch, self.backbone.windows, prefix="context_")
         surroundings = self.backbone.surroundings(hidden, rows, places, None)
         for index in range(self.backbone.num_blocks):
             hidden = self.backbone.block(index, hidden, surroundings)

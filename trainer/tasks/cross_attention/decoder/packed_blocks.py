@@ -7,7 +7,7 @@ hand on untouched (transformers 5.23).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,13 @@ class Rows:
         ]
         return cls(cells_M, shapes, masks)
 
+    @classmethod
+    def by_window(
+        cls, batch: Mapping[str, Tensor], windows: Iterable[int | None], *, prefix: str = ""
+    ) -> dict[int | None, Rows]:
+        """The rectangles with the masks of each window that there is."""
+        return {window: cls.of(batch, prefix, window=window) for window in set(windows)}
+
 
 def _window(length: int, window: int | None, like: Tensor) -> Tensor:
     assert window is not None
@@ -74,11 +81,14 @@ def attention(
     attention_mask: Rows,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """(1, H, M, C) queries, (1, G, M, C) keys and values -> (1, M, H, C), each token mixed from
     those before it in its row. Pads of a rectangle are behind every token, so that causality hides
     them.
+
+    softcap: scores are kept within +- this (Gemma 2); no fused kernel of torch does that.
     """
     sizes = [rows * length for rows, length in attention_mask.shapes]
     laid_out = [
@@ -90,6 +100,10 @@ def attention(
         zip(*laid_out, strict=True), attention_mask.shapes, attention_mask.masks, strict=True
     ):
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in qkv)  # (N, H or G, L, C)
+        if softcap is not None:
+            capped = _capped(q, k, v, mask, softcap=softcap, scaling=scaling, dropout=dropout)
+            mixed.append(capped.transpose(1, 2).flatten(0, 1))
+            continue
         is_grouped = k.shape[1] != q.shape[1]
         if (
             is_grouped and mask is not None
@@ -102,6 +116,28 @@ def attention(
         )
         mixed.append(found.transpose(1, 2).flatten(0, 1))
     return in_stream(mixed, attention_mask.cells_M)[None], None
+
+
+def _capped(
+    q_NHLC: Tensor,
+    k_NGLC: Tensor,
+    v_NGLC: Tensor,
+    mask_LL: Tensor | None,
+    *,
+    softcap: float,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """(N, H, L, C) mixed values, from scores that are capped before the softmax."""
+    group = q_NHLC.shape[1] // k_NGLC.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k_NGLC, v_NGLC))
+    scale = q_NHLC.shape[-1] ** -0.5 if scaling is None else scaling
+    scores_NHLL = torch.tanh(q_NHLC @ k.transpose(-1, -2) * (scale / softcap)) * softcap
+    if mask_LL is None:
+        mask_LL = _window(q_NHLC.shape[2], q_NHLC.shape[2], q_NHLC)
+    scores_NHLL = scores_NHLL.masked_fill(~mask_LL, torch.finfo(scores_NHLL.dtype).min)
+    shares = scores_NHLL.softmax(-1, dtype=torch.float32).to(q_NHLC.dtype)
+    return F.dropout(shares, dropout) @ v
 
 
 AttentionInterface.register(NAME, attention)
