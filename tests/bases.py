@@ -43,8 +43,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": (
         "gpt_bigcode",
         SPECIAL
-        | {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128}
-        | {"initializer_range": 0.2},
+        | {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
+        | dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
     ),
     "llama": ("llama", ROTARY | {"tie_word_embeddings": False}),
     "llama 3.2": ("llama", ROTARY | {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE}),

@@ -11,6 +11,9 @@ FID = "tests/numerics/test_fid_model.py"
 CROSS_MODEL = "tests/numerics/test_cross_attention_model.py"
 ROTARY = "tests/numerics/test_cross_attention_rotary.py"
 PACKED = "tests/numerics/test_packed_decoder.py"
+FAMILIES = "tests/numerics/test_families.py"
+PACKAGES = "tests/unit/test_packages.py"
+SENTENCES = "tests/unit/test_sentence_folder.py"
 SUMMARISER = "tests/unit/test_summariser_task.py"
 RANKING = "tests/unit/test_ranking.py"
 MINING = "tests/unit/test_mining.py"
@@ -180,6 +183,63 @@ FAULTS = [
         "suffix[: len(suffix) - max(surplus - 1, 0)]",
         why="a text that is filled in the middle is longer than the model's positions",
         tests="tests/unit/test_cross_attention_rows.py",
+    ),
+    # Bases of today
+    Fault(
+        "trainer/tasks/cross_attention/decoder/backbone.py",
+        "tuple(window if kind == _kind(window) else None for kind in kinds)",
+        "tuple(window for kind in kinds)",
+        why="every block of a Gemma sees its window only",
+        tests=FAMILIES,
+    ),
+    Fault(
+        "trainer/tasks/cross_attention/decoder/backbone.py",
+        'of_kind = f"{_kind(window)}_" if _is_by_kind(self.config) else ""',
+        'of_kind = f"{_kind(None)}_" if _is_by_kind(self.config) else ""',
+        why="the blocks of a Gemma 3 that have a window turn as slowly as the others",
+        tests=FAMILIES,
+    ),
+    Fault(
+        "trainer/tasks/cross_attention/decoder/packed_blocks.py",
+        "* (scale / softcap)) * softcap",
+        "* scale)",
+        why="packed scores of a Gemma 2 are capped at 1",
+        tests=FAMILIES,
+    ),
+    Fault(
+        "trainer/models/head.py",
+        "return logits if cap is None else torch.tanh(logits / cap) * cap",
+        "return logits",
+        why="the logits of a Gemma 2 are not capped",
+        tests=FAMILIES,
+    ),
+    Fault(
+        "trainer/models/head.py",
+        'scale /= getattr(config, "logits_scaling", None) or 1.0',
+        'scale *= getattr(config, "logits_scaling", None) or 1.0',
+        why="the logits of a Granite are multiplied instead of divided",
+        tests=FAMILIES,
+    ),
+    Fault(
+        "trainer/models/weight_files.py",
+        "if got != digest.lower():",
+        "if len(got) != len(digest):",
+        why="weights with another digest are trained",
+        tests=PACKAGES,
+    ),
+    Fault(
+        "trainer/files/packages.py",
+        "if folder.is_dir() and folder.is_relative_to(root.resolve()):",
+        "if folder.is_dir():",
+        why="a name leads out of the package",
+        tests=PACKAGES,
+    ),
+    Fault(
+        "trainer/tasks/retriever/sentence_folder.py",
+        '"prompts": {"query": data.query_prefix, "document": data.passage_prefix},',
+        '"prompts": {"query": "", "document": ""},',
+        why="sentence-transformers encodes an export without its prefixes",
+        tests=SENTENCES,
     ),
     # Summariser
     Fault(
