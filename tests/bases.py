@@ -85,6 +85,40 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", ROTARY | {"logits_scaling": 8.0}),
     "cohere": ("cohere", ROTARY | {"logit_scale": 0.25}),
 }
+_ENCODER: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 130,
+    "pad_token_id": 1,
+}
+# {name: (model_type, the keys of its config)} of what a retriever embeds with.
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", _ENCODER),
+    "roberta": ("roberta", _ENCODER),
+    "xlm-roberta": ("xlm-roberta", _ENCODER),
+    "distilbert": (
+        "distilbert",
+        {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4},
+    ),
+    "mpnet": ("mpnet", _ENCODER),
+    "modernbert": (
+        "modernbert",
+        _ENCODER | {"local_attention": 8, "layer_types": [FULL, WINDOW], "eos_token_id": 0},
+    ),
+    "t5 encoder": (
+        "t5",
+        {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}
+        | {"num_heads": 4, "pad_token_id": 1},
+    ),
+    "llama": DECODERS["llama"],
+    "mistral": DECODERS["mistral"],
+    "qwen2": DECODERS["qwen2"],
+    "qwen3": DECODERS["qwen3"],  # Qwen3-Embedding's family
+    "gemma3": DECODERS["gemma3"],
+}
 
 
 def config_of(name: str) -> Any:

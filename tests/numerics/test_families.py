@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.bases import DECODERS, SCALED, VOCABULARY, config_of, decoder
+from tests.bases import DECODERS, ENCODERS, SCALED, VOCABULARY, config_of, decoder
+from tests.facts import write_facts
 from tests.numerics.test_packed_decoder import packed_of, padded_of, stepped
 from tests.tolerance import assert_close
+from tests.unit.test_retriever_task import loaded
 from trainer.errors import ConfigError
 from trainer.models import base_model
 from trainer.tasks.causal_lm.task import CausalLM
@@ -150,3 +153,38 @@ def test_another_family_is_refused_by_name(family: str, said: str) -> None:
         base = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match=re.escape(said)):
         CrossAttentionModel(base, Layers(count=1, stride=1))
+
+
+# Encoders
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_facts(tmp_path_factory.mktemp("facts"))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_retriever_embeds_as_the_stock_encoder_does(name: str, facts: Path) -> None:
+    """Stock: each text alone, without a pad, its states pooled by hand."""
+    family, values = ENCODERS[name]
+    is_decoder = name in DECODERS
+    pooling = "eos" if is_decoder else "mean"
+    changes: dict[str, Any] = {
+        "base": {"config": {**values, "model_type": family, "vocab_size": 384}, "seed": 1},
+        "encoder": {"pooling": pooling, "projection": None, "normalize": True},
+        "data": {"append_eos": is_decoder, "query_prefix": "find: " if is_decoder else ""},
+    }
+    task = loaded(facts, **changes)
+    model = task.model().eval()
+    texts = task.ids([{"text": "where is the key"}, {"text": "map"}], side="query")
+    assert len(texts[0]) != len(texts[1])
+    with torch.no_grad():
+        got = task.embed(model, texts, side="query")
+        for vector, ids in zip(got, texts, strict=True):
+            batch = torch.tensor([ids])
+            states = model.query_model(input_ids=batch, attention_mask=torch.ones_like(batch))
+            states_LD = states.last_hidden_state[0]
+            pooled = states_LD[-1] if is_decoder else states_LD.mean(0)
+            want = torch.nn.functional.normalize(pooled, dim=0)
+            assert_close(vector, want, what="vectors", depth=DEPTH, margin=0.4)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.bases import ROTARY
 from tests.facts import TINY_T5, experiment, write_facts
 from tests.ranks import run_on_ranks
 from trainer import tasks
@@ -33,6 +34,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mt5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "umt5": {},
     "longt5": {"encoder_attention_type": "local", "local_radius": 7},
+    "longt5, global": {
+        "model_type": "longt5",
+        "encoder_attention_type": "transient-global",
+        "local_radius": 7,
+        "global_block_size": 4,
+    },
+}
+_SIDE = ROTARY | {
+    "vocab_size": COMMON["vocab_size"],
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 1.5,
+}
+T5GEMMA = {
+    "model_type": "t5gemma",
+    "encoder": _SIDE,
+    "decoder": _SIDE,
+    "vocab_size": COMMON["vocab_size"],
+    "eos_token_id": 0,
+    "pad_token_id": 1,
 }
 ROW = {
     "id": "1",
@@ -58,9 +82,11 @@ def load(folder: Path, **changes: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "t5gemma"])
 def test_the_loss_is_transformers_own_whatever_the_family(family: str, folder: Path) -> None:
-    config = {"model_type": family, **COMMON, **FAMILIES[family]}
+    config = (
+        T5GEMMA if family == "t5gemma" else {"model_type": family, **COMMON, **FAMILIES[family]}
+    )
     task = load(folder, base={"config": config, "seed": 1})
     model = task.model().eval()
     rows = [task.encode(row) for row in (ROW, LONG)]

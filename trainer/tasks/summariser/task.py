@@ -23,7 +23,9 @@ from trainer.tasks.token_task import TokenTask
 if TYPE_CHECKING:
     from trainer.models import base_model
 
-FAMILIES = ("t5", "mt5", "umt5", "longt5")  # flan-T5, T5 v1.1 and ByT5 are of the first two
+# flan-T5, T5 v1.1 and ByT5 are of the first two. T5Gemma 2 is left out: it brings an encoder of
+# pictures, which no summary would train.
+FAMILIES = ("t5", "mt5", "umt5", "longt5", "t5gemma")
 ALIGNED = 8  # tensor cores and CUDA's attention kernels want widths that are multiples of 8
 
 
@@ -41,13 +43,18 @@ class Task(TokenTask[Config]):
             raise ConfigError(
                 f"base: a {config.model_type}, want one of the T5 families ({', '.join(FAMILIES)})."
             )
-        if config.eos_token_id != self.end:
+        ends = config.eos_token_id
+        if self.end not in (ends if isinstance(ends, list) else [ends]):
             raise ConfigError(
-                f"base.config.eos_token_id={config.eos_token_id}, but the tokenizer ends texts "
-                f"with {self.end}: "
+                f"base.config.eos_token_id={ends}, but the tokenizer ends texts with {self.end}: "
                 "summaries would never end. Make them equal, or use the base's own tokenizer."
             )
-        if config.decoder_start_token_id is None:
+        if config.model_type == "t5gemma":
+            if config.decoder.bos_token_id is None:
+                raise ConfigError(
+                    "base.config.decoder.bos_token_id: missing. A T5Gemma starts texts with it."
+                )
+        elif config.decoder_start_token_id is None:
             raise ConfigError(
                 "base.config.decoder_start_token_id: missing. A T5 starts texts with its pad, id 0."
             )
