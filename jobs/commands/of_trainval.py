@@ -75,19 +75,19 @@ def _move_aside(request: Request) -> None:
 
 def _passed_on(options: dict[str, Any]) -> dict[str, str]:
     """The flags of this command that the job's own command gets."""
-    flags = {
-        "data_path": options["data_path"],
-        "cache_dir": options["cache_dir"],
-        "log_every": options["log_every"],
-        "deepspeed": options["deepspeed"],
+    values = {
+        **options,
         "wandb_entity_name": options["wandb_entity"],
         "wandb_project_name": options["wandb_project"],
-        "wandb_run_name": options["wandb_run_name"],
-        "wandb_log_gradients": str(options["log_gradients"]).lower(),
-        "push_to_hub": str(options["push_to_hub"]).lower(),
-        "do_extra_evals": str(options["extra_evals"] > 0).lower(),
+        "wandb_log_gradients": options["log_gradients"],
+        "do_extra_evals": options["extra_evals"] > 0,
         "generation_eval_max_sample_size": options["extra_evals"] or None,
-        "device": options["device"],
-        "force": "" if options["force"] else None,
     }
-    return {name: str(value) for name, value in flags.items() if value is not None}
+    flags = {name: values[name] for name in prepare.FLAGS if values[name] is not None}
+    for name in prepare.SWITCHES:
+        if flags.pop(name):
+            flags[name] = ""
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in flags.items()
+    }

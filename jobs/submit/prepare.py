@@ -35,9 +35,9 @@ FLAGS = (
     "wandb_project_name",
     "wandb_run_name",
     "wandb_log_gradients",
+    "push_to_hub",
     "do_extra_evals",
     "generation_eval_max_sample_size",
-    "push_to_hub",
     "device",
     "force",
 )
