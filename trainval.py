@@ -226,9 +226,9 @@ def main(
             return _dry_run(experiments, options) if dry_run else _train(experiments, options)
         from jobs.commands.of_trainval import submit_group
 
-        job = {"backend": job_scheduler, "file": job_configs, "python_binary": python_binary}
-        flags = {"is_dry": dry_run, "allow_dirty": allow_dirty}
-        return submit_group(exp_group, experiments, options, **job, **flags)
+        job: dict[str, Any] = {"backend": job_scheduler, "file": job_configs}
+        job |= {"python_binary": python_binary, "is_dry": dry_run, "allow_dirty": allow_dirty}
+        return submit_group(exp_group, experiments, options, **job)
 
     _end(command)
 
