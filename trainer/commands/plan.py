@@ -81,9 +81,9 @@ def plan(
 
 
 def _subject(values: dict[str, Any], given: Any, world: int) -> Any:
+    from trainer.data.token_store import store_of
     from trainer.memory.subject import subject_of
     from trainer.training import run_plan
-    from trainer.training.options import store_of
 
     checked = run_plan.plan(values, given, world=world, rank=0)
     return subject_of(
@@ -91,7 +91,7 @@ def _subject(values: dict[str, Any], given: Any, world: int) -> Any:
         ds=checked.ds,
         sharding=checked.sharding,
         places=given.places,
-        store_of=lambda task, split: store_of(task, split, given),
+        store_of=lambda task, split: store_of(task, split, given.cache_dir),
         answers=bool(checked.cfg.train.answers or given.extra_evals),
     )
 

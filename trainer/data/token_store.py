@@ -22,7 +22,7 @@ from trainer.errors import DataError
 from trainer.files.build_once import build_once
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Encoded, Row
+    from trainer.tasks.protocol import Encoded, Row, Task
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,18 @@ class TokenStore:
         no such field.
         """
         return self._ids.get(field, np.zeros(len(self), np.int32))
+
+
+def store_of(task: Task, split: str, cache_dir: Path) -> TokenStore:
+    """The encoded rows of a task's split, from the cache or built (`open_store`)."""
+    return open_store(
+        lambda: task.rows(split),
+        task.encode,
+        encoding_id=task.encoding_id(),
+        split=split,
+        cache_dir=cache_dir,
+        length=task.length,
+    )
 
 
 def open_store(

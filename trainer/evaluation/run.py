@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.data.order import evaluation_batches
+from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, nearest
 from trainer.evaluation.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.evaluation.scoring import Frozen, answer, evaluate, pool
@@ -37,10 +38,9 @@ from trainer.tasks.abilities import (
     question_of,
 )
 from trainer.telemetry.wandb_run import tell_wandb
-from trainer.training.options import Options, store_of
+from trainer.training.options import Options
 
 if TYPE_CHECKING:
-    from trainer.data.token_store import TokenStore
     from trainer.tasks.protocol import Row, Task
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,8 @@ class Question:
     """What is evaluated, and what is written of it."""
 
     values: dict[str, Any]  # the experiment
-    model: str = (
-        "best"  # best or final of its run folder, or any folder that the task's export wrote
-    )
+    # best or final of its run folder, or any folder that the task's export wrote
+    model: str = "best"
     split: str = "valid"
     limit: int | None = None  # the first rows only
     batch: int | None = None  # rows per device and forward; None: train.eval_batch
@@ -64,14 +63,12 @@ class Question:
     # rows that ask the same of the same context are one question with all their references
     best_answer: bool = False
     cut_at: Sequence[str] = ()  # answers end before the first of these texts
-    another_context: bool = (
-        False  # every row answered under another row's context, to see what reading is worth
-    )
+    # every row answered under another row's context, to see what reading is worth
+    another_context: bool = False
     measures: Sequence[str] = ()  # of trainer.evaluation.similarity, besides the task's own
     bertscore_model: str = BERTSCORE_MODEL
-    passage_scores: Path | None = (
-        None  # .json (a list) or .jsonl to write: the rows with ctxs[].score
-    )
+    # .json (a list) or .jsonl to write: the rows with ctxs[].score
+    passage_scores: Path | None = None
 
 
 def run(asked: Question, options: Options) -> dict[str, float]:
@@ -162,7 +159,7 @@ class _Rewritten:
 
 
 def _store(task: Task, asked: Question, options: Options) -> Any:
-    store = store_of(task, asked.split, options)
+    store = store_of(task, asked.split, options.cache_dir)
     if not asked.another_context:
         return store
     assert isinstance(task, ReadsContexts), "run() refuses others"
@@ -176,7 +173,7 @@ def pooled(asked: Question, options: Options, name: str) -> Tensor:
     A collective. ConfigError for a task without such a pool.
     """
     task = _task(asked, options)
-    store = store_of(task, asked.split, options)
+    store = store_of(task, asked.split, options.cache_dir)
     model = Frozen(task.exported(model_folder(asked, options)).to(distributed.device()).eval())
     found = pool(model, task, store, name=name, batch=_batch(asked))
     if found is None:

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -96,14 +96,6 @@ def replace_file(path: Path, content: bytes, *, is_durable: bool = True) -> None
     """Make `content` the whole of `path`, at once (`aside`). StorageError when the disk refuses."""
     with aside(path, is_durable=is_durable) as temporary:
         temporary.write_bytes(content)
-
-
-def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Make these texts, one after the other, the whole of `path`, at once. StorageError when the
-    disk refuses.
-    """
-    with aside(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
 
 
 def write_json(path: Path, value: Any, *, is_durable: bool = True) -> None:
@@ -192,9 +184,8 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield temporary
         os.rename(temporary, out)
     except (OSError, StorageError) as error:
-        reason = (
-            error.__cause__ or error
-        )  # the disk's own words: the advice of StorageError is for runs
+        # the disk's own words: the advice of StorageError is for runs
+        reason = error.__cause__ or error
         raise StorageError(
             f"{out}: cannot be written ({reason}). Free space there, or write elsewhere."
         ) from error

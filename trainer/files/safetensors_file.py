@@ -20,9 +20,8 @@ from torch import Tensor
 from trainer.errors import CheckpointError
 from trainer.files.atomic import refusals
 
-BLOCK = (
-    4 * 2**20
-)  # bytes written and hashed at a time: small enough for the cache that hashing and writing share
+# bytes written and hashed at a time: small enough for the cache that hashing and writing share
+BLOCK = 4 * 2**20
 DTYPES = {  # how a safetensors header spells them (its README, "Format")
     torch.float64: "F64",
     torch.float32: "F32",
@@ -102,9 +101,8 @@ def checksum_problem(folder: Path, record: WrittenFile) -> str | None:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    entries: dict[str, Any] = {
-        "__metadata__": {"format": "pt"}
-    }  # transformers refuses a file without it
+    # transformers refuses a file without it
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key in _order(tensors):
         tensor = tensors[key]

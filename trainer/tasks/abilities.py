@@ -4,7 +4,7 @@ its methods has the ability.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -37,9 +37,35 @@ class Answered:
 
     predictions: list[str]  # by row, the best one
     scores: dict[str, Ratio]  # over these rows
-    n_best: list[list[str]] | None = (
-        None  # by row, the best first; None when one each was asked for
-    )
+    # by row, the best first; None when one each was asked for
+    n_best: list[list[str]] | None = None
+
+
+def answered(
+    n_best: list[list[str]],
+    raw: Sequence[Row],
+    search: Search,
+    score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, Ratio]],
+) -> Answered:
+    """The rows `raw`, answered by search.num_answers texts each, the best first.
+
+    score: of predictions and the references of each, of which there is at least one.
+    """
+    predictions = [best for best, *_ in n_best]
+    scored: list[str] = []
+    references: list[Sequence[str]] = []
+    for text, row in zip(predictions, raw, strict=True):
+        if row["answers"]:
+            scored.append(text)
+            references.append(row["answers"])
+    scores = score(scored, references)
+    return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
+
+
+def by_row(texts: Sequence[str], search: Search) -> list[list[str]]:
+    """The answers of one row after the other, search.num_answers of each -> those of each row."""
+    starts = range(0, len(texts), search.num_answers)
+    return [list(texts[start : start + search.num_answers]) for start in starts]
 
 
 @runtime_checkable

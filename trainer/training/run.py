@@ -16,6 +16,7 @@ from trainer import tasks
 from trainer.config import auto, deepspeed_config
 from trainer.config.identity import digest
 from trainer.data.order import Sizes, padding_share, sizes_of
+from trainer.data.token_store import store_of
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.evaluation.scoring import first_questions
 from trainer.memory import launch as planning
@@ -29,7 +30,7 @@ from trainer.telemetry.run_record import RunRecord
 from trainer.training import checkpoint, engine, run_folder
 from trainer.training.engine import Engine
 from trainer.training.loop import Cadence, Progress, Session, fit
-from trainer.training.options import Options, store_of
+from trainer.training.options import Options
 from trainer.training.run_folder import check_hub, check_identity, claimed, push
 from trainer.training.run_plan import RunPlan, is_finished
 
@@ -113,7 +114,7 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
 
 
 def _launch(plan: RunPlan, options: Options, task: Task, *, answers: bool) -> planning.UpcomingRun:
-    stores = {split: store_of(task, split, options) for split in ("train", "valid")}
+    stores = {split: store_of(task, split, options.cache_dir) for split in ("train", "valid")}
     return planning.UpcomingRun(
         plan.values, plan.cfg, plan.ds, plan.sharding, task, options.places, stores, answers
     )

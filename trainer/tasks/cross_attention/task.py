@@ -21,7 +21,7 @@ from trainer.evaluation.mergeable import GatheredValues, Ratio, answer_scores
 from trainer.models import base_model
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
-from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut
+from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered
 from trainer.tasks.cross_attention.config import Config
 from trainer.tasks.cross_attention.decoder import export
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
@@ -191,8 +191,7 @@ class Task(TokenTask[Config]):
         if asked and found not in REPLACED:
             raise ConfigError(
                 f"data.packed=True: the base's attention is {found!r}, want 'sdpa', which can be "
-                "run on streams. "
-                "Leave data.packed out, or the base's attn_implementation."
+                "run on streams. Leave data.packed out, or the base's attn_implementation."
             )
         return found in REPLACED
 
@@ -269,14 +268,7 @@ class Task(TokenTask[Config]):
         """
         how: dict[str, Any] = {"device": distributed.device(), "is_synced": distributed.world() > 1}
         n_best = self.prompts.answers(model, rows, search=search, max_tokens=max_tokens, **how)
-        predictions = [best for best, *_ in n_best]
-        known = [
-            (text, row["answers"])
-            for text, row in zip(predictions, raw, strict=True)
-            if row["answers"]
-        ]
-        scores = answer_scores([text for text, _ in known], [answers for _, answers in known])
-        return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
+        return answered(n_best, raw, search, answer_scores)
 
     def under_another_context(self, encoded: Mapping[str, Any]) -> Mapping[str, Any]:
         """The row with the context that shuffled_loss is computed under."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.errors import ConfigError
 from trainer.files.atomic import write_json
 from trainer.models.head import HEAD_FILE
-from trainer.runtime import distributed
+from trainer.runtime.batch import to_device
 from trainer.tasks.vera import pictures
 from trainer.tasks.vera.calibration import Calibration, Objective, calibrate, scores_of
 from trainer.tasks.vera.metrics import LABEL, LOGIT, TASK
@@ -80,7 +80,5 @@ def plausibilities(
     temperature = read_temperature(folder)
     for start in range(0, len(texts), _TOGETHER):
         batch = task.read([task.statement_ids(text) for text in texts[start : start + _TOGETHER]])
-        logits_S = model(
-            **{name: tensor.to(distributed.device()) for name, tensor in batch.items()}
-        )["logits"]
+        logits_S = model(**to_device(batch))["logits"]
         yield from scores_of(logits_S.double().cpu(), temperature=temperature).tolist()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.data import vocabulary
 from trainer.data.padding import pad_right
 from trainer.errors import DataError
-from trainer.tasks.abilities import GREEDY, Search
+from trainer.tasks.abilities import GREEDY, Search, by_row
 from trainer.tasks.cross_attention.decoder.generation import greedy, most_prompt_tokens, searched
 from trainer.tasks.cross_attention.text import questions, templates
 from trainer.tasks.cross_attention.text.contexts import state_batch, token_batch
@@ -99,10 +99,7 @@ class Prompts:
             self._text(tokens)
             for tokens in self._generated(model, prompts, search, most, is_synced).tolist()
         ]
-        return [
-            texts[start : start + search.num_answers]
-            for start in range(0, len(texts), search.num_answers)
-        ]
+        return by_row(texts, search)
 
     def _generated(
         self, model: nn.Module, prompts: Batch, search: Search, most: int, is_synced: bool

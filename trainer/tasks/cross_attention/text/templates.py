@@ -26,11 +26,6 @@ def prompt(question: str, template: Template) -> str:
     return _turn(question, template)
 
 
-def decoder_text(question: str, answer: str, template: Template) -> str:
-    """The decoder's whole training text: prompt and answer, without an end-of-text token."""
-    return prompt(question, template) + answer
-
-
 def context_text(
     question: str, contexts: Sequence[str], template: Template, *, question_on_context: bool
 ) -> str:

@@ -81,14 +81,6 @@ def convert(asked: Conversion, converter: Converter | None = None) -> list[Repor
     return reports
 
 
-def statement_groups(
-    problems: Sequence[Problem], adapter: Adapter, converter: Converter
-) -> list[Group]:
-    """The groups of problems as the original makes them, with nothing read or written."""
-    items = [_Item("", problem, "", _drafts(problem, adapter, "original")) for problem in problems]
-    return [group for _, group in _finished(items, converter)]
-
-
 def named_values(texts: Sequence[str]) -> dict[str, str]:
     """{"case": "fit"} of ["case=fit"]."""
     for text in texts:
