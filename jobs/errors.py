@@ -41,6 +41,5 @@ class NothingMatched(LatheError):
     exit_code = EXIT_NOTHING_MATCHED
 
 
-EXIT_DUPLICATE = (
-    76  # another copy of this attempt runs, or nobody waits for it any more: this one does nothing
-)
+# another copy of this attempt runs, or nobody waits for it any more: this one does nothing
+EXIT_DUPLICATE = 76

@@ -206,9 +206,8 @@ def observe(details: Any) -> Observed:
     """What Ray's JobDetails say."""
     status = str(getattr(details.status, "value", details.status))
     state = STATES.get(status, "submitted")
-    message = str(details.message or "").partition(", last available logs")[
-        0
-    ]  # it ends with 20 kB of log
+    # it ends with 20 kB of log
+    message = str(details.message or "").partition(", last available logs")[0]
     again = RUN_AGAIN.get(str(details.error_type or ""))
     if status == "FAILED" and again is not None:
         state, message = "preempted", f"{again}: {message}"
@@ -326,9 +325,8 @@ def _tail(address: str | None, token: str) -> Iterator[str]:
     except Exception as error:
         raise _translated(error) from None
     finally:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # interrupted while it waited: it cannot be closed in order
+        # interrupted while it waited: it cannot be closed in order
+        with contextlib.suppress(RuntimeError):
             loop.run_until_complete(pieces.aclose())
         loop.close()
 

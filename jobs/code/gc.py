@@ -87,9 +87,8 @@ def _delete(item: Garbage) -> bool:
     aside = item.path.with_name(f"{ASIDE}{secrets.token_hex(4)}")
     item.path.rename(aside)
     if aside.lstat().st_mtime_ns != item.mtime_ns:
-        with contextlib.suppress(
-            OSError
-        ):  # not empty: the submission has stored the same code anew
+        # not empty: the submission has stored the same code anew
+        with contextlib.suppress(OSError):
             aside.rename(item.path)
             return False
     shutil.rmtree(aside)

@@ -58,15 +58,13 @@ class SourceFiles:
     (os.fsdecode).
     """
 
-    top: (
-        Path  # resolved; the top of the working tree, or the project's folder where there is no git
-    )
+    # resolved; the top of the working tree, or the project's folder where there is no git
+    top: Path
     project: Path  # the project's folder, relative to top
     tracked: frozenset[str]
     untracked: frozenset[str]  # and not ignored
-    changed: Mapping[str, str] = field(
-        default_factory=dict[str, str]
-    )  # tracked path -> git's two letters: "M ", " D"
+    # tracked path -> git's two letters: "M ", " D"
+    changed: Mapping[str, str] = field(default_factory=dict[str, str])
     commit: str | None = None  # None: no git, or no commit yet
     branch: str | None = None
     is_git: bool = False
@@ -165,9 +163,8 @@ def _status(top: Path) -> tuple[str | None, str | None, dict[str, str]]:
         elif record.startswith("# branch.head "):
             branch = record.split(" ", 2)[2]
         elif record.startswith(("1 ", "u ")):
-            fields = record.split(
-                " ", 8 if record[0] == "1" else 10
-            )  # the path comes last and may hold spaces
+            # the path comes last and may hold spaces
+            fields = record.split(" ", 8 if record[0] == "1" else 10)
             changed[fields[-1]] = fields[1].replace(".", " ")
     return (
         (None if commit == "(initial)" else commit),
@@ -327,9 +324,8 @@ def _refuse_big(top: Path, sizes: Mapping[str, int]) -> None:
     if (total := sum(sizes.values())) > MAX_TOTAL:
         raise ConfigError(
             f"{top}: a code snapshot of {total / MIB:.0f} MiB, want at most {MAX_TOTAL // MIB} "
-            "MiB. The largest: "
-            f"{_sizes(largest)}. Data belongs below --data_path: move it, or exclude it by "
-            ".gitignore."
+            f"MiB. The largest: {_sizes(largest)}. Data belongs below --data_path: move it, or "
+            "exclude it by .gitignore."
         )
 
 
@@ -352,9 +348,8 @@ def why_dirty(source: SourceFiles, dirty: Mapping[str, str]) -> str:
     """The error for a project that no commit tells."""
     if not source.is_git:
         return (
-            f"{source.top}: not in a git repository (or git is not installed), so nobody can "
-            "tell later which code "
-            "ran. Commit it to one (git init), or submit with --allow-dirty."
+            f"{source.top}: not in a git repository (or git is not installed), so nobody can tell "
+            "later which code ran. Commit it to one (git init), or submit with --allow-dirty."
         )
     named = [f"{letters.strip()} {shown(path)}" for path, letters in dirty.items()]
     more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""

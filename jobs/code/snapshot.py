@@ -62,9 +62,8 @@ if TYPE_CHECKING:
     from jobs.record.paths import BaseFolder, RunFolder
 
 MANIFEST, ARCHIVE, PATCH, TREE = "code.json", "code.tar.gz", "dirty.patch", "tree"
-STAGING = (
-    ".tmp-"  # a snapshot that is being written; `jobs.code.gc` collects what a killed one left
-)
+# a snapshot that is being written; `jobs.code.gc` collects what a killed one left
+STAGING = ".tmp-"
 SYNCS_AT_ONCE = 8  # 150 files on a local disk: 0.45 s one by one, 0.08 s so
 TRIES = 5  # an editor may save a file while it is copied
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
@@ -79,9 +78,8 @@ class Snapshot:
 
     digest: str
     tree: Path
-    workdir: (
-        Path  # the project's folder in the tree: the tree itself, unless the repository holds more
-    )
+    # the project's folder in the tree: the tree itself, unless the repository holds more
+    workdir: Path
     commit: str | None
     is_dirty: bool
     files: int
@@ -206,9 +204,8 @@ def _entries(top: Path, paths: Iterable[str]) -> list[SnapshotEntry]:
     if spread:
         raise ConfigError(
             f"{top}: a code snapshot is read by every job, and would hold a secret: "
-            f"{'; '.join(spread)}. "
-            "Move it to a file of mode 0600 outside of the project (wandb_key_file), and replace "
-            "it: it may be known."
+            f"{'; '.join(spread)}. Move it to a file of mode 0600 outside of the project "
+            "(wandb_key_file), and replace it: it may be known."
         )
     return entries
 
@@ -370,9 +367,8 @@ def _patch(source: SourceFiles, dirty: Mapping[str, str]) -> tuple[bytes, str | 
     difference = patch(source, changed)
     if len(difference) > MAX_FILE:
         return b"", f"over {MAX_FILE // MIB} MiB"
-    why = secret_keys.secret_in(
-        difference, secret_keys.secrets_in(os.environ)
-    )  # a removed line is in no file any more
+    # a removed line is in no file any more
+    why = secret_keys.secret_in(difference, secret_keys.secrets_in(os.environ))
     return (b"", f"holds a secret in {why}") if why else (difference, None)
 
 
@@ -400,9 +396,8 @@ def _publish(staging: Path, folder: Path) -> None:
                 raise
             if _reuse(folder):
                 return
-            with suppress(
-                FileNotFoundError
-            ):  # torn by somebody's hand; not deleted, for a job may run in it
+            # torn by somebody's hand; not deleted, for a job may run in it
+            with suppress(FileNotFoundError):
                 os.rename(folder, folder.with_name(f"{STAGING}torn-{secrets.token_hex(4)}"))
         else:
             sync(folder.parent)

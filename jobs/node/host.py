@@ -29,9 +29,8 @@ def job_id() -> str | None:
     """The id under which the scheduler runs this job, the same at every restart; None where there
     is none.
     """
-    if own := os.environ.get(
-        "LATHE_JOB_ID"
-    ):  # set by backends whose own variable changes with each restart
+    # set by backends whose own variable changes with each restart
+    if own := os.environ.get("LATHE_JOB_ID"):
         return own
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
@@ -151,9 +150,8 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = (
-                entry.read_text().rpartition(")")[2].split()
-            )  # the name before ")" may hold anything
+            # the name before ")" may hold anything
+            fields = entry.read_text().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
     found: list[int] = []
     pending = list(children.get(pid, []))

@@ -175,9 +175,8 @@ def _claim(attempt: Attempt) -> int | None:
     if not create_json(attempt.started(start), facts):
         log.error("%s: start %d was taken by another process at this moment", attempt.folder, start)
         return None
-    if (
-        attempt.given_up.exists()
-    ):  # looked at after the start is on the disk: whoever gives up looks for that
+    # looked at after the start is on the disk: whoever gives up looks for that
+    if attempt.given_up.exists():
         log.error("%s was given up: another attempt runs in its place", attempt.folder)
         return None
     return start
@@ -245,17 +244,15 @@ def _watch(
         if stop.name is not None and not was_asked:
             was_asked = True
             log.warning("%s: asking the training to save and stop", stop.name)
-            node.signal_all(
-                child.pid, signal.SIGTERM
-            )  # torchrun knows no SIGUSR1: it would die of it
+            # torchrun knows no SIGUSR1: it would die of it
+            node.signal_all(child.pid, signal.SIGTERM)
         if moment - stop.at > job["grace_s"]:
             node.signal_all(child.pid, signal.SIGKILL)
         if moment - beat_at > HEARTBEAT_S and node.is_leader():
             beat_at = moment
             _beat(attempt)
-            if (
-                attempt.cancelled.exists()
-            ):  # its scheduler may have lost sight of it, and sends no signal then
+            # its scheduler may have lost sight of it, and sends no signal then
+            if attempt.cancelled.exists():
                 stop.ask(signal.SIGTERM)
         time.sleep(POLL_S)
     return timed_out
@@ -316,9 +313,8 @@ def read_key(path: Path) -> str:
     no single word.
     """
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_NONBLOCK
-        )  # a pipe of that name must not hang the job
+        # a pipe of that name must not hang the job
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise Unfit(
             f"wandb_key_file {path}: {error.strerror}. Write the key there, mode 0600."

@@ -49,9 +49,8 @@ class Row:
     reason: str | None = None
     step: int | None = None
     total: int | None = None
-    metrics: dict[str, float] = field(
-        default_factory=dict[str, float]
-    )  # the last value of each: loss, lr, valid/loss
+    # the last value of each: loss, lr, valid/loss
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
     eta_s: float | None = None
     host: str | None = None
     backend: str | None = None  # None: run by hand, or never sent
@@ -64,9 +63,8 @@ class Row:
     submitted_at: str | None = None
     started_at: str | None = None
     ended_at: str | None = None
-    unseen_since: str | None = (
-        None  # since then its scheduler cannot be reached, and the state may be old
-    )
+    # since then its scheduler cannot be reached, and the state may be old
+    unseen_since: str | None = None
     unseen_reason: str | None = None
     heartbeat_age_s: float | None = None
     sync_hint: str | None = None  # the command that brings its offline wandb runs to the service

@@ -131,9 +131,8 @@ def _ask(cases: Collection[_Case], backend_of: Callable[[str], Backend]) -> dict
 def _look(name: str, ids: list[str], backend_of: Callable[[str], Backend]) -> _Sight:
     try:
         return _Sight(backend_of(name).query(ids))
-    except (
-        LatheError
-    ) as error:  # Unreachable, or a backend that cannot be used from here: nobody was asked
+    except LatheError as error:
+        # Unreachable, or a backend that cannot be used from here: nobody was asked
         log.debug("%s: %s", name, error)
         return _Sight({}, str(error) or type(error).__name__)
 
@@ -159,9 +158,8 @@ def _verdict(case: _Case, sight: _Sight | None) -> Verdict:
         return settle(case.job, found, None, is_seen=True)
     observed = sight.observed.get(sent.id or "")
     if found.exit is None and (observed is None or observed.state not in ACTIVE):
-        found = Witnesses.of(
-            case.folder, sent
-        )  # it may have ended between our look and the scheduler's answer
+        # it may have ended between our look and the scheduler's answer
+        found = Witnesses.of(case.folder, sent)
     return settle(case.job, found, observed, is_seen=sight.problem is None)
 
 
@@ -175,9 +173,8 @@ def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
     try:
         with record.locked(case.folder, wait_s=0):
             if record.read(case.folder) == case.job:
-                record.append(
-                    case.folder, *events, is_durable=False
-                )  # whoever looks next sees the same again
+                # whoever looks next sees the same again
+                record.append(case.folder, *events, is_durable=False)
     except record.Busy as error:
         log.debug("%s", error)
     except (

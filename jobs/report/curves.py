@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from jobs.record.paths import RunFolder
 
 MOST_POINTS = 400
-SIZE_READ_WHOLE = (
-    16 << 20
-)  # bytes; of a longer metrics.jsonl only every second, third, ... training line is read
+# bytes; of a longer metrics.jsonl only every second, third, ... training line is read
+SIZE_READ_WHOLE = 16 << 20
 LOG_SCALE_FROM = 40.0  # largest over smallest value
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440.0, 170.0, 42.0, 8.0, 8.0, 20.0
 SPARK_WIDTH, SPARK_HEIGHT = 110.0, 26.0

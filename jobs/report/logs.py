@@ -27,9 +27,8 @@ ASK_S = 15.0  # between two questions to the scheduler while a log stands still
 ELSEWHERE_S = 60.0  # a job that runs so long without a file here writes to another file system
 LONGEST_LINE = 64 << 10  # bytes; a longer line comes in pieces
 BLOCK = 64 << 10
-LINE_END = re.compile(
-    rb"\r\n|\n|\r(?=[^\n])"
-)  # a progress bar's returns too; the last "\r" may be half of "\r\n"
+# a progress bar's returns too; the last "\r" may be half of "\r\n"
+LINE_END = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
 def show(
@@ -98,9 +97,8 @@ def _lines(path: Path, watch: _Watch, *, tail: int | None, follow: bool) -> Iter
             there += [] if follow else list(reader.rest())
             yield from there[max(len(there) - tail, 0) :]
         while follow:
-            is_over = (
-                watch.is_over()
-            )  # asked before reading: what was printed until then is read below
+            # asked before reading: what was printed until then is read below
+            is_over = watch.is_over()
             has_grown = False
             for line in reader.read():
                 has_grown = True

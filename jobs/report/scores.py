@@ -158,9 +158,8 @@ def differing(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _identity(value: Any, absent: object) -> str:
-    return (
-        "" if value is absent else json.dumps(value, sort_keys=True, default=str)
-    )  # 1, 1.0, "1" and True differ
+    # 1, 1.0, "1" and True differ
+    return "" if value is absent else json.dumps(value, sort_keys=True, default=str)
 
 
 def _directions(values: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:

@@ -123,9 +123,8 @@ def _again_under_lock(
         training_now=training_now(folder, was_sent=bool(row.history)),
     )
     is_refused = job.last is not None and row.state == "pending"
-    if decision.action == "skip" or (
-        is_refused and asked.limits is None
-    ):  # refused: a person must change something
+    # refused: a person must change something
+    if decision.action == "skip" or (is_refused and asked.limits is None):
         return ActionResult(row.exp_id, "skip", decision.reason, row.state)
     if decision.action == "settle" and job.last is not None:
         backend = asked.backend_of(job.last.backend)

@@ -54,9 +54,8 @@ def decide(
 def _by_state(row: Row | None, limits: Limits, *, is_finished: bool) -> Decision:
     if is_finished or (row is not None and row.state == "succeeded"):
         is_nameless = row is not None and bool(row.history) and row.job_id is None
-        return Decision(
-            "settle" if is_nameless else "skip", "it is done"
-        )  # settle: so that its id is recorded
+        # settle: so that its id is recorded
+        return Decision("settle" if is_nameless else "skip", "it is done")
     if row is None or not row.history:
         return Decision("send", "never sent")
     state, reason = row.state, row.reason or ""

@@ -103,16 +103,14 @@ def make(
     if backend == "local" and job.gpus and "CUDA_VISIBLE_DEVICES" in job.environment_vars:
         raise ConfigError(
             f"job dictionary of {group!r}: environment_vars sets CUDA_VISIBLE_DEVICES, which the "
-            "local queue gives to "
-            f"each job ({job.gpus} GPUs). Remove it; to keep GPUs from the queue set it in the "
-            "submitting shell."
+            f"local queue gives to each job ({job.gpus} GPUs). Remove it; to keep GPUs from the "
+            "queue set it in the submitting shell."
         )
     load = backend_of or BackendCache()
     folder = BaseFolder(base.absolute())
     source = wandb_key.find_key_source(job, os.environ)
-    if (
-        source.key_file is not None
-    ):  # the job reads it; its path may come from WANDB_API_KEY_FILE of this shell
+    # the job reads it; its path may come from WANDB_API_KEY_FILE of this shell
+    if source.key_file is not None:
         job = job.model_copy(update={"wandb_key_file": str(source.key_file)})
     if flags.get("wandb_project_name") and flags.get("wandb_entity_name"):
         log.info("wandb: %s", source.text)

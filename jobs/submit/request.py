@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 LOCK_WAIT_S = 60.0
 
 
-RESEND_S = (
-    10.0  # how old an intent must be before a name that the scheduler does not know is sent again
-)
+# how old an intent must be before a name that the scheduler does not know is sent again
+RESEND_S = 10.0
 
 
 SHARED_DISK = ("inline", "local", "slurm")  # backends whose nodes see the submitter's file system
@@ -90,9 +89,8 @@ def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
     if stored is not None and digest(stored) != digest(values):
         differing = sorted(key for key in {*stored, *values} if stored.get(key) != values.get(key))
         raise ResumeError(
-            f"{folder.exp_dict} is of another experiment with the same id: "
-            f"{', '.join(differing)} differ(s). "
-            "Use another --savedir_base."
+            f"{folder.exp_dict} is of another experiment with the same id: {', '.join(differing)} "
+            "differ(s). Use another --savedir_base."
         )
 
 

@@ -83,9 +83,8 @@ def send(folder: RunFolder, spec: JobSpec, backend: Backend) -> Outcome:
     experiment runs.
     """
     rendered = backend.render(spec)
-    for earlier in range(
-        1, spec.attempt
-    ):  # one that was thought lost may still stand in a queue somewhere
+    # one that was thought lost may still stand in a queue somewhere
+    for earlier in range(1, spec.attempt):
         give_up(folder, earlier)
     _write(folder, spec, rendered)
     record.append(

@@ -20,9 +20,8 @@ AUTO = "auto"
 # own.
 OPTIM_KEYS = ("lr", "betas", "eps", "weight_decay")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-FROM_HIDDEN_SIZE: dict[
-    str, Callable[[int], int]
-] = {  # the formulas of transformers/integrations/deepspeed.py
+# the formulas of transformers/integrations/deepspeed.py
+FROM_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda width: width * width,
     "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
     "stage3_param_persistence_threshold": lambda width: 10 * width,

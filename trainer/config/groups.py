@@ -134,9 +134,8 @@ def _group_mistakes(group: Any, experiments: Any) -> list[str]:
             f"is {userfile.kind(experiments)}. Want a list of experiments, or a dictionary whose "
             "lists are axes."
         ]
-    if (
-        not experiments
-    ):  # haven's cartesian_exp_group returns one for a hyper-parameter without values
+    # haven's cartesian_exp_group returns one for a hyper-parameter without values
+    if not experiments:
         return [
             "is an empty list. Want at least one experiment: does a hyper-parameter of the "
             "product have no values?"

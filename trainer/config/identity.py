@@ -38,9 +38,8 @@ def exp_id(values: dict[str, Any]) -> str:
         raise ConfigError(
             "experiment dictionary changes when written as JSON (a key that is not a string?)."
         )
-    return _haven_hash(
-        copied
-    )  # plain JSON types: str(numpy.float64) inside a list depends on the numpy version
+    # plain JSON types: str(numpy.float64) inside a list depends on the numpy version
+    return _haven_hash(copied)
 
 
 def _haven_hash(values: dict[str, Any]) -> str:

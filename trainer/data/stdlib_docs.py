@@ -68,8 +68,7 @@ def docstrings() -> tuple[Docstring, ...]:
     if not first_names:
         raise DataError(
             f"Python's standard library at {root} holds no source files (a zipped or stripped "
-            "installation?). "
-            "Use a full Python installation, or another data.source."
+            "installation?). Use a full Python installation, or another data.source."
         )
     return tuple(Docstring(name, text) for text, name in first_names.items())
 
@@ -131,12 +130,10 @@ def _documented(
 ) -> Iterator[Docstring]:
     text = inspect.cleandoc(ast.get_docstring(node, clean=False) or "").strip()
     if text:
-        yield Docstring(
-            name, text.encode(errors="replace").decode()
-        )  # a lone surrogate is no text to a tokenizer
-    if isinstance(
-        node, (ast.Module, ast.ClassDef)
-    ):  # functions inside functions are nobody's documentation
+        # a lone surrogate is no text to a tokenizer
+        yield Docstring(name, text.encode(errors="replace").decode())
+    # functions inside functions are nobody's documentation
+    if isinstance(node, (ast.Module, ast.ClassDef)):
         for child in node.body:
             if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield from _documented(child, f"{name}.{child.name}")

@@ -103,9 +103,8 @@ def eos_id(tokenizer: PreTrainedTokenizerFast) -> int:
     if end is None:
         raise ConfigError(
             f"tokenizer {tokenizer.name_or_path!r} has no end-of-text token (eos_token), and a "
-            "model that never sees "
-            "one never learns to stop. Set eos_token in its tokenizer_config.json, or use "
-            "another tokenizer."
+            "model that never sees one never learns to stop. Set eos_token in its "
+            "tokenizer_config.json, or use another tokenizer."
         )
     return end
 

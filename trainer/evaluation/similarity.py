@@ -21,9 +21,8 @@ _LIBRARIES = {
     "meteor": "nltk.translate.meteor_score",
     "bertscore": "torchmetrics",
 }
-_LAYERS = {
-    "roberta-large": 17
-}  # whose states bert-score compares, by its table; of any other model the last
+# whose states bert-score compares, by its table; of any other model the last
+_LAYERS = {"roberta-large": 17}
 _ROUGE = {
     "rouge1": "rouge1",
     "rouge2": "rouge2",
@@ -100,8 +99,7 @@ def _meteor(text: str, references: Sequence[str]) -> float:
     except LookupError:  # NLTK's own; it says where it looked, on many lines
         raise ConfigError(
             "--measure meteor: NLTK has no WordNet on this machine, by which METEOR knows "
-            "synonyms. "
-            "Get it: python -m nltk.downloader wordnet."
+            "synonyms. Get it: python -m nltk.downloader wordnet."
         ) from None
 
 
@@ -115,9 +113,8 @@ def _bertscore(pairs: Sequence[tuple[str, Sequence[str]]], name: str) -> list[fl
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"--measure bertscore: {name!r} is neither a folder nor a model that the Hub gives "
-            f"out ({reason}). "
-            "Name one by --bertscore_model."
+            f"--measure bertscore: {name!r} is neither a folder nor a model that the Hub gives out "
+            f"({reason}). Name one by --bertscore_model."
         ) from None
     longest = min(tokenizer.model_max_length, 512)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

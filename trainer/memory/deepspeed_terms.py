@@ -211,9 +211,8 @@ def _in_flight(gradients: int, step: Measured, zero: Zero) -> int:
 
 def _in_backward(gradients: int, step: Measured, zero: Zero) -> int:
     if zero.accumulates and zero.stage < 2:
-        gradients = max(
-            moment.gradients for moment in step.moments
-        )  # those of the micro-batches before
+        # those of the micro-batches before
+        gradients = max(moment.gradients for moment in step.moments)
     accumulated = _accumulated(step, zero)
     if not zero.accumulates:
         accumulated = (
@@ -226,9 +225,8 @@ def _in_backward(gradients: int, step: Measured, zero: Zero) -> int:
 
 def _reduced(step: Measured, zero: Zero) -> int:
     """Gradients at the end of a micro-batch, while they are reduced and put away."""
-    is_moved = (
-        zero.width == 4 and not zero.accumulates and not zero.copies_into_buckets
-    )  # not copied once more
+    # not copied once more
+    is_moved = zero.width == 4 and not zero.accumulates and not zero.copies_into_buckets
     return _in_flight(zero.width * step.trainable, step, zero) + (
         0 if is_moved else _accumulated(step, zero)
     )
@@ -260,9 +258,8 @@ def _step_copies(step: Measured, zero: Zero) -> int:
     if zero.stage == 0:
         return own + (4 * P if e < 4 else 0)  # fp32 copies of all gradients
     if zero.stage == 1 and zero.is_bf16:
-        return (4 + 2) * min(
-            P, _REDUCED_AT_ONCE
-        )  # flattened in fp32, then cast to the dtype of communication
+        # flattened in fp32, then cast to the dtype of communication
+        return (4 + 2) * min(P, _REDUCED_AT_ONCE)
     if zero.stage == 3:
         return 4 * min(P // w, zero.sub_group)
     return 4 * P // w if e == 4 or zero.stage == 1 else 8 * step.largest

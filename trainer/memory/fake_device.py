@@ -29,14 +29,12 @@ from trainer.memory.tracker import Tracker
 T = TypeVar("T")
 
 FAKE_GPU = "fakegpu"
-DeviceName = Literal[
-    "fakegpu", "cpu"
-]  # cpu: what the CPU's own kernels allocate, to be held against real runs
+# cpu: what the CPU's own kernels allocate, to be held against real runs
+DeviceName = Literal["fakegpu", "cpu"]
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _FLASH_WIDTH = 256  # widest head that the flash kernel takes
-_MASK_ALIGNMENT = (
-    8  # elements; the efficient kernel pads masks to it (torch 2.13, sdp_utils pad_bias)
-)
+# elements; the efficient kernel pads masks to it (torch 2.13, sdp_utils pad_bias)
+_MASK_ALIGNMENT = 8
 
 
 class _Module:
@@ -95,9 +93,8 @@ def register() -> None:
     _is_registered = True
 
 
-_scratch: list[
-    int
-] = []  # bytes of fp32 sums that the backward of each attention takes for its queries
+# bytes of fp32 sums that the backward of each attention takes for its queries
+_scratch: list[int] = []
 _torch_tensor = torch.tensor
 _torch_attention = F.scaled_dot_product_attention
 

@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_iter, tree_map
 aten = torch.ops.aten
 
 CHOSEN = 3  # the token that a fake model generates: ids below it are ends and pads
-LARGEST = (
-    1 << 21
-)  # elements of a twin: larger ones, such as masks of all scores, steer nothing and cost time
+# elements of a twin: larger ones, such as masks of all scores, steer nothing and cost time
+LARGEST = 1 << 21
 LARGEST_FLOAT = 1 << 12
 _SHAPED_BY_VALUES = {
     aten.nonzero.default,
@@ -66,9 +65,8 @@ def run_with_twins(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _CHOOSING:
         _choose(out)
     elif (func._schema.is_mutable or _is_small(out)) and _are_known(func, args, kwargs):
-        _attach(
-            out, _on_twins(func, args, kwargs)
-        )  # one that writes into its arguments writes into their twins
+        # one that writes into its arguments writes into their twins
+        _attach(out, _on_twins(func, args, kwargs))
     elif func._schema.is_mutable:
         _forget(out)
     return out

@@ -49,9 +49,8 @@ class Moment:
     """
 
     gradients: int  # bytes, of gradients that are complete
-    activations: (
-        int  # everything else: saved tensors, temporaries, a gradient in the making, the batch
-    )
+    # everything else: saved tensors, temporaries, a gradient in the making, the batch
+    activations: int
     logits: int
 
     @property

@@ -39,9 +39,8 @@ SHORT_ANSWERS = (
     4,
     8,
 )  # tokens that are generated to be measured; memory grows by as much with each further one
-_PROCESS = (
-    2 * 2**30
-)  # host memory of a process that has imported torch, transformers and CUDA's libraries
+# host memory of a process that has imported torch, transformers and CUDA's libraries
+_PROCESS = 2 * 2**30
 
 
 @dataclass(frozen=True)

@@ -102,9 +102,8 @@ def barrier() -> None:
     if world() == 1:
         return
     if dist.get_backend() == "nccl":
-        dist.barrier(
-            device_ids=[local_rank()]
-        )  # without it nccl guesses the device from the global rank
+        # without it nccl guesses the device from the global rank
+        dist.barrier(device_ids=[local_rank()])
     else:
         dist.barrier()
 

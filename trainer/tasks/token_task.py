@@ -75,8 +75,7 @@ class TokenTask(ABC, Generic[C]):
         if _head_of(model) is not None and not (folder / HEAD_FILE).is_file():
             raise ConfigError(
                 f"{folder} holds no {HEAD_FILE}, so it is no trained model of task "
-                f"{self.cfg.task!r}. Give a best/ or "
-                "final/ folder."
+                f"{self.cfg.task!r}. Give a best/ or final/ folder."
             )
         return model
 

@@ -95,9 +95,8 @@ class WandbRun:
     def _tolerated(self) -> Iterator[None]:
         try:
             yield
-        except (
-            Exception
-        ) as error:  # any: wandb documents no error tree for a lost service or network
+        except Exception as error:
+            # any: wandb documents no error tree for a lost service or network
             log.warning("wandb: %s: %s. Training goes on without it.", type(error).__name__, error)
             self._run = None
 

@@ -103,9 +103,8 @@ def _everywhere(step: int, action: Callable[[], T]) -> list[T]:
     cause: Exception | None = None
     try:
         outcome: dict[str, Any] = {"result": action()}
-    except (
-        Exception
-    ) as error:  # any: a rank that leaves alone would hang the others in their next collective
+    except Exception as error:
+        # any: a rank that leaves alone would hang the others in their next collective
         cause = error
         text = str(error) if isinstance(error, LatheError) else f"{type(error).__name__}: {error}"
         outcome = {"error": text, "is_storage": isinstance(error, (StorageError, OSError))}
@@ -131,9 +130,8 @@ def _write_shards(
     temporary: Path, shards: Mapping[str, Mapping[str, Tensor]]
 ) -> list[dict[str, Any]]:
     with refusals(temporary):
-        temporary.mkdir(
-            parents=True, exist_ok=True
-        )  # on a network disk this makes rank 0's folder visible here
+        # on a network disk this makes rank 0's folder visible here
+        temporary.mkdir(parents=True, exist_ok=True)
     own = f"{distributed.rank()}-of-{distributed.world()}.safetensors"
     return [
         asdict(write_tensors(temporary, f"{prefix}-{own}", tensors))
@@ -228,9 +226,8 @@ def problems(folder: Path) -> list[str]:
         for record in records
         if not any(line.startswith(f"{record.name}:") for line in wrong)
     ]
-    with ThreadPoolExecutor(
-        min(8, os.cpu_count() or 1)
-    ) as pool:  # sha256 releases the interpreter lock
+    # sha256 releases the interpreter lock
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return wrong + [
             line
             for line in pool.map(lambda record: checksum_problem(folder, record), suspects)

@@ -101,9 +101,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             )
     for name, parameter in parameters.items():
         with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if (
-                not hasattr(parameter, "ds_id") or distributed.is_main()
-            ):  # only the modifier rank's values are kept
+            # only the modifier rank's values are kept
+            if not hasattr(parameter, "ds_id") or distributed.is_main():
                 parameter.copy_(weights[name])
 
 
@@ -126,9 +125,8 @@ class Engine:
             raise ConfigError(
                 "the model has no trainable parameter: nothing to do. Unfreeze or insert layers."
             )
-        with redirect_stdout(
-            io.StringIO()
-        ):  # bf16 at stage 1 prints 15 lines of memory, whatever the log level
+        # bf16 at stage 1 prints 15 lines of memory, whatever the log level
+        with redirect_stdout(io.StringIO()):
             engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=_optimizer(self._parameters.values(), ds, optim),
@@ -144,9 +142,8 @@ class Engine:
         self._norm: Tensor | float | None = None
         self._world = distributed.world()
         if self.stage == 0:
-            engine.enable_backward_allreduce = (
-                False  # step() below reduces once per window, and not at all alone
-            )
+            # step() below reduces once per window, and not at all alone
+            engine.enable_backward_allreduce = False
             self._undo_initial_step()
         scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
@@ -198,9 +195,8 @@ class Engine:
         norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
         if not torch.is_tensor(norm):
             norm = torch.full((), math.nan if norm is None else norm, device=distributed.device())
-        is_finite = torch.isfinite(norm) & (
-            norm >= 0
-        )  # deepspeed 0.19.8 gives -1 for what is not finite
+        # deepspeed 0.19.8 gives -1 for what is not finite
+        is_finite = torch.isfinite(norm) & (norm >= 0)
         return is_finite.to(distributed.device(), non_blocking=True)
 
     def step_was_skipped(self) -> bool:

@@ -78,9 +78,8 @@ class Session:
     save: Callable[[Progress], None]  # a checkpoint of the present state; a collective
     export_best: Callable[[], None]  # the present weights as best/; a collective
     log_gradients: bool = False
-    questions: Sequence[
-        Row
-    ] = ()  # the first validation rows, answered by generation at each evaluation
+    # the first validation rows, answered by generation at each evaluation
+    questions: Sequence[Row] = ()
 
 
 @dataclass(frozen=True)
@@ -270,8 +269,7 @@ def _diverged(what: str, value: float, step: int, window: StepBatches) -> Diverg
     return DivergedError(
         f"{what} is {value} at step {step} (this rank's rows of that window begin with {rows}).\n"
         "The last good checkpoint is kept. Look at these rows; lower optim.lr, lengthen the "
-        "warm-up, or clip harder "
-        "(optim.clip)."
+        "warm-up, or clip harder (optim.clip)."
     )
 
 

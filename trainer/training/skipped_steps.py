@@ -45,13 +45,10 @@ class SkippedSteps:
             )
             raise DivergedError(
                 f"fp16: {self.total} of {step} steps were skipped ({reason}), because gradients "
-                "overflow at a loss "
-                f"scale of {scale:g}: this run does not learn.\n"
+                f"overflow at a loss scale of {scale:g}: this run does not learn.\n"
                 'The last good checkpoint is kept. Use train.precision="bf16", lower optim.lr, '
-                "or in the DeepSpeed "
-                "file let the scale begin lower (fp16.initial_scale_power), fall further "
-                "(fp16.min_loss_scale) or "
-                "change at all (fp16.loss_scale=0)."
+                "or in the DeepSpeed file let the scale begin lower (fp16.initial_scale_power), "
+                "fall further (fp16.min_loss_scale) or change at all (fp16.loss_scale=0)."
             )
 
     def state(self) -> dict[str, Any]:

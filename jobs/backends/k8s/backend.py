@@ -47,9 +47,8 @@ class K8s:
 
     name: ClassVar[str] = "k8s"
     validation: ClassVar[str] = (
-        "offline only: manifests against the schemas of Kubernetes and JobSet, requests against "
-        "a loopback HTTP "
-        "server; no real cluster"
+        "offline only: manifests against the schemas of Kubernetes and JobSet, requests against a "
+        "loopback HTTP server; no real cluster"
     )
 
     def __init__(self, namespace: str = "default") -> None:

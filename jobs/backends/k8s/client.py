@@ -100,9 +100,8 @@ def _client(api: str) -> Any:
             "the k8s backend needs the kubernetes package. pip install 'lathe[k8s]'"
         ) from None
     configuration = client.Configuration()
-    files = (
-        os.environ.get("KUBECONFIG") or "~/.kube/config"
-    )  # the client reads the variable at import only
+    # the client reads the variable at import only
+    files = os.environ.get("KUBECONFIG") or "~/.kube/config"
     try:
         if any(Path(name).expanduser().exists() for name in files.split(os.pathsep)):
             config.load_kube_config(files, client_configuration=configuration, persist_config=False)

@@ -33,9 +33,8 @@ GRACE_MARGIN_S = 15  # the wrapper writes exit.json after the training's own gra
 # restart has it anew, and it begins before the image is pulled.
 DEADLINE_MARGIN_S = 900
 
-DNS_LABEL = re.compile(
-    r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?\Z"
-)  # and room for "-node-0-<index>" within 63 letters
+# and room for "-node-0-<index>" within 63 letters
+DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?\Z")
 DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\Z")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}\Z")
 SECRET_KEY = re.compile(r"[A-Za-z0-9._-]{1,253}\Z")
@@ -276,9 +275,8 @@ def variables(spec: JobSpec) -> list[Any]:
     in spec.json.
     """
     models = _models()
-    found = [
-        models.V1EnvVar(name="LATHE_JOB_ID", value=literal(job_id(spec)))
-    ]  # the same at every restart
+    # the same at every restart
+    found = [models.V1EnvVar(name="LATHE_JOB_ID", value=literal(job_id(spec)))]
     if spec.job.nodes > 1:
         field = models.V1ObjectFieldSelector(field_path=f"metadata.annotations['{RANK}']")
         source = models.V1EnvVarSource(field_ref=field)

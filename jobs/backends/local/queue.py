@@ -119,9 +119,8 @@ class Queue:
                 create_json(path, {"id": secrets.token_hex(4), "host": socket.gethostname()})
                 found = read_json(path)
         except (OSError, StorageError) as error:
-            reason = (
-                error.__cause__ or error
-            )  # the disk's own words: the advice of StorageError is for runs
+            # the disk's own words: the advice of StorageError is for runs
+            reason = error.__cause__ or error
             raise StorageError(
                 f"{path}: {reason}. Name a folder of this machine as LATHE_QUEUE."
             ) from error
@@ -210,9 +209,8 @@ class Queue:
             return False
         woken_at, runner = _woken[self.folder]
         code = runner.poll()
-        return time.monotonic() - woken_at < IDLE_S and (
-            code is None or code > 0
-        )  # > 0: the next would fail as well
+        # > 0: the next would fail as well
+        return time.monotonic() - woken_at < IDLE_S and (code is None or code > 0)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with (self.folder / "runner.log").open("ab") as output:

@@ -107,9 +107,8 @@ class Runner:
     live: dict[str, Live] = field(default_factory=dict[str, Live])
     known: set[str] = field(default_factory=set[str])
     attempts: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
-    verdicts: dict[str, bool | None] = field(
-        default_factory=dict[str, "bool | None"]
-    )  # of this turn
+    # of this turn
+    verdicts: dict[str, bool | None] = field(default_factory=dict[str, "bool | None"])
     told: dict[str, Any] = field(default_factory=dict[str, Any])
     looked_at: float = -float("inf")
 
@@ -136,9 +135,8 @@ class Runner:
 
     def welcome(self) -> None:
         """Take in new entries, and adopt those that a killed runner had started."""
-        while (
-            names := self.queue.tokens() - self.known
-        ):  # once more: a job that one of them waits for may be newer
+        # once more: a job that one of them waits for may be newer
+        while names := self.queue.tokens() - self.known:
             self.known |= names
             for token in names:
                 self.attempts.setdefault(attempt_of(token)[0], set()).add(token)
@@ -252,9 +250,8 @@ def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Li
     ):  # in the child, before it becomes the wrapper: a killed runner must not start it again
         own = {**process.facts(), "gpus": gpus}
         if not create_json(entry.folder / "started.json", own):
-            raise FileExistsError(
-                f"{entry.folder}: started by another"
-            )  # Popen turns it into a SubprocessError
+            # Popen turns it into a SubprocessError
+            raise FileExistsError(f"{entry.folder}: started by another")
 
     environment = {
         **os.environ,
@@ -275,9 +272,8 @@ def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Li
             )
         except (OSError, subprocess.SubprocessError) as error:
             started = entry.started()
-            if (
-                started is None or process.life(started) == "gone"
-            ):  # else it runs, started by another
+            # else it runs, started by another
+            if started is None or process.life(started) == "gone":
                 entry.end(1, f"cannot start {facts['wrapper'][0]}: {error}")
             return None
     return Live(entry, facts, child.pid, process.birth(child.pid) or "", gpus, child)

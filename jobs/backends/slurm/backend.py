@@ -353,9 +353,8 @@ def _content(path: Path, at: int) -> bytes:
 
 def _examine() -> Iterator[Finding]:
     """What a working controller tells of itself. Unreachable."""
-    if "UP" not in (
-        ping := "; ".join(ask("scontrol", "ping")).strip()
-    ):  # others try for 9 s before they say so
+    # others try for 9 s before they say so
+    if "UP" not in (ping := "; ".join(ask("scontrol", "ping")).strip()):
         raise Unreachable(ping)
     found = config()
     version, auth = found.get("SLURM_VERSION", "of unknown version"), found.get("AuthType", "")

@@ -194,9 +194,8 @@ def listed(ids: Sequence[str], columns: str) -> list[str]:
         ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", columns],
         timeout_s=ASK_S,
     )
-    if done.code != 0 and not UNKNOWN_ID.search(
-        done.err
-    ):  # it says so of a single id; of several it leaves them out
+    # it says so of a single id; of several it leaves them out
+    if done.code != 0 and not UNKNOWN_ID.search(done.err):
         raise Unreachable(f"squeue: {done.words}")
     return done.out.splitlines()
 
@@ -261,9 +260,8 @@ def observed(row: QueueLine, around: Sequence[Node]) -> Observed:
             state, reason, host, restarts=restarts, will_rerun=state == "queued" and restarts > 0
         )
     number = row.status & 0x7F
-    if (
-        host is None or number > LAST_SIGNAL
-    ):  # it never ran on a node, or Slurm's own mark (53, 125) is no signal
+    # it never ran on a node, or Slurm's own mark (53, 125) is no signal
+    if host is None or number > LAST_SIGNAL:
         number, code = 0, None
     else:
         code = 128 + number if number else row.status >> 8

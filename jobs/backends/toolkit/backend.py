@@ -169,9 +169,8 @@ class Toolkit:
             if job is not None:
                 found[job_id] = job
         if len(wanted) <= FEW and not all(job_id in found for job_id in wanted):
-            found |= {
-                job.id: job for job in self.listed()
-            }  # a proxy that is starting says "not found" too
+            # a proxy that is starting says "not found" too
+            found |= {job.id: job for job in self.listed()}
         return {job_id: found[job_id] for job_id in wanted if job_id in found}
 
     def cancel(self, job_id: str) -> None:
@@ -320,8 +319,7 @@ def _key_problems(
     if kind == "non-preemptable" and (job.max_run_time or 0) > NON_PREEMPTABLE_S:
         problems.append(
             f"max_run_time={job.max_run_time}: a job that is neither preemptable nor restartable "
-            "has at most "
-            f"{NON_PREEMPTABLE_S} s. Set restartable, or less."
+            f"has at most {NON_PREEMPTABLE_S} s. Set restartable, or less."
         )
     problems += [
         f"environment variable {name} looks like a secret, and everybody who sees the job sees "
@@ -339,8 +337,7 @@ def _key_problems(
     ):
         problems.append(
             f"wandb_key_secret={job.wandb_key_secret!r} is a mount: wandb_key_file must name the "
-            "file in it. "
-            f"Got {job.wandb_key_file!r}."
+            f"file in it. Got {job.wandb_key_file!r}."
         )
     return problems
 

@@ -168,9 +168,8 @@ def submit_job(
     their like.
     """
     argv = _words(command)
-    keys = {
-        key: value for key, value in job_config.items() if key != "name"
-    }  # the name is what finds the job again
+    # the name is what finds the job again
+    keys = {key: value for key, value in job_config.items() if key != "name"}
     job = validate(
         JobConfig, keys | ({"account_id": account_id} if account_id else {}), source="job_config"
     )
@@ -273,9 +272,8 @@ def _eastern_time(fname: str | None = None, timezone: str = "US/Eastern") -> str
     this process' TZ.
     """
     try:
-        zone = ZoneInfo(
-            {"US/Eastern": "America/New_York"}.get(timezone, timezone)
-        )  # the first is an optional alias
+        # the first is an optional alias
+        zone = ZoneInfo({"US/Eastern": "America/New_York"}.get(timezone, timezone))
     except ZoneInfoNotFoundError:  # a machine without time zones
         zone = None
     moment = os.path.getctime(fname) if fname else time.time()

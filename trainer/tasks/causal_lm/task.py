@@ -47,8 +47,7 @@ class Task(TokenTask[Config]):
         if positions is not None and self.cfg.data.max_tokens > positions:
             raise ConfigError(
                 f"data.max_tokens={self.cfg.data.max_tokens} is longer than the model's "
-                f"{positions} positions. "
-                f"Use at most {positions}."
+                f"{positions} positions. Use at most {positions}."
             )
         _refuse_scaled_logits(base.config)
         self.recompute(base)
@@ -67,9 +66,8 @@ class Task(TokenTask[Config]):
     def _pieces(self, row: Row) -> Iterator[Row]:
         """The row itself, or numbered pieces of a text that is longer than data.max_tokens."""
         limit = self.cfg.data.max_tokens
-        if (
-            len(row["text"].encode()) < limit
-        ):  # a byte-level vocabulary never makes more tokens than bytes
+        # a byte-level vocabulary never makes more tokens than bytes
+        if len(row["text"].encode()) < limit:
             yield {**row, "piece": 0}
             return
         for piece in range(-(-len(self._ids(row["text"])) // limit)):
@@ -123,6 +121,5 @@ def _refuse_scaled_logits(config: Any) -> None:
     if odd:
         raise ConfigError(
             f"base: {config.model_type} sets {', '.join(odd)}, which this task's loss does not "
-            "apply. "
-            "Use a base whose head gives its logits directly, such as GPTBigCode or Llama."
+            "apply. Use a base whose head gives its logits directly, such as GPTBigCode or Llama."
         )

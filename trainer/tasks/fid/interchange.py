@@ -180,14 +180,12 @@ def _unpickled(file: Path) -> Any:
         asked = re.search(r"GLOBAL (\S+)", str(error))
         more = f" (it asks for {asked[1]})" if asked else ""
         raise ConfigError(
-            f"{file}: refused. Got a file of more than tensors and argparse.Namespace{more}, "
-            "which could run code, "
-            "or no file of torch.save at all. Save it again from the program that made it, with "
-            "tensors alone."
+            f"{file}: refused. Got a file of more than tensors and argparse.Namespace{more}, which "
+            "could run code, or no file of torch.save at all. Save it again from the program that "
+            "made it, with tensors alone."
         ) from None
-    except (
-        Exception
-    ) as error:  # any: bytes that are no pickle can make the unpickler fail in every way
+    except Exception as error:
+        # any: bytes that are no pickle can make the unpickler fail in every way
         raise ConfigError(
             f"{file}: cannot be read ({error}). Copy the checkpoint again."
         ) from error
@@ -289,9 +287,8 @@ def _checked(found: Source) -> Source:
         tensors.setdefault(_EMBEDDING, tensors[stored])
     is_untied = _is_untied(config, tensors)
     model = _skeleton(config, is_untied=is_untied, has_cross_bias=CROSS_BIAS in tensors)
-    load_into(
-        model, tensors, source=str(found.path)
-    )  # into no storage: only names and shapes are looked at
+    # into no storage: only names and shapes are looked at
+    load_into(model, tensors, source=str(found.path))
     once = {
         name: t.contiguous()
         for name, t in tensors.items()
@@ -338,9 +335,8 @@ def _skeleton(config: Any, *, is_untied: bool, has_cross_bias: bool) -> Any:
     """A T5 without storage whose parameters are those that a file should hold."""
     with torch.device("meta"):
         model: Any = T5ForConditionalGeneration(config)
-        if (
-            is_untied
-        ):  # transformers 5 ties whatever the config says, until from_pretrained meets two tensors
+        # transformers 5 ties whatever the config says, until from_pretrained meets two tensors
+        if is_untied:
             model.lm_head.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         if has_cross_bias:
             table = nn.Embedding(config.relative_attention_num_buckets, config.num_heads)
@@ -390,9 +386,8 @@ def _tokenizer(spec: str, cache_dir: Path) -> Any:
     except (ImportError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"--tokenizer {spec}: its spiece.model cannot be read ({reason}). "
-            "Install the packages sentencepiece and protobuf, or name a folder with a "
-            "tokenizer.json."
+            f"--tokenizer {spec}: its spiece.model cannot be read ({reason}). Install the packages "
+            "sentencepiece and protobuf, or name a folder with a tokenizer.json."
         ) from error
 
 

@@ -32,9 +32,7 @@ def add_cross_bias(t5: Any, source: str | RandomBase) -> None:
                 table.copy_(tensors.get_tensor(CROSS_BIAS))
                 return
     raise ConfigError(
-        f"reader.compat_cross_bias: {source if isinstance(source, str) else 'a random base'} "
-        "holds no table of "
-        "cross-attention position biases. Use a folder that `python -m trainer import fid ... "
-        "--compat_cross_bias` "
-        "wrote, or leave compat_cross_bias out."
+        f"reader.compat_cross_bias: {source if isinstance(source, str) else 'a random base'} holds "
+        "no table of cross-attention position biases. Use a folder that `python -m trainer import "
+        "fid ... --compat_cross_bias` wrote, or leave compat_cross_bias out."
     )

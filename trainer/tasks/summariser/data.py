@@ -126,8 +126,7 @@ def _file_of(data: Data, folder: Path | None, split: str) -> Path:
         )
         raise DataError(
             f"{folder} {found}. Want one of {', '.join(_FILE_NAMES[split])} with "
-            f"{', '.join(SUFFIXES)}; "
-            f"or name the file in data.files.{split}."
+            f"{', '.join(SUFFIXES)}; or name the file in data.files.{split}."
         )
     return there[0]
 
@@ -141,9 +140,8 @@ def _numbered(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Row]]:
-    csv.field_size_limit(
-        min(sys.maxsize, 2**31 - 1)
-    )  # documents are longer than the 131,072 characters of old
+    # documents are longer than the 131,072 characters of old
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     number = 0
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:

@@ -96,9 +96,8 @@ def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
     root = given_folder(
         folder, f"<task>/train.json and <task>/dev.json, for example {task}/{_FILES[split]}"
     )
-    names = (
-        [_FILES[split]] if split != "test" else [_FILES["test"], _FILES["valid"]]
-    )  # many sets publish no test answers
+    # many sets publish no test answers
+    names = [_FILES[split]] if split != "test" else [_FILES["test"], _FILES["valid"]]
     path = next(
         (root / task / name for name in names if (root / task / name).is_file()),
         root / task / names[0],
@@ -110,8 +109,7 @@ def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}. Task {task!r} of data.{split}_tasks wants "
-            "it: "
-            f"{_advice(task, root)}, or leave the task out."
+            f"it: {_advice(task, root)}, or leave the task out."
         ) from None
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error}). Want a list of groups.") from None

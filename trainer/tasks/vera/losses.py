@@ -355,9 +355,8 @@ def gather(statements: Statements) -> Gathered:
     def everywhere(own_S: Tensor) -> Tensor:
         placed_K = own_S.new_zeros(num_all, *own_S.shape[1:])
         placed_K[start : start + own] = own_S
-        return distributed.total(placed_K).to(
-            own_S.dtype
-        )  # exact: every row is one rank's, plus zeros
+        # exact: every row is one rank's, plus zeros
+        return distributed.total(placed_K).to(own_S.dtype)
 
     keys = keys_by_column(statements)
     weight = (own / statements.num_groups) / (num_all / sum(groups for _, groups in counts))

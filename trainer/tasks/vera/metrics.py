@@ -169,9 +169,8 @@ def _of_class(is_member: np.ndarray, logits: np.ndarray, weights: np.ndarray) ->
         is_member, logits, sample_weight=weights
     )
     above = int(np.searchsorted(thresholds, 0.0, side="right"))
-    place = above or len(
-        thresholds
-    )  # with none at or below 0 as with none above: the curve's last point, (1, 0)
+    # with none at or below 0 as with none above: the curve's last point, (1, 0)
+    place = above or len(thresholds)
     precision, recall = float(precisions[place]), float(recalls[place])
     return {
         "ap": float(average_precision_score(is_member, logits, sample_weight=weights)),
@@ -188,10 +187,9 @@ def _checked(table: Tensor | np.ndarray, tasks: Sequence[str]) -> np.ndarray:
         first = rows[bad[0]]
         raise DivergedError(
             f"{len(bad)} of {len(rows)} logits are not finite; the first is {first[LOGIT]}, of "
-            "task "
-            f"{tasks[int(first[TASK])]!r}, problem {int(first[GROUP])}, column "
-            f"{int(first[COLUMN])}. "
-            "Evaluate an earlier checkpoint, or train on with a lower optim.lr."
+            f"task {tasks[int(first[TASK])]!r}, problem {int(first[GROUP])}, column "
+            f"{int(first[COLUMN])}. Evaluate an earlier checkpoint, or train on with a lower "
+            "optim.lr."
         )
     places = rows[:, [TASK, GROUP, COLUMN]]
     assert len(np.unique(places, axis=0)) == len(places), (

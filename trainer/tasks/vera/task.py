@@ -61,8 +61,7 @@ class Task(TokenTask[Config]):
         if not (folder / HEAD_FILE).is_file():
             raise ConfigError(
                 f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or "
-                "final/ folder, or one "
-                "that `python -m trainer import vera` wrote."
+                "final/ folder, or one that `python -m trainer import vera` wrote."
             )
         return super().exported(folder)
 

@@ -35,9 +35,8 @@ class LayerShape:
     norm_eps: float
     attention_dropout: float  # of attention probabilities
     residual_dropout: float  # of what is added to the residual stream
-    rotary: RotaryShape | None = (
-        None  # the layer of a base with rotary positions; None: of GPTBigCode
-    )
+    # the layer of a base with rotary positions; None: of GPTBigCode
+    rotary: RotaryShape | None = None
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,8 @@ def backbone_of(base: PreTrainedModel) -> Backbone:
         return RotaryBackbone(base)
     supported = ", ".join(map(repr, (*GPT_BIGCODE, *ROTARY)))
     raise ConfigError(
-        f"base model: got model_type {model_type!r}, want one of {supported}. "
-        "Cross-attention layers fit no other family yet; choose a base such as "
-        "bigcode/starcoderbase-1b."
+        f"base model: got model_type {model_type!r}, want one of {supported}. Cross-attention "
+        "layers fit no other family yet; choose a base such as bigcode/starcoderbase-1b."
     )
 
 
@@ -158,9 +157,8 @@ class RotaryBackbone:
         self.residual_dropout = 0.0
         self.initial_std: float = config.initializer_range
         self.rope_theta: float | None = config.rope_parameters["rope_theta"]
-        self.window: int | None = getattr(
-            config, "sliding_window", None
-        )  # getattr: a Llama config has none
+        # getattr: a Llama config has none
+        self.window: int | None = getattr(config, "sliding_window", None)
         rope_type = config.rope_parameters["rope_type"]
         if rope_type not in ROPE_TYPES:
             raise ConfigError(

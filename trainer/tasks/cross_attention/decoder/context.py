@@ -29,8 +29,7 @@ class Context(NamedTuple):
         if rest or not times:
             raise ConfigError(
                 f"got {rows} rows for {len(self.keys_values[0].keys_BHLK)} contexts, want a "
-                "context for each row, or "
-                "for each of as many groups of rows of one size."
+                "context for each row, or for each of as many groups of rows of one size."
             )
         if times == 1:
             return self

@@ -119,9 +119,8 @@ def searched(
         if search.temperature
         else {}
     )
-    spoken: Any = _Spoken(
-        model, context
-    )  # transformers' own types do not take it for a model that generates
+    # transformers' own types do not take it for a model that generates
+    spoken: Any = _Spoken(model, context)
     made = spoken.generate(
         prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
@@ -163,9 +162,8 @@ class _Spoken(PreTrainedModel, GenerationMixin):
         past_key_values: Cache,
         **_: Any,
     ) -> dict[str, Any]:
-        mask = (
-            torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        )  # a mask of ones gets lost
+        # a mask of ones gets lost
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         fresh = input_ids if self._past is None else input_ids[:, -1:]
         return {"input_ids": fresh, "attention_mask": mask, "past_key_values": past_key_values}
 
@@ -196,9 +194,8 @@ def most_prompt_tokens(model: nn.Module, max_new_tokens: int) -> int:
     positions = _inner(model).backbone.max_positions
     if positions <= max_new_tokens:
         raise ConfigError(
-            f"{max_new_tokens} generated tokens: the base has {positions} positions, which "
-            "leaves none for a prompt. "
-            f"Use at most {positions - 1} (data.answer_tokens)."
+            f"{max_new_tokens} generated tokens: the base has {positions} positions, which leaves "
+            f"none for a prompt. Use at most {positions - 1} (data.answer_tokens)."
         )
     return positions - max_new_tokens
 

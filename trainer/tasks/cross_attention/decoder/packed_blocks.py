@@ -36,9 +36,8 @@ class Rows:
 
     cells_M: Tensor
     shapes: list[tuple[int, int]]  # (N, L) of each rectangle
-    masks: list[
-        Tensor | None
-    ]  # (L, L) of each: the keys within a sliding window; None: those before, all of them
+    # (L, L) of each: the keys within a sliding window; None: those before, all of them
+    masks: list[Tensor | None]
 
     @classmethod
     def of(
@@ -91,9 +90,8 @@ def attention(
     ):
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in qkv)  # (N, H or G, L, C)
         is_grouped = k.shape[1] != q.shape[1]
-        if (
-            is_grouped and mask is not None
-        ):  # with a mask, torch 2.13 has no kernel for groups but the unfused one
+        # with a mask, torch 2.13 has no kernel for groups but the unfused one
+        if is_grouped and mask is not None:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             is_grouped = False
         how: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": is_grouped}

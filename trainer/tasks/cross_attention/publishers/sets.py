@@ -38,9 +38,8 @@ NAMES: tuple[Name, ...] = get_args(Name)
 # no set of its own: when it is given, only those questions of nq are kept that stand in it
 NQ_OPEN = "nq_open"
 UNANSWERABLE = "UNANSWERABLE"
-HOTPOTQA_SHUFFLES = (
-    3  # as published: every question of the train split three times, its passages in another order
-)
+# as published: every question of the train split three times, its passages in another order
+HOTPOTQA_SHUFFLES = 3
 _SEED = 12345  # of those orders, and of hotpotqa's valid split
 
 _HUB_CONFIGS = {"hotpotqa": "distractor", "msmarco": "v2.1"}
@@ -95,8 +94,7 @@ def sources_in(folder: Path | None, given: Mapping[str, str]) -> list[Source]:
     if not found:
         raise DataError(
             f"{folder}: holds none of the folders {', '.join(NAMES)}. Put the publishers' files "
-            "into such folders, or "
-            "give a place by --source NAME=FOLDER_OR_HUB_ID."
+            "into such folders, or give a place by --source NAME=FOLDER_OR_HUB_ID."
         )
     return found
 
@@ -388,9 +386,8 @@ def _shuffled(row: Row, name: str) -> Row:
 
 
 def _draw(name: str) -> bytes:
-    return hashlib.sha256(
-        f"{_SEED}:{name}".encode()
-    ).digest()  # no generator: numpy's and Python's orders may change
+    # no generator: numpy's and Python's orders may change
+    return hashlib.sha256(f"{_SEED}:{name}".encode()).digest()
 
 
 # TopiOCQA

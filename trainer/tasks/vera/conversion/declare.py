@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from trainer.tasks.vera.conversion.problem import Problem
 
 Rule = Literal["verbatim", "joined", "blank", "rules", "converter"]
-Declarer = Callable[
-    [str, str, str], str | None
-]  # last sentence, choice, what is before; None: this is not for rules
+# last sentence, choice, what is before; None: this is not for rules
+Declarer = Callable[[str, str, str], str | None]
 
 _UNDERSCORES = re.compile(r"_+")
 _LONGEST_BLANK = 20

@@ -42,9 +42,8 @@ class Adapter:
     files: Mapping[str, tuple[str, ...]]
     read: Callable[[Sequence[Path | None]], Iterator[Raw]]
     problem: Callable[[Any, Variants], Problem]  # raises BadRecord
-    variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict[str, tuple[str, ...]]
-    )  # the first is default
+    # the first is default
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     is_joined: bool = False  # rule (b) of declare.py
     is_statement: bool = False  # of a boolean: what is asked is a statement already
     is_cloze: bool = False  # every question is meant to have a blank

@@ -44,8 +44,7 @@ _WSC273 = 273  # the schemas of the collection that are WSC273, the first ones
 # them.
 _FUNCTION_WORDS = _words(
     "a all an another both each every he her his it its many my no one our several she some "
-    "someone something that the "
-    "their there these they this those two we you your"
+    "someone something that the their there these they this those two we you your"
 )
 
 
