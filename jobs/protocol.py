@@ -94,9 +94,7 @@ class Backend(Protocol):
         ...
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
-        """What is known of these ids; an id that the scheduler does not know is left out.
-        Unreachable.
-        """
+        """What is known of these ids; one unknown to the scheduler is left out. Unreachable."""
         ...
 
     def cancel(self, job_id: str) -> None:
@@ -119,9 +117,7 @@ class ArrayBackend(Protocol):
     def render_array(
         self, specs: Sequence[JobSpec], *, token: str, index_file: str, max_parallel: int | None
     ) -> Rendered:
-        """The text for one array named `token`; element i runs `wrapper --array index_file` for
-        specs[i]. Pure.
-        """
+        """The text for one array named `token`; element i runs `wrapper --array` for specs[i]."""
         ...
 
     def element(self, array_id: str, index: int) -> str:

@@ -67,9 +67,7 @@ class Ray:
     )
 
     def __init__(self, address: str | None = None) -> None:
-        """address: of the dashboard, for `find` and `check`; ids and submissions carry
-        their own.
-        """
+        """address: of the dashboard, for `find` and `check`; ids and jobs carry their own."""
         self.address = address
 
     def check(self) -> list[Finding]:
@@ -258,9 +256,7 @@ def _parts(job_id: str) -> tuple[str | None, str]:
 
 
 def _connected(address: str | None) -> Any:
-    """Ray's client. Unreachable when the environment would send it to another cluster than the job
-    dictionary.
-    """
+    """Ray's client. Unreachable when the environment names another cluster."""
     try:
         package = importlib.import_module("ray.job_submission")
     except ModuleNotFoundError:
@@ -278,9 +274,7 @@ def _connected(address: str | None) -> Any:
 
 
 def _asked(address: str | None, call: Callable[[Any], T]) -> T:
-    """The reply to one request. Answer for a status that is no success, Unreachable for everything
-    else.
-    """
+    """The reply to one request. RayError for a bad status, Unreachable for everything else."""
     return _within(TIMEOUT_S, lambda: call(_connected(address)))
 
 
@@ -313,9 +307,7 @@ def _translated(error: BaseException) -> BaseException:
 
 
 def _tail(address: str | None, token: str) -> Iterator[str]:
-    """Pieces of the log as they come, until the job has ended. Waits between two pieces without
-    limit.
-    """
+    """Pieces of the log as they come, until the job ends. Waits for each without limit."""
     client = _within(TIMEOUT_S, lambda: _connected(address))
     loop = asyncio.new_event_loop()
     pieces = client.tail_job_logs(token)

@@ -153,9 +153,7 @@ def _sky(spec: JobSpec) -> str:
 
 
 class _Blocks(yaml.SafeDumper):
-    """Texts of several lines as blocks, for people to read; yaml quotes what a block cannot
-    hold.
-    """
+    """Texts of several lines as blocks, for people; yaml quotes what a block cannot hold."""
 
 
 def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -1,6 +1,4 @@
-"""What lies in a savedir_base and serves nobody any more: found by `plan_gc`, deleted by
-`collect`.
-"""
+"""What lies in a savedir_base and serves nobody: found by `plan_gc`, deleted by `collect`."""
 
 from __future__ import annotations
 
@@ -143,9 +141,7 @@ def _snapshots(base: BaseFolder) -> Iterator[tuple[Path, str]]:
 
 
 def _used(base: BaseFolder) -> set[str]:
-    """Digests that a code link or a spec.json of any run folder names, those of backups and deleted
-    ones too.
-    """
+    """Digests that a code link or a spec.json names, in any run folder, backup or deleted one."""
     used: set[str] = set()
     for folder in (*_children(base.path), *_children(base.deleted)):
         if (folder / CODE).is_symlink():

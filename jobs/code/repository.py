@@ -1,6 +1,4 @@
-"""What a project consists of: the files of its git repository, and what of them a job gets
-to see.
-"""
+"""What a project consists of: the files of its git repository, and what a job sees of them."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """The files of a project. Paths are relative to `top`, with "/", in the file system's own bytes
-    (os.fsdecode).
-    """
+    """The files of a project. Paths are relative to `top`, with "/", as os.fsdecode gives them."""
 
     # resolved; the top of the working tree, or the project's folder where there is no git
     top: Path
@@ -126,9 +122,7 @@ def _chunks(paths: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _top(project: Path) -> Path | None:
-    """The top of the working tree; None without git. ConfigError when git knows it and
-    refuses it.
-    """
+    """The top of the working tree; None without git. ConfigError when git refuses it."""
     try:
         return Path(
             os.fsdecode(_git(project, "rev-parse", "--show-toplevel").removesuffix(b"\n"))
@@ -142,9 +136,7 @@ def _top(project: Path) -> Path | None:
 
 
 def _status(top: Path) -> tuple[str | None, str | None, dict[str, str]]:
-    """Commit, branch, and tracked files that differ from the commit. Source: git-status, porcelain
-    version 2.
-    """
+    """Commit, branch, and tracked files that differ. Source: git-status, porcelain version 2."""
     answer = _git(
         top,
         "status",
@@ -297,9 +289,7 @@ def _why_not(top: Path, path: str, status: os.stat_result | None) -> str | None:
 
 
 def _stays_inside(top: Path, path: str) -> bool:
-    """Whether a link means the same in the copy: relative, and neither its text nor its end leaves
-    the project.
-    """
+    """Whether a link means the same in the copy: relative, and never out of the project."""
     target = os.readlink(top / path)
     lexical = os.path.normpath(os.path.join(os.path.dirname(path), target))
     if os.path.isabs(target) or lexical.split("/")[0] == "..":

@@ -72,9 +72,7 @@ EXECUTABLE, REGULAR, LINK = "100755", "100644", "120000"  # git's modes
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The stored code of a project. commit, is_dirty: of the project now; the content may have been
-    stored before.
-    """
+    """The stored code of a project. commit, is_dirty: of the project now, not when stored."""
 
     digest: str
     tree: Path
@@ -231,9 +229,7 @@ def _read(top: Path, path: str) -> tuple[str, bytes] | None:
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Neither follow a link that has just taken the place of a file, nor wait for the other end of
-    a pipe.
-    """
+    """Neither follow a link that has replaced a file, nor wait for the end of a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -373,9 +369,7 @@ def _patch(source: SourceFiles, dirty: Mapping[str, str]) -> tuple[bytes, str | 
 
 
 def _sync(folder: Path) -> None:
-    """Bring everything below a folder to the disk; many at once, so that the disk may join their
-    writes.
-    """
+    """Bring everything below a folder to the disk, many at once, so that it joins writes."""
     paths: list[Path] = []
     for place, _, files in os.walk(folder):
         paths += [

@@ -25,9 +25,7 @@ KEY = re.compile(r"[A-Za-z0-9_-]{40,512}\Z")
 
 @dataclass(frozen=True)
 class KeySource:
-    """Where the key of a job comes from. `text` is for status and doctor and never holds
-    the key.
-    """
+    """Where the key of a job comes from. `text` is for status and doctor and holds no key."""
 
     kind: Literal["file", "environment", "platform", "none"]
     text: str

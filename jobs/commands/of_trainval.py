@@ -1,6 +1,4 @@
-"""`trainval.py -j BACKEND`: a whole group is sent with the flags of that command. Imports
-no torch.
-"""
+"""`trainval.py -j BACKEND`: sends a whole group with its flags. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def submit_group(
     is_dry: bool,
     allow_dirty: bool,
 ) -> int:
-    """Send the group as `lathe-jobs submit` does, with this command's own flags. Imports no
-    torch.
-    """
+    """Send the group as `lathe-jobs submit` does, with trainval.py's flags. Imports no torch."""
     if group is None:
         raise ConfigError(
             "-j needs -e GROUP: an experiment that was sent before runs again by `lathe-jobs "
@@ -57,9 +53,7 @@ def submit_group(
 
 
 def _move_aside(request: Request) -> None:
-    """Begin a group anew: every folder that it has, sent or run by hand, gets another name. None
-    when one is alive.
-    """
+    """Give every folder of a group, sent or run by hand, another name; none when one is alive."""
     # This checks every dictionary and flag: nothing is moved for what cannot be sent.
     group_of_jobs.specs(request)
     folders = [folder for name in request.by_id if (folder := request.base.run(name)).path.exists()]

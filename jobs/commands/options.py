@@ -109,9 +109,7 @@ def _told(error: LatheError) -> typer.Exit:
 
 @contextlib.contextmanager
 def json_alone(as_json: bool) -> Generator[None]:
-    """While the block lasts, what a process that it starts prints (`-j inline`) goes to stderr:
-    stdout is for JSON.
-    """
+    """Inside, what a started process prints (`-j inline`) goes to stderr: stdout is for JSON."""
     if not as_json:
         yield
         return

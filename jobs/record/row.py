@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """One time that an attempt ran. `ended_at` is the last sign of life while it runs, or when it
-    left no outcome.
-    """
+    """One time that an attempt ran. `ended_at`: the last sign of life where there is no outcome."""
 
     attempt: int
     number: int  # a scheduler that requeues starts one attempt several times
@@ -38,9 +36,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Row:
-    """One experiment as status shows it. Times are UTC in ISO 8601; those of the last attempt
-    unless said otherwise.
-    """
+    """One experiment as status shows it. Times: UTC, ISO 8601, of the last attempt unless said."""
 
     exp_id: str
     group: str
@@ -74,9 +70,7 @@ class Row:
 
 
 def starts_of(attempt: Attempt) -> list[Start]:
-    """Every time that an attempt ran, in order, with its end: from the wrapper's own small
-    files.
-    """
+    """Every time that an attempt ran, in order, with its end: from the wrapper's files."""
     paths = attempt.starts()
     if not paths:
         return []

@@ -164,9 +164,7 @@ def _verdict(case: _Case, sight: _Sight | None) -> Verdict:
 
 
 def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
-    """Add what changed to the record. Whoever else holds the lock, or has written since, knows
-    better: then nothing.
-    """
+    """Add what changed to the record. Nothing when another holds the lock or has written."""
     events = _news(case.job, verdict, sight)
     if not events:
         return
@@ -257,9 +255,7 @@ def _preemptions(history: tuple[Sent, ...], starts: tuple[Start, ...]) -> int:
 
 
 def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Row:
-    """`row` with what the training itself tells: its step, metrics and, while it runs, the time
-    that is left.
-    """
+    """`row` with what the training tells: step, metrics and, while it runs, the time left."""
     last = last_metrics(folder)
     steps = [
         step

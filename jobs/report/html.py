@@ -1,6 +1,4 @@
-"""One static HTML file about a group of experiments: what they are, how they went, what they
-scored, why they fell.
-"""
+"""One static HTML file about experiments: what they are, how they went, what they scored."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What came out of a group of experiments: the hyper-parameters in which they differ, and their
-scores.
-"""
+"""What came out of a group of experiments: what they differ in, and their scores."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ class Score:
 
 @dataclass(frozen=True)
 class ExperimentScores:
-    """One experiment: its dictionary, flattened, and its scores. wall_s: of all starts, None when
-    run by hand.
-    """
+    """One experiment: its flattened dictionary and scores. wall_s: of all starts, None by hand."""
 
     exp_id: str
     group: str
@@ -69,9 +65,7 @@ class ExperimentScores:
 
 @dataclass(frozen=True)
 class Results:
-    """Experiments by the keys in which they differ (in the order in which they appear) and by all
-    their metrics.
-    """
+    """Experiments by the keys in which they differ (in order of appearance) and their metrics."""
 
     results: tuple[ExperimentScores, ...]
     parameters: tuple[str, ...]
@@ -145,9 +139,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Keys that are absent somewhere, or do not have the same value everywhere, in order of
-    appearance.
-    """
+    """Keys that are absent somewhere or differ in value, in order of appearance."""
     keys = dict.fromkeys(key for values in dictionaries for key in values)
     absent = object()
     return tuple(
@@ -195,9 +187,7 @@ def _scores(
 
 
 def evaluations(folder: RunFolder, prefixes: tuple[str, ...]) -> Iterable[dict[str, float]]:
-    """Every evaluation in order: of score_list.json or, where it is absent or torn, of
-    metrics.jsonl.
-    """
+    """Every evaluation in order: of score_list.json or, failing that, of metrics.jsonl."""
     try:
         listed: Any = json.loads((folder.path / "score_list.json").read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -296,9 +286,7 @@ def _score_cell(result: ExperimentScores, metric: str, *, is_best: bool) -> Text
 
 
 def as_csv(results: Results) -> str:
-    """The results as CSV with whole ids and unrounded numbers; text that a spreadsheet would run is
-    defused by a '.
-    """
+    """The results as CSV with whole ids and unrounded numbers; formulas are defused by a '."""
     heads = [
         head
         for name in results.metrics
@@ -331,9 +319,7 @@ def _cell(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _defused(cell: Any) -> Any:
-    """Text that a spreadsheet would take for a formula, behind a quote; control characters visible;
-    numbers stay.
-    """
+    """A formula of a spreadsheet behind a quote, control characters visible; numbers stay."""
     if not isinstance(cell, str):
         return cell
     text = visible(cell)

@@ -36,9 +36,7 @@ def visible(text: str, *, keep_colours: bool = False) -> str:
 
 
 def printable(text: str) -> str:
-    """`text`, which may quote a log or a file name, with nothing in it that could drive the
-    terminal.
-    """
+    """`text`, which may quote a log or a file name, with nothing that drives the terminal."""
     return "\n".join(visible(line) for line in text.split("\n"))
 
 

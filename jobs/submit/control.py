@@ -1,6 +1,4 @@
-"""What a person (or a watchdog) does to experiments that were sent: cancel, retry, reset,
-reconcile.
-"""
+"""What a person does to experiments that were sent: cancel, retry, reset, reconcile."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ BackendOf = Callable[[str], Backend]
 
 
 def cancel(base: BaseFolder, rows: Collection[Row], backend_of: BackendOf) -> list[ActionResult]:
-    """Ask for the end of every live job among `rows`; also of those whose submission was never
-    answered.
-    """
+    """Ask for the end of every live job among `rows`, also of those that were never answered."""
     return [_cancel(base.run(row.exp_id), row, backend_of) for row in rows]
 
 
@@ -68,9 +64,7 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
 
 
 def _mark_cancelled(folder: RunFolder, number: int) -> None:
-    """Tell the wrapper itself: a scheduler may have lost sight of a job that it started, and then
-    cannot end it.
-    """
+    """Tell the wrapper itself: a scheduler that has lost sight of a job cannot end it."""
     attempt = folder.attempt(number)
     with refusals(attempt.folder):
         attempt.folder.mkdir(parents=True, exist_ok=True)
@@ -144,9 +138,7 @@ def _again_under_lock(
 
 
 def _template(folder: RunFolder, job: Job) -> JobSpec | None:
-    """What to send: the last attempt's spec, or the one that waits for its turn; None when there is
-    neither.
-    """
+    """The last attempt's spec, or the one that waits for its turn; None without either."""
     planned = folder.attempt(len(job.attempts) + 1)
     if planned.spec.exists():
         return stored(folder, planned.number)

@@ -57,9 +57,7 @@ class Request:
 
     @functools.cached_property
     def templates(self) -> dict[str, JobSpec]:
-        """A spec for each experiment, without attempt and token; ConfigError names every
-        mistake.
-        """
+        """A spec for each experiment, without attempt and token; ConfigError names each mistake."""
         return _templates(self)
 
     @functools.cached_property
@@ -95,9 +93,7 @@ def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
 
 
 def _templates(request: Request) -> dict[str, JobSpec]:
-    """A spec for each experiment, without attempt and token, all checked and rendered once.
-    ConfigError names all.
-    """
+    """A spec for each experiment, checked and rendered once. ConfigError names every mistake."""
     _check_flags(request)
     mistakes: list[str] = []
     templates: dict[str, JobSpec] = {}

@@ -71,9 +71,7 @@ def export(
 
 
 def _interchange(task: str, function: str, given: dict[str, Any]) -> Callable[..., None]:
-    """A function of trainer/tasks/<task>/interchange.py with the options that were given (None: was
-    not).
-    """
+    """A function of trainer/tasks/<task>/interchange.py with its options (None: not given)."""
     from trainer import tasks
 
     known = sorted(

@@ -122,9 +122,7 @@ def _refuse(source: str, problems: list[str]) -> None:
 
 
 def _settle(config: Config, path: str, value: Any, origin: str) -> list[str]:
-    """Writes `value` at `path` where the file says "auto" or nothing; otherwise the two
-    must agree.
-    """
+    """Writes `value` at `path` if the file says "auto" or nothing; otherwise both must agree."""
     *blocks, key = path.split(".")
     block = config
     for name in blocks:
@@ -374,9 +372,7 @@ def precision(config: Config) -> str:
 
 
 def offload_device(config: Config, key: Literal["offload_param", "offload_optimizer"]) -> str:
-    """Where a dictionary from `build` keeps the weights or the optimizer's states: "none", "cpu" or
-    "nvme".
-    """
+    """Where a dictionary keeps the weights or the optimizer's states: "none", "cpu" or "nvme"."""
     block: Config = config["zero_optimization"].get(key) or {}
     return block.get("device", "none")
 

@@ -75,9 +75,7 @@ def chosen(known: dict[str, list[Values]], group: str, steps: int | None) -> lis
 
 
 def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
-    """The experiments with `steps` written in, also where one names an earlier one of them as its
-    base.
-    """
+    """The experiments with `steps` written in, also into those that others name as their base."""
     if steps is None:
         return experiments
     changed: dict[str, Values] = {}  # by the id that each had before

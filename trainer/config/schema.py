@@ -1,6 +1,4 @@
-"""The blocks that every experiment dictionary has, and the id of an experiment. Imports no
-torch.
-"""
+"""The blocks that every experiment dictionary has. Imports no torch."""
 
 from __future__ import annotations
 

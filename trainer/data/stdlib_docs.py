@@ -40,9 +40,7 @@ _SENTENCE = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\betc)(?<!\bvs)[.!?](?=\s|$)"
 
 @dataclass(frozen=True)
 class Docstring:
-    """One docstring: the dotted name of what it documents, and its text with the indentation
-    removed.
-    """
+    """One docstring: the dotted name of what it documents, and its dedented text."""
 
     name: str  # "posixpath.join"
     text: str
@@ -152,9 +150,7 @@ def _split(split: str) -> list[Docstring]:
 
 
 def is_held_out(name: str, *, per_mille: int) -> bool:
-    """Whether `name` belongs to the held-out share: by its hash alone, so adding rows never moves
-    another row.
-    """
+    """Whether `name` is held out: by its hash alone, so adding rows never moves another row."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 1000 < per_mille
 
 

@@ -1,6 +1,4 @@
-"""A trained model over a whole split: answers and their scores, and how much each passage
-was read.
-"""
+"""A trained model over a whole split: answers and their scores, and how passages were read."""
 
 from __future__ import annotations
 
@@ -182,9 +180,7 @@ def pooled(asked: Question, options: Options, name: str) -> Tensor:
 
 
 def opened(asked: Question, options: Options) -> tuple[Task, nn.Module, Path]:
-    """The task of an experiment, its trained model on this rank's device in evaluation mode, and
-    the model's folder.
-    """
+    """An experiment's task, its trained model, in evaluation mode on the device, and its folder."""
     task, folder = _task(asked, options), model_folder(asked, options)
     return task, task.exported(folder).to(distributed.device()).eval(), folder
 

@@ -1,6 +1,4 @@
-"""How like a text is to a reference, by libraries that are optional extras: ROUGE, METEOR,
-BERTScore.
-"""
+"""How like a text is to a reference, by optional libraries: ROUGE, METEOR, BERTScore."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ _ROUGE = {
 
 
 def check(measures: Sequence[str]) -> None:
-    """ConfigError for a measure that there is not, or whose library is not installed; it names the
-    extra.
-    """
+    """ConfigError for no measure, or one whose library is not installed; it names the extra."""
     for name in measures:
         if name not in MEASURES:
             raise ConfigError(f"--measure {name}: no such measure. {nearest(name, list(MEASURES))}")

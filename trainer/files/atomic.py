@@ -1,6 +1,4 @@
-"""Files and folders that are never half written, and what to tell when a disk refuses. Imports no
-torch.
-"""
+"""Files and folders that are never half written, and a disk's refusals. Imports no torch."""
 
 from __future__ import annotations
 
@@ -57,9 +55,7 @@ def disk_error(error: Exception) -> int | None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk: after a power cut they are there.
-    OSError.
-    """
+    """Bring a file, or a folder's names, to the disk: after a power cut they are there. OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -135,9 +131,7 @@ def create_json(path: Path, value: Any) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a small JSON file, or None when it is absent or (its writer was killed) no
-    whole object.
-    """
+    """The object in a small JSON file, or None when it is absent or not whole."""
     try:
         value: Any = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -1,6 +1,4 @@
-"""A folder on disk that is built once, by whichever process comes first, and is either whole or
-invisible.
-"""
+"""A folder on disk that is built once by whichever process comes first: whole or invisible."""
 
 from __future__ import annotations
 

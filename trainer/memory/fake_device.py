@@ -102,9 +102,7 @@ _torch_attention = F.scaled_dot_product_attention
 def _tensor(
     data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **more: Any
 ) -> Tensor:
-    """torch.tensor, which hides from dispatch modes and so would ask the fake GPU for real
-    memory.
-    """
+    """torch.tensor, which hides from dispatch modes: the fake GPU would be asked for memory."""
     if device is None or torch.device(device).type != FAKE_GPU:
         return _torch_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **more)
     return _torch_tensor(data, dtype=dtype, **more).to(device).requires_grad_(requires_grad)
@@ -142,9 +140,7 @@ def _attention(
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """(B, H, Q, K) as the efficient kernel reads it: numbers, rows aligned, expanded without a
-    copy.
-    """
+    """(B, H, Q, K) as the efficient kernel reads it: numbers, aligned, expanded without a copy."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
             mask.logical_not(), float("-inf")
@@ -177,15 +173,11 @@ class FakeDevice:
 
     @property
     def scratch(self) -> int:
-        """The most that one attention kernel takes for itself in backward; fake tensors do not show
-        it.
-        """
+        """The most that one attention kernel takes in backward, which fake tensors do not show."""
         return max(_scratch, default=0)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """The model's parameters and buffers replaced by fake ones on this device; tied ones stay
-        tied.
-        """
+        """The model's parameters and buffers as fake ones on this device; tied ones stay tied."""
         placed: dict[int, Any] = {}
         for module in model.modules():
             for table, category in ((module._parameters, "weights"), (module._buffers, "buffers")):
@@ -215,9 +207,7 @@ class FakeDevice:
 
 @contextmanager
 def fake_device(name: DeviceName) -> Iterator[FakeDevice]:
-    """Inside, nothing is computed, and what is made on the device is counted. Only in a process of
-    its own.
-    """
+    """Inside, nothing is computed, and the device's memory counted. For a process of its own."""
     if name == FAKE_GPU:
         register()
     with FakeTensorMode(allow_non_fake_inputs=True), _values_are_known():
@@ -239,9 +229,7 @@ def for_real(function: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def _values_are_known() -> Iterator[None]:
-    """Inside, transformers (5.23) looks into masks, to leave out those that hide nothing: twins can
-    answer.
-    """
+    """Inside, transformers (5.23) looks into masks for those that hide nothing: twins answer."""
     is_fake = import_utils.is_fake_tensor
     import_utils.is_fake_tensor = lambda x: False
     try:

@@ -82,16 +82,12 @@ def _is_small(out: Any) -> bool:
 
 
 def _is_real_array(value: Any) -> bool:
-    """Whether it is a real tensor, and not one of the numbers that torch wraps (they decide no
-    type).
-    """
+    """Whether it is a real tensor, no number that torch wraps (they decide no type)."""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.ndim > 0
 
 
 def _constant(real: Tensor) -> Tensor:
-    """A fake of torch.tensor's result. torch's own would be computed with for real, on a device
-    that cannot.
-    """
+    """A fake of torch.tensor's result. torch's own would be computed with for real."""
     fake: Any = torch.empty(real.shape, dtype=real.dtype, device=real.device)
     fake.twin = real
     return fake
@@ -117,9 +113,7 @@ def _number(tensor: Tensor) -> Any:
 
 
 def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a twin of the result can be computed: from twins alone, or from no tensor at all
-    (arange, full).
-    """
+    """Whether a twin of the result can be computed: from twins alone, or no tensor (arange)."""
     if func in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return all(map(_is_known, _tensors(args, kwargs)))

@@ -109,9 +109,7 @@ class MeasuringError(LatheError):
 
 
 def measure(requests: Sequence[MeasureRequest], places: Places) -> list[Measured]:
-    """What each request needs. MeasuringError, with the process's own words, when a step cannot be
-    run.
-    """
+    """What each request needs. MeasuringError, in its own words, when a step cannot run."""
     job = {
         "requests": [asdict(request) for request in requests],
         "places": {

@@ -1,6 +1,4 @@
-"""The statistics of an experiment's data, as plain JSON values: what `python -m trainer stats`
-shows and writes.
-"""
+"""The statistics of an experiment's data as JSON values, which `python -m trainer stats` writes."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ def of_split(train: Train, task: Task, store: TokenStore, counts: Counts) -> dic
 
 
 def _fields(store: TokenStore, counts: Counts) -> dict[str, Any]:
-    """Lengths by field: before they are cut where the task says so, else as they are stored; and of
-    the whole row.
-    """
+    """Lengths by field, uncut where the task shows them, else as stored; and of the whole row."""
     whole, limits = counts.ledger.lengths(), counts.ledger.limits()
     stored = {} if whole else {name: store.sizes(name) for name in store.meta["fields"]}
     # others are mere numbers
@@ -97,9 +93,7 @@ def _lengths(sizes: np.ndarray) -> dict[str, Any]:
 
 
 def _bin_width(most: int) -> int:
-    """1, 2 or 5 times a power of ten, so that there are at most BINS bins and splits can be laid
-    over each other.
-    """
+    """1, 2 or 5 times a power of ten for at most BINS bins: splits can be laid over each other."""
     return next(
         step * 10**power
         for power in range(10)

@@ -16,9 +16,7 @@ _IN_LOSS = "bold green"
 
 
 def text(report: Mapping[str, Any], *, is_coloured: bool) -> str:
-    """Tables of every split: lengths, the truncation ledger, padding, duplicates, empty fields,
-    three examples.
-    """
+    """Tables of every split: lengths, ledger, padding, duplicates, empty fields, three examples."""
     out = io.StringIO()
     console = Console(
         file=out,

@@ -105,14 +105,10 @@ class Answers(Protocol):
 
 @runtime_checkable
 class JudgesAnswers(Protocol):
-    """What a task that answers may offer besides, where its rows are no questions or EM and F1 say
-    little of them.
-    """
+    """What a task that answers may offer besides, where EM and F1 say little of its rows."""
 
     def asked(self, row: Row) -> Row:
-        """`question` (the text), `answers` (the references) and perhaps `id` of a raw row, as
-        `answers` takes them.
-        """
+        """`question`, `answers` (the references) and perhaps `id` of a raw row, for `answers`."""
         ...
 
     def judged(self, prediction: str, references: Sequence[str]) -> dict[str, float]:
@@ -121,9 +117,7 @@ class JudgesAnswers(Protocol):
 
 
 def question_of(task: object, row: Row) -> Row:
-    """`question`, `answers` and, where there are such, `id` and `dataset` of a raw row of a task
-    that answers.
-    """
+    """`question`, `answers` and, where there are such, `id` and `dataset` of a raw row."""
     if isinstance(task, JudgesAnswers):
         return task.asked(row)
     return {key: row[key] for key in ("id", "dataset", "question", "answers") if key in row}
@@ -147,14 +141,10 @@ class ScoresPassages(Protocol):
 
 @runtime_checkable
 class ReadsContexts(Protocol):
-    """What a task may offer besides Task: its answers lean on a context, which can be another row's
-    to see how much.
-    """
+    """What a task may offer besides Task: answers under another row's context, to compare."""
 
     def under_another_context(self, encoded: Mapping[str, Any]) -> Mapping[str, Any]:
-        """An encoded evaluation row with another row's context in the place of its own. ConfigError
-        without one.
-        """
+        """An encoded evaluation row with another row's context. ConfigError without one."""
         ...
 
 
@@ -163,9 +153,7 @@ Side = Literal["query", "passage"]
 
 @runtime_checkable
 class Embeds(Protocol):
-    """What a task may offer besides Task: it turns queries and passages into vectors whose dot
-    product is relevance.
-    """
+    """What a task may offer besides Task: vectors of texts, whose dot product is relevance."""
 
     def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
         """Token ids as `embed` takes them, cut to the side's limit. texts: {"text"} of a query,
@@ -180,14 +168,10 @@ class Embeds(Protocol):
 
 @runtime_checkable
 class Shapes(Protocol):
-    """What a task may offer besides Task: how its rows are padded, for micro-batches that waste
-    little.
-    """
+    """What a task may offer besides Task: how its rows are padded, so that little is wasted."""
 
     def padded_fields(self) -> Sequence[str]:
-        """The encoded fields that are padded, each by itself; `length` counts the ids of all of
-        them.
-        """
+        """The encoded fields that are padded, each by itself; `length` counts the ids of all."""
         ...
 
     def kind_field(self) -> str | None:
@@ -199,9 +183,7 @@ class Shapes(Protocol):
 
 @runtime_checkable
 class Packs(Protocol):
-    """What a task may offer besides Task: the rows of a micro-batch follow one another as one
-    stream, without a pad.
-    """
+    """What a task may offer besides Task: a micro-batch is one stream of rows, without pads."""
 
     @property
     def is_packed(self) -> bool:
@@ -222,9 +204,7 @@ class Uncut:
 
 @runtime_checkable
 class ShowsCuts(Protocol):
-    """What a task may offer besides Task: its rows as they would be without limits, for the
-    truncation ledger.
-    """
+    """What a task may offer besides Task: rows without limits, for the truncation ledger."""
 
     def untruncated(self, row: Row) -> dict[str, Uncut]:
         """Everything that `encode` cuts of a raw row, by field."""

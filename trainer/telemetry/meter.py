@@ -30,9 +30,7 @@ class Meter:
 
     @contextmanager
     def counting_flops(self) -> Iterator[None]:
-        """Count the FLOPs of the first step that runs inside, where the device's peak is known: mfu
-        rests on it.
-        """
+        """Count the FLOPs of the first step inside, where the device's peak is known, for mfu."""
         if self._peak_flops is None or self._flops_per_unit:
             yield
             return

@@ -59,9 +59,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def partitioned_loading(ds: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, transformers' from_pretrained and from_config partition weights as they are read
-    (ZeRO-3 only).
-    """
+    """Inside, transformers' from_pretrained and from_config partition weights (ZeRO-3 only)."""
     if ds["zero_optimization"]["stage"] != 3:
         yield
         return
@@ -107,9 +105,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 class Engine:
-    """A model under ZeRO. `engine.model(**batch)` runs it; backward() accumulates; step() applies
-    one update.
-    """
+    """A model under ZeRO. `engine.model(**batch)` runs it; backward() adds up; step() updates."""
 
     def __init__(self, model: nn.Module, ds: Mapping[str, Any], optim: Optim) -> None:
         """`ds` is the dictionary of deepspeed_config.for_engine; `optim` the experiment's optimizer
@@ -159,9 +155,7 @@ class Engine:
         self.model.eval()
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of `loss` x world: DeepSpeed averages over ranks, and a summed
-        loss wants the sum.
-        """
+        """Accumulate the gradient of `loss` x world, since DeepSpeed averages over ranks."""
         self.model.backward(loss * self._world, scale_wrt_gas=False)
 
     def step(self, lr: float, watch: Watch | None = None) -> None:
@@ -182,16 +176,12 @@ class Engine:
             self.model.step()
 
     def grad_norm(self) -> float:
-        """Global L2 norm of the last step's gradient, before clipping; nan when it is no finite
-        number.
-        """
+        """Global L2 norm of the last step's gradient, before clipping; nan if not finite."""
         norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
         return float("nan") if norm is None or norm < 0 else float(norm)
 
     def has_finite_gradient(self) -> Tensor:
-        """() bool on this device: whether the last step's gradient norm is finite. Does not wait
-        for the device.
-        """
+        """() bool on this device: whether the last step's gradient norm is finite. No waiting."""
         norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
         if not torch.is_tensor(norm):
             norm = torch.full((), math.nan if norm is None else norm, device=distributed.device())
@@ -208,9 +198,7 @@ class Engine:
         return not self.model.was_step_applied()
 
     def loss_scale(self) -> tuple[float, float] | None:
-        """What fp16 multiplies its loss with, and the least that it may become; None in another
-        precision.
-        """
+        """What fp16 multiplies its loss with, and its least value; None in another precision."""
         scaler = self.model.optimizer.loss_scaler if self.model.fp16_enabled() else None
         return scaler and (
             float(scaler.cur_scale),
@@ -323,9 +311,7 @@ class Engine:
 
 
 def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.optim.Optimizer:
-    """The optimizer with decay where `optim` says so, at lr 0; DeepSpeed's own AdamW where its
-    state is offloaded.
-    """
+    """The optimizer with decay by `optim`, at lr 0; DeepSpeed's AdamW where offloaded."""
     parameters = list(parameters)
     fewest_axes = 2 if optim.decay == "matrices" else 0
     groups = [

@@ -94,9 +94,7 @@ def run_group(plans: Sequence[RunPlan], options: Options) -> int:
 
 
 def _settled(plan: RunPlan, options: Options) -> RunPlan:
-    """The plan with what "auto" leaves open chosen by memory: the micro-batch, the DeepSpeed file.
-    A collective.
-    """
+    """The plan with "auto" settled by memory: the micro-batch, the DeepSpeed file. A collective."""
     asked = options.deepspeed or plan.cfg.deepspeed
     if auto.AUTO not in (asked, plan.values["train"]["micro_batch"]):
         return plan
@@ -184,9 +182,7 @@ def _train(
 
 
 def _engine(plan: RunPlan, task: Task, newest: Path | None) -> tuple[Engine, Progress]:
-    """The task's model under DeepSpeed, with what the newest good checkpoint holds. A
-    collective.
-    """
+    """The task's model under DeepSpeed, with the newest good checkpoint. A collective."""
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
         model = task.model()

@@ -63,9 +63,7 @@ def core_api(call: Callable[[Any], T]) -> T:
 
 
 def answered(call: Callable[[], T]) -> T:
-    """The reply to one request. Answer for a status that is no success, Unreachable for a broken
-    connection.
-    """
+    """The reply to one request. KubernetesError, or Unreachable for a broken connection."""
     try:
         return call()
     except (OSError, ValueError) as error:
@@ -87,9 +85,7 @@ def answered(call: Callable[[], T]) -> T:
 
 
 def _client(api: str) -> Any:
-    """An API of the client, with the configuration of the user or of the pod. Unreachable when
-    there is none.
-    """
+    """An API of the client, configured as the user or the pod is. Unreachable when neither is."""
     try:
         client, config = (
             importlib.import_module("kubernetes.client"),

@@ -50,9 +50,7 @@ class Capacity:
 
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> Capacity:
-        """Cores and GPUs of this machine, as LATHE_QUEUE_CPUS and CUDA_VISIBLE_DEVICES limit them.
-        ConfigError.
-        """
+        """Cores and GPUs here, within LATHE_QUEUE_CPUS and CUDA_VISIBLE_DEVICES. ConfigError."""
         text = environ.get("LATHE_QUEUE_CPUS") or str(os.cpu_count() or 1)
         if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
             raise ConfigError(
@@ -182,9 +180,7 @@ class Runner:
             self._end_if_unwanted(token, facts)
 
     def _end_if_unwanted(self, token: str, facts: dict[str, Any]) -> bool:
-        """End a waiting job that was cancelled, or whose predecessor did not succeed; returns
-        whether it was ended.
-        """
+        """End a waiting job that was cancelled, or whose predecessor failed; whether it was."""
         entry = self.queue.entry(token)
         if entry.is_cancelled():
             entry.end(CANCELLED, "cancelled before it started")
@@ -198,18 +194,14 @@ class Runner:
         return True
 
     def _has_succeeded(self, job_id: str) -> bool | None:
-        """Whether the experiment of this job has succeeded, in whatever attempt; None while it
-        still may.
-        """
+        """Whether this job's experiment has succeeded, in any attempt; None while it still may."""
         name = attempt_of(job_id.rpartition(":")[2])[0]
         if name not in self.verdicts:
             self.verdicts[name] = self.queue.has_succeeded(self.attempts.get(name, ()))
         return self.verdicts[name]
 
     def _start_what_fits(self) -> None:
-        """First come, first served: a job that waits for devices is not overtaken, so that it
-        cannot starve.
-        """
+        """First come, first served: a job that waits for devices is not overtaken."""
         for token in sorted(self.waiting, key=lambda token: (self.waiting[token]["at"], token)):
             facts, gpus = self.waiting[token], self._free_gpus()
             is_held = any(self._has_succeeded(other) is not True for other in facts["after"])
@@ -287,9 +279,7 @@ def _signal(live: Live, number: signal.Signals) -> None:
 
 
 def serve(queue: Queue) -> None:
-    """Run the queue until it is empty, unless another process does. ConfigError for what limits its
-    devices.
-    """
+    """Run the queue until it is empty, unless another process does. ConfigError for bad limits."""
     capacity, tries = Capacity.here(), 0
     while tries < LOCK_TRIES:
         runner = None

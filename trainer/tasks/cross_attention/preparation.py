@@ -70,9 +70,7 @@ class Prepared:
 
 
 def write_rows(cfg: Config, places: Places, wanted: Wanted) -> None:
-    """Write the rows of every split. On one rank only; ConfigError when other rows stand there
-    already.
-    """
+    """Write the rows of every split. On one rank only; ConfigError when other rows stand there."""
     _write_rows(wanted.out, cfg, _splits(cfg, places, wanted))
 
 

@@ -168,9 +168,7 @@ def _read_pickle(file: Path) -> Source:
 
 
 def _unpickled(file: Path) -> Any:
-    """The content of a file of torch.save: tensors, plain containers and argparse.Namespace, never
-    anything else.
-    """
+    """The content of a file of torch.save: tensors, containers and argparse.Namespace alone."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(
@@ -223,9 +221,7 @@ def _wrapped_name(name: str) -> str:
 
 
 def _config_of(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Any]:
-    """What config.json would say, from the shapes; the rest as every published T5 has it. minFiD
-    stores no config.
-    """
+    """What config.json would say, from shapes; the rest as in published T5s. minFiD stores none."""
     block = "encoder.block.0.layer."
     gated = f"{block}1.DenseReluDense.wi_0.weight" in tensors
     names = [
@@ -307,9 +303,7 @@ def _t5_config(found: Source) -> Any:
 
 
 def _is_untied(config: Any, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether there is an output layer of its own: T5 v1.1, whose decoder output is not scaled
-    either.
-    """
+    """Whether it has an output layer of its own: T5 v1.1, which scales no decoder output either."""
     if config.scale_decoder_outputs or _HEAD not in tensors or _EMBEDDING not in tensors:
         return False
     return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
@@ -372,9 +366,7 @@ def _write_t5(found: Source, out: Path, tokenizer: str | None) -> None:
 
 
 def _tokenizer(spec: str, cache_dir: Path) -> Any:
-    """The tokenizer of a folder or Hub id; a folder may hold a bare spiece.model, as T5 was
-    published at first.
-    """
+    """The tokenizer of a folder or Hub id; a folder may hold a bare spiece.model, as at first."""
     folder = Path(spec)
     is_bare = (folder / "spiece.model").is_file() and not (
         folder / "tokenizer_config.json"

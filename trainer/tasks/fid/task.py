@@ -1,6 +1,4 @@
-"""Questions answered by a T5 that reads many retrieved passages: the reader of NaturalQuestions and
-TriviaQA.
-"""
+"""Questions answered by a T5 that reads many retrieved passages: a reader of open questions."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ class Task(TokenTask[Config]):
 
     @cached_property
     def _corpus(self) -> TokenStore | None:
-        """The passages of data.corpus, tokenised once for all questions; None when passages stand
-        in the rows.
-        """
+        """The passages of data.corpus, tokenised once; None when passages stand in the rows."""
         file = self.cfg.data.corpus
         if file is None:
             return None
@@ -261,9 +257,7 @@ class Task(TokenTask[Config]):
     def passage_scores(
         self, model: nn.Module, rows: Sequence[Mapping[str, Any]]
     ) -> list[list[float]]:
-        """How much the first decoder step attends to each passage (FiD-KD); nothing for a question
-        without any.
-        """
+        """How much the first decoder step attends to each passage (FiD-KD); [] without any."""
         batch = self._on_device(rows)
         scores = model(score_passages=True, **batch)["passage_scores"].tolist()
         question = batch["question"].tolist()

@@ -85,9 +85,7 @@ def statement_metrics(
 
 
 def best_rows(table: Tensor | np.ndarray) -> np.ndarray:
-    """The row of each problem's highest logit, the lowest column of equals; problems by task and
-    number.
-    """
+    """The row of each problem's highest logit, of equals the first; problems by task and number."""
     rows = _rows(table)
     ranked, firsts = _ranked(rows)
     return ranked[firsts]
@@ -103,18 +101,14 @@ def _choices(rows: np.ndarray) -> dict[str, float]:
 
 
 def _ranked(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers by task, problem, falling logit and column; and where in them each problem
-    begins.
-    """
+    """Row numbers by task, problem, falling logit and column; and where each problem begins."""
     ranked = np.lexsort((rows[:, COLUMN], -rows[:, LOGIT], rows[:, GROUP], rows[:, TASK]))
     problems = rows[ranked][:, [TASK, GROUP]]
     return ranked, np.flatnonzero(np.any(np.diff(problems, axis=0, prepend=-1) != 0, axis=1))
 
 
 def _averages(by_task: Mapping[str, float], parts: Mapping[str, Part]) -> dict[str, float]:
-    """The tasks' values, and their means over all tasks and over each part, every task weighing the
-    same.
-    """
+    """The tasks' values, and their means over all tasks and each part, tasks weighing the same."""
     members = {"mean": list(by_task)}
     members |= {
         name: [task for task in by_task if parts[task] in own] for name, own in PARTS.items()

@@ -1,6 +1,4 @@
-"""What is particular to the family of the base model: how its blocks are called and what its config
-calls things.
-"""
+"""What is particular to the family of the base model: calls of its blocks, names of its config."""
 
 from __future__ import annotations
 

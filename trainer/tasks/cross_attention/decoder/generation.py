@@ -138,9 +138,7 @@ def searched(
 
 
 class _Spoken(PreTrainedModel, GenerationMixin):
-    """What transformers' `generate` calls: one request's forwards, over a context that it knows
-    nothing of.
-    """
+    """What transformers' `generate` calls: one request's forwards, over a hidden context."""
 
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True  # it computes nothing itself
 
@@ -188,9 +186,7 @@ class _Spoken(PreTrainedModel, GenerationMixin):
 
 
 def most_prompt_tokens(model: nn.Module, max_new_tokens: int) -> int:
-    """How long a prompt may be so that max_new_tokens fit behind it. ConfigError when no prompt
-    fits.
-    """
+    """How long a prompt may be for max_new_tokens to fit behind it. ConfigError when none fits."""
     positions = _inner(model).backbone.max_positions
     if positions <= max_new_tokens:
         raise ConfigError(
@@ -205,9 +201,7 @@ def _inner(model: nn.Module) -> Any:
 
 
 def check_prompts(model: nn.Module, attention_mask: Tensor, max_new_tokens: int) -> None:
-    """ConfigError for right-padded prompts, a model in training mode, or more tokens than the base
-    has positions.
-    """
+    """ConfigError for right-padded prompts, training mode, or more tokens than positions."""
     inner = _inner(model)
     if inner.training:
         raise ConfigError("got a model in training mode, want evaluation mode. Call eval() first.")

@@ -43,9 +43,7 @@ class Rows:
     def of(
         cls, batch: Mapping[str, Tensor], prefix: str = "", *, window: int | None = None
     ) -> Rows:
-        """The rectangles of packing.pack. window: how many tokens each sees at most, itself among
-        them.
-        """
+        """The rectangles of packing.pack. window: how many tokens each sees, itself included."""
         shapes = [
             (int(grid.shape[0]), int(grid.shape[1])) for grid in grids_of(batch, f"{prefix}grid_")
         ]

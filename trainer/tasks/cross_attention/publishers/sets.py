@@ -141,9 +141,7 @@ def _row(
     answers: Iterable[Any],
     passages: Iterable[tuple[Any, Any, bool]],
 ) -> Row | None:
-    """A row of (title, text, whether it is useful) passages; None when it has no answer or no
-    context.
-    """
+    """A row of (title, text, whether it is useful) passages; None without answer or context."""
     kept = [(title, text, useful) for title, text, useful in passages if _is_text(text)]
     references = list(dict.fromkeys(answer for answer in answers if _is_text(answer)))
     if not _is_text(question):
@@ -326,9 +324,7 @@ def _is_no_answer(answer: Any) -> bool:
 
 
 def _hotpotqa(source: Source, split: str, shuffles: int) -> Iterator[Row]:
-    """Ten passages each, those with a supporting sentence useful. shuffles: copies in other orders;
-    0: as given.
-    """
+    """Ten passages each, useful with a supporting sentence. shuffles: reordered copies."""
     if split == "test":
         chosen = source.records("dev")
     else:
@@ -422,9 +418,7 @@ def _conversation(record: PublishedRecord) -> str:
 
 
 def _topiocqa_row(record: PublishedRecord) -> Row | None:
-    """Understood: the conversations with their Gold_passage, and the publisher's retriever and
-    gold-passage files.
-    """
+    """Understood: conversations with their Gold_passage; retriever and gold-passage files."""
     raw = record.values
     if "Question" in raw:
         further = [answer["Answer"] for answer in raw.get("Additional_answers") or []]

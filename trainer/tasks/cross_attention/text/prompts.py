@@ -1,6 +1,4 @@
-"""Questions and contexts as token ids, and back: what training, evaluation and a served model
-share.
-"""
+"""Questions and contexts as token ids, and back: for training, evaluation and a served model."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ class Prompts:
         return prompt, [*answer, self.eos]
 
     def _target(self, row: Row) -> list[int]:
-        """Ids of a context as the decoder predicts it, with EOS; of a chunked one, the useful
-        chunks joined.
-        """
+        """Ids of a context as the decoder predicts it, with EOS; of chunks the useful ones."""
         contexts = questions.contexts_of(row)
         if self.data.chunked and "useful_contexts" in row:
             contexts = [
@@ -182,9 +178,7 @@ class Prompts:
 
 
 def _opening(tokenizer: Any) -> list[int]:
-    """The beginning-of-text token, as a list, where the tokenizer puts one before every text by
-    itself, as Llama's.
-    """
+    """[beginning-of-text], where the tokenizer puts one before every text by itself, as Llama's."""
     bos = tokenizer.bos_token_id
     plain, opened = (
         tokenizer("a", add_special_tokens=is_added)["input_ids"] for is_added in (False, True)
@@ -193,8 +187,6 @@ def _opening(tokenizer: Any) -> list[int]:
 
 
 def _seed(seed: int, ids_BT: Tensor) -> int:
-    """Of the draws for a batch: the same questions draw the same, on whichever rank and after
-    whatever others.
-    """
+    """Of a batch's draws: the same questions draw the same, on any rank and after any others."""
     content = f"{seed}:{ids_BT.tolist()}".encode()
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1

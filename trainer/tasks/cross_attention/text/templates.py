@@ -47,9 +47,7 @@ def context_text(
 def chunk_texts(
     question: str, contexts: Sequence[str], template: Template, *, question_on_context: bool
 ) -> list[str]:
-    """One text per context, each under a header of its own: they are encoded one by one, positions
-    restart at 0.
-    """
+    """One text per context, each under a header of its own: encoded one by one."""
     return [
         context_text(question, [one], template, question_on_context=question_on_context)
         for one in contexts
@@ -64,9 +62,7 @@ def context_texts(
     question_on_context: bool,
     chunked: bool,
 ) -> list[str]:
-    """What the context encoder reads, as the experiment asks: one text of all contexts, or one per
-    context.
-    """
+    """What the context encoder reads: one text of all contexts, or one per context."""
     if chunked:
         return chunk_texts(question, contexts, template, question_on_context=question_on_context)
     return [context_text(question, contexts, template, question_on_context=question_on_context)]
@@ -75,9 +71,7 @@ def context_texts(
 def in_context_prompt(
     question: str, contexts: Sequence[str], style: Literal["tulu", "llama_chat"]
 ) -> str:
-    """The published prompting baseline: contexts and question in one decoder prompt, no added
-    layers.
-    """
+    """The published prompting baseline: contexts and question in one prompt, no added layers."""
     joined = " ".join(contexts)
     if style == "tulu":
         return f"<|system|>\n{joined}\n<|user|>\n{question}\n<|assistant|>\n"

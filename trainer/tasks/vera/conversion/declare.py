@@ -29,9 +29,7 @@ _SENTENCE_END = ". "
 
 @dataclass(frozen=True)
 class Draft:
-    """A statement, but for the text that the converter is to put between `before` and the full
-    stop.
-    """
+    """A statement, but for the text that the converter puts between `before` and the full stop."""
 
     rule: Rule
     text: str  # of rule "converter": what it is given
@@ -64,9 +62,7 @@ def draft(
 
 
 def find_blanks(question: str) -> list[tuple[int, int]]:
-    """(start, end) of every blank: 1 to 20 underscores beside a space, or one that starts the text
-    before a letter.
-    """
+    """(start, end) of every blank: 1 to 20 underscores by a space, or one before the text."""
     return [
         match.span()
         for match in _UNDERSCORES.finditer(question)
@@ -75,9 +71,7 @@ def find_blanks(question: str) -> list[tuple[int, int]]:
 
 
 def ended(text: str) -> str:
-    """A statement with its full stop: question marks are taken off; what ends in "." or "!" is
-    kept.
-    """
+    """A statement with its full stop, without question marks; what ends in "." or "!" is kept."""
     return text if text.endswith((".", "!")) else f"{text.strip('?')}."
 
 

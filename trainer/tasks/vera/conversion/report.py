@@ -15,9 +15,7 @@ _SHOWN = 5
 
 @dataclass
 class Report:
-    """Counts of one split. A row is a record of the publisher, a group the statements of one
-    problem.
-    """
+    """Counts of one split. A row is a publisher's record, a group the statements of one problem."""
 
     dataset: str
     task: str

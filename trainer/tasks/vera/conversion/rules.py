@@ -81,9 +81,7 @@ def declared(sentence: str, choice: str, before: str = "") -> str | None:
 
 
 def _is_torn(before: str) -> bool:
-    """Whether the full stop behind `before` is that of "Dr." or "J." in a question rather than of a
-    sentence.
-    """
+    """Whether the full stop behind `before` is that of "Dr." or "J.", not of a sentence."""
     words = before.rstrip(" .").rpartition(". ")[2].split()
     if not words:
         return False
