@@ -54,7 +54,7 @@ from jobs.code.repository import (
     shown,
     why_dirty,
 )
-from jobs.record.events import now
+from jobs.record.times import now
 from trainer.errors import ConfigError, LatheError, StorageError
 from trainer.files.atomic import read_json, refusals, replace_file, sha256_of, sync
 

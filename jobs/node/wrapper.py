@@ -19,13 +19,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
 from jobs.errors import EXIT_DUPLICATE
 from jobs.node import host as node
 from jobs.record.paths import Attempt, RunFolder
+from jobs.record.times import now, seconds_since
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError
 from trainer.files.atomic import create_json, read_json, write_json
 
@@ -145,7 +145,7 @@ def _is_alive(attempt: Attempt) -> bool:
     ):
         return False
     beat = read_json(attempt.heartbeat) or {}
-    return min(_age_s(started.get("at")), _age_s(beat.get("at"))) < ALIVE_S
+    return min(seconds_since(started.get("at")), seconds_since(beat.get("at"))) < ALIVE_S
 
 
 def _claim(attempt: Attempt) -> int | None:
@@ -164,7 +164,7 @@ def _claim(attempt: Attempt) -> int | None:
         return None
     start = len(starts) + 1
     facts = {
-        "at": _now(),
+        "at": now(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "id": own,
@@ -352,7 +352,7 @@ def _run_folder(attempt: Attempt) -> RunFolder:
 def _beat(attempt: Attempt) -> None:
     step = (read_json(_run_folder(attempt).status) or {}).get("step")
     try:
-        write_json(attempt.heartbeat, {"at": _now(), "step": step})
+        write_json(attempt.heartbeat, {"at": now(), "step": step})
     except LatheError as error:  # a full disk: the training itself will say more
         log.warning("no heartbeat: %s", error)
 
@@ -367,20 +367,9 @@ def _conclude(attempt: Attempt, ending: Ending, start: int) -> None:
         "start": start,
     }
     write_json(
-        attempt.exit, {"at": _now(), **facts, "host": socket.gethostname(), "id": node.job_id()}
+        attempt.exit, {"at": now(), **facts, "host": socket.gethostname(), "id": node.job_id()}
     )
     log.info("%s: %s", ending.kind, ending.reason or "done")
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-
-
-def _age_s(at: Any) -> float:
-    try:
-        return (datetime.now(timezone.utc) - datetime.fromisoformat(at)).total_seconds()
-    except (TypeError, ValueError):
-        return float("inf")
 
 
 def main(arguments: Sequence[str]) -> int:

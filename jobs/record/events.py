@@ -24,11 +24,11 @@ import secrets
 import socket
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, cast
 
 from filelock import FileLock, SoftFileLock, Timeout
 
+from jobs.record.times import now
 from trainer.errors import LatheError
 from trainer.files.atomic import refusals
 
@@ -78,19 +78,6 @@ class Job:
     @property
     def state(self) -> JobState:
         return self.last.state if self.last else "pending"
-
-
-def now() -> str:
-    """UTC, ISO 8601, to the second's thousandth."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-
-
-def seconds_since(at: str | None) -> float:
-    """Seconds from an ISO time until now; infinite for None or what is no time."""
-    try:
-        return (datetime.now(timezone.utc) - datetime.fromisoformat(at or "")).total_seconds()
-    except (ValueError, TypeError):
-        return float("inf")
 
 
 def append(folder: RunFolder, *events: dict[str, Any], is_durable: bool = True) -> None:

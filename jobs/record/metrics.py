@@ -15,8 +15,6 @@ TAILS = (
     8 << 10,
     256 << 10,
 )  # bytes of metrics.jsonl; the second when one line of gradient norms fills the first
-
-
 LIMIT = 1e100  # no metric: beyond it sums and squares overflow
 
 

@@ -162,14 +162,18 @@ class BaseFolder:
     def deleted(self) -> Path:
         return self.path / "deleted"
 
-    def recorded(self) -> list[RunFolder]:
-        """Every experiment that was ever submitted from here, by name."""
+    def runs(self) -> list[RunFolder]:
+        """Every folder that is named like an experiment, by name."""
         try:
             with os.scandir(self.path) as entries:
                 names = sorted(entry.name for entry in entries if is_exp_id(entry.name))
         except FileNotFoundError:
             return []
-        return [folder for name in names if (folder := self.run(name)).record.exists()]
+        return [self.run(name) for name in names]
+
+    def recorded(self) -> list[RunFolder]:
+        """Every experiment that was ever submitted from here, by name."""
+        return [folder for folder in self.runs() if folder.record.exists()]
 
 
 def is_exp_id(name: str) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -18,10 +17,11 @@ from jobs.code.wandb_key import sync_hint
 from jobs.job_state import ACTIVE, DECIDED, ENDED, STATES, JobState, Observed
 from jobs.record import events as record
 from jobs.record.by_hand import still_running
-from jobs.record.events import Job, Sent, seconds_since
+from jobs.record.events import Job, Sent
 from jobs.record.metrics import last_metrics
-from jobs.record.paths import BaseFolder, RunFolder, is_exp_id
+from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row, Start, starts_of
+from jobs.record.times import now, seconds_since
 from jobs.record.verdict import Verdict, Witnesses, settle
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
 from trainer.files.atomic import read_json
@@ -106,12 +106,7 @@ def _recorded(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]
 
 def _unsubmitted(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
     """Folders of experiments that were run without being submitted."""
-    try:
-        with os.scandir(base.path) as entries:
-            names = sorted(entry.name for entry in entries if is_exp_id(entry.name))
-    except FileNotFoundError:
-        return []
-    folders = [base.run(name) for name in names if only is None or name in only]
+    folders = [each for each in base.runs() if only is None or each.path.name in only]
     return [
         each
         for each in folders
@@ -239,7 +234,7 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
         submitted_at=sent.submitted_at,
         started_at=own[0].began_at if own else None,
         ended_at=own[-1].ended_at if own and has_ended else None,
-        unseen_since=(job.unseen_since or record.now()) if is_unseen else None,
+        unseen_since=(job.unseen_since or now()) if is_unseen else None,
         unseen_reason=sight.problem if sight is not None else None,
         heartbeat_age_s=case.found.heartbeat_age_s if own and not has_ended else None,
         sync_hint=sync_hint(folder) if has_ended else None,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.errors import EXIT_DUPLICATE
 from jobs.job_state import ACTIVE, JobState, Observed
-from jobs.record.events import HEARTBEAT_LOST_S, Job, Sent, seconds_since
+from jobs.record.events import HEARTBEAT_LOST_S, Job, Sent
+from jobs.record.times import seconds_since
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
 from trainer.files.atomic import read_json
 

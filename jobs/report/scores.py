@@ -15,7 +15,7 @@ from rich.text import Text
 
 from jobs.record import events as record
 from jobs.record.metrics import last_metrics, numbers, numbers_in
-from jobs.record.paths import BaseFolder, RunFolder, is_exp_id
+from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import starts_of
 from jobs.report.text import short_names, shown, visible, written
 from trainer.files.atomic import read_json
@@ -84,8 +84,8 @@ def gather(
     only: ids of experiments, in the order wanted; None for all. One without an exp_dict.json is
     left out.
     """
-    names = list(dict.fromkeys(only)) if only is not None else _all(base)
-    found = [_result(base.run(name), tuple(split_prefixes)) for name in names]
+    folders = base.runs() if only is None else [base.run(name) for name in dict.fromkeys(only)]
+    found = [_result(folder, tuple(split_prefixes)) for folder in folders]
     results = tuple(result for result in found if result is not None)
     metrics = dict.fromkeys(name for result in results for name in result.scores)
     return Results(
@@ -93,13 +93,6 @@ def gather(
         differing([result.parameters for result in results]),
         tuple(sorted(metrics, key=_by_kind)),
     )
-
-
-def _all(base: BaseFolder) -> list[str]:
-    try:
-        return sorted(path.name for path in base.path.iterdir() if is_exp_id(path.name))
-    except FileNotFoundError:
-        return []
 
 
 def _by_kind(metric: str) -> tuple[bool, str]:

@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,32}m)")
-
-
 CONCEAL = "8"  # the one ANSI "colour" that hides text
-
 
 # C0 but tab, DEL, C1, and the marks that reorder letters (CVE-2021-42574); lone surrogates cannot
 # be printed at all

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from jobs.job_state import ACTIVE, ENDED_BADLY, JobState
-from jobs.record.events import seconds_since
+from jobs.record.times import seconds_since
 from jobs.record.verdict import BAD_INPUT
 
 if TYPE_CHECKING:

@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 
 LOCK_WAIT_S = 60.0
 
-
 # how old an intent must be before a name that the scheduler does not know is sent again
 RESEND_S = 10.0
-
-
 SHARED_DISK = ("inline", "local", "slurm")  # backends whose nodes see the submitter's file system
 
 

@@ -22,6 +22,7 @@ from jobs.errors import Refused, Unreachable
 from jobs.protocol import ArrayBackend, Backend, JobSpec, Rendered, array_token, token_of
 from jobs.record import events as record
 from jobs.record.paths import RunFolder
+from jobs.record.times import seconds_since
 from trainer.errors import ConfigError
 from trainer.files.atomic import read_json, refusals, replace_file, write_json
 
@@ -105,7 +106,7 @@ def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: 
         return Outcome(True, "it has started, and its scheduler has forgotten under which id")
     if sent.is_cancelled:
         return Outcome(True, "cancelled, and its scheduler does not know it")
-    age_s = record.seconds_since(sent.at)
+    age_s = seconds_since(sent.at)
     if age_s < resend_s:
         return Outcome(
             False,

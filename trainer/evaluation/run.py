@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.evaluation.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.evaluation.scoring import Frozen, answer, evaluate, pool
 from trainer.evaluation.similarity import BERTSCORE_MODEL, check, similarities
-from trainer.files.atomic import refusals
+from trainer.files.atomic import aside, write_json
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.tasks.abilities import (
@@ -110,7 +109,7 @@ def run(asked: Question, options: Options) -> dict[str, float]:
                 "scores": found,
             }
             path = asked.predictions.with_suffix(".summary.json")
-            on_main(lambda: _write_summary(path, summary))
+            on_main(lambda: write_json(path, summary, is_durable=False))
     else:
         found = evaluate(model, task, store, batch=batch, num_rows=len(raw))
     if asked.passage_scores is not None and isinstance(task, ScoresPassages):
@@ -314,11 +313,6 @@ def _merged(
     return rows, [answers[first] for first, *_ in groups.values()]
 
 
-def _write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    with _replaced(path) as file:
-        file.write(json.dumps(summary, indent=2) + "\n")
-
-
 def _predictions(
     task: Task, raw: Sequence[Row], answers: Sequence[list[str]], *, is_n_best: bool
 ) -> Iterator[Row]:
@@ -366,7 +360,7 @@ def _scored(rows: Iterable[Row], scores: Sequence[Sequence[float]]) -> Iterator[
 
 def _write(path: Path, rows: Iterable[Row]) -> None:
     """One JSON object a line, or (.json) a list of them; whole, or as it was before."""
-    with _replaced(path) as file:
+    with aside(path, is_durable=False) as part, part.open("w", encoding="utf-8") as file:
         if path.suffix == ".json":
             file.write("[")
             for number, row in enumerate(rows):
@@ -375,12 +369,3 @@ def _write(path: Path, rows: Iterable[Row]) -> None:
         else:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     logger.info("wrote %s", path)
-
-
-@contextmanager
-def _replaced(path: Path) -> Iterator[TextIO]:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with refusals(path):
-        with temporary.open("w", encoding="utf-8") as file:
-            yield file
-        temporary.replace(path)

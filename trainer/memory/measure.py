@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIME_LIMIT_S = 600.0
 _SHOWN_LINES = 12  # of what a failed process said
-
-
 TRAINING, EVALUATION, GENERATION = "training step", "evaluation", "generation"  # phases of a run
 Kind = Literal["train", "evaluate", "answer"]
 

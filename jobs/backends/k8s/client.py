@@ -15,11 +15,7 @@ from jobs.errors import Unreachable
 from trainer.errors import ConfigError
 
 TIMEOUT_S = (10, 60)  # to connect, to read
-
-
 SILENCE_S = (10, 24 * 3600)  # a log that is followed may be quiet for long
-
-
 Object = dict[str, Any]
 T = TypeVar("T")
 

@@ -48,8 +48,6 @@ from trainer.files.atomic import create_json, read_json, sync
 
 IDLE_S = 1.0  # the runner leaves when there has been nothing to do for so long
 ATTEMPT = re.compile(r"(ft_[0-9a-z]+_[0-9a-z]+)_([0-9]+)\Z")
-
-
 _waking = threading.Lock()
 _woken: dict[Path, tuple[float, subprocess.Popen[bytes]]] = {}
 
