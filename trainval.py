@@ -47,7 +47,6 @@ _SWITCHES = {
     "0": False,
 }
 
-
 # The flags, spelled as researchers of this lineage know them.
 ExpGroup = Annotated[
     str | None, typer.Option("-e", "--exp_group", help="Group of experiments to run.")

@@ -98,6 +98,16 @@ def survey(
     return sorted(rows, key=lambda row: (row.group, row.created_at or "", row.exp_id))
 
 
+def record_state(folder: RunFolder, job: Job, row: Row) -> Job:
+    """`job` with its last attempt in the state of its row, on record. The caller holds the lock."""
+    last = job.last
+    if last is None or (row.state, row.reason) == (last.state, last.reason):
+        return job
+    news = {"state": row.state, "reason": row.reason, "host": row.host}
+    record.append(folder, {"event": "observed", "attempt": last.number, **news})
+    return record.read(folder) or job
+
+
 def _recorded(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
     if only is None:
         return base.recorded()

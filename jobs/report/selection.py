@@ -63,7 +63,8 @@ def chosen(
         raise ConfigError("name experiments: their ids, or -e GROUP.")
     found = rows(base, group, by_hand=bool(ids) and group is None)
     if ids:
-        found = list({row.exp_id: row for row in (match(found, text) for text in ids)}.values())
+        named = [match(found, text) for text in ids]
+        found = list({row.exp_id: row for row in named}.values())
     if not found:
         raise NothingMatched(f"{base} holds no submitted experiment of {group or 'any group'}.")
     return found

@@ -15,7 +15,7 @@ from jobs.job_state import ACTIVE, JobState
 from jobs.protocol import Backend, JobSpec
 from jobs.record import events as record
 from jobs.record.by_hand import training_now
-from jobs.record.status import survey
+from jobs.record.status import record_state, survey
 from jobs.submit.policy import Limits, decide
 from jobs.submit.request import LOCK_WAIT_S, RESEND_S, ActionResult
 from jobs.submit.send import Outcome, fresh, give_up, ids_of, send, settle_intent, stored
@@ -129,9 +129,7 @@ def _again_under_lock(
         return ActionResult(
             row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
         )
-    news = {"state": row.state, "reason": row.reason, "host": row.host}
-    if job.last is not None and (row.state, row.reason) != (job.last.state, job.last.reason):
-        record.append(folder, {"event": "observed", "attempt": job.last.number, **news})
+    job = record_state(folder, job, row)
     return _result(
         row, "send", send(folder, fresh(job, template, folder), asked.backend_of(template.backend))
     )

@@ -20,7 +20,7 @@ from jobs.job_state import ACTIVE, STATES, JobState
 from jobs.protocol import ArrayBackend, JobSpec
 from jobs.record import events as record
 from jobs.record.by_hand import training_now
-from jobs.record.status import survey
+from jobs.record.status import record_state, survey
 from jobs.submit.policy import Decision, Limits, decide
 from jobs.submit.request import (
     LOCK_WAIT_S,
@@ -181,7 +181,7 @@ def _under_lock(
         row = survey(
             request.base, only=[name], backend_of=request.backend_of, record_changes=False
         )[0]
-        job = _recorded(folder, job, row)
+        job = record_state(folder, job, row)
     decision = _decide(request, name, row)
     if decision.action == "skip":
         return ActionResult(name, "skip", decision.reason, _state(row))
@@ -204,16 +204,6 @@ def _under_lock(
     return (
         _ended(folder, spec) if request.backend.name == "inline" else _result(name, "send", outcome)
     )
-
-
-def _recorded(folder: RunFolder, job: Job, row: Row) -> Job:
-    """The record with the state that its last attempt was found in."""
-    last = job.last
-    if last is None or (row.state, row.reason) == (last.state, last.reason):
-        return job
-    news = {"state": row.state, "reason": row.reason, "host": row.host}
-    record.append(folder, {"event": "observed", "attempt": last.number, **news})
-    return record.read(folder) or job
 
 
 def _ended(folder: RunFolder, spec: JobSpec) -> ActionResult:

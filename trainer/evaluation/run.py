@@ -303,13 +303,10 @@ def _merged(
     groups: dict[str, list[int]] = {}
     for number, key in enumerate(asks):
         groups.setdefault(key, []).append(number)
-    rows = [
-        {
-            **raw[first],
-            "answers": [text for number in (first, *rest) for text in raw[number]["answers"]],
-        }
-        for first, *rest in groups.values()
-    ]
+    rows: list[Row] = []
+    for numbers in groups.values():
+        references = [text for number in numbers for text in raw[number]["answers"]]
+        rows.append({**raw[numbers[0]], "answers": references})
     return rows, [answers[first] for first, *_ in groups.values()]
 
 
@@ -318,12 +315,8 @@ def _predictions(
 ) -> Iterator[Row]:
     for row, texts in zip(raw, answers, strict=True):
         scores = _judged(task, texts[0], row["answers"]) if row["answers"] else {}
-        yield {
-            **row,
-            "prediction": texts[0],
-            "scores": scores,
-            **({"n_best": texts} if is_n_best else {}),
-        }
+        predicted = {**row, "prediction": texts[0], "scores": scores}
+        yield predicted | {"n_best": texts} if is_n_best else predicted
 
 
 def _judged(task: Task, prediction: str, references: Sequence[str]) -> dict[str, float]:

@@ -305,8 +305,5 @@ def _expanded(names: str) -> set[str]:
 def config() -> dict[str, str]:
     """The cluster's configuration by name, as `scontrol show config` prints it. Unreachable."""
     lines = ask("scontrol", "show", "config")
-    return {
-        key.strip(): value.strip()
-        for key, is_there, value in (line.partition("=") for line in lines)
-        if is_there
-    }
+    pairs = [line.split("=", 1) for line in lines if "=" in line]
+    return {key.strip(): value.strip() for key, value in pairs}

@@ -261,14 +261,11 @@ class Task(TokenTask[Config]):
         batch = self._on_device(rows)
         scores = model(score_passages=True, **batch)["passage_scores"].tolist()
         question = batch["question"].tolist()
-        of_row = [
-            [s for s, number in zip(scores, question, strict=True) if number == row]
-            for row in range(len(rows))
-        ]
-        return [
-            found if len(row[self._passage_field]) else []
-            for found, row in zip(of_row, rows, strict=True)
-        ]
+        of_row: list[list[float]] = [[] for _ in rows]
+        for score, number in zip(scores, question, strict=True):
+            if len(rows[number][self._passage_field]):
+                of_row[number].append(score)
+        return of_row
 
     @property
     def _passage_field(self) -> str:

@@ -109,29 +109,21 @@ def _ranked(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _averages(by_task: Mapping[str, float], parts: Mapping[str, Part]) -> dict[str, float]:
     """The tasks' values, and their means over all tasks and each part, tasks weighing the same."""
-    members = {"mean": list(by_task)}
-    members |= {
-        name: [task for task in by_task if parts[task] in own] for name, own in PARTS.items()
-    }
-    means = {
-        name: float(np.mean([by_task[task] for task in own]))
-        for name, own in members.items()
-        if own
-    }
+    means = {"mean": float(np.mean(list(by_task.values())))} if by_task else {}
+    for name, own in PARTS.items():
+        values = [value for task, value in by_task.items() if parts[task] in own]
+        if values:
+            means[name] = float(np.mean(values))
     return means | dict(by_task)
 
 
 def _sets(of_task: Mapping[str, np.ndarray], parts: Mapping[str, Part]) -> dict[str, np.ndarray]:
     """Which rows are of each set that has any; (N,) masks."""
-    members = {"all": list(of_task)}
-    members |= {
-        name: [task for task in of_task if parts[task] in own] for name, own in PARTS.items()
-    }
-    masks = {
-        name: np.any([of_task[task] for task in own], axis=0)
-        for name, own in members.items()
-        if own
-    }
+    masks = {"all": np.any(list(of_task.values()), axis=0)} if of_task else {}
+    for name, own in PARTS.items():
+        of_part = [mask for task, mask in of_task.items() if parts[task] in own]
+        if of_part:
+            masks[name] = np.any(of_part, axis=0)
     return masks | dict(of_task)
 
 

@@ -84,7 +84,7 @@ def named_values(texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         if "=" not in text:
             raise ConfigError(f"--variant {text}: want NAME=VALUE, such as case=fit.")
-    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+    return dict(text.split("=", 1) for text in texts)
 
 
 def known_declarer(name: str) -> Declarer:
