@@ -18,7 +18,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-EXIT_OK, EXIT_FAILED = 0, 1
+from trainer.commands.options import EXIT_FAILED, CacheDir, DataPath, id_of, set_up_logging
+from trainer.errors import EXIT_OK, ConfigError, LatheError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -46,7 +47,6 @@ _SWITCHES = {
     "0": False,
 }
 
-
 # The flags, spelled as researchers of this lineage know them.
 ExpGroup = Annotated[
     str | None, typer.Option("-e", "--exp_group", help="Group of experiments to run.")
@@ -68,8 +68,6 @@ ExpConfigs = Annotated[
     Path | None,
     typer.Option("--exp_configs", help="Python file with EXP_GROUPS, instead of the built-in one."),
 ]
-DataPath = Annotated[Path | None, typer.Option("--data_path", help="Folder of the data set.")]
-CacheDir = Annotated[Path, typer.Option("--cache_dir", help="Token caches and tokenizers.")]
 Steps = Annotated[
     int | None,
     typer.Option(
@@ -198,11 +196,11 @@ def main(
     del dist_url
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    _set_up_logging()
+    set_up_logging()
 
     def command() -> int:
         if savedir_base is None:
-            raise _bad(
+            raise ConfigError(
                 "-sb/--savedir_base is required: the folder that holds all runs. For example -sb "
                 "results"
             )
@@ -225,8 +223,11 @@ def main(
         }
         if job_scheduler in (None, "None", "0"):
             return _dry_run(experiments, options) if dry_run else _train(experiments, options)
-        job = {"backend": job_scheduler, "file": job_configs, "python_binary": python_binary}
-        return _submit(exp_group, experiments, options, dry_run, allow_dirty, job)
+        from jobs.commands.of_trainval import submit_group
+
+        job: dict[str, Any] = {"backend": job_scheduler, "file": job_configs}
+        job |= {"python_binary": python_binary, "is_dry": dry_run, "allow_dirty": allow_dirty}
+        return submit_group(exp_group, experiments, options, **job)
 
     _end(command)
 
@@ -235,8 +236,6 @@ def _end(command: Callable[[], int]) -> NoReturn:
     """Run `command` and exit with its code. An error of ours is one message; any other is shown
     whole, and then gloo's threads must not turn the exit code into an abort.
     """
-    from trainer.errors import LatheError
-
     text: str | None = None
     try:
         code = command()
@@ -283,23 +282,22 @@ def _experiments(
 ) -> list[dict[str, Any]]:
     """The dictionaries to run, with --steps written in: of a whole group, or of one folder."""
     from exp_configs import experiments_of
-    from trainer.config.identity import exp_id as id_of
 
     if exp_id is not None:
         values = _stored(savedir_base, exp_id)
         if id_of(values) != exp_id:
-            raise _bad(
+            raise ConfigError(
                 f"--exp_id {exp_id}: the dictionary in that folder has id {id_of(values)}. Give "
                 "the folder that name."
             )
         if steps is not None and steps != values.get("train", {}).get("steps"):
-            raise _bad(
+            raise ConfigError(
                 f"--steps {steps} with --exp_id: the folder's dictionary fixes its steps. Leave "
                 "--steps out."
             )
         return [values]
     if group is None:
-        raise _bad(
+        raise ConfigError(
             "-e/--exp_group is required: the name of a group in exp_configs.py. For example -e "
             "crossattn_tiny"
         )
@@ -309,21 +307,15 @@ def _experiments(
 def _stored(savedir_base: Path, exp_id: str) -> dict[str, Any]:
     path = savedir_base / exp_id / "exp_dict.json"
     if Path(exp_id).name != exp_id:
-        raise _bad(f"--exp_id {exp_id!r} is not the name of a folder.")
+        raise ConfigError(f"--exp_id {exp_id!r} is not the name of a folder.")
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise _bad(
+        raise ConfigError(
             f"--exp_id {exp_id}: {path} does not exist. Give the id of a run in {savedir_base}."
         ) from None
     except ValueError as error:
-        raise _bad(f"--exp_id {exp_id}: {path} is not JSON ({error}).") from None
-
-
-def _bad(text: str) -> Exception:
-    from trainer.errors import ConfigError
-
-    return ConfigError(text)
+        raise ConfigError(f"--exp_id {exp_id}: {path} is not JSON ({error}).") from None
 
 
 def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
@@ -349,29 +341,6 @@ def _dry_run(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     for values in experiments:
         typer.echo(show(plan(values, chosen, world=world, rank=0), chosen))
     return EXIT_OK
-
-
-def _submit(
-    group: str | None,
-    experiments: list[dict[str, Any]],
-    options: dict[str, Any],
-    is_dry: bool,
-    allow_dirty: bool,
-    job: dict[str, Any],
-) -> int:
-    from jobs.commands.of_trainval import submit_group
-
-    return submit_group(group, experiments, options, is_dry=is_dry, allow_dirty=allow_dirty, **job)
-
-
-def _set_up_logging() -> None:
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
-    for name in ("httpx", "filelock", "DeepSpeed", "torch", "wandb", "urllib3"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("huggingface_hub").setLevel(
-        logging.ERROR
-    )  # an unreachable Hub ends in one ConfigError of ours
 
 
 def _leave(code: int) -> NoReturn:

@@ -40,23 +40,19 @@ class JobConfig(Strict):
 
     resources: Resources = Resources()
     nodes: Positive = 1
-    python_binary: str = (
-        ""  # launch line, as --python_binary; "": torchrun when there are several GPUs, else python
-    )
-    python: Word | None = (
-        None  # interpreter that runs the wrapper on the node; None: the submitter's own
-    )
-    environment_vars: dict[str, str] = Field(
-        default_factory=dict
-    )  # or haven's list of "NAME=value"
+    # launch line, as --python_binary; "": torchrun when there are several GPUs, else python
+    python_binary: str = ""
+    # interpreter that runs the wrapper on the node; None: the submitter's own
+    python: Word | None = None
+    # or haven's list of "NAME=value"
+    environment_vars: dict[str, str] = Field(default_factory=dict)
     max_run_time: Positive | None = None  # seconds
     grace_s: Positive = 120  # between asking a job to stop and killing it
     max_retries: Annotated[int, Field(ge=0)] = 0  # after failures that were not bad input
     max_preemptions: Annotated[int, Field(ge=0)] = 20
     wandb_key_file: Word | None = None  # a file of mode 0600, read by the job itself
-    wandb_key_secret: Word | None = (
-        None  # k8s: NAME/KEY of a Secret; toolkit: a mount of `data` that holds the key file
-    )
+    # k8s: NAME/KEY of a Secret; toolkit: a mount of `data` that holds the key file
+    wandb_key_secret: Word | None = None
     # toolkit (haven's keys)
     account_id: Word | None = None
     image: Word | None = None
@@ -74,9 +70,8 @@ class JobConfig(Strict):
     reservation: Word | None = None
     exclude: Word | None = None
     nodelist: Word | None = None
-    time: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{2}){0,2}$")] | None = (
-        None  # as sbatch --time
-    )
+    # as sbatch --time
+    time: Annotated[str, Field(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]{2}){0,2}$")] | None = None
     requeue: bool = True
     signal_s: Positive | None = None  # SIGUSR1 so many seconds before the time limit
     # ray and k8s
@@ -107,8 +102,7 @@ class JobConfig(Strict):
             if SECRET.search(name):
                 raise ValueError(
                     f"{name} looks like a secret, and job dictionaries are stored and shown. Use "
-                    "wandb_key_file, or "
-                    "the platform's own secret"
+                    "wandb_key_file, or the platform's own secret"
                 )
         return value
 

@@ -22,9 +22,7 @@ class Refused(UserError):
 
 
 class Unreachable(LatheError):
-    """The scheduler cannot be seen. Never a statement about a job: a submission may have
-    arrived.
-    """
+    """The scheduler cannot be seen. It says nothing of a job: a submission may have arrived."""
 
     exit_code = EXIT_UNREACHABLE
 
@@ -41,6 +39,5 @@ class NothingMatched(LatheError):
     exit_code = EXIT_NOTHING_MATCHED
 
 
-EXIT_DUPLICATE = (
-    76  # another copy of this attempt runs, or nobody waits for it any more: this one does nothing
-)
+# another copy of this attempt runs, or nobody waits for it any more: this one does nothing
+EXIT_DUPLICATE = 76

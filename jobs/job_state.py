@@ -20,11 +20,7 @@ JobState = Literal[
     "cancelled",
     "lost",  # the scheduler does not know it, and it left no outcome
 ]
-
-
 ACTIVE: tuple[JobState, ...] = ("submitting", "submitted", "queued", "running", "held")
-
-
 ENDED_BADLY: tuple[JobState, ...] = ("failed", "timeout", "oom", "cancelled", "lost")
 
 
@@ -42,8 +38,6 @@ class Observed:
 
 
 STATES: tuple[JobState, ...] = get_args(JobState)
-
-
 ENDED: tuple[JobState, ...] = (
     "succeeded",
     "failed",
@@ -53,8 +47,6 @@ ENDED: tuple[JobState, ...] = (
     "cancelled",
     "lost",
 )
-
-
 DECIDED: tuple[JobState, ...] = (
     "failed",
     "timeout",

@@ -36,15 +36,13 @@ class JobSpec(Strict):
     wrapper: list[str]  # argv of the wrapper: python -m jobs.node.wrapper FOLDER ATTEMPT
     launcher: list[str]  # argv before the program: python, or torchrun --nproc-per-node 4
     program: list[str]  # trainval.py and its flags
-    activate: str | None = (
-        None  # environment to activate: a folder, or the name of a conda environment
-    )
+    # environment to activate: a folder, or the name of a conda environment
+    activate: str | None = None
     environment: dict[str, str] = Field(default_factory=dict)  # of the training; holds no secret
     job: JobConfig = JobConfig()
     after: list[str] = Field(default_factory=list)  # scheduler ids that must have succeeded
-    max_parallel: int | None = (
-        None  # of this group at once, where the backend keeps a queue of its own
-    )
+    # of this group at once, where the backend keeps a queue of its own
+    max_parallel: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,8 @@ class Backend(Protocol):
     """A place where jobs run. Made anew for each command; keeps no state of its own."""
 
     name: ClassVar[str]
-    validation: ClassVar[
-        str
-    ]  # how far this was tried, shown in --help: "real Slurm 22.05", "offline only"
+    # how far this was tried, shown in --help: "real Slurm 22.05", "offline only"
+    validation: ClassVar[str]
 
     def check(self) -> list[Finding]:
         """What `doctor` looks at. Never raises; a bad finding says what to do."""
@@ -97,9 +94,7 @@ class Backend(Protocol):
         ...
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
-        """What is known of these ids; an id that the scheduler does not know is left out.
-        Unreachable.
-        """
+        """What is known of these ids; one unknown to the scheduler is left out. Unreachable."""
         ...
 
     def cancel(self, job_id: str) -> None:
@@ -122,9 +117,7 @@ class ArrayBackend(Protocol):
     def render_array(
         self, specs: Sequence[JobSpec], *, token: str, index_file: str, max_parallel: int | None
     ) -> Rendered:
-        """The text for one array named `token`; element i runs `wrapper --array index_file` for
-        specs[i]. Pure.
-        """
+        """The text for one array named `token`; element i runs `wrapper --array` for specs[i]."""
         ...
 
     def element(self, array_id: str, index: int) -> str:

@@ -61,8 +61,6 @@ class DivergedError(LatheError):
 
 
 def nearest(name: str, legal: list[str]) -> str:
-    """A sentence that names the legal spelling nearest to `name`, or all of them when none
-    is near.
-    """
+    """A sentence that names the legal spelling nearest to `name`, or all when none is near."""
     close = difflib.get_close_matches(name, legal, n=1, cutoff=0.6)
     return f"Did you mean {close[0]!r}?" if close else f"Legal: {', '.join(legal)}."

@@ -1,6 +1,4 @@
-"""This process, one experiment after the other, with this terminal: to debug. The submission ends
-when they have.
-"""
+"""This process and terminal, one experiment after the other: to debug. It ends with them."""
 
 from __future__ import annotations
 

@@ -67,9 +67,7 @@ class Ray:
     )
 
     def __init__(self, address: str | None = None) -> None:
-        """address: of the dashboard, for `find` and `check`; ids and submissions carry
-        their own.
-        """
+        """address: of the dashboard, for `find` and `check`; ids and jobs carry their own."""
         self.address = address
 
     def check(self) -> list[Finding]:
@@ -206,9 +204,8 @@ def observe(details: Any) -> Observed:
     """What Ray's JobDetails say."""
     status = str(getattr(details.status, "value", details.status))
     state = STATES.get(status, "submitted")
-    message = str(details.message or "").partition(", last available logs")[
-        0
-    ]  # it ends with 20 kB of log
+    # it ends with 20 kB of log
+    message = str(details.message or "").partition(", last available logs")[0]
     again = RUN_AGAIN.get(str(details.error_type or ""))
     if status == "FAILED" and again is not None:
         state, message = "preempted", f"{again}: {message}"
@@ -259,9 +256,7 @@ def _parts(job_id: str) -> tuple[str | None, str]:
 
 
 def _connected(address: str | None) -> Any:
-    """Ray's client. Unreachable when the environment would send it to another cluster than the job
-    dictionary.
-    """
+    """Ray's client. Unreachable when the environment names another cluster."""
     try:
         package = importlib.import_module("ray.job_submission")
     except ModuleNotFoundError:
@@ -279,9 +274,7 @@ def _connected(address: str | None) -> Any:
 
 
 def _asked(address: str | None, call: Callable[[Any], T]) -> T:
-    """The reply to one request. Answer for a status that is no success, Unreachable for everything
-    else.
-    """
+    """The reply to one request. RayError for a bad status, Unreachable for everything else."""
     return _within(TIMEOUT_S, lambda: call(_connected(address)))
 
 
@@ -314,9 +307,7 @@ def _translated(error: BaseException) -> BaseException:
 
 
 def _tail(address: str | None, token: str) -> Iterator[str]:
-    """Pieces of the log as they come, until the job has ended. Waits between two pieces without
-    limit.
-    """
+    """Pieces of the log as they come, until the job ends. Waits for each without limit."""
     client = _within(TIMEOUT_S, lambda: _connected(address))
     loop = asyncio.new_event_loop()
     pieces = client.tail_job_logs(token)
@@ -326,9 +317,8 @@ def _tail(address: str | None, token: str) -> Iterator[str]:
     except Exception as error:
         raise _translated(error) from None
     finally:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # interrupted while it waited: it cannot be closed in order
+        # interrupted while it waited: it cannot be closed in order
+        with contextlib.suppress(RuntimeError):
             loop.run_until_complete(pieces.aclose())
         loop.close()
 

@@ -48,18 +48,16 @@ def _sbatch(spec: JobSpec) -> str:
     text = backend.render(spec).text
     shebang, _, rest = text.partition("\n")
     note = f"# Validated: {backend.validation}."
-    return (
-        f"{shebang}\n{note}\n{rest}" if shebang.startswith("#!") else f"{note}\n{text}"
-    )  # "#!" must come first
+    # "#!" must come first
+    return f"{shebang}\n{note}\n{rest}" if shebang.startswith("#!") else f"{note}\n{text}"
 
 
 def _eai(spec: JobSpec) -> str:
     backend = importlib.import_module("jobs.backends.toolkit.backend").Toolkit()
     rendered = backend.render(spec)
     comments = [f"Validated: {backend.validation}.", f"Send it with: {shlex.join(rendered.argv)}"]
-    lines = [
-        line for comment in comments for line in comment.splitlines()
-    ]  # a word may hold a line break
+    # a word may hold a line break
+    lines = [line for comment in comments for line in comment.splitlines()]
     return "".join(f"# {line}\n" for line in lines) + rendered.text
 
 
@@ -155,9 +153,7 @@ def _sky(spec: JobSpec) -> str:
 
 
 class _Blocks(yaml.SafeDumper):
-    """Texts of several lines as blocks, for people to read; yaml quotes what a block cannot
-    hold.
-    """
+    """Texts of several lines as blocks, for people; yaml quotes what a block cannot hold."""
 
 
 def _block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

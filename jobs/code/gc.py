@@ -1,6 +1,4 @@
-"""What lies in a savedir_base and serves nobody any more: found by `plan_gc`, deleted by
-`collect`.
-"""
+"""What lies in a savedir_base and serves nobody: found by `plan_gc`, deleted by `collect`."""
 
 from __future__ import annotations
 
@@ -87,9 +85,8 @@ def _delete(item: Garbage) -> bool:
     aside = item.path.with_name(f"{ASIDE}{secrets.token_hex(4)}")
     item.path.rename(aside)
     if aside.lstat().st_mtime_ns != item.mtime_ns:
-        with contextlib.suppress(
-            OSError
-        ):  # not empty: the submission has stored the same code anew
+        # not empty: the submission has stored the same code anew
+        with contextlib.suppress(OSError):
             aside.rename(item.path)
             return False
     shutil.rmtree(aside)
@@ -144,9 +141,7 @@ def _snapshots(base: BaseFolder) -> Iterator[tuple[Path, str]]:
 
 
 def _used(base: BaseFolder) -> set[str]:
-    """Digests that a code link or a spec.json of any run folder names, those of backups and deleted
-    ones too.
-    """
+    """Digests that a code link or a spec.json names, in any run folder, backup or deleted one."""
     used: set[str] = set()
     for folder in (*_children(base.path), *_children(base.deleted)):
         if (folder / CODE).is_symlink():

@@ -1,6 +1,4 @@
-"""What a project consists of: the files of its git repository, and what of them a job gets
-to see.
-"""
+"""What a project consists of: the files of its git repository, and what a job sees of them."""
 
 from __future__ import annotations
 
@@ -54,19 +52,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """The files of a project. Paths are relative to `top`, with "/", in the file system's own bytes
-    (os.fsdecode).
-    """
+    """The files of a project. Paths are relative to `top`, with "/", as os.fsdecode gives them."""
 
-    top: (
-        Path  # resolved; the top of the working tree, or the project's folder where there is no git
-    )
+    # resolved; the top of the working tree, or the project's folder where there is no git
+    top: Path
     project: Path  # the project's folder, relative to top
     tracked: frozenset[str]
     untracked: frozenset[str]  # and not ignored
-    changed: Mapping[str, str] = field(
-        default_factory=dict[str, str]
-    )  # tracked path -> git's two letters: "M ", " D"
+    # tracked path -> git's two letters: "M ", " D"
+    changed: Mapping[str, str] = field(default_factory=dict[str, str])
     commit: str | None = None  # None: no git, or no commit yet
     branch: str | None = None
     is_git: bool = False
@@ -128,9 +122,7 @@ def _chunks(paths: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _top(project: Path) -> Path | None:
-    """The top of the working tree; None without git. ConfigError when git knows it and
-    refuses it.
-    """
+    """The top of the working tree; None without git. ConfigError when git refuses it."""
     try:
         return Path(
             os.fsdecode(_git(project, "rev-parse", "--show-toplevel").removesuffix(b"\n"))
@@ -144,9 +136,7 @@ def _top(project: Path) -> Path | None:
 
 
 def _status(top: Path) -> tuple[str | None, str | None, dict[str, str]]:
-    """Commit, branch, and tracked files that differ from the commit. Source: git-status, porcelain
-    version 2.
-    """
+    """Commit, branch, and tracked files that differ. Source: git-status, porcelain version 2."""
     answer = _git(
         top,
         "status",
@@ -165,9 +155,8 @@ def _status(top: Path) -> tuple[str | None, str | None, dict[str, str]]:
         elif record.startswith("# branch.head "):
             branch = record.split(" ", 2)[2]
         elif record.startswith(("1 ", "u ")):
-            fields = record.split(
-                " ", 8 if record[0] == "1" else 10
-            )  # the path comes last and may hold spaces
+            # the path comes last and may hold spaces
+            fields = record.split(" ", 8 if record[0] == "1" else 10)
             changed[fields[-1]] = fields[1].replace(".", " ")
     return (
         (None if commit == "(initial)" else commit),
@@ -300,9 +289,7 @@ def _why_not(top: Path, path: str, status: os.stat_result | None) -> str | None:
 
 
 def _stays_inside(top: Path, path: str) -> bool:
-    """Whether a link means the same in the copy: relative, and neither its text nor its end leaves
-    the project.
-    """
+    """Whether a link means the same in the copy: relative, and never out of the project."""
     target = os.readlink(top / path)
     lexical = os.path.normpath(os.path.join(os.path.dirname(path), target))
     if os.path.isabs(target) or lexical.split("/")[0] == "..":
@@ -327,9 +314,8 @@ def _refuse_big(top: Path, sizes: Mapping[str, int]) -> None:
     if (total := sum(sizes.values())) > MAX_TOTAL:
         raise ConfigError(
             f"{top}: a code snapshot of {total / MIB:.0f} MiB, want at most {MAX_TOTAL // MIB} "
-            "MiB. The largest: "
-            f"{_sizes(largest)}. Data belongs below --data_path: move it, or exclude it by "
-            ".gitignore."
+            f"MiB. The largest: {_sizes(largest)}. Data belongs below --data_path: move it, or "
+            "exclude it by .gitignore."
         )
 
 
@@ -352,9 +338,8 @@ def why_dirty(source: SourceFiles, dirty: Mapping[str, str]) -> str:
     """The error for a project that no commit tells."""
     if not source.is_git:
         return (
-            f"{source.top}: not in a git repository (or git is not installed), so nobody can "
-            "tell later which code "
-            "ran. Commit it to one (git init), or submit with --allow-dirty."
+            f"{source.top}: not in a git repository (or git is not installed), so nobody can tell "
+            "later which code ran. Commit it to one (git init), or submit with --allow-dirty."
         )
     named = [f"{letters.strip()} {shown(path)}" for path, letters in dirty.items()]
     more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""

@@ -13,9 +13,8 @@ import re
 from collections.abc import Mapping
 from fnmatch import translate
 
-MIN_SECRET = (
-    20  # characters; a shorter value of a variable called ..._TOKEN is a switch, not a secret
-)
+# characters; a shorter value of a variable called ..._TOKEN is a switch, not a secret
+MIN_SECRET = 20
 BLOT = "[redacted]"
 
 # fmt: off

@@ -54,7 +54,7 @@ from jobs.code.repository import (
     shown,
     why_dirty,
 )
-from jobs.record.events import now
+from jobs.record.times import now
 from trainer.errors import ConfigError, LatheError, StorageError
 from trainer.files.atomic import read_json, refusals, replace_file, sha256_of, sync
 
@@ -62,9 +62,8 @@ if TYPE_CHECKING:
     from jobs.record.paths import BaseFolder, RunFolder
 
 MANIFEST, ARCHIVE, PATCH, TREE = "code.json", "code.tar.gz", "dirty.patch", "tree"
-STAGING = (
-    ".tmp-"  # a snapshot that is being written; `jobs.code.gc` collects what a killed one left
-)
+# a snapshot that is being written; `jobs.code.gc` collects what a killed one left
+STAGING = ".tmp-"
 SYNCS_AT_ONCE = 8  # 150 files on a local disk: 0.45 s one by one, 0.08 s so
 TRIES = 5  # an editor may save a file while it is copied
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
@@ -73,15 +72,12 @@ EXECUTABLE, REGULAR, LINK = "100755", "100644", "120000"  # git's modes
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The stored code of a project. commit, is_dirty: of the project now; the content may have been
-    stored before.
-    """
+    """The stored code of a project. commit, is_dirty: of the project now, not when stored."""
 
     digest: str
     tree: Path
-    workdir: (
-        Path  # the project's folder in the tree: the tree itself, unless the repository holds more
-    )
+    # the project's folder in the tree: the tree itself, unless the repository holds more
+    workdir: Path
     commit: str | None
     is_dirty: bool
     files: int
@@ -206,9 +202,8 @@ def _entries(top: Path, paths: Iterable[str]) -> list[SnapshotEntry]:
     if spread:
         raise ConfigError(
             f"{top}: a code snapshot is read by every job, and would hold a secret: "
-            f"{'; '.join(spread)}. "
-            "Move it to a file of mode 0600 outside of the project (wandb_key_file), and replace "
-            "it: it may be known."
+            f"{'; '.join(spread)}. Move it to a file of mode 0600 outside of the project "
+            "(wandb_key_file), and replace it: it may be known."
         )
     return entries
 
@@ -234,9 +229,7 @@ def _read(top: Path, path: str) -> tuple[str, bytes] | None:
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Neither follow a link that has just taken the place of a file, nor wait for the other end of
-    a pipe.
-    """
+    """Neither follow a link that has replaced a file, nor wait for the end of a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -370,16 +363,13 @@ def _patch(source: SourceFiles, dirty: Mapping[str, str]) -> tuple[bytes, str | 
     difference = patch(source, changed)
     if len(difference) > MAX_FILE:
         return b"", f"over {MAX_FILE // MIB} MiB"
-    why = secret_keys.secret_in(
-        difference, secret_keys.secrets_in(os.environ)
-    )  # a removed line is in no file any more
+    # a removed line is in no file any more
+    why = secret_keys.secret_in(difference, secret_keys.secrets_in(os.environ))
     return (b"", f"holds a secret in {why}") if why else (difference, None)
 
 
 def _sync(folder: Path) -> None:
-    """Bring everything below a folder to the disk; many at once, so that the disk may join their
-    writes.
-    """
+    """Bring everything below a folder to the disk, many at once, so that it joins writes."""
     paths: list[Path] = []
     for place, _, files in os.walk(folder):
         paths += [
@@ -400,9 +390,8 @@ def _publish(staging: Path, folder: Path) -> None:
                 raise
             if _reuse(folder):
                 return
-            with suppress(
-                FileNotFoundError
-            ):  # torn by somebody's hand; not deleted, for a job may run in it
+            # torn by somebody's hand; not deleted, for a job may run in it
+            with suppress(FileNotFoundError):
                 os.rename(folder, folder.with_name(f"{STAGING}torn-{secrets.token_hex(4)}"))
         else:
             sync(folder.parent)

@@ -19,22 +19,18 @@ if TYPE_CHECKING:
     from jobs.config import JobConfig
     from jobs.record.paths import RunFolder
 
-KEY = re.compile(
-    r"[A-Za-z0-9_-]{40,512}\Z"
-)  # 40 hexadecimal digits, or the newer and longer wandb_v1_...
+# 40 hexadecimal digits, or the newer and longer wandb_v1_...
+KEY = re.compile(r"[A-Za-z0-9_-]{40,512}\Z")
 
 
 @dataclass(frozen=True)
 class KeySource:
-    """Where the key of a job comes from. `text` is for status and doctor and never holds
-    the key.
-    """
+    """Where the key of a job comes from. `text` is for status and doctor and holds no key."""
 
     kind: Literal["file", "environment", "platform", "none"]
     text: str
-    key_file: Path | None = (
-        None  # the file that the job must read into WANDB_API_KEY; None: nothing to read
-    )
+    # the file that the job must read into WANDB_API_KEY; None: nothing to read
+    key_file: Path | None = None
 
 
 def find_key_source(job: JobConfig, environ: Mapping[str, str]) -> KeySource:
@@ -60,8 +56,7 @@ def find_key_source(job: JobConfig, environ: Mapping[str, str]) -> KeySource:
         return KeySource(
             "environment",
             "W&B key: only WANDB_API_KEY of this shell, which no submitted job gets: its wandb "
-            "runs offline. "
-            "Write the key to a file of mode 0600 and name that as wandb_key_file",
+            "runs offline. Write the key to a file of mode 0600 and name that as wandb_key_file",
         )
     return KeySource(
         "none", "W&B key: none found, so wandb runs offline; `wandb sync` sends the runs later"
@@ -86,9 +81,8 @@ def check_key_file(path: Path) -> None:
     the file holds.
     """
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-        )  # a FIFO must not hang the submission
+        # a FIFO must not hang the submission
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(
             f"wandb_key_file {path}: {error.strerror}. Write the key to it, and: chmod 600 "

@@ -68,9 +68,8 @@ def retry_command(
     selection.refuse_by_hand(rows, "retry")
     if not rows:
         raise NothingMatched(f"retry: no experiment is {state}.")
-    limits = Limits(
-        retry=states or (*ENDED_BADLY, "preempted"), with_bad_input=bool(ids)
-    )  # by its id: somebody has mended it
+    # by its id: somebody has mended it
+    limits = Limits(retry=states or (*ENDED_BADLY, "preempted"), with_bad_input=bool(ids))
     with json_alone(as_json):
         results = again(Again(BaseFolder(savedir_base.absolute()), BackendCache(), limits), rows)
     selection.show(results, as_json)

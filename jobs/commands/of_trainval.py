@@ -1,6 +1,4 @@
-"""`trainval.py -j BACKEND`: a whole group is sent with the flags of that command. Imports
-no torch.
-"""
+"""`trainval.py -j BACKEND`: sends a whole group with its flags. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ def submit_group(
     is_dry: bool,
     allow_dirty: bool,
 ) -> int:
-    """Send the group as `lathe-jobs submit` does, with this command's own flags. Imports no
-    torch.
-    """
+    """Send the group as `lathe-jobs submit` does, with trainval.py's flags. Imports no torch."""
     if group is None:
         raise ConfigError(
             "-j needs -e GROUP: an experiment that was sent before runs again by `lathe-jobs "
@@ -57,9 +53,7 @@ def submit_group(
 
 
 def _move_aside(request: Request) -> None:
-    """Begin a group anew: every folder that it has, sent or run by hand, gets another name. None
-    when one is alive.
-    """
+    """Give every folder of a group, sent or run by hand, another name; none when one is alive."""
     # This checks every dictionary and flag: nothing is moved for what cannot be sent.
     group_of_jobs.specs(request)
     folders = [folder for name in request.by_id if (folder := request.base.run(name)).path.exists()]
@@ -75,19 +69,19 @@ def _move_aside(request: Request) -> None:
 
 def _passed_on(options: dict[str, Any]) -> dict[str, str]:
     """The flags of this command that the job's own command gets."""
-    flags = {
-        "data_path": options["data_path"],
-        "cache_dir": options["cache_dir"],
-        "log_every": options["log_every"],
-        "deepspeed": options["deepspeed"],
+    values = {
+        **options,
         "wandb_entity_name": options["wandb_entity"],
         "wandb_project_name": options["wandb_project"],
-        "wandb_run_name": options["wandb_run_name"],
-        "wandb_log_gradients": str(options["log_gradients"]).lower(),
-        "push_to_hub": str(options["push_to_hub"]).lower(),
-        "do_extra_evals": str(options["extra_evals"] > 0).lower(),
+        "wandb_log_gradients": options["log_gradients"],
+        "do_extra_evals": options["extra_evals"] > 0,
         "generation_eval_max_sample_size": options["extra_evals"] or None,
-        "device": options["device"],
-        "force": "" if options["force"] else None,
     }
-    return {name: str(value) for name, value in flags.items() if value is not None}
+    flags = {name: values[name] for name in prepare.FLAGS if values[name] is not None}
+    for name in prepare.SWITCHES:
+        if flags.pop(name):
+            flags[name] = ""
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in flags.items()
+    }

@@ -18,61 +18,33 @@ from jobs.report.text import printable
 from trainer.errors import LatheError, StorageError
 
 P = ParamSpec("P")
-
-
 Base = Annotated[Path, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")]
-
-
 Group = Annotated[str | None, typer.Option("-e", "--exp_group", help="Group of experiments.")]
-
-
 NeededGroup = Annotated[str, typer.Option("-e", "--exp_group", help="Group of experiments.")]
-
-
 BackendName = Annotated[str, typer.Option("-j", "--job_scheduler", help="Where they run.")]
-
-
 ExpConfigs = Annotated[
     Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS.")
 ]
-
-
 JobConfigs = Annotated[
     Path | None, typer.Option("--job_configs", "--profile", help="Python file with JOB_CONFIGS.")
 ]
-
-
 Steps = Annotated[
     int | None,
     typer.Option("--steps", min=1, help="Written into the dictionaries: changes their ids."),
 ]
-
-
 PythonBinary = Annotated[
     str, typer.Option("--python_binary", help="Launch line, parsed and never given to a shell.")
 ]
-
-
 Only = Annotated[
     list[str] | None,
     typer.Option("--only", help="Only this id (or its beginning); may be repeated."),
 ]
-
-
 JsonLines = Annotated[
     bool, typer.Option("--json", help="One JSON document per line on stdout, for scripts.")
 ]
-
-
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")]
-
-
 Yes = Annotated[bool, typer.Option("--yes", help="Do it.")]
-
-
 Ids = Annotated[list[str] | None, typer.Argument(help="Ids of experiments, or their beginnings.")]
-
-
 Flags = Annotated[
     list[str] | None, typer.Argument(help="After --: flags of trainval.py, such as --data_path D.")
 ]
@@ -109,9 +81,7 @@ def _told(error: LatheError) -> typer.Exit:
 
 @contextlib.contextmanager
 def json_alone(as_json: bool) -> Generator[None]:
-    """While the block lasts, what a process that it starts prints (`-j inline`) goes to stderr:
-    stdout is for JSON.
-    """
+    """Inside, what a started process prints (`-j inline`) goes to stderr: stdout is for JSON."""
     if not as_json:
         yield
         return

@@ -26,12 +26,9 @@ HEAD = "HEAD_NODE"  # in a launcher: the host of the first node
 
 
 def job_id() -> str | None:
-    """The id under which the scheduler runs this job, the same at every restart; None where there
-    is none.
-    """
-    if own := os.environ.get(
-        "LATHE_JOB_ID"
-    ):  # set by backends whose own variable changes with each restart
+    """The id of this job at its scheduler, the same at every restart; None without one."""
+    # set by backends whose own variable changes with each restart
+    if own := os.environ.get("LATHE_JOB_ID"):
         return own
     if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
@@ -47,16 +44,12 @@ def restarts() -> int:
 
 
 def is_leader() -> bool:
-    """Whether this is the first node of the job (the only one, but for Kubernetes' pods of several
-    nodes).
-    """
+    """Whether this is the first node of the job (Kubernetes' pods; else there is only one)."""
     return os.environ.get("LATHE_NODE_RANK", "0") == "0"
 
 
 def launcher(spec: Mapping[str, Any]) -> list[str]:
-    """argv before the program, with the first node's name in place of HEAD_NODE; under Slurm, one
-    launcher a node.
-    """
+    """argv before the program, HEAD_NODE filled in; under Slurm, one launcher a node."""
     head = os.environ.get("LATHE_HEAD_NODE") or socket.gethostname()
     argv = [part.replace(HEAD, head) for part in spec["launcher"]]
     nodes = spec["job"].get("nodes", 1)
@@ -109,17 +102,13 @@ def _candidates(environment: str, inherited: Mapping[str, str]) -> list[Path]:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process when its parent dies: no training outlives its
-    wrapper. Linux.
-    """
+    """Have the kernel send SIGTERM when the parent dies: no training outlives its wrapper."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies, so that none is out of reach.
-    Linux.
-    """
+    """Become the parent of every descendant whose own parent dies. Linux."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -151,9 +140,8 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = (
-                entry.read_text().rpartition(")")[2].split()
-            )  # the name before ")" may hold anything
+            # the name before ")" may hold anything
+            fields = entry.read_text().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
     found: list[int] = []
     pending = list(children.get(pid, []))
@@ -164,9 +152,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def oom_kills() -> int:
-    """How many processes of this control group the kernel has killed for want of memory; 0 where it
-    does not say.
-    """
+    """How many processes of this control group the kernel killed for memory; 0: unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)[2].lstrip("/")
         lines = (Path("/sys/fs/cgroup") / group / "memory.events").read_text().split("\n")

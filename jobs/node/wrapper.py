@@ -19,13 +19,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
 from jobs.errors import EXIT_DUPLICATE
 from jobs.node import host as node
 from jobs.record.paths import Attempt, RunFolder
+from jobs.record.times import now, seconds_since
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError
 from trainer.files.atomic import create_json, read_json, write_json
 
@@ -92,9 +92,7 @@ def run(folder: Path, number: int, *, has_terminal: bool = False) -> int:
 
 
 def _lead(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: bool) -> int:
-    """Claim the attempt, run it, and write down how it ended; nothing of it when the claim is
-    another's.
-    """
+    """Claim the attempt, run it, and write down how it ended; nothing when it is another's."""
     ended = read_json(attempt.exit)
     if ended is not None and ended["code"] != EXIT_PREEMPTED:
         log.error("%s has ended with code %d: it does not run again", attempt.folder, ended["code"])
@@ -147,7 +145,7 @@ def _is_alive(attempt: Attempt) -> bool:
     ):
         return False
     beat = read_json(attempt.heartbeat) or {}
-    return min(_age_s(started.get("at")), _age_s(beat.get("at"))) < ALIVE_S
+    return min(seconds_since(started.get("at")), seconds_since(beat.get("at"))) < ALIVE_S
 
 
 def _claim(attempt: Attempt) -> int | None:
@@ -166,7 +164,7 @@ def _claim(attempt: Attempt) -> int | None:
         return None
     start = len(starts) + 1
     facts = {
-        "at": _now(),
+        "at": now(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "id": own,
@@ -175,18 +173,15 @@ def _claim(attempt: Attempt) -> int | None:
     if not create_json(attempt.started(start), facts):
         log.error("%s: start %d was taken by another process at this moment", attempt.folder, start)
         return None
-    if (
-        attempt.given_up.exists()
-    ):  # looked at after the start is on the disk: whoever gives up looks for that
+    # looked at after the start is on the disk: whoever gives up looks for that
+    if attempt.given_up.exists():
         log.error("%s was given up: another attempt runs in its place", attempt.folder)
         return None
     return start
 
 
 def _other_attempts(attempt: Attempt) -> Ending | None:
-    """What another attempt of this experiment says: it has succeeded, or is alive. Then this one
-    does not train.
-    """
+    """How this one ends untrained, for another attempt has succeeded or is alive; else None."""
     for folder in sorted(attempt.folder.parent.iterdir()):
         other = Attempt(folder)
         if not folder.name.isdigit() or other.number == attempt.number:
@@ -232,9 +227,7 @@ def _train(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: 
 def _watch(
     child: subprocess.Popen[bytes], attempt: Attempt, spec: dict[str, Any], stop: Stop
 ) -> bool:
-    """Wait for the training's end, beating the heart and handing a stop on. Returns whether it ran
-    out of time.
-    """
+    """Wait for the training's end, beating and handing a stop on; whether it ran out of time."""
     job, began, beat_at = spec["job"], time.monotonic(), -float("inf")
     limit_s, was_asked, timed_out = job.get("max_run_time") or float("inf"), False, False
     while child.poll() is None:
@@ -245,26 +238,22 @@ def _watch(
         if stop.name is not None and not was_asked:
             was_asked = True
             log.warning("%s: asking the training to save and stop", stop.name)
-            node.signal_all(
-                child.pid, signal.SIGTERM
-            )  # torchrun knows no SIGUSR1: it would die of it
+            # torchrun knows no SIGUSR1: it would die of it
+            node.signal_all(child.pid, signal.SIGTERM)
         if moment - stop.at > job["grace_s"]:
             node.signal_all(child.pid, signal.SIGKILL)
         if moment - beat_at > HEARTBEAT_S and node.is_leader():
             beat_at = moment
             _beat(attempt)
-            if (
-                attempt.cancelled.exists()
-            ):  # its scheduler may have lost sight of it, and sends no signal then
+            # its scheduler may have lost sight of it, and sends no signal then
+            if attempt.cancelled.exists():
                 stop.ask(signal.SIGTERM)
         time.sleep(POLL_S)
     return timed_out
 
 
 def _ending(attempt: Attempt, code: int, stop: Stop, timed_out: bool, was_oom: bool) -> Ending:
-    """What the training says of itself counts more than its launcher's exit code, which is 1 for
-    nearly everything.
-    """
+    """The training's own word counts more than its launcher's exit code, which is mostly 1."""
     outcome = read_json(attempt.outcome) or {}
     said, error = outcome.get("code"), outcome.get("error")
     if said is None and code == 0:
@@ -294,9 +283,7 @@ def _ending(attempt: Attempt, code: int, stop: Stop, timed_out: bool, was_oom: b
 def environment_of(
     spec: Mapping[str, Any], attempt: Attempt, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """The training's environment: the scheduler's, over it the job's own, and the key, which is
-    stored nowhere else.
-    """
+    """The training's environment: the scheduler's, over it the job's own, and the key."""
     found = {
         **inherited,
         **spec["environment"],
@@ -312,13 +299,10 @@ def environment_of(
 
 
 def read_key(path: Path) -> str:
-    """The key in a file that only its owner can read. Unfit when it is absent, open to others, or
-    no single word.
-    """
+    """The key in a file that only its owner can read. Unfit: absent, open to others, or no word."""
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_NONBLOCK
-        )  # a pipe of that name must not hang the job
+        # a pipe of that name must not hang the job
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise Unfit(
             f"wandb_key_file {path}: {error.strerror}. Write the key there, mode 0600."
@@ -338,9 +322,7 @@ def read_key(path: Path) -> str:
 
 
 def _tee(source: IO[bytes] | None, path: Path, number: int) -> threading.Thread:
-    """Copy a pipe to a file (in append mode) and to this process's own stream `number`, until it
-    ends.
-    """
+    """Copy a pipe to a file (appended) and to this process's stream `number`, until it ends."""
 
     def copy() -> None:
         assert source is not None, "a tee is made of a pipe"
@@ -355,9 +337,7 @@ def _tee(source: IO[bytes] | None, path: Path, number: int) -> threading.Thread:
 
 
 def _write_all(descriptor: int, block: bytes) -> None:
-    """Write it; a stream that is gone (a closed terminal) or a full disk must not block the
-    training's own pipe.
-    """
+    """Write it; a closed terminal or a full disk must not block the training's own pipe."""
     try:
         while block:
             block = block[os.write(descriptor, block) :]
@@ -372,7 +352,7 @@ def _run_folder(attempt: Attempt) -> RunFolder:
 def _beat(attempt: Attempt) -> None:
     step = (read_json(_run_folder(attempt).status) or {}).get("step")
     try:
-        write_json(attempt.heartbeat, {"at": _now(), "step": step})
+        write_json(attempt.heartbeat, {"at": now(), "step": step})
     except LatheError as error:  # a full disk: the training itself will say more
         log.warning("no heartbeat: %s", error)
 
@@ -387,20 +367,9 @@ def _conclude(attempt: Attempt, ending: Ending, start: int) -> None:
         "start": start,
     }
     write_json(
-        attempt.exit, {"at": _now(), **facts, "host": socket.gethostname(), "id": node.job_id()}
+        attempt.exit, {"at": now(), **facts, "host": socket.gethostname(), "id": node.job_id()}
     )
     log.info("%s: %s", ending.kind, ending.reason or "done")
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-
-
-def _age_s(at: Any) -> float:
-    try:
-        return (datetime.now(timezone.utc) - datetime.fromisoformat(at)).total_seconds()
-    except (TypeError, ValueError):
-        return float("inf")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from jobs.job_state import JobState
-from jobs.record.events import HEARTBEAT_LOST_S, seconds_since
+from jobs.record.events import HEARTBEAT_LOST_S
 from jobs.record.paths import RunFolder
+from jobs.record.times import seconds_since
 from trainer.files.atomic import read_json
 from trainer.runtime.process import life
 

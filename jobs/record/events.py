@@ -24,11 +24,11 @@ import secrets
 import socket
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, cast
 
 from filelock import FileLock, SoftFileLock, Timeout
 
+from jobs.record.times import now
 from trainer.errors import LatheError
 from trainer.files.atomic import refusals
 
@@ -80,23 +80,8 @@ class Job:
         return self.last.state if self.last else "pending"
 
 
-def now() -> str:
-    """UTC, ISO 8601, to the second's thousandth."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-
-
-def seconds_since(at: str | None) -> float:
-    """Seconds from an ISO time until now; infinite for None or what is no time."""
-    try:
-        return (datetime.now(timezone.utc) - datetime.fromisoformat(at or "")).total_seconds()
-    except (ValueError, TypeError):
-        return float("inf")
-
-
 def append(folder: RunFolder, *events: dict[str, Any], is_durable: bool = True) -> None:
-    """Add events to the record, durably and each on a line of its own. The caller holds the lock of
-    the folder.
-    """
+    """Add events to the record, durably, each on a line. The caller holds the folder's lock."""
     lines = b"".join(json.dumps({"at": now(), **event}).encode() + b"\n" for event in events)
     path = folder.record
     with refusals(path), path.open("a+b", buffering=0) as file:
@@ -109,9 +94,7 @@ def append(folder: RunFolder, *events: dict[str, Any], is_durable: bool = True) 
 
 
 def create(folder: RunFolder, *, exp_id: str, digest: str, group: str) -> None:
-    """Begin the record of an experiment. The intent that follows makes it durable: before that,
-    nothing was sent.
-    """
+    """Begin the record of an experiment. The intent that follows makes it durable."""
     nonce = secrets.token_hex(3)
     event = {"event": "created", "exp_id": exp_id, "digest": digest, "group": group, "nonce": nonce}
     append(folder, event, is_durable=False)
@@ -134,9 +117,7 @@ def intent(
 
 
 def read(folder: RunFolder) -> Job | None:
-    """What the record adds up to; None when nothing was ever recorded. LatheError when somebody has
-    altered it.
-    """
+    """What the record adds up to; None for nothing. LatheError when somebody has altered it."""
     try:
         content = folder.record.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -158,9 +139,7 @@ def _whole(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def fold(events: Iterable[dict[str, Any]]) -> Job | None:
-    """The state that a sequence of events adds up to; None when it does not begin with
-    `created`.
-    """
+    """What a sequence of events adds up to; None when it does not begin with `created`."""
     job: Job | None = None
     for event in events:
         kind = event.get("event")
@@ -220,9 +199,7 @@ class Busy(LatheError):
 
 @contextlib.contextmanager
 def locked(folder: RunFolder, *, wait_s: float) -> Generator[None]:
-    """Hold the right to decide about an experiment. Busy when another process has it for longer
-    than `wait_s`.
-    """
+    """Hold the right to decide about an experiment. Busy when another has it for over `wait_s`."""
     with refusals(folder.lock):
         folder.lock.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:

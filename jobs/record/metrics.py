@@ -15,8 +15,6 @@ TAILS = (
     8 << 10,
     256 << 10,
 )  # bytes of metrics.jsonl; the second when one line of gradient norms fills the first
-
-
 LIMIT = 1e100  # no metric: beyond it sums and squares overflow
 
 
@@ -56,9 +54,7 @@ def _tail(path: Path, size: int) -> tuple[list[bytes], bool]:
 
 
 def _last_values(lines: list[bytes]) -> dict[str, float]:
-    """The newest training line and the newest evaluation, merged: of a long tail two lines are
-    parsed.
-    """
+    """The newest training line and the newest evaluation, merged; two lines are parsed."""
     found: dict[str, float] = {}
     has_loss = has_scores = False
     for line in reversed(lines):
@@ -85,9 +81,7 @@ def numbers_in(line: bytes) -> dict[str, float]:
 
 
 def numbers(values: Any) -> dict[str, float]:
-    """The numbers among the values of a dictionary, but for those that are not finite; empty for
-    anything else.
-    """
+    """The numbers among the values of a dictionary, if finite; none for anything else."""
     if not isinstance(values, dict):
         return {}
     items = cast("dict[str, Any]", values).items()

@@ -65,9 +65,7 @@ class Attempt:
 
     @property
     def outcome(self) -> Path:
-        """Where the training itself leaves its exit code: torchrun turns every other code
-        into 1.
-        """
+        """Where the training itself leaves its code: torchrun turns every other code into 1."""
         return self.folder / "outcome.json"
 
     @property
@@ -77,9 +75,7 @@ class Attempt:
 
     @property
     def cancelled(self) -> Path:
-        """There when somebody asked for the end of this attempt: the wrapper obeys it, whatever its
-        scheduler does.
-        """
+        """There when somebody asked for its end: the wrapper obeys, whatever the scheduler does."""
         return self.folder / "cancelled"
 
     @property
@@ -134,9 +130,7 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """Held while somebody decides about this experiment; beside the folder, so that reset can
-        move the folder.
-        """
+        """Held while somebody decides about it; beside the folder, which reset can move."""
         return self.path.with_name(f".{self.path.name}.job.lock")
 
     def attempt(self, number: int) -> Attempt:
@@ -168,14 +162,18 @@ class BaseFolder:
     def deleted(self) -> Path:
         return self.path / "deleted"
 
-    def recorded(self) -> list[RunFolder]:
-        """Every experiment that was ever submitted from here, by name."""
+    def runs(self) -> list[RunFolder]:
+        """Every folder that is named like an experiment, by name."""
         try:
             with os.scandir(self.path) as entries:
                 names = sorted(entry.name for entry in entries if is_exp_id(entry.name))
         except FileNotFoundError:
             return []
-        return [folder for name in names if (folder := self.run(name)).record.exists()]
+        return [self.run(name) for name in names]
+
+    def recorded(self) -> list[RunFolder]:
+        """Every experiment that was ever submitted from here, by name."""
+        return [folder for folder in self.runs() if folder.record.exists()]
 
 
 def is_exp_id(name: str) -> bool:
@@ -184,9 +182,7 @@ def is_exp_id(name: str) -> bool:
 
 
 def check_base(base: Path) -> None:
-    """Return when a path can be written into scripts, records and messages. ConfigError
-    otherwise.
-    """
+    """Return when a path can stand in scripts, records and messages. ConfigError otherwise."""
     text = str(base)
     if any(
         ord(letter) < 32 or ord(letter) == 127 or "\ud800" <= letter <= "\udfff" for letter in text

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """One time that an attempt ran. `ended_at` is the last sign of life while it runs, or when it
-    left no outcome.
-    """
+    """One time that an attempt ran. `ended_at`: the last sign of life where there is no outcome."""
 
     attempt: int
     number: int  # a scheduler that requeues starts one attempt several times
@@ -38,9 +36,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Row:
-    """One experiment as status shows it. Times are UTC in ISO 8601; those of the last attempt
-    unless said otherwise.
-    """
+    """One experiment as status shows it. Times: UTC, ISO 8601, of the last attempt unless said."""
 
     exp_id: str
     group: str
@@ -49,9 +45,8 @@ class Row:
     reason: str | None = None
     step: int | None = None
     total: int | None = None
-    metrics: dict[str, float] = field(
-        default_factory=dict[str, float]
-    )  # the last value of each: loss, lr, valid/loss
+    # the last value of each: loss, lr, valid/loss
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
     eta_s: float | None = None
     host: str | None = None
     backend: str | None = None  # None: run by hand, or never sent
@@ -64,9 +59,8 @@ class Row:
     submitted_at: str | None = None
     started_at: str | None = None
     ended_at: str | None = None
-    unseen_since: str | None = (
-        None  # since then its scheduler cannot be reached, and the state may be old
-    )
+    # since then its scheduler cannot be reached, and the state may be old
+    unseen_since: str | None = None
     unseen_reason: str | None = None
     heartbeat_age_s: float | None = None
     sync_hint: str | None = None  # the command that brings its offline wandb runs to the service
@@ -76,9 +70,7 @@ class Row:
 
 
 def starts_of(attempt: Attempt) -> list[Start]:
-    """Every time that an attempt ran, in order, with its end: from the wrapper's own small
-    files.
-    """
+    """Every time that an attempt ran, in order, with its end: from the wrapper's files."""
     paths = attempt.starts()
     if not paths:
         return []

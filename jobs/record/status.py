@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -18,10 +17,11 @@ from jobs.code.wandb_key import sync_hint
 from jobs.job_state import ACTIVE, DECIDED, ENDED, STATES, JobState, Observed
 from jobs.record import events as record
 from jobs.record.by_hand import still_running
-from jobs.record.events import Job, Sent, seconds_since
+from jobs.record.events import Job, Sent
 from jobs.record.metrics import last_metrics
-from jobs.record.paths import BaseFolder, RunFolder, is_exp_id
+from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row, Start, starts_of
+from jobs.record.times import now, seconds_since
 from jobs.record.verdict import Verdict, Witnesses, settle
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
 from trainer.files.atomic import read_json
@@ -98,6 +98,16 @@ def survey(
     return sorted(rows, key=lambda row: (row.group, row.created_at or "", row.exp_id))
 
 
+def record_state(folder: RunFolder, job: Job, row: Row) -> Job:
+    """`job` with its last attempt in the state of its row, on record. The caller holds the lock."""
+    last = job.last
+    if last is None or (row.state, row.reason) == (last.state, last.reason):
+        return job
+    news = {"state": row.state, "reason": row.reason, "host": row.host}
+    record.append(folder, {"event": "observed", "attempt": last.number, **news})
+    return record.read(folder) or job
+
+
 def _recorded(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
     if only is None:
         return base.recorded()
@@ -106,12 +116,7 @@ def _recorded(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]
 
 def _unsubmitted(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
     """Folders of experiments that were run without being submitted."""
-    try:
-        with os.scandir(base.path) as entries:
-            names = sorted(entry.name for entry in entries if is_exp_id(entry.name))
-    except FileNotFoundError:
-        return []
-    folders = [base.run(name) for name in names if only is None or name in only]
+    folders = [each for each in base.runs() if only is None or each.path.name in only]
     return [
         each
         for each in folders
@@ -131,9 +136,8 @@ def _ask(cases: Collection[_Case], backend_of: Callable[[str], Backend]) -> dict
 def _look(name: str, ids: list[str], backend_of: Callable[[str], Backend]) -> _Sight:
     try:
         return _Sight(backend_of(name).query(ids))
-    except (
-        LatheError
-    ) as error:  # Unreachable, or a backend that cannot be used from here: nobody was asked
+    except LatheError as error:
+        # Unreachable, or a backend that cannot be used from here: nobody was asked
         log.debug("%s: %s", name, error)
         return _Sight({}, str(error) or type(error).__name__)
 
@@ -159,25 +163,21 @@ def _verdict(case: _Case, sight: _Sight | None) -> Verdict:
         return settle(case.job, found, None, is_seen=True)
     observed = sight.observed.get(sent.id or "")
     if found.exit is None and (observed is None or observed.state not in ACTIVE):
-        found = Witnesses.of(
-            case.folder, sent
-        )  # it may have ended between our look and the scheduler's answer
+        # it may have ended between our look and the scheduler's answer
+        found = Witnesses.of(case.folder, sent)
     return settle(case.job, found, observed, is_seen=sight.problem is None)
 
 
 def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
-    """Add what changed to the record. Whoever else holds the lock, or has written since, knows
-    better: then nothing.
-    """
+    """Add what changed to the record. Nothing when another holds the lock or has written."""
     events = _news(case.job, verdict, sight)
     if not events:
         return
     try:
         with record.locked(case.folder, wait_s=0):
             if record.read(case.folder) == case.job:
-                record.append(
-                    case.folder, *events, is_durable=False
-                )  # whoever looks next sees the same again
+                # whoever looks next sees the same again
+                record.append(case.folder, *events, is_durable=False)
     except record.Busy as error:
         log.debug("%s", error)
     except (
@@ -244,7 +244,7 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
         submitted_at=sent.submitted_at,
         started_at=own[0].began_at if own else None,
         ended_at=own[-1].ended_at if own and has_ended else None,
-        unseen_since=(job.unseen_since or record.now()) if is_unseen else None,
+        unseen_since=(job.unseen_since or now()) if is_unseen else None,
         unseen_reason=sight.problem if sight is not None else None,
         heartbeat_age_s=case.found.heartbeat_age_s if own and not has_ended else None,
         sync_hint=sync_hint(folder) if has_ended else None,
@@ -260,9 +260,7 @@ def _preemptions(history: tuple[Sent, ...], starts: tuple[Start, ...]) -> int:
 
 
 def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Row:
-    """`row` with what the training itself tells: its step, metrics and, while it runs, the time
-    that is left.
-    """
+    """`row` with what the training tells: step, metrics and, while it runs, the time left."""
     last = last_metrics(folder)
     steps = [
         step

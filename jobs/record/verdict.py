@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from jobs.errors import EXIT_DUPLICATE
 from jobs.job_state import ACTIVE, JobState, Observed
-from jobs.record.events import HEARTBEAT_LOST_S, Job, Sent, seconds_since
+from jobs.record.events import HEARTBEAT_LOST_S, Job, Sent
+from jobs.record.times import seconds_since
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED
 from trainer.files.atomic import read_json
 
@@ -65,9 +66,8 @@ def settle(job: Job, found: Witnesses, observed: Observed | None, *, is_seen: bo
     host = (observed and observed.host) or (found.started or {}).get("host") or sent.host
     if found.exit is not None:
         if found.exit.get("code") == EXIT_PREEMPTED and not is_seen and sent.state in ACTIVE:
-            return Verdict(
-                sent.state, sent.reason, host
-            )  # only the scheduler knows whether it runs it again
+            # only the scheduler knows whether it runs it again
+            return Verdict(sent.state, sent.reason, host)
         return _by_exit_file(sent, found.exit, observed, host)
     if sent.state == "pending":  # refused: nothing runs
         return Verdict("pending", sent.reason)
@@ -75,25 +75,22 @@ def settle(job: Job, found: Witnesses, observed: Observed | None, *, is_seen: bo
         return _unanswered(sent, found, host)
     if not is_seen:
         return _by_heartbeat(sent, found, host, otherwise=Verdict(sent.state, sent.reason, host))
-    if (
-        observed is not None and observed.exit_code == EXIT_DUPLICATE
-    ):  # the copy that came second did nothing
+    # the copy that came second did nothing
+    if observed is not None and observed.exit_code == EXIT_DUPLICATE:
         return _by_heartbeat(
             sent,
             found,
             host,
             otherwise=Verdict("lost", "another copy of it ran, and is gone", host),
         )
-    if (
-        observed is not None and observed.state == "submitted"
-    ):  # it cannot be seen from here: no news
+    # it cannot be seen from here: no news
+    if observed is not None and observed.state == "submitted":
         known = sent.state if sent.state in ACTIVE else "submitted"
         return _by_heartbeat(sent, found, host, otherwise=Verdict(known, observed.reason, host))
     if observed is not None:
         verdict = _by_scheduler(sent, observed, host)
-        if (
-            observed.never_ran
-        ):  # a controller that was killed may have forgotten that it had started the job
+        # a controller that was killed may have forgotten that it had started the job
+        if observed.never_ran:
             return _by_heartbeat(sent, found, host, otherwise=verdict)
         return verdict
     if sent.state not in ACTIVE:
@@ -117,9 +114,8 @@ def _by_exit_file(
         and observed is not None
         and (observed.state in ACTIVE or observed.will_rerun)
     ):
-        state = (
-            observed.state if observed.state in ACTIVE else "queued"
-        )  # the scheduler runs it again by itself
+        # the scheduler runs it again by itself
+        state = observed.state if observed.state in ACTIVE else "queued"
         return Verdict(state, observed.reason, host)
     if sent.is_cancelled:
         return Verdict("cancelled", reason, host)
@@ -128,9 +124,8 @@ def _by_exit_file(
         and observed is not None
         and observed.state in ("cancelled", "timeout")
     ):
-        return Verdict(
-            observed.state, observed.reason, host
-        )  # it could save; why it was stopped, the scheduler knows
+        # it could save; why it was stopped, the scheduler knows
+        return Verdict(observed.state, observed.reason, host)
     if code == EXIT_PREEMPTED:
         return Verdict("preempted", reason, host)
     if code == EXIT_BAD_INPUT:

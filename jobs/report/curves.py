@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from jobs.record.paths import RunFolder
 
 MOST_POINTS = 400
-SIZE_READ_WHOLE = (
-    16 << 20
-)  # bytes; of a longer metrics.jsonl only every second, third, ... training line is read
+# bytes; of a longer metrics.jsonl only every second, third, ... training line is read
+SIZE_READ_WHOLE = 16 << 20
 LOG_SCALE_FROM = 40.0  # largest over smallest value
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440.0, 170.0, 42.0, 8.0, 8.0, 20.0
 SPARK_WIDTH, SPARK_HEIGHT = 110.0, 26.0
@@ -108,9 +107,7 @@ def _add(curves: Curves, values: dict[str, float], prefix: str) -> None:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Bucket]:
-    """At most `most` buckets of as many neighbours each; every point is in one, so no spike is
-    lost.
-    """
+    """At most `most` buckets of neighbours; every point is in one, so no spike is lost."""
     size = max(1, math.ceil(len(points) / most))
     groups = [points[begin : begin + size] for begin in range(0, len(points), size)]
     return [_bucket(group) for group in groups]
@@ -123,9 +120,7 @@ def _bucket(points: Sequence[Point]) -> Bucket:
 
 
 def chart(curves: Curves) -> str:
-    """An SVG of the training loss (its mean, and how far it reaches) and of the validation loss; ""
-    without either.
-    """
+    """An SVG of training loss (mean and range) and validation loss; "" without either."""
     loss, valid = thinned(curves.loss), thinned(curves.scores.get("valid/loss", []))
     if not loss and not valid:
         return ""

@@ -1,6 +1,4 @@
-"""One static HTML file about a group of experiments: what they are, how they went, what they
-scored, why they fell.
-"""
+"""One static HTML file about experiments: what they are, how they went, what they scored."""
 
 from __future__ import annotations
 
@@ -53,11 +51,9 @@ def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
         f"<h2>Experiments</h2>{_left_out(rows)}",
         '<div class="cards">',
         *(_card(row, found.get(row.exp_id), results, now.isoformat()) for row in rows[:MOST_CARDS]),
-        "</div><footer class='soft small'>Scores are the best of each run; the last one stands "
-        "in brackets where it "
-        "differs. Where a curve has a shade, it is the mean of neighbouring steps and the shade "
-        "how far they reach."
-        "</footer></main>",
+        "</div><footer class='soft small'>Scores are the best of each run; the last one stands in "
+        "brackets where it differs. Where a curve has a shade, it is the mean of neighbouring "
+        "steps and the shade how far they reach.</footer></main>",
     ]
     return page(f"{title}: {len(rows)} experiments", "\n".join(body))
 

@@ -1,6 +1,4 @@
-"""What a job printed, as lines that are safe to show: nothing in a log can drive the terminal that
-shows it.
-"""
+"""What a job printed, as lines that are safe to show: none can drive the terminal."""
 
 from __future__ import annotations
 
@@ -27,9 +25,8 @@ ASK_S = 15.0  # between two questions to the scheduler while a log stands still
 ELSEWHERE_S = 60.0  # a job that runs so long without a file here writes to another file system
 LONGEST_LINE = 64 << 10  # bytes; a longer line comes in pieces
 BLOCK = 64 << 10
-LINE_END = re.compile(
-    rb"\r\n|\n|\r(?=[^\n])"
-)  # a progress bar's returns too; the last "\r" may be half of "\r\n"
+# a progress bar's returns too; the last "\r" may be half of "\r\n"
+LINE_END = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
 def show(
@@ -64,9 +61,7 @@ def show(
 
 
 def last_lines(path: Path, count: int, *, most: int = 64 << 10) -> list[str]:
-    """The last `count` lines among the last `most` bytes of a log, without colours; none when there
-    is no file.
-    """
+    """The last `count` lines of a log's last `most` bytes, without colours; none without a file."""
     try:
         with path.open("rb") as file:
             begin = max(file.seek(0, os.SEEK_END) - most, 0)
@@ -98,9 +93,8 @@ def _lines(path: Path, watch: _Watch, *, tail: int | None, follow: bool) -> Iter
             there += [] if follow else list(reader.rest())
             yield from there[max(len(there) - tail, 0) :]
         while follow:
-            is_over = (
-                watch.is_over()
-            )  # asked before reading: what was printed until then is read below
+            # asked before reading: what was printed until then is read below
+            is_over = watch.is_over()
             has_grown = False
             for line in reader.read():
                 has_grown = True
@@ -168,9 +162,7 @@ class _Reader:
 
 
 class _Watch:
-    """Whether an attempt goes on: its exit file says so, or else its scheduler, asked now
-    and then.
-    """
+    """Whether an attempt goes on: by its exit file, or else its scheduler, asked at times."""
 
     def __init__(self, run: RunFolder, files: Attempt, backend: Backend | None) -> None:
         self._run, self._files, self._backend = run, files, backend
@@ -182,9 +174,7 @@ class _Watch:
         return self._files.exit.exists() or self._ask() not in ACTIVE
 
     def appears(self, path: Path) -> bool:
-        """Wait until a file is there. False when its job ended without it, or runs where this
-        folder is not seen.
-        """
+        """Wait until a file is there. False when its job ended without it, or runs elsewhere."""
         running_since: float | None = None
         while not path.exists():
             if self.is_over():

@@ -1,6 +1,4 @@
-"""The frame of the report: one HTML file with its style and a few lines of script inside, and
-nothing from outside.
-"""
+"""The frame of the report: one HTML file with style and script inside, nothing from outside."""
 
 from __future__ import annotations
 

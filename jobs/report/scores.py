@@ -1,6 +1,4 @@
-"""What came out of a group of experiments: the hyper-parameters in which they differ, and their
-scores.
-"""
+"""What came out of a group of experiments: what they differ in, and their scores."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from rich.text import Text
 
 from jobs.record import events as record
 from jobs.record.metrics import last_metrics, numbers, numbers_in
-from jobs.record.paths import BaseFolder, RunFolder, is_exp_id
+from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import starts_of
 from jobs.report.text import short_names, shown, visible, written
 from trainer.files.atomic import read_json
@@ -55,9 +53,7 @@ class Score:
 
 @dataclass(frozen=True)
 class ExperimentScores:
-    """One experiment: its dictionary, flattened, and its scores. wall_s: of all starts, None when
-    run by hand.
-    """
+    """One experiment: its flattened dictionary and scores. wall_s: of all starts, None by hand."""
 
     exp_id: str
     group: str
@@ -69,9 +65,7 @@ class ExperimentScores:
 
 @dataclass(frozen=True)
 class Results:
-    """Experiments by the keys in which they differ (in the order in which they appear) and by all
-    their metrics.
-    """
+    """Experiments by the keys in which they differ (in order of appearance) and their metrics."""
 
     results: tuple[ExperimentScores, ...]
     parameters: tuple[str, ...]
@@ -90,8 +84,8 @@ def gather(
     only: ids of experiments, in the order wanted; None for all. One without an exp_dict.json is
     left out.
     """
-    names = list(dict.fromkeys(only)) if only is not None else _all(base)
-    found = [_result(base.run(name), tuple(split_prefixes)) for name in names]
+    folders = base.runs() if only is None else [base.run(name) for name in dict.fromkeys(only)]
+    found = [_result(folder, tuple(split_prefixes)) for folder in folders]
     results = tuple(result for result in found if result is not None)
     metrics = dict.fromkeys(name for result in results for name in result.scores)
     return Results(
@@ -99,13 +93,6 @@ def gather(
         differing([result.parameters for result in results]),
         tuple(sorted(metrics, key=_by_kind)),
     )
-
-
-def _all(base: BaseFolder) -> list[str]:
-    try:
-        return sorted(path.name for path in base.path.iterdir() if is_exp_id(path.name))
-    except FileNotFoundError:
-        return []
 
 
 def _by_kind(metric: str) -> tuple[bool, str]:
@@ -145,9 +132,7 @@ def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Keys that are absent somewhere, or do not have the same value everywhere, in order of
-    appearance.
-    """
+    """Keys that are absent somewhere or differ in value, in order of appearance."""
     keys = dict.fromkeys(key for values in dictionaries for key in values)
     absent = object()
     return tuple(
@@ -158,9 +143,8 @@ def differing(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _identity(value: Any, absent: object) -> str:
-    return (
-        "" if value is absent else json.dumps(value, sort_keys=True, default=str)
-    )  # 1, 1.0, "1" and True differ
+    # 1, 1.0, "1" and True differ
+    return "" if value is absent else json.dumps(value, sort_keys=True, default=str)
 
 
 def _directions(values: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:
@@ -196,9 +180,7 @@ def _scores(
 
 
 def evaluations(folder: RunFolder, prefixes: tuple[str, ...]) -> Iterable[dict[str, float]]:
-    """Every evaluation in order: of score_list.json or, where it is absent or torn, of
-    metrics.jsonl.
-    """
+    """Every evaluation in order: of score_list.json or, failing that, of metrics.jsonl."""
     try:
         listed: Any = json.loads((folder.path / "score_list.json").read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -297,9 +279,7 @@ def _score_cell(result: ExperimentScores, metric: str, *, is_best: bool) -> Text
 
 
 def as_csv(results: Results) -> str:
-    """The results as CSV with whole ids and unrounded numbers; text that a spreadsheet would run is
-    defused by a '.
-    """
+    """The results as CSV with whole ids and unrounded numbers; formulas are defused by a '."""
     heads = [
         head
         for name in results.metrics
@@ -332,9 +312,7 @@ def _cell(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _defused(cell: Any) -> Any:
-    """Text that a spreadsheet would take for a formula, behind a quote; control characters visible;
-    numbers stay.
-    """
+    """A formula of a spreadsheet behind a quote, control characters visible; numbers stay."""
     if not isinstance(cell, str):
         return cell
     text = visible(cell)

@@ -63,7 +63,8 @@ def chosen(
         raise ConfigError("name experiments: their ids, or -e GROUP.")
     found = rows(base, group, by_hand=bool(ids) and group is None)
     if ids:
-        found = list({row.exp_id: row for row in (match(found, text) for text in ids)}.values())
+        named = [match(found, text) for text in ids]
+        found = list({row.exp_id: row for row in named}.values())
     if not found:
         raise NothingMatched(f"{base} holds no submitted experiment of {group or 'any group'}.")
     return found
@@ -102,9 +103,7 @@ def refuse_by_hand(found: Iterable[Row], command: str) -> None:
 
 
 def refuse_live(found: Iterable[Row]) -> None:
-    """Return when none of these is alive: then their folders may be moved. ConfigError names those
-    that are.
-    """
+    """Return when none of these is alive, to be moved. ConfigError names those that are."""
     live = [
         f"{row.exp_id} is {row.state} as {row.job_id}. `cancel` it first."
         if row.history

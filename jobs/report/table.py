@@ -71,9 +71,7 @@ LAYOUTS = (
 
 
 def table(rows: Sequence[Row], *, width: int = 100) -> Table:
-    """One line for each experiment, for a terminal of `width` columns; `reasons` says in full what
-    it cuts.
-    """
+    """One line for each experiment, `width` columns wide; `reasons` says in full what it cuts."""
     metric = _main_metric(rows)
     fits = [
         columns
@@ -136,9 +134,7 @@ def _cut(text: str) -> Text:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print the table (of MOST experiments, urgent ones first), what is wrong in full, and the
-    summary of all.
-    """
+    """Print the table (of MOST experiments, urgent ones first), what is wrong, and the summary."""
     shown = _most_urgent(rows, MOST)
     if shown:
         console.print(table(shown, width=console.width))
@@ -152,9 +148,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many are in which state: "31 succeeded, 2 running, 1 held"; then GPU-hours, and what
-    cannot be seen.
-    """
+    """How many are in which state: "31 succeeded, 2 running"; GPU-hours; what is unseen."""
     if not rows:
         return "no experiments"
     counts = Counter(row.state for row in rows)
@@ -231,9 +225,7 @@ def _screen(rows: Sequence[Row], screen: Console, *, every_s: float) -> Renderab
 
 
 def _most_urgent(rows: Sequence[Row], count: int) -> Sequence[Row]:
-    """All rows as they stand when there are no more than `count`; else those that a person wants to
-    see first.
-    """
+    """All rows up to `count`; of more, those that a person wants to see first."""
     order = list(dict.fromkeys((*URGENT, *STATES)))
     return (
         rows if len(rows) <= count else sorted(rows, key=lambda row: order.index(row.state))[:count]

@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,32}m)")
-
-
 CONCEAL = "8"  # the one ANSI "colour" that hides text
-
 
 # C0 but tab, DEL, C1, and the marks that reorder letters (CVE-2021-42574); lone surrogates cannot
 # be printed at all
@@ -36,9 +33,7 @@ def visible(text: str, *, keep_colours: bool = False) -> str:
 
 
 def printable(text: str) -> str:
-    """`text`, which may quote a log or a file name, with nothing in it that could drive the
-    terminal.
-    """
+    """`text`, which may quote a log or a file name, with nothing that drives the terminal."""
     return "\n".join(visible(line) for line in text.split("\n"))
 
 

@@ -1,6 +1,4 @@
-"""What a person (or a watchdog) does to experiments that were sent: cancel, retry, reset,
-reconcile.
-"""
+"""What a person does to experiments that were sent: cancel, retry, reset, reconcile."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from jobs.job_state import ACTIVE, JobState
 from jobs.protocol import Backend, JobSpec
 from jobs.record import events as record
 from jobs.record.by_hand import training_now
-from jobs.record.status import survey
+from jobs.record.status import record_state, survey
 from jobs.submit.policy import Limits, decide
 from jobs.submit.request import LOCK_WAIT_S, RESEND_S, ActionResult
 from jobs.submit.send import Outcome, fresh, give_up, ids_of, send, settle_intent, stored
@@ -34,9 +32,7 @@ BackendOf = Callable[[str], Backend]
 
 
 def cancel(base: BaseFolder, rows: Collection[Row], backend_of: BackendOf) -> list[ActionResult]:
-    """Ask for the end of every live job among `rows`; also of those whose submission was never
-    answered.
-    """
+    """Ask for the end of every live job among `rows`, also of those that were never answered."""
     return [_cancel(base.run(row.exp_id), row, backend_of) for row in rows]
 
 
@@ -68,9 +64,7 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
 
 
 def _mark_cancelled(folder: RunFolder, number: int) -> None:
-    """Tell the wrapper itself: a scheduler may have lost sight of a job that it started, and then
-    cannot end it.
-    """
+    """Tell the wrapper itself: a scheduler that has lost sight of a job cannot end it."""
     attempt = folder.attempt(number)
     with refusals(attempt.folder):
         attempt.folder.mkdir(parents=True, exist_ok=True)
@@ -123,9 +117,8 @@ def _again_under_lock(
         training_now=training_now(folder, was_sent=bool(row.history)),
     )
     is_refused = job.last is not None and row.state == "pending"
-    if decision.action == "skip" or (
-        is_refused and asked.limits is None
-    ):  # refused: a person must change something
+    # refused: a person must change something
+    if decision.action == "skip" or (is_refused and asked.limits is None):
         return ActionResult(row.exp_id, "skip", decision.reason, row.state)
     if decision.action == "settle" and job.last is not None:
         backend = asked.backend_of(job.last.backend)
@@ -136,18 +129,14 @@ def _again_under_lock(
         return ActionResult(
             row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
         )
-    news = {"state": row.state, "reason": row.reason, "host": row.host}
-    if job.last is not None and (row.state, row.reason) != (job.last.state, job.last.reason):
-        record.append(folder, {"event": "observed", "attempt": job.last.number, **news})
+    job = record_state(folder, job, row)
     return _result(
         row, "send", send(folder, fresh(job, template, folder), asked.backend_of(template.backend))
     )
 
 
 def _template(folder: RunFolder, job: Job) -> JobSpec | None:
-    """What to send: the last attempt's spec, or the one that waits for its turn; None when there is
-    neither.
-    """
+    """The last attempt's spec, or the one that waits for its turn; None without either."""
     planned = folder.attempt(len(job.attempts) + 1)
     if planned.spec.exists():
         return stored(folder, planned.number)

@@ -20,7 +20,7 @@ from jobs.job_state import ACTIVE, STATES, JobState
 from jobs.protocol import ArrayBackend, JobSpec
 from jobs.record import events as record
 from jobs.record.by_hand import training_now
-from jobs.record.status import survey
+from jobs.record.status import record_state, survey
 from jobs.submit.policy import Decision, Limits, decide
 from jobs.submit.request import (
     LOCK_WAIT_S,
@@ -105,9 +105,7 @@ def submit(request: Request) -> list[ActionResult]:
 
 
 def specs(request: Request) -> list[JobSpec]:
-    """What would be sent first for each experiment, checked; attempt 0 and no record stand behind
-    it.
-    """
+    """What would be sent first for each experiment, checked, as attempt 0."""
     return [with_trial_name(template) for template in request.templates.values()]
 
 
@@ -119,9 +117,7 @@ def rendered(request: Request) -> list[str]:
 def _one_after_the_other(
     names: Sequence[str], send_it: Callable[[str], ActionResult]
 ) -> dict[str, ActionResult]:
-    """Results of an inline submission, which runs each to its end; after one that was stopped no
-    other begins.
-    """
+    """Results of an inline submission: each runs to its end; after a stopped one none begins."""
     done: dict[str, ActionResult] = {}
     for name in names:
         if any(result.action == "send" and result.state == "preempted" for result in done.values()):
@@ -132,9 +128,7 @@ def _one_after_the_other(
 
 
 class _Budget:
-    """How many more of the group may be alive at once, where the backend keeps no queue of
-    its own.
-    """
+    """How many more of the group may be alive at once, where the backend has no queue."""
 
     def __init__(self, request: Request) -> None:
         self.left: int | None = None
@@ -187,7 +181,7 @@ def _under_lock(
         row = survey(
             request.base, only=[name], backend_of=request.backend_of, record_changes=False
         )[0]
-        job = _recorded(folder, job, row)
+        job = record_state(folder, job, row)
     decision = _decide(request, name, row)
     if decision.action == "skip":
         return ActionResult(name, "skip", decision.reason, _state(row))
@@ -212,16 +206,6 @@ def _under_lock(
     )
 
 
-def _recorded(folder: RunFolder, job: Job, row: Row) -> Job:
-    """The record with the state that its last attempt was found in."""
-    last = job.last
-    if last is None or (row.state, row.reason) == (last.state, last.reason):
-        return job
-    news = {"state": row.state, "reason": row.reason, "host": row.host}
-    record.append(folder, {"event": "observed", "attempt": last.number, **news})
-    return record.read(folder) or job
-
-
 def _ended(folder: RunFolder, spec: JobSpec) -> ActionResult:
     """What became of an experiment that ran here, now."""
     found = read_json(folder.attempt(spec.attempt).exit) or {}
@@ -234,9 +218,7 @@ def _ended(folder: RunFolder, spec: JobSpec) -> ActionResult:
 
 
 def _begin(request: Request, folder: RunFolder, template: JobSpec) -> Job:
-    """The record of an experiment, begun if need be; its dictionary is in its folder before
-    anything else.
-    """
+    """The record of an experiment, begun if need be; its dictionary is written first."""
     check_dictionary(folder, request.by_id[template.exp_id])
     if not folder.exp_dict.exists():
         with contextlib.suppress(FileExistsError):
@@ -292,9 +274,7 @@ def _decide(request: Request, name: str, row: Row | None) -> Decision:
 
 
 def _differs(request: Request, folder: RunFolder, row: Row) -> bool:
-    """Whether what would be sent now differs from what was sent last: other flags, code or job
-    dictionary.
-    """
+    """Whether what would be sent now differs from what was: flags, code or job dictionary."""
     last = read_json(folder.attempt(row.attempt).spec) or {}
     now = request.templates[row.exp_id].model_dump(mode="json")
     return any(
@@ -320,9 +300,7 @@ def _told_state(folder: RunFolder, row: Row | None) -> JobState:
 def _submit_arrays(
     request: Request, templates: Mapping[str, JobSpec], rows: Mapping[str, Row]
 ) -> dict[str, ActionResult]:
-    """Those that have to be sent, in as few submissions as the scheduler's limit allows; the others
-    are left out.
-    """
+    """Those to be sent, in as few submissions as the scheduler allows, without the others."""
     if not isinstance(request.backend, ArrayBackend):
         raise ConfigError(f"--array: {request.backend.name} has no arrays. Leave it out.")
     wanted = [

@@ -1,6 +1,4 @@
-"""The launch line of a job: the text of --python_binary, read as words and never given to a
-shell.
-"""
+"""The launch line of a job: --python_binary read as words, never given to a shell."""
 
 from __future__ import annotations
 
@@ -113,9 +111,7 @@ def _across_nodes(words: list[str], job: JobConfig, exp_id: str) -> list[str]:
 
 
 def processes(argv: tuple[str, ...], job: JobConfig) -> int | None:
-    """World size that a launcher will start; None when only the node knows (nproc-per-node "auto"
-    or "gpu").
-    """
+    """World size that a launcher starts; None when only the node knows (nproc-per-node "auto")."""
     counts = dict(itertools.pairwise(argv)) | dict(
         word.split("=", 1) for word in argv if "=" in word
     )

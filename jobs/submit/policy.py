@@ -1,6 +1,4 @@
-"""Whether an experiment is to be sent now: a pure function of how it stands and of what was asked
-for.
-"""
+"""Whether an experiment is to be sent now: a pure function of how it stands and the limits."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from jobs.job_state import ACTIVE, ENDED_BADLY, JobState
-from jobs.record.events import seconds_since
+from jobs.record.times import seconds_since
 from jobs.record.verdict import BAD_INPUT
 
 if TYPE_CHECKING:
@@ -54,9 +52,8 @@ def decide(
 def _by_state(row: Row | None, limits: Limits, *, is_finished: bool) -> Decision:
     if is_finished or (row is not None and row.state == "succeeded"):
         is_nameless = row is not None and bool(row.history) and row.job_id is None
-        return Decision(
-            "settle" if is_nameless else "skip", "it is done"
-        )  # settle: so that its id is recorded
+        # settle: so that its id is recorded
+        return Decision("settle" if is_nameless else "skip", "it is done")
     if row is None or not row.history:
         return Decision("send", "never sent")
     state, reason = row.state, row.reason or ""
@@ -100,9 +97,7 @@ def _after_preemption(row: Row, limits: Limits) -> Decision:
 
 
 def _in_time(row: Row, times: int, reason: str) -> Decision:
-    """Send it, unless it has ended too recently: at once after the first time, then 15 s doubling
-    up to 10 minutes.
-    """
+    """Send it: at once after the first time, then after 15 s doubling up to 10 minutes."""
     wait_s = 0.0 if times <= 1 else min(BACK_OFF_S * 2 ** (times - 2), MAX_BACK_OFF_S)
     left_s = wait_s - seconds_since(row.ended_at)
     if left_s > 0:

@@ -35,9 +35,9 @@ FLAGS = (
     "wandb_project_name",
     "wandb_run_name",
     "wandb_log_gradients",
+    "push_to_hub",
     "do_extra_evals",
     "generation_eval_max_sample_size",
-    "push_to_hub",
     "device",
     "force",
 )
@@ -47,9 +47,7 @@ log = logging.getLogger(__name__)
 
 
 def job_config(group: str, file: Path | None, python_binary: str | None) -> JobConfig:
-    """The checked job dictionary of a group; `python_binary` from the command line goes over its
-    own.
-    """
+    """The checked job dictionary of a group; `python_binary` goes over its own."""
     values = job_values(group, file)
     if python_binary:
         values["python_binary"] = python_binary
@@ -96,23 +94,19 @@ def make(
     resend_s: float = RESEND_S,
     backend_of: Callable[[str], Backend] | None = None,
 ) -> Request:
-    """The Request for a group. The code is snapshotted (not for a plan), the key's whereabouts are
-    checked.
-    """
+    """The Request for a group. Takes the snapshot (not for a plan), and looks where the key is."""
     check_base(base)
     if backend == "local" and job.gpus and "CUDA_VISIBLE_DEVICES" in job.environment_vars:
         raise ConfigError(
             f"job dictionary of {group!r}: environment_vars sets CUDA_VISIBLE_DEVICES, which the "
-            "local queue gives to "
-            f"each job ({job.gpus} GPUs). Remove it; to keep GPUs from the queue set it in the "
-            "submitting shell."
+            f"local queue gives to each job ({job.gpus} GPUs). Remove it; to keep GPUs from the "
+            "queue set it in the submitting shell."
         )
     load = backend_of or BackendCache()
     folder = BaseFolder(base.absolute())
     source = wandb_key.find_key_source(job, os.environ)
-    if (
-        source.key_file is not None
-    ):  # the job reads it; its path may come from WANDB_API_KEY_FILE of this shell
+    # the job reads it; its path may come from WANDB_API_KEY_FILE of this shell
+    if source.key_file is not None:
         job = job.model_copy(update={"wandb_key_file": str(source.key_file)})
     if flags.get("wandb_project_name") and flags.get("wandb_entity_name"):
         log.info("wandb: %s", source.text)

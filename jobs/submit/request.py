@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 
 LOCK_WAIT_S = 60.0
 
-
-RESEND_S = (
-    10.0  # how old an intent must be before a name that the scheduler does not know is sent again
-)
-
-
+# how old an intent must be before a name that the scheduler does not know is sent again
+RESEND_S = 10.0
 SHARED_DISK = ("inline", "local", "slurm")  # backends whose nodes see the submitter's file system
 
 
@@ -58,9 +54,7 @@ class Request:
 
     @functools.cached_property
     def templates(self) -> dict[str, JobSpec]:
-        """A spec for each experiment, without attempt and token; ConfigError names every
-        mistake.
-        """
+        """A spec for each experiment, without attempt and token; ConfigError names each mistake."""
         return _templates(self)
 
     @functools.cached_property
@@ -90,16 +84,13 @@ def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
     if stored is not None and digest(stored) != digest(values):
         differing = sorted(key for key in {*stored, *values} if stored.get(key) != values.get(key))
         raise ResumeError(
-            f"{folder.exp_dict} is of another experiment with the same id: "
-            f"{', '.join(differing)} differ(s). "
-            "Use another --savedir_base."
+            f"{folder.exp_dict} is of another experiment with the same id: {', '.join(differing)} "
+            "differ(s). Use another --savedir_base."
         )
 
 
 def _templates(request: Request) -> dict[str, JobSpec]:
-    """A spec for each experiment, without attempt and token, all checked and rendered once.
-    ConfigError names all.
-    """
+    """A spec for each experiment, checked and rendered once. ConfigError names every mistake."""
     _check_flags(request)
     mistakes: list[str] = []
     templates: dict[str, JobSpec] = {}

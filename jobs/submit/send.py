@@ -22,6 +22,7 @@ from jobs.errors import Refused, Unreachable
 from jobs.protocol import ArrayBackend, Backend, JobSpec, Rendered, array_token, token_of
 from jobs.record import events as record
 from jobs.record.paths import RunFolder
+from jobs.record.times import seconds_since
 from trainer.errors import ConfigError
 from trainer.files.atomic import read_json, refusals, replace_file, write_json
 
@@ -69,9 +70,7 @@ def stored(folder: RunFolder, number: int) -> JobSpec:
 
 
 def ids_of(sent: Sent, backend: Backend) -> list[str]:
-    """The scheduler's ids of one attempt, looked up by its name; of an array's element, its own.
-    Unreachable.
-    """
+    """The scheduler's ids of one attempt, by its name; of an array, the element's. Unreachable."""
     found = sorted(backend.find(sent.name), key=lambda text: (len(text), text))
     if sent.index is not None and isinstance(backend, ArrayBackend):
         return [backend.element(array_id, sent.index) for array_id in found]
@@ -79,13 +78,10 @@ def ids_of(sent: Sent, backend: Backend) -> list[str]:
 
 
 def send(folder: RunFolder, spec: JobSpec, backend: Backend) -> Outcome:
-    """Send a new attempt. The caller holds the lock and knows that nothing of this
-    experiment runs.
-    """
+    """Send a new attempt. The caller holds the lock and knows that nothing of it runs."""
     rendered = backend.render(spec)
-    for earlier in range(
-        1, spec.attempt
-    ):  # one that was thought lost may still stand in a queue somewhere
+    # one that was thought lost may still stand in a queue somewhere
+    for earlier in range(1, spec.attempt):
         give_up(folder, earlier)
     _write(folder, spec, rendered)
     record.append(
@@ -96,9 +92,7 @@ def send(folder: RunFolder, spec: JobSpec, backend: Backend) -> Outcome:
 
 
 def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: float) -> Outcome:
-    """Find out what became of an intent without an id: adopt it, or send it again once it is
-    `resend_s` old.
-    """
+    """Adopt what became of an intent without an id, or send it again once `resend_s` old."""
     found = ids_of(sent, backend)
     if found:
         record.append(
@@ -112,7 +106,7 @@ def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: 
         return Outcome(True, "it has started, and its scheduler has forgotten under which id")
     if sent.is_cancelled:
         return Outcome(True, "cancelled, and its scheduler does not know it")
-    age_s = record.seconds_since(sent.at)
+    age_s = seconds_since(sent.at)
     if age_s < resend_s:
         return Outcome(
             False,

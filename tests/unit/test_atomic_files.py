@@ -41,7 +41,6 @@ def written_aside(path: Path) -> None:
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     "replace_file": lambda path: atomic.replace_file(path, b'"new"\n'),
-    "replace_lines": lambda path: atomic.replace_lines(path, ['"new"', "\n"]),
     "write_json": lambda path: atomic.write_json(path, "new"),
     "create_json": lambda path: atomic.create_json(path, "new"),
     "aside": written_aside,

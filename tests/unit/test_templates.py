@@ -13,7 +13,6 @@ from trainer.tasks.cross_attention.text.templates import (
     Template,
     chunk_texts,
     context_text,
-    decoder_text,
     in_context_prompt,
     prompt,
 )
@@ -52,7 +51,7 @@ def _family_strings(example: dict[str, Any], name: str) -> dict[str, Any]:
         asked = context_text(question, contexts, template, question_on_context=True)
         target = bare  # the published context target of an unchunked row is all its contexts
     return {
-        "self_input_str": decoder_text(question, answer, template),
+        "self_input_str": prompt(question, template) + answer,
         "no_answer_self_input_str": prompt(question, template),
         "cross_input_str": bare,
         "cross_input_str_with_question": asked,
@@ -65,7 +64,7 @@ def _other_strings(example: dict[str, Any]) -> dict[str, dict[str, str]]:
     question, contexts = example["question"], example["contexts_list"]
     return {
         "early_colon|answered=True": {
-            "self_input_str": decoder_text(question, example["answer"], "plain"),
+            "self_input_str": prompt(question, "plain") + example["answer"],
             "cross_input_str": context_text(question, contexts, "plain", question_on_context=False),
         },
         "tulu_prompt_baseline": {"input_str": in_context_prompt(question, contexts, "tulu")},

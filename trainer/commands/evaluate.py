@@ -71,6 +71,7 @@ BertscoreModel = Annotated[
 ]
 
 
+@options.guarded
 def evaluate(
     savedir_base: SavedirBase,
     exp_group: ExpGroup = None,
@@ -101,40 +102,36 @@ def evaluate(
     """Score a trained model on a split, every row exactly once; under torchrun, on all its
     ranks.
     """
+    from trainer.evaluation.run import Question, run
+    from trainer.evaluation.similarity import BERTSCORE_MODEL
+    from trainer.runtime import distributed
+    from trainer.tasks.abilities import Search
+    from trainer.training.options import Options
 
-    def command() -> None:
-        from trainer.evaluation.run import Question, run
-        from trainer.evaluation.similarity import BERTSCORE_MODEL
-        from trainer.runtime import distributed
-        from trainer.tasks.abilities import Search
-        from trainer.training.options import Options
-
-        values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
-        distributed.init()
-        given = Options(
-            savedir_base,
-            data_path=data_path,
-            cache_dir=cache_dir,
-            wandb_entity=wandb_entity_name,
-            wandb_project=wandb_project_name,
-        )
-        asked = Question(
-            values,
-            model=model,
-            split=split,
-            limit=limit,
-            batch=batch,
-            search=Search(num_beams, num_answers, temperature, top_p, seed),
-            predictions=pred,
-            best_answer=best_answer,
-            another_context=another_context,
-            cut_at=cut_at or (),
-            measures=measure or (),
-            bertscore_model=bertscore_model or BERTSCORE_MODEL,
-            passage_scores=write_scores,
-        )
-        for name, value in run(asked, given).items():
-            if distributed.is_main():
-                typer.echo(f"{split}/{name} {value:.6f}")
-
-    options.run(command)
+    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    distributed.init()
+    given = Options(
+        savedir_base,
+        data_path=data_path,
+        cache_dir=cache_dir,
+        wandb_entity=wandb_entity_name,
+        wandb_project=wandb_project_name,
+    )
+    asked = Question(
+        values,
+        model=model,
+        split=split,
+        limit=limit,
+        batch=batch,
+        search=Search(num_beams, num_answers, temperature, top_p, seed),
+        predictions=pred,
+        best_answer=best_answer,
+        another_context=another_context,
+        cut_at=cut_at or (),
+        measures=measure or (),
+        bertscore_model=bertscore_model or BERTSCORE_MODEL,
+        passage_scores=write_scores,
+    )
+    for name, value in run(asked, given).items():
+        if distributed.is_main():
+            typer.echo(f"{split}/{name} {value:.6f}")

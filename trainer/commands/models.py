@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trainer.commands import options
+from trainer.errors import ConfigError
 
 TaskName = Annotated[
     str, typer.Argument(metavar="TASK", help="The system, as experiments name it: fid.")
@@ -35,6 +36,7 @@ Merge = Annotated[
 ]
 
 
+@options.guarded
 def import_(
     task: TaskName,
     source: Annotated[
@@ -47,9 +49,10 @@ def import_(
 ) -> None:
     """Read a published model and write a folder that experiments take as their base."""
     given = {"compat_cross_bias": compat_cross_bias or None, "tokenizer": tokenizer}
-    options.run(lambda: _interchange(task, "import_model", given)(source, out=out))
+    _interchange(task, "import_model", given)(source, out=out)
 
 
+@options.guarded
 def export(
     task: TaskName,
     folder: Annotated[
@@ -64,15 +67,12 @@ def export(
 ) -> None:
     """Read a trained model and write it as other programs read it."""
     given = {"layout": layout, "merge": merge or None}
-    options.run(lambda: _interchange(task, "export_model", given)(folder, out=out))
+    _interchange(task, "export_model", given)(folder, out=out)
 
 
 def _interchange(task: str, function: str, given: dict[str, Any]) -> Callable[..., None]:
-    """A function of trainer/tasks/<task>/interchange.py with the options that were given (None: was
-    not).
-    """
+    """A function of trainer/tasks/<task>/interchange.py with its options (None: not given)."""
     from trainer import tasks
-    from trainer.errors import ConfigError
 
     known = sorted(
         file.parent.name for file in Path(tasks.__file__).parent.glob("*/interchange.py")

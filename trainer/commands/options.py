@@ -4,6 +4,7 @@ how they end.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import logging
@@ -11,11 +12,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
 import typer
 
-EXIT_OK, EXIT_FAILED = 0, 1
+from trainer.config.identity import exp_id as id_of
+from trainer.errors import EXIT_OK, ConfigError, LatheError
+
+EXIT_FAILED = 1
+P = ParamSpec("P")
 
 ExpGroup = Annotated[str | None, typer.Option("-e", "--exp_group", help="Group of the experiment.")]
 SavedirBase = Annotated[
@@ -66,20 +71,10 @@ def module_of(task: str, name: str, what: str) -> Any:
 
     known = sorted(file.parent.name for file in Path(tasks.__file__).parent.glob(f"*/{name}.py"))
     if task not in known:
-        raise bad(f"task {task!r} has nothing to {what}. Tasks that have: {', '.join(known)}.")
+        raise ConfigError(
+            f"task {task!r} has nothing to {what}. Tasks that have: {', '.join(known)}."
+        )
     return importlib.import_module(f"trainer.tasks.{task}.{name}")
-
-
-def bad(text: str) -> Exception:
-    from trainer.errors import ConfigError
-
-    return ConfigError(text)
-
-
-def id_of(values: dict[str, Any]) -> str:
-    from trainer.config.identity import exp_id
-
-    return exp_id(values)
 
 
 def experiment(
@@ -87,8 +82,6 @@ def experiment(
 ) -> dict[str, Any]:
     """The one experiment that is meant: of a group, by its id, or out of its folder."""
     from exp_configs import experiments_of
-    from trainer.config.identity import exp_id as identity
-    from trainer.errors import ConfigError
 
     if group is None:
         if exp_id is None:
@@ -102,7 +95,7 @@ def experiment(
             raise ConfigError(
                 f"{path} cannot be read ({error}). Give the id of a run in {savedir_base}."
             ) from None
-    found = {identity(values): values for values in experiments_of(group, file, steps)}
+    found = {id_of(values): values for values in experiments_of(group, file, steps)}
     if exp_id is None and len(found) > 1:
         raise ConfigError(
             f"-e {group} has {len(found)} experiments. Say which by --exp_id: {', '.join(found)}."
@@ -115,29 +108,36 @@ def experiment(
     return found[exp_id or next(iter(found))]
 
 
-def run(command: Callable[[], None]) -> None:
-    """Run a command as trainval.py does: an error of ours is one message on stderr, and its own
-    exit code.
-    """
-    from trainer.errors import LatheError
+def guarded(function: Callable[P, None]) -> Callable[P, None]:
+    """Run a command as trainval.py does: an error of ours is one message and its own exit code."""
 
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        set_up_logging()
+        code = EXIT_OK
+        try:
+            function(*args, **kwargs)
+        except LatheError as error:
+            typer.echo(f"{type(error).__name__}: {error}", err=True)
+            code = error.exit_code
+        except Exception:
+            logging.exception("failed")
+            code = EXIT_FAILED
+        if "torch" in sys.modules:
+            from trainer.runtime import distributed
+
+            if distributed.has_group():
+                distributed.shutdown(code)
+        raise typer.Exit(code)
+
+    return run
+
+
+def set_up_logging() -> None:
+    """Messages of ours on standard output, from rank 0 alone; of libraries only warnings."""
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
-    for name in ("httpx", "filelock", "torch", "urllib3"):
+    for name in ("httpx", "filelock", "DeepSpeed", "torch", "wandb", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # an unreachable Hub ends in one ConfigError of ours
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    code = EXIT_OK
-    try:
-        command()
-    except LatheError as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
-        code = error.exit_code
-    except Exception:
-        logging.exception("failed")
-        code = EXIT_FAILED
-    if "torch" in sys.modules:
-        from trainer.runtime import distributed
-
-        if distributed.has_group():
-            distributed.shutdown(code)
-    raise typer.Exit(code)

@@ -11,6 +11,7 @@ import typer
 
 from trainer.commands import options
 from trainer.commands.options import CacheDir, DataPath, ExpConfigs, ExpGroup, ExpId, Steps
+from trainer.errors import ConfigError
 
 DeviceName = Annotated[
     str | None,
@@ -30,6 +31,7 @@ Change = Annotated[
 ]
 
 
+@options.guarded
 def plan(
     savedir_base: Annotated[
         Path, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")
@@ -51,41 +53,37 @@ def plan(
     """Say how much memory a run needs, by category, and what would fit; runs its steps without
     computing anything.
     """
+    from trainer.memory import launch, plan_text
+    from trainer.memory.advice import advise
+    from trainer.memory.plan import make
+    from trainer.training.options import Options
 
-    def command() -> None:
-        from trainer.memory import launch, plan_text
-        from trainer.memory.advice import advise
-        from trainer.memory.plan import make
-        from trainer.training.options import Options
-
-        values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
-        for text in change or []:
-            values = _changed(values, text)
-        ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
-        given = Options(
-            savedir_base,
-            data_path=data_path,
-            cache_dir=cache_dir,
-            deepspeed=deepspeed,
-            device=device,
-        )
-        target = launch.device(device)
-        cublas = launch.cublas(target)
-        subject = _subject(values, given, ranks)
-        made = make(subject, cublas=cublas)
-        advice = advise(subject, made, target, cublas=cublas)
-        if as_json:
-            typer.echo(json.dumps({"plan": made.plan.plain(), "advice": advice.plain()}, indent=1))
-        else:
-            typer.echo(plan_text.shown(made.plan, advice, target, world=ranks))
-
-    options.run(command)
+    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    for text in change or []:
+        values = _changed(values, text)
+    ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
+    given = Options(
+        savedir_base,
+        data_path=data_path,
+        cache_dir=cache_dir,
+        deepspeed=deepspeed,
+        device=device,
+    )
+    target = launch.device(device)
+    cublas = launch.cublas(target)
+    subject = _subject(values, given, ranks)
+    made = make(subject, cublas=cublas)
+    advice = advise(subject, made, target, cublas=cublas)
+    if as_json:
+        typer.echo(json.dumps({"plan": made.plan.plain(), "advice": advice.plain()}, indent=1))
+    else:
+        typer.echo(plan_text.shown(made.plan, advice, target, world=ranks))
 
 
 def _subject(values: dict[str, Any], given: Any, world: int) -> Any:
+    from trainer.data.token_store import store_of
     from trainer.memory.subject import subject_of
     from trainer.training import run_plan
-    from trainer.training.options import store_of
 
     checked = run_plan.plan(values, given, world=world, rank=0)
     return subject_of(
@@ -93,7 +91,7 @@ def _subject(values: dict[str, Any], given: Any, world: int) -> Any:
         ds=checked.ds,
         sharding=checked.sharding,
         places=given.places,
-        store_of=lambda task, split: store_of(task, split, given),
+        store_of=lambda task, split: store_of(task, split, given.cache_dir),
         answers=bool(checked.cfg.train.answers or given.extra_evals),
     )
 
@@ -103,7 +101,7 @@ def _changed(values: dict[str, Any], text: str) -> dict[str, Any]:
 
     key, separator, value = text.partition("=")
     if not separator:
-        raise options.bad(f"--set {text}: want KEY=VALUE, such as data.source_tokens=512.")
+        raise ConfigError(f"--set {text}: want KEY=VALUE, such as data.source_tokens=512.")
     try:
         return changed(values, key.strip(), json.loads(value))
     except json.JSONDecodeError:

@@ -9,6 +9,7 @@ import typer
 
 from trainer.commands import options
 from trainer.commands.options import CacheDir, DataPath, ExpConfigs, ExpGroup, ExpId, Steps
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -37,6 +38,7 @@ Savedir = Annotated[
 ]
 
 
+@options.guarded
 def prepare(
     out: Out,
     exp_group: ExpGroup = None,
@@ -57,40 +59,34 @@ def prepare(
     The folder is then the --data_path of its runs. data.encode='cached' reads the states, 'online'
     leaves them alone.
     """
+    from filelock import FileLock
 
-    def command() -> None:
-        from filelock import FileLock
+    from trainer import tasks
+    from trainer.runtime import distributed
+    from trainer.runtime.distributed import on_main
+    from trainer.tasks.cross_attention.encoder_states.writing import gib
+    from trainer.training.options import Options
 
-        from trainer import tasks
-        from trainer.runtime import distributed
-        from trainer.runtime.distributed import on_main
-        from trainer.tasks.cross_attention.encoder_states.writing import gib
-        from trainer.training.options import Options
-
-        values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
-        module = options.module_of(values["task"], "preparation", "prepare")
-        places = Options(savedir_base, data_path=data_path, cache_dir=cache_dir).places
-        if data_path is not None and out.resolve() == data_path.resolve():
-            raise options.bad(f"--out {out}: is --data_path itself. Name another folder.")
-        distributed.init()
-        wanted = module.Wanted(out, _by_name(source), hotpotqa_shuffles, batch_tokens, shard_tokens)
-        cfg = tasks.parse(values)
-        lock = FileLock(
-            out.with_name(f".{out.name}.lock"), timeout=0
-        )  # a killed process lets go of it
-        on_main(lambda: _claim(out, lock))
-        on_main(lambda: module.write_rows(cfg, places, wanted))
-        made = module.write_states(cfg, places, wanted)
-        if distributed.is_main():
-            size, plan = made.bytes_on_disk, made.plan
-            rows = ", ".join(f"{count} {split}" for split, count in made.rows.items())
-            typer.echo(
-                f"{made.folder}: {plan.count} distinct contexts of {made.met} in {rows} rows, "
-                f"{plan.tokens} tokens, "
-                f"{gib(size)}, {size / (plan.tokens * plan.width):.4f} bytes per element"
-            )
-
-    options.run(command)
+    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    module = options.module_of(values["task"], "preparation", "prepare")
+    places = Options(savedir_base, data_path=data_path, cache_dir=cache_dir).places
+    if data_path is not None and out.resolve() == data_path.resolve():
+        raise ConfigError(f"--out {out}: is --data_path itself. Name another folder.")
+    distributed.init()
+    wanted = module.Wanted(out, _by_name(source), hotpotqa_shuffles, batch_tokens, shard_tokens)
+    cfg = tasks.parse(values)
+    lock = FileLock(out.with_name(f".{out.name}.lock"), timeout=0)  # a killed process lets go of it
+    on_main(lambda: _claim(out, lock))
+    on_main(lambda: module.write_rows(cfg, places, wanted))
+    made = module.write_states(cfg, places, wanted)
+    if distributed.is_main():
+        size, plan = made.bytes_on_disk, made.plan
+        rows = ", ".join(f"{count} {split}" for split, count in made.rows.items())
+        typer.echo(
+            f"{made.folder}: {plan.count} distinct contexts of {made.met} in {rows} rows, "
+            f"{plan.tokens} tokens, "
+            f"{gib(size)}, {size / (plan.tokens * plan.width):.4f} bytes per element"
+        )
 
 
 def _claim(out: Path, lock: FileLock) -> None:
@@ -101,7 +97,7 @@ def _claim(out: Path, lock: FileLock) -> None:
     try:
         lock.acquire()
     except Timeout:
-        raise options.bad(
+        raise ConfigError(
             f"--out {out}: another process is preparing it. Wait for it, or name another."
         ) from None
 
@@ -110,7 +106,7 @@ def _by_name(given: list[str] | None) -> dict[str, str]:
     pairs = [text.partition("=") for text in given or ()]
     wrong = [name for name, _, place in pairs if not place]
     if wrong:
-        raise options.bad(
+        raise ConfigError(
             f"--source {wrong[0]}: want NAME=FOLDER_OR_HUB_ID, such as squad_v2=rajpurkar/squad_v2."
         )
     return {name: place for name, _, place in pairs}

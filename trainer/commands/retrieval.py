@@ -19,6 +19,7 @@ from trainer.commands.options import (
     SavedirBase,
     Steps,
 )
+from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
@@ -52,6 +53,7 @@ At = Annotated[
 ]
 
 
+@options.guarded
 def encode(
     savedir_base: SavedirBase,
     source: Annotated[
@@ -83,51 +85,46 @@ def encode(
     """Write the vectors of a corpus or of questions; under torchrun, a shard at a time on every
     rank.
     """
+    from trainer.evaluation.run import Question, opened
+    from trainer.retrieval import embeddings
+    from trainer.runtime import distributed
+    from trainer.runtime.distributed import on_main
+    from trainer.training.options import Options
 
-    def command() -> None:
-        from trainer.evaluation.run import Question, opened
-        from trainer.retrieval import embeddings
-        from trainer.runtime import distributed
-        from trainer.runtime.distributed import on_main
-        from trainer.training.options import Options
-
-        _check_words(side, dtype, precision)
-        values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
-        distributed.init()
-        given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir)
-        task, retriever, folder = opened(Question(values, model=model), given)
-        maker = _embeds(task, values)
-        _check_split(side, split)
-        weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
-        texts, count = on_main(lambda: embeddings.digest_of(_rows(source, side, split)))
-        rows = shard_rows or embeddings.shard_rows(count, distributed.world())
-        plan: dict[str, Any] = {"side": side, "dtype": dtype, "count": count, "shard_rows": rows}
-        done = embeddings.write(
-            out,
-            lambda: _rows(source, side, split),
-            embeddings.encoder_of(
-                maker,
-                retriever,
-                side="query" if side == "query" else "passage",
-                batch=batch or 64,
-                precision="bf16" if precision == "bf16" else "fp32",
-            ),
-            plan=embeddings.EmbeddingsPlan(model=weights, texts=texts, **plan),
+    _check_words(side, dtype, precision)
+    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    distributed.init()
+    given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir)
+    task, retriever, folder = opened(Question(values, model=model), given)
+    maker = _embeds(task, values)
+    _check_split(side, split)
+    weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))
+    texts, count = on_main(lambda: embeddings.digest_of(_rows(source, side, split)))
+    rows = shard_rows or embeddings.shard_rows(count, distributed.world())
+    plan: dict[str, Any] = {"side": side, "dtype": dtype, "count": count, "shard_rows": rows}
+    done = embeddings.write(
+        out,
+        lambda: _rows(source, side, split),
+        embeddings.encoder_of(
+            maker,
+            retriever,
+            side="query" if side == "query" else "passage",
+            batch=batch or 64,
+            precision="bf16" if precision == "bf16" else "fp32",
+        ),
+        plan=embeddings.EmbeddingsPlan(model=weights, texts=texts, **plan),
+    )
+    if distributed.is_main():
+        typer.echo(
+            f"{out}: {done.plan.count} vectors of {done.dim} numbers, {len(done.shards)} shard(s)"
         )
-        if distributed.is_main():
-            typer.echo(
-                f"{out}: {done.plan.count} vectors of {done.dim} numbers, {len(done.shards)} "
-                "shard(s)"
-            )
-
-    options.run(command)
 
 
 def _embeds(task: object, values: dict[str, Any]) -> Embeds:
     from trainer.tasks.abilities import Embeds
 
     if not isinstance(task, Embeds):
-        raise options.bad(
+        raise ConfigError(
             f"task {values['task']!r} makes no vectors. Name an experiment of a retriever."
         )
     return task
@@ -140,9 +137,10 @@ def _check_words(side: str, dtype: str, precision: str) -> None:
         ("precision", precision, ("fp32", "bf16")),
     ):
         if value not in legal:
-            raise options.bad(f"--{name} {value}: want {' or '.join(legal)}.")
+            raise ConfigError(f"--{name} {value}: want {' or '.join(legal)}.")
 
 
+@options.guarded
 def search(
     queries: Annotated[
         Path, typer.Option("--queries", help="A folder of vectors that encode wrote.")
@@ -166,42 +164,37 @@ def search(
     """Find the best passages of every question: exactly, by dot product, on a GPU where there is
     one.
     """
+    import numpy as np
 
-    def command() -> None:
-        import numpy as np
+    from trainer.retrieval import embeddings, runs
+    from trainer.retrieval import exact_search as searching
+    from trainer.runtime import distributed
 
-        from trainer.retrieval import embeddings, runs
-        from trainer.retrieval import exact_search as searching
-        from trainer.runtime import distributed
-
-        _check_run(run_format, out)
-        distributed.init()
-        asked, corpora = embeddings.read(queries), [embeddings.read(folder) for folder in passages]
-        _check_vectors(asked, corpora)
-        for found in (asked, *corpora) if verify else ():
-            embeddings.verify(found)
-        query_vectors = np.concatenate(
-            [np.asarray(shard, dtype=np.float32) for shard in asked.vectors]
-        )
-        shards = [shard for corpus in corpora for shard in corpus.vectors]
-        wanted = depth + remove_query
-        if faiss is None:
-            hits = searching.search(query_vectors, shards, depth=wanted)
-        else:
-            if distributed.world() > 1:
-                raise options.bad(
-                    "--faiss searches on one device: start it with python, not with torchrun."
-                )
-            hits = searching.faiss_search(query_vectors, shards, depth=wanted, index=faiss)
-        if distributed.is_main():
-            ids = [name for corpus in corpora for name in corpus.ids]
-            cut = {"is_without_query": remove_query, "depth": depth}
-            found = runs.run_of(asked.ids, ids, rows=hits.rows, scores=hits.scores, **cut)
-            _write_run(out, found, run_format, tag)
-
-    options.run(command)
+    _check_run(run_format, out)
+    distributed.init()
+    asked, corpora = embeddings.read(queries), [embeddings.read(folder) for folder in passages]
+    _check_vectors(asked, corpora)
+    for found in (asked, *corpora) if verify else ():
+        embeddings.verify(found)
+    query_vectors = np.concatenate([np.asarray(shard, dtype=np.float32) for shard in asked.vectors])
+    shards = [shard for corpus in corpora for shard in corpus.vectors]
+    wanted = depth + remove_query
+    if faiss is None:
+        hits = searching.search(query_vectors, shards, depth=wanted)
+    else:
+        if distributed.world() > 1:
+            raise ConfigError(
+                "--faiss searches on one device: start it with python, not with torchrun."
+            )
+        hits = searching.faiss_search(query_vectors, shards, depth=wanted, index=faiss)
+    if distributed.is_main():
+        ids = [name for corpus in corpora for name in corpus.ids]
+        cut = {"is_without_query": remove_query, "depth": depth}
+        found = runs.run_of(asked.ids, ids, rows=hits.rows, scores=hits.scores, **cut)
+        _write_run(out, found, run_format, tag)
 
 
+@options.guarded
 def bm25(
     queries: QueriesFile,
     passages: PassagesFile,
@@ -213,24 +206,21 @@ def bm25(
     """Find passages by their words (BM25), to compare with or to mine from; needs the extra
     bm25.
     """
+    from trainer.data.readers import passages as corpora
+    from trainer.data.readers.questions import queries as read_queries
+    from trainer.retrieval import negatives
 
-    def command() -> None:
-        from trainer.data.readers import passages as corpora
-        from trainer.data.readers.questions import queries as read_queries
-        from trainer.retrieval import negatives
-
-        _check_run(run_format, out)
-        asked = list(read_queries(queries, split))
-        _write_run(
-            out,
-            negatives.bm25(asked, corpora.passages(passages), depth=depth),
-            run_format,
-            "bm25",
-        )
-
-    options.run(command)
+    _check_run(run_format, out)
+    asked = list(read_queries(queries, split))
+    _write_run(
+        out,
+        negatives.bm25(asked, corpora.passages(passages), depth=depth),
+        run_format,
+        "bm25",
+    )
 
 
+@options.guarded
 def judge(
     run: Annotated[Path | None, typer.Option("--run", help="The run file; see mine.")] = None,
     qrels: QrelsFile = None,
@@ -261,31 +251,28 @@ def judge(
     """Measure a run: recall, MRR, nDCG and MAP as trec_eval defines them, and DPR's answer
     recall.
     """
+    from trainer.data.readers.rankings import read_run
+    from trainer.retrieval import runs
+    from trainer.retrieval.judging import judged_run
 
-    def command() -> None:
-        from trainer.data.readers.rankings import read_run
-        from trainer.retrieval import runs
-        from trainer.retrieval.judging import judged_run
-
-        if (run is None) == (scored is None):
-            raise options.bad("give --run or --scored, one of them.")
-        if run is None:
-            found = _agreement(scored or Path(), at or [1, 2, 5])
-        else:
-            asked = _queries(queries, split)
-            kept = set(only.read_text(encoding="utf-8").split()) if only is not None else None
-            read = read_run(run)
-            if remove_query:
-                read = runs.without_query(read)
-            found = judged_run(
-                read, asked, qrels, passages=passages, only=kept, at=at or [1, 5, 10, 20, 100]
-            )
-        for name, value in found.items():
-            typer.echo(f"{name} {value:.6f}")
-
-    options.run(command)
+    if (run is None) == (scored is None):
+        raise ConfigError("give --run or --scored, one of them.")
+    if run is None:
+        found = _agreement(scored or Path(), at or [1, 2, 5])
+    else:
+        asked = _queries(queries, split)
+        kept = set(only.read_text(encoding="utf-8").split()) if only is not None else None
+        read = read_run(run)
+        if remove_query:
+            read = runs.without_query(read)
+        found = judged_run(
+            read, asked, qrels, passages=passages, only=kept, at=at or [1, 5, 10, 20, 100]
+        )
+    for name, value in found.items():
+        typer.echo(f"{name} {value:.6f}")
 
 
+@options.guarded
 def mine(
     run: RunFile,
     queries: QueriesFile,
@@ -310,26 +297,21 @@ def mine(
     ] = False,
 ) -> None:
     """Write a new training file: hard negatives are what a run ranks high and is not relevant."""
+    from trainer.data.readers import passages as corpora
+    from trainer.data.readers.questions import queries as read_queries
+    from trainer.data.readers.rankings import read_qrels, read_run
+    from trainer.retrieval import negatives
 
-    def command() -> None:
-        from trainer.data.readers import passages as corpora
-        from trainer.data.readers.questions import queries as read_queries
-        from trainer.data.readers.rankings import read_qrels, read_run
-        from trainer.retrieval import negatives
-
-        window = negatives.RankRange(count, first, last, seed, keep_answers)
-        asked, found = list(read_queries(queries, split)), read_run(run)
-        positives = negatives.positives_of(asked, None if qrels is None else read_qrels(qrels))
-        needed = {
-            hit.passage for query in asked for hit in found.get(query.id, [])[first - 1 : last]
-        }
-        texts = corpora.chosen_passages(passages, needed.union(*positives.values()))
-        rows = negatives.training_rows(found, asked, texts, positives=positives, window=window)
-        typer.echo(f"{out}: {negatives.write_rows(out, rows)} of {len(asked)} questions")
-
-    options.run(command)
+    window = negatives.RankRange(count, first, last, seed, keep_answers)
+    asked, found = list(read_queries(queries, split)), read_run(run)
+    positives = negatives.positives_of(asked, None if qrels is None else read_qrels(qrels))
+    needed = {hit.passage for query in asked for hit in found.get(query.id, [])[first - 1 : last]}
+    texts = corpora.chosen_passages(passages, needed.union(*positives.values()))
+    rows = negatives.training_rows(found, asked, texts, positives=positives, window=window)
+    typer.echo(f"{out}: {negatives.write_rows(out, rows)} of {len(asked)} questions")
 
 
+@options.guarded
 def contexts(
     run: RunFile,
     queries: QueriesFile,
@@ -344,25 +326,21 @@ def contexts(
     """Write what a reader reads: every question with its answers and the passages that a
     run found.
     """
+    from trainer.data.readers import passages as corpora
+    from trainer.data.readers.questions import queries as read_queries
+    from trainer.data.readers.rankings import read_run
+    from trainer.retrieval import negatives
 
-    def command() -> None:
-        from trainer.data.readers import passages as corpora
-        from trainer.data.readers.questions import queries as read_queries
-        from trainer.data.readers.rankings import read_run
-        from trainer.retrieval import negatives
-
-        asked, found = list(read_queries(queries, split)), read_run(run)
-        needed = {hit.passage for query in asked for hit in found.get(query.id, [])[:depth]}
-        texts = corpora.chosen_passages(passages, needed)
-        count = negatives.write_rows(out, negatives.reader_rows(found, asked, texts, depth=depth))
-        typer.echo(f"{out}: {count} questions")
-
-    options.run(command)
+    asked, found = list(read_queries(queries, split)), read_run(run)
+    needed = {hit.passage for query in asked for hit in found.get(query.id, [])[:depth]}
+    texts = corpora.chosen_passages(passages, needed)
+    count = negatives.write_rows(out, negatives.reader_rows(found, asked, texts, depth=depth))
+    typer.echo(f"{out}: {count} questions")
 
 
 def _check_split(side: str, split: str | None) -> None:
     if side == "passage" and split is not None:
-        raise options.bad("--split is for questions; a corpus is encoded whole. Leave it out.")
+        raise ConfigError("--split is for questions; a corpus is encoded whole. Leave it out.")
 
 
 def _rows(source: Path, side: str, split: str | None) -> Any:
@@ -378,9 +356,9 @@ def _check_run(run_format: str, out: Path) -> None:
     from trainer.retrieval.runs import RunFormat
 
     if run_format not in get_args(RunFormat):
-        raise options.bad(f"--format {run_format}: want {', '.join(get_args(RunFormat))}.")
+        raise ConfigError(f"--format {run_format}: want {', '.join(get_args(RunFormat))}.")
     if not out.parent.is_dir():
-        raise options.bad(f"{out}: its folder does not exist. Make it, or write elsewhere.")
+        raise ConfigError(f"{out}: its folder does not exist. Make it, or write elsewhere.")
 
 
 def _write_run(out: Path, found: Run, run_format: Any, tag: str) -> None:
@@ -393,11 +371,11 @@ def _write_run(out: Path, found: Run, run_format: Any, tag: str) -> None:
 def _check_vectors(queries: Embeddings, corpora: list[Embeddings]) -> None:
     for found, side in ((queries, "query"), *((corpus, "passage") for corpus in corpora)):
         if found.plan.side != side:
-            raise options.bad(
+            raise ConfigError(
                 f"{found.folder} holds vectors of side {found.plan.side}, want {side}."
             )
         if found.plan.model != queries.plan.model:
-            raise options.bad(
+            raise ConfigError(
                 f"{found.folder} and {queries.folder} are of different models: encode both by one."
             )
 

@@ -23,6 +23,7 @@ Root = Annotated[
 ]
 
 
+@options.guarded
 def stats(
     exp_group: ExpGroup = None,
     exp_id: ExpId = None,
@@ -37,28 +38,24 @@ def stats(
     """Lengths, what limits cut off, padding, duplicates and three decoded rows: a table,
     stats.json, stats.png.
     """
+    from trainer import tasks
+    from trainer.files.atomic import refusals, write_json
+    from trainer.statistics import picture, table
+    from trainer.statistics.report import report
+    from trainer.tasks.protocol import Places
 
-    def command() -> None:
-        from trainer import tasks
-        from trainer.files.atomic import refusals, write_json
-        from trainer.statistics import picture, table
-        from trainer.statistics.report import report
-        from trainer.tasks.protocol import Places
-
-        values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
-        cfg = tasks.parse(values)
-        task = tasks.load(cfg, Places(data_path, cache_dir, savedir_base))
-        names = [name.strip() for name in splits.split(",") if name.strip()]
-        found = {
-            "experiment": options.id_of(values),
-            **report(cfg, task, names, cache_dir=cache_dir),
-        }
-        folder = out or cache_dir / "stats" / options.id_of(values)
-        with refusals(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / "stats.json", found, is_durable=False)
-        picture.draw(folder / "stats.png", found)
-        typer.echo(table.text(found, is_coloured=sys.stdout.isatty()))
-        typer.echo(f"wrote {folder / 'stats.json'} and {folder / 'stats.png'}")
-
-    options.run(command)
+    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    cfg = tasks.parse(values)
+    task = tasks.load(cfg, Places(data_path, cache_dir, savedir_base))
+    names = [name.strip() for name in splits.split(",") if name.strip()]
+    found = {
+        "experiment": options.id_of(values),
+        **report(cfg, task, names, cache_dir=cache_dir),
+    }
+    folder = out or cache_dir / "stats" / options.id_of(values)
+    with refusals(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "stats.json", found, is_durable=False)
+    picture.draw(folder / "stats.png", found)
+    typer.echo(table.text(found, is_coloured=sys.stdout.isatty()))
+    typer.echo(f"wrote {folder / 'stats.json'} and {folder / 'stats.png'}")

@@ -24,6 +24,7 @@ from trainer.commands.options import (
     Split,
     Steps,
 )
+from trainer.errors import ConfigError
 
 Declarer = Annotated[
     str, typer.Option("--declarer", help="original, or rules: more by rule before the converter.")
@@ -34,6 +35,7 @@ Variant = Annotated[
 ]
 
 
+@options.guarded
 def convert(
     dataset: Annotated[
         str, typer.Argument(metavar="DATASET", help="copa, qasc, ...; unifiedqa: its TSV files.")
@@ -66,31 +68,28 @@ def convert(
     """Make statement groups for the plausibility verifier out of publishers' question-answering
     data.
     """
+    from trainer.tasks.vera.conversion import convert as conversion
 
-    def command() -> None:
-        from trainer.tasks.vera.conversion import convert as conversion
+    model = None
+    if converter is not None:
+        from trainer.tasks.vera.conversion.neural import QuestionConverter
 
-        model = None
-        if converter is not None:
-            from trainer.tasks.vera.conversion.neural import QuestionConverter
-
-            model = QuestionConverter(converter, cache_dir=cache_dir, batch=batch)
-        asked = conversion.Conversion(
-            dataset,
-            raw,
-            out,
-            split=split,
-            task=task,
-            variants=conversion.named_values(variant or []),
-            declarer=conversion.known_declarer(declarer),
-            is_strict=strict,
-        )
-        for report in conversion.convert(asked, model):
-            typer.echo("\n".join(report.lines()))
-
-    options.run(command)
+        model = QuestionConverter(converter, cache_dir=cache_dir, batch=batch)
+    asked = conversion.Conversion(
+        dataset,
+        raw,
+        out,
+        split=split,
+        task=task,
+        variants=conversion.named_values(variant or []),
+        declarer=conversion.known_declarer(declarer),
+        is_strict=strict,
+    )
+    for report in conversion.convert(asked, model):
+        typer.echo("\n".join(report.lines()))
 
 
+@options.guarded
 def calibrate(
     savedir_base: SavedirBase,
     exp_group: ExpGroup = None,
@@ -107,35 +106,32 @@ def calibrate(
     ] = "ece",
 ) -> None:
     """Fit the temperature of a trained verifier on a split, and store it with the model."""
+    from trainer.evaluation.run import Question, model_folder, pooled
+    from trainer.runtime import distributed
+    from trainer.runtime.distributed import on_main
+    from trainer.training.options import Options
 
-    def command() -> None:
-        from trainer.evaluation.run import Question, model_folder, pooled
-        from trainer.runtime import distributed
-        from trainer.runtime.distributed import on_main
-        from trainer.training.options import Options
+    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    use = options.module_of(values["task"], "use", "calibrate or score")
+    if objective not in ("ece", "nll"):
+        raise ConfigError(f"--objective {objective}: no such objective. Use ece or nll.")
+    distributed.init()
+    given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir)
+    asked = Question(values, model=model, split=split, batch=batch)
+    table, folder = pooled(asked, given, use.POOL), model_folder(asked, given)
+    report = savedir_base / options.id_of(values) / f"calibration-{folder.name}"
 
-        values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
-        use = options.module_of(values["task"], "use", "calibrate or score")
-        if objective not in ("ece", "nll"):
-            raise options.bad(f"--objective {objective}: no such objective. Use ece or nll.")
-        distributed.init()
-        given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir)
-        asked = Question(values, model=model, split=split, batch=batch)
-        table, folder = pooled(asked, given, use.POOL), model_folder(asked, given)
-        report = savedir_base / options.id_of(values) / f"calibration-{folder.name}"
+    def store() -> dict[str, Any]:
+        return asdict(
+            use.calibrate_model(folder, table, split=split, objective=objective, report=report)
+        )
 
-        def store() -> dict[str, Any]:
-            return asdict(
-                use.calibrate_model(folder, table, split=split, objective=objective, report=report)
-            )
-
-        for name, value in on_main(store).items():
-            if distributed.is_main():
-                typer.echo(f"{name} {value:.6f}" if isinstance(value, float) else f"{name} {value}")
-
-    options.run(command)
+    for name, value in on_main(store).items():
+        if distributed.is_main():
+            typer.echo(f"{name} {value:.6f}" if isinstance(value, float) else f"{name} {value}")
 
 
+@options.guarded
 def score(
     savedir_base: SavedirBase,
     exp_group: ExpGroup = None,
@@ -150,26 +146,22 @@ def score(
     ] = None,
 ) -> None:
     """Write how plausible each statement is, 0 to 1, a tab, and the statement."""
+    from trainer.evaluation.run import Question, opened
+    from trainer.training.options import Options
 
-    def command() -> None:
-        from trainer.evaluation.run import Question, opened
-        from trainer.training.options import Options
-
-        for handler in logging.getLogger().handlers:
-            handler.setStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue] (standard output is for scores)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise options.bad("score runs on one device: start it with python, not with torchrun.")
-        values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
-        use = options.module_of(values["task"], "use", "calibrate or score")
-        lines = (source.read_text(encoding="utf-8") if source else sys.stdin.read()).splitlines()
-        statements = [line.strip() for line in lines if line.strip()]
-        task, verifier, folder = opened(
-            Question(values, model=model),
-            Options(savedir_base, data_path=data_path, cache_dir=cache_dir),
-        )
-        for text, plausibility in zip(
-            statements, use.plausibilities(task, verifier, statements, folder=folder), strict=True
-        ):
-            typer.echo(f"{plausibility:.6f}\t{text}")
-
-    options.run(command)
+    for handler in logging.getLogger().handlers:
+        handler.setStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue] (standard output is for scores)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("score runs on one device: start it with python, not with torchrun.")
+    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    use = options.module_of(values["task"], "use", "calibrate or score")
+    lines = (source.read_text(encoding="utf-8") if source else sys.stdin.read()).splitlines()
+    statements = [line.strip() for line in lines if line.strip()]
+    task, verifier, folder = opened(
+        Question(values, model=model),
+        Options(savedir_base, data_path=data_path, cache_dir=cache_dir),
+    )
+    for text, plausibility in zip(
+        statements, use.plausibilities(task, verifier, statements, folder=folder), strict=True
+    ):
+        typer.echo(f"{plausibility:.6f}\t{text}")

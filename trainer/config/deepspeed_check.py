@@ -1,6 +1,4 @@
-"""Names, types and ranges of a DeepSpeed file, checked before anything is settled. Imports no
-deepspeed.
-"""
+"""Names, types and ranges of a DeepSpeed file, checked beforehand. Imports no deepspeed."""
 
 from __future__ import annotations
 
@@ -20,9 +18,8 @@ AUTO = "auto"
 # own.
 OPTIM_KEYS = ("lr", "betas", "eps", "weight_decay")
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-FROM_HIDDEN_SIZE: dict[
-    str, Callable[[int], int]
-] = {  # the formulas of transformers/integrations/deepspeed.py
+# the formulas of transformers/integrations/deepspeed.py
+FROM_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda width: width * width,
     "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
     "stage3_param_persistence_threshold": lambda width: 10 * width,
@@ -49,9 +46,7 @@ _KINDS = {
 
 
 def mistakes(preset: Config) -> list[str]:
-    """Everything that is wrong with a file by itself, a sentence for each; empty when
-    nothing is.
-    """
+    """All that is wrong with a file by itself, a sentence for each; empty when nothing is."""
     return [*_mistakes(preset, ""), *_numbers(preset)]
 
 
@@ -105,9 +100,7 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 def _numbers(config: Config) -> Iterator[str]:
-    """Ranges that DeepSpeed does not check: it trains with 1.5 accumulation steps, and without
-    clipping at -1.
-    """
+    """Ranges that DeepSpeed does not check: it trains with 1.5 accumulation steps."""
     for key in BATCH_KEYS:
         value = config.get(key, AUTO)
         if value != AUTO and _fits(value, "i") and (type(value) is not int or value < 1):

@@ -54,8 +54,7 @@ def read(name_or_path: str) -> Config:
         hint = "" if is_path else f" {nearest(name_or_path, names)}"
         raise ConfigError(
             f"deepspeed={name_or_path!r}: there is no file {path}.{hint} Use one of "
-            f"{', '.join(names)}, "
-            "or the path of a JSON file."
+            f"{', '.join(names)}, or the path of a JSON file."
         )
     try:
         values = json.loads(path.read_text(), object_pairs_hook=_unique, parse_constant=_finite)
@@ -123,9 +122,7 @@ def _refuse(source: str, problems: list[str]) -> None:
 
 
 def _settle(config: Config, path: str, value: Any, origin: str) -> list[str]:
-    """Writes `value` at `path` where the file says "auto" or nothing; otherwise the two
-    must agree.
-    """
+    """Writes `value` at `path` if the file says "auto" or nothing; otherwise both must agree."""
     *blocks, key = path.split(".")
     block = config
     for name in blocks:
@@ -249,9 +246,8 @@ def _stage(config: Config) -> list[str]:
     if zero.get("overlap_comm") and zero["stage"] < 2:
         problems.append(
             f"zero_optimization.overlap_comm=true needs stage 2 or 3, got stage={zero['stage']}: "
-            "the loop decides "
-            "where a window ends, and then DeepSpeed reduces in step() below stage 2. Delete the "
-            "key."
+            "the loop decides where a window ends, and then DeepSpeed reduces in step() below "
+            "stage 2. Delete the key."
         )
     if config["fp16"].get("enabled") is True and zero["stage"] == 0:
         # deepspeed 0.19.8, engine.backward: only a ZeROOptimizer scales the loss, and stage 0 in
@@ -276,11 +272,10 @@ def _whole_weights(config: Config, optim: Optim) -> list[str]:
     if optim.name != "adafactor" or stage == 0:
         return []
     return [
-        f"optim.name='adafactor' needs ZeRO stage 0, got stage={stage}: from stage 1 on "
-        "DeepSpeed lays all weights "
-        "into one flat vector per rank, where Adafactor factors nothing (as much memory as a "
-        "moment of AdamW) and "
-        "scales its steps by the whole vector. Use --deepspeed zero0, or optim.name='adamw'."
+        f"optim.name='adafactor' needs ZeRO stage 0, got stage={stage}: from stage 1 on DeepSpeed "
+        "lays all weights into one flat vector per rank, where Adafactor factors nothing (as much "
+        "memory as a moment of AdamW) and scales its steps by the whole vector. Use --deepspeed "
+        "zero0, or optim.name='adamw'."
     ]
 
 
@@ -377,9 +372,7 @@ def precision(config: Config) -> str:
 
 
 def offload_device(config: Config, key: Literal["offload_param", "offload_optimizer"]) -> str:
-    """Where a dictionary from `build` keeps the weights or the optimizer's states: "none", "cpu" or
-    "nvme".
-    """
+    """Where a dictionary keeps the weights or the optimizer's states: "none", "cpu" or "nvme"."""
     block: Config = config["zero_optimization"].get(key) or {}
     return block.get("device", "none")
 

@@ -75,9 +75,7 @@ def chosen(known: dict[str, list[Values]], group: str, steps: int | None) -> lis
 
 
 def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
-    """The experiments with `steps` written in, also where one names an earlier one of them as its
-    base.
-    """
+    """The experiments with `steps` written in, also into those that others name as their base."""
     if steps is None:
         return experiments
     changed: dict[str, Values] = {}  # by the id that each had before
@@ -134,9 +132,8 @@ def _group_mistakes(group: Any, experiments: Any) -> list[str]:
             f"is {userfile.kind(experiments)}. Want a list of experiments, or a dictionary whose "
             "lists are axes."
         ]
-    if (
-        not experiments
-    ):  # haven's cartesian_exp_group returns one for a hyper-parameter without values
+    # haven's cartesian_exp_group returns one for a hyper-parameter without values
+    if not experiments:
         return [
             "is an empty list. Want at least one experiment: does a hyper-parameter of the "
             "product have no values?"

@@ -10,16 +10,12 @@ from trainer.errors import ConfigError
 
 
 def canonical_json(values: dict[str, Any]) -> str:
-    """`values` as sorted, compact JSON: the text that the sha256 digest of an experiment is taken
-    of.
-    """
+    """`values` as sorted, compact JSON: the text of which its sha256 digest is taken."""
     return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def digest(values: dict[str, Any]) -> str:
-    """sha256 of the canonical JSON, 64 hex characters. Unlike exp_id it cannot collide by
-    concatenation.
-    """
+    """sha256 of the canonical JSON, 64 hex digits. Unlike exp_id it cannot collide by joining."""
     return hashlib.sha256(canonical_json(values).encode()).hexdigest()
 
 
@@ -38,9 +34,8 @@ def exp_id(values: dict[str, Any]) -> str:
         raise ConfigError(
             "experiment dictionary changes when written as JSON (a key that is not a string?)."
         )
-    return _haven_hash(
-        copied
-    )  # plain JSON types: str(numpy.float64) inside a list depends on the numpy version
+    # plain JSON types: str(numpy.float64) inside a list depends on the numpy version
+    return _haven_hash(copied)
 
 
 def _haven_hash(values: dict[str, Any]) -> str:

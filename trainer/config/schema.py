@@ -1,6 +1,4 @@
-"""The blocks that every experiment dictionary has, and the id of an experiment. Imports no
-torch.
-"""
+"""The blocks that every experiment dictionary has. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,15 +34,13 @@ class Optim(Strict):
     """
 
     name: Literal["adamw", "adafactor"] = "adamw"
-    lr: Annotated[
-        float, Field(gt=0)
-    ]  # Adafactor: of a step relative to its weights, at most 1/sqrt(step)
+    # Adafactor: of a step relative to its weights, at most 1/sqrt(step)
+    lr: Annotated[float, Field(gt=0)]
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # AdamW only
     eps: Annotated[float, Field(gt=0)] = 1e-8  # AdamW only
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    decay: Literal["matrices", "all"] = (
-        "matrices"  # matrices: never biases, norms or other 1-D parameters
-    )
+    # matrices: never biases, norms or other 1-D parameters
+    decay: Literal["matrices", "all"] = "matrices"
     clip: Annotated[float, Field(ge=0)] = 1.0  # global gradient norm; 0.0 switches clipping off
 
     @model_validator(mode="after")
@@ -96,33 +92,27 @@ class Train(Strict):
     steps: Positive
     global_batch: Positive  # rows per optimizer step, over all devices
     micro_batch: MicroBatch  # rows per device and forward; with micro_tokens: at most
-    micro_tokens: Positive | None = (
-        None  # tokens, pads included, per device and forward; a longer row goes alone
-    )
-    bucket_steps: Positive = (
-        1  # rows of so many steps are sorted by length and cut into steps of like rows
-    )
-    eval_batch: Positive | None = (
-        None  # rows per device and forward in evaluation; default micro_batch
-    )
+    # tokens, pads included, per device and forward; a longer row goes alone
+    micro_tokens: Positive | None = None
+    # rows of so many steps are sorted by length and cut into steps of like rows
+    bucket_steps: Positive = 1
+    # rows per device and forward in evaluation; default micro_batch
+    eval_batch: Positive | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     gradient_checkpointing: bool = False
     seed: Annotated[int, Field(ge=0)] = 42
-    order: Literal["shuffled", "as_given"] = (
-        "shuffled"  # of the rows: anew in every epoch, or as the task gives them
-    )
+    # of the rows: anew in every epoch, or as the task gives them
+    order: Literal["shuffled", "as_given"] = "shuffled"
     log_every: Positive | None = None  # steps; None: the flag --log_every
     eval_every: Positive | None = None
     save_every: Positive | None = None
-    answers: Positive | Literal["all"] | None = (
-        None  # validation rows answered by generation; None: --do_extra_evals
-    )
+    # validation rows answered by generation; None: --do_extra_evals
+    answers: Positive | Literal["all"] | None = None
     keep_last: Positive = 2  # checkpoints; the best one is kept besides
     best: str | None = "valid/loss"  # the metric that chooses best/
     best_is: Literal["min", "max"] = "min"
-    max_lost_labels: Fraction = (
-        0.05  # share of a split's label tokens that limits may cut off; more is refused
-    )
+    # share of a split's label tokens that limits may cut off; more is refused
+    max_lost_labels: Fraction = 0.05
 
     @model_validator(mode="after")
     def _a_given_order_is_kept(self) -> Train:
@@ -187,9 +177,8 @@ class Experiment(Strict):
 
     task: str
     base: Base
-    tokenizer: Tokenizer | None = (
-        None  # a folder (also below --data_path) or a Hub id; None: the base's
-    )
+    # a folder (also below --data_path) or a Hub id; None: the base's
+    tokenizer: Tokenizer | None = None
     train: Train
     optim: Optim
     schedule: Schedule = Schedule()

@@ -1,6 +1,4 @@
-"""Python files of the user, executed for what they define (EXP_GROUPS, JOB_CONFIGS). Imports no
-torch.
-"""
+"""The user's Python files, run for what they define (EXP_GROUPS, JOB_CONFIGS). Imports no torch."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
 
 
 def _line(error: BaseException, path: Path) -> int:
-    """The line of `path` that the error came from: of its own text, or the last of its frames that
-    lies in the file.
-    """
+    """The line of `path` that the error came from: of its text, or of its last frame there."""
     if isinstance(error, SyntaxError) and error.lineno and error.filename in (None, str(path)):
         return error.lineno
     frames = traceback.extract_tb(error.__traceback__)

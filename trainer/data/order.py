@@ -47,12 +47,10 @@ class Sharding:
     micro_batch: int  # rows per rank and forward; with micro_tokens: at most
     world: int
     rank: int
-    micro_tokens: int | None = (
-        None  # tokens, pads included, per rank and forward, at most; a longer row goes alone
-    )
-    bucket_steps: int = (
-        1  # rows of so many steps are sorted by length before they are cut into steps
-    )
+    # tokens, pads included, per rank and forward, at most; a longer row goes alone
+    micro_tokens: int | None = None
+    # rows of so many steps are sorted by length before they are cut into steps
+    bucket_steps: int = 1
 
     def __post_init__(self) -> None:
         least = min(
@@ -69,9 +67,8 @@ class Sharding:
             below = max(1, self.global_batch // together) * together
             raise ConfigError(
                 f"train.global_batch={self.global_batch} is not a multiple of "
-                f"micro_batch={self.micro_batch} x "
-                f"world={self.world} = {together}.\nUse {below} or {below + together}, or "
-                "another micro_batch."
+                f"micro_batch={self.micro_batch} x world={self.world} = {together}.\nUse {below} "
+                f"or {below + together}, or another micro_batch."
             )
 
     @property
@@ -84,9 +81,8 @@ class Sharding:
 class Sizes:
     """How long rows are, and which of them are kept apart."""
 
-    axes_NA: (
-        np.ndarray
-    )  # (rows, axes) int64: each axis is padded to the longest row of a micro-batch
+    # (rows, axes) int64: each axis is padded to the longest row of a micro-batch
+    axes_NA: np.ndarray
     kinds_N: np.ndarray  # (rows,)
     is_packed: bool = False  # micro-batches are streams of real tokens, padded nowhere
 
@@ -124,9 +120,8 @@ class StepBatches:
     """One rank's share of an optimizer step."""
 
     step: int  # 0-based
-    batches: list[
-        Batch
-    ]  # micro-batches, equally many on all ranks, on the CPU, pinned when there is a GPU
+    # micro-batches, equally many on all ranks, on the CPU, pinned when there is a GPU
+    batches: list[Batch]
     rows: list[np.ndarray]  # the row numbers of each micro-batch
     units: Tensor  # () int64 on the CPU: units of all its batches
 
@@ -369,9 +364,8 @@ def _ahead(
     def work() -> None:
         try:
             if device is not None:
-                torch.cuda.set_device(
-                    device
-                )  # per thread: pinning would otherwise open a context on GPU 0
+                # per thread: pinning would otherwise open a context on GPU 0
+                torch.cuda.set_device(device)
             for step in range(start_step, stop_step):
                 if not hand_over(collation.window(step)):
                     return

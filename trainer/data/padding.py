@@ -10,9 +10,7 @@ from torch import Tensor
 
 
 def pad_right(sequences: Sequence[Any], pad: int) -> tuple[Tensor, Tensor]:
-    """N sequences of ids -> (N, longest) int64 ids and mask. The mask comes from lengths, never
-    from ids.
-    """
+    """N sequences of ids -> (N, longest) int64 ids and mask. The mask comes from lengths alone."""
     width = max(1, *(len(sequence) for sequence in sequences)) if sequences else 1
     ids = torch.full((len(sequences), width), pad, dtype=torch.int64)
     mask = torch.zeros_like(ids)

@@ -40,9 +40,7 @@ _SENTENCE = re.compile(r"(?<!\be\.g)(?<!\bi\.e)(?<!\betc)(?<!\bvs)[.!?](?=\s|$)"
 
 @dataclass(frozen=True)
 class Docstring:
-    """One docstring: the dotted name of what it documents, and its text with the indentation
-    removed.
-    """
+    """One docstring: the dotted name of what it documents, and its dedented text."""
 
     name: str  # "posixpath.join"
     text: str
@@ -68,8 +66,7 @@ def docstrings() -> tuple[Docstring, ...]:
     if not first_names:
         raise DataError(
             f"Python's standard library at {root} holds no source files (a zipped or stripped "
-            "installation?). "
-            "Use a full Python installation, or another data.source."
+            "installation?). Use a full Python installation, or another data.source."
         )
     return tuple(Docstring(name, text) for text, name in first_names.items())
 
@@ -131,12 +128,10 @@ def _documented(
 ) -> Iterator[Docstring]:
     text = inspect.cleandoc(ast.get_docstring(node, clean=False) or "").strip()
     if text:
-        yield Docstring(
-            name, text.encode(errors="replace").decode()
-        )  # a lone surrogate is no text to a tokenizer
-    if isinstance(
-        node, (ast.Module, ast.ClassDef)
-    ):  # functions inside functions are nobody's documentation
+        # a lone surrogate is no text to a tokenizer
+        yield Docstring(name, text.encode(errors="replace").decode())
+    # functions inside functions are nobody's documentation
+    if isinstance(node, (ast.Module, ast.ClassDef)):
         for child in node.body:
             if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield from _documented(child, f"{name}.{child.name}")
@@ -155,9 +150,7 @@ def _split(split: str) -> list[Docstring]:
 
 
 def is_held_out(name: str, *, per_mille: int) -> bool:
-    """Whether `name` belongs to the held-out share: by its hash alone, so adding rows never moves
-    another row.
-    """
+    """Whether `name` is held out: by its hash alone, so adding rows never moves another row."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % 1000 < per_mille
 
 

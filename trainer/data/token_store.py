@@ -22,7 +22,7 @@ from trainer.errors import DataError
 from trainer.files.build_once import build_once
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Encoded, Row
+    from trainer.tasks.protocol import Encoded, Row, Task
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,7 @@ _REPORT_EVERY_S = 10.0
 
 
 class TokenStore:
-    """The rows of one split: `store[i]` is row i by field, `store.lengths` how long each row is for
-    the device.
-    """
+    """The rows of one split: `store[i]` is row i by field, `store.lengths` the length of each."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,18 +46,14 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """sha256 of the raw rows and the encoding id, 64 hex characters: equal stores hold equal
-        rows.
-        """
+        """sha256 of the raw rows and the encoding id, 64 hex characters: equal for equal rows."""
         return self.meta["digest"]
 
     def __len__(self) -> int:
         return self.meta["rows"]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Row `index` by field, (tokens,) int32 each. Copies: a caller may write to them, the file
-        stays as it is.
-        """
+        """Row `index` by field, (tokens,) int32 each. Copies, which may be written to."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         row = {}
@@ -69,9 +63,7 @@ class TokenStore:
         return row
 
     def summary(self) -> dict[str, Any]:
-        """rows, tokens by field, percentiles of the length and the number of truncated rows, as
-        plain JSON values.
-        """
+        """rows, tokens by field, percentiles of the length and the number of truncated rows."""
         found = np.percentile(self.lengths, _PERCENTILES, method="higher")
         return {
             "rows": len(self),
@@ -81,9 +73,7 @@ class TokenStore:
         }
 
     def lost_labels(self) -> tuple[int, int]:
-        """How many label tokens limits cut off, and of how many; (0, 0) when the task's encoding
-        does not say.
-        """
+        """How many label tokens limits cut off, and of how many; (0, 0) when unknown."""
         lost, of = self.meta.get("lost_labels", (0, 0))  # stores of older versions have none
         return lost, of
 
@@ -96,6 +86,18 @@ class TokenStore:
         no such field.
         """
         return self._ids.get(field, np.zeros(len(self), np.int32))
+
+
+def store_of(task: Task, split: str, cache_dir: Path) -> TokenStore:
+    """The encoded rows of a task's split, from the cache or built (`open_store`)."""
+    return open_store(
+        lambda: task.rows(split),
+        task.encode,
+        encoding_id=task.encoding_id(),
+        split=split,
+        cache_dir=cache_dir,
+        length=task.length,
+    )
 
 
 def open_store(
@@ -135,9 +137,7 @@ def open_store(
 
 
 class _RowHasher:
-    """sha256 over an encoding id and rows in their order; the order of a row's keys does not
-    matter.
-    """
+    """sha256 over an encoding id and rows in their order, whatever the order of a row's keys."""
 
     def __init__(self, encoding_id: str) -> None:
         self._sha = hashlib.sha256(f"{encoding_id}\n".encode())
@@ -162,9 +162,7 @@ def _digest(rows: Iterable[Row], encoding_id: str, split: str) -> str:
 
 
 class _Array:
-    """A one-dimensional .npy file that grows at its end, so that nothing has to be held in
-    memory.
-    """
+    """A one-dimensional .npy file that grows at its end, so that nothing is held in memory."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._file = path.open("wb", buffering=1 << 20)
@@ -178,18 +176,14 @@ class _Array:
         self.size += len(values)
 
     def finish(self) -> None:
-        """Write the true length into the header: numpy pads it, so that the data behind it stays in
-        place.
-        """
+        """Write the true length into the header, which numpy pads: the data stays in place."""
         self._file.seek(0)
         self._write_header()
         assert self._file.tell() == self._data_starts
         self._file.close()
 
     def abandon(self) -> None:
-        """Close without caring for the content: a full disk may refuse even the last flush. Nothing
-        when finished.
-        """
+        """Close, whatever the content: a full disk may refuse even the last flush."""
         try:
             self._file.close()
         except OSError as error:

@@ -107,17 +107,14 @@ def eos_id(tokenizer: PreTrainedTokenizerFast) -> int:
     if end is None:
         raise ConfigError(
             f"tokenizer {tokenizer.name_or_path!r} has no end-of-text token (eos_token), and a "
-            "model that never sees "
-            "one never learns to stop. Set eos_token in its tokenizer_config.json, or use "
-            "another tokenizer."
+            "model that never sees one never learns to stop. Set eos_token in its "
+            "tokenizer_config.json, or use another tokenizer."
         )
     return end
 
 
 def check_fits(tokenizer: PreTrainedTokenizerFast, num_embeddings: int) -> None:
-    """ConfigError when the tokenizer can produce an id that the model's embedding has no
-    row for.
-    """
+    """ConfigError when the tokenizer can produce an id that the embedding has no row for."""
     largest = max(tokenizer.get_vocab().values())
     if largest >= num_embeddings:
         raise ConfigError(
@@ -165,9 +162,7 @@ def _pretrained(source: str, spec: str, *, tried: list[str]) -> PreTrainedTokeni
 
 
 def is_of_foreign_code(error: Exception) -> bool:
-    """Whether transformers refused a folder because it would have to run code that lies there
-    (auto_map).
-    """
+    """Whether transformers refused a folder because it would have to run its code (auto_map)."""
     return "custom code" in str(error)
 
 

@@ -1,6 +1,4 @@
-"""Numbers that merge exactly over batches and ranks: sums with counts, and pooled values; and
-scores of answers.
-"""
+"""Numbers that merge exactly over batches and ranks: sums with counts, pooled values."""
 
 from __future__ import annotations
 
@@ -62,9 +60,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> str:
-    """Lower case, no ASCII punctuation (nothing is put in its place), no articles, single
-    spaces.
-    """
+    """Lower case, no ASCII punctuation (nothing in its place), no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
@@ -88,9 +84,7 @@ def recall(prediction: str, references: Sequence[str]) -> float:
 
 
 def f1(prediction: str, references: Sequence[str]) -> float:
-    """Words in common, twice, over all words of prediction and reference; 1.0 when both are
-    empty.
-    """
+    """Words in common, twice, over all words of prediction and reference; 1.0 if both are empty."""
     return max(
         _share(2 * _shared_words(prediction, reference), f"{prediction} {reference}", 1.0)
         for reference in references
@@ -105,9 +99,7 @@ def recall_em(prediction: str, references: Sequence[str]) -> float:
 def answer_scores(
     predictions: Sequence[str], references: Sequence[Sequence[str]]
 ) -> dict[str, Ratio]:
-    """em, f1, precision, recall, recall_em: the mean over the predictions, each with its own
-    references.
-    """
+    """em, f1, precision, recall, recall_em: the mean over predictions, each with its references."""
     measures = {
         "em": exact_match,
         "f1": f1,

@@ -1,18 +1,15 @@
-"""A trained model over a whole split: answers and their scores, and how much each passage
-was read.
-"""
+"""A trained model over a whole split: answers and their scores, and how passages were read."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +18,12 @@ from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.config.schema import RandomBase
 from trainer.data.order import evaluation_batches
+from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, nearest
 from trainer.evaluation.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.evaluation.scoring import Frozen, answer, evaluate, pool
 from trainer.evaluation.similarity import BERTSCORE_MODEL, check, similarities
-from trainer.files.atomic import refusals
+from trainer.files.atomic import aside, write_json
 from trainer.models import base_model, weight_files
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
@@ -39,10 +37,9 @@ from trainer.tasks.abilities import (
     question_of,
 )
 from trainer.telemetry.wandb_run import tell_wandb
-from trainer.training.options import Options, store_of
+from trainer.training.options import Options
 
 if TYPE_CHECKING:
-    from trainer.data.token_store import TokenStore
     from trainer.tasks.protocol import Row, Task
 
 logger = logging.getLogger(__name__)
@@ -56,9 +53,8 @@ class Question:
     """What is evaluated, and what is written of it."""
 
     values: dict[str, Any]  # the experiment
-    model: str = (
-        "best"  # best or final of its run folder, base, or any folder that the task's export wrote
-    )
+    # best or final of its run folder, base, or any folder that the task's export wrote
+    model: str = "best"
     split: str = "valid"
     limit: int | None = None  # the first rows only
     batch: int | None = None  # rows per device and forward; None: train.eval_batch
@@ -67,14 +63,12 @@ class Question:
     # rows that ask the same of the same context are one question with all their references
     best_answer: bool = False
     cut_at: Sequence[str] = ()  # answers end before the first of these texts
-    another_context: bool = (
-        False  # every row answered under another row's context, to see what reading is worth
-    )
+    # every row answered under another row's context, to see what reading is worth
+    another_context: bool = False
     measures: Sequence[str] = ()  # of trainer.evaluation.similarity, besides the task's own
     bertscore_model: str = BERTSCORE_MODEL
-    passage_scores: Path | None = (
-        None  # .json (a list) or .jsonl to write: the rows with ctxs[].score
-    )
+    # .json (a list) or .jsonl to write: the rows with ctxs[].score
+    passage_scores: Path | None = None
 
 
 def run(asked: Question, options: Options) -> dict[str, float]:
@@ -118,7 +112,7 @@ def run(asked: Question, options: Options) -> dict[str, float]:
                 "scores": found,
             }
             path = asked.predictions.with_suffix(".summary.json")
-            on_main(lambda: _write_summary(path, summary))
+            on_main(lambda: write_json(path, summary, is_durable=False))
     else:
         found = evaluate(model, task, store, batch=batch, num_rows=len(raw))
     if asked.passage_scores is not None and isinstance(task, ScoresPassages):
@@ -165,7 +159,7 @@ class _Rewritten:
 
 
 def _store(task: Task, asked: Question, options: Options) -> Any:
-    store = store_of(task, asked.split, options)
+    store = store_of(task, asked.split, options.cache_dir)
     if not asked.another_context:
         return store
     assert isinstance(task, ReadsContexts), "run() refuses others"
@@ -179,7 +173,7 @@ def pooled(asked: Question, options: Options, name: str) -> Tensor:
     A collective. ConfigError for a task without such a pool.
     """
     task = _task(asked, options)
-    store = store_of(task, asked.split, options)
+    store = store_of(task, asked.split, options.cache_dir)
     model = Frozen(task.exported(model_folder(asked, options)).to(distributed.device()).eval())
     found = pool(model, task, store, name=name, batch=_batch(asked))
     if found is None:
@@ -188,9 +182,7 @@ def pooled(asked: Question, options: Options, name: str) -> Tensor:
 
 
 def opened(asked: Question, options: Options) -> tuple[Task, nn.Module, Path]:
-    """The task of an experiment, its trained model on this rank's device in evaluation mode, and
-    the model's folder.
-    """
+    """An experiment's task, its trained model, in evaluation mode on the device, and its folder."""
     task, folder = _task(asked, options), model_folder(asked, options)
     return task, task.exported(folder).to(distributed.device()).eval(), folder
 
@@ -335,19 +327,11 @@ def _merged(
     groups: dict[str, list[int]] = {}
     for number, key in enumerate(asks):
         groups.setdefault(key, []).append(number)
-    rows = [
-        {
-            **raw[first],
-            "answers": [text for number in (first, *rest) for text in raw[number]["answers"]],
-        }
-        for first, *rest in groups.values()
-    ]
+    rows: list[Row] = []
+    for numbers in groups.values():
+        references = [text for number in numbers for text in raw[number]["answers"]]
+        rows.append({**raw[numbers[0]], "answers": references})
     return rows, [answers[first] for first, *_ in groups.values()]
-
-
-def _write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    with _replaced(path) as file:
-        file.write(json.dumps(summary, indent=2) + "\n")
 
 
 def _predictions(
@@ -355,12 +339,8 @@ def _predictions(
 ) -> Iterator[Row]:
     for row, texts in zip(raw, answers, strict=True):
         scores = _judged(task, texts[0], row["answers"]) if row["answers"] else {}
-        yield {
-            **row,
-            "prediction": texts[0],
-            "scores": scores,
-            **({"n_best": texts} if is_n_best else {}),
-        }
+        predicted = {**row, "prediction": texts[0], "scores": scores}
+        yield predicted | {"n_best": texts} if is_n_best else predicted
 
 
 def _judged(task: Task, prediction: str, references: Sequence[str]) -> dict[str, float]:
@@ -397,7 +377,7 @@ def _scored(rows: Iterable[Row], scores: Sequence[Sequence[float]]) -> Iterator[
 
 def _write(path: Path, rows: Iterable[Row]) -> None:
     """One JSON object a line, or (.json) a list of them; whole, or as it was before."""
-    with _replaced(path) as file:
+    with aside(path, is_durable=False) as part, part.open("w", encoding="utf-8") as file:
         if path.suffix == ".json":
             file.write("[")
             for number, row in enumerate(rows):
@@ -406,12 +386,3 @@ def _write(path: Path, rows: Iterable[Row]) -> None:
         else:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     logger.info("wrote %s", path)
-
-
-@contextmanager
-def _replaced(path: Path) -> Iterator[TextIO]:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with refusals(path):
-        with temporary.open("w", encoding="utf-8") as file:
-            yield file
-        temporary.replace(path)

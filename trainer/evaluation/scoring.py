@@ -188,9 +188,7 @@ def _summed(
 
 
 def _nothing(score: Ratio | GatheredValues) -> Ratio | GatheredValues:
-    """The same kind of score over no rows: what a rank adds that only ran to keep the others
-    company.
-    """
+    """The same kind of score over no rows: what a rank adds that ran for the others' sake."""
     if isinstance(score, Ratio):
         return Ratio(torch.zeros_like(score.num), torch.zeros_like(score.den))
     return GatheredValues(score.values[:0], score.reduce)

@@ -1,6 +1,4 @@
-"""How like a text is to a reference, by libraries that are optional extras: ROUGE, METEOR,
-BERTScore.
-"""
+"""How like a text is to a reference, by optional libraries: ROUGE, METEOR, BERTScore."""
 
 from __future__ import annotations
 
@@ -21,9 +19,8 @@ _LIBRARIES = {
     "meteor": "nltk.translate.meteor_score",
     "bertscore": "torchmetrics",
 }
-_LAYERS = {
-    "roberta-large": 17
-}  # whose states bert-score compares, by its table; of any other model the last
+# whose states bert-score compares, by its table; of any other model the last
+_LAYERS = {"roberta-large": 17}
 _ROUGE = {
     "rouge1": "rouge1",
     "rouge2": "rouge2",
@@ -32,9 +29,7 @@ _ROUGE = {
 
 
 def check(measures: Sequence[str]) -> None:
-    """ConfigError for a measure that there is not, or whose library is not installed; it names the
-    extra.
-    """
+    """ConfigError for no measure, or one whose library is not installed; it names the extra."""
     for name in measures:
         if name not in MEASURES:
             raise ConfigError(f"--measure {name}: no such measure. {nearest(name, list(MEASURES))}")
@@ -100,8 +95,7 @@ def _meteor(text: str, references: Sequence[str]) -> float:
     except LookupError:  # NLTK's own; it says where it looked, on many lines
         raise ConfigError(
             "--measure meteor: NLTK has no WordNet on this machine, by which METEOR knows "
-            "synonyms. "
-            "Get it: python -m nltk.downloader wordnet."
+            "synonyms. Get it: python -m nltk.downloader wordnet."
         ) from None
 
 
@@ -115,9 +109,8 @@ def _bertscore(pairs: Sequence[tuple[str, Sequence[str]]], name: str) -> list[fl
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"--measure bertscore: {name!r} is neither a folder nor a model that the Hub gives "
-            f"out ({reason}). "
-            "Name one by --bertscore_model."
+            f"--measure bertscore: {name!r} is neither a folder nor a model that the Hub gives out "
+            f"({reason}). Name one by --bertscore_model."
         ) from None
     longest = min(tokenizer.model_max_length, 512)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

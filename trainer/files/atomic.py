@@ -1,6 +1,4 @@
-"""Files and folders that are never half written, and what to tell when a disk refuses. Imports no
-torch.
-"""
+"""Files and folders that are never half written, and a disk's refusals. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -57,9 +55,7 @@ def disk_error(error: Exception) -> int | None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk: after a power cut they are there.
-    OSError.
-    """
+    """Bring a file, or a folder's names, to the disk: after a power cut they are there. OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -96,14 +92,6 @@ def replace_file(path: Path, content: bytes, *, is_durable: bool = True) -> None
     """Make `content` the whole of `path`, at once (`aside`). StorageError when the disk refuses."""
     with aside(path, is_durable=is_durable) as temporary:
         temporary.write_bytes(content)
-
-
-def replace_lines(path: Path, lines: Iterable[str]) -> None:
-    """Make these texts, one after the other, the whole of `path`, at once. StorageError when the
-    disk refuses.
-    """
-    with aside(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
 
 
 def write_json(path: Path, value: Any, *, is_durable: bool = True) -> None:
@@ -143,9 +131,7 @@ def create_json(path: Path, value: Any) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a small JSON file, or None when it is absent or (its writer was killed) no
-    whole object.
-    """
+    """The object in a small JSON file, or None when it is absent or not whole."""
     try:
         value: Any = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -192,9 +178,8 @@ def new_folder(out: Path) -> Iterator[Path]:
         yield temporary
         os.rename(temporary, out)
     except (OSError, StorageError) as error:
-        reason = (
-            error.__cause__ or error
-        )  # the disk's own words: the advice of StorageError is for runs
+        # the disk's own words: the advice of StorageError is for runs
+        reason = error.__cause__ or error
         raise StorageError(
             f"{out}: cannot be written ({reason}). Free space there, or write elsewhere."
         ) from error

@@ -1,6 +1,4 @@
-"""A folder on disk that is built once, by whichever process comes first, and is either whole or
-invisible.
-"""
+"""A folder on disk that is built once by whichever process comes first: whole or invisible."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from trainer.errors import StorageError
-from trainer.files.atomic import disk_error
+from trainer.files.atomic import disk_error, sync
 
 log = logging.getLogger(__name__)
 
@@ -101,20 +99,9 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
         temporary.mkdir()
         build(temporary)
         for path in sorted(temporary.iterdir()):
-            _sync(path)
+            sync(path)
         os.replace(temporary, folder)
-        _sync(folder.parent)
+        sync(folder.parent)  # a rename never survives a power cut that its content does not
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _sync(path: Path) -> None:
-    """Flush to the disk, so that a rename never survives a power failure that its content
-    does not.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

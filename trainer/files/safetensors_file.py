@@ -1,6 +1,4 @@
-"""Files of a checkpoint: written once, fsynced and checksummed on the way; tensors as safetensors,
-the rest as JSON.
-"""
+"""Files of a checkpoint, fsynced and checksummed: tensors as safetensors, the rest as JSON."""
 
 from __future__ import annotations
 
@@ -20,9 +18,8 @@ from torch import Tensor
 from trainer.errors import CheckpointError
 from trainer.files.atomic import refusals
 
-BLOCK = (
-    4 * 2**20
-)  # bytes written and hashed at a time: small enough for the cache that hashing and writing share
+# bytes written and hashed at a time: small enough for the cache that hashing and writing share
+BLOCK = 4 * 2**20
 DTYPES = {  # how a safetensors header spells them (its README, "Format")
     torch.float64: "F64",
     torch.float32: "F32",
@@ -73,9 +70,7 @@ def write_json(folder: Path, name: str, value: Mapping[str, Any]) -> WrittenFile
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name, CPU tensor) of one safetensors file, as views of it; CheckpointError when it cannot be
-    read.
-    """
+    """(name, CPU tensor) of one safetensors file, views of it; CheckpointError when unreadable."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
@@ -102,9 +97,8 @@ def checksum_problem(folder: Path, record: WrittenFile) -> str | None:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    entries: dict[str, Any] = {
-        "__metadata__": {"format": "pt"}
-    }  # transformers refuses a file without it
+    # transformers refuses a file without it
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for key in _order(tensors):
         tensor = tensors[key]
@@ -120,9 +114,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Wide types first, so that every tensor stays aligned without holes (which the format
-    forbids).
-    """
+    """Wide types first, so that tensors stay aligned without holes (which the format forbids)."""
     return sorted(tensors, key=lambda key: (-tensors[key].element_size(), key))
 
 

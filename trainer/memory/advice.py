@@ -1,6 +1,4 @@
-"""What would make a run fit, or fit better: each change measured under fake tensors, with what it
-saves.
-"""
+"""What would make a run fit, or fit better: each change, measured under fake tensors."""
 
 from __future__ import annotations
 
@@ -110,9 +108,7 @@ def stages(subject: Subject, step: Measured, *, cublas: int) -> list[Stage]:
 
 
 def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) -> Advice:
-    """Every change worth knowing, with its predicted peak. device: that it should fit; None: no
-    limit is known.
-    """
+    """Every change worth knowing, with its predicted peak. device: to fit into; None: no limit."""
     step, now = made.worst, training(made.worst, subject.zero, cublas=cublas).total
     usable = device.usable(subject.sharding.world) if device is not None else None
     longest_rows = [(f"rows {rows}", _of_longest(subject, rows)) for rows in (_FEW, _SOME)]
@@ -186,9 +182,7 @@ def _other_attention(subject: Subject, made: Made) -> list[tuple[str, MeasureReq
 
 
 def _shorter(subject: Subject, made: Made) -> list[tuple[str, MeasureRequest, int]]:
-    """The worst micro-batch under shorter limits, encoded anew; with micro_tokens it holds more
-    rows then.
-    """
+    """The worst micro-batch under shorter limits, encoded anew: more rows with micro_tokens."""
     limit = binding_limit(subject.task)
     if limit is None:
         return []
@@ -282,9 +276,7 @@ def largest_divisor(number: int, most: int) -> int:
 def largest_rows(
     subject: Subject, presets: Sequence[str], *, usable: int, cublas: int
 ) -> dict[str, int]:
-    """How many rows of the longest kind fit into a micro-batch, under each of these DeepSpeed
-    files.
-    """
+    """How many of the longest rows fit into a micro-batch, under each of these DeepSpeed files."""
     counts = (_FEW, _SOME)
     few, some = measure([_of_longest(subject, rows) for rows in counts], subject.places)
     found: dict[str, int] = {}

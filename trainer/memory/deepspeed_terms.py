@@ -89,9 +89,7 @@ class Zero:
 
     @property
     def copies_into_buckets(self) -> bool:
-        """contiguous_gradients: reduce buckets are allocated in full; not by our engine on a single
-        rank.
-        """
+        """contiguous_gradients: reduce buckets in full; not by our engine on a single rank."""
         if self.stage == 1 and self.is_bf16 and not self.offloads_optimizer:
             return False  # DeepSpeed's BF16_Optimizer has none
         return self.stage == 3 or (self.stage > 0 and (self.world > 1 or self.offloads_optimizer))
@@ -103,9 +101,7 @@ def training(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
 
 
 def inference(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
-    """The same of an evaluation or a generation between training steps: the optimizer stays where
-    it is.
-    """
+    """The same of an evaluation or a generation between steps: the optimizer stays."""
     most = step.peak
     held = _held_between_steps(step, zero)
     return _sum(held, Breakdown(activations=most.activations, logits=most.logits, workspace=cublas))
@@ -198,9 +194,7 @@ def _accumulated(step: Measured, zero: Zero) -> int:
 
 
 def _in_flight(gradients: int, step: Measured, zero: Zero) -> int:
-    """Of complete gradients in the model's dtype, those that are still there: buckets carry them
-    away from stage 2.
-    """
+    """Complete gradients in the model's dtype; from stage 2 buckets carry them away."""
     if zero.stage == 3:
         return 0
     if zero.stage < 2 or not zero.copies_into_buckets:
@@ -211,9 +205,8 @@ def _in_flight(gradients: int, step: Measured, zero: Zero) -> int:
 
 def _in_backward(gradients: int, step: Measured, zero: Zero) -> int:
     if zero.accumulates and zero.stage < 2:
-        gradients = max(
-            moment.gradients for moment in step.moments
-        )  # those of the micro-batches before
+        # those of the micro-batches before
+        gradients = max(moment.gradients for moment in step.moments)
     accumulated = _accumulated(step, zero)
     if not zero.accumulates:
         accumulated = (
@@ -226,9 +219,8 @@ def _in_backward(gradients: int, step: Measured, zero: Zero) -> int:
 
 def _reduced(step: Measured, zero: Zero) -> int:
     """Gradients at the end of a micro-batch, while they are reduced and put away."""
-    is_moved = (
-        zero.width == 4 and not zero.accumulates and not zero.copies_into_buckets
-    )  # not copied once more
+    # not copied once more
+    is_moved = zero.width == 4 and not zero.accumulates and not zero.copies_into_buckets
     return _in_flight(zero.width * step.trainable, step, zero) + (
         0 if is_moved else _accumulated(step, zero)
     )
@@ -260,9 +252,8 @@ def _step_copies(step: Measured, zero: Zero) -> int:
     if zero.stage == 0:
         return own + (4 * P if e < 4 else 0)  # fp32 copies of all gradients
     if zero.stage == 1 and zero.is_bf16:
-        return (4 + 2) * min(
-            P, _REDUCED_AT_ONCE
-        )  # flattened in fp32, then cast to the dtype of communication
+        # flattened in fp32, then cast to the dtype of communication
+        return (4 + 2) * min(P, _REDUCED_AT_ONCE)
     if zero.stage == 3:
         return 4 * min(P // w, zero.sub_group)
     return 4 * P // w if e == 4 or zero.stage == 1 else 8 * step.largest

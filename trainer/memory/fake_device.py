@@ -29,14 +29,12 @@ from trainer.memory.tracker import Tracker
 T = TypeVar("T")
 
 FAKE_GPU = "fakegpu"
-DeviceName = Literal[
-    "fakegpu", "cpu"
-]  # cpu: what the CPU's own kernels allocate, to be held against real runs
+# cpu: what the CPU's own kernels allocate, to be held against real runs
+DeviceName = Literal["fakegpu", "cpu"]
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _FLASH_WIDTH = 256  # widest head that the flash kernel takes
-_MASK_ALIGNMENT = (
-    8  # elements; the efficient kernel pads masks to it (torch 2.13, sdp_utils pad_bias)
-)
+# elements; the efficient kernel pads masks to it (torch 2.13, sdp_utils pad_bias)
+_MASK_ALIGNMENT = 8
 
 
 class _Module:
@@ -95,9 +93,8 @@ def register() -> None:
     _is_registered = True
 
 
-_scratch: list[
-    int
-] = []  # bytes of fp32 sums that the backward of each attention takes for its queries
+# bytes of fp32 sums that the backward of each attention takes for its queries
+_scratch: list[int] = []
 _torch_tensor = torch.tensor
 _torch_attention = F.scaled_dot_product_attention
 
@@ -105,9 +102,7 @@ _torch_attention = F.scaled_dot_product_attention
 def _tensor(
     data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **more: Any
 ) -> Tensor:
-    """torch.tensor, which hides from dispatch modes and so would ask the fake GPU for real
-    memory.
-    """
+    """torch.tensor, which hides from dispatch modes: the fake GPU would be asked for memory."""
     if device is None or torch.device(device).type != FAKE_GPU:
         return _torch_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **more)
     return _torch_tensor(data, dtype=dtype, **more).to(device).requires_grad_(requires_grad)
@@ -145,9 +140,7 @@ def _attention(
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """(B, H, Q, K) as the efficient kernel reads it: numbers, rows aligned, expanded without a
-    copy.
-    """
+    """(B, H, Q, K) as the efficient kernel reads it: numbers, aligned, expanded without a copy."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
             mask.logical_not(), float("-inf")
@@ -180,15 +173,11 @@ class FakeDevice:
 
     @property
     def scratch(self) -> int:
-        """The most that one attention kernel takes for itself in backward; fake tensors do not show
-        it.
-        """
+        """The most that one attention kernel takes in backward, which fake tensors do not show."""
         return max(_scratch, default=0)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """The model's parameters and buffers replaced by fake ones on this device; tied ones stay
-        tied.
-        """
+        """The model's parameters and buffers as fake ones on this device; tied ones stay tied."""
         placed: dict[int, Any] = {}
         for module in model.modules():
             for table, category in ((module._parameters, "weights"), (module._buffers, "buffers")):
@@ -218,9 +207,7 @@ class FakeDevice:
 
 @contextmanager
 def fake_device(name: DeviceName) -> Iterator[FakeDevice]:
-    """Inside, nothing is computed, and what is made on the device is counted. Only in a process of
-    its own.
-    """
+    """Inside, nothing is computed, and the device's memory counted. For a process of its own."""
     if name == FAKE_GPU:
         register()
     with FakeTensorMode(allow_non_fake_inputs=True), _values_are_known():
@@ -242,9 +229,7 @@ def for_real(function: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def _values_are_known() -> Iterator[None]:
-    """Inside, transformers (5.23) looks into masks, to leave out those that hide nothing: twins can
-    answer.
-    """
+    """Inside, transformers (5.23) looks into masks for those that hide nothing: twins answer."""
     is_fake = import_utils.is_fake_tensor
     import_utils.is_fake_tensor = lambda x: False
     try:

@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_iter, tree_map
 aten = torch.ops.aten
 
 CHOSEN = 3  # the token that a fake model generates: ids below it are ends and pads
-LARGEST = (
-    1 << 21
-)  # elements of a twin: larger ones, such as masks of all scores, steer nothing and cost time
+# elements of a twin: larger ones, such as masks of all scores, steer nothing and cost time
+LARGEST = 1 << 21
 LARGEST_FLOAT = 1 << 12
 _SHAPED_BY_VALUES = {
     aten.nonzero.default,
@@ -66,9 +65,8 @@ def run_with_twins(func: Any, args: Any, kwargs: Any) -> Any:
     if func in _CHOOSING:
         _choose(out)
     elif (func._schema.is_mutable or _is_small(out)) and _are_known(func, args, kwargs):
-        _attach(
-            out, _on_twins(func, args, kwargs)
-        )  # one that writes into its arguments writes into their twins
+        # one that writes into its arguments writes into their twins
+        _attach(out, _on_twins(func, args, kwargs))
     elif func._schema.is_mutable:
         _forget(out)
     return out
@@ -84,16 +82,12 @@ def _is_small(out: Any) -> bool:
 
 
 def _is_real_array(value: Any) -> bool:
-    """Whether it is a real tensor, and not one of the numbers that torch wraps (they decide no
-    type).
-    """
+    """Whether it is a real tensor, no number that torch wraps (they decide no type)."""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.ndim > 0
 
 
 def _constant(real: Tensor) -> Tensor:
-    """A fake of torch.tensor's result. torch's own would be computed with for real, on a device
-    that cannot.
-    """
+    """A fake of torch.tensor's result. torch's own would be computed with for real."""
     fake: Any = torch.empty(real.shape, dtype=real.dtype, device=real.device)
     fake.twin = real
     return fake
@@ -119,9 +113,7 @@ def _number(tensor: Tensor) -> Any:
 
 
 def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a twin of the result can be computed: from twins alone, or from no tensor at all
-    (arange, full).
-    """
+    """Whether a twin of the result can be computed: from twins alone, or no tensor (arange)."""
     if func in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return all(map(_is_known, _tensors(args, kwargs)))

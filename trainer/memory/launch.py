@@ -41,9 +41,7 @@ FILE = "memory_plan.json"
 
 
 def device(name: str | None) -> Device | None:
-    """The device that a run is planned for: the one of --device, or the GPU of this process; None
-    without either.
-    """
+    """The device that a run is planned for: --device, or the GPU of this process; None: neither."""
     return device_of(name) if name is not None else device_here()
 
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIME_LIMIT_S = 600.0
 _SHOWN_LINES = 12  # of what a failed process said
-
-
 TRAINING, EVALUATION, GENERATION = "training step", "evaluation", "generation"  # phases of a run
 Kind = Literal["train", "evaluate", "answer"]
 
@@ -49,9 +47,8 @@ class Moment:
     """
 
     gradients: int  # bytes, of gradients that are complete
-    activations: (
-        int  # everything else: saved tensors, temporaries, a gradient in the making, the batch
-    )
+    # everything else: saved tensors, temporaries, a gradient in the making, the batch
+    activations: int
     logits: int
 
     @property
@@ -110,9 +107,7 @@ class MeasuringError(LatheError):
 
 
 def measure(requests: Sequence[MeasureRequest], places: Places) -> list[Measured]:
-    """What each request needs. MeasuringError, with the process's own words, when a step cannot be
-    run.
-    """
+    """What each request needs. MeasuringError, in its own words, when a step cannot run."""
     job = {
         "requests": [asdict(request) for request in requests],
         "places": {

@@ -39,9 +39,8 @@ SHORT_ANSWERS = (
     4,
     8,
 )  # tokens that are generated to be measured; memory grows by as much with each further one
-_PROCESS = (
-    2 * 2**30
-)  # host memory of a process that has imported torch, transformers and CUDA's libraries
+# host memory of a process that has imported torch, transformers and CUDA's libraries
+_PROCESS = 2 * 2**30
 
 
 @dataclass(frozen=True)
@@ -227,9 +226,7 @@ def _on_disk(step: Measured, subject: Subject) -> int:
 
 
 def _to_download(step: Measured, subject: Subject) -> int:
-    """Bytes of a base on the Hub that are not in the cache, taken for fp32; 0 for folders and
-    random bases.
-    """
+    """Bytes of a base on the Hub not in the cache, taken for fp32; 0 for other bases."""
     base = subject.cfg.base
     if not isinstance(base, str) or Path(base).is_dir():
         return 0

@@ -67,9 +67,8 @@ def compared(planned: int, measured: int) -> str:
 def refusal(plan: MemoryPlan, advice: Advice, device: Device, *, world: int) -> str:
     """Why a run is not launched, and what would fit."""
     lines = [
-        f"this run needs {_gib(plan.peak.peak.total)} GiB per device in the {plan.peak.name}, "
-        f"and {device.name} has "
-        f"{_gib(device.usable(world))} GiB to give.",
+        f"this run needs {_gib(plan.peak.peak.total)} GiB per device in the {plan.peak.name}, and "
+        f"{device.name} has {_gib(device.usable(world))} GiB to give.",
         *[f"  {line}" for line in fix_lines(advice, device, world)],
         "--force runs it all the same; `python -m trainer plan` shows everything.",
     ]
@@ -82,9 +81,7 @@ def out_of_memory(
     batch: Mapping[str, Sequence[int]],
     said: str,
 ) -> str:
-    """The page of an OutOfMemoryError: predicted against actual by category, the batch, the largest
-    tensors.
-    """
+    """The page of an OutOfMemoryError: predicted and actual bytes, batch, largest tensors."""
     lines = ["out of memory", "", f"{'GiB':14s}{'planned':>10s}{'actual':>10s}"]
     planned = plan.phases[0].peak.parts() if plan is not None else {}
     rest = {"activations", "logits", "workspace"}

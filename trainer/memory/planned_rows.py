@@ -1,6 +1,4 @@
-"""The rows that a plan is made for: those of the data, or, where there is no data, rows that fill
-every limit.
-"""
+"""The rows that a plan is made for: those of the data, or else rows that fill every limit."""
 
 from __future__ import annotations
 
@@ -106,7 +104,5 @@ def first_evaluated(lengths: np.ndarray, *, batch: int) -> np.ndarray:
 
 
 def binding_limit(task: Task) -> tuple[str, int] | None:
-    """The key of the dictionary that cuts the longest texts, with its value; None when no limit
-    does.
-    """
+    """The key that cuts the longest texts, with its value; None when no limit does."""
     return max(task.limits().items(), key=lambda item: item[1], default=None)

@@ -20,9 +20,7 @@ def to_device(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def named_when_out_of_memory(batches: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
-    """Whatever runs inside: an OutOfMemoryError carries the shapes of the largest of `batches`, see
-    `batch_of`.
-    """
+    """Inside, an OutOfMemoryError carries the shapes of the largest of `batches` (`batch_of`)."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,6 +1,4 @@
-"""Rank, world and device, and the few exchanges between ranks. Every one is a no-op without a
-process group.
-"""
+"""Rank, world and device, and exchanges between ranks: no-ops without a process group."""
 
 from __future__ import annotations
 
@@ -102,9 +100,8 @@ def barrier() -> None:
     if world() == 1:
         return
     if dist.get_backend() == "nccl":
-        dist.barrier(
-            device_ids=[local_rank()]
-        )  # without it nccl guesses the device from the global rank
+        # without it nccl guesses the device from the global rank
+        dist.barrier(device_ids=[local_rank()])
     else:
         dist.barrier()
 
@@ -123,9 +120,7 @@ def total(tensor: Tensor) -> Tensor:
 
 
 def gather(value: Any) -> list[Any]:
-    """`value` of every rank, by rank, on all ranks. For small things that JSON can hold (a tuple
-    comes back a list).
-    """
+    """`value` of every rank, by rank, on all. For small JSON values (a tuple comes back a list)."""
     text = json.dumps(value)
     if world() == 1:
         return [json.loads(text)]
@@ -140,9 +135,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def gather_rows(rows: Tensor) -> list[Tensor]:
-    """(N, ...) of every rank, by rank, on all ranks; N may differ from rank to rank. No gradient
-    passes.
-    """
+    """(N, ...) of every rank, by rank, on all ranks; N may differ. No gradient passes."""
     if world() == 1:
         return [rows.detach()]
     wire = rows.detach().to(_wire_device()).contiguous()
@@ -157,9 +150,7 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
 
 
 def broadcast(value: Any) -> Any:
-    """Rank 0's `value` on all ranks; what the others pass is ignored. For small things that JSON
-    can hold.
-    """
+    """Rank 0's `value` on all ranks; what the others pass is ignored. For small JSON values."""
     text = json.dumps(value if is_main() else None)
     if world() == 1:
         return json.loads(text)

@@ -64,9 +64,7 @@ class Device:
 
 
 def device_of(text: str) -> Device:
-    """The device that --device names: a100-80, h200, ..., or a size such as 24GiB. ConfigError for
-    anything else.
-    """
+    """That of --device: a100-80, h200, ..., or a size such as 24GiB. ConfigError."""
     name = text.strip().lower()
     for card in _CARDS:
         if name in card.options:

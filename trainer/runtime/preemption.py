@@ -7,9 +7,7 @@ from typing import Any
 
 
 class Preemption:
-    """Whether this process was asked to stop: SIGTERM and SIGUSR1 set a flag, and nothing else,
-    however often.
-    """
+    """Whether this process was asked to stop: SIGTERM and SIGUSR1 set a flag, no more."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -1,3 +1,1 @@
-"""What a data set is before anything is trained on it: lengths, what limits cut off, padding,
-duplicates, examples.
-"""
+"""What a data set is: lengths, what limits cut off, padding, duplicates, examples."""

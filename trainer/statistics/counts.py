@@ -25,15 +25,12 @@ class Counts:
     ledger: Ledger
     ids: list[str] = field(default_factory=list)
     empty: dict[str, int] = field(default_factory=dict)  # by key of the raw rows
-    repeated: dict[str, int] = field(
-        default_factory=dict
-    )  # rows that have a key in common with an earlier one
-    pairs: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # (row, the earlier one that is the same)
-    known: dict[str, dict[bytes, str]] = field(
-        default_factory=dict
-    )  # by key, digest -> the first row that had it
+    # rows that have a key in common with an earlier one
+    repeated: dict[str, int] = field(default_factory=dict)
+    # (row, the earlier one that is the same)
+    pairs: list[tuple[str, str]] = field(default_factory=list)
+    # by key, digest -> the first row that had it
+    known: dict[str, dict[bytes, str]] = field(default_factory=dict)
 
     def add(self, row: Row, identity: str) -> None:
         self.ids.append(identity)

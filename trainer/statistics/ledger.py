@@ -34,15 +34,12 @@ class _Losses:
     rows_cut: int = 0
     worst: list[tuple[int, str]] = field(default_factory=list)  # a heap of (tokens lost, id)
     answers: int = 0  # rows with an answer somewhere in the whole texts
-    needed: list[int] = field(
-        default_factory=list
-    )  # of such rows that lose it: the limit that would keep one
+    # of such rows that lose it: the limit that would keep one
+    needed: list[int] = field(default_factory=list)
 
 
 class Ledger:
-    """Adds up rows, then says what was lost. `decode` turns token ids into text, to look for
-    answers.
-    """
+    """Adds up rows, then says what was lost. `decode`: token ids to text, to look for answers."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -172,10 +169,8 @@ def refuse_lost_labels(store: TokenStore, *, most: float) -> None:
     split = store.meta["split"]
     raise DataError(
         f"the limits of this experiment cut {lost:,} of the {of:,} label tokens off the {split} "
-        "split "
-        f"({lost / of:.1%}), more than train.max_lost_labels={most}: it would learn texts "
+        f"split ({lost / of:.1%}), more than train.max_lost_labels={most}: it would learn texts "
         "without their ends.\n"
         "`python -m trainer stats` names the rows, and the limit that loses less than 1 %. Raise "
-        "the limit, or "
-        "train.max_lost_labels."
+        "the limit, or train.max_lost_labels."
     )

@@ -1,6 +1,4 @@
-"""The statistics of an experiment's data, as plain JSON values: what `python -m trainer stats`
-shows and writes.
-"""
+"""The statistics of an experiment's data as JSON values, which `python -m trainer stats` writes."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.data.order import Sharding, padding_share, sizes_of, window_rows
-from trainer.data.token_store import TokenStore, open_store
+from trainer.data.token_store import TokenStore, store_of
 from trainer.statistics.counts import Counts, counted
 from trainer.statistics.examples import examples
 from trainer.statistics.ledger import Ledger
@@ -38,14 +36,7 @@ def report(
     found: dict[str, Any] = {"task": cfg.task, "unit": task.unit, "splits": {}, "shared_rows": {}}
     counts: dict[str, Counts] = {}
     for split in splits:
-        store = open_store(
-            lambda split=split: task.rows(split),
-            task.encode,
-            encoding_id=task.encoding_id(),
-            split=split,
-            cache_dir=cache_dir,
-            length=task.length,
-        )
+        store = store_of(task, split, cache_dir)
         counts[split] = counted(task, task.rows(split), Ledger(task.decode))
         found["splits"][split] = of_split(cfg.train, task, store, counts[split])
         for other in list(counts)[:-1]:
@@ -69,14 +60,11 @@ def of_split(train: Train, task: Task, store: TokenStore, counts: Counts) -> dic
 
 
 def _fields(store: TokenStore, counts: Counts) -> dict[str, Any]:
-    """Lengths by field: before they are cut where the task says so, else as they are stored; and of
-    the whole row.
-    """
+    """Lengths by field, uncut where the task shows them, else as stored; and of the whole row."""
     whole, limits = counts.ledger.lengths(), counts.ledger.limits()
     stored = {} if whole else {name: store.sizes(name) for name in store.meta["fields"]}
-    texts = {
-        name: sizes for name, sizes in stored.items() if sizes.max(initial=0) > 1
-    }  # others are mere numbers
+    # others are mere numbers
+    texts = {name: sizes for name, sizes in stored.items() if sizes.max(initial=0) > 1}
     found = {name: {**_lengths(sizes), "limit": limits.get(name), "is_whole": name in whole}
              for name, sizes in {**whole, **texts}.items()}  # fmt: skip
     return {
@@ -105,9 +93,7 @@ def _lengths(sizes: np.ndarray) -> dict[str, Any]:
 
 
 def _bin_width(most: int) -> int:
-    """1, 2 or 5 times a power of ten, so that there are at most BINS bins and splits can be laid
-    over each other.
-    """
+    """1, 2 or 5 times a power of ten for at most BINS bins: splits can be laid over each other."""
     return next(
         step * 10**power
         for power in range(10)

@@ -16,9 +16,7 @@ _IN_LOSS = "bold green"
 
 
 def text(report: Mapping[str, Any], *, is_coloured: bool) -> str:
-    """Tables of every split: lengths, the truncation ledger, padding, duplicates, empty fields,
-    three examples.
-    """
+    """Tables of every split: lengths, ledger, padding, duplicates, empty fields, three examples."""
     out = io.StringIO()
     console = Console(
         file=out,
@@ -108,11 +106,9 @@ def _print_padding(console: Console, padding: Mapping[str, Any]) -> None:
         return
     collated = padding["collated"]
     console.print(
-        f"padding: {padding['by_length']:.1%} of micro-batches of {padding['micro_batch']} as "
-        "long as their longest "
-        f"row (first {padding['steps']} steps, one device); "
-        f"{padding['without_budget_and_buckets']:.1%} without "
-        "train.micro_tokens and bucket_steps; "
+        f"padding: {padding['by_length']:.1%} of micro-batches of {padding['micro_batch']} as long "
+        f"as their longest row (first {padding['steps']} steps, one device); "
+        f"{padding['without_budget_and_buckets']:.1%} without train.micro_tokens and bucket_steps; "
         + (
             "packed or without attention masks"
             if collated is None

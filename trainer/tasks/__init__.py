@@ -1,6 +1,4 @@
-"""The folder is the registration: trainer/tasks/<name>/ exists if and only if "task": "<name>" is
-legal.
-"""
+"""The folder is the registration: trainer/tasks/<name>/ makes "task": "<name>" legal."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ def names() -> list[str]:
 
 
 def parse(values: dict[str, Any], *, source: str = "experiment") -> Experiment:
-    """The frozen Config of `values["task"]`; ConfigError names every mistake at once. Imports no
-    torch.
-    """
+    """The frozen Config of `values["task"]`; ConfigError names every mistake. Imports no torch."""
     name = values.get("task")
     if name not in names():
         raise ConfigError(f"{source}: task={name!r} does not exist. {nearest(str(name), names())}")

@@ -4,7 +4,7 @@ its methods has the ability.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -37,9 +37,35 @@ class Answered:
 
     predictions: list[str]  # by row, the best one
     scores: dict[str, Ratio]  # over these rows
-    n_best: list[list[str]] | None = (
-        None  # by row, the best first; None when one each was asked for
-    )
+    # by row, the best first; None when one each was asked for
+    n_best: list[list[str]] | None = None
+
+
+def answered(
+    n_best: list[list[str]],
+    raw: Sequence[Row],
+    search: Search,
+    score: Callable[[Sequence[str], Sequence[Sequence[str]]], dict[str, Ratio]],
+) -> Answered:
+    """The rows `raw`, answered by search.num_answers texts each, the best first.
+
+    score: of predictions and the references of each, of which there is at least one.
+    """
+    predictions = [best for best, *_ in n_best]
+    scored: list[str] = []
+    references: list[Sequence[str]] = []
+    for text, row in zip(predictions, raw, strict=True):
+        if row["answers"]:
+            scored.append(text)
+            references.append(row["answers"])
+    scores = score(scored, references)
+    return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
+
+
+def by_row(texts: Sequence[str], search: Search) -> list[list[str]]:
+    """The answers of one row after the other, search.num_answers of each -> those of each row."""
+    starts = range(0, len(texts), search.num_answers)
+    return [list(texts[start : start + search.num_answers]) for start in starts]
 
 
 @runtime_checkable
@@ -79,14 +105,10 @@ class Answers(Protocol):
 
 @runtime_checkable
 class JudgesAnswers(Protocol):
-    """What a task that answers may offer besides, where its rows are no questions or EM and F1 say
-    little of them.
-    """
+    """What a task that answers may offer besides, where EM and F1 say little of its rows."""
 
     def asked(self, row: Row) -> Row:
-        """`question` (the text), `answers` (the references) and perhaps `id` of a raw row, as
-        `answers` takes them.
-        """
+        """`question`, `answers` (the references) and perhaps `id` of a raw row, for `answers`."""
         ...
 
     def judged(self, prediction: str, references: Sequence[str]) -> dict[str, float]:
@@ -95,9 +117,7 @@ class JudgesAnswers(Protocol):
 
 
 def question_of(task: object, row: Row) -> Row:
-    """`question`, `answers` and, where there are such, `id` and `dataset` of a raw row of a task
-    that answers.
-    """
+    """`question`, `answers` and, where there are such, `id` and `dataset` of a raw row."""
     if isinstance(task, JudgesAnswers):
         return task.asked(row)
     return {key: row[key] for key in ("id", "dataset", "question", "answers") if key in row}
@@ -121,14 +141,10 @@ class ScoresPassages(Protocol):
 
 @runtime_checkable
 class ReadsContexts(Protocol):
-    """What a task may offer besides Task: its answers lean on a context, which can be another row's
-    to see how much.
-    """
+    """What a task may offer besides Task: answers under another row's context, to compare."""
 
     def under_another_context(self, encoded: Mapping[str, Any]) -> Mapping[str, Any]:
-        """An encoded evaluation row with another row's context in the place of its own. ConfigError
-        without one.
-        """
+        """An encoded evaluation row with another row's context. ConfigError without one."""
         ...
 
 
@@ -137,9 +153,7 @@ Side = Literal["query", "passage"]
 
 @runtime_checkable
 class Embeds(Protocol):
-    """What a task may offer besides Task: it turns queries and passages into vectors whose dot
-    product is relevance.
-    """
+    """What a task may offer besides Task: vectors of texts, whose dot product is relevance."""
 
     def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
         """Token ids as `embed` takes them, cut to the side's limit. texts: {"text"} of a query,
@@ -154,14 +168,10 @@ class Embeds(Protocol):
 
 @runtime_checkable
 class Shapes(Protocol):
-    """What a task may offer besides Task: how its rows are padded, for micro-batches that waste
-    little.
-    """
+    """What a task may offer besides Task: how its rows are padded, so that little is wasted."""
 
     def padded_fields(self) -> Sequence[str]:
-        """The encoded fields that are padded, each by itself; `length` counts the ids of all of
-        them.
-        """
+        """The encoded fields that are padded, each by itself; `length` counts the ids of all."""
         ...
 
     def kind_field(self) -> str | None:
@@ -173,9 +183,7 @@ class Shapes(Protocol):
 
 @runtime_checkable
 class Packs(Protocol):
-    """What a task may offer besides Task: the rows of a micro-batch follow one another as one
-    stream, without a pad.
-    """
+    """What a task may offer besides Task: a micro-batch is one stream of rows, without pads."""
 
     @property
     def is_packed(self) -> bool:
@@ -196,9 +204,7 @@ class Uncut:
 
 @runtime_checkable
 class ShowsCuts(Protocol):
-    """What a task may offer besides Task: its rows as they would be without limits, for the
-    truncation ledger.
-    """
+    """What a task may offer besides Task: rows without limits, for the truncation ledger."""
 
     def untruncated(self, row: Row) -> dict[str, Uncut]:
         """Everything that `encode` cuts of a raw row, by field."""

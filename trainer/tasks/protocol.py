@@ -1,6 +1,4 @@
-"""The Task protocol: the one page that a task author reads. What a task may offer besides stands in
-abilities.py.
-"""
+"""The Task protocol: the one page that a task author reads. More abilities: abilities.py."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ class Encoded(dict[str, list[int]]):
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of a batch that the model reads or is asked to write, for people and for counting
-    padding.
-    """
+    """Token ids that the model reads or is asked to write, for people and counts of padding."""
 
     ids: Tensor  # of any shape
     # Of the same shape, 0 or False where the batch was padded. None: it has no padding.
@@ -73,9 +69,7 @@ class Places:
 
 
 class Task(Protocol):
-    """What is trained, and on what. It receives the model, never the trainer; it returns metrics,
-    never logs them.
-    """
+    """What is trained, and on what. It gets the model, not the trainer; it returns metrics."""
 
     unit: ClassVar[str]  # what the loss is a mean over: "tokens", "statements", "queries"
     cfg: Any  # the experiment, an Experiment with the blocks of this task
@@ -92,27 +86,19 @@ class Task(Protocol):
         ...
 
     def skeleton(self) -> nn.Module:
-        """The same model without storage, on the meta device: for counting before anything
-        is read.
-        """
+        """The same model without storage, on the meta device: to count before anything is read."""
         ...
 
     def rows(self, split: str) -> Iterable[Row]:
-        """Raw rows of "train" or "valid", always in the same order. DataError names file
-        and line.
-        """
+        """Raw rows of "train" or "valid", in one order. DataError names file and line."""
         ...
 
     def encode(self, row: Row) -> Encoded:
-        """Token ids of one row, cut to the limits. Pure: the result is cached on disk under a
-        content id.
-        """
+        """Token ids of one row, cut to the limits. Pure: cached on disk under a content id."""
         ...
 
     def encoding_id(self) -> str:
-        """Names everything besides the rows that `encode` depends on: tokenizer, templates, length
-        limits.
-        """
+        """Names all that `encode` depends on besides rows: tokenizer, templates, length limits."""
         ...
 
     def length(self, encoded: Mapping[str, Any]) -> int:
@@ -120,9 +106,7 @@ class Task(Protocol):
         ...
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """Encoded rows -> padded tensors. Pure, and run in another thread: no global random
-        state.
-        """
+        """Encoded rows -> padded tensors. Pure, in another thread: no global random state."""
         ...
 
     def units(self, batch: Batch) -> Tensor:
@@ -130,9 +114,7 @@ class Task(Protocol):
         ...
 
     def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        """len(window) scalars, each a SUM over its units; the loop divides by the units of all
-        ranks.
-        """
+        """len(window) scalars, each a SUM over its units; the loop divides by all ranks' units."""
         ...
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
@@ -140,9 +122,7 @@ class Task(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Names the frozen weights that the trained ones belong to ("" when everything is
-        trained).
-        """
+        """Names the frozen weights that the trained ones belong to ("" when all are trained)."""
         ...
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
@@ -153,9 +133,7 @@ class Task(Protocol):
         ...
 
     def exported(self, folder: Path) -> nn.Module:
-        """The model that `export` wrote into `folder`. ConfigError when it holds none of this
-        task's.
-        """
+        """The model that `export` wrote into `folder`. ConfigError when it holds none."""
         ...
 
     # What people are told
@@ -170,15 +148,11 @@ class Task(Protocol):
         ...
 
     def specimen(self) -> Row:
-        """A made-up raw row of which every text is longer than its limit: what is planned for
-        without data.
-        """
+        """A made-up raw row with every text longer than its limit, to plan for without data."""
         ...
 
     def describe(self, batch: Batch) -> dict[str, Text]:
-        """What the model reads of a batch, and what it is asked to write, each under a name that
-        `stats` shows.
-        """
+        """What the model reads of a batch, and is to write, under names that `stats` shows."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

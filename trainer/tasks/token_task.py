@@ -75,15 +75,12 @@ class TokenTask(ABC, Generic[C]):
         if _head_of(model) is not None and not (folder / HEAD_FILE).is_file():
             raise ConfigError(
                 f"{folder} holds no {HEAD_FILE}, so it is no trained model of task "
-                f"{self.cfg.task!r}. Give a best/ or "
-                "final/ folder."
+                f"{self.cfg.task!r}. Give a best/ or final/ folder."
             )
         return model
 
     def loaded(self, base: Base) -> nn.Module:
-        """The task's module with the weights of a base, and those of the head that lies beside it,
-        if any.
-        """
+        """The task's module with the weights of a base, and of the head beside it, if any."""
         precision = self.cfg.train.precision
         model = self.operate(
             base_model.load(base, self.places, precision=precision, kind=self.kind)
@@ -125,9 +122,7 @@ class TokenTask(ABC, Generic[C]):
     # ----------------------------------------------------------------------------------------------
 
     def encoding_id(self) -> str:
-        """Everything that the task's own Config states; a task whose encoding depends on less of it
-        says so.
-        """
+        """All that the task's own Config states; a task whose encoding depends on less says so."""
         return self.encoded_under(
             **self.cfg.model_dump(mode="json", exclude=set(Experiment.model_fields))
         )
@@ -197,9 +192,7 @@ def _below(weights: Mapping[str, Tensor], module: str) -> dict[str, Tensor]:
 
 
 def _text(name: str, batch: Batch) -> Text:
-    """A tensor of ids with the attention mask and the labels that belong to it, by name and by
-    shape.
-    """
+    """A tensor of ids with the attention mask and the labels of its name and its shape."""
     ids, labels = batch[name], batch.get("labels")
     mask = batch.get(name.replace("input_ids", "attention_mask")) if name != "tokens" else None
     is_real = mask.bool() if mask is not None and mask.shape == ids.shape else None

@@ -1,6 +1,4 @@
-"""What a person sees of a run or of other long work: plain lines in a log file, a live bar on a
-terminal.
-"""
+"""What a person sees of a run or other work: plain lines in a log, a live bar on a terminal."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ _EVERY_S = {Bar: 0.2, Lines: 10.0}
 
 
 class WorkProgress:
-    """Counts things done out of a total, and tells their number a second and how long the rest
-    takes.
-    """
+    """Counts things done out of a total, and tells their rate and how long the rest takes."""
 
     def __init__(self, total: int, unit: str, console: Console | None = None) -> None:
         screen = console or Console()
@@ -108,9 +104,7 @@ def shown(value: Number) -> str:
 
 
 def _eta(step: int, total: int, scalars: Mapping[str, Number]) -> str:
-    """h:mm:ss that the remaining steps take at the speed of this entry; empty when it
-    states none.
-    """
+    """h:mm:ss that the remaining steps take at the speed of this entry; empty without one."""
     if "step_s" not in scalars or step >= total:
         return ""
     minutes, seconds = divmod(round((total - step) * scalars["step_s"]), 60)

@@ -30,9 +30,7 @@ class Meter:
 
     @contextmanager
     def counting_flops(self) -> Iterator[None]:
-        """Count the FLOPs of the first step that runs inside, where the device's peak is known: mfu
-        rests on it.
-        """
+        """Count the FLOPs of the first step inside, where the device's peak is known, for mfu."""
         if self._peak_flops is None or self._flops_per_unit:
             yield
             return
@@ -92,17 +90,15 @@ class _Memory:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         else:
-            with suppress(
-                OSError
-            ):  # lets VmHWM start anew: a process may run several experiments (Linux 4.0, man proc)
+            # lets VmHWM start anew: a process may run several experiments (Linux 4.0, man proc)
+            with suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")
 
     def peak_gib(self) -> float:
         if torch.cuda.is_available():
             return torch.cuda.max_memory_allocated() / 2**30
-        if (
-            sys.platform == "linux"
-        ):  # not ru_maxrss, which a process inherits from the one that started it
+        # not ru_maxrss, which a process inherits from the one that started it
+        if sys.platform == "linux":
             match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
             if match:
                 return int(match[1]) / 2**20

@@ -49,9 +49,7 @@ class Sink(Protocol):
 
 
 class RunRecord:
-    """The record of one run in its folder. Only rank 0 writes; elsewhere the same calls do
-    nothing.
-    """
+    """The record of one run in its folder. Only rank 0 writes; elsewhere calls do nothing."""
 
     def __init__(
         self,
@@ -167,9 +165,7 @@ class RunRecord:
             overwrite_json(self.folder / STATUS, values | {"error": error and error[:MAX_ERROR]})
 
     def resume(self, step: int) -> None:
-        """Cut metrics.jsonl, score_list and answers/ back to `step`, so that they go on as an
-        undisturbed run's.
-        """
+        """Cut metrics.jsonl, score_list and answers/ back to `step`, as in an undisturbed run."""
         self.step = step
         if not self._is_writer:
             return
@@ -185,9 +181,7 @@ class RunRecord:
                 path.unlink()
 
     def close(self) -> None:
-        """End the progress bar, close the files and let wandb finish in the last state. Twice is
-        fine.
-        """
+        """End the progress bar, close files, let wandb finish in the last state. Twice is fine."""
         exit_code = {"preempted": EXIT_PREEMPTED, "failed": 1, "cancelled": 1}.get(
             self._state, EXIT_OK
         )

@@ -29,9 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WandbSettings:
-    """Where a run appears in wandb. A resumed run has the same id and so continues the same
-    curves.
-    """
+    """Where a run appears in wandb. A resumed run has the same id and continues the curves."""
 
     entity: str | None
     project: str | None
@@ -95,9 +93,8 @@ class WandbRun:
     def _tolerated(self) -> Iterator[None]:
         try:
             yield
-        except (
-            Exception
-        ) as error:  # any: wandb documents no error tree for a lost service or network
+        except Exception as error:
+            # any: wandb documents no error tree for a lost service or network
             log.warning("wandb: %s: %s. Training goes on without it.", type(error).__name__, error)
             self._run = None
 
@@ -123,9 +120,7 @@ def tell_wandb(
 
 
 def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
-    """A wandb run: online with a key or as WANDB_MODE says, else offline; None when neither
-    works.
-    """
+    """A wandb run: online if a key or WANDB_MODE says, else offline; None when neither works."""
     first = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
     for mode in dict.fromkeys((first, "offline")):
         try:
@@ -138,9 +133,7 @@ def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
 
 
 def _has_key() -> bool:
-    """Whether wandb would find a key without asking for one: in the environment, or in the netrc
-    file.
-    """
+    """Whether wandb would find a key without asking: in the environment or the netrc file."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

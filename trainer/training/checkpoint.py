@@ -97,15 +97,12 @@ def save(
 
 
 def _everywhere(step: int, action: Callable[[], T]) -> list[T]:
-    """The results of `action` on every rank, by rank; when it fails anywhere, everyone raises the
-    first failure.
-    """
+    """The results of `action` by rank; when it fails anywhere, all raise the first failure."""
     cause: Exception | None = None
     try:
         outcome: dict[str, Any] = {"result": action()}
-    except (
-        Exception
-    ) as error:  # any: a rank that leaves alone would hang the others in their next collective
+    except Exception as error:
+        # any: a rank that leaves alone would hang the others in their next collective
         cause = error
         text = str(error) if isinstance(error, LatheError) else f"{type(error).__name__}: {error}"
         outcome = {"error": text, "is_storage": isinstance(error, (StorageError, OSError))}
@@ -131,9 +128,8 @@ def _write_shards(
     temporary: Path, shards: Mapping[str, Mapping[str, Tensor]]
 ) -> list[dict[str, Any]]:
     with refusals(temporary):
-        temporary.mkdir(
-            parents=True, exist_ok=True
-        )  # on a network disk this makes rank 0's folder visible here
+        # on a network disk this makes rank 0's folder visible here
+        temporary.mkdir(parents=True, exist_ok=True)
     own = f"{distributed.rank()}-of-{distributed.world()}.safetensors"
     return [
         asdict(write_tensors(temporary, f"{prefix}-{own}", tensors))
@@ -154,9 +150,7 @@ def _prune_after_save(root: Path, step: int, keep_last: int, keep: Collection[in
 
 
 def begin(root: Path, step: int) -> Path:
-    """The empty temporary folder of a save, after clearing what dead saves left. Rank 0 alone calls
-    it.
-    """
+    """The empty temporary folder of a save; what dead saves left is cleared. Rank 0 alone."""
     with refusals(root):
         root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob(".step-*"):
@@ -219,18 +213,15 @@ def _sync_folder(folder: Path) -> None:
 
 
 def problems(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, one line per file: missing, extra, size, checksum. Empty
-    when it is good.
-    """
+    """What is wrong with a checkpoint, one line per file: missing, extra, size, checksum."""
     records, wrong = _contents(folder)
     suspects = [
         record
         for record in records
         if not any(line.startswith(f"{record.name}:") for line in wrong)
     ]
-    with ThreadPoolExecutor(
-        min(8, os.cpu_count() or 1)
-    ) as pool:  # sha256 releases the interpreter lock
+    # sha256 releases the interpreter lock
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return wrong + [
             line
             for line in pool.map(lambda record: checksum_problem(folder, record), suspects)
@@ -239,9 +230,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def newest_good(root: Path) -> Path | None:
-    """The newest checkpoint under `root` without problems, or None; each damaged newer one is
-    warned of by name.
-    """
+    """The newest sound checkpoint under `root`, or None; damaged newer ones are warned of."""
     for _, folder in reversed(_candidates(root)):
         wrong = problems(folder)
         if not wrong:
@@ -280,9 +269,7 @@ def prune(
 
 
 def _contents(folder: Path) -> tuple[list[WrittenFile], list[str]]:
-    """The manifest's records, and what the names and sizes in the folder say against it. Reads no
-    file but that one.
-    """
+    """The manifest's records, and what names and sizes say against them. Reads no other file."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         records = [WrittenFile(**record) for record in manifest["files"]]
@@ -341,9 +328,7 @@ def _temporary(root: Path, step: int) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder; renamed first, so that a delete that dies half-way leaves no torn checkpoint
-    behind.
-    """
+    """Delete a folder; renamed first, so that dying half-way leaves no torn checkpoint."""
     if not folder.is_dir():
         folder.unlink()
         return
@@ -374,9 +359,7 @@ def read_tensors(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_rng(folder: Path, rank: int) -> dict[str, Tensor]:
-    """The random state that `rank` saved; it means something only to a run of the same
-    `saved_world`.
-    """
+    """The random state that `rank` saved, for a run of the same `saved_world`."""
     shards = _shards(folder, "rng")
     if rank >= len(shards):
         raise CheckpointError(

@@ -1,6 +1,4 @@
-"""What --dry_run shows: id, dictionary with defaults, DeepSpeed dictionary, batch arithmetic,
-parameter counts.
-"""
+"""What --dry_run shows: id, both dictionaries, batch arithmetic, parameter counts."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def show(plan: RunPlan, options: Options) -> str:
-    """The preview as text. Reads a base model's config, never its weights; writes nothing but
-    caches.
-    """
+    """The preview as text. Reads a base's config, never its weights; writes only caches."""
     train = plan.cfg.train
     rows = [
         ("experiment", plan.id),
@@ -42,9 +38,7 @@ def show(plan: RunPlan, options: Options) -> str:
 
 
 def _parameters(plan: RunPlan, options: Options) -> str:
-    """Counts from the model built without storage; why not, when the base cannot be seen from this
-    machine.
-    """
+    """Counts from the model built without storage; why not, when the base cannot be seen."""
     try:
         task = tasks.load(plan.cfg, options.places)
         return str(trainable_report(task.skeleton()))

@@ -59,9 +59,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def partitioned_loading(ds: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, transformers' from_pretrained and from_config partition weights as they are read
-    (ZeRO-3 only).
-    """
+    """Inside, transformers' from_pretrained and from_config partition weights (ZeRO-3 only)."""
     if ds["zero_optimization"]["stage"] != 3:
         yield
         return
@@ -101,16 +99,13 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             )
     for name, parameter in parameters.items():
         with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            if (
-                not hasattr(parameter, "ds_id") or distributed.is_main()
-            ):  # only the modifier rank's values are kept
+            # only the modifier rank's values are kept
+            if not hasattr(parameter, "ds_id") or distributed.is_main():
                 parameter.copy_(weights[name])
 
 
 class Engine:
-    """A model under ZeRO. `engine.model(**batch)` runs it; backward() accumulates; step() applies
-    one update.
-    """
+    """A model under ZeRO. `engine.model(**batch)` runs it; backward() adds up; step() updates."""
 
     def __init__(self, model: nn.Module, ds: Mapping[str, Any], optim: Optim) -> None:
         """`ds` is the dictionary of deepspeed_config.for_engine; `optim` the experiment's optimizer
@@ -126,9 +121,8 @@ class Engine:
             raise ConfigError(
                 "the model has no trainable parameter: nothing to do. Unfreeze or insert layers."
             )
-        with redirect_stdout(
-            io.StringIO()
-        ):  # bf16 at stage 1 prints 15 lines of memory, whatever the log level
+        # bf16 at stage 1 prints 15 lines of memory, whatever the log level
+        with redirect_stdout(io.StringIO()):
             engine, *_ = deepspeed.initialize(
                 model=model,
                 optimizer=_optimizer(self._parameters.values(), ds, optim),
@@ -144,9 +138,8 @@ class Engine:
         self._norm: Tensor | float | None = None
         self._world = distributed.world()
         if self.stage == 0:
-            engine.enable_backward_allreduce = (
-                False  # step() below reduces once per window, and not at all alone
-            )
+            # step() below reduces once per window, and not at all alone
+            engine.enable_backward_allreduce = False
             self._undo_initial_step()
         scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
         if hasattr(scaler, "raise_error_at_min_scale"):
@@ -162,9 +155,7 @@ class Engine:
         self.model.eval()
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of `loss` x world: DeepSpeed averages over ranks, and a summed
-        loss wants the sum.
-        """
+        """Accumulate the gradient of `loss` x world, since DeepSpeed averages over ranks."""
         self.model.backward(loss * self._world, scale_wrt_gas=False)
 
     def step(self, lr: float, watch: Watch | None = None) -> None:
@@ -185,22 +176,17 @@ class Engine:
             self.model.step()
 
     def grad_norm(self) -> float:
-        """Global L2 norm of the last step's gradient, before clipping; nan when it is no finite
-        number.
-        """
+        """Global L2 norm of the last step's gradient, before clipping; nan if not finite."""
         norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
         return float("nan") if norm is None or norm < 0 else float(norm)
 
     def has_finite_gradient(self) -> Tensor:
-        """() bool on this device: whether the last step's gradient norm is finite. Does not wait
-        for the device.
-        """
+        """() bool on this device: whether the last step's gradient norm is finite. No waiting."""
         norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
         if not torch.is_tensor(norm):
             norm = torch.full((), math.nan if norm is None else norm, device=distributed.device())
-        is_finite = torch.isfinite(norm) & (
-            norm >= 0
-        )  # deepspeed 0.19.8 gives -1 for what is not finite
+        # deepspeed 0.19.8 gives -1 for what is not finite
+        is_finite = torch.isfinite(norm) & (norm >= 0)
         return is_finite.to(distributed.device(), non_blocking=True)
 
     def step_was_skipped(self) -> bool:
@@ -212,9 +198,7 @@ class Engine:
         return not self.model.was_step_applied()
 
     def loss_scale(self) -> tuple[float, float] | None:
-        """What fp16 multiplies its loss with, and the least that it may become; None in another
-        precision.
-        """
+        """What fp16 multiplies its loss with, and its least value; None in another precision."""
         scaler = self.model.optimizer.loss_scaler if self.model.fp16_enabled() else None
         return scaler and (
             float(scaler.cur_scale),
@@ -327,9 +311,7 @@ class Engine:
 
 
 def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.optim.Optimizer:
-    """The optimizer with decay where `optim` says so, at lr 0; DeepSpeed's own AdamW where its
-    state is offloaded.
-    """
+    """The optimizer with decay by `optim`, at lr 0; DeepSpeed's AdamW where offloaded."""
     parameters = list(parameters)
     fewest_axes = 2 if optim.decay == "matrices" else 0
     groups = [

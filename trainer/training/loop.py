@@ -78,9 +78,8 @@ class Session:
     save: Callable[[Progress], None]  # a checkpoint of the present state; a collective
     export_best: Callable[[], None]  # the present weights as best/; a collective
     log_gradients: bool = False
-    questions: Sequence[
-        Row
-    ] = ()  # the first validation rows, answered by generation at each evaluation
+    # the first validation rows, answered by generation at each evaluation
+    questions: Sequence[Row] = ()
 
 
 @dataclass(frozen=True)
@@ -244,9 +243,7 @@ def _count_skipped(session: Session, progress: Progress, window: StepBatches) ->
 
 
 def _sound_loss(session: Session, step: Step, progress: Progress, window: StepBatches) -> float:
-    """The loss over all ranks. DivergedError when the step was not sound: it is neither logged,
-    scored nor saved.
-    """
+    """The loss over all ranks. DivergedError when the step was not sound: nothing is saved."""
     loss, norm = float(distributed.total(step.loss)), session.engine.grad_norm()
     if not math.isfinite(loss):
         raise _diverged("loss", loss, progress.step, window)
@@ -270,8 +267,7 @@ def _diverged(what: str, value: float, step: int, window: StepBatches) -> Diverg
     return DivergedError(
         f"{what} is {value} at step {step} (this rank's rows of that window begin with {rows}).\n"
         "The last good checkpoint is kept. Look at these rows; lower optim.lr, lengthen the "
-        "warm-up, or clip harder "
-        "(optim.clip)."
+        "warm-up, or clip harder (optim.clip)."
     )
 
 
@@ -280,9 +276,7 @@ def _due(step: int, every: int, last: int) -> bool:
 
 
 class _HostCopy:
-    """Small counts on their way to the host while the device works: reading them waits for the copy
-    only.
-    """
+    """Small counts on their way to the host while the device works."""
 
     def __init__(self, counts: Tensor) -> None:
         self._event = None

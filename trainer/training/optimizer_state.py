@@ -32,9 +32,7 @@ MASTER = "master"
 
 
 class OptimizerState:
-    """The optimizer's tensors of every trainable parameter, gathered from and put back into
-    DeepSpeed.
-    """
+    """The optimizer's tensors of every trainable parameter, out of and into DeepSpeed."""
 
     def __init__(
         self, engine: Any, *, stage: int, parameters: Mapping[str, nn.Parameter], optim: Optim
@@ -75,9 +73,7 @@ class OptimizerState:
         return found
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, float | int]) -> None:
-        """Put back what tensors() and scalars() gave; the weights were loaded before the
-        engine was made.
-        """
+        """Put back what tensors() and scalars() gave; weights were loaded before."""
         wanted = {
             f"{name}|{key}"
             for name, weight in self._parameters.items()
@@ -113,9 +109,7 @@ class OptimizerState:
         return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
     def _unsharded_master(self, parameter: nn.Parameter) -> Tensor:
-        """Stage 0: the tensor that the optimizer updates for `parameter`: itself, or its fp32 copy
-        below fp32.
-        """
+        """Stage 0: what the optimizer updates for `parameter`: itself, or its fp32 copy."""
         wrapper = self._engine.optimizer
         if not hasattr(wrapper, "fp32_groups"):
             return parameter
@@ -153,9 +147,7 @@ class OptimizerState:
 
     @torch.no_grad()
     def _make_empty_state(self) -> None:
-        """Let the optimizer create its moments: one step at learning rate 0 with zero gradients
-        changes no weight.
-        """
+        """Let the optimizer create its moments by a step at lr 0 with zero gradients."""
         inner = self.inner()
         for group in inner.param_groups:
             group["lr"] = 0.0

@@ -20,9 +20,7 @@ SMALLEST_SQUARE = 1e-16
 
 
 def build(groups: list[dict[str, Any]], optim: Optim) -> torch.optim.Optimizer:
-    """The optimizer of parameter groups; lr 0 until the loop sets it, so that building it moves
-    nothing.
-    """
+    """The optimizer of parameter groups; lr 0 until the loop sets it."""
     if optim.name == "adafactor":
         return torch.optim.Adafactor(
             groups,
@@ -35,9 +33,7 @@ def build(groups: list[dict[str, Any]], optim: Optim) -> torch.optim.Optimizer:
 
 
 def state_shapes(optim: Optim, shape: torch.Size) -> dict[str, torch.Size]:
-    """What the optimizer remembers of a weight of `shape`, by torch's names for it: the shape of
-    each tensor.
-    """
+    """What the optimizer remembers of a weight of `shape`: tensors' shapes by torch's names."""
     if optim.name == "adamw":
         return {"exp_avg": shape, "exp_avg_sq": shape}
     if len(shape) < 2:

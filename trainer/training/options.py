@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.identity import exp_id
-from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError
-from trainer.tasks.protocol import Places, Task
+from trainer.tasks.protocol import Places
 from trainer.telemetry.wandb_run import WandbSettings
 
 
@@ -48,15 +47,3 @@ class Options:
     @property
     def places(self) -> Places:
         return Places(self.data_path, self.cache_dir, self.savedir_base)
-
-
-def store_of(task: Task, split: str, options: Options) -> TokenStore:
-    """The encoded rows of a split, from the cache or built."""
-    return open_store(
-        lambda: task.rows(split),
-        task.encode,
-        encoding_id=task.encoding_id(),
-        split=split,
-        cache_dir=options.cache_dir,
-        length=task.length,
-    )

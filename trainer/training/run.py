@@ -16,6 +16,7 @@ from trainer import tasks
 from trainer.config import auto, deepspeed_config
 from trainer.config.identity import digest
 from trainer.data.order import Sizes, padding_share, sizes_of
+from trainer.data.token_store import store_of
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.evaluation.scoring import first_questions
 from trainer.memory import launch as planning
@@ -29,7 +30,7 @@ from trainer.telemetry.run_record import RunRecord
 from trainer.training import checkpoint, engine, run_folder
 from trainer.training.engine import Engine
 from trainer.training.loop import Cadence, Progress, Session, fit
-from trainer.training.options import Options, store_of
+from trainer.training.options import Options
 from trainer.training.run_folder import check_hub, check_identity, claimed, push
 from trainer.training.run_plan import RunPlan, is_finished
 
@@ -93,9 +94,7 @@ def run_group(plans: Sequence[RunPlan], options: Options) -> int:
 
 
 def _settled(plan: RunPlan, options: Options) -> RunPlan:
-    """The plan with what "auto" leaves open chosen by memory: the micro-batch, the DeepSpeed file.
-    A collective.
-    """
+    """The plan with "auto" settled by memory: the micro-batch, the DeepSpeed file. A collective."""
     asked = options.deepspeed or plan.cfg.deepspeed
     if auto.AUTO not in (asked, plan.values["train"]["micro_batch"]):
         return plan
@@ -113,7 +112,7 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
 
 
 def _launch(plan: RunPlan, options: Options, task: Task, *, answers: bool) -> planning.UpcomingRun:
-    stores = {split: store_of(task, split, options) for split in ("train", "valid")}
+    stores = {split: store_of(task, split, options.cache_dir) for split in ("train", "valid")}
     return planning.UpcomingRun(
         plan.values, plan.cfg, plan.ds, plan.sharding, task, options.places, stores, answers
     )
@@ -183,9 +182,7 @@ def _train(
 
 
 def _engine(plan: RunPlan, task: Task, newest: Path | None) -> tuple[Engine, Progress]:
-    """The task's model under DeepSpeed, with what the newest good checkpoint holds. A
-    collective.
-    """
+    """The task's model under DeepSpeed, with the newest good checkpoint. A collective."""
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
         model = task.model()

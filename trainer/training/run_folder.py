@@ -1,6 +1,4 @@
-"""The folder of a run: claimed by one process, of one dictionary and its data, holding what it
-exports.
-"""
+"""The folder of a run: claimed by one process, of one dictionary and its data, with its exports."""
 
 from __future__ import annotations
 
@@ -115,9 +113,7 @@ def check_identity(plan: RunPlan, task: Task, stores: dict[str, TokenStore]) -> 
 
 
 def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:
-    """The trained weights as <run>/<name>/, in the task's own layout; complete or not there
-    at all.
-    """
+    """The trained weights as <run>/<name>/, in the task's layout; complete or not there."""
     weights = live.weights(lambda k: distributed.is_main())
 
     def write() -> None:

@@ -1,6 +1,4 @@
-"""Steps that fp16's loss scale leaves out: a few are its way of working, many are a run that does
-not learn.
-"""
+"""Steps that fp16's loss scale leaves out: a few are normal, many are a run that does not learn."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ class SkippedSteps:
         self.in_a_row = self.in_a_row + 1 if is_skipped and scale <= least else 0
 
     def refuse_too_many(self, step: int, *, last: int, scale: float) -> None:
-        """DivergedError when the run does not learn. step: done so far, of `last`; scale: as it is
-        now.
-        """
+        """DivergedError when the run does not learn. step: done, of `last`; scale: as it is now."""
         is_stuck = self.in_a_row >= MOST_IN_A_ROW
         is_judged = step >= min(JUDGED_FROM_STEP, last)
         if is_stuck or (is_judged and self.total > LARGEST_SHARE * step):
@@ -45,13 +41,10 @@ class SkippedSteps:
             )
             raise DivergedError(
                 f"fp16: {self.total} of {step} steps were skipped ({reason}), because gradients "
-                "overflow at a loss "
-                f"scale of {scale:g}: this run does not learn.\n"
+                f"overflow at a loss scale of {scale:g}: this run does not learn.\n"
                 'The last good checkpoint is kept. Use train.precision="bf16", lower optim.lr, '
-                "or in the DeepSpeed "
-                "file let the scale begin lower (fp16.initial_scale_power), fall further "
-                "(fp16.min_loss_scale) or "
-                "change at all (fp16.loss_scale=0)."
+                "or in the DeepSpeed file let the scale begin lower (fp16.initial_scale_power), "
+                "fall further (fp16.min_loss_scale) or change at all (fp16.loss_scale=0)."
             )
 
     def state(self) -> dict[str, Any]:

@@ -47,21 +47,16 @@ class K8s:
 
     name: ClassVar[str] = "k8s"
     validation: ClassVar[str] = (
-        "offline only: manifests against the schemas of Kubernetes and JobSet, requests against "
-        "a loopback HTTP "
-        "server; no real cluster"
+        "offline only: manifests against the schemas of Kubernetes and JobSet, requests against a "
+        "loopback HTTP server; no real cluster"
     )
 
     def __init__(self, namespace: str = "default") -> None:
-        """namespace: where `check` looks, and `find` when it may not look everywhere; ids carry
-        their own.
-        """
+        """namespace: where `check` looks, and `find` if not everywhere; ids carry their own."""
         self.namespace = namespace
 
     def check(self) -> list[Finding]:
-        """Whether the client is there, the cluster answers, and Jobs and JobSets can be listed in
-        the namespace.
-        """
+        """Whether there is a client, the cluster answers, and Jobs and JobSets can be listed."""
         try:
             version = importlib.import_module("kubernetes").__version__
         except ModuleNotFoundError:
@@ -83,16 +78,12 @@ class K8s:
         return Rendered(spec.token, "rendered.yaml", text_of(manifest(spec)))
 
     def rehearse(self, rendered: Rendered) -> str | None:
-        """The API server's own dry run: admission, quota and every field, without making
-        anything.
-        """
+        """The API server's own dry run: admission, quota and every field, nothing is made."""
         job_id = self._create(rendered, dry_run="All")
         return f"{job_id}: the API server would take it"
 
     def submit(self, rendered: Rendered) -> str:
-        """The id. An object of this name that carries our token is adopted: it is the same
-        submission.
-        """
+        """The id. An object of this name with our token is adopted: it is the same submission."""
         return self._create(rendered)
 
     def find(self, token: str) -> list[str]:
@@ -199,9 +190,7 @@ def _advice(answer: KubernetesError, kind: str) -> str:
 
 
 def _adopted(job_id: str, token: str) -> str:
-    """`job_id`, whose object exists, if it carries our token; Refused when it is somebody
-    else's.
-    """
+    """`job_id` if it carries our token; Refused when it is somebody else's."""
     namespace, kind, name = _parts(job_id)
     group, version, plural = KINDS[kind]
     try:
@@ -249,9 +238,7 @@ def _list(namespace: str, kind: str, **options: Any) -> list[Object] | None:
 
 
 def _everywhere(namespace: str, kind: str, selector: str) -> list[Object] | None:
-    """Objects of one kind in all namespaces, or in `namespace` for who may not see all.
-    Unreachable.
-    """
+    """Objects in all namespaces, or in `namespace` where not all may be seen. Unreachable."""
     group, version, plural = KINDS[kind]
     try:
         reply: Object = custom_objects(

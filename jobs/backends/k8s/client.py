@@ -15,11 +15,7 @@ from jobs.errors import Unreachable
 from trainer.errors import ConfigError
 
 TIMEOUT_S = (10, 60)  # to connect, to read
-
-
 SILENCE_S = (10, 24 * 3600)  # a log that is followed may be quiet for long
-
-
 Object = dict[str, Any]
 T = TypeVar("T")
 
@@ -63,9 +59,7 @@ def core_api(call: Callable[[Any], T]) -> T:
 
 
 def answered(call: Callable[[], T]) -> T:
-    """The reply to one request. Answer for a status that is no success, Unreachable for a broken
-    connection.
-    """
+    """The reply to one request. KubernetesError, or Unreachable for a broken connection."""
     try:
         return call()
     except (OSError, ValueError) as error:
@@ -87,9 +81,7 @@ def answered(call: Callable[[], T]) -> T:
 
 
 def _client(api: str) -> Any:
-    """An API of the client, with the configuration of the user or of the pod. Unreachable when
-    there is none.
-    """
+    """An API of the client, configured as the user or the pod is. Unreachable when neither is."""
     try:
         client, config = (
             importlib.import_module("kubernetes.client"),
@@ -100,9 +92,8 @@ def _client(api: str) -> Any:
             "the k8s backend needs the kubernetes package. pip install 'lathe[k8s]'"
         ) from None
     configuration = client.Configuration()
-    files = (
-        os.environ.get("KUBECONFIG") or "~/.kube/config"
-    )  # the client reads the variable at import only
+    # the client reads the variable at import only
+    files = os.environ.get("KUBECONFIG") or "~/.kube/config"
     try:
         if any(Path(name).expanduser().exists() for name in files.split(os.pathsep)):
             config.load_kube_config(files, client_configuration=configuration, persist_config=False)

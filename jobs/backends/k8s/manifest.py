@@ -33,9 +33,8 @@ GRACE_MARGIN_S = 15  # the wrapper writes exit.json after the training's own gra
 # restart has it anew, and it begins before the image is pulled.
 DEADLINE_MARGIN_S = 900
 
-DNS_LABEL = re.compile(
-    r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?\Z"
-)  # and room for "-node-0-<index>" within 63 letters
+# and room for "-node-0-<index>" within 63 letters
+DNS_LABEL = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?\Z")
 DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\Z")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}\Z")
 SECRET_KEY = re.compile(r"[A-Za-z0-9._-]{1,253}\Z")
@@ -63,9 +62,7 @@ K8S_ONLY = ("image", "namespace", "queue", "service_account", "volumes", "wandb_
 def refuse_foreign(
     spec: JobSpec, keys: tuple[str, ...], *, backend: str, allow_gpu_model: bool = False
 ) -> None:
-    """ConfigError that names every key of the job dictionary which `backend` does not know, and
-    jobs to wait for.
-    """
+    """ConfigError names every key that `backend` does not know, and jobs to wait for."""
     default, job = JobConfig(), spec.job
     found = [key for key in keys if getattr(job, key) != getattr(default, key)]
     of_gpu = ("gpu_mem",) if allow_gpu_model else ("gpu_mem", "gpu_model")
@@ -88,9 +85,7 @@ def text_of(manifest: dict[str, Any]) -> str:
 
 
 def name_of(token: str) -> str:
-    """The object's name: the token with "-" for "_"; ConfigError when it cannot be one. `token_in`
-    is its inverse.
-    """
+    """The object's name: the token with "-" for "_", or ConfigError. Inverse: `token_in`."""
     name = token.replace("_", "-")
     if not TOKEN_FORM.match(token) or not DNS_LABEL.match(name):
         raise ConfigError(
@@ -148,9 +143,7 @@ def labels(spec: JobSpec) -> dict[str, str]:
 
 
 def label(text: str) -> str:
-    """`text` with what a label may not hold replaced by "-": at most 63 letters, a letter or digit
-    at both ends.
-    """
+    """`text` as a label: "-" for what none may hold, 63 letters, a letter or digit at the ends."""
     return re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:63].strip("-_.")
 
 
@@ -177,16 +170,12 @@ def job_spec(spec: JobSpec) -> Any:
 
 
 def _single_rules() -> list[Any]:
-    """Bad input ends the Job with a reason of its own; a pod that was evicted or preempted is
-    replaced.
-    """
+    """Bad input ends the Job with a reason of its own; a pod evicted or preempted is replaced."""
     return [_on_exit("FailJob", EXIT_BAD_INPUT), _on_disruption("Ignore")]
 
 
 def _gang_rules() -> list[Any]:
-    """A node that is taken away fails the child Job as `PodFailurePolicy`, upon which the JobSet
-    restarts all nodes.
-    """
+    """A node taken away fails the child Job as `PodFailurePolicy`; the JobSet restarts all."""
     return [_on_disruption("FailJob"), _on_exit("FailJob", EXIT_PREEMPTED)]
 
 
@@ -207,9 +196,7 @@ def _on_disruption(action: str) -> Any:
 
 
 def _gang(spec: JobSpec) -> dict[str, Any]:
-    """The JobSet's spec: one child Job with a pod for each node, and DNS names for the
-    rendezvous.
-    """
+    """The JobSet's spec: one child Job of a pod for each node, DNS names for the rendezvous."""
     preempted = {
         "name": "preempted",
         "action": "RestartJobSet",
@@ -260,9 +247,7 @@ def pod_spec(spec: JobSpec) -> Any:
 
 
 def resources(spec: JobSpec) -> Any:
-    """Requests for the scheduler; memory is a limit too, as under Slurm, so that a leak ends one
-    job and not a node.
-    """
+    """Requests for the scheduler; memory is a limit too: a leak ends one job and not a node."""
     wanted = spec.job.resources
     memory = f"{wanted.mem}Gi"
     limits = {"memory": memory, **({"nvidia.com/gpu": str(wanted.gpu)} if wanted.gpu else {})}
@@ -272,13 +257,10 @@ def resources(spec: JobSpec) -> Any:
 
 
 def variables(spec: JobSpec) -> list[Any]:
-    """What the wrapper must know. The training's own environment is not here: the wrapper reads it
-    in spec.json.
-    """
+    """What the wrapper must know. The training's environment stands in spec.json."""
     models = _models()
-    found = [
-        models.V1EnvVar(name="LATHE_JOB_ID", value=literal(job_id(spec)))
-    ]  # the same at every restart
+    # the same at every restart
+    found = [models.V1EnvVar(name="LATHE_JOB_ID", value=literal(job_id(spec)))]
     if spec.job.nodes > 1:
         field = models.V1ObjectFieldSelector(field_path=f"metadata.annotations['{RANK}']")
         source = models.V1EnvVarSource(field_ref=field)
@@ -299,9 +281,7 @@ def job_id(spec: JobSpec) -> str:
 
 
 def storage(spec: JobSpec) -> tuple[list[Any], list[Any]]:
-    """Volumes and mounts of `job.volumes`, one volume for each claim, and shared memory for jobs
-    with GPUs.
-    """
+    """Volumes and mounts of `job.volumes`, and shared memory for jobs with GPUs."""
     models = _models()
     parsed = [_volume(text) for text in spec.job.volumes]
     names = {
@@ -337,9 +317,7 @@ def _volume(text: str) -> tuple[str, str, bool]:
 
 
 def checked(spec: JobSpec) -> JobSpec:
-    """`spec` itself; ConfigError with every fault that the API server or a pod would only show
-    later.
-    """
+    """`spec`; ConfigError with every fault that the API server or a pod would only show later."""
     refuse_foreign(spec, ("address", *FOREIGN), backend="k8s")
     faults = [*_name_faults(spec), *_volume_faults(spec), *text_faults(spec)]
     if faults:
@@ -401,9 +379,7 @@ def _is_path(path: str) -> bool:
 
 
 def text_faults(spec: JobSpec) -> list[str]:
-    """Control characters, which YAML and the kernel refuse, paths that lead elsewhere, and what is
-    no program.
-    """
+    """Control characters, refused by YAML, paths that lead elsewhere, and no program."""
     found = list[str]()
     if (
         not spec.wrapper
@@ -430,9 +406,7 @@ def text_faults(spec: JobSpec) -> list[str]:
 
 
 def literal(text: str) -> str:
-    """`text` as Kubernetes must get it so that the process gets `text`: without expansion of
-    $(NAME).
-    """
+    """`text` so that the process gets it as it is: without expansion of $(NAME)."""
     return text.replace("$", "$$")
 
 

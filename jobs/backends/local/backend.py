@@ -89,9 +89,7 @@ class Local:
         )
 
     def render(self, spec: JobSpec) -> Rendered:
-        """The queue's entry. Keys of clusters mean nothing here and are left out: any group can be
-        tried locally.
-        """
+        """The queue's entry. Keys of clusters are left out, so that any group can be tried."""
         if spec.job.nodes > 1:
             raise ConfigError(
                 f"nodes={spec.job.nodes}: the local queue is one machine. Use nodes=1, or -j slurm."
@@ -130,9 +128,7 @@ class Local:
         return "fits this machine"
 
     def submit(self, rendered: Rendered) -> str:
-        """Put it into the queue and see that a runner lives. Unreachable when it may be in another
-        queue already.
-        """
+        """Put it into the queue and see that a runner lives. Unreachable: it may be in another."""
         self.rehearse(rendered)
         entry = json.loads(rendered.text)
         with refusals(self._queue.folder):
@@ -143,9 +139,7 @@ class Local:
         return entry["id"]
 
     def find(self, token: str) -> list[str]:
-        """Its id when it is in this queue. Unreachable when this machine cannot have sent
-        it here.
-        """
+        """Its id if it is in this queue. Unreachable if this machine cannot have sent it here."""
         entry = self._queue.entry(token)
         if entry.folder.exists():
             if entry.ended() is None:
@@ -191,9 +185,7 @@ class Local:
         )
 
     def cancel(self, job_id: str) -> None:
-        """Ask for its end: a waiting job leaves the queue, a running one gets SIGTERM and may save.
-        Unreachable.
-        """
+        """Ask for its end: a waiting job leaves, a running one gets SIGTERM. Unreachable."""
         token = self._own(job_id)
         if token is None:
             raise Unreachable(_where(job_id))
@@ -206,9 +198,7 @@ class Local:
             raise Unreachable(f"asked for the end of {job_id}, but: {_out_of_sight(entry)}")
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
-        """What the wrapper printed; the training's own output is in the attempt's folder.
-        Unreachable.
-        """
+        """What the wrapper printed; the training's own is in the attempt's folder. Unreachable."""
         token = self._own(job_id)
         if token is None:
             raise Unreachable(_where(job_id))

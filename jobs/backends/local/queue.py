@@ -48,8 +48,6 @@ from trainer.files.atomic import create_json, read_json, sync
 
 IDLE_S = 1.0  # the runner leaves when there has been nothing to do for so long
 ATTEMPT = re.compile(r"(ft_[0-9a-z]+_[0-9a-z]+)_([0-9]+)\Z")
-
-
 _waking = threading.Lock()
 _woken: dict[Path, tuple[float, subprocess.Popen[bytes]]] = {}
 
@@ -73,9 +71,7 @@ class QueuedJob:
         return self.folder.name
 
     def read(self) -> dict[str, Any]:
-        """What was submitted: wrapper, workdir, id, gpus, cpus, grace_s, group, max_parallel, after
-        (ids), at.
-        """
+        """Its wrapper, workdir, id, gpus, cpus, grace_s, group, max_parallel, after (ids), at."""
         value = read_json(self.folder / "entry.json")
         assert value is not None, "an entry comes into the queue whole"
         return value
@@ -99,18 +95,14 @@ class QueuedJob:
 
 @dataclass(frozen=True)
 class Queue:
-    """The folder, for those who submit and look. environment: of the runner that they wake; None:
-    their own.
-    """
+    """The folder, for those who submit and look. environment: of the runner; None: theirs."""
 
     folder: Path
     environment: Mapping[str, str] | None = None
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """{"id", "host"} of this queue, given at its first use and kept for ever. StorageError,
-        ConfigError.
-        """
+        """{"id", "host"} of this queue, given at its first use. StorageError, ConfigError."""
         path = self.folder / "identity.json"
         try:
             found = read_json(path)
@@ -119,9 +111,8 @@ class Queue:
                 create_json(path, {"id": secrets.token_hex(4), "host": socket.gethostname()})
                 found = read_json(path)
         except (OSError, StorageError) as error:
-            reason = (
-                error.__cause__ or error
-            )  # the disk's own words: the advice of StorageError is for runs
+            # the disk's own words: the advice of StorageError is for runs
+            reason = error.__cause__ or error
             raise StorageError(
                 f"{path}: {reason}. Name a folder of this machine as LATHE_QUEUE."
             ) from error
@@ -148,9 +139,7 @@ class Queue:
             return set()
 
     def has_succeeded(self, tokens: Iterable[str]) -> bool | None:
-        """Whether one of these attempts (at one experiment) has succeeded; None while one of them,
-        or a next, may.
-        """
+        """Whether one of these attempts at an experiment has succeeded; None while one may."""
         ended = [
             (entry, entry.ended()) for entry in map(self.entry, sorted(tokens, key=attempt_of))
         ]
@@ -193,9 +182,7 @@ class Queue:
             return not is_free
 
     def wake(self) -> None:
-        """Start a runner unless there is one. It lives on when this process ends. On another host:
-        nothing.
-        """
+        """Start a runner unless there is one. It outlives this process. Elsewhere: nothing."""
         if not self.is_here:
             return
         with _waking:
@@ -203,16 +190,13 @@ class Queue:
                 _woken[self.folder] = (time.monotonic(), self._spawn())
 
     def _is_waking(self) -> bool:
-        """Whether the runner that this process started will still look: it stays, or waits for its
-        turn, so long.
-        """
+        """Whether the runner that this process started will still look for jobs."""
         if self.folder not in _woken:
             return False
         woken_at, runner = _woken[self.folder]
         code = runner.poll()
-        return time.monotonic() - woken_at < IDLE_S and (
-            code is None or code > 0
-        )  # > 0: the next would fail as well
+        # > 0: the next would fail as well
+        return time.monotonic() - woken_at < IDLE_S and (code is None or code > 0)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         with (self.folder / "runner.log").open("ab") as output:
@@ -235,9 +219,7 @@ def attempt_of(token: str) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def runner_lock(folder: Path, kind: int) -> Generator[bool]:
-    """Whether the runner's lock could be taken, to be it (LOCK_EX) or to look (LOCK_SH); held while
-    the block lasts.
-    """
+    """Whether the lock could be taken, to run (LOCK_EX) or look (LOCK_SH), for this block."""
     if not folder.is_dir():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (folder / "runner.lock").open("ab") as file:

@@ -50,9 +50,7 @@ class Capacity:
 
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> Capacity:
-        """Cores and GPUs of this machine, as LATHE_QUEUE_CPUS and CUDA_VISIBLE_DEVICES limit them.
-        ConfigError.
-        """
+        """Cores and GPUs here, within LATHE_QUEUE_CPUS and CUDA_VISIBLE_DEVICES. ConfigError."""
         text = environ.get("LATHE_QUEUE_CPUS") or str(os.cpu_count() or 1)
         if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
             raise ConfigError(
@@ -107,9 +105,8 @@ class Runner:
     live: dict[str, Live] = field(default_factory=dict[str, Live])
     known: set[str] = field(default_factory=set[str])
     attempts: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
-    verdicts: dict[str, bool | None] = field(
-        default_factory=dict[str, "bool | None"]
-    )  # of this turn
+    # of this turn
+    verdicts: dict[str, bool | None] = field(default_factory=dict[str, "bool | None"])
     told: dict[str, Any] = field(default_factory=dict[str, Any])
     looked_at: float = -float("inf")
 
@@ -136,9 +133,8 @@ class Runner:
 
     def welcome(self) -> None:
         """Take in new entries, and adopt those that a killed runner had started."""
-        while (
-            names := self.queue.tokens() - self.known
-        ):  # once more: a job that one of them waits for may be newer
+        # once more: a job that one of them waits for may be newer
+        while names := self.queue.tokens() - self.known:
             self.known |= names
             for token in names:
                 self.attempts.setdefault(attempt_of(token)[0], set()).add(token)
@@ -184,9 +180,7 @@ class Runner:
             self._end_if_unwanted(token, facts)
 
     def _end_if_unwanted(self, token: str, facts: dict[str, Any]) -> bool:
-        """End a waiting job that was cancelled, or whose predecessor did not succeed; returns
-        whether it was ended.
-        """
+        """End a waiting job that was cancelled, or whose predecessor failed; whether it was."""
         entry = self.queue.entry(token)
         if entry.is_cancelled():
             entry.end(CANCELLED, "cancelled before it started")
@@ -200,18 +194,14 @@ class Runner:
         return True
 
     def _has_succeeded(self, job_id: str) -> bool | None:
-        """Whether the experiment of this job has succeeded, in whatever attempt; None while it
-        still may.
-        """
+        """Whether this job's experiment has succeeded, in any attempt; None while it still may."""
         name = attempt_of(job_id.rpartition(":")[2])[0]
         if name not in self.verdicts:
             self.verdicts[name] = self.queue.has_succeeded(self.attempts.get(name, ()))
         return self.verdicts[name]
 
     def _start_what_fits(self) -> None:
-        """First come, first served: a job that waits for devices is not overtaken, so that it
-        cannot starve.
-        """
+        """First come, first served: a job that waits for devices is not overtaken."""
         for token in sorted(self.waiting, key=lambda token: (self.waiting[token]["at"], token)):
             facts, gpus = self.waiting[token], self._free_gpus()
             is_held = any(self._has_succeeded(other) is not True for other in facts["after"])
@@ -252,9 +242,8 @@ def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Li
     ):  # in the child, before it becomes the wrapper: a killed runner must not start it again
         own = {**process.facts(), "gpus": gpus}
         if not create_json(entry.folder / "started.json", own):
-            raise FileExistsError(
-                f"{entry.folder}: started by another"
-            )  # Popen turns it into a SubprocessError
+            # Popen turns it into a SubprocessError
+            raise FileExistsError(f"{entry.folder}: started by another")
 
     environment = {
         **os.environ,
@@ -275,9 +264,8 @@ def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Li
             )
         except (OSError, subprocess.SubprocessError) as error:
             started = entry.started()
-            if (
-                started is None or process.life(started) == "gone"
-            ):  # else it runs, started by another
+            # else it runs, started by another
+            if started is None or process.life(started) == "gone":
                 entry.end(1, f"cannot start {facts['wrapper'][0]}: {error}")
             return None
     return Live(entry, facts, child.pid, process.birth(child.pid) or "", gpus, child)
@@ -291,9 +279,7 @@ def _signal(live: Live, number: signal.Signals) -> None:
 
 
 def serve(queue: Queue) -> None:
-    """Run the queue until it is empty, unless another process does. ConfigError for what limits its
-    devices.
-    """
+    """Run the queue until it is empty, unless another process does. ConfigError for bad limits."""
     capacity, tries = Capacity.here(), 0
     while tries < LOCK_TRIES:
         runner = None

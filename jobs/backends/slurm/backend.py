@@ -88,9 +88,7 @@ class Slurm:
         return findings
 
     def render(self, spec: JobSpec) -> Rendered:
-        """The sbatch call of one attempt. ConfigError for keys of other schedulers and for values
-        it cannot carry.
-        """
+        """The sbatch call of one attempt. ConfigError for foreign keys and impossible values."""
         attempt = PurePath(spec.folder) / "attempts" / str(spec.attempt)
         options = [f"--comment=lathe {spec.exp_id} {spec.attempt}", *_options(spec, spec.token)]
         argv = _sbatch([*options, *_output(attempt, "slurm-%j.txt")])
@@ -108,9 +106,7 @@ class Slurm:
         return done.words.removeprefix("sbatch: ") or None
 
     def submit(self, rendered: Rendered) -> str:
-        """The id. Refused: Slurm looked at it and said no. Unreachable: no clear answer, so it may
-        be there.
-        """
+        """The id. Refused: Slurm looked at it and said no. Unreachable: it may be there."""
         if shutil.which(rendered.argv[0]) is None:
             raise Refused(
                 f"{rendered.argv[0]} is not on PATH, so nothing was sent. Log in to a node of "
@@ -127,9 +123,7 @@ class Slurm:
         raise rejection(done, rendered.token)
 
     def find(self, token: str) -> list[str]:
-        """Ids of all jobs of this name (of an array: its own id), as far back as Slurm remembers.
-        Unreachable.
-        """
+        """Ids of all jobs of this name (an array: its own) that Slurm remembers. Unreachable."""
         if not TOKEN.match(token):
             return []
         lines = ask(
@@ -140,9 +134,7 @@ class Slurm:
         return sorted((text for text in ids if ID.match(text)), key=int)
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
-        """States of these jobs and array elements; without accounting, ended ones only for
-        MinJobAge. Unreachable.
-        """
+        """States of these jobs; without accounting, ended ones only for MinJobAge. Unreachable."""
         wanted = [job_id for job_id in dict.fromkeys(ids) if ID.match(job_id)]
         rows: dict[str, QueueLine] = {}
         for first in range(0, len(wanted), MANY):
@@ -155,17 +147,13 @@ class Slurm:
         return {job_id: observed(rows[job_id], around) for job_id in wanted if job_id in rows}
 
     def cancel(self, job_id: str) -> None:
-        """Ask for its end; one that has ended or is forgotten is fine. Refused (not ours),
-        Unreachable.
-        """
+        """Ask for its end; one that has ended is fine. Refused (not ours), Unreachable."""
         done = call(["scancel", _checked_id(job_id)], timeout_s=ASK_S)
         if done.code != 0 and not ENDED.search(done.err):
             raise rejection(done, f"cancel {job_id}")
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
-        """Lines of slurm-<id>.txt: what Slurm itself, and anything before the wrapper, had
-        to say.
-        """
+        """Lines of slurm-<id>.txt: what Slurm, and anything before the wrapper, said."""
         folder = _folder_of(job_id) if ID.match(job_id) else None
         if folder is None:
             return
@@ -187,9 +175,7 @@ class Slurm:
             yield rest.decode(errors="replace")
 
     def max_array(self) -> int:
-        """MaxArraySize (its largest index is one less), or max_array_tasks where that is smaller.
-        Unreachable.
-        """
+        """MaxArraySize or, where that is smaller, max_array_tasks. Unreachable."""
         found = config()
         sizes = [found.get("MaxArraySize", "0")]
         sizes += re.findall(r"max_array_tasks=(\d+)", found.get("SchedulerParameters", ""))
@@ -198,9 +184,7 @@ class Slurm:
     def render_array(
         self, specs: Sequence[JobSpec], *, token: str, index_file: str, max_parallel: int | None
     ) -> Rendered:
-        """One `sbatch --array`. ConfigError when the specs differ in what all elements of an array
-        must share.
-        """
+        """One `sbatch --array`. ConfigError when specs differ in what an array shares."""
         first = specs[0]
         for spec in specs:
             differs = [
@@ -267,9 +251,7 @@ def _options(spec: JobSpec, token: str) -> list[str]:
 
 
 def _limit(job: JobConfig) -> str | None:
-    """Slurm's own limit, after that of the wrapper: max_run_time, the time to stop in, and a
-    minute's allowance.
-    """
+    """Slurm's own limit, after the wrapper's: max_run_time, grace_s and a minute."""
     if job.max_run_time is None:
         return None
     seconds = job.max_run_time + job.grace_s + 60
@@ -334,9 +316,7 @@ def _checked_id(job_id: str) -> str:
 
 
 def _folder_of(job_id: str) -> Path | None:
-    """The folder that a job was sent from, where its text lies; None when Slurm has forgotten the
-    job.
-    """
+    """The folder that a job was sent from, where its text lies; None for a forgotten one."""
     lines = listed([job_id], "--format=%Z") or history(f"--jobs={job_id}", "--format=WorkDir")
     return Path(lines[0]) if lines and lines[0].startswith("/") else None
 
@@ -353,9 +333,8 @@ def _content(path: Path, at: int) -> bytes:
 
 def _examine() -> Iterator[Finding]:
     """What a working controller tells of itself. Unreachable."""
-    if "UP" not in (
-        ping := "; ".join(ask("scontrol", "ping")).strip()
-    ):  # others try for 9 s before they say so
+    # others try for 9 s before they say so
+    if "UP" not in (ping := "; ".join(ask("scontrol", "ping")).strip()):
         raise Unreachable(ping)
     found = config()
     version, auth = found.get("SLURM_VERSION", "of unknown version"), found.get("AuthType", "")

@@ -187,16 +187,13 @@ def rejection(done: Done, what: str) -> Refused | Unreachable:
 
 
 def listed(ids: Sequence[str], columns: str) -> list[str]:
-    """Lines of squeue for these jobs, dead ones too; an id that it does not know has none.
-    Unreachable.
-    """
+    """Lines of squeue for these jobs, dead ones too; of an unknown id none. Unreachable."""
     done = call(
         ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", columns],
         timeout_s=ASK_S,
     )
-    if done.code != 0 and not UNKNOWN_ID.search(
-        done.err
-    ):  # it says so of a single id; of several it leaves them out
+    # it says so of a single id; of several it leaves them out
+    if done.code != 0 and not UNKNOWN_ID.search(done.err):
         raise Unreachable(f"squeue: {done.words}")
     return done.out.splitlines()
 
@@ -212,9 +209,7 @@ def queued(ids: Sequence[str]) -> Iterator[QueueLine]:
 
 
 def past(ids: Sequence[str]) -> Iterator[QueueLine]:
-    """Rows of the ended jobs that accounting knows. One that it calls alive is none: the controller
-    would know it.
-    """
+    """Rows of the ended jobs that accounting knows; what it calls alive is left out."""
     for line in history(f"--jobs={','.join(ids)}", f"--format={HISTORY}"):
         fields = line.split("|")
         if len(fields) == 4 and STATES.get(fields[1].partition(" ")[0], "running") not in ACTIVE:
@@ -225,9 +220,7 @@ def past(ids: Sequence[str]) -> Iterator[QueueLine]:
 
 
 def history(*options: str) -> list[str]:
-    """Lines of sacct; none without accounting, and none while its database is away: it only adds to
-    squeue.
-    """
+    """Lines of sacct; none without accounting or its database: it only adds to squeue."""
     try:
         done = call(
             ["sacct", "--noheader", "--parsable2", "--allocations", *options], timeout_s=ASK_S
@@ -261,9 +254,8 @@ def observed(row: QueueLine, around: Sequence[Node]) -> Observed:
             state, reason, host, restarts=restarts, will_rerun=state == "queued" and restarts > 0
         )
     number = row.status & 0x7F
-    if (
-        host is None or number > LAST_SIGNAL
-    ):  # it never ran on a node, or Slurm's own mark (53, 125) is no signal
+    # it never ran on a node, or Slurm's own mark (53, 125) is no signal
+    if host is None or number > LAST_SIGNAL:
         number, code = 0, None
     else:
         code = 128 + number if number else row.status >> 8
@@ -313,8 +305,5 @@ def _expanded(names: str) -> set[str]:
 def config() -> dict[str, str]:
     """The cluster's configuration by name, as `scontrol show config` prints it. Unreachable."""
     lines = ask("scontrol", "show", "config")
-    return {
-        key.strip(): value.strip()
-        for key, is_there, value in (line.partition("=") for line in lines)
-        if is_there
-    }
+    pairs = [line.split("=", 1) for line in lines if "=" in line]
+    return {key.strip(): value.strip() for key, value in pairs}

@@ -60,17 +60,13 @@ log = logging.getLogger(__name__)
 
 
 class Toolkit:
-    """Jobs on Toolkit, one container each; everything that a job reads or writes lies in the mounts
-    of `data`.
-    """
+    """Jobs on Toolkit, one container each; all that a job reads or writes lies in `data`."""
 
     name: ClassVar[str] = "toolkit"
     validation: ClassVar[str] = "stand-in only; never reached the real service"
 
     def __init__(self, *, account: str | None = None, retry_s: float | None = None) -> None:
-        """account: where to look for jobs, besides one's own. retry_s: how long reading is retried,
-        in seconds.
-        """
+        """account: looked at besides one's own. retry_s: for so long reading is retried."""
         self.account = account
         self.retry_s = (
             float(os.environ.get("LATHE_EAI_RETRY_S", RETRY_S)) if retry_s is None else retry_s
@@ -104,9 +100,7 @@ class Toolkit:
         ]
 
     def render(self, spec: JobSpec) -> Rendered:
-        """One `eai job new`. ConfigError for keys of other schedulers, and for folders that no
-        mount holds.
-        """
+        """One `eai job new`. ConfigError for foreign keys and folders in no mount."""
         if spec.after:
             raise ConfigError(
                 f"toolkit: after={spec.after}: Toolkit has no dependencies between jobs. Leave "
@@ -159,9 +153,7 @@ class Toolkit:
         return {job_id: job.observed() for job_id, job in self.details(ids).items()}
 
     def details(self, ids: Sequence[str]) -> dict[str, EaiJob]:
-        """These jobs as `eai` shows them. Only an id that is neither shown nor listed is
-        left out.
-        """
+        """These jobs as `eai` shows them. An id neither shown nor listed is left out."""
         wanted = list(dict.fromkeys(ids))
         found = {job.id: job for job in self.listed()} if len(wanted) > FEW else {}
         for job_id in wanted:
@@ -169,9 +161,8 @@ class Toolkit:
             if job is not None:
                 found[job_id] = job
         if len(wanted) <= FEW and not all(job_id in found for job_id in wanted):
-            found |= {
-                job.id: job for job in self.listed()
-            }  # a proxy that is starting says "not found" too
+            # a proxy that is starting says "not found" too
+            found |= {job.id: job for job in self.listed()}
         return {job_id: found[job_id] for job_id in wanted if job_id in found}
 
     def cancel(self, job_id: str) -> None:
@@ -183,9 +174,7 @@ class Toolkit:
             raise Unreachable(f"eai job kill {job_id}: {answer.text}")
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
-        """Lines of all runs of a job; with `follow` until it ends. Nothing for a job that is
-        unknown.
-        """
+        """Lines of all runs of a job; with `follow` until it ends. Nothing for an unknown one."""
         if follow:
             yield from followed(job_id)
             return
@@ -320,8 +309,7 @@ def _key_problems(
     if kind == "non-preemptable" and (job.max_run_time or 0) > NON_PREEMPTABLE_S:
         problems.append(
             f"max_run_time={job.max_run_time}: a job that is neither preemptable nor restartable "
-            "has at most "
-            f"{NON_PREEMPTABLE_S} s. Set restartable, or less."
+            f"has at most {NON_PREEMPTABLE_S} s. Set restartable, or less."
         )
     problems += [
         f"environment variable {name} looks like a secret, and everybody who sees the job sees "
@@ -339,16 +327,13 @@ def _key_problems(
     ):
         problems.append(
             f"wandb_key_secret={job.wandb_key_secret!r} is a mount: wandb_key_file must name the "
-            "file in it. "
-            f"Got {job.wandb_key_file!r}."
+            f"file in it. Got {job.wandb_key_file!r}."
         )
     return problems
 
 
 def _mount_problems(job: JobConfig, workdir: str, writes: Sequence[str]) -> list[str]:
-    """Folders that the container would not have: it sees nothing of the submitter's disk but the
-    mounts.
-    """
+    """Folders that the container would not have: it sees nothing but the mounts."""
     mounts = [match for text in _mounts(job) if (match := MOUNT.match(text))]
     rw = [match for match in mounts if match[2] != "ro"]
     reads = [workdir, *([job.wandb_key_file] if job.wandb_key_file else [])]

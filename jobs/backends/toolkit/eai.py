@@ -86,9 +86,7 @@ class EaiJob:
         return self.will_rerun or STATES.get(self.state, "running") in ("queued", "running")
 
     def observed(self) -> Observed:
-        """The same in the words of jobs.protocol. A state that says nothing leaves the job where
-        its runs say it is.
-        """
+        """The same in the words of jobs.protocol. A state that says nothing: that of its runs."""
         state = STATES.get(self.state, "running" if self.runs else "queued")
         exit_code = self.runs[-1].get("exitCode") if self.runs else None
         return Observed(
@@ -144,9 +142,7 @@ def call(*words: str, timeout_s: float) -> ToolkitReply:
 
 
 def parsed(text: str, source: str) -> list[EaiJob]:
-    """The jobs of `--format json`: one object in a line, or one array. Unreachable when it is
-    something else.
-    """
+    """The jobs of `--format json`: one object in a line, or one array. Unreachable for others."""
     try:
         lines = [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError:

@@ -52,9 +52,7 @@ class HavenJob(dict[str, Any]):
 
     @classmethod
     def of(cls, job: EaiJob) -> HavenJob:
-        """Of a job of Toolkit. What may still run is never in a state that haven would send
-        again.
-        """
+        """Of a Toolkit job. What may still run is never in a state that haven would send again."""
         state = job.state if job.state in KNOWN else "RUNNING" if job.runs else "QUEUED"
         return cls(
             id=job.id,
@@ -73,9 +71,7 @@ class HavenJob(dict[str, Any]):
 
 
 def hash_dict(values: dict[str, Any]) -> str:
-    """haven's own id of an experiment: what trainer.config.exp_id must equal. ConfigError without
-    haven.
-    """
+    """haven's own id of an experiment, which exp_id must equal. ConfigError without haven."""
     return str(_loaded("haven_utils").hash_dict(values))
 
 
@@ -140,9 +136,7 @@ def get_job(api: Toolkit, job_id: str) -> HavenJob:
 
 
 def kill_job(api: Toolkit, job_id: str) -> None:
-    """Ask for the end of a job and wait until it is dead. Unreachable when it lives on for ten
-    minutes.
-    """
+    """Ask for the end of a job and wait until it is dead. Unreachable after ten minutes."""
     api.cancel(job_id)
     end = time.monotonic() + KILL_S
     while (job := api.details([job_id]).get(job_id)) is not None and job.is_alive:
@@ -168,9 +162,8 @@ def submit_job(
     their like.
     """
     argv = _words(command)
-    keys = {
-        key: value for key, value in job_config.items() if key != "name"
-    }  # the name is what finds the job again
+    # the name is what finds the job again
+    keys = {key: value for key, value in job_config.items() if key != "name"}
     job = validate(
         JobConfig, keys | ({"account_id": account_id} if account_id else {}), source="job_config"
     )
@@ -249,9 +242,7 @@ def _loaded(name: str) -> Any:
 
 @contextmanager
 def _pkg_resources() -> Generator[None]:
-    """Answer haven's one question to pkg_resources, where setuptools has none; others must not find
-    the answer.
-    """
+    """Answer haven's one question to pkg_resources where setuptools has none; nobody else's."""
     if "haven" in sys.modules or importlib.util.find_spec("pkg_resources") is not None:
         yield
         return
@@ -269,13 +260,10 @@ def _distribution(name: str) -> SimpleNamespace:
 
 
 def _eastern_time(fname: str | None = None, timezone: str = "US/Eastern") -> str:
-    """When a file was changed (or now) as haven writes it, "03:14 PM (Nov 21)", without touching
-    this process' TZ.
-    """
+    """When a file was changed (or now) as haven writes it, "03:14 PM (Nov 21)"; TZ stays."""
     try:
-        zone = ZoneInfo(
-            {"US/Eastern": "America/New_York"}.get(timezone, timezone)
-        )  # the first is an optional alias
+        # the first is an optional alias
+        zone = ZoneInfo({"US/Eastern": "America/New_York"}.get(timezone, timezone))
     except ZoneInfoNotFoundError:  # a machine without time zones
         zone = None
     moment = os.path.getctime(fname) if fname else time.time()

@@ -23,8 +23,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/node/wrapper.py",
-        "        attempt.given_up.exists()\n",
-        "        False\n",
+        "    if attempt.given_up.exists():\n",
+        "    if False:\n",
         why="an attempt that was given up starts beside the one that took its place",
         tests=RUN,
     ),
@@ -220,8 +220,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/code/snapshot.py",
-        "    why = secret_keys.secret_in(\n",
-        "    why = None and secret_keys.secret_in(\n",
+        "    why = secret_keys.secret_in(",
+        "    why = None and secret_keys.secret_in(",
         why="a key that a change removes is stored in the patch",
         tests=SNAPSHOT,
     ),

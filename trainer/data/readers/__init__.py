@@ -1,3 +1,1 @@
-"""The one set of readers of raw files: their rules for lines, encodings, names of keys and
-errors.
-"""
+"""The one set of readers of raw files: rules for lines, encodings, names of keys and errors."""

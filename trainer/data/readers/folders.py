@@ -39,9 +39,7 @@ def nq_folder(folder: Path | None) -> Path:
 
 
 def corpus_file(folder: Path | None, name: str) -> Path:
-    """A file of passages in --data_path or its subfolder nq, perhaps packed, with or without .gz in
-    its name.
-    """
+    """A file of passages in --data_path or its subfolder nq, with or without .gz in its name."""
     folder = given_folder(folder, f"{name} (passages: id, text, title)")
     return _present(folder / name) or _present(folder / "nq" / name) or folder / name
 
@@ -73,9 +71,7 @@ def split_file(
 
 
 def first_split_file(folder: Path | None, split: str) -> Path:
-    """The first of train.jsonl, or valid.jsonl, val.jsonl, dev.jsonl, or test.jsonl that is
-    there.
-    """
+    """The first of train.jsonl, or valid.jsonl, val.jsonl, dev.jsonl, or test.jsonl there."""
     folder = given_folder(folder, "train.jsonl and valid.jsonl")
     names = [f"{stem}.jsonl" for stem in split_names(split)]
     for name in names:

@@ -39,9 +39,7 @@ def passages(path: Path) -> Iterator[Row]:
 
 
 def corpus_passages(folder: Path | None, name: str) -> Iterator[Row]:
-    """{"id", "text", "title"} of every passage of a file of --data_path or its subfolder nq; the
-    title may be "".
-    """
+    """{"id", "text", "title"} (maybe "") of every passage of a file of --data_path or its nq/."""
     for row in written_passages(corpus_file(folder, name)):
         yield {"id": row["id"], "text": row["text"], "title": row.get("title", "")}
 

@@ -20,9 +20,7 @@ from trainer.tasks.token_task import TokenTask
 
 
 class CausalLM(nn.Module):
-    """A stock causal LM whose forward gives the summed loss; the head runs on labelled positions
-    only.
-    """
+    """A stock causal LM whose forward gives the summed loss; the head runs on labels only."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -48,8 +46,7 @@ class Task(TokenTask[Config]):
         if positions is not None and self.cfg.data.max_tokens > positions:
             raise ConfigError(
                 f"data.max_tokens={self.cfg.data.max_tokens} is longer than the model's "
-                f"{positions} positions. "
-                f"Use at most {positions}."
+                f"{positions} positions. Use at most {positions}."
             )
         self.recompute(base)
         return CausalLM(base)
@@ -67,9 +64,8 @@ class Task(TokenTask[Config]):
     def _pieces(self, row: Row) -> Iterator[Row]:
         """The row itself, or numbered pieces of a text that is longer than data.max_tokens."""
         limit = self.cfg.data.max_tokens
-        if (
-            len(row["text"].encode()) < limit
-        ):  # a byte-level vocabulary never makes more tokens than bytes
+        # a byte-level vocabulary never makes more tokens than bytes
+        if len(row["text"].encode()) < limit:
             yield {**row, "piece": 0}
             return
         for piece in range(-(-len(self._ids(row["text"])) // limit)):

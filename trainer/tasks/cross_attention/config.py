@@ -23,24 +23,19 @@ class Layers(Strict):
     after: bool = True  # True: behind its base block ("final"); False: before it
     width: Positive | None = None  # of the attention and, times 4, of the MLP; None: the base's
     heads: Positive | None = None  # None: the base's
-    kv_heads: Positive | None = (
-        None  # Llama and Mistral: heads of keys and values; None: as many as heads
-    )
-    attention_bias: bool = (
-        False  # Llama and Mistral: of the attention's projections; GPTBigCode layers have biases
-    )
-    base_attention: bool = (
-        False  # Llama and Mistral: width, heads and kv_heads of the attention are the base's, and
-    )
+    # Llama and Mistral: heads of keys and values; None: as many as heads
+    kv_heads: Positive | None = None
+    # Llama and Mistral: of the attention's projections; GPTBigCode layers have biases
+    attention_bias: bool = False
+    # Llama and Mistral: width, heads and kv_heads of the attention are the base's, and
+    base_attention: bool = False
     # `width` is that of the MLP alone. The published Mistral did so whatever its config said.
     attention_dropout: Fraction | None = None  # of attention probabilities; None: the base's
-    key_dropout: Fraction = (
-        0.0  # whole context tokens hidden from a layer, drawn per layer and sample
-    )
+    # whole context tokens hidden from a layer, drawn per layer and sample
+    key_dropout: Fraction = 0.0
     skip: bool = False  # the output is hidden + layer(hidden), so the residual counts twice
-    initialisation: Literal["zero", "published"] = (
-        "zero"  # zero: output projections start at 0, logits equal the base's
-    )
+    # zero: output projections start at 0, logits equal the base's
+    initialisation: Literal["zero", "published"] = "zero"
 
 
 class Data(Strict):
@@ -53,18 +48,15 @@ class Data(Strict):
     context_tokens: Positive = 2048  # of each chunk
     chunked: bool = False  # every context is encoded by itself, positions restart at 0
     loss_on: Literal["all", "answer"] = "all"
-    include_context_ids: bool = (
-        False  # training also predicts every context itself, through the layers that read it
-    )
+    # training also predicts every context itself, through the layers that read it
+    include_context_ids: bool = False
     fim_rate: Rate = 0.5  # of those contexts: how many are reordered to fill in the middle
     training_data_subset: str = "all"  # only rows of this "dataset" ("nq", ...)
     validation_data_subset: str = "all"
-    encode: Literal["online", "cached"] = (
-        "online"  # cached: the states that `python -m trainer prepare` made are read
-    )
-    state_dtype: Literal["bf16", "fp32", "int8"] = (
-        "bf16"  # of prepared states; int8 has a scale for each token
-    )
+    # cached: the states that `python -m trainer prepare` made are read
+    encode: Literal["online", "cached"] = "online"
+    # of prepared states; int8 has a scale for each token
+    state_dtype: Literal["bf16", "fp32", "int8"] = "bf16"
     shuffled_context: bool = False  # evaluation also reports the loss under another row's context
     # losses on streams of real tokens, not on rows padded to the longest; None: where the base's
     # attention is torch's, which it is unless the base says otherwise
@@ -78,6 +70,5 @@ class Config(Experiment):
     task: Literal["cross_attention"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     layers: Layers
     data: Data
-    init_from: str | None = (
-        None  # a folder with added layers to start from: a published checkpoint or our own final/
-    )
+    # a folder with added layers to start from: a published checkpoint or our own final/
+    init_from: str | None = None

@@ -22,7 +22,7 @@ import numpy as np
 
 from trainer.data.readers.folders import QUERIES, nq_folder, split_names
 from trainer.data.readers.jsonl import read_jsonl
-from trainer.data.token_store import TokenStore, open_store
+from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError
 from trainer.files.atomic import refusals, write_json
 from trainer.models import base_model
@@ -48,9 +48,8 @@ class Wanted:
     """What is prepared, and how."""
 
     out: Path
-    sources: Mapping[
-        str, str
-    ]  # sets of trainer/tasks/cross_attention/publishers/sets.py by name, and where they are
+    # sets of trainer/tasks/cross_attention/publishers/sets.py by name, and where they are
+    sources: Mapping[str, str]
     hotpotqa_shuffles: int = reading_sources.HOTPOTQA_SHUFFLES
     batch_tokens: int = 16_384  # padded tokens per device and forward
     shard_tokens: int | None = None
@@ -71,9 +70,7 @@ class Prepared:
 
 
 def write_rows(cfg: Config, places: Places, wanted: Wanted) -> None:
-    """Write the rows of every split. On one rank only; ConfigError when other rows stand there
-    already.
-    """
+    """Write the rows of every split. On one rank only; ConfigError when other rows stand there."""
     _write_rows(wanted.out, cfg, _splits(cfg, places, wanted))
 
 
@@ -85,11 +82,10 @@ def write_states(cfg: Config, places: Places, wanted: Wanted) -> Prepared:
     """
     online = cfg.model_copy(update={"data": cfg.data.model_copy(update={"encode": "online"})})
     task = Task(online, places)
-    task.places = Places(
-        wanted.out, places.cache_dir, places.savedir_base
-    )  # a tokenizer may lie below the old one
+    # a tokenizer may lie below the old one
+    task.places = Places(wanted.out, places.cache_dir, places.savedir_base)
     counts: dict[str, int] = questions.prepared(wanted.out)["rows"]
-    stores = [_store(task, split) for split in counts]
+    stores = [store_of(task, split, places.cache_dir) for split in counts]
     found = writing.distinct(_met(stores), lambda place: _chunk(stores, place))
     identity = contexts.identity(cfg, places, task.tokenizer)
     width = base_model.config_of(cfg.base, places).hidden_size
@@ -131,9 +127,8 @@ def _write_states(
     )
     distributed.barrier()  # nobody writes before all have looked
     if not lacking.shards:
-        writing.write(
-            folder, found, lambda _: [], plan=plan, batch_tokens=1
-        )  # at most its last file is missing
+        # at most its last file is missing
+        writing.write(folder, found, lambda _: [], plan=plan, batch_tokens=1)
         return
     writing.refuse_small_disk(folder, lacking)
     dtype = base_model.DTYPES[task.cfg.train.precision]
@@ -153,17 +148,6 @@ def _write_states(
     )
     if progress:
         progress.close()
-
-
-def _store(task: Task, split: str) -> TokenStore:
-    return open_store(
-        lambda: task.rows(split),
-        task.encode,
-        encoding_id=task.encoding_id(),
-        split=split,
-        cache_dir=task.places.cache_dir,
-        length=task.length,
-    )
 
 
 def _met(stores: list[TokenStore]) -> Iterator[tuple[writing.Place, np.ndarray]]:

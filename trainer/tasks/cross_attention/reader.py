@@ -17,9 +17,7 @@ from trainer.tasks.cross_attention.text.prompts import Prompts
 
 
 class Reader:
-    """The model of a best/, final/ or exported folder, with the tokenizer and the templates of its
-    training.
-    """
+    """The model of a best/, final/ or exported folder, with its tokenizer and templates."""
 
     def __init__(
         self,
@@ -68,9 +66,7 @@ class Reader:
         *,
         search: Search = GREEDY,
     ) -> list[str]:
-        """The best answer to each question, all in one batch; contexts: of each, one text or
-        several.
-        """
+        """The best answer to each question, all in one batch; contexts: a text or several each."""
         given = [[texts] if isinstance(texts, str) else list(texts) for texts in contexts]
         rows = [
             {"question": q, "contexts": c, "answers": [""]}

@@ -1,6 +1,4 @@
-"""Questions answered by a frozen decoder that reads a context through inserted cross-attention
-layers.
-"""
+"""Questions answered by a frozen decoder that reads a context through cross-attention layers."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from trainer.evaluation.mergeable import GatheredValues, Ratio, answer_scores
 from trainer.models import base_model
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
-from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut
+from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered
 from trainer.tasks.cross_attention.config import Config
 from trainer.tasks.cross_attention.decoder import export
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
@@ -56,9 +54,7 @@ IS_CONTEXT = "is_context"  # marks a row, raw or encoded, whose decoder predicts
 
 
 class Task(TokenTask[Config]):
-    """A question (and the answer being written) in the decoder, its context behind the
-    cross-attention.
-    """
+    """A question (and its answer) in the decoder, its context behind the cross-attention."""
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
@@ -118,9 +114,7 @@ class Task(TokenTask[Config]):
         return questions.with_another_context(list(rows))
 
     def encode(self, row: Row) -> Encoded:
-        """Token ids: decoder text with its end and EOS, and the context's chunks, each cut to its
-        limit.
-        """
+        """Token ids: decoder text with its end and EOS, and the context's chunks, cut to limits."""
         if not self.cfg.data.include_context_ids:
             return self.prompts.encode(row)
         is_context = IS_CONTEXT in row
@@ -181,9 +175,7 @@ class Task(TokenTask[Config]):
 
     @cached_property
     def is_packed(self) -> bool:
-        """ConfigError when it is asked for and the base's attention is not the one that can be
-        replaced.
-        """
+        """ConfigError when it is asked for and the base's attention cannot be replaced."""
         asked = self.cfg.data.packed
         if asked is False:
             return False
@@ -191,8 +183,7 @@ class Task(TokenTask[Config]):
         if asked and found not in REPLACED:
             raise ConfigError(
                 f"data.packed=True: the base's attention is {found!r}, want 'sdpa', which can be "
-                "run on streams. "
-                "Leave data.packed out, or the base's attn_implementation."
+                "run on streams. Leave data.packed out, or the base's attn_implementation."
             )
         return found in REPLACED
 
@@ -212,9 +203,7 @@ class Task(TokenTask[Config]):
         return batch
 
     def _decoder(self, row: Mapping[str, Any]) -> list[int]:
-        """The decoder's ids; in training, a context may have its parts reordered, anew whenever it
-        is visited.
-        """
+        """The decoder's ids; in training, a context's parts may be reordered, anew each time."""
         ids = [int(token) for token in row["decoder"]]
         if IS_CONTEXT not in row or not row[IS_CONTEXT][0] or DRAW not in row:
             return ids
@@ -240,9 +229,7 @@ class Task(TokenTask[Config]):
             yield _loss(model, batch)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
-        """loss: per labelled token. shuffled_loss: the same under another row's context; higher, if
-        layers read.
-        """
+        """loss: per labelled token. shuffled_loss: under another row's context."""
         units = self.units(batch)
         scores: dict[str, Ratio | GatheredValues] = {"loss": Ratio(_loss(model, batch), units)}
         if any(name.startswith(f"{_OTHER}_") for name in batch):
@@ -269,14 +256,7 @@ class Task(TokenTask[Config]):
         """
         how: dict[str, Any] = {"device": distributed.device(), "is_synced": distributed.world() > 1}
         n_best = self.prompts.answers(model, rows, search=search, max_tokens=max_tokens, **how)
-        predictions = [best for best, *_ in n_best]
-        known = [
-            (text, row["answers"])
-            for text, row in zip(predictions, raw, strict=True)
-            if row["answers"]
-        ]
-        scores = answer_scores([text for text, _ in known], [answers for _, answers in known])
-        return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
+        return answered(n_best, raw, search, answer_scores)
 
     def under_another_context(self, encoded: Mapping[str, Any]) -> Mapping[str, Any]:
         """The row with the context that shuffled_loss is computed under."""

@@ -1,3 +1,1 @@
-"""Fusion-in-Decoder: a T5 that encodes every passage of a question alone and decodes over all of
-them.
-"""
+"""Fusion-in-Decoder: a T5 that encodes each passage of a question alone and decodes over all."""

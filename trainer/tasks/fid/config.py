@@ -28,17 +28,14 @@ class Data(Strict):
     corpus: str | None = None  # a TSV of id, text, title, which passages given by id are read from
     contexts: Positive  # passages per question: the first ones, fewer where there are fewer
     passage_tokens: Positive = 250  # of question, title and text together; what is longer is cut
-    target_tokens: Annotated[int, Field(ge=2)] | None = (
-        None  # of a target with its end; what is longer loses its end
-    )
-    answer_tokens: Annotated[int, Field(ge=2)] = (
-        50  # generated at most, the start token counted as published
-    )
+    # of a target with its end; what is longer loses its end
+    target_tokens: Annotated[int, Field(ge=2)] | None = None
+    # generated at most, the start token counted as published
+    answer_tokens: Annotated[int, Field(ge=2)] = 50
     sort_by_score: bool = True  # where all passages of a question have one, the highest first
     sample_targets: bool = True  # a random answer in every epoch; False: always the first
-    clean_up_spaces: bool = (
-        True  # of decoded answers: " ," becomes ",", as the references' tokenizers did
-    )
+    # of decoded answers: " ," becomes ",", as the references' tokenizers did
+    clean_up_spaces: bool = True
 
     @model_validator(mode="after")
     def _passages_are_somewhere(self) -> Data:
@@ -63,13 +60,11 @@ class Reader(Strict):
     # the same with passages of like length together. flex: no padding at all, CUDA only, without
     # dropout on attention.
     attention: Literal["padded", "bucketed", "flex"] = "bucketed"
-    checkpoint_every: Positive = (
-        1  # with train.gradient_checkpointing: recompute every k-th encoder block
-    )
+    # with train.gradient_checkpointing: recompute every k-th encoder block
+    checkpoint_every: Positive = 1
     dropout: Fraction | None = None  # None: the base's own
-    compat_cross_bias: bool = (
-        False  # the position bias that transformers 3.0.2 gave cross-attention
-    )
+    # the position bias that transformers 3.0.2 gave cross-attention
+    compat_cross_bias: bool = False
 
 
 class Config(Experiment):

@@ -1,6 +1,4 @@
-"""Ragged passages -> one stream of real tokens, and where each token lies among those of its
-question.
-"""
+"""Ragged passages -> one stream of real tokens, and where each lies among its question's."""
 
 from __future__ import annotations
 

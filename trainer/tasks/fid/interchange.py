@@ -168,9 +168,7 @@ def _read_pickle(file: Path) -> Source:
 
 
 def _unpickled(file: Path) -> Any:
-    """The content of a file of torch.save: tensors, plain containers and argparse.Namespace, never
-    anything else.
-    """
+    """The content of a file of torch.save: tensors, containers and argparse.Namespace alone."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(
@@ -180,14 +178,12 @@ def _unpickled(file: Path) -> Any:
         asked = re.search(r"GLOBAL (\S+)", str(error))
         more = f" (it asks for {asked[1]})" if asked else ""
         raise ConfigError(
-            f"{file}: refused. Got a file of more than tensors and argparse.Namespace{more}, "
-            "which could run code, "
-            "or no file of torch.save at all. Save it again from the program that made it, with "
-            "tensors alone."
+            f"{file}: refused. Got a file of more than tensors and argparse.Namespace{more}, which "
+            "could run code, or no file of torch.save at all. Save it again from the program that "
+            "made it, with tensors alone."
         ) from None
-    except (
-        Exception
-    ) as error:  # any: bytes that are no pickle can make the unpickler fail in every way
+    except Exception as error:
+        # any: bytes that are no pickle can make the unpickler fail in every way
         raise ConfigError(
             f"{file}: cannot be read ({error}). Copy the checkpoint again."
         ) from error
@@ -225,9 +221,7 @@ def _wrapped_name(name: str) -> str:
 
 
 def _config_of(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Any]:
-    """What config.json would say, from the shapes; the rest as every published T5 has it. minFiD
-    stores no config.
-    """
+    """What config.json would say, from shapes; the rest as in published T5s. minFiD stores none."""
     block = "encoder.block.0.layer."
     gated = f"{block}1.DenseReluDense.wi_0.weight" in tensors
     names = [
@@ -289,9 +283,8 @@ def _checked(found: Source) -> Source:
         tensors.setdefault(_EMBEDDING, tensors[stored])
     is_untied = _is_untied(config, tensors)
     model = _skeleton(config, is_untied=is_untied, has_cross_bias=CROSS_BIAS in tensors)
-    load_into(
-        model, tensors, source=str(found.path)
-    )  # into no storage: only names and shapes are looked at
+    # into no storage: only names and shapes are looked at
+    load_into(model, tensors, source=str(found.path))
     once = {
         name: t.contiguous()
         for name, t in tensors.items()
@@ -310,9 +303,7 @@ def _t5_config(found: Source) -> Any:
 
 
 def _is_untied(config: Any, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether there is an output layer of its own: T5 v1.1, whose decoder output is not scaled
-    either.
-    """
+    """Whether it has an output layer of its own: T5 v1.1, which scales no decoder output either."""
     if config.scale_decoder_outputs or _HEAD not in tensors or _EMBEDDING not in tensors:
         return False
     return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
@@ -338,9 +329,8 @@ def _skeleton(config: Any, *, is_untied: bool, has_cross_bias: bool) -> Any:
     """A T5 without storage whose parameters are those that a file should hold."""
     with torch.device("meta"):
         model: Any = T5ForConditionalGeneration(config)
-        if (
-            is_untied
-        ):  # transformers 5 ties whatever the config says, until from_pretrained meets two tensors
+        # transformers 5 ties whatever the config says, until from_pretrained meets two tensors
+        if is_untied:
             model.lm_head.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         if has_cross_bias:
             table = nn.Embedding(config.relative_attention_num_buckets, config.num_heads)
@@ -376,9 +366,7 @@ def _write_t5(found: Source, out: Path, tokenizer: str | None) -> None:
 
 
 def _tokenizer(spec: str, cache_dir: Path) -> Any:
-    """The tokenizer of a folder or Hub id; a folder may hold a bare spiece.model, as T5 was
-    published at first.
-    """
+    """The tokenizer of a folder or Hub id; a folder may hold a bare spiece.model, as at first."""
     folder = Path(spec)
     is_bare = (folder / "spiece.model").is_file() and not (
         folder / "tokenizer_config.json"
@@ -390,9 +378,8 @@ def _tokenizer(spec: str, cache_dir: Path) -> Any:
     except (ImportError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"--tokenizer {spec}: its spiece.model cannot be read ({reason}). "
-            "Install the packages sentencepiece and protobuf, or name a folder with a "
-            "tokenizer.json."
+            f"--tokenizer {spec}: its spiece.model cannot be read ({reason}). Install the packages "
+            "sentencepiece and protobuf, or name a folder with a tokenizer.json."
         ) from error
 
 

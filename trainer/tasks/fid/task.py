@@ -1,6 +1,4 @@
-"""Questions answered by a T5 that reads many retrieved passages: the reader of NaturalQuestions and
-TriviaQA.
-"""
+"""Questions answered by a T5 that reads many retrieved passages: a reader of open questions."""
 
 from __future__ import annotations
 
@@ -22,7 +20,8 @@ from trainer.evaluation.mergeable import answer_scores
 from trainer.models import base_model
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
-from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut
+from trainer.runtime.batch import to_device
+from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
 from trainer.tasks.fid.config import Config
 from trainer.tasks.fid.fused_layout import pack
 from trainer.tasks.fid.model import FiD, Generation
@@ -63,8 +62,7 @@ class Task(TokenTask[Config]):
         if config.eos_token_id != self.prompts.end:
             raise ConfigError(
                 f"base.config.eos_token_id={config.eos_token_id}, but the tokenizer ends texts "
-                "with "
-                f"{self.prompts.end}: answers would never end. Make them equal, or use the "
+                f"with {self.prompts.end}: answers would never end. Make them equal, or use the "
                 "base's own tokenizer."
             )
         if config.decoder_start_token_id is None:
@@ -96,9 +94,7 @@ class Task(TokenTask[Config]):
 
     @cached_property
     def _corpus(self) -> TokenStore | None:
-        """The passages of data.corpus, tokenised once for all questions; None when passages stand
-        in the rows.
-        """
+        """The passages of data.corpus, tokenised once; None when passages stand in the rows."""
         file = self.cfg.data.corpus
         if file is None:
             return None
@@ -256,53 +252,34 @@ class Task(TokenTask[Config]):
         )
         tokens = model(generation=how, **self._on_device(rows))["tokens"][:, 1:].tolist()
         texts = [self.prompts.answer(ids) for ids in tokens]
-        n_best = [
-            texts[start : start + search.num_answers]
-            for start in range(0, len(texts), search.num_answers)
-        ]
-        predictions = [best for best, *_ in n_best]
-        known = [
-            (text, row["answers"])
-            for text, row in zip(predictions, raw, strict=True)
-            if row["answers"]
-        ]
-        scores = answer_scores([text for text, _ in known], [answers for _, answers in known])
-        return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
+        return answered(by_row(texts, search), raw, search, answer_scores)
 
     def passage_scores(
         self, model: nn.Module, rows: Sequence[Mapping[str, Any]]
     ) -> list[list[float]]:
-        """How much the first decoder step attends to each passage (FiD-KD); nothing for a question
-        without any.
-        """
+        """How much the first decoder step attends to each passage (FiD-KD); [] without any."""
         batch = self._on_device(rows)
         scores = model(score_passages=True, **batch)["passage_scores"].tolist()
         question = batch["question"].tolist()
-        of_row = [
-            [s for s, number in zip(scores, question, strict=True) if number == row]
-            for row in range(len(rows))
-        ]
-        return [
-            found if len(row[self._passage_field]) else []
-            for found, row in zip(of_row, rows, strict=True)
-        ]
+        of_row: list[list[float]] = [[] for _ in rows]
+        for score, number in zip(scores, question, strict=True):
+            if len(rows[number][self._passage_field]):
+                of_row[number].append(score)
+        return of_row
 
     @property
     def _passage_field(self) -> str:
         return "passages_lengths" if self.cfg.data.corpus is None else "corpus_rows"
 
     def _on_device(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        return {
-            name: tensor.to(distributed.device()) for name, tensor in self.collate(rows).items()
-        }
+        return to_device(self.collate(rows))
 
 
 def _with_text(passage: Row, row: Row) -> Row:
     if "text" not in passage:
         raise DataError(
-            f"question {row['id']} ({row['question']!r}): its passage {passage.get('id')!r} has "
-            "no text. "
-            "Write the text there, or name the file that holds it in data.corpus."
+            f"question {row['id']} ({row['question']!r}): its passage {passage.get('id')!r} has no "
+            "text. Write the text there, or name the file that holds it in data.corpus."
         )
     return passage
 

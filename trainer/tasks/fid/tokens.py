@@ -26,15 +26,11 @@ class Prompts:
         self.end = eos_id(tokenizer)
 
     def question(self, text: str) -> list[int]:
-        """What stands in front of every passage of a question; alone it is the prompt of one
-        without any.
-        """
+        """What stands in front of every passage of a question; the whole prompt of one without."""
         return self._ids([f"question: {text}"])[0]
 
     def passages(self, passages: Sequence[Mapping[str, str]]) -> list[list[int]]:
-        """What stands behind the question; a missing title is an empty one. Cut to
-        data.passage_tokens.
-        """
+        """What stands behind the question; no title is "". Cut to data.passage_tokens."""
         texts = [
             f" title: {passage.get('title', '')} context: {passage['text']}" for passage in passages
         ]
@@ -49,9 +45,7 @@ class Prompts:
         return [ids[: self.data.target_tokens] for ids in self._whole_targets(row)]
 
     def lost_labels(self, row: Row) -> tuple[int, int]:
-        """(tokens that data.target_tokens cuts off all targets, of how many); zeros where there is
-        no limit.
-        """
+        """(tokens that data.target_tokens cuts off all targets, of how many); zeros without."""
         if self.data.target_tokens is None:
             return 0, 0
         lengths = [len(ids) for ids in self._whole_targets(row)]
@@ -78,9 +72,7 @@ class Prompts:
 
 
 def flat(lists: Sequence[Sequence[int]], name: str) -> dict[str, list[int]]:
-    """Lists of ids as the two fields that unflat() reads: all of them one after the other, and
-    their lengths.
-    """
+    """Lists of ids as the two fields that unflat() reads: all joined, and their lengths."""
     return {
         name: [token for ids in lists for token in ids],
         f"{name}_lengths": [len(ids) for ids in lists],
@@ -97,8 +89,6 @@ def unflat(row: Mapping[str, Any], name: str) -> list[Sequence[int]]:
 
 
 def drawn_target(row: Mapping[str, Any]) -> Sequence[int]:
-    """One target of an encoded row: in training the one that the row's draw falls on, else the
-    first; [] of none.
-    """
+    """One target of an encoded row: in training the drawn one, else the first; [] of none."""
     targets = unflat(row, "targets")
     return targets[int(row[DRAW][0]) % len(targets) if DRAW in row else 0] if targets else []

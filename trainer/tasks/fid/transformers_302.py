@@ -9,9 +9,7 @@ from trainer.errors import ConfigError
 
 
 def refuse_newer(config: Any, path: Path) -> None:
-    """ConfigError names everything about a T5 that transformers 3.0.2, on which FiD runs, cannot
-    express.
-    """
+    """ConfigError names all of a T5 that transformers 3.0.2, on which FiD runs, cannot express."""
     problems: list[str] = []
     if config.feed_forward_proj != "relu":
         problems.append(f"feed_forward_proj={config.feed_forward_proj!r}, want 'relu'")

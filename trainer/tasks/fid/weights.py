@@ -19,9 +19,7 @@ CROSS_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.we
 
 @torch.no_grad()
 def add_cross_bias(t5: Any, source: str | RandomBase) -> None:
-    """Fill the table of cross-attention's position biases from the folder `source`; ConfigError
-    when it has none.
-    """
+    """Fill cross-attention's position biases from the folder `source`; ConfigError without any."""
     from safetensors import safe_open
 
     file = find_file(source, "model.safetensors") if isinstance(source, str) else None
@@ -32,9 +30,7 @@ def add_cross_bias(t5: Any, source: str | RandomBase) -> None:
                 table.copy_(tensors.get_tensor(CROSS_BIAS))
                 return
     raise ConfigError(
-        f"reader.compat_cross_bias: {source if isinstance(source, str) else 'a random base'} "
-        "holds no table of "
-        "cross-attention position biases. Use a folder that `python -m trainer import fid ... "
-        "--compat_cross_bias` "
-        "wrote, or leave compat_cross_bias out."
+        f"reader.compat_cross_bias: {source if isinstance(source, str) else 'a random base'} holds "
+        "no table of cross-attention position biases. Use a folder that `python -m trainer import "
+        "fid ... --compat_cross_bias` wrote, or leave compat_cross_bias out."
     )

@@ -25,24 +25,20 @@ class Data(Strict):
     # files: .jsonl, .csv, .tsv or .parquet below --data_path. datasets: a data set of Hugging Face
     # `datasets`. stdlib_docs: the embedded corpus, the body of a docstring and its first line.
     source: Literal["files", "datasets", "stdlib_docs"]
-    files: Splits = (
-        Splits()
-    )  # of "files": of each split, below --data_path; usual: train.*, valid.* (val, dev), test.*
+    # of "files": of each split, below --data_path; usual: train.*, valid.* (val, dev), test.*
+    files: Splits = Splits()
     dataset: str | None = None  # of "datasets": a Hub id or a folder (also below --data_path)
     subset: str | None = None  # of "datasets": its configuration, such as "3.0.0" of cnn_dailymail
     revision: str | None = None  # of "datasets": a commit or tag on the Hub
-    splits: Splits = (
-        Splits()
-    )  # of "datasets": the names of its splits; usual: train, validation, test
+    # of "datasets": the names of its splits; usual: train, validation, test
+    splits: Splits = Splits()
     document: str = "document"  # the column with the text; a list of texts is joined by spaces
-    summaries: Annotated[tuple[str, ...], Field(min_length=1)] = (
-        "summary",
-    )  # columns: a reference, or a list of them
+    # columns: a reference, or a list of them
+    summaries: Annotated[tuple[str, ...], Field(min_length=1)] = ("summary",)
     id: str = "id"  # the column that names a row; where there is none, its number in the file
     prefix: str = "summarize: "  # stands before every document, as T5 was trained
-    source_tokens: TokensWithEnd = (
-        512  # of prefix and document with their end; what is longer is cut
-    )
+    # of prefix and document with their end; what is longer is cut
+    source_tokens: TokensWithEnd = 512
     target_tokens: TokensWithEnd = 128  # of a summary with its end; what is longer is cut
     sample_summaries: bool = False  # a random reference in every epoch; False: always the first
 
@@ -70,14 +66,12 @@ class Generation(Strict):
     """How summaries are written when they are scored."""
 
     num_beams: Positive = 1  # 1: greedy
-    length_penalty: float = (
-        1.0  # a beam's score is divided by length to this power: above 1.0 favours long ones
-    )
+    # a beam's score is divided by length to this power: above 1.0 favours long ones
+    length_penalty: float = 1.0
     max_tokens: Positive = 128  # written at most, the end counted
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    no_repeat_ngram: Annotated[int, Field(ge=0)] = (
-        0  # no sequence of that many tokens twice; 0: anything goes
-    )
+    # no sequence of that many tokens twice; 0: anything goes
+    no_repeat_ngram: Annotated[int, Field(ge=0)] = 0
 
     @model_validator(mode="after")
     def _shortest_below_longest(self) -> Generation:
@@ -111,8 +105,7 @@ class Config(Experiment):
         if self.train.precision == "fp16":
             raise ValueError(
                 "train.precision='fp16': activations of the T5 families pass 65,504, the largest "
-                "number of fp16, and "
-                "become NaN (huggingface/transformers #4586, #9295); they were trained in bf16. "
-                "Use 'bf16' or 'fp32'"
+                "number of fp16, and become NaN (huggingface/transformers #4586, #9295); they were "
+                "trained in bf16. Use 'bf16' or 'fp32'"
             )
         return self

@@ -34,9 +34,7 @@ _INSTALL = "Install it: pip install 'lathe[datasets]'."
 
 
 def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
-    """The rows of "train", "valid" or "test". DataError names file and line of what is missing or
-    of another type.
-    """
+    """The rows of "train", "valid" or "test". DataError names file and line of what is wrong."""
     if split not in _FILE_NAMES:
         raise DataError(f"split={split!r} does not exist. Use {', '.join(_FILE_NAMES)}.")
     if data.source == "stdlib_docs":
@@ -89,9 +87,7 @@ def _texts(value: Any, column: str, place: str) -> list[str]:
 
 
 def _docstrings(split: str) -> Iterator[Row]:
-    """The first line of a docstring as the summary of what follows behind a blank line (PEP
-    257).
-    """
+    """The first line of a docstring as the summary of what follows a blank line (PEP 257)."""
     for row in stdlib_docs.texts(split):
         name, _, docstring = row["text"].partition("\n")
         summary, _, body = docstring.partition("\n\n")
@@ -126,24 +122,20 @@ def _file_of(data: Data, folder: Path | None, split: str) -> Path:
         )
         raise DataError(
             f"{folder} {found}. Want one of {', '.join(_FILE_NAMES[split])} with "
-            f"{', '.join(SUFFIXES)}; "
-            f"or name the file in data.files.{split}."
+            f"{', '.join(SUFFIXES)}; or name the file in data.files.{split}."
         )
     return there[0]
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, Row]]:
-    """(number, row) of a file: the line of JSONL, else the row behind the header, counted
-    from 1.
-    """
+    """(number, row) of a file: the line of JSONL, else the row behind the header, from 1."""
     readers = {".jsonl": numbered_jsonl, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
     return readers[path.suffix](path)
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Row]]:
-    csv.field_size_limit(
-        min(sys.maxsize, 2**31 - 1)
-    )  # documents are longer than the 131,072 characters of old
+    # documents are longer than the 131,072 characters of old
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     number = 0
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -205,9 +197,7 @@ def _of_datasets(data: Data, places: Places, split: str) -> Iterator[tuple[int, 
 
 
 def _dataset(data: Data, places: Places, name: str) -> Any:
-    """One split: of a folder that save_to_disk wrote, of a folder of files, or of a data set on the
-    Hub.
-    """
+    """One split: of a folder of save_to_disk, of a folder of files, or of a data set on the Hub."""
     try:
         import datasets
     except ImportError:

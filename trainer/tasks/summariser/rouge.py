@@ -58,7 +58,6 @@ def lines(text: str) -> str:
 def _scorer(stemmer: bool) -> RougeScorer:
     from rouge_score.rouge_scorer import RougeScorer
 
-    logging.getLogger("absl").setLevel(
-        logging.WARNING
-    )  # it tells which tokenizer it uses, every time
+    # it tells which tokenizer it uses, every time
+    logging.getLogger("absl").setLevel(logging.WARNING)
     return RougeScorer(list(KINDS.values()), use_stemmer=stemmer)

@@ -13,7 +13,8 @@ from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import Ratio
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
-from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut
+from trainer.runtime.batch import to_device
+from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
 from trainer.tasks.protocol import DRAW, Batch, Encoded, Row
 from trainer.tasks.summariser import data, rouge
 from trainer.tasks.summariser.config import Config
@@ -130,9 +131,7 @@ class Task(TokenTask[Config]):
         return len(encoded["source"]) + max(map(int, encoded["targets_lengths"]), default=0)
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """input_ids, attention_mask (B, S) and labels (B, T); S and T are the longest, rounded up
-        to multiples of 8.
-        """
+        """input_ids, attention_mask (B, S) and labels (B, T); S and T are multiples of 8."""
         ids, mask = pad_right([row["source"] for row in rows], self.pad)
         targets, is_target = pad_right([self._target(row) for row in rows], self.pad)
         return {
@@ -185,24 +184,15 @@ class Task(TokenTask[Config]):
         told = arguments(
             how, num_beams=beams, num_answers=search.num_answers, is_synced=distributed.world() > 1
         )
-        batch = {
-            name: tensor.to(distributed.device()) for name, tensor in self.collate(rows).items()
-        }
-        texts = [
-            self._text(ids) for ids in model(**batch, generation=told)["tokens"][:, 1:].tolist()
-        ]
-        n_best = [
-            texts[start : start + search.num_answers]
-            for start in range(0, len(texts), search.num_answers)
-        ]
-        predictions = [best for best, *_ in n_best]
-        judged = [
-            self.judged(text, row["answers"])
-            for text, row in zip(predictions, raw, strict=True)
-            if row["answers"]
-        ]
-        scores = {kind: Ratio.of([found[kind] for found in judged]) for kind in rouge.KINDS}
-        return Answered(predictions, scores, n_best if search.num_answers > 1 else None)
+        tokens = model(**to_device(self.collate(rows)), generation=told)["tokens"][:, 1:]
+        texts = [self._text(ids) for ids in tokens.tolist()]
+        return answered(by_row(texts, search), raw, search, self._rouge)
+
+    def _rouge(
+        self, predictions: Sequence[str], references: Sequence[Sequence[str]]
+    ) -> dict[str, Ratio]:
+        judged = [self.judged(*pair) for pair in zip(predictions, references, strict=True)]
+        return {kind: Ratio.of([of_row[kind] for of_row in judged]) for kind in rouge.KINDS}
 
     def _text(self, tokens: list[int]) -> str:
         kept = tokens[: tokens.index(self.end)] if self.end in tokens else tokens

@@ -1,3 +1,1 @@
-"""Vera: a T5 encoder that says how plausible a statement is, trained on groups of true and false
-ones.
-"""
+"""Vera: a T5 encoder that says how plausible a statement is, trained on groups."""

@@ -208,8 +208,7 @@ def _statements(
     if not np.isfinite(values_N).all():
         raise DataError(
             f"{np.count_nonzero(~np.isfinite(values_N))} of {len(values_N)} logits or scores are "
-            "not finite. "
-            "Calibrate a checkpoint from before the model diverged."
+            "not finite. Calibrate a checkpoint from before the model diverged."
         )
     return values_N, labels_N, weights_N
 

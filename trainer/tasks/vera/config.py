@@ -23,20 +23,16 @@ class Data(Strict):
     test_tasks: tuple[str, ...] = ()
     unseen1: tuple[str, ...] = ()  # valid and test tasks unlike the training's by kind, and
     unseen2: tuple[str, ...] = ()  # those further away: their metrics are averaged apart
-    boolean: tuple[
-        str, ...
-    ] = ()  # tasks whose statements are true or false by themselves, beside the published ones
+    # tasks whose statements are true or false by themselves, beside the published ones
+    boolean: tuple[str, ...] = ()
     max_tokens: Annotated[int, Field(ge=2)] = 128  # of a statement with its end
-    statements: Annotated[int, Field(ge=1)] = (
-        4  # of a group in training: the gold and as many distractors as fit
-    )
-    sample_distractors: bool = (
-        True  # other ones in every epoch; False: always the first, as published
-    )
+    # of a group in training: the gold and as many distractors as fit
+    statements: Annotated[int, Field(ge=1)] = 4
+    # other ones in every epoch; False: always the first, as published
+    sample_distractors: bool = True
     valid_limit: Positive | None = 2000  # of a valid task's groups, drawn as published; None: all
-    order: Literal["reshuffled", "legacy"] = (
-        "reshuffled"  # legacy: one shuffle for all epochs, as published
-    )
+    # legacy: one shuffle for all epochs, as published
+    order: Literal["reshuffled", "legacy"] = "reshuffled"
 
     @model_validator(mode="after")
     def _tasks_are_named_once(self) -> Data:

@@ -41,9 +41,7 @@ _CHOICES = 4
 
 
 def tasks_of(data: Data, split: str) -> Sequence[str]:
-    """The tasks of a split in their order; test falls back on valid_tasks. DataError for an unknown
-    split.
-    """
+    """The tasks of a split in their order; for test, perhaps valid_tasks. DataError for another."""
     named = {
         "train": data.train_tasks,
         "valid": data.valid_tasks,
@@ -55,9 +53,7 @@ def tasks_of(data: Data, split: str) -> Sequence[str]:
 
 
 def is_boolean(task: str, data: Data) -> bool:
-    """Whether the statements of a task are true or false by themselves, instead of one of a group
-    being true.
-    """
+    """Whether the statements of a task are true or false by themselves, not one of a group true."""
     return task in BOOLEAN or task in data.boolean or DOCUMENTED.get(task, False)
 
 
@@ -96,9 +92,8 @@ def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
     root = given_folder(
         folder, f"<task>/train.json and <task>/dev.json, for example {task}/{_FILES[split]}"
     )
-    names = (
-        [_FILES[split]] if split != "test" else [_FILES["test"], _FILES["valid"]]
-    )  # many sets publish no test answers
+    # many sets publish no test answers
+    names = [_FILES[split]] if split != "test" else [_FILES["test"], _FILES["valid"]]
     path = next(
         (root / task / name for name in names if (root / task / name).is_file()),
         root / task / names[0],
@@ -110,8 +105,7 @@ def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}. Task {task!r} of data.{split}_tasks wants "
-            "it: "
-            f"{_advice(task, root)}, or leave the task out."
+            f"it: {_advice(task, root)}, or leave the task out."
         ) from None
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error}). Want a list of groups.") from None

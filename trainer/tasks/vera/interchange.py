@@ -91,8 +91,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if config.get("model_type") != "t5" or int(config.get("vocab_size", 0)) <= HEAD_ROW:
         raise ConfigError(
             f"{folder}: a {config.get('model_type')} of {config.get('vocab_size')} ids; the "
-            "packing wants a t5 of more "
-            f"than {HEAD_ROW}."
+            f"packing wants a t5 of more than {HEAD_ROW}."
         )
     model = T5EncoderModel.from_pretrained(
         folder, config=AutoConfig.from_pretrained(folder, trust_remote_code=False), dtype="auto"

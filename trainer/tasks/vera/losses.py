@@ -131,9 +131,7 @@ def keys_by_label(statements: Statements) -> Keys:
 
 
 def keys_by_column(statements: Statements) -> Keys:
-    """The statements as keys and anchors in one, by class: first of its group, which a false one
-    can be, or not.
-    """
+    """The statements as keys and anchors in one, by class: first of its group or not."""
     return _keys(statements, statements.column_S > 0)
 
 
@@ -276,9 +274,7 @@ def corrected_sums(
 
 
 def cross_entropy_count(is_multiple_choice_G: Tensor, *, norm: CrossEntropyNorm) -> Tensor:
-    """() int64: what a batch adds to the number that divides the cross-entropies; known before the
-    forward pass.
-    """
+    """() int64: a batch's part of the divisor of the cross-entropies, known before the forward."""
     if norm == "mc":
         return is_multiple_choice_G.sum()
     return _count(len(is_multiple_choice_G) if norm == "all_problems" else 1, is_multiple_choice_G)
@@ -294,9 +290,7 @@ def _count(number: int, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The statements of all ranks as keys without gradient, and how much this rank's contrastive
-    term counts.
-    """
+    """The statements of all ranks as keys without gradient, and this rank's contrastive weight."""
 
     keys: Keys
     weight: float  # this rank's statements per group over those of all ranks
@@ -304,9 +298,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Original:
-    """The published program's loss of one batch on one rank: scoring + coefficient * contrastive,
-    each ().
-    """
+    """The published loss of one batch on one rank: scoring + coefficient * contrastive, each ()."""
 
     loss: Tensor
     scoring: Tensor
@@ -355,9 +347,8 @@ def gather(statements: Statements) -> Gathered:
     def everywhere(own_S: Tensor) -> Tensor:
         placed_K = own_S.new_zeros(num_all, *own_S.shape[1:])
         placed_K[start : start + own] = own_S
-        return distributed.total(placed_K).to(
-            own_S.dtype
-        )  # exact: every row is one rank's, plus zeros
+        # exact: every row is one rank's, plus zeros
+        return distributed.total(placed_K).to(own_S.dtype)
 
     keys = keys_by_column(statements)
     weight = (own / statements.num_groups) / (num_all / sum(groups for _, groups in counts))

@@ -85,9 +85,7 @@ def statement_metrics(
 
 
 def best_rows(table: Tensor | np.ndarray) -> np.ndarray:
-    """The row of each problem's highest logit, the lowest column of equals; problems by task and
-    number.
-    """
+    """The row of each problem's highest logit, of equals the first; problems by task and number."""
     rows = _rows(table)
     ranked, firsts = _ranked(rows)
     return ranked[firsts]
@@ -103,41 +101,29 @@ def _choices(rows: np.ndarray) -> dict[str, float]:
 
 
 def _ranked(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers by task, problem, falling logit and column; and where in them each problem
-    begins.
-    """
+    """Row numbers by task, problem, falling logit and column; and where each problem begins."""
     ranked = np.lexsort((rows[:, COLUMN], -rows[:, LOGIT], rows[:, GROUP], rows[:, TASK]))
     problems = rows[ranked][:, [TASK, GROUP]]
     return ranked, np.flatnonzero(np.any(np.diff(problems, axis=0, prepend=-1) != 0, axis=1))
 
 
 def _averages(by_task: Mapping[str, float], parts: Mapping[str, Part]) -> dict[str, float]:
-    """The tasks' values, and their means over all tasks and over each part, every task weighing the
-    same.
-    """
-    members = {"mean": list(by_task)}
-    members |= {
-        name: [task for task in by_task if parts[task] in own] for name, own in PARTS.items()
-    }
-    means = {
-        name: float(np.mean([by_task[task] for task in own]))
-        for name, own in members.items()
-        if own
-    }
+    """The tasks' values, and their means over all tasks and each part, tasks weighing the same."""
+    means = {"mean": float(np.mean(list(by_task.values())))} if by_task else {}
+    for name, own in PARTS.items():
+        values = [value for task, value in by_task.items() if parts[task] in own]
+        if values:
+            means[name] = float(np.mean(values))
     return means | dict(by_task)
 
 
 def _sets(of_task: Mapping[str, np.ndarray], parts: Mapping[str, Part]) -> dict[str, np.ndarray]:
     """Which rows are of each set that has any; (N,) masks."""
-    members = {"all": list(of_task)}
-    members |= {
-        name: [task for task in of_task if parts[task] in own] for name, own in PARTS.items()
-    }
-    masks = {
-        name: np.any([of_task[task] for task in own], axis=0)
-        for name, own in members.items()
-        if own
-    }
+    masks = {"all": np.any(list(of_task.values()), axis=0)} if of_task else {}
+    for name, own in PARTS.items():
+        of_part = [mask for task, mask in of_task.items() if parts[task] in own]
+        if of_part:
+            masks[name] = np.any(of_part, axis=0)
     return masks | dict(of_task)
 
 
@@ -169,9 +155,8 @@ def _of_class(is_member: np.ndarray, logits: np.ndarray, weights: np.ndarray) ->
         is_member, logits, sample_weight=weights
     )
     above = int(np.searchsorted(thresholds, 0.0, side="right"))
-    place = above or len(
-        thresholds
-    )  # with none at or below 0 as with none above: the curve's last point, (1, 0)
+    # with none at or below 0 as with none above: the curve's last point, (1, 0)
+    place = above or len(thresholds)
     precision, recall = float(precisions[place]), float(recalls[place])
     return {
         "ap": float(average_precision_score(is_member, logits, sample_weight=weights)),
@@ -188,10 +173,9 @@ def _checked(table: Tensor | np.ndarray, tasks: Sequence[str]) -> np.ndarray:
         first = rows[bad[0]]
         raise DivergedError(
             f"{len(bad)} of {len(rows)} logits are not finite; the first is {first[LOGIT]}, of "
-            "task "
-            f"{tasks[int(first[TASK])]!r}, problem {int(first[GROUP])}, column "
-            f"{int(first[COLUMN])}. "
-            "Evaluate an earlier checkpoint, or train on with a lower optim.lr."
+            f"task {tasks[int(first[TASK])]!r}, problem {int(first[GROUP])}, column "
+            f"{int(first[COLUMN])}. Evaluate an earlier checkpoint, or train on with a lower "
+            "optim.lr."
         )
     places = rows[:, [TASK, GROUP, COLUMN]]
     assert len(np.unique(places, axis=0)) == len(places), (

@@ -1,6 +1,4 @@
-"""A plausibility verifier: an encoder, the state of a statement's last token, a linear head, a
-temperature.
-"""
+"""A plausibility verifier: an encoder, a linear head on the last token, a temperature."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ DESCRIPTION = "vera.json"
 
 
 class Verifier(nn.Module):
-    """An encoder (T5's, or a decoder's body) and a head on the state of each statement's last
-    token.
-    """
+    """An encoder (T5's, or a decoder's body) and a head on each statement's last token."""
 
     def __init__(self, encoder: Any, *, seed: int, recompute: bool = False) -> None:
         """encoder: reads packed batches when it is a T5's. recompute: its blocks once more in
@@ -43,9 +39,7 @@ class Verifier(nn.Module):
         self.head = Head(encoder, seed=seed)
 
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
-        """Statements as read_by lays them out -> {"hidden": (S, D) of the last tokens, "logits":
-        (S,) fp32}.
-        """
+        """Statements as read_by lays them out -> {"hidden": (S, D), "logits": (S,) fp32}."""
         if "tokens" in batch:
             stack = self.encoder.encoder  # of a T5EncoderModel
             states_MD = t5_encoder.encode(

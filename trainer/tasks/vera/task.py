@@ -61,8 +61,7 @@ class Task(TokenTask[Config]):
         if not (folder / HEAD_FILE).is_file():
             raise ConfigError(
                 f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or "
-                "final/ folder, or one "
-                "that `python -m trainer import vera` wrote."
+                "final/ folder, or one that `python -m trainer import vera` wrote."
             )
         return super().exported(folder)
 
@@ -227,9 +226,7 @@ class Task(TokenTask[Config]):
         )
 
     def _scored_apart(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        """Without a contrastive term no statement needs another group's: only their number is
-        exchanged.
-        """
+        """Without a contrastive term no statement needs another group's: counts are exchanged."""
         kinds = torch.cat([batch["is_multiple_choice"] for batch in window])
         own = [
             losses.cross_entropy_count(kinds, norm=self.cfg.loss.ce_norm),

@@ -1,6 +1,4 @@
-"""What is done with a trained verifier: its temperature is fitted and kept with it, and statements
-are scored.
-"""
+"""What is done with a trained verifier: its temperature is fitted, and statements are scored."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from torch import Tensor
 from trainer.errors import ConfigError
 from trainer.files.atomic import write_json
 from trainer.models.head import HEAD_FILE
-from trainer.runtime import distributed
+from trainer.runtime.batch import to_device
 from trainer.tasks.vera import pictures
 from trainer.tasks.vera.calibration import Calibration, Objective, calibrate, scores_of
 from trainer.tasks.vera.metrics import LABEL, LOGIT, TASK
@@ -74,13 +72,9 @@ def _described(folder: Path) -> dict[str, object]:
 def plausibilities(
     task: Task, model: Verifier, texts: Sequence[str], *, folder: Path
 ) -> Iterator[float]:
-    """How plausible each text is, 0 to 1, under the temperature stored in the model's `folder`;
-    lazily, in order.
-    """
+    """How plausible each text is, 0 to 1, under the temperature in `folder`; lazily, in order."""
     temperature = read_temperature(folder)
     for start in range(0, len(texts), _TOGETHER):
         batch = task.read([task.statement_ids(text) for text in texts[start : start + _TOGETHER]])
-        logits_S = model(
-            **{name: tensor.to(distributed.device()) for name, tensor in batch.items()}
-        )["logits"]
+        logits_S = model(**to_device(batch))["logits"]
         yield from scores_of(logits_S.double().cpu(), temperature=temperature).tolist()

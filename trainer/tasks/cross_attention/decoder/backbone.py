@@ -1,6 +1,4 @@
-"""What is particular to the family of the base model: how its blocks are called and what its config
-calls things.
-"""
+"""What is particular to the family of the base model: calls of its blocks, names of its config."""
 
 from __future__ import annotations
 
@@ -88,9 +86,8 @@ def backbone_of(base: PreTrainedModel) -> Backbone:
         return RotaryBackbone(base)
     supported = ", ".join(map(repr, (*GPT_BIGCODE, *ROTARY)))
     raise ConfigError(
-        f"base model: got model_type {model_type!r}, want one of {supported}. "
-        "Cross-attention layers fit no other family yet; choose a base such as "
-        "bigcode/starcoderbase-1b."
+        f"base model: got model_type {model_type!r}, want one of {supported}. Cross-attention "
+        "layers fit no other family yet; choose a base such as bigcode/starcoderbase-1b."
     )
 
 

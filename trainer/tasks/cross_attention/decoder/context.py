@@ -1,6 +1,4 @@
-"""A context that is ready to be attended to, and what a next token needs of the tokens
-before it.
-"""
+"""A context that is ready to be attended to, and what a next token needs of those before it."""
 
 from __future__ import annotations
 
@@ -22,15 +20,12 @@ class Context(NamedTuple):
     kept_BL: Tensor | None  # bool, False for pads; None: every key counts
 
     def repeated(self, rows: int) -> Context:
-        """The same for `rows` rows: each context serves the same number of rows, which follow one
-        another.
-        """
+        """The same for `rows` rows: each context serves equally many, one after another."""
         times, rest = divmod(rows, len(self.keys_values[0].keys_BHLK))
         if rest or not times:
             raise ConfigError(
                 f"got {rows} rows for {len(self.keys_values[0].keys_BHLK)} contexts, want a "
-                "context for each row, or "
-                "for each of as many groups of rows of one size."
+                "context for each row, or for each of as many groups of rows of one size."
             )
         if times == 1:
             return self

@@ -1,6 +1,4 @@
-"""The trained layers as a folder: added weights, and the base by reference with a fingerprint, or
-merged into it.
-"""
+"""The trained layers as a folder: added weights, and the base by fingerprint or merged."""
 
 from __future__ import annotations
 
@@ -78,9 +76,7 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def base_of(folder: Path, content: Mapping[str, Any]) -> Base:
-    """The base that an export names; where it was merged, the folder in it, wherever that stands
-    now.
-    """
+    """The base that an export names; where it was merged, the folder in it."""
     if content["base"] == MERGED:
         return str(folder / MERGED)
     return validate(Reference, {"base": content["base"]}, source=str(folder / DESCRIPTION)).base

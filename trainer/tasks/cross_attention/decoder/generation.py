@@ -119,9 +119,8 @@ def searched(
         if search.temperature
         else {}
     )
-    spoken: Any = _Spoken(
-        model, context
-    )  # transformers' own types do not take it for a model that generates
+    # transformers' own types do not take it for a model that generates
+    spoken: Any = _Spoken(model, context)
     made = spoken.generate(
         prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
@@ -139,9 +138,7 @@ def searched(
 
 
 class _Spoken(PreTrainedModel, GenerationMixin):
-    """What transformers' `generate` calls: one request's forwards, over a context that it knows
-    nothing of.
-    """
+    """What transformers' `generate` calls: one request's forwards, over a hidden context."""
 
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True  # it computes nothing itself
 
@@ -163,9 +160,8 @@ class _Spoken(PreTrainedModel, GenerationMixin):
         past_key_values: Cache,
         **_: Any,
     ) -> dict[str, Any]:
-        mask = (
-            torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        )  # a mask of ones gets lost
+        # a mask of ones gets lost
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         fresh = input_ids if self._past is None else input_ids[:, -1:]
         return {"input_ids": fresh, "attention_mask": mask, "past_key_values": past_key_values}
 
@@ -190,15 +186,12 @@ class _Spoken(PreTrainedModel, GenerationMixin):
 
 
 def most_prompt_tokens(model: nn.Module, max_new_tokens: int) -> int:
-    """How long a prompt may be so that max_new_tokens fit behind it. ConfigError when no prompt
-    fits.
-    """
+    """How long a prompt may be for max_new_tokens to fit behind it. ConfigError when none fits."""
     positions = _inner(model).backbone.max_positions
     if positions <= max_new_tokens:
         raise ConfigError(
-            f"{max_new_tokens} generated tokens: the base has {positions} positions, which "
-            "leaves none for a prompt. "
-            f"Use at most {positions - 1} (data.answer_tokens)."
+            f"{max_new_tokens} generated tokens: the base has {positions} positions, which leaves "
+            f"none for a prompt. Use at most {positions - 1} (data.answer_tokens)."
         )
     return positions - max_new_tokens
 
@@ -208,9 +201,7 @@ def _inner(model: nn.Module) -> Any:
 
 
 def check_prompts(model: nn.Module, attention_mask: Tensor, max_new_tokens: int) -> None:
-    """ConfigError for right-padded prompts, a model in training mode, or more tokens than the base
-    has positions.
-    """
+    """ConfigError for right-padded prompts, training mode, or more tokens than positions."""
     inner = _inner(model)
     if inner.training:
         raise ConfigError("got a model in training mode, want evaluation mode. Call eval() first.")

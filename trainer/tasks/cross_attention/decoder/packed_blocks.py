@@ -36,17 +36,14 @@ class Rows:
 
     cells_M: Tensor
     shapes: list[tuple[int, int]]  # (N, L) of each rectangle
-    masks: list[
-        Tensor | None
-    ]  # (L, L) of each: the keys within a sliding window; None: those before, all of them
+    # (L, L) of each: the keys within a sliding window; None: those before, all of them
+    masks: list[Tensor | None]
 
     @classmethod
     def of(
         cls, batch: Mapping[str, Tensor], prefix: str = "", *, window: int | None = None
     ) -> Rows:
-        """The rectangles of packing.pack. window: how many tokens each sees at most, itself among
-        them.
-        """
+        """The rectangles of packing.pack. window: how many tokens each sees, itself included."""
         shapes = [
             (int(grid.shape[0]), int(grid.shape[1])) for grid in grids_of(batch, f"{prefix}grid_")
         ]
@@ -105,9 +102,8 @@ def attention(
             mixed.append(capped.transpose(1, 2).flatten(0, 1))
             continue
         is_grouped = k.shape[1] != q.shape[1]
-        if (
-            is_grouped and mask is not None
-        ):  # with a mask, torch 2.13 has no kernel for groups but the unfused one
+        # with a mask, torch 2.13 has no kernel for groups but the unfused one
+        if is_grouped and mask is not None:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             is_grouped = False
         how: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": is_grouped}

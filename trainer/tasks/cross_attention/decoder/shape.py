@@ -54,8 +54,7 @@ def _rotary_shape(
     if (width // heads) % 2:
         raise ConfigError(
             f"layers.width={width} over layers.heads={heads} is {width // heads} numbers a head: "
-            "rotary positions turn "
-            "pairs, want an even number. Use other heads."
+            "rotary positions turn pairs, want an even number. Use other heads."
         )
     kv_heads = backbone.key_value_heads if layers.base_attention else layers.kv_heads or heads
     if heads % kv_heads:
@@ -89,8 +88,7 @@ def _check_family(layers: Layers, backbone: Backbone) -> None:
         if getattr(layers, name) not in (None, of_base):
             raise ConfigError(
                 f"layers.{name}={getattr(layers, name)}: layers.base_attention takes the base's "
-                f"{of_base}. "
-                "Leave one of the two out."
+                f"{of_base}. Leave one of the two out."
             )
 
 
@@ -104,8 +102,7 @@ def added_indices(layers: Layers, num_blocks: int) -> list[int]:
         fix = f"Use layers.count <= {most}" if most else f"Use layers.stride <= {num_blocks}"
         raise ConfigError(
             f"layers.count={count} x layers.stride={stride} = {stride * count} blocks: the base "
-            f"has {num_blocks}, "
-            f"want count x stride <= {num_blocks}. {fix}, or layers.stride <= "
+            f"has {num_blocks}, want count x stride <= {num_blocks}. {fix}, or layers.stride <= "
             f"{max(num_blocks // count, 1)}."
         )
     return [num_blocks - 1 - k * stride for k in reversed(range(count))]

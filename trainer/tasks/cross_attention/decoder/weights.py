@@ -1,6 +1,4 @@
-"""The added weights as files hold them: our exports and published checkpoints, under the published
-names.
-"""
+"""The added weights as files hold them, ours and published ones, under the published names."""
 
 from __future__ import annotations
 

@@ -95,8 +95,7 @@ class StateCache:
     def _altered(self, record: WrittenFile, problem: str) -> DataError:
         return DataError(
             f"{self.folder / record.name}: {problem}. Delete this file and run the same prepare "
-            "command again: it "
-            "makes what is missing."
+            "command again: it makes what is missing."
         )
 
 
@@ -114,8 +113,7 @@ def open_states(root: Path, identity: Identity) -> StateCache:
     found = f"It holds states with {' | '.join(differing)}." if others else "It holds none."
     raise ConfigError(
         f"{root}: holds no states for this experiment. {found} Run `python -m trainer prepare` "
-        "with this group and "
-        "give its --out as --data_path, or set data.encode='online'."
+        "with this group and give its --out as --data_path, or set data.encode='online'."
     )
 
 

@@ -39,9 +39,8 @@ from trainer.tasks.cross_attention.encoder_states.layout import (
 logger = logging.getLogger(__name__)
 
 Place = tuple[int, ...]  # where a context stands in the data
-Encoder = Callable[
-    [Sequence[np.ndarray]], list[Tensor]
-]  # token ids of contexts -> their (L, D) states, on the CPU
+# token ids of contexts -> their (L, D) states, on the CPU
+Encoder = Callable[[Sequence[np.ndarray]], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,7 @@ class Missing:
 def distinct(
     met: Iterable[tuple[Place, np.ndarray]], ids_at: Callable[[Place], np.ndarray]
 ) -> Contexts:
-    """The distinct contexts among all that are met; their ids are not kept, but read again where
-    they stand.
-    """
+    """The distinct contexts among all that are met; their ids are read again where they stand."""
     seen: set[bytes] = set()
     keys: list[bytes] = []
     lengths: list[int] = []
@@ -111,9 +108,8 @@ def refuse_small_disk(folder: Path, lacking: Missing) -> None:
     if lacking.bytes > free:
         raise StorageError(
             f"{folder}: {gib(lacking.bytes)} of states are still to be written, {gib(free)} are "
-            "free. Free some space, "
-            "write elsewhere with --out, or take data.state_dtype='int8' or a lower "
-            "data.context_tokens."
+            "free. Free some space, write elsewhere with --out, or take data.state_dtype='int8' or "
+            "a lower data.context_tokens."
         )
 
 

@@ -1,6 +1,4 @@
-"""Records as publishers keep them: JSON, JSON lines, gzip of these, or a data set of the `datasets`
-library.
-"""
+"""Records as publishers keep them: JSON, JSON lines, gzip of these, or a set of `datasets`."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ def records(
 
 
 def read_as(read: Callable[[PublishedRecord], T], record: PublishedRecord) -> T:
-    """What `read` makes of a record; a field that is missing or of another kind becomes a
-    DataError.
-    """
+    """What `read` makes of a record; a missing field, or one of another kind, is a DataError."""
     try:
         return read(record)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
@@ -131,9 +127,7 @@ def _lines(path: Path) -> Iterator[PublishedRecord]:
 
 
 def _document(path: Path) -> Iterator[PublishedRecord]:
-    """A list of records, or an object: SQuAD's with its articles under "data", or one of
-    columns.
-    """
+    """A list of records, or an object: SQuAD's with articles under "data", or one of columns."""
     with _opened(path) as file:
         first = next(
             (event, value) for _, event, value in ijson.parse(file) if event != "start_map"
@@ -172,9 +166,7 @@ def _of_article(article: PublishedRecord) -> Iterator[PublishedRecord]:
 
 
 def _of_columns(path: Path) -> Iterator[PublishedRecord]:
-    """Columns side by side: the file is read once for each at the same time, for it does not fit
-    into memory.
-    """
+    """Columns side by side, each from its own reading of the file: it does not fit into memory."""
     with ExitStack() as stack:
         columns: list[Any] = [
             ijson.kvitems(stack.enter_context(_opened(path)), name, use_float=True)

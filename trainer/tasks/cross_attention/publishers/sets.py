@@ -38,9 +38,8 @@ NAMES: tuple[Name, ...] = get_args(Name)
 # no set of its own: when it is given, only those questions of nq are kept that stand in it
 NQ_OPEN = "nq_open"
 UNANSWERABLE = "UNANSWERABLE"
-HOTPOTQA_SHUFFLES = (
-    3  # as published: every question of the train split three times, its passages in another order
-)
+# as published: every question of the train split three times, its passages in another order
+HOTPOTQA_SHUFFLES = 3
 _SEED = 12345  # of those orders, and of hotpotqa's valid split
 
 _HUB_CONFIGS = {"hotpotqa": "distractor", "msmarco": "v2.1"}
@@ -95,8 +94,7 @@ def sources_in(folder: Path | None, given: Mapping[str, str]) -> list[Source]:
     if not found:
         raise DataError(
             f"{folder}: holds none of the folders {', '.join(NAMES)}. Put the publishers' files "
-            "into such folders, or "
-            "give a place by --source NAME=FOLDER_OR_HUB_ID."
+            "into such folders, or give a place by --source NAME=FOLDER_OR_HUB_ID."
         )
     return found
 
@@ -143,9 +141,7 @@ def _row(
     answers: Iterable[Any],
     passages: Iterable[tuple[Any, Any, bool]],
 ) -> Row | None:
-    """A row of (title, text, whether it is useful) passages; None when it has no answer or no
-    context.
-    """
+    """A row of (title, text, whether it is useful) passages; None without answer or context."""
     kept = [(title, text, useful) for title, text, useful in passages if _is_text(text)]
     references = list(dict.fromkeys(answer for answer in answers if _is_text(answer)))
     if not _is_text(question):
@@ -328,9 +324,7 @@ def _is_no_answer(answer: Any) -> bool:
 
 
 def _hotpotqa(source: Source, split: str, shuffles: int) -> Iterator[Row]:
-    """Ten passages each, those with a supporting sentence useful. shuffles: copies in other orders;
-    0: as given.
-    """
+    """Ten passages each, useful with a supporting sentence. shuffles: reordered copies."""
     if split == "test":
         chosen = source.records("dev")
     else:
@@ -388,9 +382,8 @@ def _shuffled(row: Row, name: str) -> Row:
 
 
 def _draw(name: str) -> bytes:
-    return hashlib.sha256(
-        f"{_SEED}:{name}".encode()
-    ).digest()  # no generator: numpy's and Python's orders may change
+    # no generator: numpy's and Python's orders may change
+    return hashlib.sha256(f"{_SEED}:{name}".encode()).digest()
 
 
 # TopiOCQA
@@ -425,9 +418,7 @@ def _conversation(record: PublishedRecord) -> str:
 
 
 def _topiocqa_row(record: PublishedRecord) -> Row | None:
-    """Understood: the conversations with their Gold_passage, and the publisher's retriever and
-    gold-passage files.
-    """
+    """Understood: conversations with their Gold_passage; retriever and gold-passage files."""
     raw = record.values
     if "Question" in raw:
         further = [answer["Answer"] for answer in raw.get("Additional_answers") or []]

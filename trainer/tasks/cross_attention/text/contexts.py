@@ -1,6 +1,4 @@
-"""How a context reaches the model: as token ids, which it encodes itself, or as states that were
-prepared.
-"""
+"""How a context reaches the model: as token ids to encode, or as prepared states."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ def token_batch(
 
 
 def state_batch(rows: Sequence[Mapping[str, Any]], field: str, cache: StateCache) -> Batch:
-    """encoder_hidden_states (B, L, D) and encoder_attention_mask (B, L); chunks follow one another
-    without pads.
-    """
+    """encoder_hidden_states (B, L, D) and encoder_attention_mask (B, L), chunk after chunk."""
     states, mask = padded(
         [[cache.states(chunk) for chunk in chunks_of(row, field)] for row in rows]
     )
@@ -62,9 +58,7 @@ def state_batch(rows: Sequence[Mapping[str, Any]], field: str, cache: StateCache
 
 
 def identity(cfg: Config, places: Places, tokenizer: Any) -> Identity:
-    """Everything that the states of a context depend on besides its token ids, and what
-    made those.
-    """
+    """All that the states of a context depend on besides its token ids, and what made them."""
     data = cfg.data
     return {
         "base": base_model.fingerprint(cfg.base, places),
@@ -77,9 +71,7 @@ def identity(cfg: Config, places: Places, tokenizer: Any) -> Identity:
 
 
 def open_cache(cfg: Config, places: Places, tokenizer: Any) -> StateCache:
-    """The prepared states of an experiment, below --data_path or --cache_dir. ConfigError when
-    there are none.
-    """
+    """An experiment's prepared states, below --data_path or --cache_dir. ConfigError."""
     roots = [root / STATES for root in (places.data_path, places.cache_dir) if root is not None]
     wanted = identity(cfg, places, tokenizer)
     chosen = next((root for root in roots if (root / folder_name(wanted)).is_dir()), roots[0])

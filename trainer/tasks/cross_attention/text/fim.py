@@ -27,9 +27,7 @@ class Sentinels:
 
     @classmethod
     def of(cls, tokenizer: Any) -> Sentinels:
-        """Those of StarCoder's tokenizer; for others the same texts as ordinary tokens, as
-        published.
-        """
+        """Those of StarCoder's tokenizer; for others the texts as ordinary tokens, as published."""
         texts = ("<fim_prefix>", "<fim_middle>", "<fim_suffix>")
         return cls(*(tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts))
 

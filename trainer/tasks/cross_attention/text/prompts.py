@@ -1,6 +1,4 @@
-"""Questions and contexts as token ids, and back: what training, evaluation and a served model
-share.
-"""
+"""Questions and contexts as token ids, and back: for training, evaluation and a served model."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from trainer.data import vocabulary
 from trainer.data.padding import pad_right
 from trainer.errors import DataError
-from trainer.tasks.abilities import GREEDY, Search
+from trainer.tasks.abilities import GREEDY, Search, by_row
 from trainer.tasks.cross_attention.decoder.generation import greedy, most_prompt_tokens, searched
 from trainer.tasks.cross_attention.text import questions, templates
 from trainer.tasks.cross_attention.text.contexts import state_batch, token_batch
@@ -99,10 +97,7 @@ class Prompts:
             self._text(tokens)
             for tokens in self._generated(model, prompts, search, most, is_synced).tolist()
         ]
-        return [
-            texts[start : start + search.num_answers]
-            for start in range(0, len(texts), search.num_answers)
-        ]
+        return by_row(texts, search)
 
     def _generated(
         self, model: nn.Module, prompts: Batch, search: Search, most: int, is_synced: bool
@@ -135,9 +130,7 @@ class Prompts:
         return prompt, [*answer, self.eos]
 
     def _target(self, row: Row) -> list[int]:
-        """Ids of a context as the decoder predicts it, with EOS; of a chunked one, the useful
-        chunks joined.
-        """
+        """Ids of a context as the decoder predicts it, with EOS; of chunks the useful ones."""
         contexts = questions.contexts_of(row)
         if self.data.chunked and "useful_contexts" in row:
             contexts = [
@@ -185,9 +178,7 @@ class Prompts:
 
 
 def _opening(tokenizer: Any) -> list[int]:
-    """The beginning-of-text token, as a list, where the tokenizer puts one before every text by
-    itself, as Llama's.
-    """
+    """[beginning-of-text], where the tokenizer puts one before every text by itself, as Llama's."""
     bos = tokenizer.bos_token_id
     plain, opened = (
         tokenizer("a", add_special_tokens=is_added)["input_ids"] for is_added in (False, True)
@@ -196,8 +187,6 @@ def _opening(tokenizer: Any) -> list[int]:
 
 
 def _seed(seed: int, ids_BT: Tensor) -> int:
-    """Of the draws for a batch: the same questions draw the same, on whichever rank and after
-    whatever others.
-    """
+    """Of a batch's draws: the same questions draw the same, on any rank and after any others."""
     content = f"{seed}:{ids_BT.tolist()}".encode()
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1

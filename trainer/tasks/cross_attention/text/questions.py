@@ -36,9 +36,7 @@ def contexts_of(row: Row) -> list[str]:
 
 
 def with_another_context(rows: list[Row]) -> Iterator[Row]:
-    """Each row with the context of the next row that has a different one, so that the pairing
-    depends on no batch.
-    """
+    """Each row with the context of the next row that has a different one, whatever the batch."""
     for index, row in enumerate(rows):
         own = contexts_of(row)
         others = (contexts_of(rows[(index + offset) % len(rows)]) for offset in range(1, len(rows)))
@@ -46,9 +44,7 @@ def with_another_context(rows: list[Row]) -> Iterator[Row]:
 
 
 def prepared(folder: Path) -> dict[str, Any]:
-    """What stands in a folder of prepared rows: their source, and by split their number and
-    digest.
-    """
+    """What stands in a folder of prepared rows: source, and by split their number and digest."""
     path = folder / PREPARED
     try:
         return json.loads(path.read_text(encoding="utf-8"))

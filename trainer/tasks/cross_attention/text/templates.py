@@ -26,11 +26,6 @@ def prompt(question: str, template: Template) -> str:
     return _turn(question, template)
 
 
-def decoder_text(question: str, answer: str, template: Template) -> str:
-    """The decoder's whole training text: prompt and answer, without an end-of-text token."""
-    return prompt(question, template) + answer
-
-
 def context_text(
     question: str, contexts: Sequence[str], template: Template, *, question_on_context: bool
 ) -> str:
@@ -52,9 +47,7 @@ def context_text(
 def chunk_texts(
     question: str, contexts: Sequence[str], template: Template, *, question_on_context: bool
 ) -> list[str]:
-    """One text per context, each under a header of its own: they are encoded one by one, positions
-    restart at 0.
-    """
+    """One text per context, each under a header of its own: encoded one by one."""
     return [
         context_text(question, [one], template, question_on_context=question_on_context)
         for one in contexts
@@ -69,9 +62,7 @@ def context_texts(
     question_on_context: bool,
     chunked: bool,
 ) -> list[str]:
-    """What the context encoder reads, as the experiment asks: one text of all contexts, or one per
-    context.
-    """
+    """What the context encoder reads: one text of all contexts, or one per context."""
     if chunked:
         return chunk_texts(question, contexts, template, question_on_context=question_on_context)
     return [context_text(question, contexts, template, question_on_context=question_on_context)]
@@ -80,9 +71,7 @@ def context_texts(
 def in_context_prompt(
     question: str, contexts: Sequence[str], style: Literal["tulu", "llama_chat"]
 ) -> str:
-    """The published prompting baseline: contexts and question in one decoder prompt, no added
-    layers.
-    """
+    """The published prompting baseline: contexts and question in one prompt, no added layers."""
     joined = " ".join(contexts)
     if style == "tulu":
         return f"<|system|>\n{joined}\n<|user|>\n{question}\n<|assistant|>\n"

@@ -1,3 +1,1 @@
-"""Publishers' question-answering data, made into groups of statements: raw record -> Problem ->
-statements.
-"""
+"""Publishers' question-answering data: raw record -> Problem -> statements."""

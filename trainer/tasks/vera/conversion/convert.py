@@ -1,6 +1,4 @@
-"""The whole conversion: raw files -> problems -> UnifiedQA lines and statement groups -> files and
-a report.
-"""
+"""The whole conversion: raw files -> problems -> UnifiedQA lines and groups -> files, a report."""
 
 from __future__ import annotations
 
@@ -81,26 +79,16 @@ def convert(asked: Conversion, converter: Converter | None = None) -> list[Repor
     return reports
 
 
-def statement_groups(
-    problems: Sequence[Problem], adapter: Adapter, converter: Converter
-) -> list[Group]:
-    """The groups of problems as the original makes them, with nothing read or written."""
-    items = [_Item("", problem, "", _drafts(problem, adapter, "original")) for problem in problems]
-    return [group for _, group in _finished(items, converter)]
-
-
 def named_values(texts: Sequence[str]) -> dict[str, str]:
     """{"case": "fit"} of ["case=fit"]."""
     for text in texts:
         if "=" not in text:
             raise ConfigError(f"--variant {text}: want NAME=VALUE, such as case=fit.")
-    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+    return dict(text.split("=", 1) for text in texts)
 
 
 def known_declarer(name: str) -> Declarer:
-    """The declarer of that name: original (rules a to d, the default and what the published data
-    is), or rules.
-    """
+    """The declarer of that name: original (rules a to d, as the published data), or rules."""
     for known in get_args(Declarer):
         if name == known:
             return known
@@ -114,9 +102,7 @@ def known_declarer(name: str) -> Declarer:
 
 
 def _adapter(asked: Conversion) -> tuple[Adapter, str]:
-    """The adapter, and the name of the task. Lines of UnifiedQA are declared as the task that they
-    are of.
-    """
+    """The adapter, and the name of the task. UnifiedQA's lines are declared as their own task."""
     if asked.dataset not in ADAPTERS:
         raise ConfigError(
             f"no data set is called {asked.dataset!r}. {nearest(asked.dataset, sorted(ADAPTERS))}"
@@ -154,9 +140,7 @@ def _variants(asked: Conversion, adapter: Adapter) -> dict[str, str]:
 
 
 def _files(asked: Conversion, adapter: Adapter) -> dict[str, list[Path | None]]:
-    """The files of each split that is asked for and there; DataError when none is, or one of
-    several is missing.
-    """
+    """The files of each split that is asked for and there; DataError when one is missing."""
     if asked.raw.is_file():
         return _single_file(asked, adapter)
     splits = list(adapter.files) if asked.split is None else [asked.split]
@@ -323,9 +307,7 @@ def _refuse_existing(folder: Path, split: str) -> None:
 def _write(
     folder: Path, split: str, items: Sequence[_Item], groups: Sequence[Group], report: Report
 ) -> None:
-    """The three files, each whole or not there; the groups come last, for they are what experiments
-    look for.
-    """
+    """The three files, each whole or not there; the groups, which experiments look for, last."""
     with refusals(folder):
         folder.mkdir(parents=True, exist_ok=True)
     replace_file(folder / f"{split}.tsv", "".join(f"{item.line}\n" for item in items).encode())

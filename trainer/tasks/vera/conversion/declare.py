@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from trainer.tasks.vera.conversion.problem import Problem
 
 Rule = Literal["verbatim", "joined", "blank", "rules", "converter"]
-Declarer = Callable[
-    [str, str, str], str | None
-]  # last sentence, choice, what is before; None: this is not for rules
+# last sentence, choice, what is before; None: this is not for rules
+Declarer = Callable[[str, str, str], str | None]
 
 _UNDERSCORES = re.compile(r"_+")
 _LONGEST_BLANK = 20
@@ -30,9 +29,7 @@ _SENTENCE_END = ". "
 
 @dataclass(frozen=True)
 class Draft:
-    """A statement, but for the text that the converter is to put between `before` and the full
-    stop.
-    """
+    """A statement, but for the text that the converter puts between `before` and the full stop."""
 
     rule: Rule
     text: str  # of rule "converter": what it is given
@@ -65,9 +62,7 @@ def draft(
 
 
 def find_blanks(question: str) -> list[tuple[int, int]]:
-    """(start, end) of every blank: 1 to 20 underscores beside a space, or one that starts the text
-    before a letter.
-    """
+    """(start, end) of every blank: 1 to 20 underscores by a space, or one before the text."""
     return [
         match.span()
         for match in _UNDERSCORES.finditer(question)
@@ -76,9 +71,7 @@ def find_blanks(question: str) -> list[tuple[int, int]]:
 
 
 def ended(text: str) -> str:
-    """A statement with its full stop: question marks are taken off; what ends in "." or "!" is
-    kept.
-    """
+    """A statement with its full stop, without question marks; what ends in "." or "!" is kept."""
     return text if text.endswith((".", "!")) else f"{text.strip('?')}."
 
 

@@ -47,9 +47,7 @@ class QuestionConverter:
         self._digest = ""
 
     def __call__(self, texts: Sequence[str]) -> list[str]:
-        """One statement for each text. ConfigError when another process writes the cache of these
-        weights.
-        """
+        """One statement for each text. ConfigError when another process writes their cache."""
         if not texts:
             return []
         self._load()

@@ -16,9 +16,7 @@ YES = "yes"
 
 
 class BadRecord(ValueError):
-    """A record that is no problem: what was got and what was wanted. The caller knows file and
-    line.
-    """
+    """A record that is no problem: what was got and what was wanted. Callers know file and line."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,7 @@ def statement(text: str, *, label: bool) -> Problem:
 def multiple_choice(
     question: str | None, choices: list[str], gold: int, context: str | None = None
 ) -> Problem:
-    """A problem with two choices or more; BadRecord for fewer, or for a gold that is none
-    of them.
-    """
+    """A problem with two choices or more; BadRecord for fewer, or a gold that is none of them."""
     if len(choices) < 2:
         raise BadRecord(f"{len(choices)} option(s), want two or more")
     if not 0 <= gold < len(choices):
@@ -101,9 +97,7 @@ def read_line(line: str, *, is_statement: bool = False, keeps_blank: bool = Fals
 
 
 def one_line(text: str) -> str:
-    """A text without tabs and line ends, which would break a line: a space stands where they joined
-    two words.
-    """
+    """A text without tabs and line ends: a space stands where they joined two words."""
     return (
         " ".join(part for part in re.split(r"\s*[\t\r\n]+\s*", text) if part)
         if re.search(r"[\t\r\n]", text)
@@ -148,9 +142,7 @@ def _read_boolean(text: str, answer: str, *, is_statement: bool, keeps_blank: bo
 
 
 def _read_choices(text: str) -> Iterator[str]:
-    """The texts between (A), (B), ... as far as these follow one another. An option that holds the
-    next is cut.
-    """
+    """The texts between (A), (B), ... in order. An option that holds the next is cut."""
     if not text.startswith("(A)"):
         raise BadRecord(f"the options are {text[:40]!r}, want (A) ... (B) ...")
     rest = text[3:]

@@ -15,9 +15,7 @@ _SHOWN = 5
 
 @dataclass
 class Report:
-    """Counts of one split. A row is a record of the publisher, a group the statements of one
-    problem.
-    """
+    """Counts of one split. A row is a publisher's record, a group the statements of one problem."""
 
     dataset: str
     task: str
@@ -27,17 +25,14 @@ class Report:
     groups: int = 0
     gold_groups: int = 0
     statements: int = 0
-    failures: list[str] = field(
-        default_factory=list[str]
-    )  # "file, line: why" of every row that is no problem
-    unconverted: list[str] = field(
-        default_factory=list[str]
-    )  # rows left out because no converter was given
+    # "file, line: why" of every row that is no problem
+    failures: list[str] = field(default_factory=list[str])
+    # rows left out because no converter was given
+    unconverted: list[str] = field(default_factory=list[str])
     identical_options: int = 0  # problems where an option has the text of another
     lost_distractors: int = 0  # multiple-choice groups with one statement left
-    blanks_not_one: int = (
-        0  # problems with underscores, or meant to have a blank, with none or several blanks
-    )
+    # problems with underscores, or meant to have a blank, with none or several blanks
+    blanks_not_one: int = 0
     duplicates: int = 0  # groups that equal an earlier one
     ambiguous_lines: int = 0  # lines that a UnifiedQA reader takes for another problem
     by_rule: Counter[Rule] = field(default_factory=Counter[Rule])  # statements

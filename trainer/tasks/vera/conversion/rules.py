@@ -34,9 +34,8 @@ _HAVE = {"does": "has", "did": "had"}
 _NEGATED = re.compile(r"(?i)(?:\w+n['’]t|cannot)$")
 _QUESTION_WORDS = _words("what who whom whose which where when why how")
 _PRONOUNS = _words("i you he she it we they there")
-_ASKED_OF_NONE = _words(
-    "any anyone anybody anything anywhere ever either yet"
-)  # not so in statements
+# not so in statements
+_ASKED_OF_NONE = _words("any anyone anybody anything anywhere ever either yet")
 _TAGS = ("right", "correct", "yes or no", "true or false", "agree")
 _PREPOSITIONS = _words(
     "of in on at with by for from about like under over into near during without than"
@@ -48,10 +47,9 @@ _CLAUSES = (
 )
 _ENDS_BEFORE_VERB = _words("be have always never usually often sometimes also still")
 _ENDS_AFTER_BE = _words(
-    "always never usually often sometimes also still able unable capable more less shorter "
-    "taller longer bigger "
-    "smaller larger heavier lighter faster slower older younger better worse beside under above "
-    "below behind"
+    "always never usually often sometimes also still able unable capable more less shorter taller "
+    "longer bigger smaller larger heavier lighter faster slower older younger better worse beside "
+    "under above below behind"
 )
 _ARTICLES = frozenset(("a", "an"))
 _OPENERS = _words("if when while before after as so because since unless")
@@ -83,9 +81,7 @@ def declared(sentence: str, choice: str, before: str = "") -> str | None:
 
 
 def _is_torn(before: str) -> bool:
-    """Whether the full stop behind `before` is that of "Dr." or "J." in a question rather than of a
-    sentence.
-    """
+    """Whether the full stop behind `before` is that of "Dr." or "J.", not of a sentence."""
     words = before.rstrip(" .").rpartition(". ")[2].split()
     if not words:
         return False
@@ -103,9 +99,8 @@ def _asks(words: list[str]) -> bool:
         return True
     pairs = list(pairwise(lowered))
     after = _PRONOUNS | _NO_ENDS if lowered[0] in _OPENERS else _PRONOUNS
-    is_turned = any(
-        a in _AUXILIARIES and b in after for a, b in pairs
-    )  # "After losing can you win"
+    # "After losing can you win"
+    is_turned = any(a in _AUXILIARIES and b in after for a, b in pairs)
     return is_turned or any(
         (a.endswith(",") or a == "then") and b in _AUXILIARIES for a, b in pairs
     )

@@ -35,16 +35,13 @@ class Raw(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """One publisher's format. `files`: split -> names below the raw folder; "a|b" is either, "a?"
-    may be missing.
-    """
+    """One publisher's format. `files`: split -> names; "a|b" is either, "a?" may be missing."""
 
     files: Mapping[str, tuple[str, ...]]
     read: Callable[[Sequence[Path | None]], Iterator[Raw]]
     problem: Callable[[Any, Variants], Problem]  # raises BadRecord
-    variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict[str, tuple[str, ...]]
-    )  # the first is default
+    # the first is default
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     is_joined: bool = False  # rule (b) of declare.py
     is_statement: bool = False  # of a boolean: what is asked is a statement already
     is_cloze: bool = False  # every question is meant to have a blank
@@ -169,9 +166,7 @@ def value_of(row: Any, *names: str) -> Any:
 
 
 def text_of(row: Any, *names: str) -> str:
-    """A text on one line that is not blank; spaces at its ends are kept. BadRecord for anything
-    else.
-    """
+    """A text on one line that is not blank; spaces at its ends are kept. BadRecord for others."""
     return checked_text(value_of(row, *names), ".".join(names))
 
 

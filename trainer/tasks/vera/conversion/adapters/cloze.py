@@ -1,6 +1,4 @@
-"""Sets with a blank (wsc273, numersense, winogrande_xl, alphanli) and with endings (copa, codah,
-swag, ...).
-"""
+"""Sets with a blank (wsc273, winogrande_xl, ...) and with endings (copa, codah, ...)."""
 
 from __future__ import annotations
 
@@ -44,8 +42,7 @@ _WSC273 = 273  # the schemas of the collection that are WSC273, the first ones
 # them.
 _FUNCTION_WORDS = _words(
     "a all an another both each every he her his it its many my no one our several she some "
-    "someone something that the "
-    "their there these they this those two we you your"
+    "someone something that the their there these they this those two we you your"
 )
 
 
@@ -70,9 +67,7 @@ def _schemas(paths: Sequence[Path | None]) -> Iterator[Raw]:
 
 
 def _wsc_options(path: Path) -> list[tuple[str, str]]:
-    """(right, wrong) of every record of wsc273.txt: sentence, [MASK], options with a comma between,
-    answer, blank.
-    """
+    """(right, wrong) of every record of wsc273.txt: sentence, [MASK], options, answer, blank."""
     lines = [text.strip() for _, text in jsonl.lines(path)]
     found: list[tuple[str, str]] = []
     for start in range(0, len(lines) - 3, 5):

@@ -1,6 +1,4 @@
-"""Sets of yes/no questions and of statements: creak, csqa2, strategyqa, spatial_cs,
-com2sense_paired, comve_a.
-"""
+"""Sets of yes/no questions and of statements: creak, csqa2, strategyqa, com2sense_paired, ...."""
 
 from __future__ import annotations
 
