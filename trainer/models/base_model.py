@@ -109,7 +109,7 @@ def load(
             return build(config, **options)
     if kind == "encoder" and config.model_type == "t5":
         source = encoder_source(source, places.cache_dir)
-    with _reading(source), _tied_as_saved(build, config, source):
+    with _reading(source), _tied_as_saved(build, config, source), _pooler_unread(build, options):
         return build.from_pretrained(
             source, dtype=DTYPES[precision], trust_remote_code=False, **options
         )
@@ -204,6 +204,18 @@ def _body_options(build: Any, kind: Kind) -> dict[str, bool]:
         kind == "encoder" and "add_pooling_layer" in inspect.signature(build.__init__).parameters
     )
     return {"add_pooling_layer": False} if takes_pooler else {}
+
+
+@contextlib.contextmanager
+def _pooler_unread(build: Any, options: dict[str, bool]) -> Iterator[None]:
+    """Inside, nobody is told of a pooler in the files that _body_options left out of the model."""
+    before = build._keys_to_ignore_on_load_unexpected
+    if options:
+        build._keys_to_ignore_on_load_unexpected = [*(before or []), r"(^|\.)pooler\."]
+    try:
+        yield
+    finally:
+        build._keys_to_ignore_on_load_unexpected = before
 
 
 def _model_class(config: PretrainedConfig, kind: Kind) -> Any:
