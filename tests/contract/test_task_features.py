@@ -86,19 +86,20 @@ def test_logged_gradient_norms_make_up_the_global_norm(name: str, runs: Runs) ->
 
 def _read_again(values: dict[str, Any], folder: Path, run_folder: Path) -> dict[str, float]:
     """The validation metrics of a run's final/."""
+    from trainer.data.token_store import store_of
     from trainer.evaluation.run import Question
     from trainer.evaluation.run import run as evaluate
     from trainer.evaluation.scoring import Frozen
     from trainer.evaluation.scoring import evaluate as metrics
     from trainer.tasks.protocol import Places
-    from trainer.training.options import Options, store_of
+    from trainer.training.options import Options
 
     savedir, cache = run_folder.parent, folder / "cache"
     options = Options(savedir, data_path=folder, cache_dir=cache)
     task = tasks.load(tasks.parse(values), Places(folder, cache, savedir))
     assert evaluate(Question(values, model="final"), options).keys()
     model = Frozen(task.exported(run_folder / "final").eval())
-    return metrics(model, task, store_of(task, "valid", options), batch=3)
+    return metrics(model, task, store_of(task, "valid", cache), batch=3)
 
 
 @pytest.mark.parametrize("name", TASKS)
