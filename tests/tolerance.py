@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 Numbers = Tensor | float | Sequence[float]
+Step = tuple[Tensor | float, Mapping[str, Tensor]]  # a loss, and its gradients by name
 # A gradient that cancels to nothing, as that of a key's bias does, is left with the rounding of its
 # parts, which are as large as this share of the largest gradient.
 CANCELS = 0.03
@@ -92,20 +93,29 @@ def assert_all_close(
 
 
 def assert_same_step(
-    got: tuple[Tensor | float, Mapping[str, Tensor]],
-    want: tuple[Tensor | float, Mapping[str, Tensor]],
+    got: Step,
+    want: Step,
     *,
     depth: float,
     loss: float,
     gradients: float,
+    cancels: float = CANCELS,
     of: str = "",
 ) -> None:
     """Equal losses, `depth` operations deep, and equal gradients, which have passed them twice;
     `loss` and `gradients` are the margins.
     """
     assert_close(got[0], want[0], what="loss", of=of, depth=depth, margin=loss)
-    how = {"what": "gradients", "depth": 2 * depth, "margin": gradients, "cancels": CANCELS}
+    how = {"what": "gradients", "depth": 2 * depth, "margin": gradients, "cancels": cancels}
     assert_all_close(got[1], want[1], of=of, **how)
+
+
+def assert_equal_step(got: Step, want: Step) -> None:
+    """The same to the last bit, as the same operations in the same order must be."""
+    assert float(got[0]) == float(want[0])
+    assert got[1].keys() == want[1].keys()
+    for name, gradient in want[1].items():
+        assert torch.equal(got[1][name], gradient), name
 
 
 def depth_of(model: nn.Module) -> int:
