@@ -17,13 +17,18 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Numbers = Tensor | float | Sequence[float]
+Step = tuple[Tensor | float, Mapping[str, Tensor]]  # a loss, and its gradients by name
+# A gradient that cancels to nothing, as that of a key's bias does, is left with the rounding of its
+# parts, which are as large as this share of the largest gradient.
+CANCELS = 0.03
 
 
 def allowed(
@@ -66,6 +71,59 @@ def assert_close(
         f"{scale:.3e}, {margin:g} x "
         f"sqrt({depth:g}) x eps of {str(dtype).removeprefix('torch.')})"
     )
+
+
+def assert_all_close(
+    got: Mapping[str, Tensor],
+    want: Mapping[str, Tensor],
+    *,
+    cancels: float = 0.0,
+    of: str = "",
+    **rounding: Any,
+) -> None:
+    """assert_close of tensors by name, of which both sides have the same ones.
+
+    cancels: an element is held against this share at least of the largest one of all tensors.
+    """
+    assert got.keys() == want.keys(), f"{of} {sorted(got.keys() ^ want.keys())} on one side only"
+    largest = max((_largest(_exact(tensor)) for tensor in want.values()), default=0.0)
+    for name, tensor in want.items():
+        scale = max(_largest(_exact(tensor)), cancels * largest)
+        assert_close(got[name], tensor, of=f"{of} {name}".strip(), scale=scale, **rounding)
+
+
+def assert_same_step(
+    got: Step,
+    want: Step,
+    *,
+    depth: float,
+    loss: float,
+    gradients: float,
+    cancels: float = CANCELS,
+    of: str = "",
+) -> None:
+    """Equal losses, `depth` operations deep, and equal gradients, which have passed them twice;
+    `loss` and `gradients` are the margins.
+    """
+    assert_close(got[0], want[0], what="loss", of=of, depth=depth, margin=loss)
+    how = {"what": "gradients", "depth": 2 * depth, "margin": gradients, "cancels": cancels}
+    assert_all_close(got[1], want[1], of=of, **how)
+
+
+def assert_equal_step(got: Step, want: Step) -> None:
+    """The same to the last bit, as the same operations in the same order must be."""
+    assert float(got[0]) == float(want[0])
+    assert got[1].keys() == want[1].keys()
+    for name, gradient in want[1].items():
+        assert torch.equal(got[1][name], gradient), name
+
+
+def depth_of(model: nn.Module) -> int:
+    """Operations on the way through a model: the terms of the sums of its matrices, one matrix
+    after the other. Those that are side by side, a query's and a key's, stand for attention's own
+    products and for the norms.
+    """
+    return sum(each.in_features for each in model.modules() if isinstance(each, nn.Linear))
 
 
 def note(what: str, of: str, distance: float, bound: float) -> None:

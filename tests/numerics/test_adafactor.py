@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
+from tests.tolerance import assert_all_close, assert_close, depth_of
 from trainer.config import deepspeed_config
 from trainer.config.schema import Optim, Train, validate
 from trainer.errors import ConfigError
@@ -29,6 +30,15 @@ def network() -> nn.Module:
         )
     net[0].requires_grad_(False)
     return net
+
+
+# As tests/tolerance.py means them: the sums of every layer and one over the rows, there and back, at
+# every step.
+DEPTH = STEPS * 2 * (depth_of(network()) + ROWS)
+TRAINED = {"what": "weights and state", "depth": DEPTH, "margin": 0.3}
+BF16_WEIGHTS = {"what": "weights after training in bf16", "depth": DEPTH, "margin": 0.12}
+# A step of the paper on a matrix of 3 by 4 sums over rows, columns, and all elements twice.
+PAPERS_STEP = {"what": "a step", "depth": 3 + 4 + 2 * 3 * 4, "margin": 0.02}
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -110,11 +120,7 @@ def by_torch() -> dict[str, Tensor]:
 def test_the_engine_takes_torchs_own_steps_on_any_ranks(world: int) -> None:
     wanted = by_torch()
     for found in run_on_ranks(world, _after_training, "fp32"):
-        assert found.keys() == wanted.keys()
-        for name, tensor in wanted.items():
-            torch.testing.assert_close(
-                found[name], tensor, rtol=1e-5, atol=1e-7, msg=lambda text, n=name: f"{n} {text}"
-            )
+        assert_all_close(found, wanted, **TRAINED)
 
 
 def test_bf16_keeps_fp32_weights_in_their_own_shapes() -> None:
@@ -123,7 +129,8 @@ def test_bf16_keeps_fp32_weights_in_their_own_shapes() -> None:
     for name, tensor in wanted.items():
         if "|" not in name:
             assert found[name].dtype == torch.bfloat16
-            torch.testing.assert_close(found[f"{name}|master"], tensor, rtol=0.05, atol=0.02)
+            master = found[f"{name}|master"]
+            assert_close(master, tensor, of=name, dtype=torch.bfloat16, **BF16_WEIGHTS)
         else:
             assert found[name].shape == tensor.shape
 
@@ -191,7 +198,7 @@ def test_a_step_is_the_papers_however_small_the_gradients(scale: float) -> None:
     optimizer = optimizers.build([{"params": [weight], "weight_decay": 0.0}], OPTIM)
     optimizer.param_groups[0]["lr"] = 0.01
     optimizer.step()
-    torch.testing.assert_close(weight.detach(), wanted, rtol=1e-5, atol=1e-7)
+    assert_close(weight, wanted, **PAPERS_STEP)
 
 
 def test_a_row_without_a_gradient_stays_where_it_is() -> None:

@@ -14,10 +14,11 @@ from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM, GPTNeoConfig, 
 from tests.numerics.cross_attention_twin import twin_logits, twin_loss, twin_states
 from tests.numerics.tiny_cross_attention import (
     LAYOUTS,
+    LOGITS,
     NUM_BLOCKS,
+    STEP,
     VOCABULARY,
     WIDTH,
-    assert_same,
     build,
     every_layout,
     gradients,
@@ -25,6 +26,7 @@ from tests.numerics.tiny_cross_attention import (
     padded_left,
     without,
 )
+from tests.tolerance import assert_close, assert_same_step, depth_of
 from trainer.errors import ConfigError
 from trainer.models.losses import next_token_loss
 from trainer.tasks.cross_attention.config import Layers
@@ -52,9 +54,7 @@ def test_loss_and_gradients_equal_those_of_the_twin(layers: Layers, base: dict[s
     states = torch.randn(layers.count, 3, 11, WIDTH, generator=torch.Generator().manual_seed(5))
     kept = batch["context_attention_mask"].bool()
     plain = without(batch, "context_input_ids", "context_attention_mask")
-    _, got = gradients(
-        model, **plain, encoder_hidden_states=list(states), encoder_attention_mask=kept
-    )
+    got = gradients(model, **plain, encoder_hidden_states=list(states), encoder_attention_mask=kept)
     weights = {
         name: p.detach().clone().requires_grad_(p.requires_grad)
         for name, p in model.named_parameters()
@@ -69,8 +69,10 @@ def test_loss_and_gradients_equal_those_of_the_twin(layers: Layers, base: dict[s
         kept=[kept] * layers.count,
     )
     num_scored = int((batch["labels"][:, 1:] != -100).sum())
-    (twin_loss(logits, batch["labels"]) * num_scored).backward()
-    assert_same(got, {name: w.grad for name, w in weights.items() if w.grad is not None}, 1e-4)
+    loss = twin_loss(logits, batch["labels"]) * num_scored
+    loss.backward()
+    want = loss, {name: w.grad for name, w in weights.items() if w.grad is not None}
+    assert_same_step(got, want, depth=depth_of(model), **STEP)
 
 
 def test_chunked_contexts_equal_chunks_read_one_by_one_and_joined() -> None:
@@ -101,7 +103,7 @@ def test_chunked_contexts_equal_chunks_read_one_by_one_and_joined() -> None:
         kept=[torch.cat(list(chunk_mask.unbind(1)), dim=1).bool()] * 2,
     )
     rows = batch["attention_mask"].bool()
-    torch.testing.assert_close(got[rows], want[rows], rtol=1e-5, atol=1e-5)
+    assert_close(got[rows], want[rows], depth=depth_of(model), **LOGITS)
 
 
 def test_a_sample_whose_keys_are_all_hidden_attends_uniformly_with_the_right_gradient() -> None:
@@ -109,7 +111,7 @@ def test_a_sample_whose_keys_are_all_hidden_attends_uniformly_with_the_right_gra
     model, batch = build(layers), inputs()
     kept = torch.ones(3, 11, dtype=torch.bool)
     kept[1] = False
-    _, got = gradients(model, **batch, key_masks={2: kept, 4: kept})
+    got = gradients(model, **batch, key_masks={2: kept, 4: kept})
     weights = {
         name: p.detach().clone().requires_grad_(p.requires_grad)
         for name, p in model.named_parameters()
@@ -128,8 +130,10 @@ def test_a_sample_whose_keys_are_all_hidden_attends_uniformly_with_the_right_gra
         kept=[visible] * 2,
     )
     num_scored = int((batch["labels"][:, 1:] != -100).sum())
-    (twin_loss(logits, batch["labels"]) * num_scored).backward()
-    assert_same(got, {name: w.grad for name, w in weights.items() if w.grad is not None}, 1e-4)
+    loss = twin_loss(logits, batch["labels"]) * num_scored
+    loss.backward()
+    want = loss, {name: w.grad for name, w in weights.items() if w.grad is not None}
+    assert_same_step(got, want, depth=depth_of(model), **STEP)
 
 
 def test_next_token_loss_is_the_sum_of_the_twins_terms_and_its_head_sees_scored_positions_only() -> (
@@ -149,7 +153,8 @@ def test_next_token_loss_is_the_sum_of_the_twins_terms_and_its_head_sees_scored_
 
     got = next_token_loss(hidden, labels, head)
     assert seen == [5]
-    torch.testing.assert_close(got, 5 * twin_loss(hidden @ matrix, labels))
+    want = 5 * twin_loss(hidden @ matrix, labels)
+    assert_close(got, want, what="sum of 5 terms", depth=8 + 12 + 5, margin=0.6)
 
 
 def test_next_token_loss_of_nothing_is_zero_and_still_calls_the_head() -> None:
@@ -200,7 +205,8 @@ def test_equal_seeds_give_equal_layers_and_leave_the_random_state_alone() -> Non
     other = CrossAttentionModel(base, layers, seed=5).cross_attn_layers.state_dict()
     torch.manual_seed(0)
     assert torch.equal(state, torch.get_rng_state())
-    assert_same(first, second, 0.0)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
     assert not torch.equal(first["0.mlp.c_fc.weight"], other["0.mlp.c_fc.weight"])
 
 
@@ -219,10 +225,8 @@ def test_an_added_layer_has_the_published_number_of_parameters() -> None:
 @every_layout
 def test_left_and_right_padding_give_the_same_loss_and_gradients(layers: Layers) -> None:
     model, batch = build(layers), inputs()
-    loss, want = gradients(model, **batch)
-    left_loss, got = gradients(model, **padded_left(batch))
-    torch.testing.assert_close(left_loss, loss, rtol=1e-5, atol=1e-5)
-    assert_same(got, want, 1e-4)
+    want, got = gradients(model, **batch), gradients(model, **padded_left(batch))
+    assert_same_step(got, want, depth=depth_of(model), **STEP)
 
 
 def test_training_mode_reaches_the_added_layers_only() -> None:

@@ -11,11 +11,12 @@ from torch import Tensor
 from tests.numerics.cross_attention_rotary_twin import rotary_twin_logits
 from tests.numerics.cross_attention_twin import twin_loss
 from tests.numerics.tiny_cross_attention import (
+    LOGITS,
     ROTARY_LAYOUTS,
+    STEP,
     VOCABULARY,
     WIDTH,
     Batch,
-    assert_same,
     build,
     build_rotary,
     every_rotary_family,
@@ -25,6 +26,7 @@ from tests.numerics.tiny_cross_attention import (
     padded_left,
     without,
 )
+from tests.tolerance import assert_close, assert_same_step, depth_of
 from trainer.errors import ConfigError
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.attention import positions
@@ -41,9 +43,7 @@ def test_loss_and_gradients_equal_those_of_the_twin(layers: Layers, family: str)
     states = torch.randn(layers.count, 3, 11, WIDTH, generator=torch.Generator().manual_seed(5))
     kept = batch["context_attention_mask"].bool()
     plain = without(batch, "context_input_ids", "context_attention_mask")
-    _, got = gradients(
-        model, **plain, encoder_hidden_states=list(states), encoder_attention_mask=kept
-    )
+    got = gradients(model, **plain, encoder_hidden_states=list(states), encoder_attention_mask=kept)
     weights = {
         name: p.detach().clone().requires_grad_(p.requires_grad)
         for name, p in model.named_parameters()
@@ -60,8 +60,10 @@ def test_loss_and_gradients_equal_those_of_the_twin(layers: Layers, family: str)
         context_places=positions(kept),
     )
     num_scored = int((batch["labels"][:, 1:] != -100).sum())
-    (twin_loss(logits, batch["labels"]) * num_scored).backward()
-    assert_same(got, {name: w.grad for name, w in weights.items() if w.grad is not None}, 1e-4)
+    loss = twin_loss(logits, batch["labels"]) * num_scored
+    loss.backward()
+    want = loss, {name: w.grad for name, w in weights.items() if w.grad is not None}
+    assert_same_step(got, want, depth=depth_of(model), **STEP)
 
 
 @every_rotary_family
@@ -69,10 +71,8 @@ def test_left_and_right_padding_of_decoder_and_context_give_the_same_loss_and_gr
     family: str,
 ) -> None:
     model, batch = build_rotary(AFTER, family), inputs()
-    loss, want = gradients(model, **batch)
-    left_loss, got = gradients(model, **padded_left(batch))
-    torch.testing.assert_close(left_loss, loss, rtol=1e-5, atol=1e-5)
-    assert_same(got, want, 1e-4)
+    want, got = gradients(model, **batch), gradients(model, **padded_left(batch))
+    assert_same_step(got, want, depth=depth_of(model), **STEP)
 
 
 def test_chunks_follow_one_another_without_counting_pads() -> None:
@@ -86,7 +86,7 @@ def test_chunks_follow_one_another_without_counting_pads() -> None:
     padded[:, :2, :6], mask[:, :2, :6] = chunks, 1
     want = model(**batch, context_input_ids=chunks).logits
     got = model(**batch, context_input_ids=padded, context_attention_mask=mask).logits
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert_close(got, want, depth=depth_of(model), **LOGITS)
 
 
 def test_the_order_of_a_context_matters_to_its_positions_alone() -> None:
@@ -101,7 +101,7 @@ def test_the_order_of_a_context_matters_to_its_positions_alone() -> None:
     shuffled = model(
         **batch, encoder_hidden_states=states[:, order], context_position_ids=places[:, order]
     ).logits
-    torch.testing.assert_close(shuffled, want, rtol=1e-5, atol=1e-5)
+    assert_close(shuffled, want, depth=depth_of(model), **LOGITS)
     assert not torch.allclose(
         model(**batch, encoder_hidden_states=states[:, order]).logits, want, atol=1e-3
     )
@@ -127,7 +127,7 @@ def test_zero_initialisation_keeps_the_logits_of_the_base(layers: Layers, family
     model, batch = build_rotary(layers, family, randomise=False), without(inputs(), "labels")
     mask = batch["attention_mask"]
     want = model.base(batch["input_ids"], attention_mask=mask, position_ids=positions(mask)).logits
-    torch.testing.assert_close(model(**batch).logits, want, rtol=1e-6, atol=1e-6)
+    assert torch.equal(model(**batch).logits, want)
 
 
 def test_an_added_layer_has_the_published_number_of_parameters() -> None:

@@ -13,12 +13,19 @@ import pytest
 from exp_configs import EXP_GROUPS, vary
 from tests.facts import experiment, write_facts
 from tests.ranks import run_on_ranks
+from tests.tolerance import assert_close, depth_of
 from trainer import tasks
 from trainer.errors import ConfigError
 from trainer.tasks.abilities import Search
 from trainer.tasks.protocol import Places
 
 NQ = Path(__file__).resolve().parents[3] / "shared" / "data" / "nq"
+
+# Margins, as tests/tolerance.py means them. An optimizer passes rounding on: it divides a gradient
+# that is nothing but rounding by its own size. The toy's rate is a tenth of the other's.
+LOSSES = {"what": "losses", "margin": 0.6}
+FIRST_LOSSES = {"what": "losses of three steps", "margin": 0.008}
+TOY_LOSSES = {"what": "losses of the toy", "margin": 0.008}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +61,12 @@ def learning(folder: Path) -> dict[str, Any]:
         schedule={"shape": "constant", "warmup_steps": 5},
         data={"answer_tokens": 8},
     )
+
+
+def depth(values: dict[str, Any], folder: Path, cache: Path) -> int:
+    """Operations on the way to the last loss: those of the model, there and back at every step."""
+    model: Any = tasks.load(tasks.parse(values), Places(folder, cache, cache)).model()
+    return values["train"]["steps"] * 2 * depth_of(model)
 
 
 def options(folder: Path, savedir: Path, stage: int = 0) -> Any:
@@ -97,13 +110,16 @@ def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return alone + run_on_ranks(2, at_stages, learning(folder), folder, root / "two", (0, 3))[0]
 
 
-def test_two_ranks_and_one_give_the_same_exact_match_and_losses(runs: list[Path]) -> None:
+def test_two_ranks_and_one_give_the_same_exact_match_and_losses(
+    runs: list[Path], folder: Path
+) -> None:
+    how = {"depth": depth(learning(folder), folder, folder / "cache"), **LOSSES}
     alone, *others = (evaluations(run_folder) for run_folder in runs)
     assert 0 < alone[-1]["valid/f1"] < 1, "equal answers would hide a wrong count"
     for other in others:
         for one, two in zip(alone, other, strict=True):
             assert two["valid/em"] == pytest.approx(one["valid/em"], abs=1e-12)
-            assert two["valid/loss"] == pytest.approx(one["valid/loss"], abs=1e-5)
+            assert_close(two["valid/loss"], one["valid/loss"], **how)
 
 
 def evaluated(
@@ -146,7 +162,7 @@ def test_evaluating_afterwards_repeats_what_the_run_said_and_writes_every_questi
     assert [row["question"] for row in written] == [row["question"] for row in given]
     scored = [row for row in written if row["scores"]]
     assert len(scored) == 20
-    assert sum(row["scores"]["em"] for row in scored) / 20 == pytest.approx(scores["em"])
+    assert sum(row["scores"]["em"] for row in scored) / 20 == scores["em"]
     assert written[3]["scores"] == {}
     ctxs = [row["ctxs"] for row in json.loads((tmp_path / "scores.json").read_text())]
     assert [[ctx["text"] for ctx in of_row] for of_row in ctxs] == [
@@ -232,9 +248,10 @@ def test_the_toy_run_of_min_fid_answers_three_of_three_on_one_rank_and_on_two(
         run_on_ranks(world, _toy, tmp_path / f"{world}", tmp_path / "cache")[0] for world in (1, 2)
     ]
     assert [each[-1]["valid/em"] for each in found] == [1.0, 1.0]
+    how = {"depth": depth(EXP_GROUPS["fid_toy"][0], NQ, tmp_path / "cache"), **TOY_LOSSES}
     for one, two in zip(*found, strict=True):
         assert two["valid/em"] == one["valid/em"]
-        assert two["valid/loss"] == pytest.approx(one["valid/loss"], abs=1e-5)
+        assert_close(two["valid/loss"], one["valid/loss"], **how)
 
 
 # T5 v1.1
@@ -312,7 +329,7 @@ def test_an_output_layer_of_its_own_survives_zero3(folder: Path, tmp_path: Path)
     )
     zero0, zero3 = run_on_ranks(2, _two_stages, values, folder, tmp_path / "runs")[0]
     assert len(zero0) == 3
-    assert zero3 == pytest.approx(zero0, abs=1e-5)
+    assert_close(zero3, zero0, depth=depth(values, folder, tmp_path), **FIRST_LOSSES)
     for stage in (0, 3):
         (final,) = (tmp_path / "runs" / f"zero{stage}").glob("*/final/model.safetensors")
         from safetensors.torch import load_file

@@ -17,14 +17,19 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tests.numerics.test_engine import STEPS, make, train
+from tests.numerics.test_engine import DEPTH, STEPS, make, train
 from tests.ranks import run_on_ranks
+from tests.tolerance import assert_close
 
 EXTENSIONS = Path(sys.prefix) / "torch_extensions"
 BINARIES = Path(
     sys.executable
 ).parent  # ninja is installed beside python, also where no environment is activated
 HALF = STEPS // 2
+# As tests/tolerance.py means them: every step goes there and back. In bf16 too: the weights are
+# rounded alike with offload and without.
+LOSSES = {"what": "losses", "depth": STEPS * 2 * DEPTH, "margin": 0.08}
+NORMS = {"what": "norms", "depth": STEPS * 2 * DEPTH, "margin": 0.15}
 
 no_compiler = [
     tool
@@ -125,12 +130,9 @@ def test_losses_and_gradient_norms_with_offload_equal_those_without(
 ) -> None:
     found = of_ranks[0]
     for case, plain in found["plain"].items():
-        tolerance = 1e-5 if case[0] == "fp32" else 2e-3
-        for name in ("losses", "norms"):
-            assert found["offload"][case][name] == pytest.approx(plain[name], abs=tolerance), (
-                name,
-                case,
-            )
+        ours, of = found["offload"][case], f"{case}"
+        assert_close(ours["losses"], plain["losses"], of=of, **LOSSES)
+        assert_close(ours["norms"], plain["norms"], of=of, **NORMS)
 
 
 def test_resume_with_offload_is_bit_exact(of_ranks: list[dict[str, Found]]) -> None:
@@ -149,6 +151,5 @@ def test_resume_with_offload_is_bit_exact(of_ranks: list[dict[str, Found]]) -> N
 def test_a_run_saved_without_offload_goes_on_with_it(of_ranks: list[dict[str, Found]]) -> None:
     found = of_ranks[0]
     for case, moved in found["moved"].items():
-        assert moved["losses"] == pytest.approx(found["plain"][case]["losses"][HALF:], abs=1e-5), (
-            case
-        )
+        straight = found["plain"][case]["losses"][HALF:]
+        assert_close(moved["losses"], straight, of=f"{case}", **LOSSES)

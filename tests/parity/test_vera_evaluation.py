@@ -19,12 +19,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.parity.recorded_vera import ROOT, batches, cases, tensors
+from tests.tolerance import assert_close
 from trainer.tasks.vera.calibration import ece, scores_of
 from trainer.tasks.vera.metrics import COLUMN, Kind, Part, best_rows, statement_metrics
 
-METRIC, SCORE = 1e-6, 1e-6  # absolute
+# As tests/tolerance.py means them: an exponential, a sum and a quotient.
+SCORES = {"what": "scores", "depth": 3, "margin": 0.3, "scale": 1.0}
+METRIC = 1e-6  # absolute; no evaluation is among the recordings in which rounding was measured
 BOOLEANS = {
     "csqa2",
     "symkd_anno",
@@ -188,10 +192,8 @@ every_evaluation = pytest.mark.parametrize("evaluation", cases(EVALUATIONS, "eva
 
 @every_batch
 def test_scores_of_a_batch_are_the_recorded_ones(batch: str) -> None:
-    scores_BC = scores_of(tensors()[f"{batch}.logits"])
-    assert scores_BC == pytest.approx(
-        tensors()[f"{batch}.scores"].double().numpy(), abs=SCORE, rel=0
-    )
+    scores_BC = torch.from_numpy(scores_of(tensors()[f"{batch}.logits"]))
+    assert_close(scores_BC, tensors()[f"{batch}.scores"], **SCORES)
 
 
 @every_batch
@@ -224,9 +226,7 @@ def test_a_multiple_choice_problem_of_a_batch_is_right_exactly_when_it_was(batch
 @every_evaluation
 def test_scores_of_an_evaluation_are_the_recorded_ones(evaluation: Evaluation) -> None:
     scores = scores_of([row["logit"] for row in evaluation.statements])
-    assert scores == pytest.approx(
-        np.array([row["score"] for row in evaluation.statements]), abs=SCORE, rel=0
-    )
+    assert_close(scores.tolist(), [row["score"] for row in evaluation.statements], **SCORES)
 
 
 @every_evaluation
