@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tolerance import allowed, assert_close, worst
+from tests.tolerance import (
+    allowed,
+    assert_all_close,
+    assert_close,
+    assert_equal_step,
+    assert_same_step,
+    depth_of,
+    worst,
+)
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -75,3 +83,39 @@ def test_every_comparison_is_written_where_the_environment_says(
     ((test, what, share, distance),) = worst(lines)
     assert test.endswith("test_every_comparison_is_written_where_the_environment_says")
     assert (what, share, distance) == ("numbers", pytest.approx(0.25), pytest.approx(EPS / 2))
+
+
+# Tensors by name, and whole steps
+# --------------------------------------------------------------------------------------------------
+
+LARGE, SMALL = torch.tensor([100.0, 0.0]), torch.tensor([0.0, 1e-9])
+
+
+def test_a_tensor_that_cancels_is_held_against_a_share_of_the_largest() -> None:
+    want, got = {"a": LARGE, "b": SMALL}, {"a": LARGE, "b": SMALL + 1e-6}
+    how = {"what": "gradients", "depth": 1, "margin": 1}
+    assert_all_close(got, want, cancels=0.1, **how)
+    with pytest.raises(AssertionError, match="gradients of a kind b: "):
+        assert_all_close(got, want, of="of a kind", **how)
+
+
+def test_a_tensor_on_one_side_only_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"\['b'\] on one side only"):
+        assert_all_close({"a": LARGE}, {"a": LARGE, "b": SMALL}, what="x", depth=1, margin=1)
+
+
+@pytest.mark.parametrize(("loss", "gradient"), [(1e-4, 0.0), (0.0, 1e-2)])
+def test_a_step_is_its_loss_and_its_gradients(loss: float, gradient: float) -> None:
+    want, got = (5.0, {"a": LARGE}), (5.0 + loss, {"a": LARGE + gradient})
+    how = {"depth": 4, "loss": 1.0, "gradients": 1.0}
+    assert_same_step(want, want, **how)
+    assert_equal_step(want, want)
+    with pytest.raises(AssertionError):
+        assert_same_step(got, want, **how)
+    with pytest.raises(AssertionError):
+        assert_equal_step(got, want)
+
+
+def test_the_depth_of_a_model_is_the_terms_of_its_matrices() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+    assert depth_of(model) == 3 + 5
