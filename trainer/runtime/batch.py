@@ -22,7 +22,7 @@ def to_device(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def named_when_out_of_memory(batches: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
     """Inside, an OutOfMemoryError carries the shapes of the largest of `batches`.
 
-    They are those that `batch_of` reads.
+    `batch_of` reads them from the error.
     """
     try:
         yield
