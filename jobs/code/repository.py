@@ -292,8 +292,9 @@ def _why_not(top: Path, path: str, status: os.stat_result | None) -> str | None:
 
 
 def _stays_inside(top: Path, path: str) -> bool:
-    """Whether a link means the same in the copy: relative, and neither its text nor its end leaves
-    the project.
+    """Whether a link means the same in the copy.
+
+    It does when it is relative, and neither its text nor its end leaves the project.
     """
     target = os.readlink(top / path)
     lexical = os.path.normpath(os.path.join(os.path.dirname(path), target))

@@ -372,8 +372,9 @@ def _patch(source: SourceFiles, dirty: Mapping[str, str]) -> tuple[bytes, str | 
 
 
 def _sync(folder: Path) -> None:
-    """Bring everything below a folder to the disk; many at once, so that the disk may join their
-    writes.
+    """Bring everything below a folder to the disk.
+
+    Many files at once, so that the disk may join their writes.
     """
     paths: list[Path] = []
     for place, _, files in os.walk(folder):

@@ -75,8 +75,9 @@ class Attempt:
 
     @property
     def cancelled(self) -> Path:
-        """There when somebody asked for the end of this attempt: the wrapper obeys it, whatever its
-        scheduler does.
+        """There when somebody asked for the end of this attempt.
+
+        The wrapper obeys it, whatever its scheduler does.
         """
         return self.folder / "cancelled"
 

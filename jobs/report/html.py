@@ -1,5 +1,6 @@
-"""One static HTML file about a group of experiments: what they are, how they went, what they
-scored, why they fell.
+"""One static HTML file about a group of experiments.
+
+What they are, how they went, what they scored, why they fell.
 """
 
 from __future__ import annotations

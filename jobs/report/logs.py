@@ -1,5 +1,6 @@
-"""What a job printed, as lines that are safe to show: nothing in a log can drive the terminal that
-shows it.
+"""What a job printed, as lines that are safe to show.
+
+Nothing in a log can drive the terminal that shows it.
 """
 
 from __future__ import annotations

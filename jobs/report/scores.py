@@ -1,5 +1,6 @@
-"""What came out of a group of experiments: the hyper-parameters in which they differ, and their
-scores.
+"""What came out of a group of experiments.
+
+The hyper-parameters in which they differ, and their scores.
 """
 
 from __future__ import annotations
@@ -185,8 +186,9 @@ def _scores(
 
 
 def evaluations(folder: RunFolder, prefixes: tuple[str, ...]) -> Iterable[dict[str, float]]:
-    """Every evaluation in order: of score_list.json or, where it is absent or torn, of
-    metrics.jsonl.
+    """Every evaluation in order.
+
+    Of score_list.json or, where it is absent or torn, of metrics.jsonl.
     """
     try:
         listed: Any = json.loads((folder.path / "score_list.json").read_bytes())
@@ -286,8 +288,9 @@ def _score_cell(result: ExperimentScores, metric: str, *, is_best: bool) -> Text
 
 
 def as_csv(results: Results) -> str:
-    """The results as CSV with whole ids and unrounded numbers; text that a spreadsheet would run is
-    defused by a '.
+    """The results as CSV with whole ids and unrounded numbers.
+
+    Text that a spreadsheet would run is defused by a '.
     """
     heads = [
         head

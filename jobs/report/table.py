@@ -134,8 +134,9 @@ def _cut(text: str) -> Text:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print the table (of MOST experiments, urgent ones first), what is wrong in full, and the
-    summary of all.
+    """Print the table, what is wrong in full, and the summary of all.
+
+    The table is of MOST experiments, urgent ones first.
     """
     shown = _most_urgent(rows, MOST)
     if shown:

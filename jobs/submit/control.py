@@ -1,5 +1,6 @@
-"""What a person (or a watchdog) does to experiments that were sent: cancel, retry, reset,
-reconcile.
+"""What a person (or a watchdog) does to experiments that were sent.
+
+Cancel, retry, reset, reconcile.
 """
 
 from __future__ import annotations

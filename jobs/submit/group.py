@@ -280,8 +280,9 @@ def _decide(request: Request, name: str, row: Row | None) -> Decision:
 
 
 def _differs(request: Request, folder: RunFolder, row: Row) -> bool:
-    """Whether what would be sent now differs from what was sent last: other flags, code or job
-    dictionary.
+    """Whether what would be sent now differs from what was sent last.
+
+    Other flags, another code or another job dictionary.
     """
     last = read_json(folder.attempt(row.attempt).spec) or {}
     now = request.templates[row.exp_id].model_dump(mode="json")

@@ -1,5 +1,6 @@
-"""Whether an experiment is to be sent now: a pure function of how it stands and of what was asked
-for.
+"""Whether an experiment is to be sent now.
+
+A pure function of how it stands and of what was asked for.
 """
 
 from __future__ import annotations

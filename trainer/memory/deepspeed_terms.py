@@ -89,7 +89,7 @@ class Zero:
 
     @property
     def copies_into_buckets(self) -> bool:
-        """contiguous_gradients: reduce buckets are allocated in full.
+        """Whether reduce buckets are allocated in full, as contiguous_gradients asks.
 
         Not by our engine on a single rank.
         """

@@ -52,14 +52,16 @@ class K8s:
     )
 
     def __init__(self, namespace: str = "default") -> None:
-        """namespace: where `check` looks, and `find` when it may not look everywhere; ids carry
-        their own.
+        """namespace: where `check` looks; `find` looks there if it may not look everywhere.
+
+        Ids carry a namespace of their own.
         """
         self.namespace = namespace
 
     def check(self) -> list[Finding]:
-        """Whether the client is there, the cluster answers, and Jobs and JobSets can be listed in
-        the namespace.
+        """Whether there is a client, the cluster answers, and Jobs and JobSets can be listed.
+
+        They are listed in the backend's namespace.
         """
         try:
             version = importlib.import_module("kubernetes").__version__

@@ -290,8 +290,9 @@ def job_id(spec: JobSpec) -> str:
 
 
 def storage(spec: JobSpec) -> tuple[list[Any], list[Any]]:
-    """Volumes and mounts of `job.volumes`, one volume for each claim, and shared memory for jobs
-    with GPUs.
+    """Volumes and mounts of `job.volumes`, and shared memory for jobs with GPUs.
+
+    There is one volume for each claim.
     """
     models = _models()
     parsed = [_volume(text) for text in spec.job.volumes]

@@ -290,7 +290,7 @@ def _signal(live: Live, number: signal.Signals) -> None:
 def serve(queue: Queue) -> None:
     """Run the queue until it is empty, unless another process does.
 
-    ConfigError when a variable that limits its devices is wrong.
+    ConfigError when LATHE_QUEUE_CPUS is no number of cores, or 0.
     """
     capacity, tries = Capacity.here(), 0
     while tries < LOCK_TRIES:

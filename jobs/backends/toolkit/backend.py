@@ -339,8 +339,9 @@ def _key_problems(
 
 
 def _mount_problems(job: JobConfig, workdir: str, writes: Sequence[str]) -> list[str]:
-    """Folders that the container would not have: it sees nothing of the submitter's disk but the
-    mounts.
+    """Folders that the container would not have.
+
+    It sees nothing of the submitter's disk but the mounts.
     """
     mounts = [match for text in _mounts(job) if (match := MOUNT.match(text))]
     rw = [match for match in mounts if match[2] != "ro"]

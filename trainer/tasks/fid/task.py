@@ -262,7 +262,7 @@ class Task(TokenTask[Config]):
     ) -> list[list[float]]:
         """How much the first decoder step attends to each passage (FiD-KD).
 
-        Nothing for a question without passages.
+        The list of a question without passages is empty.
         """
         batch = self._on_device(rows)
         scores = model(score_passages=True, **batch)["passage_scores"].tolist()

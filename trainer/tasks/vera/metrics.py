@@ -87,7 +87,7 @@ def statement_metrics(
 def best_rows(table: Tensor | np.ndarray) -> np.ndarray:
     """The row of each problem's highest logit, the lowest column of equals.
 
-    Problems are by task and number.
+    The problems are in order of task and number.
     """
     rows = _rows(table)
     ranked, firsts = _ranked(rows)

@@ -77,7 +77,10 @@ def can_be_streams(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> 
 
 
 def under_context(batch: Mapping[str, Tensor], prefix: str) -> Batch:
-    """The decoder's same rows, reading the context whose tensors' names begin with `prefix`."""
+    """The same rows of the decoder, reading another context.
+
+    The names of that context's tensors begin with `prefix`.
+    """
     kept = {name: x for name, x in batch.items() if not name.startswith((*CONTEXT_NAMES, prefix))}
     return kept | {
         name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)

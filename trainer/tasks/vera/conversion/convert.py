@@ -91,7 +91,7 @@ def named_values(texts: Sequence[str]) -> dict[str, str]:
 
 
 def known_declarer(name: str) -> Declarer:
-    """The declarer of that name: original or rules.
+    """The declarer of that name, original or rules; ConfigError for any other name.
 
     original: rules a to d, the default and what the published data is.
     """
