@@ -22,7 +22,7 @@ class Refused(UserError):
 
 
 class Unreachable(LatheError):
-    """The scheduler cannot be seen. It says nothing of a job: a submission may have arrived."""
+    """The scheduler cannot be seen. It says nothing about a job: a submission may have arrived."""
 
     exit_code = EXIT_UNREACHABLE
 

@@ -117,7 +117,10 @@ class ArrayBackend(Protocol):
     def render_array(
         self, specs: Sequence[JobSpec], *, token: str, index_file: str, max_parallel: int | None
     ) -> Rendered:
-        """The text for one array named `token`; element i runs `wrapper --array` for specs[i]."""
+        """The text for one array named `token`. Pure.
+
+        Element i runs `wrapper --array index_file` for specs[i].
+        """
         ...
 
     def element(self, array_id: str, index: int) -> str:

@@ -1,4 +1,7 @@
-"""This process and terminal, one experiment after the other: to debug. It ends with them."""
+"""Experiments run in this process, one after the other, with this terminal: to debug.
+
+The submission ends when they have ended.
+"""
 
 from __future__ import annotations
 

@@ -256,7 +256,10 @@ def _parts(job_id: str) -> tuple[str | None, str]:
 
 
 def _connected(address: str | None) -> Any:
-    """Ray's client. Unreachable when the environment names another cluster."""
+    """Ray's client.
+
+    Unreachable when the environment would send it to another cluster than the job dictionary.
+    """
     try:
         package = importlib.import_module("ray.job_submission")
     except ModuleNotFoundError:
@@ -274,7 +277,10 @@ def _connected(address: str | None) -> Any:
 
 
 def _asked(address: str | None, call: Callable[[Any], T]) -> T:
-    """The reply to one request. RayError for a bad status, Unreachable for everything else."""
+    """The reply to one request.
+
+    RayError for a status that is no success, Unreachable for everything else.
+    """
     return _within(TIMEOUT_S, lambda: call(_connected(address)))
 
 
@@ -307,7 +313,10 @@ def _translated(error: BaseException) -> BaseException:
 
 
 def _tail(address: str | None, token: str) -> Iterator[str]:
-    """Pieces of the log as they come, until the job ends. Waits for each without limit."""
+    """Pieces of the log as they come, until the job has ended.
+
+    Waits between two pieces without limit.
+    """
     client = _within(TIMEOUT_S, lambda: _connected(address))
     loop = asyncio.new_event_loop()
     pieces = client.tail_job_logs(token)

@@ -136,7 +136,10 @@ def _top(project: Path) -> Path | None:
 
 
 def _status(top: Path) -> tuple[str | None, str | None, dict[str, str]]:
-    """Commit, branch, and tracked files that differ. Source: git-status, porcelain version 2."""
+    """Commit, branch, and tracked files that differ from the commit.
+
+    Source: git-status, porcelain version 2.
+    """
     answer = _git(
         top,
         "status",
@@ -289,7 +292,10 @@ def _why_not(top: Path, path: str, status: os.stat_result | None) -> str | None:
 
 
 def _stays_inside(top: Path, path: str) -> bool:
-    """Whether a link means the same in the copy: relative, and never out of the project."""
+    """Whether a link means the same in the copy.
+
+    It does when it is relative, and neither its text nor its end leaves the project.
+    """
     target = os.readlink(top / path)
     lexical = os.path.normpath(os.path.join(os.path.dirname(path), target))
     if os.path.isabs(target) or lexical.split("/")[0] == "..":

@@ -72,7 +72,10 @@ EXECUTABLE, REGULAR, LINK = "100755", "100644", "120000"  # git's modes
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The stored code of a project. commit, is_dirty: of the project now, not when stored."""
+    """The stored code of a project.
+
+    commit, is_dirty: of the project now; the content may have been stored before.
+    """
 
     digest: str
     tree: Path
@@ -229,7 +232,7 @@ def _read(top: Path, path: str) -> tuple[str, bytes] | None:
 
 
 def _open_file(path: str, flags: int) -> int:
-    """Neither follow a link that has replaced a file, nor wait for the end of a pipe."""
+    """Neither follow a link that has just replaced a file, nor wait for a pipe's other end."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -369,7 +372,10 @@ def _patch(source: SourceFiles, dirty: Mapping[str, str]) -> tuple[bytes, str | 
 
 
 def _sync(folder: Path) -> None:
-    """Bring everything below a folder to the disk, many at once, so that it joins writes."""
+    """Bring everything below a folder to the disk.
+
+    Many files at once, so that the disk may join their writes.
+    """
     paths: list[Path] = []
     for place, _, files in os.walk(folder):
         paths += [

@@ -1,4 +1,4 @@
-"""`trainval.py -j BACKEND`: sends a whole group with its flags. Imports no torch."""
+"""`trainval.py -j BACKEND`: sends a whole group with that command's flags. Imports no torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def submit_group(
 
 
 def _move_aside(request: Request) -> None:
-    """Give every folder of a group, sent or run by hand, another name; none when one is alive."""
+    """Begin a group anew: every folder of it, sent or run by hand, gets another name.
+
+    None does when one of them is alive.
+    """
     # This checks every dictionary and flag: nothing is moved for what cannot be sent.
     group_of_jobs.specs(request)
     folders = [folder for name in request.by_id if (folder := request.base.run(name)).path.exists()]

@@ -26,7 +26,7 @@ HEAD = "HEAD_NODE"  # in a launcher: the host of the first node
 
 
 def job_id() -> str | None:
-    """The id of this job at its scheduler, the same at every restart; None without one."""
+    """The id of this job at its scheduler, the same at every restart; None without a scheduler."""
     # set by backends whose own variable changes with each restart
     if own := os.environ.get("LATHE_JOB_ID"):
         return own
@@ -44,12 +44,18 @@ def restarts() -> int:
 
 
 def is_leader() -> bool:
-    """Whether this is the first node of the job (Kubernetes' pods; else there is only one)."""
+    """Whether this is the first node of the job.
+
+    It is the only one, except where Kubernetes runs a pod for each of several nodes.
+    """
     return os.environ.get("LATHE_NODE_RANK", "0") == "0"
 
 
 def launcher(spec: Mapping[str, Any]) -> list[str]:
-    """argv before the program, HEAD_NODE filled in; under Slurm, one launcher a node."""
+    """argv before the program, with the first node's name in place of HEAD_NODE.
+
+    Under Slurm, one launcher a node.
+    """
     head = os.environ.get("LATHE_HEAD_NODE") or socket.gethostname()
     argv = [part.replace(HEAD, head) for part in spec["launcher"]]
     nodes = spec["job"].get("nodes", 1)
@@ -102,13 +108,19 @@ def _candidates(environment: str, inherited: Mapping[str, str]) -> list[Path]:
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGTERM when the parent dies: no training outlives its wrapper."""
+    """Have the kernel send SIGTERM to this process when its parent dies. Linux.
+
+    So no training outlives its wrapper.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies. Linux."""
+    """Become the parent of every descendant whose own parent dies (Linux only).
+
+    Then none is out of reach.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -152,7 +164,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def oom_kills() -> int:
-    """How many processes of this control group the kernel killed for memory; 0: unknown."""
+    """How many processes of this control group the kernel has killed for want of memory.
+
+    0 where it does not say.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError):
         group = Path("/proc/self/cgroup").read_text().splitlines()[-1].split(":", 2)[2].lstrip("/")
         lines = (Path("/sys/fs/cgroup") / group / "memory.events").read_text().split("\n")

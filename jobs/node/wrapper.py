@@ -92,7 +92,7 @@ def run(folder: Path, number: int, *, has_terminal: bool = False) -> int:
 
 
 def _lead(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: bool) -> int:
-    """Claim the attempt, run it, and write down how it ended; nothing when it is another's."""
+    """Claim the attempt, run it, and write down how it ended; do nothing if it is another's."""
     ended = read_json(attempt.exit)
     if ended is not None and ended["code"] != EXIT_PREEMPTED:
         log.error("%s has ended with code %d: it does not run again", attempt.folder, ended["code"])
@@ -181,7 +181,7 @@ def _claim(attempt: Attempt) -> int | None:
 
 
 def _other_attempts(attempt: Attempt) -> Ending | None:
-    """How this one ends untrained, for another attempt has succeeded or is alive; else None."""
+    """How this attempt ends without training, as another has succeeded or is alive; else None."""
     for folder in sorted(attempt.folder.parent.iterdir()):
         other = Attempt(folder)
         if not folder.name.isdigit() or other.number == attempt.number:
@@ -227,7 +227,10 @@ def _train(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: 
 def _watch(
     child: subprocess.Popen[bytes], attempt: Attempt, spec: dict[str, Any], stop: Stop
 ) -> bool:
-    """Wait for the training's end, beating and handing a stop on; whether it ran out of time."""
+    """Wait for the training's end, beating the heart and handing a stop on.
+
+    Returns whether it ran out of time.
+    """
     job, began, beat_at = spec["job"], time.monotonic(), -float("inf")
     limit_s, was_asked, timed_out = job.get("max_run_time") or float("inf"), False, False
     while child.poll() is None:
@@ -253,7 +256,11 @@ def _watch(
 
 
 def _ending(attempt: Attempt, code: int, stop: Stop, timed_out: bool, was_oom: bool) -> Ending:
-    """The training's own word counts more than its launcher's exit code, which is mostly 1."""
+    """How an attempt ended.
+
+    What the training says of itself counts more than its launcher's exit code, which is 1 for
+    nearly everything.
+    """
     outcome = read_json(attempt.outcome) or {}
     said, error = outcome.get("code"), outcome.get("error")
     if said is None and code == 0:
@@ -283,7 +290,10 @@ def _ending(attempt: Attempt, code: int, stop: Stop, timed_out: bool, was_oom: b
 def environment_of(
     spec: Mapping[str, Any], attempt: Attempt, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """The training's environment: the scheduler's, over it the job's own, and the key."""
+    """The training's environment: the scheduler's, over it the job's own, and the key.
+
+    The key is stored nowhere else.
+    """
     found = {
         **inherited,
         **spec["environment"],
@@ -299,7 +309,10 @@ def environment_of(
 
 
 def read_key(path: Path) -> str:
-    """The key in a file that only its owner can read. Unfit: absent, open to others, or no word."""
+    """The key in a file that only its owner can read.
+
+    Unfit when it is absent, open to others, or no single word.
+    """
     try:
         # a pipe of that name must not hang the job
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -81,7 +81,10 @@ class Job:
 
 
 def append(folder: RunFolder, *events: dict[str, Any], is_durable: bool = True) -> None:
-    """Add events to the record, durably, each on a line. The caller holds the folder's lock."""
+    """Add events to the record, durably and each on a line of its own.
+
+    The caller holds the lock of the folder.
+    """
     lines = b"".join(json.dumps({"at": now(), **event}).encode() + b"\n" for event in events)
     path = folder.record
     with refusals(path), path.open("a+b", buffering=0) as file:
@@ -94,7 +97,10 @@ def append(folder: RunFolder, *events: dict[str, Any], is_durable: bool = True) 
 
 
 def create(folder: RunFolder, *, exp_id: str, digest: str, group: str) -> None:
-    """Begin the record of an experiment. The intent that follows makes it durable."""
+    """Begin the record of an experiment.
+
+    The intent that follows makes it durable: before that, nothing was sent.
+    """
     nonce = secrets.token_hex(3)
     event = {"event": "created", "exp_id": exp_id, "digest": digest, "group": group, "nonce": nonce}
     append(folder, event, is_durable=False)
@@ -117,7 +123,7 @@ def intent(
 
 
 def read(folder: RunFolder) -> Job | None:
-    """What the record adds up to; None for nothing. LatheError when somebody has altered it."""
+    """What the record adds up to; None when there is none. LatheError when it was altered."""
     try:
         content = folder.record.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -199,7 +205,10 @@ class Busy(LatheError):
 
 @contextlib.contextmanager
 def locked(folder: RunFolder, *, wait_s: float) -> Generator[None]:
-    """Hold the right to decide about an experiment. Busy when another has it for over `wait_s`."""
+    """Hold the right to decide about an experiment.
+
+    Busy when another process has it for longer than `wait_s` seconds.
+    """
     with refusals(folder.lock):
         folder.lock.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:

@@ -54,7 +54,10 @@ def _tail(path: Path, size: int) -> tuple[list[bytes], bool]:
 
 
 def _last_values(lines: list[bytes]) -> dict[str, float]:
-    """The newest training line and the newest evaluation, merged; two lines are parsed."""
+    """The newest training line and the newest evaluation, merged.
+
+    Of a long tail only two lines are parsed.
+    """
     found: dict[str, float] = {}
     has_loss = has_scores = False
     for line in reversed(lines):
@@ -81,7 +84,7 @@ def numbers_in(line: bytes) -> dict[str, float]:
 
 
 def numbers(values: Any) -> dict[str, float]:
-    """The numbers among the values of a dictionary, if finite; none for anything else."""
+    """The finite numbers among the values of a dictionary; empty for anything else."""
     if not isinstance(values, dict):
         return {}
     items = cast("dict[str, Any]", values).items()

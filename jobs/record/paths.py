@@ -65,7 +65,7 @@ class Attempt:
 
     @property
     def outcome(self) -> Path:
-        """Where the training itself leaves its code: torchrun turns every other code into 1."""
+        """Where the training leaves its own exit code: torchrun turns every other code into 1."""
         return self.folder / "outcome.json"
 
     @property
@@ -75,7 +75,10 @@ class Attempt:
 
     @property
     def cancelled(self) -> Path:
-        """There when somebody asked for its end: the wrapper obeys, whatever the scheduler does."""
+        """There when somebody asked for the end of this attempt.
+
+        The wrapper obeys it, whatever its scheduler does.
+        """
         return self.folder / "cancelled"
 
     @property
@@ -130,7 +133,10 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """Held while somebody decides about it; beside the folder, which reset can move."""
+        """Held while somebody decides about this experiment.
+
+        It lies beside the folder, so that reset can move the folder.
+        """
         return self.path.with_name(f".{self.path.name}.job.lock")
 
     def attempt(self, number: int) -> Attempt:

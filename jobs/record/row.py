@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """One time that an attempt ran. `ended_at`: the last sign of life where there is no outcome."""
+    """One time that an attempt ran.
+
+    `ended_at` is the last sign of life while it runs, or when it left no outcome.
+    """
 
     attempt: int
     number: int  # a scheduler that requeues starts one attempt several times
@@ -36,7 +39,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Row:
-    """One experiment as status shows it. Times: UTC, ISO 8601, of the last attempt unless said."""
+    """One experiment as status shows it.
+
+    Times are UTC in ISO 8601, those of the last attempt unless said otherwise.
+    """
 
     exp_id: str
     group: str

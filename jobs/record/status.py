@@ -169,7 +169,10 @@ def _verdict(case: _Case, sight: _Sight | None) -> Verdict:
 
 
 def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
-    """Add what changed to the record. Nothing when another holds the lock or has written."""
+    """Add what changed to the record.
+
+    Nothing when somebody else holds the lock, or has written since: they know better.
+    """
     events = _news(case.job, verdict, sight)
     if not events:
         return

@@ -107,7 +107,10 @@ def _add(curves: Curves, values: dict[str, float], prefix: str) -> None:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Bucket]:
-    """At most `most` buckets of neighbours; every point is in one, so no spike is lost."""
+    """At most `most` buckets of as many neighbours each.
+
+    Every point is in one, so that no spike is lost.
+    """
     size = max(1, math.ceil(len(points) / most))
     groups = [points[begin : begin + size] for begin in range(0, len(points), size)]
     return [_bucket(group) for group in groups]
@@ -120,7 +123,7 @@ def _bucket(points: Sequence[Point]) -> Bucket:
 
 
 def chart(curves: Curves) -> str:
-    """An SVG of training loss (mean and range) and validation loss; "" without either."""
+    """An SVG of the training loss (mean and range) and the validation loss; "" without either."""
     loss, valid = thinned(curves.loss), thinned(curves.scores.get("valid/loss", []))
     if not loss and not valid:
         return ""

@@ -1,4 +1,7 @@
-"""One static HTML file about experiments: what they are, how they went, what they scored."""
+"""One static HTML file about a group of experiments.
+
+What they are, how they went, what they scored, why they fell.
+"""
 
 from __future__ import annotations
 

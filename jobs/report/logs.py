@@ -1,4 +1,7 @@
-"""What a job printed, as lines that are safe to show: none can drive the terminal."""
+"""What a job printed, as lines that are safe to show.
+
+Nothing in a log can drive the terminal that shows it.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +165,7 @@ class _Reader:
 
 
 class _Watch:
-    """Whether an attempt goes on: by its exit file, or else its scheduler, asked at times."""
+    """Whether an attempt goes on, by its exit file or else its scheduler, asked now and then."""
 
     def __init__(self, run: RunFolder, files: Attempt, backend: Backend | None) -> None:
         self._run, self._files, self._backend = run, files, backend
@@ -174,7 +177,10 @@ class _Watch:
         return self._files.exit.exists() or self._ask() not in ACTIVE
 
     def appears(self, path: Path) -> bool:
-        """Wait until a file is there. False when its job ended without it, or runs elsewhere."""
+        """Wait until a file is there.
+
+        False when its job ended without it, or runs where this folder is not seen.
+        """
         running_since: float | None = None
         while not path.exists():
             if self.is_over():

@@ -1,4 +1,7 @@
-"""What came out of a group of experiments: what they differ in, and their scores."""
+"""What came out of a group of experiments.
+
+The hyper-parameters in which they differ, and their scores.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ class Score:
 
 @dataclass(frozen=True)
 class ExperimentScores:
-    """One experiment: its flattened dictionary and scores. wall_s: of all starts, None by hand."""
+    """One experiment: its dictionary, flattened, and its scores.
+
+    wall_s: of all starts, None when run by hand.
+    """
 
     exp_id: str
     group: str
@@ -180,7 +186,10 @@ def _scores(
 
 
 def evaluations(folder: RunFolder, prefixes: tuple[str, ...]) -> Iterable[dict[str, float]]:
-    """Every evaluation in order: of score_list.json or, failing that, of metrics.jsonl."""
+    """Every evaluation in order.
+
+    Of score_list.json or, where it is absent or torn, of metrics.jsonl.
+    """
     try:
         listed: Any = json.loads((folder.path / "score_list.json").read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -279,7 +288,10 @@ def _score_cell(result: ExperimentScores, metric: str, *, is_best: bool) -> Text
 
 
 def as_csv(results: Results) -> str:
-    """The results as CSV with whole ids and unrounded numbers; formulas are defused by a '."""
+    """The results as CSV with whole ids and unrounded numbers.
+
+    Text that a spreadsheet would run is defused by a '.
+    """
     heads = [
         head
         for name in results.metrics
@@ -312,7 +324,10 @@ def _cell(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _defused(cell: Any) -> Any:
-    """A formula of a spreadsheet behind a quote, control characters visible; numbers stay."""
+    """`cell` with a quote in front where a spreadsheet would take it for a formula.
+
+    Control characters become visible; numbers stay as they are.
+    """
     if not isinstance(cell, str):
         return cell
     text = visible(cell)

@@ -103,7 +103,10 @@ def refuse_by_hand(found: Iterable[Row], command: str) -> None:
 
 
 def refuse_live(found: Iterable[Row]) -> None:
-    """Return when none of these is alive, to be moved. ConfigError names those that are."""
+    """Return when none of these is alive: then their folders may be moved.
+
+    ConfigError names those that are.
+    """
     live = [
         f"{row.exp_id} is {row.state} as {row.job_id}. `cancel` it first."
         if row.history

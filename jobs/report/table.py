@@ -134,7 +134,10 @@ def _cut(text: str) -> Text:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print the table (of MOST experiments, urgent ones first), what is wrong, and the summary."""
+    """Print the table, what is wrong in full, and the summary of all.
+
+    The table is of MOST experiments, urgent ones first.
+    """
     shown = _most_urgent(rows, MOST)
     if shown:
         console.print(table(shown, width=console.width))
@@ -148,7 +151,10 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many are in which state: "31 succeeded, 2 running"; GPU-hours; what is unseen."""
+    """How many are in which state: "31 succeeded, 2 running, 1 held".
+
+    Then GPU-hours, and what cannot be seen.
+    """
     if not rows:
         return "no experiments"
     counts = Counter(row.state for row in rows)
@@ -225,7 +231,10 @@ def _screen(rows: Sequence[Row], screen: Console, *, every_s: float) -> Renderab
 
 
 def _most_urgent(rows: Sequence[Row], count: int) -> Sequence[Row]:
-    """All rows up to `count`; of more, those that a person wants to see first."""
+    """All rows as they stand when there are no more than `count`.
+
+    Else those that a person wants to see first.
+    """
     order = list(dict.fromkeys((*URGENT, *STATES)))
     return (
         rows if len(rows) <= count else sorted(rows, key=lambda row: order.index(row.state))[:count]

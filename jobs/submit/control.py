@@ -1,4 +1,7 @@
-"""What a person does to experiments that were sent: cancel, retry, reset, reconcile."""
+"""What a person (or a watchdog) does to experiments that were sent.
+
+Cancel, retry, reset, reconcile.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ BackendOf = Callable[[str], Backend]
 
 
 def cancel(base: BaseFolder, rows: Collection[Row], backend_of: BackendOf) -> list[ActionResult]:
-    """Ask for the end of every live job among `rows`, also of those that were never answered."""
+    """Ask for the end of every live job among `rows`.
+
+    Also of those whose submission was never answered.
+    """
     return [_cancel(base.run(row.exp_id), row, backend_of) for row in rows]
 
 
@@ -64,7 +70,10 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
 
 
 def _mark_cancelled(folder: RunFolder, number: int) -> None:
-    """Tell the wrapper itself: a scheduler that has lost sight of a job cannot end it."""
+    """Tell the wrapper itself that it is cancelled.
+
+    A scheduler may have lost sight of a job that it started, and then cannot end it.
+    """
     attempt = folder.attempt(number)
     with refusals(attempt.folder):
         attempt.folder.mkdir(parents=True, exist_ok=True)

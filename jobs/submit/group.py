@@ -105,7 +105,10 @@ def submit(request: Request) -> list[ActionResult]:
 
 
 def specs(request: Request) -> list[JobSpec]:
-    """What would be sent first for each experiment, checked, as attempt 0."""
+    """What would be sent first for each experiment, checked.
+
+    It is numbered attempt 0, and no record stands behind it.
+    """
     return [with_trial_name(template) for template in request.templates.values()]
 
 
@@ -117,7 +120,10 @@ def rendered(request: Request) -> list[str]:
 def _one_after_the_other(
     names: Sequence[str], send_it: Callable[[str], ActionResult]
 ) -> dict[str, ActionResult]:
-    """Results of an inline submission: each runs to its end; after a stopped one none begins."""
+    """Results of an inline submission, which runs each experiment to its end.
+
+    After one that was stopped no other begins.
+    """
     done: dict[str, ActionResult] = {}
     for name in names:
         if any(result.action == "send" and result.state == "preempted" for result in done.values()):
@@ -128,7 +134,7 @@ def _one_after_the_other(
 
 
 class _Budget:
-    """How many more of the group may be alive at once, where the backend has no queue."""
+    """How many more of the group may be alive at once, where the backend keeps no queue."""
 
     def __init__(self, request: Request) -> None:
         self.left: int | None = None
@@ -274,7 +280,10 @@ def _decide(request: Request, name: str, row: Row | None) -> Decision:
 
 
 def _differs(request: Request, folder: RunFolder, row: Row) -> bool:
-    """Whether what would be sent now differs from what was: flags, code or job dictionary."""
+    """Whether what would be sent now differs from what was sent last.
+
+    Other flags, another code or another job dictionary.
+    """
     last = read_json(folder.attempt(row.attempt).spec) or {}
     now = request.templates[row.exp_id].model_dump(mode="json")
     return any(
@@ -300,7 +309,10 @@ def _told_state(folder: RunFolder, row: Row | None) -> JobState:
 def _submit_arrays(
     request: Request, templates: Mapping[str, JobSpec], rows: Mapping[str, Row]
 ) -> dict[str, ActionResult]:
-    """Those to be sent, in as few submissions as the scheduler allows, without the others."""
+    """Send those that have to be sent, in as few submissions as the scheduler's limit allows.
+
+    The others are left out. ConfigError when the backend has no arrays.
+    """
     if not isinstance(request.backend, ArrayBackend):
         raise ConfigError(f"--array: {request.backend.name} has no arrays. Leave it out.")
     wanted = [

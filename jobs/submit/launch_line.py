@@ -111,7 +111,10 @@ def _across_nodes(words: list[str], job: JobConfig, exp_id: str) -> list[str]:
 
 
 def processes(argv: tuple[str, ...], job: JobConfig) -> int | None:
-    """World size that a launcher starts; None when only the node knows (nproc-per-node "auto")."""
+    """World size that a launcher will start.
+
+    None when only the node knows (nproc-per-node "auto" or "gpu").
+    """
     counts = dict(itertools.pairwise(argv)) | dict(
         word.split("=", 1) for word in argv if "=" in word
     )

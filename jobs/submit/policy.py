@@ -1,4 +1,7 @@
-"""Whether an experiment is to be sent now: a pure function of how it stands and the limits."""
+"""Whether an experiment is to be sent now.
+
+A pure function of how it stands and of what was asked for.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +100,10 @@ def _after_preemption(row: Row, limits: Limits) -> Decision:
 
 
 def _in_time(row: Row, times: int, reason: str) -> Decision:
-    """Send it: at once after the first time, then after 15 s doubling up to 10 minutes."""
+    """Send it, unless it has ended too recently.
+
+    It is sent at once after the first time, then after 15 s, doubling up to 10 minutes.
+    """
     wait_s = 0.0 if times <= 1 else min(BACK_OFF_S * 2 ** (times - 2), MAX_BACK_OFF_S)
     left_s = wait_s - seconds_since(row.ended_at)
     if left_s > 0:

@@ -47,7 +47,10 @@ log = logging.getLogger(__name__)
 
 
 def job_config(group: str, file: Path | None, python_binary: str | None) -> JobConfig:
-    """The checked job dictionary of a group; `python_binary` goes over its own."""
+    """The checked job dictionary of a group.
+
+    `python_binary` from the command line goes over its own.
+    """
     values = job_values(group, file)
     if python_binary:
         values["python_binary"] = python_binary
@@ -94,7 +97,10 @@ def make(
     resend_s: float = RESEND_S,
     backend_of: Callable[[str], Backend] | None = None,
 ) -> Request:
-    """The Request for a group. Takes the snapshot (not for a plan), and looks where the key is."""
+    """The Request for a group.
+
+    The code is snapshotted (not for a plan), and the key's whereabouts are checked.
+    """
     check_base(base)
     if backend == "local" and job.gpus and "CUDA_VISIBLE_DEVICES" in job.environment_vars:
         raise ConfigError(

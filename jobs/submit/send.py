@@ -70,7 +70,10 @@ def stored(folder: RunFolder, number: int) -> JobSpec:
 
 
 def ids_of(sent: Sent, backend: Backend) -> list[str]:
-    """The scheduler's ids of one attempt, by its name; of an array, the element's. Unreachable."""
+    """The scheduler's ids of one attempt, looked up by its name; of an array's element, its own.
+
+    Unreachable when the scheduler cannot be seen.
+    """
     found = sorted(backend.find(sent.name), key=lambda text: (len(text), text))
     if sent.index is not None and isinstance(backend, ArrayBackend):
         return [backend.element(array_id, sent.index) for array_id in found]
@@ -78,7 +81,7 @@ def ids_of(sent: Sent, backend: Backend) -> list[str]:
 
 
 def send(folder: RunFolder, spec: JobSpec, backend: Backend) -> Outcome:
-    """Send a new attempt. The caller holds the lock and knows that nothing of it runs."""
+    """Send a new attempt. The caller holds the lock and knows that no other attempt runs."""
     rendered = backend.render(spec)
     # one that was thought lost may still stand in a queue somewhere
     for earlier in range(1, spec.attempt):
@@ -92,7 +95,10 @@ def send(folder: RunFolder, spec: JobSpec, backend: Backend) -> Outcome:
 
 
 def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: float) -> Outcome:
-    """Adopt what became of an intent without an id, or send it again once `resend_s` old."""
+    """Find out what became of an intent without an id.
+
+    Adopt it, or send it again once it is `resend_s` seconds old.
+    """
     found = ids_of(sent, backend)
     if found:
         record.append(

@@ -71,7 +71,7 @@ def export(
 
 
 def _interchange(task: str, function: str, given: dict[str, Any]) -> Callable[..., None]:
-    """A function of trainer/tasks/<task>/interchange.py with its options (None: not given)."""
+    """A function of trainer/tasks/<task>/interchange.py with those options that are not None."""
     from trainer import tasks
 
     known = sorted(

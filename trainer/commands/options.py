@@ -109,7 +109,10 @@ def experiment(
 
 
 def guarded(function: Callable[P, None]) -> Callable[P, None]:
-    """Run a command as trainval.py does: an error of ours is one message and its own exit code."""
+    """Run a command as trainval.py does.
+
+    An error of ours is one message on stderr, and its own exit code.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:

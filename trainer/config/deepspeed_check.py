@@ -1,4 +1,7 @@
-"""Names, types and ranges of a DeepSpeed file, checked beforehand. Imports no deepspeed."""
+"""Names, types and ranges of a DeepSpeed file, checked before anything is settled.
+
+Imports no deepspeed.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,10 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 def _numbers(config: Config) -> Iterator[str]:
-    """Ranges that DeepSpeed does not check: it trains with 1.5 accumulation steps."""
+    """Ranges that DeepSpeed does not check.
+
+    It trains with 1.5 accumulation steps, and without clipping at -1.
+    """
     for key in BATCH_KEYS:
         value = config.get(key, AUTO)
         if value != AUTO and _fits(value, "i") and (type(value) is not int or value < 1):

@@ -372,7 +372,7 @@ def precision(config: Config) -> str:
 
 
 def offload_device(config: Config, key: Literal["offload_param", "offload_optimizer"]) -> str:
-    """Where a dictionary keeps the weights or the optimizer's states: "none", "cpu" or "nvme"."""
+    """Where a dictionary of `build` keeps weights or optimizer states: "none", "cpu" or "nvme"."""
     block: Config = config["zero_optimization"].get(key) or {}
     return block.get("device", "none")
 

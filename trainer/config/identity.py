@@ -15,7 +15,10 @@ def canonical_json(values: dict[str, Any]) -> str:
 
 
 def digest(values: dict[str, Any]) -> str:
-    """sha256 of the canonical JSON, 64 hex digits. Unlike exp_id it cannot collide by joining."""
+    """sha256 of the canonical JSON, 64 hex characters.
+
+    Unlike exp_id it cannot collide by concatenation.
+    """
     return hashlib.sha256(canonical_json(values).encode()).hexdigest()
 
 

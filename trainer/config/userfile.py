@@ -40,7 +40,10 @@ def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
 
 
 def _line(error: BaseException, path: Path) -> int:
-    """The line of `path` that the error came from: of its text, or of its last frame there."""
+    """The line of `path` that the error came from.
+
+    It is that of its own text, or of the last of its frames that lies in the file.
+    """
     if isinstance(error, SyntaxError) and error.lineno and error.filename in (None, str(path)):
         return error.lineno
     frames = traceback.extract_tb(error.__traceback__)

@@ -34,7 +34,10 @@ _REPORT_EVERY_S = 10.0
 
 
 class TokenStore:
-    """The rows of one split: `store[i]` is row i by field, `store.lengths` the length of each."""
+    """The rows of one split.
+
+    `store[i]` is row i by field, `store.lengths` how long each row is for the device.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,14 +49,20 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """sha256 of the raw rows and the encoding id, 64 hex characters: equal for equal rows."""
+        """sha256 of the raw rows and the encoding id, 64 hex characters.
+
+        Stores of equal digests hold equal rows.
+        """
         return self.meta["digest"]
 
     def __len__(self) -> int:
         return self.meta["rows"]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Row `index` by field, (tokens,) int32 each. Copies, which may be written to."""
+        """Row `index` by field, (tokens,) int32 each.
+
+        Copies: a caller may write to them, the file stays as it is.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         row = {}
@@ -63,7 +72,10 @@ class TokenStore:
         return row
 
     def summary(self) -> dict[str, Any]:
-        """rows, tokens by field, percentiles of the length and the number of truncated rows."""
+        """rows, tokens by field, percentiles of the length and the number of truncated rows.
+
+        All are plain JSON values.
+        """
         found = np.percentile(self.lengths, _PERCENTILES, method="higher")
         return {
             "rows": len(self),
@@ -73,7 +85,10 @@ class TokenStore:
         }
 
     def lost_labels(self) -> tuple[int, int]:
-        """How many label tokens limits cut off, and of how many; (0, 0) when unknown."""
+        """How many label tokens limits cut off, and of how many.
+
+        (0, 0) when the task's encoding does not say.
+        """
         lost, of = self.meta.get("lost_labels", (0, 0))  # stores of older versions have none
         return lost, of
 
@@ -176,14 +191,20 @@ class _Array:
         self.size += len(values)
 
     def finish(self) -> None:
-        """Write the true length into the header, which numpy pads: the data stays in place."""
+        """Write the true length into the header.
+
+        numpy pads the header, so that the data behind it stays in place.
+        """
         self._file.seek(0)
         self._write_header()
         assert self._file.tell() == self._data_starts
         self._file.close()
 
     def abandon(self) -> None:
-        """Close, whatever the content: a full disk may refuse even the last flush."""
+        """Close without caring for the content; nothing when finished.
+
+        A full disk may refuse even the last flush.
+        """
         try:
             self._file.close()
         except OSError as error:

@@ -1,4 +1,7 @@
-"""Numbers that merge exactly over batches and ranks: sums with counts, pooled values."""
+"""Numbers that merge exactly over batches and ranks, and scores of answers.
+
+The numbers are sums with counts, and pooled values.
+"""
 
 from __future__ import annotations
 

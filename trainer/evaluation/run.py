@@ -1,4 +1,4 @@
-"""A trained model over a whole split: answers and their scores, and how passages were read."""
+"""A trained model over a whole split: answers, scores, and how much each passage was read."""
 
 from __future__ import annotations
 
@@ -182,7 +182,10 @@ def pooled(asked: Question, options: Options, name: str) -> Tensor:
 
 
 def opened(asked: Question, options: Options) -> tuple[Task, nn.Module, Path]:
-    """An experiment's task, its trained model, in evaluation mode on the device, and its folder."""
+    """An experiment's task, its trained model, and the model's folder.
+
+    The model is on this rank's device, in evaluation mode.
+    """
     task, folder = _task(asked, options), model_folder(asked, options)
     return task, task.exported(folder).to(distributed.device()).eval(), folder
 

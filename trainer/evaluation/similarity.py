@@ -1,4 +1,4 @@
-"""How like a text is to a reference, by optional libraries: ROUGE, METEOR, BERTScore."""
+"""How like a text is to a reference, by optional extras: ROUGE, METEOR, BERTScore."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ROUGE = {
 
 
 def check(measures: Sequence[str]) -> None:
-    """ConfigError for no measure, or one whose library is not installed; it names the extra."""
+    """ConfigError for an unknown measure, or one whose library is absent; it names the extra."""
     for name in measures:
         if name not in MEASURES:
             raise ConfigError(f"--measure {name}: no such measure. {nearest(name, list(MEASURES))}")

@@ -1,4 +1,7 @@
-"""Files and folders that are never half written, and a disk's refusals. Imports no torch."""
+"""Files and folders that are never half written, and what to tell when a disk refuses.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +134,10 @@ def create_json(path: Path, value: Any) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a small JSON file, or None when it is absent or not whole."""
+    """The object in a small JSON file.
+
+    None when it is absent or (its writer was killed) no whole object.
+    """
     try:
         value: Any = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -1,4 +1,7 @@
-"""Files of a checkpoint, fsynced and checksummed: tensors as safetensors, the rest as JSON."""
+"""Files of a checkpoint: tensors as safetensors, the rest as JSON.
+
+They are written once, and fsynced and checksummed on the way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What would make a run fit, or fit better: each change, measured under fake tensors."""
+"""What would make a run fit, or fit better.
+
+Each change is measured under fake tensors, with what it saves.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,10 @@ def stages(subject: Subject, step: Measured, *, cublas: int) -> list[Stage]:
 
 
 def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) -> Advice:
-    """Every change worth knowing, with its predicted peak. device: to fit into; None: no limit."""
+    """Every change worth knowing, with its predicted peak.
+
+    device: the one that the run should fit; None: no limit is known.
+    """
     step, now = made.worst, training(made.worst, subject.zero, cublas=cublas).total
     usable = device.usable(subject.sharding.world) if device is not None else None
     longest_rows = [(f"rows {rows}", _of_longest(subject, rows)) for rows in (_FEW, _SOME)]
@@ -182,7 +188,10 @@ def _other_attention(subject: Subject, made: Made) -> list[tuple[str, MeasureReq
 
 
 def _shorter(subject: Subject, made: Made) -> list[tuple[str, MeasureRequest, int]]:
-    """The worst micro-batch under shorter limits, encoded anew: more rows with micro_tokens."""
+    """The worst micro-batch under shorter limits, encoded anew.
+
+    With micro_tokens it then holds more rows.
+    """
     limit = binding_limit(subject.task)
     if limit is None:
         return []

@@ -89,7 +89,10 @@ class Zero:
 
     @property
     def copies_into_buckets(self) -> bool:
-        """contiguous_gradients: reduce buckets in full; not by our engine on a single rank."""
+        """Whether reduce buckets are allocated in full, as contiguous_gradients asks.
+
+        Not by our engine on a single rank.
+        """
         if self.stage == 1 and self.is_bf16 and not self.offloads_optimizer:
             return False  # DeepSpeed's BF16_Optimizer has none
         return self.stage == 3 or (self.stage > 0 and (self.world > 1 or self.offloads_optimizer))
@@ -101,7 +104,10 @@ def training(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
 
 
 def inference(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
-    """The same of an evaluation or a generation between steps: the optimizer stays."""
+    """The same of an evaluation or a generation between training steps.
+
+    The optimizer stays where it is.
+    """
     most = step.peak
     held = _held_between_steps(step, zero)
     return _sum(held, Breakdown(activations=most.activations, logits=most.logits, workspace=cublas))
@@ -194,7 +200,10 @@ def _accumulated(step: Measured, zero: Zero) -> int:
 
 
 def _in_flight(gradients: int, step: Measured, zero: Zero) -> int:
-    """Complete gradients in the model's dtype; from stage 2 buckets carry them away."""
+    """Bytes of complete gradients, in the model's dtype, that are still there.
+
+    From stage 2 on, buckets carry them away.
+    """
     if zero.stage == 3:
         return 0
     if zero.stage < 2 or not zero.copies_into_buckets:

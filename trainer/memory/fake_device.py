@@ -102,7 +102,10 @@ _torch_attention = F.scaled_dot_product_attention
 def _tensor(
     data: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **more: Any
 ) -> Tensor:
-    """torch.tensor, which hides from dispatch modes: the fake GPU would be asked for memory."""
+    """torch.tensor, which hides from dispatch modes.
+
+    Left alone, it would ask the fake GPU for real memory.
+    """
     if device is None or torch.device(device).type != FAKE_GPU:
         return _torch_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **more)
     return _torch_tensor(data, dtype=dtype, **more).to(device).requires_grad_(requires_grad)
@@ -207,7 +210,10 @@ class FakeDevice:
 
 @contextmanager
 def fake_device(name: DeviceName) -> Iterator[FakeDevice]:
-    """Inside, nothing is computed, and the device's memory counted. For a process of its own."""
+    """Inside, nothing is computed, and what is made on the device is counted.
+
+    Only in a process of its own.
+    """
     if name == FAKE_GPU:
         register()
     with FakeTensorMode(allow_non_fake_inputs=True), _values_are_known():
@@ -229,7 +235,10 @@ def for_real(function: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def _values_are_known() -> Iterator[None]:
-    """Inside, transformers (5.23) looks into masks for those that hide nothing: twins answer."""
+    """Inside, transformers (5.23) can look into masks: twins of the fake values answer.
+
+    It looks there to leave out masks that hide nothing.
+    """
     is_fake = import_utils.is_fake_tensor
     import_utils.is_fake_tensor = lambda x: False
     try:

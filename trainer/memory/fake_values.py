@@ -82,12 +82,15 @@ def _is_small(out: Any) -> bool:
 
 
 def _is_real_array(value: Any) -> bool:
-    """Whether it is a real tensor, no number that torch wraps (they decide no type)."""
+    """Whether it is a real tensor, and no number that torch wraps (those decide no type)."""
     return isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.ndim > 0
 
 
 def _constant(real: Tensor) -> Tensor:
-    """A fake of torch.tensor's result. torch's own would be computed with for real."""
+    """A fake of torch.tensor's result.
+
+    torch's own would be computed with for real, on a device that cannot compute.
+    """
     fake: Any = torch.empty(real.shape, dtype=real.dtype, device=real.device)
     fake.twin = real
     return fake
@@ -113,7 +116,10 @@ def _number(tensor: Tensor) -> Any:
 
 
 def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a twin of the result can be computed: from twins alone, or no tensor (arange)."""
+    """Whether a twin of the result can be computed.
+
+    It can from twins alone, or from no tensor at all (arange, full).
+    """
     if func in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return all(map(_is_known, _tensors(args, kwargs)))

@@ -41,7 +41,10 @@ FILE = "memory_plan.json"
 
 
 def device(name: str | None) -> Device | None:
-    """The device that a run is planned for: --device, or the GPU of this process; None: neither."""
+    """The device that a run is planned for; None when there is none.
+
+    It is that of --device, or else the GPU of this process.
+    """
     return device_of(name) if name is not None else device_here()
 
 

@@ -107,7 +107,10 @@ class MeasuringError(LatheError):
 
 
 def measure(requests: Sequence[MeasureRequest], places: Places) -> list[Measured]:
-    """What each request needs. MeasuringError, in its own words, when a step cannot run."""
+    """What each request needs.
+
+    MeasuringError, with the process's own words, when a step cannot be run.
+    """
     job = {
         "requests": [asdict(request) for request in requests],
         "places": {

@@ -226,7 +226,10 @@ def _on_disk(step: Measured, subject: Subject) -> int:
 
 
 def _to_download(step: Measured, subject: Subject) -> int:
-    """Bytes of a base on the Hub not in the cache, taken for fp32; 0 for other bases."""
+    """Bytes of a base on the Hub that are not in the cache, taken for fp32.
+
+    0 for folders and random bases.
+    """
     base = subject.cfg.base
     if not isinstance(base, str) or Path(base).is_dir():
         return 0

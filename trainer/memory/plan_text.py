@@ -81,7 +81,10 @@ def out_of_memory(
     batch: Mapping[str, Sequence[int]],
     said: str,
 ) -> str:
-    """The page of an OutOfMemoryError: predicted and actual bytes, batch, largest tensors."""
+    """The page of an OutOfMemoryError.
+
+    Predicted against actual bytes by category, the batch, and the largest tensors.
+    """
     lines = ["out of memory", "", f"{'GiB':14s}{'planned':>10s}{'actual':>10s}"]
     planned = plan.phases[0].peak.parts() if plan is not None else {}
     rest = {"activations", "logits", "workspace"}

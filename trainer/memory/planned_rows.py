@@ -104,5 +104,5 @@ def first_evaluated(lengths: np.ndarray, *, batch: int) -> np.ndarray:
 
 
 def binding_limit(task: Task) -> tuple[str, int] | None:
-    """The key that cuts the longest texts, with its value; None when no limit does."""
+    """The dictionary's key that cuts the longest texts, with its value; None when no limit does."""
     return max(task.limits().items(), key=lambda item: item[1], default=None)

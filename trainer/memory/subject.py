@@ -53,7 +53,10 @@ class Subject:
         return Zero.of(ds, accumulates=accumulates, is_adafactor=self.cfg.optim.name == "adafactor")
 
     def with_deepspeed(self, preset: str) -> dict[str, Any]:
-        """The complete dictionary of another DeepSpeed file. ConfigError when they do not fit."""
+        """The complete dictionary of another DeepSpeed file.
+
+        ConfigError when the experiment does not go with it.
+        """
         return deepspeed_config.build(
             deepspeed_config.read(preset),
             train=self.cfg.train,
@@ -108,7 +111,7 @@ def subject_of(
 
 
 def reachable(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], list[str]]:
-    """The experiment with a base to be seen from here, and a note on each replacement."""
+    """The experiment with a base that can be seen from here, and a note on each replacement."""
     cfg = tasks.parse(values)
     shape = published_shape(cfg.base) if isinstance(cfg.base, str) else None
     if shape is None:

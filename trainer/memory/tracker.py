@@ -53,7 +53,7 @@ class Tracker:
             self._label = before
 
     def watch(self, model: nn.Module) -> None:
-        """From now on, gradients of the model's parameters and its logits are told apart."""
+        """Tell the gradients of the model's parameters and its logits from other activations."""
         # A layer as wide as a vocabulary is no sign: there may be as many positions as it is wide.
         heads = [getattr(m, "get_output_embeddings", lambda: None)() for m in model.modules()]
         self._vocabularies = {m.out_features for m in heads if isinstance(m, nn.Linear)}

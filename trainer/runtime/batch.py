@@ -20,7 +20,10 @@ def to_device(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def named_when_out_of_memory(batches: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
-    """Inside, an OutOfMemoryError carries the shapes of the largest of `batches` (`batch_of`)."""
+    """Inside, an OutOfMemoryError carries the shapes of the largest of `batches`.
+
+    `batch_of` reads them from the error.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -120,7 +120,7 @@ def total(tensor: Tensor) -> Tensor:
 
 
 def gather(value: Any) -> list[Any]:
-    """`value` of every rank, by rank, on all. For small JSON values (a tuple comes back a list)."""
+    """`value` of every rank, by rank, on all ranks. For small JSON values (tuples become lists)."""
     text = json.dumps(value)
     if world() == 1:
         return [json.loads(text)]

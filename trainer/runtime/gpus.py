@@ -64,7 +64,10 @@ class Device:
 
 
 def device_of(text: str) -> Device:
-    """That of --device: a100-80, h200, ..., or a size such as 24GiB. ConfigError."""
+    """The device that --device names: a100-80, h200, ..., or a size such as 24GiB.
+
+    ConfigError for anything else.
+    """
     name = text.strip().lower()
     for card in _CARDS:
         if name in card.options:

@@ -7,7 +7,10 @@ from typing import Any
 
 
 class Preemption:
-    """Whether this process was asked to stop: SIGTERM and SIGUSR1 set a flag, no more."""
+    """Whether this process was asked to stop.
+
+    SIGTERM and SIGUSR1 set a flag, and do nothing else, however often they come.
+    """
 
     def __init__(self) -> None:
         self.requested = False

@@ -1,4 +1,7 @@
-"""Which process something belongs to, and whether it lives. Standard library only; Linux."""
+"""Which process something belongs to, so that others can tell later whether it lives.
+
+Standard library only; Linux.
+"""
 
 from __future__ import annotations
 

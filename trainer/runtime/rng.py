@@ -78,7 +78,7 @@ def restore(state: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def replay(state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run a block under a captured `state`; afterwards the generators stand where they stood."""
+    """Run a block under a captured `state`; afterwards the generators stand as before."""
     present = capture()
     restore(state)
     try:

@@ -1,1 +1,4 @@
-"""What a data set is: lengths, what limits cut off, padding, duplicates, examples."""
+"""What a data set is before anything is trained on it.
+
+Lengths, what limits cut off, padding, duplicates, examples.
+"""

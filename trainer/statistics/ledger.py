@@ -39,7 +39,10 @@ class _Losses:
 
 
 class Ledger:
-    """Adds up rows, then says what was lost. `decode`: token ids to text, to look for answers."""
+    """Adds up rows, then says what was lost.
+
+    `decode` turns token ids into text, to look for answers.
+    """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode

@@ -25,7 +25,10 @@ _LOOKS = (
 
 
 def draw(path: Path, report: Mapping[str, Any]) -> None:
-    """Write a histogram of token lengths by field, splits as lines, limits marked. StorageError."""
+    """Write a histogram of token lengths for each field, splits as lines, limits marked.
+
+    StorageError when the disk refuses.
+    """
     from matplotlib import style
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

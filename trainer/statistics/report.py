@@ -1,4 +1,7 @@
-"""The statistics of an experiment's data as JSON values, which `python -m trainer stats` writes."""
+"""The statistics of an experiment's data, as plain JSON values.
+
+`python -m trainer stats` shows and writes them.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,10 @@ def _lengths(sizes: np.ndarray) -> dict[str, Any]:
 
 
 def _bin_width(most: int) -> int:
-    """1, 2 or 5 times a power of ten for at most BINS bins: splits can be laid over each other."""
+    """1, 2 or 5 times a power of ten, so that there are at most BINS bins.
+
+    Splits can then be laid over each other.
+    """
     return next(
         step * 10**power
         for power in range(10)

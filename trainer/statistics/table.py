@@ -16,7 +16,10 @@ _IN_LOSS = "bold green"
 
 
 def text(report: Mapping[str, Any], *, is_coloured: bool) -> str:
-    """Tables of every split: lengths, ledger, padding, duplicates, empty fields, three examples."""
+    """Tables of every split.
+
+    Lengths, the truncation ledger, padding, duplicates, empty fields, three examples.
+    """
     out = io.StringIO()
     console = Console(
         file=out,

@@ -105,10 +105,16 @@ class Answers(Protocol):
 
 @runtime_checkable
 class JudgesAnswers(Protocol):
-    """What a task that answers may offer besides, where EM and F1 say little of its rows."""
+    """What a task that answers may offer besides Task.
+
+    For rows that are no questions, or of which EM and F1 say little.
+    """
 
     def asked(self, row: Row) -> Row:
-        """`question`, `answers` (the references) and perhaps `id` of a raw row, for `answers`."""
+        """`question` (the text), `answers` (the references) and perhaps `id` of a raw row.
+
+        They are as `answers` takes them.
+        """
         ...
 
     def judged(self, prediction: str, references: Sequence[str]) -> dict[str, float]:
@@ -141,7 +147,10 @@ class ScoresPassages(Protocol):
 
 @runtime_checkable
 class ReadsContexts(Protocol):
-    """What a task may offer besides Task: answers under another row's context, to compare."""
+    """What a task may offer besides Task: its answers lean on a context.
+
+    That can be another row's, to see how much they do.
+    """
 
     def under_another_context(self, encoded: Mapping[str, Any]) -> Mapping[str, Any]:
         """An encoded evaluation row with another row's context. ConfigError without one."""
@@ -153,7 +162,10 @@ Side = Literal["query", "passage"]
 
 @runtime_checkable
 class Embeds(Protocol):
-    """What a task may offer besides Task: vectors of texts, whose dot product is relevance."""
+    """What a task may offer besides Task: vectors of queries and passages.
+
+    The dot product of two is their relevance.
+    """
 
     def ids(self, texts: Sequence[Row], *, side: Side) -> list[list[int]]:
         """Token ids as `embed` takes them, cut to the side's limit. texts: {"text"} of a query,
@@ -204,7 +216,7 @@ class Uncut:
 
 @runtime_checkable
 class ShowsCuts(Protocol):
-    """What a task may offer besides Task: rows without limits, for the truncation ledger."""
+    """What a task may offer besides Task: its rows without limits, for the truncation ledger."""
 
     def untruncated(self, row: Row) -> dict[str, Uncut]:
         """Everything that `encode` cuts of a raw row, by field."""

@@ -1,4 +1,7 @@
-"""The Task protocol: the one page that a task author reads. More abilities: abilities.py."""
+"""The Task protocol: the one page that a task author reads.
+
+What a task may offer besides stands in abilities.py.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ class Encoded(dict[str, list[int]]):
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids that the model reads or is asked to write, for people and counts of padding."""
+    """Token ids of a batch that the model reads or is asked to write.
+
+    For people, and for counting padding.
+    """
 
     ids: Tensor  # of any shape
     # Of the same shape, 0 or False where the batch was padded. None: it has no padding.
@@ -69,7 +75,10 @@ class Places:
 
 
 class Task(Protocol):
-    """What is trained, and on what. It gets the model, not the trainer; it returns metrics."""
+    """What is trained, and on what.
+
+    It receives the model, never the trainer; it returns metrics, never logs them.
+    """
 
     unit: ClassVar[str]  # what the loss is a mean over: "tokens", "statements", "queries"
     cfg: Any  # the experiment, an Experiment with the blocks of this task
@@ -90,11 +99,17 @@ class Task(Protocol):
         ...
 
     def rows(self, split: str) -> Iterable[Row]:
-        """Raw rows of "train" or "valid", in one order. DataError names file and line."""
+        """Raw rows of "train" or "valid", always in the same order.
+
+        DataError names file and line.
+        """
         ...
 
     def encode(self, row: Row) -> Encoded:
-        """Token ids of one row, cut to the limits. Pure: cached on disk under a content id."""
+        """Token ids of one row, cut to the limits.
+
+        Pure: the result is cached on disk under a content id.
+        """
         ...
 
     def encoding_id(self) -> str:
@@ -106,7 +121,10 @@ class Task(Protocol):
         ...
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """Encoded rows -> padded tensors. Pure, in another thread: no global random state."""
+        """Encoded rows -> padded tensors.
+
+        Pure, and run in another thread: it uses no global random state.
+        """
         ...
 
     def units(self, batch: Batch) -> Tensor:
@@ -133,7 +151,10 @@ class Task(Protocol):
         ...
 
     def exported(self, folder: Path) -> nn.Module:
-        """The model that `export` wrote into `folder`. ConfigError when it holds none."""
+        """The model that `export` wrote into `folder`.
+
+        ConfigError when it holds none of this task's.
+        """
         ...
 
     # What people are told
@@ -152,7 +173,10 @@ class Task(Protocol):
         ...
 
     def describe(self, batch: Batch) -> dict[str, Text]:
-        """What the model reads of a batch, and is to write, under names that `stats` shows."""
+        """What the model reads of a batch, and what it is asked to write.
+
+        Each is under a name that `stats` shows.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

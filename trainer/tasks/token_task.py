@@ -192,7 +192,7 @@ def _below(weights: Mapping[str, Tensor], module: str) -> dict[str, Tensor]:
 
 
 def _text(name: str, batch: Batch) -> Text:
-    """A tensor of ids with the attention mask and the labels of its name and its shape."""
+    """A tensor of ids with its attention mask and labels, which are found by name and shape."""
     ids, labels = batch[name], batch.get("labels")
     mask = batch.get(name.replace("input_ids", "attention_mask")) if name != "tokens" else None
     is_real = mask.bool() if mask is not None and mask.shape == ids.shape else None

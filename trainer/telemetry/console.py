@@ -70,7 +70,7 @@ _EVERY_S = {Bar: 0.2, Lines: 10.0}
 
 
 class WorkProgress:
-    """Counts things done out of a total, and tells their rate and how long the rest takes."""
+    """Counts things done out of a total, and tells their number a second and the time left."""
 
     def __init__(self, total: int, unit: str, console: Console | None = None) -> None:
         screen = console or Console()
@@ -104,7 +104,10 @@ def shown(value: Number) -> str:
 
 
 def _eta(step: int, total: int, scalars: Mapping[str, Number]) -> str:
-    """h:mm:ss that the remaining steps take at the speed of this entry; empty without one."""
+    """h:mm:ss that the remaining steps take at the speed of this entry.
+
+    Empty when the entry states none.
+    """
     if "step_s" not in scalars or step >= total:
         return ""
     minutes, seconds = divmod(round((total - step) * scalars["step_s"]), 60)

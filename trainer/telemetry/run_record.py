@@ -49,7 +49,7 @@ class Sink(Protocol):
 
 
 class RunRecord:
-    """The record of one run in its folder. Only rank 0 writes; elsewhere calls do nothing."""
+    """The record of one run in its folder. Only rank 0 writes; on other ranks calls do nothing."""
 
     def __init__(
         self,
@@ -165,7 +165,10 @@ class RunRecord:
             overwrite_json(self.folder / STATUS, values | {"error": error and error[:MAX_ERROR]})
 
     def resume(self, step: int) -> None:
-        """Cut metrics.jsonl, score_list and answers/ back to `step`, as in an undisturbed run."""
+        """Cut metrics.jsonl, score_list and answers/ back to `step`.
+
+        Then they go on as those of an undisturbed run.
+        """
         self.step = step
         if not self._is_writer:
             return
@@ -181,7 +184,10 @@ class RunRecord:
                 path.unlink()
 
     def close(self) -> None:
-        """End the progress bar, close files, let wandb finish in the last state. Twice is fine."""
+        """End the progress bar, close the files and let wandb finish in the last state.
+
+        Calling it twice is fine.
+        """
         exit_code = {"preempted": EXIT_PREEMPTED, "failed": 1, "cancelled": 1}.get(
             self._state, EXIT_OK
         )

@@ -120,7 +120,10 @@ def tell_wandb(
 
 
 def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
-    """A wandb run: online if a key or WANDB_MODE says, else offline; None when neither works."""
+    """A wandb run; None when none can be started.
+
+    Online with a key or as WANDB_MODE says, else offline.
+    """
     first = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
     for mode in dict.fromkeys((first, "offline")):
         try:

@@ -97,7 +97,10 @@ def save(
 
 
 def _everywhere(step: int, action: Callable[[], T]) -> list[T]:
-    """The results of `action` by rank; when it fails anywhere, all raise the first failure."""
+    """The results of `action` on every rank, by rank.
+
+    When it fails anywhere, every rank raises the first failure.
+    """
     cause: Exception | None = None
     try:
         outcome: dict[str, Any] = {"result": action()}
@@ -150,7 +153,10 @@ def _prune_after_save(root: Path, step: int, keep_last: int, keep: Collection[in
 
 
 def begin(root: Path, step: int) -> Path:
-    """The empty temporary folder of a save; what dead saves left is cleared. Rank 0 alone."""
+    """The empty temporary folder of a save, after clearing what dead saves left.
+
+    Rank 0 alone calls it.
+    """
     with refusals(root):
         root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob(".step-*"):
@@ -213,7 +219,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 def problems(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint, one line per file: missing, extra, size, checksum."""
+    """What is wrong with a checkpoint, one line per file: missing, extra, size, checksum.
+
+    Empty when it is good.
+    """
     records, wrong = _contents(folder)
     suspects = [
         record
@@ -230,7 +239,10 @@ def problems(folder: Path) -> list[str]:
 
 
 def newest_good(root: Path) -> Path | None:
-    """The newest sound checkpoint under `root`, or None; damaged newer ones are warned of."""
+    """The newest checkpoint under `root` without problems, or None.
+
+    Each damaged newer one is warned of by name.
+    """
     for _, folder in reversed(_candidates(root)):
         wrong = problems(folder)
         if not wrong:
@@ -269,7 +281,10 @@ def prune(
 
 
 def _contents(folder: Path) -> tuple[list[WrittenFile], list[str]]:
-    """The manifest's records, and what names and sizes say against them. Reads no other file."""
+    """The manifest's records, and what names and sizes in the folder say against them.
+
+    Reads no file but the manifest.
+    """
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         records = [WrittenFile(**record) for record in manifest["files"]]
@@ -328,7 +343,10 @@ def _temporary(root: Path, step: int) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Delete a folder; renamed first, so that dying half-way leaves no torn checkpoint."""
+    """Delete a folder; it is renamed first.
+
+    So a delete that dies half-way leaves no torn checkpoint behind.
+    """
     if not folder.is_dir():
         folder.unlink()
         return
@@ -359,7 +377,10 @@ def read_tensors(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_rng(folder: Path, rank: int) -> dict[str, Tensor]:
-    """The random state that `rank` saved, for a run of the same `saved_world`."""
+    """The random state that `rank` saved.
+
+    It means something only to a run of the same `saved_world`.
+    """
     shards = _shards(folder, "rng")
     if rank >= len(shards):
         raise CheckpointError(

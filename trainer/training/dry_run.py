@@ -1,4 +1,7 @@
-"""What --dry_run shows: id, both dictionaries, batch arithmetic, parameter counts."""
+"""What --dry_run shows.
+
+Id, dictionary with defaults, DeepSpeed dictionary, batch arithmetic, parameter counts.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def show(plan: RunPlan, options: Options) -> str:
 
 
 def _parameters(plan: RunPlan, options: Options) -> str:
-    """Counts from the model built without storage; why not, when the base cannot be seen."""
+    """Counts from the model built without storage; or why not, when the base cannot be seen."""
     try:
         task = tasks.load(plan.cfg, options.places)
         return str(trainable_report(task.skeleton()))

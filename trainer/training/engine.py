@@ -59,7 +59,10 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def partitioned_loading(ds: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, transformers' from_pretrained and from_config partition weights (ZeRO-3 only)."""
+    """Inside, transformers partitions weights as it reads them (ZeRO-3 only).
+
+    Its from_pretrained and from_config do.
+    """
     if ds["zero_optimization"]["stage"] != 3:
         yield
         return
@@ -105,7 +108,10 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 class Engine:
-    """A model under ZeRO. `engine.model(**batch)` runs it; backward() adds up; step() updates."""
+    """A model under ZeRO.
+
+    `engine.model(**batch)` runs it; backward() accumulates; step() applies one update.
+    """
 
     def __init__(self, model: nn.Module, ds: Mapping[str, Any], optim: Optim) -> None:
         """`ds` is the dictionary of deepspeed_config.for_engine; `optim` the experiment's optimizer
@@ -155,7 +161,10 @@ class Engine:
         self.model.eval()
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of `loss` x world, since DeepSpeed averages over ranks."""
+        """Accumulate the gradient of `loss` x world.
+
+        DeepSpeed averages over ranks, and a summed loss wants the sum.
+        """
         self.model.backward(loss * self._world, scale_wrt_gas=False)
 
     def step(self, lr: float, watch: Watch | None = None) -> None:
@@ -181,7 +190,10 @@ class Engine:
         return float("nan") if norm is None or norm < 0 else float(norm)
 
     def has_finite_gradient(self) -> Tensor:
-        """() bool on this device: whether the last step's gradient norm is finite. No waiting."""
+        """() bool on this device: whether the last step's gradient norm is finite.
+
+        Does not wait for the device.
+        """
         norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
         if not torch.is_tensor(norm):
             norm = torch.full((), math.nan if norm is None else norm, device=distributed.device())
@@ -311,7 +323,10 @@ class Engine:
 
 
 def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.optim.Optimizer:
-    """The optimizer with decay by `optim`, at lr 0; DeepSpeed's AdamW where offloaded."""
+    """The optimizer with decay where `optim` says so, at lr 0.
+
+    DeepSpeed's own AdamW where its state is offloaded.
+    """
     parameters = list(parameters)
     fewest_axes = 2 if optim.decay == "matrices" else 0
     groups = [

@@ -243,7 +243,10 @@ def _count_skipped(session: Session, progress: Progress, window: StepBatches) ->
 
 
 def _sound_loss(session: Session, step: Step, progress: Progress, window: StepBatches) -> float:
-    """The loss over all ranks. DivergedError when the step was not sound: nothing is saved."""
+    """The loss over all ranks.
+
+    DivergedError when the step was not sound: it is neither logged, scored nor saved.
+    """
     loss, norm = float(distributed.total(step.loss)), session.engine.grad_norm()
     if not math.isfinite(loss):
         raise _diverged("loss", loss, progress.step, window)
@@ -276,7 +279,10 @@ def _due(step: int, every: int, last: int) -> bool:
 
 
 class _HostCopy:
-    """Small counts on their way to the host while the device works."""
+    """Small counts on their way to the host while the device works.
+
+    Reading them waits for the copy only.
+    """
 
     def __init__(self, counts: Tensor) -> None:
         self._event = None

@@ -32,7 +32,10 @@ MASTER = "master"
 
 
 class OptimizerState:
-    """The optimizer's tensors of every trainable parameter, out of and into DeepSpeed."""
+    """The optimizer's tensors of every trainable parameter.
+
+    They are gathered from DeepSpeed and put back into it.
+    """
 
     def __init__(
         self, engine: Any, *, stage: int, parameters: Mapping[str, nn.Parameter], optim: Optim
@@ -73,7 +76,10 @@ class OptimizerState:
         return found
 
     def restore(self, tensors: Mapping[str, Tensor], scalars: Mapping[str, float | int]) -> None:
-        """Put back what tensors() and scalars() gave; weights were loaded before."""
+        """Put back what tensors() and scalars() gave.
+
+        The weights were loaded before the engine was made.
+        """
         wanted = {
             f"{name}|{key}"
             for name, weight in self._parameters.items()
@@ -109,7 +115,10 @@ class OptimizerState:
         return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
     def _unsharded_master(self, parameter: nn.Parameter) -> Tensor:
-        """Stage 0: what the optimizer updates for `parameter`: itself, or its fp32 copy."""
+        """Stage 0: the tensor that the optimizer updates for `parameter`.
+
+        It is the parameter itself, or its fp32 copy where it is below fp32.
+        """
         wrapper = self._engine.optimizer
         if not hasattr(wrapper, "fp32_groups"):
             return parameter
@@ -147,7 +156,10 @@ class OptimizerState:
 
     @torch.no_grad()
     def _make_empty_state(self) -> None:
-        """Let the optimizer create its moments by a step at lr 0 with zero gradients."""
+        """Let the optimizer create its moments.
+
+        One step at learning rate 0 with zero gradients changes no weight.
+        """
         inner = self.inner()
         for group in inner.param_groups:
             group["lr"] = 0.0

@@ -20,7 +20,10 @@ SMALLEST_SQUARE = 1e-16
 
 
 def build(groups: list[dict[str, Any]], optim: Optim) -> torch.optim.Optimizer:
-    """The optimizer of parameter groups; lr 0 until the loop sets it."""
+    """The optimizer of parameter groups.
+
+    Its lr is 0 until the loop sets it, so that building it moves nothing.
+    """
     if optim.name == "adafactor":
         return torch.optim.Adafactor(
             groups,
@@ -33,7 +36,10 @@ def build(groups: list[dict[str, Any]], optim: Optim) -> torch.optim.Optimizer:
 
 
 def state_shapes(optim: Optim, shape: torch.Size) -> dict[str, torch.Size]:
-    """What the optimizer remembers of a weight of `shape`: tensors' shapes by torch's names."""
+    """What the optimizer remembers of a weight of `shape`.
+
+    The shape of each tensor, by torch's names for them.
+    """
     if optim.name == "adamw":
         return {"exp_avg": shape, "exp_avg_sq": shape}
     if len(shape) < 2:

@@ -94,7 +94,10 @@ def run_group(plans: Sequence[RunPlan], options: Options) -> int:
 
 
 def _settled(plan: RunPlan, options: Options) -> RunPlan:
-    """The plan with "auto" settled by memory: the micro-batch, the DeepSpeed file. A collective."""
+    """The plan with what "auto" leaves open chosen by memory. A collective.
+
+    That is the micro-batch and the DeepSpeed file.
+    """
     asked = options.deepspeed or plan.cfg.deepspeed
     if auto.AUTO not in (asked, plan.values["train"]["micro_batch"]):
         return plan

@@ -31,7 +31,10 @@ class RunPlan:
 
 
 def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> RunPlan:
-    """Check an experiment against schema, DeepSpeed file and world size. Writes nothing."""
+    """Check an experiment against its schema, its DeepSpeed file and the world size.
+
+    Touches no disk but to read.
+    """
     name = exp_id(values)
     cfg = tasks.parse(values, source=f"experiment {name}")
     if cfg.train.micro_batch == 0:  # "auto": `run` chooses

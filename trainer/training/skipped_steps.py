@@ -30,7 +30,10 @@ class SkippedSteps:
         self.in_a_row = self.in_a_row + 1 if is_skipped and scale <= least else 0
 
     def refuse_too_many(self, step: int, *, last: int, scale: float) -> None:
-        """DivergedError when the run does not learn. step: done, of `last`; scale: as it is now."""
+        """DivergedError when the run does not learn.
+
+        step: done so far, of `last`; scale: as it is now.
+        """
         is_stuck = self.in_a_row >= MOST_IN_A_ROW
         is_judged = step >= min(JUDGED_FROM_STEP, last)
         if is_stuck or (is_judged and self.total > LARGEST_SHARE * step):

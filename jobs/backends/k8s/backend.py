@@ -52,11 +52,17 @@ class K8s:
     )
 
     def __init__(self, namespace: str = "default") -> None:
-        """namespace: where `check` looks, and `find` if not everywhere; ids carry their own."""
+        """namespace: where `check` looks; `find` looks there if it may not look everywhere.
+
+        Ids carry a namespace of their own.
+        """
         self.namespace = namespace
 
     def check(self) -> list[Finding]:
-        """Whether there is a client, the cluster answers, and Jobs and JobSets can be listed."""
+        """Whether there is a client, the cluster answers, and Jobs and JobSets can be listed.
+
+        They are listed in the backend's namespace.
+        """
         try:
             version = importlib.import_module("kubernetes").__version__
         except ModuleNotFoundError:
@@ -78,7 +84,7 @@ class K8s:
         return Rendered(spec.token, "rendered.yaml", text_of(manifest(spec)))
 
     def rehearse(self, rendered: Rendered) -> str | None:
-        """The API server's own dry run: admission, quota and every field, nothing is made."""
+        """The API server's own dry run of admission, quota and every field; nothing is made."""
         job_id = self._create(rendered, dry_run="All")
         return f"{job_id}: the API server would take it"
 
@@ -190,7 +196,7 @@ def _advice(answer: KubernetesError, kind: str) -> str:
 
 
 def _adopted(job_id: str, token: str) -> str:
-    """`job_id` if it carries our token; Refused when it is somebody else's."""
+    """`job_id` if its object carries our token; Refused when it is somebody else's."""
     namespace, kind, name = _parts(job_id)
     group, version, plural = KINDS[kind]
     try:
@@ -238,7 +244,10 @@ def _list(namespace: str, kind: str, **options: Any) -> list[Object] | None:
 
 
 def _everywhere(namespace: str, kind: str, selector: str) -> list[Object] | None:
-    """Objects in all namespaces, or in `namespace` where not all may be seen. Unreachable."""
+    """Objects of one kind in all namespaces, or in `namespace` for a user who may not see all.
+
+    Unreachable when the API server cannot be seen.
+    """
     group, version, plural = KINDS[kind]
     try:
         reply: Object = custom_objects(

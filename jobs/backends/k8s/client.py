@@ -49,17 +49,20 @@ def lines_of(response: Any) -> Iterator[str]:
 
 
 def custom_objects(call: Callable[[Any], T]) -> T:
-    """What `call` gets from the API of custom objects. Answer, Unreachable."""
+    """What `call` gets from the API of custom objects. KubernetesError, Unreachable."""
     return answered(lambda: call(_client("CustomObjectsApi")))
 
 
 def core_api(call: Callable[[Any], T]) -> T:
-    """What `call` gets from the core API: pods and their logs. Answer, Unreachable."""
+    """What `call` gets from the core API: pods and their logs. KubernetesError, Unreachable."""
     return answered(lambda: call(_client("CoreV1Api")))
 
 
 def answered(call: Callable[[], T]) -> T:
-    """The reply to one request. KubernetesError, or Unreachable for a broken connection."""
+    """The reply to one request.
+
+    KubernetesError for a status that is no success, Unreachable for a broken connection.
+    """
     try:
         return call()
     except (OSError, ValueError) as error:
@@ -81,7 +84,10 @@ def answered(call: Callable[[], T]) -> T:
 
 
 def _client(api: str) -> Any:
-    """An API of the client, configured as the user or the pod is. Unreachable when neither is."""
+    """An API of the client, with the configuration of the user or of the pod.
+
+    ConfigError without the kubernetes package, Unreachable when there is no configuration.
+    """
     try:
         client, config = (
             importlib.import_module("kubernetes.client"),

@@ -62,7 +62,10 @@ K8S_ONLY = ("image", "namespace", "queue", "service_account", "volumes", "wandb_
 def refuse_foreign(
     spec: JobSpec, keys: tuple[str, ...], *, backend: str, allow_gpu_model: bool = False
 ) -> None:
-    """ConfigError names every key that `backend` does not know, and jobs to wait for."""
+    """ConfigError names every key of the job dictionary that `backend` does not know.
+
+    Jobs to wait for are named too.
+    """
     default, job = JobConfig(), spec.job
     found = [key for key in keys if getattr(job, key) != getattr(default, key)]
     of_gpu = ("gpu_mem",) if allow_gpu_model else ("gpu_mem", "gpu_model")
@@ -85,7 +88,10 @@ def text_of(manifest: dict[str, Any]) -> str:
 
 
 def name_of(token: str) -> str:
-    """The object's name: the token with "-" for "_", or ConfigError. Inverse: `token_in`."""
+    """The object's name: the token with "-" for "_"; ConfigError when it cannot be one.
+
+    `token_in` is its inverse.
+    """
     name = token.replace("_", "-")
     if not TOKEN_FORM.match(token) or not DNS_LABEL.match(name):
         raise ConfigError(
@@ -143,7 +149,10 @@ def labels(spec: JobSpec) -> dict[str, str]:
 
 
 def label(text: str) -> str:
-    """`text` as a label: "-" for what none may hold, 63 letters, a letter or digit at the ends."""
+    """`text` with what a label may not hold replaced by "-".
+
+    At most 63 letters, with a letter or a digit at both ends.
+    """
     return re.sub(r"[^A-Za-z0-9_.-]", "-", text)[:63].strip("-_.")
 
 
@@ -170,12 +179,12 @@ def job_spec(spec: JobSpec) -> Any:
 
 
 def _single_rules() -> list[Any]:
-    """Bad input ends the Job with a reason of its own; a pod evicted or preempted is replaced."""
+    """Bad input ends the Job with a reason of its own; an evicted or preempted pod is replaced."""
     return [_on_exit("FailJob", EXIT_BAD_INPUT), _on_disruption("Ignore")]
 
 
 def _gang_rules() -> list[Any]:
-    """A node taken away fails the child Job as `PodFailurePolicy`; the JobSet restarts all."""
+    """A lost node fails the child Job as `PodFailurePolicy`; then the JobSet restarts all nodes."""
     return [_on_disruption("FailJob"), _on_exit("FailJob", EXIT_PREEMPTED)]
 
 
@@ -196,7 +205,7 @@ def _on_disruption(action: str) -> Any:
 
 
 def _gang(spec: JobSpec) -> dict[str, Any]:
-    """The JobSet's spec: one child Job of a pod for each node, DNS names for the rendezvous."""
+    """The JobSet's spec: one child Job with a pod per node, and DNS names for the rendezvous."""
     preempted = {
         "name": "preempted",
         "action": "RestartJobSet",
@@ -247,7 +256,7 @@ def pod_spec(spec: JobSpec) -> Any:
 
 
 def resources(spec: JobSpec) -> Any:
-    """Requests for the scheduler; memory is a limit too: a leak ends one job and not a node."""
+    """Requests for the scheduler; memory is a limit too, so that a leak ends a job, not a node."""
     wanted = spec.job.resources
     memory = f"{wanted.mem}Gi"
     limits = {"memory": memory, **({"nvidia.com/gpu": str(wanted.gpu)} if wanted.gpu else {})}
@@ -257,7 +266,7 @@ def resources(spec: JobSpec) -> Any:
 
 
 def variables(spec: JobSpec) -> list[Any]:
-    """What the wrapper must know. The training's environment stands in spec.json."""
+    """What the wrapper must know; the training's own environment it reads in spec.json."""
     models = _models()
     # the same at every restart
     found = [models.V1EnvVar(name="LATHE_JOB_ID", value=literal(job_id(spec)))]
@@ -281,7 +290,10 @@ def job_id(spec: JobSpec) -> str:
 
 
 def storage(spec: JobSpec) -> tuple[list[Any], list[Any]]:
-    """Volumes and mounts of `job.volumes`, and shared memory for jobs with GPUs."""
+    """Volumes and mounts of `job.volumes`, and shared memory for jobs with GPUs.
+
+    There is one volume for each claim.
+    """
     models = _models()
     parsed = [_volume(text) for text in spec.job.volumes]
     names = {
@@ -317,7 +329,10 @@ def _volume(text: str) -> tuple[str, str, bool]:
 
 
 def checked(spec: JobSpec) -> JobSpec:
-    """`spec`; ConfigError with every fault that the API server or a pod would only show later."""
+    """`spec` itself; ConfigError with every fault in it.
+
+    These are faults that the API server or a pod would only show later.
+    """
     refuse_foreign(spec, ("address", *FOREIGN), backend="k8s")
     faults = [*_name_faults(spec), *_volume_faults(spec), *text_faults(spec)]
     if faults:
@@ -379,7 +394,11 @@ def _is_path(path: str) -> bool:
 
 
 def text_faults(spec: JobSpec) -> list[str]:
-    """Control characters, refused by YAML, paths that lead elsewhere, and no program."""
+    """Faults of texts, a sentence for each.
+
+    Control characters, which YAML and the kernel refuse, paths that lead elsewhere, and what is no
+    program.
+    """
     found = list[str]()
     if (
         not spec.wrapper
@@ -406,7 +425,10 @@ def text_faults(spec: JobSpec) -> list[str]:
 
 
 def literal(text: str) -> str:
-    """`text` so that the process gets it as it is: without expansion of $(NAME)."""
+    """`text` as Kubernetes must get it, so that $(NAME) in it is not expanded.
+
+    The process then gets `text` as it is.
+    """
     return text.replace("$", "$$")
 
 

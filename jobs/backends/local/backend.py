@@ -89,7 +89,10 @@ class Local:
         )
 
     def render(self, spec: JobSpec) -> Rendered:
-        """The queue's entry. Keys of clusters are left out, so that any group can be tried."""
+        """The queue's entry; keys of clusters mean nothing here and are left out.
+
+        So any group can be tried locally.
+        """
         if spec.job.nodes > 1:
             raise ConfigError(
                 f"nodes={spec.job.nodes}: the local queue is one machine. Use nodes=1, or -j slurm."
@@ -128,7 +131,10 @@ class Local:
         return "fits this machine"
 
     def submit(self, rendered: Rendered) -> str:
-        """Put it into the queue and see that a runner lives. Unreachable: it may be in another."""
+        """Put it into the queue and see that a runner lives.
+
+        Unreachable when it may be in another queue already.
+        """
         self.rehearse(rendered)
         entry = json.loads(rendered.text)
         with refusals(self._queue.folder):
@@ -185,7 +191,10 @@ class Local:
         )
 
     def cancel(self, job_id: str) -> None:
-        """Ask for its end: a waiting job leaves, a running one gets SIGTERM. Unreachable."""
+        """Ask for its end: a waiting job leaves the queue, a running one gets SIGTERM and may save.
+
+        Unreachable when its queue cannot be seen.
+        """
         token = self._own(job_id)
         if token is None:
             raise Unreachable(_where(job_id))
@@ -198,7 +207,10 @@ class Local:
             raise Unreachable(f"asked for the end of {job_id}, but: {_out_of_sight(entry)}")
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
-        """What the wrapper printed; the training's own is in the attempt's folder. Unreachable."""
+        """What the wrapper printed; the training's own output is in the attempt's folder.
+
+        Unreachable when its queue cannot be seen.
+        """
         token = self._own(job_id)
         if token is None:
             raise Unreachable(_where(job_id))

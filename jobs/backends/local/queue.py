@@ -71,7 +71,10 @@ class QueuedJob:
         return self.folder.name
 
     def read(self) -> dict[str, Any]:
-        """Its wrapper, workdir, id, gpus, cpus, grace_s, group, max_parallel, after (ids), at."""
+        """What was submitted.
+
+        Its keys: wrapper, workdir, id, gpus, cpus, grace_s, group, max_parallel, after (ids), at.
+        """
         value = read_json(self.folder / "entry.json")
         assert value is not None, "an entry comes into the queue whole"
         return value
@@ -95,14 +98,20 @@ class QueuedJob:
 
 @dataclass(frozen=True)
 class Queue:
-    """The folder, for those who submit and look. environment: of the runner; None: theirs."""
+    """The folder, for those who submit and look.
+
+    environment: of the runner that they wake; None: their own.
+    """
 
     folder: Path
     environment: Mapping[str, str] | None = None
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        """{"id", "host"} of this queue, given at its first use. StorageError, ConfigError."""
+        """{"id", "host"} of this queue, given at its first use and kept for ever.
+
+        StorageError when it cannot be written, ConfigError when it is damaged.
+        """
         path = self.folder / "identity.json"
         try:
             found = read_json(path)
@@ -139,7 +148,10 @@ class Queue:
             return set()
 
     def has_succeeded(self, tokens: Iterable[str]) -> bool | None:
-        """Whether one of these attempts at an experiment has succeeded; None while one may."""
+        """Whether one of these attempts (at one experiment) has succeeded.
+
+        None while one of them, or a next, still may.
+        """
         ended = [
             (entry, entry.ended()) for entry in map(self.entry, sorted(tokens, key=attempt_of))
         ]
@@ -182,7 +194,10 @@ class Queue:
             return not is_free
 
     def wake(self) -> None:
-        """Start a runner unless there is one. It outlives this process. Elsewhere: nothing."""
+        """Start a runner unless there is one. It lives on when this process ends.
+
+        On another host than the queue's, this does nothing.
+        """
         if not self.is_here:
             return
         with _waking:
@@ -190,7 +205,10 @@ class Queue:
                 _woken[self.folder] = (time.monotonic(), self._spawn())
 
     def _is_waking(self) -> bool:
-        """Whether the runner that this process started will still look for jobs."""
+        """Whether the runner that this process started will still look for jobs.
+
+        It stays, or waits for its turn, for IDLE_S seconds.
+        """
         if self.folder not in _woken:
             return False
         woken_at, runner = _woken[self.folder]
@@ -219,7 +237,10 @@ def attempt_of(token: str) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def runner_lock(folder: Path, kind: int) -> Generator[bool]:
-    """Whether the lock could be taken, to run (LOCK_EX) or look (LOCK_SH), for this block."""
+    """Whether the runner's lock could be taken; it is held while the block lasts.
+
+    kind: LOCK_EX to be the runner, LOCK_SH to look whether there is one.
+    """
     if not folder.is_dir():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (folder / "runner.lock").open("ab") as file:

@@ -50,7 +50,10 @@ class Capacity:
 
     @classmethod
     def here(cls, environ: Mapping[str, str] = os.environ) -> Capacity:
-        """Cores and GPUs here, within LATHE_QUEUE_CPUS and CUDA_VISIBLE_DEVICES. ConfigError."""
+        """Cores and GPUs of this machine, as LATHE_QUEUE_CPUS and CUDA_VISIBLE_DEVICES limit them.
+
+        ConfigError when LATHE_QUEUE_CPUS is no number of cores, or 0.
+        """
         text = environ.get("LATHE_QUEUE_CPUS") or str(os.cpu_count() or 1)
         if not re.fullmatch("0*[1-9][0-9]{0,5}", text):
             raise ConfigError(
@@ -180,7 +183,10 @@ class Runner:
             self._end_if_unwanted(token, facts)
 
     def _end_if_unwanted(self, token: str, facts: dict[str, Any]) -> bool:
-        """End a waiting job that was cancelled, or whose predecessor failed; whether it was."""
+        """End a waiting job that was cancelled, or whose predecessor did not succeed.
+
+        Returns whether the job was ended.
+        """
         entry = self.queue.entry(token)
         if entry.is_cancelled():
             entry.end(CANCELLED, "cancelled before it started")
@@ -201,7 +207,10 @@ class Runner:
         return self.verdicts[name]
 
     def _start_what_fits(self) -> None:
-        """First come, first served: a job that waits for devices is not overtaken."""
+        """Start waiting jobs in the order in which they came, until the next one does not fit.
+
+        A job that waits for devices is not overtaken, so that it cannot starve.
+        """
         for token in sorted(self.waiting, key=lambda token: (self.waiting[token]["at"], token)):
             facts, gpus = self.waiting[token], self._free_gpus()
             is_held = any(self._has_succeeded(other) is not True for other in facts["after"])
@@ -279,7 +288,10 @@ def _signal(live: Live, number: signal.Signals) -> None:
 
 
 def serve(queue: Queue) -> None:
-    """Run the queue until it is empty, unless another process does. ConfigError for bad limits."""
+    """Run the queue until it is empty, unless another process does.
+
+    ConfigError when LATHE_QUEUE_CPUS is no number of cores, or 0.
+    """
     capacity, tries = Capacity.here(), 0
     while tries < LOCK_TRIES:
         runner = None

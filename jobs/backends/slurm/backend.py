@@ -88,7 +88,10 @@ class Slurm:
         return findings
 
     def render(self, spec: JobSpec) -> Rendered:
-        """The sbatch call of one attempt. ConfigError for foreign keys and impossible values."""
+        """The sbatch call of one attempt.
+
+        ConfigError for keys of other schedulers and for values it cannot carry.
+        """
         attempt = PurePath(spec.folder) / "attempts" / str(spec.attempt)
         options = [f"--comment=lathe {spec.exp_id} {spec.attempt}", *_options(spec, spec.token)]
         argv = _sbatch([*options, *_output(attempt, "slurm-%j.txt")])
@@ -106,7 +109,10 @@ class Slurm:
         return done.words.removeprefix("sbatch: ") or None
 
     def submit(self, rendered: Rendered) -> str:
-        """The id. Refused: Slurm looked at it and said no. Unreachable: it may be there."""
+        """The id. Refused: Slurm looked at it and said no.
+
+        Unreachable: there was no clear answer, so it may be there.
+        """
         if shutil.which(rendered.argv[0]) is None:
             raise Refused(
                 f"{rendered.argv[0]} is not on PATH, so nothing was sent. Log in to a node of "
@@ -123,7 +129,10 @@ class Slurm:
         raise rejection(done, rendered.token)
 
     def find(self, token: str) -> list[str]:
-        """Ids of all jobs of this name (an array: its own) that Slurm remembers. Unreachable."""
+        """Ids of all jobs of this name (of an array: its own id), as far back as Slurm remembers.
+
+        Unreachable when the scheduler cannot be seen.
+        """
         if not TOKEN.match(token):
             return []
         lines = ask(
@@ -134,7 +143,10 @@ class Slurm:
         return sorted((text for text in ids if ID.match(text)), key=int)
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
-        """States of these jobs; without accounting, ended ones only for MinJobAge. Unreachable."""
+        """States of these jobs and array elements; Unreachable when the scheduler cannot be seen.
+
+        Without accounting, ended ones are known for MinJobAge only.
+        """
         wanted = [job_id for job_id in dict.fromkeys(ids) if ID.match(job_id)]
         rows: dict[str, QueueLine] = {}
         for first in range(0, len(wanted), MANY):
@@ -147,7 +159,10 @@ class Slurm:
         return {job_id: observed(rows[job_id], around) for job_id in wanted if job_id in rows}
 
     def cancel(self, job_id: str) -> None:
-        """Ask for its end; one that has ended is fine. Refused (not ours), Unreachable."""
+        """Ask for its end; one that has ended or is forgotten is fine.
+
+        Refused when it is not ours, Unreachable when the scheduler cannot be seen.
+        """
         done = call(["scancel", _checked_id(job_id)], timeout_s=ASK_S)
         if done.code != 0 and not ENDED.search(done.err):
             raise rejection(done, f"cancel {job_id}")
@@ -175,7 +190,10 @@ class Slurm:
             yield rest.decode(errors="replace")
 
     def max_array(self) -> int:
-        """MaxArraySize or, where that is smaller, max_array_tasks. Unreachable."""
+        """MaxArraySize (its largest index is one less), or max_array_tasks where that is smaller.
+
+        Unreachable when the scheduler cannot be seen.
+        """
         found = config()
         sizes = [found.get("MaxArraySize", "0")]
         sizes += re.findall(r"max_array_tasks=(\d+)", found.get("SchedulerParameters", ""))
@@ -184,7 +202,7 @@ class Slurm:
     def render_array(
         self, specs: Sequence[JobSpec], *, token: str, index_file: str, max_parallel: int | None
     ) -> Rendered:
-        """One `sbatch --array`. ConfigError when specs differ in what an array shares."""
+        """One `sbatch --array`. ConfigError when the specs differ in what its elements share."""
         first = specs[0]
         for spec in specs:
             differs = [
@@ -251,7 +269,10 @@ def _options(spec: JobSpec, token: str) -> list[str]:
 
 
 def _limit(job: JobConfig) -> str | None:
-    """Slurm's own limit, after the wrapper's: max_run_time, grace_s and a minute."""
+    """Slurm's own limit, h:mm:ss: max_run_time, grace_s and a minute; None without a limit.
+
+    It comes after that of the wrapper.
+    """
     if job.max_run_time is None:
         return None
     seconds = job.max_run_time + job.grace_s + 60
@@ -316,7 +337,7 @@ def _checked_id(job_id: str) -> str:
 
 
 def _folder_of(job_id: str) -> Path | None:
-    """The folder that a job was sent from, where its text lies; None for a forgotten one."""
+    """The folder that a job was sent from, where its text lies; None when Slurm forgot the job."""
     lines = listed([job_id], "--format=%Z") or history(f"--jobs={job_id}", "--format=WorkDir")
     return Path(lines[0]) if lines and lines[0].startswith("/") else None
 

@@ -187,7 +187,7 @@ def rejection(done: Done, what: str) -> Refused | Unreachable:
 
 
 def listed(ids: Sequence[str], columns: str) -> list[str]:
-    """Lines of squeue for these jobs, dead ones too; of an unknown id none. Unreachable."""
+    """Lines of squeue for these jobs, dead ones too, none for an unknown id. Unreachable."""
     done = call(
         ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", columns],
         timeout_s=ASK_S,
@@ -209,7 +209,10 @@ def queued(ids: Sequence[str]) -> Iterator[QueueLine]:
 
 
 def past(ids: Sequence[str]) -> Iterator[QueueLine]:
-    """Rows of the ended jobs that accounting knows; what it calls alive is left out."""
+    """Rows of the ended jobs that accounting knows.
+
+    One that it calls alive is left out: the controller would know it.
+    """
     for line in history(f"--jobs={','.join(ids)}", f"--format={HISTORY}"):
         fields = line.split("|")
         if len(fields) == 4 and STATES.get(fields[1].partition(" ")[0], "running") not in ACTIVE:
@@ -220,7 +223,10 @@ def past(ids: Sequence[str]) -> Iterator[QueueLine]:
 
 
 def history(*options: str) -> list[str]:
-    """Lines of sacct; none without accounting or its database: it only adds to squeue."""
+    """Lines of sacct; none without accounting, and none while its database is away.
+
+    They only add to what squeue says.
+    """
     try:
         done = call(
             ["sacct", "--noheader", "--parsable2", "--allocations", *options], timeout_s=ASK_S

@@ -60,13 +60,19 @@ log = logging.getLogger(__name__)
 
 
 class Toolkit:
-    """Jobs on Toolkit, one container each; all that a job reads or writes lies in `data`."""
+    """Jobs on Toolkit, one container each.
+
+    Everything that a job reads or writes lies in the mounts of `data`.
+    """
 
     name: ClassVar[str] = "toolkit"
     validation: ClassVar[str] = "stand-in only; never reached the real service"
 
     def __init__(self, *, account: str | None = None, retry_s: float | None = None) -> None:
-        """account: looked at besides one's own. retry_s: for so long reading is retried."""
+        """account: where to look for jobs, besides one's own.
+
+        retry_s: how long reading is retried, in seconds.
+        """
         self.account = account
         self.retry_s = (
             float(os.environ.get("LATHE_EAI_RETRY_S", RETRY_S)) if retry_s is None else retry_s
@@ -100,7 +106,7 @@ class Toolkit:
         ]
 
     def render(self, spec: JobSpec) -> Rendered:
-        """One `eai job new`. ConfigError for foreign keys and folders in no mount."""
+        """One `eai job new`. ConfigError for keys of other schedulers, and folders in no mount."""
         if spec.after:
             raise ConfigError(
                 f"toolkit: after={spec.after}: Toolkit has no dependencies between jobs. Leave "
@@ -174,7 +180,7 @@ class Toolkit:
             raise Unreachable(f"eai job kill {job_id}: {answer.text}")
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
-        """Lines of all runs of a job; with `follow` until it ends. Nothing for an unknown one."""
+        """Lines of all runs of a job; with `follow` until it ends. Nothing for an unknown job."""
         if follow:
             yield from followed(job_id)
             return
@@ -333,7 +339,10 @@ def _key_problems(
 
 
 def _mount_problems(job: JobConfig, workdir: str, writes: Sequence[str]) -> list[str]:
-    """Folders that the container would not have: it sees nothing but the mounts."""
+    """Folders that the container would not have.
+
+    It sees nothing of the submitter's disk but the mounts.
+    """
     mounts = [match for text in _mounts(job) if (match := MOUNT.match(text))]
     rw = [match for match in mounts if match[2] != "ro"]
     reads = [workdir, *([job.wandb_key_file] if job.wandb_key_file else [])]

@@ -86,7 +86,10 @@ class EaiJob:
         return self.will_rerun or STATES.get(self.state, "running") in ("queued", "running")
 
     def observed(self) -> Observed:
-        """The same in the words of jobs.protocol. A state that says nothing: that of its runs."""
+        """The same in the words of jobs.protocol.
+
+        A state that says nothing leaves the job where its runs say it is.
+        """
         state = STATES.get(self.state, "running" if self.runs else "queued")
         exit_code = self.runs[-1].get("exitCode") if self.runs else None
         return Observed(
@@ -142,7 +145,10 @@ def call(*words: str, timeout_s: float) -> ToolkitReply:
 
 
 def parsed(text: str, source: str) -> list[EaiJob]:
-    """The jobs of `--format json`: one object in a line, or one array. Unreachable for others."""
+    """The jobs of `--format json`: one object in a line, or one array.
+
+    Unreachable when it is something else.
+    """
     try:
         lines = [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError:

@@ -136,7 +136,10 @@ def get_job(api: Toolkit, job_id: str) -> HavenJob:
 
 
 def kill_job(api: Toolkit, job_id: str) -> None:
-    """Ask for the end of a job and wait until it is dead. Unreachable after ten minutes."""
+    """Ask for the end of a job and wait until it is dead.
+
+    Unreachable when it lives on for ten minutes.
+    """
     api.cancel(job_id)
     end = time.monotonic() + KILL_S
     while (job := api.details([job_id]).get(job_id)) is not None and job.is_alive:
@@ -242,7 +245,10 @@ def _loaded(name: str) -> Any:
 
 @contextmanager
 def _pkg_resources() -> Generator[None]:
-    """Answer haven's one question to pkg_resources where setuptools has none; nobody else's."""
+    """Answer haven's one question to pkg_resources, where setuptools has none.
+
+    The answer is gone after the block: others must not find it.
+    """
     if "haven" in sys.modules or importlib.util.find_spec("pkg_resources") is not None:
         yield
         return
@@ -260,7 +266,10 @@ def _distribution(name: str) -> SimpleNamespace:
 
 
 def _eastern_time(fname: str | None = None, timezone: str = "US/Eastern") -> str:
-    """When a file was changed (or now) as haven writes it, "03:14 PM (Nov 21)"; TZ stays."""
+    """When a file was changed (or now) as haven writes it: "03:14 PM (Nov 21)".
+
+    This process' TZ is not touched.
+    """
     try:
         # the first is an optional alias
         zone = ZoneInfo({"US/Eastern": "America/New_York"}.get(timezone, timezone))

@@ -39,7 +39,10 @@ def nq_folder(folder: Path | None) -> Path:
 
 
 def corpus_file(folder: Path | None, name: str) -> Path:
-    """A file of passages in --data_path or its subfolder nq, with or without .gz in its name."""
+    """A file of passages in --data_path or its subfolder nq.
+
+    It may be packed, with or without .gz in its name.
+    """
     folder = given_folder(folder, f"{name} (passages: id, text, title)")
     return _present(folder / name) or _present(folder / "nq" / name) or folder / name
 
@@ -71,7 +74,11 @@ def split_file(
 
 
 def first_split_file(folder: Path | None, split: str) -> Path:
-    """The first of train.jsonl, or valid.jsonl, val.jsonl, dev.jsonl, or test.jsonl there."""
+    """The first of a split's files that is there, in the order of the names below.
+
+    For train: train.jsonl; for valid: valid.jsonl, val.jsonl, dev.jsonl; for test: test.jsonl.
+    DataError when none is there.
+    """
     folder = given_folder(folder, "train.jsonl and valid.jsonl")
     names = [f"{stem}.jsonl" for stem in split_names(split)]
     for name in names:

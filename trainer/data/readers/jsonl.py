@@ -41,7 +41,10 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
-    """The objects of a JSON-lines file. DataError for bad JSON, no object, or an empty file."""
+    """The objects of a JSON-lines file.
+
+    DataError for malformed JSON, a line that is no object, or an empty file.
+    """
     return (row for _, row in numbered_jsonl(path))
 
 

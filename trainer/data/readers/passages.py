@@ -39,7 +39,10 @@ def passages(path: Path) -> Iterator[Row]:
 
 
 def corpus_passages(folder: Path | None, name: str) -> Iterator[Row]:
-    """{"id", "text", "title"} (maybe "") of every passage of a file of --data_path or its nq/."""
+    """{"id", "text", "title"} of every passage of a file of --data_path or its subfolder nq.
+
+    The title may be "".
+    """
     for row in written_passages(corpus_file(folder, name)):
         yield {"id": row["id"], "text": row["text"], "title": row.get("title", "")}
 

@@ -85,7 +85,10 @@ def qa_rows(folder: Path | None, split: str) -> Iterator[Row]:
 
 
 def text_rows(folder: Path | None, split: str, names: Sequence[str]) -> Iterator[Row]:
-    """Rows {name: text} of `qa_rows`' files. DataError for a line where one is missing."""
+    """Rows {name: text} of the files of `qa_rows`, for these names.
+
+    DataError for a line where one is missing.
+    """
     path = first_split_file(folder, split)
     for line, raw in numbered_jsonl(path):
         yield {name: fields.required_text(raw, name, f"{path}, line {line}") for name in names}

@@ -103,7 +103,10 @@ def _nq_rows(data_path: Path | None, split: str, file: str | None) -> Iterator[R
 
 
 def _documentation_rows(split: str, contexts: int) -> Iterator[Row]:
-    """Row i's own passage is at place i modulo their number, so that the place tells nothing."""
+    """Rows about documentation, each with its own passage among others.
+
+    That of row i is at place i modulo the number of passages, so that the place tells nothing.
+    """
     documented = stdlib_docs.qa_rows(split)
     passages = [
         {"id": str(index), "title": row["title"], "text": row["context"]}
@@ -154,7 +157,7 @@ def _ranked_rows(
 def _read_ranking(
     path: Path, ranked: dict[str, list[RankedPassage]], *, contexts: int, sort_by_score: bool
 ) -> None:
-    """Fills `ranked`; lines for other questions are left out, their number logged."""
+    """Fills `ranked`; lines for other questions are left out, and their number is logged."""
     unknown: set[str] = set()
     for question, passage in ranked_passages(path):
         best = ranked.get(question)
@@ -182,7 +185,10 @@ def _read_ranking(
 
 
 def _question(raw: Row, place: str, *, index: int, split: str) -> Row:
-    """{"id", "question", "answers", "target"?}; the default id is the index in the file."""
+    """{"id", "question", "answers", "target"?} of a raw row.
+
+    Without an id of its own, its index in the file, from 0, is the id.
+    """
     id_name, number = fields.first_given(raw, fields.QUESTION_IDS)
     name, question = fields.first_given(raw, fields.QUESTIONS, "question")
     if question is None:

@@ -20,7 +20,10 @@ from trainer.tasks.token_task import TokenTask
 
 
 class CausalLM(nn.Module):
-    """A stock causal LM whose forward gives the summed loss; the head runs on labels only."""
+    """A stock causal LM whose forward gives the summed loss.
+
+    The head runs on labelled positions only.
+    """
 
     def __init__(self, base: Any) -> None:
         super().__init__()

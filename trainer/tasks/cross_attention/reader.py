@@ -66,7 +66,10 @@ class Reader:
         *,
         search: Search = GREEDY,
     ) -> list[str]:
-        """The best answer to each question, all in one batch; contexts: a text or several each."""
+        """The best answer to each question, all in one batch.
+
+        contexts: for each question one text, or several.
+        """
         given = [[texts] if isinstance(texts, str) else list(texts) for texts in contexts]
         rows = [
             {"question": q, "contexts": c, "answers": [""]}

@@ -54,7 +54,10 @@ IS_CONTEXT = "is_context"  # marks a row, raw or encoded, whose decoder predicts
 
 
 class Task(TokenTask[Config]):
-    """A question (and its answer) in the decoder, its context behind the cross-attention."""
+    """A question (and the answer being written) in the decoder.
+
+    Its context is behind the cross-attention.
+    """
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
@@ -114,7 +117,10 @@ class Task(TokenTask[Config]):
         return questions.with_another_context(list(rows))
 
     def encode(self, row: Row) -> Encoded:
-        """Token ids: decoder text with its end and EOS, and the context's chunks, cut to limits."""
+        """Token ids: decoder text with its end and EOS, and the context's chunks.
+
+        Each is cut to its limit.
+        """
         if not self.cfg.data.include_context_ids:
             return self.prompts.encode(row)
         is_context = IS_CONTEXT in row
@@ -175,7 +181,11 @@ class Task(TokenTask[Config]):
 
     @cached_property
     def is_packed(self) -> bool:
-        """ConfigError when it is asked for and the base's attention cannot be replaced."""
+        """Whether batches are packed.
+
+        ConfigError when that is asked for and the base's attention is not the one that can be
+        replaced.
+        """
         asked = self.cfg.data.packed
         if asked is False:
             return False
@@ -203,7 +213,10 @@ class Task(TokenTask[Config]):
         return batch
 
     def _decoder(self, row: Mapping[str, Any]) -> list[int]:
-        """The decoder's ids; in training, a context's parts may be reordered, anew each time."""
+        """The decoder's ids.
+
+        In training, a context may have its parts reordered, anew whenever it is visited.
+        """
         ids = [int(token) for token in row["decoder"]]
         if IS_CONTEXT not in row or not row[IS_CONTEXT][0] or DRAW not in row:
             return ids
@@ -229,7 +242,10 @@ class Task(TokenTask[Config]):
             yield _loss(model, batch)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
-        """loss: per labelled token. shuffled_loss: under another row's context."""
+        """loss: per labelled token.
+
+        shuffled_loss: the same under another row's context; higher, if the layers read it.
+        """
         units = self.units(batch)
         scores: dict[str, Ratio | GatheredValues] = {"loss": Ratio(_loss(model, batch), units)}
         if any(name.startswith(f"{_OTHER}_") for name in batch):

@@ -1,4 +1,4 @@
-"""Ragged passages -> one stream of real tokens, and where each lies among its question's."""
+"""Ragged passages -> one stream of real tokens, and where each token lies in its question's."""
 
 from __future__ import annotations
 

@@ -168,7 +168,10 @@ def _read_pickle(file: Path) -> Source:
 
 
 def _unpickled(file: Path) -> Any:
-    """The content of a file of torch.save: tensors, containers and argparse.Namespace alone."""
+    """The content of a file of torch.save.
+
+    Tensors, plain containers and argparse.Namespace, never anything else.
+    """
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(
@@ -221,7 +224,10 @@ def _wrapped_name(name: str) -> str:
 
 
 def _config_of(tensors: Mapping[str, Tensor], source: Path) -> dict[str, Any]:
-    """What config.json would say, from shapes; the rest as in published T5s. minFiD stores none."""
+    """What config.json would say, from the shapes; the rest as every published T5 has it.
+
+    minFiD stores no config.
+    """
     block = "encoder.block.0.layer."
     gated = f"{block}1.DenseReluDense.wi_0.weight" in tensors
     names = [
@@ -366,7 +372,10 @@ def _write_t5(found: Source, out: Path, tokenizer: str | None) -> None:
 
 
 def _tokenizer(spec: str, cache_dir: Path) -> Any:
-    """The tokenizer of a folder or Hub id; a folder may hold a bare spiece.model, as at first."""
+    """The tokenizer of a folder or Hub id.
+
+    A folder may hold a bare spiece.model, as T5 was published at first.
+    """
     folder = Path(spec)
     is_bare = (folder / "spiece.model").is_file() and not (
         folder / "tokenizer_config.json"

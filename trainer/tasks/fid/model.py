@@ -43,7 +43,10 @@ class FiD(nn.Module):
     """A T5 whose forward reads a packed batch (packing.pack)."""
 
     def __init__(self, t5: Any, reader: Reader, *, recompute: bool = False) -> None:
-        """t5: a T5ForConditionalGeneration. recompute: every checkpoint_every-th encoder block."""
+        """t5: a T5ForConditionalGeneration.
+
+        recompute: every reader.checkpoint_every-th encoder block in backward.
+        """
         super().__init__()
         self.t5, self.reader, self.recompute = t5, reader, recompute
         if reader.dropout is not None:
@@ -83,7 +86,10 @@ class FiD(nn.Module):
         return t5_encoder.encode(self.t5.encoder, batch, attend=attend, recompute_every=every)
 
     def fuse(self, states_MD: Tensor, batch: Batch) -> Tensor:
-        """(M, D) states of all tokens -> (B, S, D): all passages of a question for the decoder."""
+        """(M, D) states of all tokens -> (B, S, D).
+
+        So the decoder sees all passages of a question at once.
+        """
         mask_BS = batch["fused_mask"]
         flat = states_MD.new_zeros(mask_BS.numel(), states_MD.shape[-1]).index_copy(
             0, batch["fused"], states_MD
@@ -194,7 +200,10 @@ def _add_cross_bias(t5: Any) -> None:
 
 @contextmanager
 def _cross_projections(t5: Any) -> Iterator[Callable[[], list[tuple[Tensor, Tensor]]]]:
-    """Inside, every cross-attention's queries and keys are kept, for the yielded call."""
+    """Inside, every cross-attention's projected queries and keys are kept.
+
+    The yielded call gives the pairs.
+    """
     kept: dict[tuple[int, str], Tensor] = {}
 
     def keep(name: tuple[int, str], module: nn.Module, inputs: Any, output: Tensor) -> None:

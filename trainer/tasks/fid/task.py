@@ -1,4 +1,7 @@
-"""Questions answered by a T5 that reads many retrieved passages: a reader of open questions."""
+"""Questions answered by a T5 that reads many retrieved passages.
+
+It is the reader of NaturalQuestions and TriviaQA.
+"""
 
 from __future__ import annotations
 
@@ -257,7 +260,10 @@ class Task(TokenTask[Config]):
     def passage_scores(
         self, model: nn.Module, rows: Sequence[Mapping[str, Any]]
     ) -> list[list[float]]:
-        """How much the first decoder step attends to each passage (FiD-KD); [] without any."""
+        """How much the first decoder step attends to each passage (FiD-KD).
+
+        The list of a question without passages is empty.
+        """
         batch = self._on_device(rows)
         scores = model(score_passages=True, **batch)["passage_scores"].tolist()
         question = batch["question"].tolist()

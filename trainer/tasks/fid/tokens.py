@@ -26,11 +26,17 @@ class Prompts:
         self.end = eos_id(tokenizer)
 
     def question(self, text: str) -> list[int]:
-        """What stands in front of every passage of a question; the whole prompt of one without."""
+        """What stands in front of every passage of a question.
+
+        Alone it is the prompt of a question without passages.
+        """
         return self._ids([f"question: {text}"])[0]
 
     def passages(self, passages: Sequence[Mapping[str, str]]) -> list[list[int]]:
-        """What stands behind the question; no title is "". Cut to data.passage_tokens."""
+        """What stands behind the question, cut to data.passage_tokens.
+
+        A missing title is an empty one.
+        """
         texts = [
             f" title: {passage.get('title', '')} context: {passage['text']}" for passage in passages
         ]
@@ -45,7 +51,10 @@ class Prompts:
         return [ids[: self.data.target_tokens] for ids in self._whole_targets(row)]
 
     def lost_labels(self, row: Row) -> tuple[int, int]:
-        """(tokens that data.target_tokens cuts off all targets, of how many); zeros without."""
+        """(tokens that data.target_tokens cuts off all targets, of how many).
+
+        Zeros where there is no limit.
+        """
         if self.data.target_tokens is None:
             return 0, 0
         lengths = [len(ids) for ids in self._whole_targets(row)]
@@ -72,7 +81,10 @@ class Prompts:
 
 
 def flat(lists: Sequence[Sequence[int]], name: str) -> dict[str, list[int]]:
-    """Lists of ids as the two fields that unflat() reads: all joined, and their lengths."""
+    """Lists of ids as the two fields that unflat() reads.
+
+    All of them one after the other, and their lengths.
+    """
     return {
         name: [token for ids in lists for token in ids],
         f"{name}_lengths": [len(ids) for ids in lists],
@@ -89,6 +101,9 @@ def unflat(row: Mapping[str, Any], name: str) -> list[Sequence[int]]:
 
 
 def drawn_target(row: Mapping[str, Any]) -> Sequence[int]:
-    """One target of an encoded row: in training the drawn one, else the first; [] of none."""
+    """One target of an encoded row; [] when it has none.
+
+    In training the one that the row's draw falls on, else the first.
+    """
     targets = unflat(row, "targets")
     return targets[int(row[DRAW][0]) % len(targets) if DRAW in row else 0] if targets else []

@@ -9,7 +9,10 @@ from trainer.errors import ConfigError
 
 
 def refuse_newer(config: Any, path: Path) -> None:
-    """ConfigError names all of a T5 that transformers 3.0.2, on which FiD runs, cannot express."""
+    """ConfigError for a T5 that transformers 3.0.2, on which FiD runs, cannot express.
+
+    It names everything about the T5 that it cannot.
+    """
     problems: list[str] = []
     if config.feed_forward_proj != "relu":
         problems.append(f"feed_forward_proj={config.feed_forward_proj!r}, want 'relu'")

@@ -19,7 +19,10 @@ CROSS_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.we
 
 @torch.no_grad()
 def add_cross_bias(t5: Any, source: str | RandomBase) -> None:
-    """Fill cross-attention's position biases from the folder `source`; ConfigError without any."""
+    """Fill the table of cross-attention's position biases from the folder `source`.
+
+    ConfigError when it has none.
+    """
     from safetensors import safe_open
 
     file = find_file(source, "model.safetensors") if isinstance(source, str) else None

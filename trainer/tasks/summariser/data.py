@@ -34,7 +34,10 @@ _INSTALL = "Install it: pip install 'lathe[datasets]'."
 
 
 def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
-    """The rows of "train", "valid" or "test". DataError names file and line of what is wrong."""
+    """The rows of "train", "valid" or "test".
+
+    DataError names file and line of what is missing or of another type.
+    """
     if split not in _FILE_NAMES:
         raise DataError(f"split={split!r} does not exist. Use {', '.join(_FILE_NAMES)}.")
     if data.source == "stdlib_docs":
@@ -128,7 +131,10 @@ def _file_of(data: Data, folder: Path | None, split: str) -> Path:
 
 
 def _numbered(path: Path) -> Iterator[tuple[int, Row]]:
-    """(number, row) of a file: the line of JSONL, else the row behind the header, from 1."""
+    """(number, row) of a file, counted from 1.
+
+    The number is the line of JSONL, else the row behind the header.
+    """
     readers = {".jsonl": numbered_jsonl, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}
     return readers[path.suffix](path)
 

@@ -53,7 +53,10 @@ class Summariser(nn.Module):
         return {"loss": smoothed_cross_entropy(logits_NV, labels[scored_BT], smoothing)}
 
     def _without_pads(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(B, T, D) -> (N, D) on its way into the head: logits for each pad would cost most."""
+        """(B, T, D) -> (N, D) on its way into the head, without the pads.
+
+        A vocabulary of logits for each pad would cost most.
+        """
         return inputs if self._scored_BT is None else (inputs[0][self._scored_BT],)
 
 

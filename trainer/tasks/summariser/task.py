@@ -131,7 +131,10 @@ class Task(TokenTask[Config]):
         return len(encoded["source"]) + max(map(int, encoded["targets_lengths"]), default=0)
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """input_ids, attention_mask (B, S) and labels (B, T); S and T are multiples of 8."""
+        """input_ids, attention_mask (B, S) and labels (B, T).
+
+        S and T are the longest of the rows, rounded up to multiples of 8.
+        """
         ids, mask = pad_right([row["source"] for row in rows], self.pad)
         targets, is_target = pad_right([self._target(row) for row in rows], self.pad)
         return {

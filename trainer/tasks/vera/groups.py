@@ -41,7 +41,10 @@ _CHOICES = 4
 
 
 def tasks_of(data: Data, split: str) -> Sequence[str]:
-    """The tasks of a split in their order; for test, perhaps valid_tasks. DataError for another."""
+    """The tasks of a split in their order; test falls back on valid_tasks.
+
+    DataError for an unknown split.
+    """
     named = {
         "train": data.train_tasks,
         "valid": data.valid_tasks,
@@ -53,7 +56,10 @@ def tasks_of(data: Data, split: str) -> Sequence[str]:
 
 
 def is_boolean(task: str, data: Data) -> bool:
-    """Whether the statements of a task are true or false by themselves, not one of a group true."""
+    """Whether the statements of a task are true or false by themselves.
+
+    Else one statement of each group is true.
+    """
     return task in BOOLEAN or task in data.boolean or DOCUMENTED.get(task, False)
 
 

@@ -131,7 +131,10 @@ def keys_by_label(statements: Statements) -> Keys:
 
 
 def keys_by_column(statements: Statements) -> Keys:
-    """The statements as keys and anchors in one, by class: first of its group or not."""
+    """The statements as keys and anchors in one, by class.
+
+    The classes: first of its group, which a false statement can be, or not.
+    """
     return _keys(statements, statements.column_S > 0)
 
 
@@ -274,7 +277,10 @@ def corrected_sums(
 
 
 def cross_entropy_count(is_multiple_choice_G: Tensor, *, norm: CrossEntropyNorm) -> Tensor:
-    """() int64: a batch's part of the divisor of the cross-entropies, known before the forward."""
+    """() int64: what a batch adds to the number that divides the cross-entropies.
+
+    It is known before the forward pass.
+    """
     if norm == "mc":
         return is_multiple_choice_G.sum()
     return _count(len(is_multiple_choice_G) if norm == "all_problems" else 1, is_multiple_choice_G)
@@ -290,7 +296,10 @@ def _count(number: int, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The statements of all ranks as keys without gradient, and this rank's contrastive weight."""
+    """The statements of all ranks as keys without gradient.
+
+    Also how much this rank's contrastive term counts.
+    """
 
     keys: Keys
     weight: float  # this rank's statements per group over those of all ranks

@@ -85,7 +85,10 @@ def statement_metrics(
 
 
 def best_rows(table: Tensor | np.ndarray) -> np.ndarray:
-    """The row of each problem's highest logit, of equals the first; problems by task and number."""
+    """The row of each problem's highest logit, the lowest column of equals.
+
+    The problems are in order of task and number.
+    """
     rows = _rows(table)
     ranked, firsts = _ranked(rows)
     return ranked[firsts]
@@ -108,7 +111,10 @@ def _ranked(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _averages(by_task: Mapping[str, float], parts: Mapping[str, Part]) -> dict[str, float]:
-    """The tasks' values, and their means over all tasks and each part, tasks weighing the same."""
+    """The tasks' values, and their means over all tasks and over each part.
+
+    Every task weighs the same.
+    """
     means = {"mean": float(np.mean(list(by_task.values())))} if by_task else {}
     for name, own in PARTS.items():
         values = [value for task, value in by_task.items() if parts[task] in own]

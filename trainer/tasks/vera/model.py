@@ -39,7 +39,10 @@ class Verifier(nn.Module):
         self.head = Head(encoder, seed=seed)
 
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
-        """Statements as read_by lays them out -> {"hidden": (S, D), "logits": (S,) fp32}."""
+        """Statements as read_by lays them out -> {"hidden": (S, D), "logits": (S,) fp32}.
+
+        hidden: the states of the last tokens.
+        """
         if "tokens" in batch:
             stack = self.encoder.encoder  # of a T5EncoderModel
             states_MD = t5_encoder.encode(

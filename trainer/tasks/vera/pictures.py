@@ -66,7 +66,10 @@ def reliability_diagram(
 
 
 def score_histogram(path: Path, scores: Values, labels: Values) -> None:
-    """Write how many true and how many false statements got each score. StorageError."""
+    """Write how many true and how many false statements got each score.
+
+    StorageError when the disk refuses.
+    """
     scores_N, is_true_N = np.asarray(scores, dtype=np.float64), np.asarray(labels) > 0.5
     of_class = [scores_N[is_true_N], scores_N[~is_true_N]]
     with _default_style():

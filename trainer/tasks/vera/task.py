@@ -226,7 +226,10 @@ class Task(TokenTask[Config]):
         )
 
     def _scored_apart(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        """Without a contrastive term no statement needs another group's: counts are exchanged."""
+        """Without a contrastive term no statement needs another group's.
+
+        Ranks exchange only their counts.
+        """
         kinds = torch.cat([batch["is_multiple_choice"] for batch in window])
         own = [
             losses.cross_entropy_count(kinds, norm=self.cfg.loss.ce_norm),

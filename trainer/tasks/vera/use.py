@@ -1,4 +1,7 @@
-"""What is done with a trained verifier: its temperature is fitted, and statements are scored."""
+"""What is done with a trained verifier.
+
+Its temperature is fitted and kept with it, and statements are scored.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,10 @@ def _described(folder: Path) -> dict[str, object]:
 def plausibilities(
     task: Task, model: Verifier, texts: Sequence[str], *, folder: Path
 ) -> Iterator[float]:
-    """How plausible each text is, 0 to 1, under the temperature in `folder`; lazily, in order."""
+    """How plausible each text is, 0 to 1; lazily, in order.
+
+    The temperature is the one stored in the model's `folder`.
+    """
     temperature = read_temperature(folder)
     for start in range(0, len(texts), _TOGETHER):
         batch = task.read([task.statement_ids(text) for text in texts[start : start + _TOGETHER]])

@@ -88,7 +88,10 @@ def key_mask(kept_BL: Tensor, real_BL: Tensor | None = None) -> KeyMask:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Streams of queries and keys, in rectangles where a row's queries meet its keys."""
+    """Streams of queries and keys, in rectangles where each row's queries meet its keys.
+
+    See packing.pack_pairs.
+    """
 
     query_cells_T: Tensor
     key_cells_L: Tensor
@@ -145,7 +148,10 @@ Seen = KeyMask | Pairs | None  # which keys a query sees; None: all of its sampl
 def attended(
     queries_BHTK: Tensor, keys_values: KeysValues, mask: Seen, *, dropout: float
 ) -> Tensor:
-    """(B, H, T, K) queries -> (B, T, H*K) values, mixed by the softmax. mask None: all keys."""
+    """(B, H, T, K) queries -> (B, T, H*K) values, mixed by the softmax over the keys.
+
+    mask None: all keys.
+    """
     if isinstance(mask, Pairs):
         return mask.attended(queries_BHTK, keys_values, dropout=dropout)
     attended_BHTK = F.scaled_dot_product_attention(
@@ -159,7 +165,10 @@ def attended(
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention from decoder states to context states, even on a multi-query base."""
+    """Multi-head attention from decoder states to context states.
+
+    Plain multi-head even on a multi-query base.
+    """
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -181,7 +190,7 @@ class CrossAttention(nn.Module):
         return self.c_proj
 
     def keys_values(self, states_BLD: Tensor, rotation: Rotation | None = None) -> KeysValues:
-        """(B, L, D) context states -> keys and values, (B, H, L, K) each, without position."""
+        """(B, L, D) context states -> keys and values, (B, H, L, K) each, without positions."""
         assert rotation is None, "these keys are not rotated"
         states_BLD = states_BLD.to(self.v_attn.weight.dtype)
         project_keys = self.q_k_attn if self.shared_projections else self.k_attn
@@ -213,7 +222,10 @@ class CrossAttention(nn.Module):
 
 
 def positions(attention_mask_BS: Tensor) -> Tensor:
-    """(B, S) mask -> (B, S) positions: tokens count from 0; a pad stands at 1, as published."""
+    """(B, S) mask -> (B, S) positions, which count tokens from 0 wherever the pads are.
+
+    A pad stands at 1, as published.
+    """
     return (attention_mask_BS.long().cumsum(-1) - 1).masked_fill(attention_mask_BS == 0, 1)
 
 

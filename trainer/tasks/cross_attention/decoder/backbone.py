@@ -1,4 +1,7 @@
-"""What is particular to the family of the base model: calls of its blocks, names of its config."""
+"""What is particular to the family of the base model.
+
+How its blocks are called, and what its config calls things.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,10 @@ class Context(NamedTuple):
     kept_BL: Tensor | None  # bool, False for pads; None: every key counts
 
     def repeated(self, rows: int) -> Context:
-        """The same for `rows` rows: each context serves equally many, one after another."""
+        """The same for `rows` rows.
+
+        Each context serves the same number of rows, which follow one another.
+        """
         times, rest = divmod(rows, len(self.keys_values[0].keys_BHLK))
         if rest or not times:
             raise ConfigError(

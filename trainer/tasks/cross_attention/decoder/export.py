@@ -1,4 +1,7 @@
-"""The trained layers as a folder: added weights, and the base by fingerprint or merged."""
+"""The trained layers as a folder: the added weights, and their base.
+
+The base is there by reference with a fingerprint, or merged into the folder.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,10 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def base_of(folder: Path, content: Mapping[str, Any]) -> Base:
-    """The base that an export names; where it was merged, the folder in it."""
+    """The base that an export names.
+
+    Where it was merged, it is the folder in the export, wherever that stands now.
+    """
     if content["base"] == MERGED:
         return str(folder / MERGED)
     return validate(Reference, {"base": content["base"]}, source=str(folder / DESCRIPTION)).base

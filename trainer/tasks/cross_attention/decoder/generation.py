@@ -138,7 +138,10 @@ def searched(
 
 
 class _Spoken(PreTrainedModel, GenerationMixin):
-    """What transformers' `generate` calls: one request's forwards, over a hidden context."""
+    """What transformers' `generate` calls: the forwards of one request.
+
+    They go over a context that `generate` knows nothing of.
+    """
 
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True  # it computes nothing itself
 
@@ -201,7 +204,10 @@ def _inner(model: nn.Module) -> Any:
 
 
 def check_prompts(model: nn.Module, attention_mask: Tensor, max_new_tokens: int) -> None:
-    """ConfigError for right-padded prompts, training mode, or more tokens than positions."""
+    """ConfigError for prompts that cannot be continued.
+
+    Right-padded prompts, a model in training mode, or more tokens than the base has positions.
+    """
     inner = _inner(model)
     if inner.training:
         raise ConfigError("got a model in training mode, want evaluation mode. Call eval() first.")

@@ -50,7 +50,10 @@ class _Source(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What forward() returns. A named tuple: ZeRO-3 looks for tensors in no dataclass."""
+    """What forward() returns.
+
+    A named tuple, because ZeRO-3 looks for tensors in tuples and not in dataclasses.
+    """
 
     loss: Tensor | None  # () fp32, the SUM over scored tokens; None without labels
     logits: Tensor | None  # (B, T, V), or fewer positions when asked for; None with labels
@@ -103,7 +106,7 @@ class CrossAttentionModel(nn.Module):
         self.train(self.training)
 
     def train(self, mode: bool = True) -> CrossAttentionModel:
-        """Switch the added layers between training and evaluation; the base always evaluates."""
+        """Switch the added layers to training or evaluation; the frozen base always evaluates."""
         super().train(mode)
         self.base.eval()
         return self
@@ -113,7 +116,7 @@ class CrossAttentionModel(nn.Module):
         self.gradient_checkpointing = enabled
 
     def check_lengths(self, decoder_tokens: int, context_tokens: int) -> None:
-        """ConfigError when sequences or chunks of these lengths exceed the base's positions."""
+        """ConfigError when sequences or context chunks are longer than the base's positions."""
         limit = self.backbone.max_positions
         named = {"decoder_tokens": decoder_tokens, "context_tokens": context_tokens}
         wrong = [f"{name}={length}" for name, length in named.items() if length > limit]
@@ -214,7 +217,7 @@ class CrossAttentionModel(nn.Module):
     def _drawn(
         self, context: Context, injected: Mapping[int, Tensor] | None
     ) -> Mapping[int, Tensor] | None:
-        """(B, L) bool for each added layer, False for keys hidden from it; None: none are."""
+        """(B, L) bool for each added layer, False for keys hidden from it; None when none are."""
         if injected is not None:
             return {index: injected[index].bool() for index in self.indices}
         if not (self.training and self.layers.key_dropout):

@@ -69,12 +69,18 @@ def context_stream(
 
 
 def can_be_streams(rows: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> bool:
-    """Whether every row has a context token in each field. One without attends to its pads."""
+    """Whether every row has a context token in each field.
+
+    One without attends to its pads, which a stream has not.
+    """
     return all(sum(row[f"{field}_lengths"]) for row in rows for field in fields)
 
 
 def under_context(batch: Mapping[str, Tensor], prefix: str) -> Batch:
-    """The same rows of the decoder, reading the context whose names begin with `prefix`."""
+    """The same rows of the decoder, reading another context.
+
+    The names of that context's tensors begin with `prefix`.
+    """
     kept = {name: x for name, x in batch.items() if not name.startswith((*CONTEXT_NAMES, prefix))}
     return kept | {
         name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)

@@ -43,7 +43,10 @@ class Rows:
     def of(
         cls, batch: Mapping[str, Tensor], prefix: str = "", *, window: int | None = None
     ) -> Rows:
-        """The rectangles of packing.pack. window: how many tokens each sees, itself included."""
+        """The rectangles of packing.pack.
+
+        window: how many tokens each sees at most, itself among them.
+        """
         shapes = [
             (int(grid.shape[0]), int(grid.shape[1])) for grid in grids_of(batch, f"{prefix}grid_")
         ]

@@ -30,7 +30,10 @@ def frequencies(head_size: int, theta: float) -> Tensor:
 
 
 def rotation(positions_BT: Tensor, frequencies_F: Tensor, *, scale: float = 1.0) -> Rotation:
-    """(B, T) positions -> their rotation, (B, 1, T, K) fp32. scale: of the result, by rope type."""
+    """(B, T) positions -> their rotation, (B, 1, T, K) fp32.
+
+    scale: of the result, where a base's rope type has one.
+    """
     angles_BTF = positions_BT[..., None].float() * frequencies_F
     angles_B1TK = torch.cat((angles_BTF, angles_BTF), dim=-1)[:, None]
     return Rotation(angles_B1TK.cos() * scale, angles_B1TK.sin() * scale)

@@ -85,7 +85,10 @@ def plan_for(
     width: int,
     shard_tokens: int | None,
 ) -> StatesPlan:
-    """The plan of these contexts: (E,) keys and lengths. shard_tokens None: by size alone."""
+    """The plan of these contexts: (E,) keys and lengths.
+
+    shard_tokens: of a shard; None: by size alone.
+    """
     tokens = int(lengths.sum())
     sized = StatesPlan(identity, _digest(keys), dtype, width, len(keys), tokens, 1)
     most = max(1, MAX_SHARD_BYTES // sized.bytes_per_token)
@@ -142,7 +145,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def quantised(states_LD: Tensor) -> tuple[Tensor, Tensor]:
-    """(L, D) -> int8 numbers and each token's fp32 scale, (L,): a token's largest becomes 127."""
+    """(L, D) -> int8 numbers and the fp32 scale of each token, (L,).
+
+    The largest number of a token becomes 127.
+    """
     scale_L = states_LD.float().abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
     return (states_LD.float() / scale_L[:, None]).round().to(torch.int8), scale_L
 

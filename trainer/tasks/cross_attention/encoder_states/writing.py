@@ -69,7 +69,10 @@ class Missing:
 def distinct(
     met: Iterable[tuple[Place, np.ndarray]], ids_at: Callable[[Place], np.ndarray]
 ) -> Contexts:
-    """The distinct contexts among all that are met; their ids are read again where they stand."""
+    """The distinct contexts among all that are met.
+
+    Their ids are not kept, but read again where they stand.
+    """
     seen: set[bytes] = set()
     keys: list[bytes] = []
     lengths: list[int] = []

@@ -1,4 +1,7 @@
-"""Records as publishers keep them: JSON, JSON lines, gzip of these, or a set of `datasets`."""
+"""Records as publishers keep them.
+
+JSON, JSON lines, gzip of these, or a data set of the `datasets` library.
+"""
 
 from __future__ import annotations
 

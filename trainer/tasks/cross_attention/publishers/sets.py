@@ -324,7 +324,10 @@ def _is_no_answer(answer: Any) -> bool:
 
 
 def _hotpotqa(source: Source, split: str, shuffles: int) -> Iterator[Row]:
-    """Ten passages each, useful with a supporting sentence. shuffles: reordered copies."""
+    """Ten passages each; those with a supporting sentence are useful.
+
+    shuffles: copies of a row in other orders; 0: as given.
+    """
     if split == "test":
         chosen = source.records("dev")
     else:
@@ -418,7 +421,10 @@ def _conversation(record: PublishedRecord) -> str:
 
 
 def _topiocqa_row(record: PublishedRecord) -> Row | None:
-    """Understood: conversations with their Gold_passage; retriever and gold-passage files."""
+    """Understood: the conversations with their Gold_passage.
+
+    Also the publisher's retriever and gold-passage files.
+    """
     raw = record.values
     if "Question" in raw:
         further = [answer["Answer"] for answer in raw.get("Additional_answers") or []]

@@ -1,4 +1,7 @@
-"""How a context reaches the model: as token ids to encode, or as prepared states."""
+"""How a context reaches the model.
+
+As token ids, which it encodes itself, or as states that were prepared.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ def token_batch(
 
 
 def state_batch(rows: Sequence[Mapping[str, Any]], field: str, cache: StateCache) -> Batch:
-    """encoder_hidden_states (B, L, D) and encoder_attention_mask (B, L), chunk after chunk."""
+    """encoder_hidden_states (B, L, D) and encoder_attention_mask (B, L).
+
+    Chunks follow one another without pads.
+    """
     states, mask = padded(
         [[cache.states(chunk) for chunk in chunks_of(row, field)] for row in rows]
     )
@@ -71,7 +77,10 @@ def identity(cfg: Config, places: Places, tokenizer: Any) -> Identity:
 
 
 def open_cache(cfg: Config, places: Places, tokenizer: Any) -> StateCache:
-    """An experiment's prepared states, below --data_path or --cache_dir. ConfigError."""
+    """The prepared states of an experiment, below --data_path or --cache_dir.
+
+    ConfigError when there are none.
+    """
     roots = [root / STATES for root in (places.data_path, places.cache_dir) if root is not None]
     wanted = identity(cfg, places, tokenizer)
     chosen = next((root for root in roots if (root / folder_name(wanted)).is_dir()), roots[0])

@@ -130,7 +130,10 @@ class Prompts:
         return prompt, [*answer, self.eos]
 
     def _target(self, row: Row) -> list[int]:
-        """Ids of a context as the decoder predicts it, with EOS; of chunks the useful ones."""
+        """Ids of a context as the decoder predicts it, with EOS.
+
+        Of a chunked context, the useful chunks joined.
+        """
         contexts = questions.contexts_of(row)
         if self.data.chunked and "useful_contexts" in row:
             contexts = [
@@ -178,7 +181,10 @@ class Prompts:
 
 
 def _opening(tokenizer: Any) -> list[int]:
-    """[beginning-of-text], where the tokenizer puts one before every text by itself, as Llama's."""
+    """The beginning-of-text token, as a list.
+
+    Empty unless the tokenizer puts one before every text by itself, as Llama's does.
+    """
     bos = tokenizer.bos_token_id
     plain, opened = (
         tokenizer("a", add_special_tokens=is_added)["input_ids"] for is_added in (False, True)
@@ -187,6 +193,9 @@ def _opening(tokenizer: Any) -> list[int]:
 
 
 def _seed(seed: int, ids_BT: Tensor) -> int:
-    """Of a batch's draws: the same questions draw the same, on any rank and after any others."""
+    """The seed of the draws for a batch.
+
+    The same questions draw the same, on whichever rank and after whatever others.
+    """
     content = f"{seed}:{ids_BT.tolist()}".encode()
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1

@@ -36,7 +36,10 @@ def contexts_of(row: Row) -> list[str]:
 
 
 def with_another_context(rows: list[Row]) -> Iterator[Row]:
-    """Each row with the context of the next row that has a different one, whatever the batch."""
+    """Each row with the context of the next row that has a different one.
+
+    So the pairing depends on no batch.
+    """
     for index, row in enumerate(rows):
         own = contexts_of(row)
         others = (contexts_of(rows[(index + offset) % len(rows)]) for offset in range(1, len(rows)))

@@ -47,7 +47,10 @@ def context_text(
 def chunk_texts(
     question: str, contexts: Sequence[str], template: Template, *, question_on_context: bool
 ) -> list[str]:
-    """One text per context, each under a header of its own: encoded one by one."""
+    """One text per context, each under a header of its own.
+
+    They are encoded one by one, and positions restart at 0.
+    """
     return [
         context_text(question, [one], template, question_on_context=question_on_context)
         for one in contexts

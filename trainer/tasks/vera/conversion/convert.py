@@ -1,4 +1,7 @@
-"""The whole conversion: raw files -> problems -> UnifiedQA lines and groups -> files, a report."""
+"""The whole conversion: raw files -> problems -> UnifiedQA lines and statement groups.
+
+It writes these as files, with a report.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,10 @@ def named_values(texts: Sequence[str]) -> dict[str, str]:
 
 
 def known_declarer(name: str) -> Declarer:
-    """The declarer of that name: original (rules a to d, as the published data), or rules."""
+    """The declarer of that name, original or rules; ConfigError for any other name.
+
+    original: rules a to d, the default and what the published data is.
+    """
     for known in get_args(Declarer):
         if name == known:
             return known
@@ -102,7 +108,10 @@ def known_declarer(name: str) -> Declarer:
 
 
 def _adapter(asked: Conversion) -> tuple[Adapter, str]:
-    """The adapter, and the name of the task. UnifiedQA's lines are declared as their own task."""
+    """The adapter, and the name of the task.
+
+    Lines of UnifiedQA are declared as the task that they are of.
+    """
     if asked.dataset not in ADAPTERS:
         raise ConfigError(
             f"no data set is called {asked.dataset!r}. {nearest(asked.dataset, sorted(ADAPTERS))}"
@@ -140,7 +149,10 @@ def _variants(asked: Conversion, adapter: Adapter) -> dict[str, str]:
 
 
 def _files(asked: Conversion, adapter: Adapter) -> dict[str, list[Path | None]]:
-    """The files of each split that is asked for and there; DataError when one is missing."""
+    """The files of each split that is asked for and there.
+
+    DataError when none is there, or one of several is missing.
+    """
     if asked.raw.is_file():
         return _single_file(asked, adapter)
     splits = list(adapter.files) if asked.split is None else [asked.split]

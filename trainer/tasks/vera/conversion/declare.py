@@ -62,7 +62,11 @@ def draft(
 
 
 def find_blanks(question: str) -> list[tuple[int, int]]:
-    """(start, end) of every blank: 1 to 20 underscores by a space, or one before the text."""
+    """(start, end) of every blank.
+
+    A blank is 1 to 20 underscores beside a space, or a single one that starts the text before a
+    letter.
+    """
     return [
         match.span()
         for match in _UNDERSCORES.finditer(question)

@@ -47,7 +47,10 @@ class QuestionConverter:
         self._digest = ""
 
     def __call__(self, texts: Sequence[str]) -> list[str]:
-        """One statement for each text. ConfigError when another process writes their cache."""
+        """One statement for each text.
+
+        ConfigError when another process writes the cache of these weights.
+        """
         if not texts:
             return []
         self._load()

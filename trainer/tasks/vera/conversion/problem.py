@@ -97,7 +97,10 @@ def read_line(line: str, *, is_statement: bool = False, keeps_blank: bool = Fals
 
 
 def one_line(text: str) -> str:
-    """A text without tabs and line ends: a space stands where they joined two words."""
+    """A text without tabs and line ends, which would break a line.
+
+    A space stands where they joined two words.
+    """
     return (
         " ".join(part for part in re.split(r"\s*[\t\r\n]+\s*", text) if part)
         if re.search(r"[\t\r\n]", text)
@@ -142,7 +145,10 @@ def _read_boolean(text: str, answer: str, *, is_statement: bool, keeps_blank: bo
 
 
 def _read_choices(text: str) -> Iterator[str]:
-    """The texts between (A), (B), ... in order. An option that holds the next is cut."""
+    """The texts between (A), (B), ... as far as these follow one another.
+
+    An option that holds the next one's letter is cut.
+    """
     if not text.startswith("(A)"):
         raise BadRecord(f"the options are {text[:40]!r}, want (A) ... (B) ...")
     rest = text[3:]

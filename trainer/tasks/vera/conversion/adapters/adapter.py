@@ -35,7 +35,10 @@ class Raw(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """One publisher's format. `files`: split -> names; "a|b" is either, "a?" may be missing."""
+    """One publisher's format.
+
+    `files`: split -> names below the raw folder; "a|b" is either, "a?" may be missing.
+    """
 
     files: Mapping[str, tuple[str, ...]]
     read: Callable[[Sequence[Path | None]], Iterator[Raw]]
@@ -166,7 +169,10 @@ def value_of(row: Any, *names: str) -> Any:
 
 
 def text_of(row: Any, *names: str) -> str:
-    """A text on one line that is not blank; spaces at its ends are kept. BadRecord for others."""
+    """A text on one line that is not blank; spaces at its ends are kept.
+
+    BadRecord for anything else.
+    """
     return checked_text(value_of(row, *names), ".".join(names))
 
 

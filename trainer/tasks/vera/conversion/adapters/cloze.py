@@ -1,4 +1,7 @@
-"""Sets with a blank (wsc273, winogrande_xl, ...) and with endings (copa, codah, ...)."""
+"""Sets with a blank, and sets with endings.
+
+A blank: wsc273, numersense, winogrande_xl, alphanli. Endings: copa, codah, swag, ...
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ def _schemas(paths: Sequence[Path | None]) -> Iterator[Raw]:
 
 
 def _wsc_options(path: Path) -> list[tuple[str, str]]:
-    """(right, wrong) of every record of wsc273.txt: sentence, [MASK], options, answer, blank."""
+    """(right, wrong) of every record of wsc273.txt.
+
+    A record: sentence, [MASK], options with a comma between, answer, blank.
+    """
     lines = [text.strip() for _, text in jsonl.lines(path)]
     found: list[tuple[str, str]] = []
     for start in range(0, len(lines) - 3, 5):

@@ -1,4 +1,7 @@
-"""Sets of questions with options: exams of AI2 and their kin, and UnifiedQA's own files."""
+"""Sets of questions with options.
+
+The science and commonsense exams of AI2 and their kin, and UnifiedQA's own files.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ _OPTION_MARK = re.compile(r"\s*\([A-Z]\)\s*")
 
 
 def _stem(row: Any, _: Variants) -> Problem:
-    """{"question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}: letters or numbers."""
+    """{"question": {"stem", "choices": [{"label", "text"}]}, "answerKey"}.
+
+    Labels may be letters or numbers.
+    """
     options = value_of(row, "question", "choices")
     if not isinstance(options, list):
         raise BadRecord(f"'question.choices' is {jsonl.shown(options)}, want a list")
@@ -56,7 +62,10 @@ def _siqa(row: Any, _: Variants) -> Problem:
 
 
 def _sciq(row: Any, _: Variants) -> Problem:
-    """The options in alphabetical order: the place of an option must not tell the answer."""
+    """The options in alphabetical order.
+
+    The file has the answer apart, and the place of an option must not tell it.
+    """
     right = text_of(row, "correct_answer")
     choices = sorted([right, *(text_of(row, f"distractor{number}") for number in (1, 2, 3))])
     return multiple_choice(text_of(row, "question"), choices, choices.index(right))

@@ -1,4 +1,7 @@
-"""Sets of yes/no questions and of statements: creak, csqa2, strategyqa, com2sense_paired, ...."""
+"""Sets of yes/no questions and of statements.
+
+They are creak, csqa2, strategyqa, spatial_cs, com2sense_paired and comve_a.
+"""
 
 from __future__ import annotations
 
