@@ -8,9 +8,11 @@ import io
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from queue import Empty
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ def _results(
     results: dict[int, Any] = {}
     try:
         for _ in children:
-            rank, good, value = queue.get(timeout=timeout_s)
+            rank, good, value = _next(queue, children, results, timeout_s)
             if not good:
                 raise AssertionError(f"rank {rank} failed:\n{value}")
             results[rank] = torch.load(io.BytesIO(value), weights_only=False)
@@ -66,6 +68,27 @@ def _results(
                 child.kill()
                 child.join()
     return [results[rank] for rank in range(world)]
+
+
+def _next(
+    queue: Any, children: list[Any], results: dict[int, Any], timeout_s: float
+) -> tuple[int, bool, Any]:
+    """The next result. AssertionError for a rank that ended without one: a signal leaves no word."""
+    given_up = time.monotonic() + timeout_s
+    while True:
+        # looked at before the queue is: what they put there, they put before they ended
+        ended = {
+            rank: child.exitcode
+            for rank, child in enumerate(children)
+            if rank not in results and child.exitcode is not None
+        }
+        try:
+            return queue.get(timeout=1.0)
+        except Empty:
+            if ended:
+                raise AssertionError(f"ranks ended without a result: {ended}") from None
+            if time.monotonic() > given_up:
+                raise AssertionError(f"no result within {timeout_s:.0f} s") from None
 
 
 def _child(

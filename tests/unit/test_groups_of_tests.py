@@ -1,14 +1,17 @@
-"""Which tests stay in one process when several processes share the work."""
+"""How the tests are run: which stay in one process, and what becomes of processes that die."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import group
+from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = "tests/contract/test_task_contract.py::test_stages_ranks_and_accumulation_agree"
@@ -59,3 +62,18 @@ def test_a_worker_that_dies_is_a_failure_and_the_rest_of_the_tests_run(tmp_path:
     )
     assert "crashed while running 'test_b.py::test_last'" in done.stdout, done.stdout
     assert "1 failed, 14 passed" in done.stdout
+
+
+def _dies() -> None:
+    os._exit(7)
+
+
+def test_a_rank_that_ends_without_a_word_is_a_failure_at_once() -> None:
+    with pytest.raises(AssertionError, match=r"ranks ended without a result: \{0: 7\}"):
+        run_on_ranks(1, _dies)
+
+
+def test_no_two_files_of_tests_share_a_name() -> None:
+    """pytest calls their modules alike, and a rank would import the other one."""
+    files = Counter(path.name for path in (ROOT / "tests").glob("*/test_*.py"))
+    assert [name for name, count in files.items() if count > 1] == []
