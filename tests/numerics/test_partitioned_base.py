@@ -109,7 +109,7 @@ def _compared(folders: dict[str, tuple[Path, base_model.Kind]]) -> dict[str, str
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        (1, [(name, "one file") for name in BASES]),
+        (1, [(name, "one file") for name in MIXED]),
         (2, [(name, "shards") for name in BASES]),
         (2, [(name, files) for name in MIXED for files in FILES if files != "shards"]),
         (3, [(name, "shards") for name in MIXED]),
