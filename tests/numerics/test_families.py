@@ -110,6 +110,15 @@ def test_generation_with_kept_states_is_recomputation(name: str) -> None:
         assert torch.equal(made, ids[:, length:]), "beyond a window of 4, too"
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gemma3"])
+def test_a_layer_with_the_bases_attention_has_its_shape(name: str) -> None:
+    model = operated(name, Layers(count=1, stride=1, base_attention=True))
+    ours, theirs = model.added_layer(3).crossattention, model.base.model.layers[3].self_attn
+    for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        got, want = getattr(ours, projection), getattr(theirs, projection)
+        assert got.weight.shape == want.weight.shape, projection
+
+
 @every_family
 def test_a_folder_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
     stock = decoder(name)

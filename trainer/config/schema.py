@@ -146,8 +146,8 @@ def _kind_of_base(value: Any) -> str:
     )
 
 
-# A name is a Hub id or a folder. The tags pick one kind, so that a mistake is reported for that
-# kind alone.
+# A name is a Hub id, a folder, or "package:NAME/FOLDER", perhaps with "#sha256=" (docs/bases.md).
+# The tags pick one kind, so that a mistake is reported for that kind alone.
 Base = Annotated[
     Annotated[str, Tag("<name>")]
     | Annotated[RandomBase, Tag("<random>")]
@@ -176,6 +176,7 @@ class Experiment(Strict):
     """What every experiment states. A task's own Config derives from it and adds its blocks."""
 
     task: str
+    # a Hub id, a folder, a package's folder, {"config": ...} or {"experiment": ...}: docs/bases.md
     base: Base
     # a folder (also below --data_path) or a Hub id; None: the base's
     tokenizer: Tokenizer | None = None

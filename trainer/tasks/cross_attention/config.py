@@ -23,11 +23,11 @@ class Layers(Strict):
     after: bool = True  # True: behind its base block ("final"); False: before it
     width: Positive | None = None  # of the attention and, times 4, of the MLP; None: the base's
     heads: Positive | None = None  # None: the base's
-    # Llama and Mistral: heads of keys and values; None: as many as heads
+    # rotary positions: heads of keys and values; None: as many as heads
     kv_heads: Positive | None = None
-    # Llama and Mistral: of the attention's projections; GPTBigCode layers have biases
+    # rotary positions: of the attention's projections; GPTBigCode layers have biases
     attention_bias: bool = False
-    # Llama and Mistral: width, heads and kv_heads of the attention are the base's, and
+    # rotary positions: width, heads and kv_heads of the attention are the base's, and
     base_attention: bool = False
     # `width` is that of the MLP alone. The published Mistral did so whatever its config said.
     attention_dropout: Fraction | None = None  # of attention probabilities; None: the base's

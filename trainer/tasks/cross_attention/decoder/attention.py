@@ -41,7 +41,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class RotaryShape:
-    """What a layer of a Llama or Mistral base has besides."""
+    """What a layer of a base with rotary positions has besides."""
 
     key_value_heads: int
     theta: float  # base of the rotation frequencies

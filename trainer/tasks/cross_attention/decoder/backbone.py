@@ -38,6 +38,7 @@ class Backbone(Protocol):
     width: int
     heads: int
     key_value_heads: int
+    attention_width: int  # of all heads together, which need not be `width`
     max_positions: int
     activation: str
     norm_eps: float
@@ -111,6 +112,7 @@ class GPTBigCodeBackbone:
         self.width: int = config.n_embd
         self.heads: int = config.n_head
         self.key_value_heads: int = config.n_head
+        self.attention_width: int = config.n_embd
         self.max_positions: int = config.n_positions
         self.activation: str = config.activation_function
         self.norm_eps: float = config.layer_norm_epsilon
@@ -167,6 +169,9 @@ class RotaryBackbone:
         self.width: int = config.hidden_size
         self.heads: int = config.num_attention_heads
         self.key_value_heads: int = config.num_key_value_heads
+        # getattr: a Phi-3 config has none
+        head_size = getattr(config, "head_dim", None) or self.width // self.heads
+        self.attention_width: int = self.heads * head_size
         self.max_positions: int = config.max_position_embeddings
         self.activation: str = getattr(config, "hidden_activation", None) or config.hidden_act
         self.norm_eps: float = config.rms_norm_eps

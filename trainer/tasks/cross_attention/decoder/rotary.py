@@ -1,5 +1,5 @@
-"""The added layer of a Llama or Mistral base: rotary positions on both sides, key-value heads, a
-gated MLP.
+"""The added layer of a base with rotary positions (all but GPTBigCode): rotated queries and keys,
+key-value heads, a gated MLP.
 
 Source of the arithmetic and of the parameter names: XC-Cache (ServiceNow), as published for Llama
 and Mistral; Su et al. 2021 for the rotation, in the layout of transformers (a head's first half

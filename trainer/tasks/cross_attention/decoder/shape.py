@@ -19,7 +19,9 @@ def layer_shape(layers: Layers, backbone: Backbone) -> LayerShape:
     _check_family(layers, backbone)
     own_width, own_heads = layers.width or backbone.width, layers.heads or backbone.heads
     width, heads = (
-        (backbone.width, backbone.heads) if layers.base_attention else (own_width, own_heads)
+        (backbone.attention_width, backbone.heads)
+        if layers.base_attention
+        else (own_width, own_heads)
     )
     if width % heads:
         legal = [count for count in range(1, min(width, 128) + 1) if width % count == 0]
