@@ -28,7 +28,7 @@ from trainer.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 SLEEP = "import time; time.sleep(60)"
-SOON_S = 20.0
+SOON_S = 90.0  # a limit, not a wait: the machine may be busy
 CORPUS = (
     "; touch CANARY",
     "$(touch CANARY)",
