@@ -47,6 +47,7 @@ JOB_CONFIG = {{
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     find_spec("haven") is None, reason="haven is an extra: pip install 'lathe[haven]'"
 )

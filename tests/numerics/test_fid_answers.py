@@ -240,6 +240,7 @@ def _toy(world_folder: Path, cache: Path) -> list[dict[str, float]]:
     return evaluations(planned.folder)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not NQ.is_dir(), reason=f"{NQ} is absent")
 def test_the_toy_run_of_min_fid_answers_three_of_three_on_one_rank_and_on_two(
     tmp_path: Path,

@@ -569,7 +569,7 @@ def _at_every_stage(cuts: list[list[int]]) -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_recorded_six_steps_are_followed_at_every_stage(world: int) -> None:
     want = recorded.read_json("deepspeed_trace_6steps.json")
     if not want:

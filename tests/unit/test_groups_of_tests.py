@@ -53,12 +53,15 @@ def test_a_worker_that_dies_is_a_failure_and_the_rest_of_the_tests_run(tmp_path:
         (tmp_path / f"test_a{number}.py").write_text("def test_alone(): pass")
     (tmp_path / "test_b.py").write_text(DIES_ONCE)
     argv = ["-c", str(tmp_path / "pytest.ini"), "-p", "tests.conftest", "-n2", str(tmp_path)]
+    # A folder of its own: pytest would otherwise delete what older runs left in the shared one, which
+    # can be gigabytes.
+    argv += ["--dist", "loadscope", "--basetemp", str(tmp_path / "temporary")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--dist", "loadscope", *argv],
+        [sys.executable, "-m", "pytest", *argv],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
     )
     assert "crashed while running 'test_b.py::test_last'" in done.stdout, done.stdout
     assert "1 failed, 14 passed" in done.stdout
