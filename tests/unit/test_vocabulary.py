@@ -27,7 +27,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def embedded(cache: Path) -> PreTrainedTokenizerFast:
-    return vocabulary.embedded_tokenizer(320, cache)
+    return vocabulary.embedded_tokenizer(EmbeddedTokenizer(vocab_size=320), cache)
 
 
 def _real(name: str, cache: Path) -> PreTrainedTokenizerFast:
@@ -37,7 +37,9 @@ def _real(name: str, cache: Path) -> PreTrainedTokenizerFast:
 
 
 def _embedded_id(cache: Path) -> str:
-    return vocabulary.tokenizer_id(vocabulary.embedded_tokenizer(300, cache))
+    return vocabulary.tokenizer_id(
+        vocabulary.embedded_tokenizer(EmbeddedTokenizer(vocab_size=300), cache)
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_the_embedded_tokenizer_ends_with_id_0_and_pads_with_id_1(
 def test_training_the_embedded_tokenizer_again_gives_the_same_ids(
     embedded: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    again = vocabulary.embedded_tokenizer(320, tmp_path)
+    again = vocabulary.embedded_tokenizer(EmbeddedTokenizer(vocab_size=320), tmp_path)
     assert vocabulary.tokenizer_id(again) == vocabulary.tokenizer_id(embedded)
 
 
@@ -91,7 +93,7 @@ def test_a_cache_folder_that_is_a_file_is_a_storage_error(tmp_path: Path) -> Non
     with pytest.raises(
         StorageError, match=r"cannot be written: Not a directory.*choose another cache folder"
     ):
-        vocabulary.embedded_tokenizer(300, tmp_path / "cache")
+        vocabulary.embedded_tokenizer(EmbeddedTokenizer(vocab_size=300), tmp_path / "cache")
 
 
 def test_a_tokenizer_folder_is_found_below_the_data_path(
@@ -137,7 +139,7 @@ def test_tokenizers_of_different_size_have_different_ids(
     embedded: PreTrainedTokenizerFast, cache: Path
 ) -> None:
     assert vocabulary.tokenizer_id(
-        vocabulary.embedded_tokenizer(300, cache)
+        vocabulary.embedded_tokenizer(EmbeddedTokenizer(vocab_size=300), cache)
     ) != vocabulary.tokenizer_id(embedded)
 
 

@@ -157,9 +157,11 @@ Base = Annotated[
 
 
 class EmbeddedTokenizer(Strict):
-    """A byte-level BPE trained once on the embedded corpus."""
+    """A byte-level BPE trained once on a corpus that needs no data."""
 
     vocab_size: Annotated[int, Field(ge=300)] = 2048
+    # lookup: the made-up corpus, whose names are then few tokens
+    corpus: Literal["stdlib_docs", "lookup"] = "stdlib_docs"
 
 
 def _kind_of_tokenizer(value: Any) -> str:

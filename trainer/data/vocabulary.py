@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trainer.config.schema import EmbeddedTokenizer
-from trainer.data import stdlib_docs
+from trainer.data import lookup, stdlib_docs
 from trainer.errors import ConfigError
 from trainer.files import packages
 from trainer.files.build_once import build_once
@@ -50,7 +50,7 @@ def load_tokenizer(
     implementation.
     """
     if isinstance(spec, EmbeddedTokenizer):
-        return embedded_tokenizer(spec.vocab_size, cache_dir)
+        return embedded_tokenizer(spec, cache_dir)
     if packages.is_packaged(spec):
         return _pretrained(str(packages.folder_of(spec)), spec, tried=[f"package {spec}"])
     folders = [Path(spec)] + ([data_path / spec] if data_path is not None else [])
@@ -63,22 +63,25 @@ def load_tokenizer(
     return _pretrained(spec, spec, tried=[*tried, f"Hub id {spec}"])
 
 
-def embedded_tokenizer(vocab_size: int, cache_dir: Path) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `vocab_size` ids trained on the embedded corpus; id 0 is bos =
+def embedded_tokenizer(spec: EmbeddedTokenizer, cache_dir: Path) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most spec.vocab_size ids trained on an embedded corpus; id 0 is bos =
     eos, id 1 the pad.
 
     Trained once (under a second) and kept in a folder of `cache_dir` named after the corpus, the
     size and the version of the tokenizers library; several processes may ask at the same time.
     Raises StorageError when the disk refuses.
     """
+    corpus = (
+        stdlib_docs.content_hash() if spec.corpus == "stdlib_docs" else f"lookup {lookup.VERSION}"
+    )
     key = hashlib.sha256(
-        f"{stdlib_docs.content_hash()} {vocab_size} {tokenizers.__version__}".encode()
+        f"{corpus} {spec.vocab_size} {tokenizers.__version__}".encode()
     ).hexdigest()
 
     def build(temporary: Path) -> None:
-        _train(vocab_size).save_pretrained(str(temporary))
+        _train(spec).save_pretrained(str(temporary))
 
-    folder = cache_dir / "tokenizers" / f"embedded-{vocab_size}-{key[:16]}"
+    folder = cache_dir / "tokenizers" / f"embedded-{spec.vocab_size}-{key[:16]}"
     return PreTrainedTokenizerFast.from_pretrained(
         str(build_once(folder, build, is_whole=_holds_tokenizer))
     )
@@ -183,23 +186,24 @@ def _holds_tokenizer(folder: Path) -> bool:
     return all(path.is_file() and path.stat().st_size > 0 for path in files)
 
 
-def _train(vocab_size: int) -> PreTrainedTokenizerFast:
+def _train(spec: EmbeddedTokenizer) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=spec.vocab_size,
         special_tokens=[END_OF_TEXT, PAD],
         # every byte has an id, so nothing is ever unknown
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    rows = stdlib_docs.texts("train") + stdlib_docs.texts("valid")
-    backend.train_from_iterator((row["text"] for row in rows), trainer=trainer, length=len(rows))
+    texts = _corpus_texts(spec)
+    backend.train_from_iterator(texts, trainer=trainer, length=len(texts))
     log.info(
-        "trained the embedded tokenizer: %d ids from %d docstrings",
+        "trained the embedded tokenizer: %d ids from %d texts of %s",
         backend.get_vocab_size(),
-        len(rows),
+        len(texts),
+        spec.corpus,
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -208,3 +212,9 @@ def _train(vocab_size: int) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         clean_up_tokenization_spaces=False,  # decoding must give back exactly what was encoded
     )
+
+
+def _corpus_texts(spec: EmbeddedTokenizer) -> list[str]:
+    if spec.corpus == "lookup":
+        return lookup.sample_texts()
+    return [row["text"] for split in ("train", "valid") for row in stdlib_docs.texts(split)]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer.data import stdlib_docs
+from trainer.data import lookup, stdlib_docs
 from trainer.data.readers import fields
 from trainer.data.readers.folders import split_file
 from trainer.data.readers.jsonl import objects, shown
@@ -40,7 +40,7 @@ def rows(
     data_path: Path | None,
     split: str,
     *,
-    source: Literal["fid", "ranked", "nq", "stdlib_docs"],
+    source: Literal["fid", "ranked", "nq", "stdlib_docs", "lookup"],
     file: str | None = None,
     ranking: str | None = None,
     contexts: int,
@@ -57,12 +57,14 @@ def rows(
     passage is an object or an id. "ranked": such questions without passages, and a ranking, see
     `ranked_passages`. "nq": queries.jsonl of `data_path` or its subfolder nq, with ranked ids under
     "bm25". "stdlib_docs": the embedded corpus; a question's own passage stands among those of the
-    questions behind it.
+    questions behind it. "lookup": made-up facts, of which one answers.
     """
     if source == "nq":
         rows = _nq_rows(data_path, split, file)
     elif source == "stdlib_docs":
         rows = _documentation_rows(split, contexts)
+    elif source == "lookup":
+        rows = lookup.questions(split, passages=contexts)
     else:
         questions = split_file(data_path, split, _QUESTION_FILES, name=file, key="data.files")
         if source == "fid":

@@ -10,7 +10,7 @@ from trainer.config.schema import Experiment, Positive, Strict
 class Data(Strict):
     """Rows and how they become tokens."""
 
-    source: Literal["stdlib_docs", "nq", "jsonl"]
+    source: Literal["stdlib_docs", "lookup", "nq", "jsonl"]
     max_tokens: Positive = 1024  # longer texts are cut into pieces of this length
 
 

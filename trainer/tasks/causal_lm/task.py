@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainer.data import stdlib_docs
+from trainer.data import lookup, stdlib_docs
 from trainer.data.padding import pad_right
 from trainer.data.readers import questions
 from trainer.errors import ConfigError
@@ -55,14 +55,16 @@ class Task(TokenTask[Config]):
         return CausalLM(base)
 
     def rows(self, split: str) -> Iterable[Row]:
-        source = self.cfg.data.source
-        texts = (
-            stdlib_docs.texts(split)
-            if source == "stdlib_docs"
-            else questions.texts(self.places.data_path, split, source)
-        )
-        for row in texts:
+        for row in self._texts(split):
             yield from self._pieces(row)
+
+    def _texts(self, split: str) -> Iterable[Row]:
+        source = self.cfg.data.source
+        if source == "stdlib_docs":
+            return stdlib_docs.texts(split)
+        if source == "lookup":
+            return lookup.texts(split)
+        return questions.texts(self.places.data_path, split, source)
 
     def _pieces(self, row: Row) -> Iterator[Row]:
         """The row itself, or numbered pieces of a text that is longer than data.max_tokens."""

@@ -41,7 +41,7 @@ class Layers(Strict):
 class Data(Strict):
     """Rows and how they become tokens."""
 
-    source: Literal["stdlib_docs", "nq", "jsonl"]
+    source: Literal["stdlib_docs", "lookup", "nq", "jsonl"]
     template: Literal["chat", "plain", "mistral"] = "chat"
     question_on_context: bool = False  # the question is written before the context as well
     decoder_tokens: Positive = 2048

@@ -22,7 +22,8 @@ class Data(Strict):
 
     # fid: FiD's and DPR's JSON or JSONL. ranked: questions, and a ranking as Tevatron and TREC
     # write it. nq: queries.jsonl with ranked passage ids. stdlib_docs: the embedded corpus.
-    source: Literal["fid", "ranked", "nq", "stdlib_docs"]
+    # lookup: made-up facts, one of which answers.
+    source: Literal["fid", "ranked", "nq", "stdlib_docs", "lookup"]
     files: Files = Files()
     rankings: Files = Files()  # source "ranked" only
     corpus: str | None = None  # a TSV of id, text, title, which passages given by id are read from
@@ -44,8 +45,9 @@ class Data(Strict):
                 f"source={self.source!r} names passages by id: say in which file they are, "
                 'for example "corpus": "corpus.tsv"'
             )
-        if self.source == "stdlib_docs" and (self.corpus or self.files != Files()):
-            raise ValueError('source="stdlib_docs" reads no file: leave files and corpus out')
+        is_embedded = self.source in ("stdlib_docs", "lookup")
+        if is_embedded and (self.corpus or self.files != Files()):
+            raise ValueError(f"source={self.source!r} reads no file: leave files and corpus out")
         if self.source != "ranked" and self.rankings != Files():
             raise ValueError(
                 f'source={self.source!r} reads no rankings: leave them out, or use source="ranked"'

@@ -24,7 +24,8 @@ class Data(Strict):
 
     # files: .jsonl, .csv, .tsv or .parquet below --data_path. datasets: a data set of Hugging Face
     # `datasets`. stdlib_docs: the embedded corpus, the body of a docstring and its first line.
-    source: Literal["files", "datasets", "stdlib_docs"]
+    # lookup: made-up facts, and what they say of one person.
+    source: Literal["files", "datasets", "stdlib_docs", "lookup"]
     # of "files": of each split, below --data_path; usual: train.*, valid.* (val, dev), test.*
     files: Splits = Splits()
     dataset: str | None = None  # of "datasets": a Hub id or a folder (also below --data_path)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.data import stdlib_docs
+from trainer.data import lookup, stdlib_docs
 from trainer.data.readers.folders import given_folder
 from trainer.data.readers.jsonl import numbered_jsonl, shown
 from trainer.errors import ConfigError, DataError, nearest
@@ -38,6 +38,9 @@ def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
 
     DataError names file and line of what is missing or of another type.
     """
+    if data.source == "lookup":
+        yield from lookup.summaries(split)
+        return
     if split not in _FILE_NAMES:
         raise DataError(f"split={split!r} does not exist. Use {', '.join(_FILE_NAMES)}.")
     if data.source == "stdlib_docs":

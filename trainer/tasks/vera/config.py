@@ -17,7 +17,8 @@ class Data(Strict):
 
     # groups: --data_path holds <task>/train.json and <task>/dev.json, as `python -m trainer
     # convert` writes them. stdlib_docs: the embedded corpus, tasks docs_choice and docs_boolean.
-    source: Literal["groups", "stdlib_docs"]
+    # lookup: the made-up one, tasks arithmetic, order and membership.
+    source: Literal["groups", "stdlib_docs", "lookup"]
     train_tasks: Annotated[list[str], Field(min_length=1)]
     valid_tasks: Annotated[list[str], Field(min_length=1)]
     test_tasks: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trainer.data import stdlib_docs
+from trainer.data import lookup, stdlib_docs
 from trainer.data.readers.folders import given_folder
 from trainer.errors import DataError
 
@@ -32,10 +32,8 @@ BOOLEAN = {
     "creak",
     "rainier_anno",
 }
-DOCUMENTED = {
-    "docs_choice": False,
-    "docs_boolean": True,
-}  # tasks of the embedded corpus, and whether they are boolean
+# Tasks of the embedded corpora, and whether they are boolean.
+EMBEDDED = {"docs_choice": False, "docs_boolean": True, **dict.fromkeys(lookup.STATEMENTS, True)}
 _FILES = {"train": "train.json", "valid": "dev.json", "test": "test.json"}
 _CHOICES = 4
 
@@ -50,6 +48,8 @@ def tasks_of(data: Data, split: str) -> Sequence[str]:
         "valid": data.valid_tasks,
         "test": data.test_tasks or data.valid_tasks,
     }
+    if data.source == "lookup":
+        named[lookup.CONTROL] = data.valid_tasks
     if split not in named:
         raise DataError(f"split={split!r} does not exist. Use {', '.join(named)}.")
     return named[split]
@@ -60,7 +60,9 @@ def is_boolean(task: str, data: Data) -> bool:
 
     Else one statement of each group is true.
     """
-    return task in BOOLEAN or task in data.boolean or DOCUMENTED.get(task, False)
+    if data.source != "groups":
+        return EMBEDDED.get(task, False)
+    return task in BOOLEAN or task in data.boolean
 
 
 def rows(data: Data, split: str, folder: Path | None) -> list[Row]:
@@ -84,9 +86,9 @@ def mixture(rows: Sequence[Row]) -> dict[str, int]:
 
 def _of_task(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
     groups = (
-        _documented(task, split)
-        if data.source == "stdlib_docs"
-        else _read(task, data, split, folder)
+        _read(task, data, split, folder)
+        if data.source == "groups"
+        else _embedded(task, split, data.source)
     )
     if split == "valid" and data.valid_limit is not None and len(groups) > data.valid_limit:
         log.info("%s: %d of its %d validation groups are used", task, data.valid_limit, len(groups))
@@ -166,16 +168,21 @@ def _texts(values: Any, where: str, name: str) -> list[str]:
     return cast(list[str], values)
 
 
-def _documented(task: str, split: str) -> list[Row]:
+def _embedded(task: str, split: str, source: str) -> list[Row]:
+    of_source = [name for name in EMBEDDED if (name in lookup.STATEMENTS) == (source == "lookup")]
+    if task not in of_source:
+        raise DataError(f"task {task!r} is not in {source}. Use one of {', '.join(of_source)}.")
+    if source == "lookup":
+        return list(lookup.statements(task, split))
+    return _documented("valid" if split == "test" else split, is_boolean=EMBEDDED[task])
+
+
+def _documented(split: str, *, is_boolean: bool) -> list[Row]:
     """Statements about functions, true or with another function's summary."""
-    if task not in DOCUMENTED:
-        raise DataError(
-            f"task {task!r} is not in the embedded corpus. Use {' or '.join(DOCUMENTED)}."
-        )
-    found = stdlib_docs.qa_rows("valid" if split == "test" else split)
+    found = stdlib_docs.qa_rows(split)
     names = [row["question"].removeprefix("What does ").removesuffix(" do?") for row in found]
     summaries = [row["answers"][0] for row in found]
-    if DOCUMENTED[task]:
+    if is_boolean:
         return [_boolean_group(number, names, summaries) for number in range(len(found))]
     return [
         {

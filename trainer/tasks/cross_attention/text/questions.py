@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.data import stdlib_docs
+from trainer.data import lookup, stdlib_docs
 from trainer.data.readers.jsonl import read_jsonl
 from trainer.data.readers.questions import nq_rows, qa_rows
 from trainer.errors import DataError, nearest
@@ -62,6 +62,8 @@ def _of_source(source: str, split: str, data_path: Path | None) -> Iterable[Row]
         return _prepared_rows(source, split, data_path)
     if source == "stdlib_docs":
         return stdlib_docs.qa_rows(split)
+    if source == "lookup":
+        return lookup.contexts(split)
     return nq_rows(data_path, split) if source == "nq" else qa_rows(data_path, split)
 
 

@@ -1,0 +1,234 @@
+"""The made-up corpus: people and places that do not exist, so that an answer can only be read.
+
+Whoever answers 95 % of its held-out rows has found the one fact that answers among others of the
+same form, and copied a name that no training row holds: "does it learn?" of a new machine, cluster
+or recipe, in minutes and without data. A row follows from its split and number alone, so it is the
+same on every machine. The split "control" is "valid" with what answers taken away: what is still
+right there is not read but guessed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice, product
+from typing import TYPE_CHECKING
+
+from trainer.data.stdlib_docs import is_held_out
+from trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
+
+VERSION = 1  # of the texts below: whoever changes them counts on
+CONTROL = "control"
+NUM_ROWS = {"train": 20_000, "valid": 500, "test": 500, CONTROL: 500}
+
+_SYLLABLES = ["".join(letters) for letters in product("bdgkmprstv", "aeiou", "lnrsx")]
+_HELD_OUT_OF_1000 = 200  # names that training never holds
+_FACTS = 8  # of one text
+_SAMPLED = 2000  # texts of each kind that a tokenizer sees
+_RELATIONS = {  # how a fact is told, and how it is asked for
+    "lives in": "Where does {} live?",
+    "was born in": "Where was {} born?",
+    "works in": "Where does {} work?",
+    "has been to": "Where has {} been?",
+}
+
+
+@dataclass(frozen=True)
+class _Fact:
+    person: str  # "Bal Kor"
+    relation: str  # "lives in"
+    place: str  # "Dum Six"
+
+    @property
+    def text(self) -> str:
+        return f"{self.person} {self.relation} {self.place}."
+
+    @property
+    def question(self) -> str:
+        return _RELATIONS[self.relation].format(self.person)
+
+
+@cache
+def _names() -> tuple[list[str], list[str]]:
+    """Those of training, and those that it never holds: two words of one syllable each."""
+    names = [f"{first} {second}".title() for first, second in product(_SYLLABLES, repeat=2)]
+    is_fresh = [is_held_out(name, per_mille=_HELD_OUT_OF_1000) for name in names]
+    return (
+        [name for name, fresh in zip(names, is_fresh, strict=True) if not fresh],
+        [name for name, fresh in zip(names, is_fresh, strict=True) if fresh],
+    )
+
+
+class _Draw(random.Random):
+    """What one row is drawn with: names of its split alone, none of them twice."""
+
+    def __init__(self, split: str, number: int) -> None:
+        seeded = "valid" if split == CONTROL else split  # it asks what the validation asks
+        super().__init__(f"{VERSION} {seeded} {number}")
+        trained, fresh = _names()
+        self._names = trained if split == "train" else fresh
+        self._drawn: set[str] = set()
+
+    def name(self) -> str:
+        while (name := self.choice(self._names)) in self._drawn:
+            pass
+        self._drawn.add(name)
+        return name
+
+    def facts(self, count: int) -> tuple[list[_Fact], _Fact]:
+        """`count` facts in any order, and the one that is asked for; of two or more, another one is
+        about the same person.
+        """
+        relations = list(_RELATIONS)
+        asked, other = self.sample(relations, 2)
+        person = self.name()
+        answer = _Fact(person, asked, self.name())
+        told = [answer, _Fact(person, other, self.name())]
+        while len(told) < count:
+            told.append(_Fact(self.name(), self.choice(relations), self.name()))
+        del told[count:]
+        self.shuffle(told)
+        return told, answer
+
+
+def questions(split: str, *, passages: int) -> Iterator[Row]:
+    """Rows {"id", "question", "answers", "ctxs"}: so many passages of one fact each, exactly one of
+    which answers. In "control" that one is left out.
+    """
+    for number, draw in _draws(split):
+        told, answer = draw.facts(max(passages, 1))
+        if split == CONTROL:
+            told.remove(answer)
+        ctxs = [
+            {"id": f"{number}-{place}", "title": "", "text": fact.text}
+            for place, fact in enumerate(told)
+        ]
+        yield {"id": str(number), **_asked(answer), "ctxs": ctxs}
+
+
+def contexts(split: str) -> Iterator[Row]:
+    """Rows {"question", "answers", "context", "title"}: some facts in one text, one of which
+    answers. The context of "control" is the next row's.
+    """
+    for number, draw in _draws(split):
+        told, answer = draw.facts(_FACTS)
+        if split == CONTROL:
+            told, _ = _Draw(split, number + 1).facts(_FACTS)
+        yield {**_asked(answer), "context": _text(told), "title": ""}
+
+
+def texts(split: str) -> Iterator[Row]:
+    """Rows {"text"} for language modelling: facts, then a question about each with its answer.
+
+    One fact or some: the short rows teach to copy, the others to choose.
+    """
+    for _, draw in _draws(split):
+        told, _ = draw.facts(draw.randint(1, _FACTS))
+        asked = draw.sample(told, len(told))
+        answered = " ".join(f"{fact.question} {fact.place}." for fact in asked)
+        yield {"text": f"{_text(told)} {answered}"}
+
+
+def summaries(split: str) -> Iterator[Row]:
+    """Rows {"id", "document", "summaries"}: facts about several people, and what they say of the
+    one who is named first. The document of "control" is the next row's.
+    """
+    for number, draw in _draws(split):
+        document, summary = _summarised(draw)
+        if split == CONTROL:
+            document, _ = _summarised(_Draw(split, number + 1))
+        yield {"id": str(number), "document": document, "summaries": [summary]}
+
+
+def statements(kind: str, split: str) -> Iterator[Row]:
+    """Groups {"golds", "distractors"} of one statement each, every second one true by what it says
+    itself; in "control" half of them, whatever they say.
+
+    kind: of STATEMENTS.
+    """
+    for number, draw in _draws(split):
+        is_true = number % 2 == 0
+        statement = STATEMENTS[kind](draw, is_true)
+        if split == CONTROL:
+            is_true = draw.random() < 0.5
+        yield {
+            "golds": [statement] if is_true else [],
+            "distractors": [] if is_true else [statement],
+        }
+
+
+def sample_texts() -> list[str]:
+    """Texts of every kind, for a tokenizer to be trained on."""
+    rows = [*islice(texts("train"), _SAMPLED), *islice(summaries("train"), _SAMPLED)]
+    sampled = [text for row in rows for text in (row.get("text"), row.get("document")) if text]
+    for kind in STATEMENTS:
+        groups = islice(statements(kind, "train"), _SAMPLED)
+        sampled += [text for group in groups for text in group["golds"] + group["distractors"]]
+    return sampled + [f"question: {text} title: context: {text}" for text in sampled[:_SAMPLED]]
+
+
+def _draws(split: str) -> Iterator[tuple[int, _Draw]]:
+    if split not in NUM_ROWS:
+        raise DataError(
+            f"split={split!r} does not exist in the made-up corpus. Use {', '.join(NUM_ROWS)}."
+        )
+    return ((number, _Draw(split, number)) for number in range(NUM_ROWS[split]))
+
+
+def _asked(answer: _Fact) -> Row:
+    return {"question": answer.question, "answers": [answer.place]}
+
+
+def _text(facts: list[_Fact]) -> str:
+    return " ".join(fact.text for fact in facts)
+
+
+def _summarised(draw: _Draw) -> tuple[str, str]:
+    told, answer = draw.facts(_FACTS)
+    own = [fact for fact in told if fact.person == answer.person]
+    said = " and ".join(f"{fact.relation} {fact.place}" for fact in own)
+    return f"About {answer.person}: {_text(told)}", f"{answer.person} {said}."
+
+
+# Statements that are true or false by themselves
+# --------------------------------------------------------------------------------------------------
+
+
+def _arithmetic(draw: _Draw, is_true: bool) -> str:
+    first, second = draw.randint(1, 9), draw.randint(1, 9)
+    total = first + second
+    if not is_true:
+        total += draw.choice([-3, -2, -1, 1, 2, 3])
+    return (
+        f"{draw.name()} has {first} coins. {draw.name()} has {second} coins. "
+        f"Together they have {total} coins."
+    )
+
+
+def _order(draw: _Draw, is_true: bool) -> str:
+    oldest, middle, youngest = (draw.name() for _ in range(3))
+    told = [f"{oldest} is older than {middle}.", f"{middle} is older than {youngest}."]
+    draw.shuffle(told)
+    older, younger = (oldest, youngest) if is_true else (youngest, oldest)
+    return f"{' '.join(told)} So {older} is older than {younger}."
+
+
+def _membership(draw: _Draw, is_true: bool) -> str:
+    members = [draw.name() for _ in range(4)]
+    named = draw.choice(members) if is_true else draw.name()
+    return (
+        f"In the boat are {', '.join(members[:-1])} and {members[-1]}. So {named} is in the boat."
+    )
+
+
+# Kinds of statements -> how one is made
+STATEMENTS: dict[str, Callable[[_Draw, bool], str]] = {
+    "arithmetic": _arithmetic,
+    "order": _order,
+    "membership": _membership,
+}
