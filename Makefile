@@ -7,7 +7,7 @@ ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCH_EXTENSIONS_DIR=$(CUR
 KERNEL := $(ENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c \
 	'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)' >/dev/null
 
-.PHONY: setup demo test test-long mutants check bench scifact clean
+.PHONY: setup demo test test-long mutants check bench scifact learns clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,10 @@ bench: setup
 # A public number from nothing: all-MiniLM-L6-v2 on SciFact, as it comes and after three fine-tunings.
 scifact: setup
 	$(BIN)/python benchmarks/minilm.py scifact --data_path "$(or $(DATA),../shared/data/retrieval/scifact)"
+
+# Does it learn? Every reader on the made-up corpus, from nothing, with its counter-check.
+learns: setup
+	$(BIN)/python benchmarks/learns.py
 
 clean:
 	rm -rf .venv results out tmp-cache build *.egg-info .pytest_cache .ruff_cache .hypothesis

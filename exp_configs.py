@@ -14,6 +14,7 @@ from pathlib import Path
 
 from trainer.config import groups
 from trainer.config.groups import Values, cartesian_exp_group, vary
+from trainer.tasks import lookup_groups
 from trainer.tasks.cross_attention import published as cross_attention
 from trainer.tasks.fid import published as fid
 from trainer.tasks.retriever import published as retriever
@@ -389,6 +390,7 @@ EXP_GROUPS: dict[str, list[Values]] = {
     **summariser.GROUPS,
     **retriever.GROUPS,
     **vera.GROUPS,
+    **lookup_groups.GROUPS,
     "causal_lm_tiny": [CAUSAL_LM_TINY],
     "crossattn_tiny": [CROSSATTN_TINY],
     "lm_nq_cpu": [LM_NQ_CPU],

@@ -11,7 +11,7 @@ import pytest
 from trainer.data import lookup
 from trainer.errors import DataError
 
-NAME = re.compile(r"[BDGKMPRSTV][aeiou][lnrsx] [BDGKMPRSTV][aeiou][lnrsx]")
+NAME = re.compile(r"[BDFGHKLMNPRSTVZ][aeiou][lnr] [BDFGHKLMNPRSTVZ][aeiou][lnr]")
 MANY = 300
 
 
@@ -26,7 +26,7 @@ def texts_of(split: str) -> list[str]:
 
 def test_no_name_of_the_validation_stands_in_training() -> None:
     trained = held(texts_of("train"))
-    assert len(trained) > 5000
+    assert len(trained) > 2000
     for split in ("valid", "test", lookup.CONTROL):
         assert not trained & held(texts_of(split)), split
 
@@ -34,7 +34,7 @@ def test_no_name_of_the_validation_stands_in_training() -> None:
 @pytest.mark.parametrize("passages", [1, 2, 20])
 def test_exactly_one_passage_answers_at_any_place(passages: int) -> None:
     places: Counter[int] = Counter()
-    for row in islice(lookup.questions("train", passages=passages), MANY):
+    for row in islice(lookup.questions("valid", passages=passages), MANY):
         (answer,) = row["answers"]
         assert len(row["ctxs"]) == passages
         holding = [place for place, each in enumerate(row["ctxs"]) if answer in each["text"]]
@@ -42,6 +42,15 @@ def test_exactly_one_passage_answers_at_any_place(passages: int) -> None:
         places[holding[0]] += 1
     assert len(places) == passages
     assert max(places.values()) < 3 * MANY / passages + 10
+
+
+def test_training_rows_are_mostly_short_and_all_answered() -> None:
+    counts: Counter[int] = Counter()
+    for row in islice(lookup.contexts("train"), 4 * MANY):
+        counts[row["context"].count(".")] += 1
+        assert row["answers"][0] in row["context"]
+    assert set(counts) == set(range(1, 9))
+    assert counts[1] + counts[2] > 2 * MANY
 
 
 def test_another_passage_is_about_the_same_person() -> None:
@@ -60,10 +69,12 @@ def test_the_control_asks_the_same_and_answers_nothing() -> None:
         assert len(left) == 4
         assert not any(row["answers"][0] in text for text in left)
     pairs = zip(lookup.contexts("valid"), lookup.contexts(lookup.CONTROL), strict=True)
+    by_chance = 0
     for row, without in pairs:
         assert row["answers"][0] in row["context"]
         assert row["question"] == without["question"]
-        assert row["answers"][0] not in without["context"]
+        by_chance += row["answers"][0] in without["context"]
+    assert by_chance <= 3
     documents = zip(lookup.summaries("valid"), lookup.summaries(lookup.CONTROL), strict=True)
     for row, without in documents:
         assert row["summaries"] == without["summaries"]
@@ -88,14 +99,12 @@ def test_a_text_asks_for_everything_that_it_told() -> None:
 
 
 @pytest.mark.parametrize("kind", lookup.STATEMENTS)
-def test_every_second_statement_is_true_by_what_it_says(kind: str) -> None:
-    groups = list(lookup.statements(kind, "valid"))
-    truths = [_is_true(kind, *group["golds"], *group["distractors"]) for group in groups]
-    assert truths == [bool(group["golds"]) for group in groups]
-    assert truths == [number % 2 == 0 for number in range(len(groups))]
-    shuffled = [bool(group["golds"]) for group in lookup.statements(kind, lookup.CONTROL)]
-    agreeing = sum(one == other for one, other in zip(truths, shuffled, strict=True))
-    assert 0.4 < agreeing / len(truths) < 0.6
+def test_one_statement_of_a_group_is_true_by_what_it_says(kind: str) -> None:
+    for group in lookup.statements(kind, "valid"):
+        assert [_is_true(kind, text) for text in group["golds"]] == [True]
+        assert [_is_true(kind, text) for text in group["distractors"]] == [False] * 3
+    control = [_is_true(kind, *group["golds"]) for group in lookup.statements(kind, lookup.CONTROL)]
+    assert 0.15 < sum(control) / len(control) < 0.35
 
 
 def _is_true(kind: str, statement: str) -> bool:
@@ -107,18 +116,18 @@ def _is_true(kind: str, statement: str) -> bool:
         return NAME.findall(said)[0] in told
     older = dict(re.findall(f"({NAME.pattern}) is older than ({NAME.pattern})", told))
     one, other = NAME.findall(said)
-    return older.get(older.get(one)) == other
+    return other in (older.get(one), older.get(older.get(one)))
 
 
 def test_rows_are_the_same_on_every_machine() -> None:
     row = next(lookup.questions("valid", passages=2))
     assert row == {
         "id": "0",
-        "question": "Where does San Bas work?",
-        "answers": ["Pus Rin"],
+        "question": "Where does Val Son work?",
+        "answers": ["Sar Nun"],
         "ctxs": [
-            {"id": "0-0", "title": "", "text": "San Bas works in Pus Rin."},
-            {"id": "0-1", "title": "", "text": "San Bas lives in Gin Gel."},
+            {"id": "0-0", "title": "", "text": "Val Son works in Sar Nun."},
+            {"id": "0-1", "title": "", "text": "Val Son lives in Hin Vun."},
         ],
     }
 

@@ -26,7 +26,7 @@ VERSION = 1  # of the texts below: whoever changes them counts on
 CONTROL = "control"
 NUM_ROWS = {"train": 20_000, "valid": 500, "test": 500, CONTROL: 500}
 
-_SYLLABLES = ["".join(letters) for letters in product("bdgkmprstv", "aeiou", "lnrsx")]
+_SYLLABLES = ["".join(letters) for letters in product("bdfghklmnprstvz", "aeiou", "lnr")]
 _HELD_OUT_OF_1000 = 200  # names that training never holds
 _FACTS = 8  # of one text
 _SAMPLED = 2000  # texts of each kind that a tokenizer sees
@@ -42,7 +42,7 @@ _RELATIONS = {  # how a fact is told, and how it is asked for
 class _Fact:
     person: str  # "Bal Kor"
     relation: str  # "lives in"
-    place: str  # "Dum Six"
+    place: str  # "Fen Zir"
 
     @property
     def text(self) -> str:
@@ -70,8 +70,9 @@ class _Draw(random.Random):
     def __init__(self, split: str, number: int) -> None:
         seeded = "valid" if split == CONTROL else split  # it asks what the validation asks
         super().__init__(f"{VERSION} {seeded} {number}")
+        self._is_training = split == "train"
         trained, fresh = _names()
-        self._names = trained if split == "train" else fresh
+        self._names = trained if self._is_training else fresh
         self._drawn: set[str] = set()
 
     def name(self) -> str:
@@ -79,6 +80,12 @@ class _Draw(random.Random):
             pass
         self._drawn.add(name)
         return name
+
+    def count(self, most: int, *, least: int = 1) -> int:
+        """`most`; in training mostly fewer: short rows teach to copy, long ones to choose."""
+        if not self._is_training:
+            return most
+        return min(most, least + int((most - least + 1) * self.random() ** 3))
 
     def facts(self, count: int) -> tuple[list[_Fact], _Fact]:
         """`count` facts in any order, and the one that is asked for; of two or more, another one is
@@ -101,7 +108,7 @@ def questions(split: str, *, passages: int) -> Iterator[Row]:
     which answers. In "control" that one is left out.
     """
     for number, draw in _draws(split):
-        told, answer = draw.facts(max(passages, 1))
+        told, answer = draw.facts(passages)
         if split == CONTROL:
             told.remove(answer)
         ctxs = [
@@ -116,19 +123,16 @@ def contexts(split: str) -> Iterator[Row]:
     answers. The context of "control" is the next row's.
     """
     for number, draw in _draws(split):
-        told, answer = draw.facts(_FACTS)
+        told, answer = draw.facts(draw.count(_FACTS))
         if split == CONTROL:
             told, _ = _Draw(split, number + 1).facts(_FACTS)
         yield {**_asked(answer), "context": _text(told), "title": ""}
 
 
 def texts(split: str) -> Iterator[Row]:
-    """Rows {"text"} for language modelling: facts, then a question about each with its answer.
-
-    One fact or some: the short rows teach to copy, the others to choose.
-    """
+    """Rows {"text"} for language modelling: facts, then a question about each with its answer."""
     for _, draw in _draws(split):
-        told, _ = draw.facts(draw.randint(1, _FACTS))
+        told, _ = draw.facts(draw.count(_FACTS))
         asked = draw.sample(told, len(told))
         answered = " ".join(f"{fact.question} {fact.place}." for fact in asked)
         yield {"text": f"{_text(told)} {answered}"}
@@ -146,20 +150,16 @@ def summaries(split: str) -> Iterator[Row]:
 
 
 def statements(kind: str, split: str) -> Iterator[Row]:
-    """Groups {"golds", "distractors"} of one statement each, every second one true by what it says
-    itself; in "control" half of them, whatever they say.
+    """Groups {"golds", "distractors"}: a statement that is true by what it says itself, and three
+    of the same beginning that are false. In "control" any one of them is called true.
 
     kind: of STATEMENTS.
     """
-    for number, draw in _draws(split):
-        is_true = number % 2 == 0
-        statement = STATEMENTS[kind](draw, is_true)
-        if split == CONTROL:
-            is_true = draw.random() < 0.5
-        yield {
-            "golds": [statement] if is_true else [],
-            "distractors": [] if is_true else [statement],
-        }
+    for _, draw in _draws(split):
+        told, ends = STATEMENTS[kind](draw)
+        gold = draw.randrange(len(ends)) if split == CONTROL else 0
+        made = [f"{told} {end}" for end in ends]
+        yield {"golds": [made.pop(gold)], "distractors": made}
 
 
 def sample_texts() -> list[str]:
@@ -189,45 +189,40 @@ def _text(facts: list[_Fact]) -> str:
 
 
 def _summarised(draw: _Draw) -> tuple[str, str]:
-    told, answer = draw.facts(_FACTS)
+    told, answer = draw.facts(draw.count(_FACTS, least=2))
     own = [fact for fact in told if fact.person == answer.person]
     said = " and ".join(f"{fact.relation} {fact.place}" for fact in own)
     return f"About {answer.person}: {_text(told)}", f"{answer.person} {said}."
 
 
-# Statements that are true or false by themselves
+# What a statement tells, and how it may end: truly, and in three ways falsely
 # --------------------------------------------------------------------------------------------------
 
 
-def _arithmetic(draw: _Draw, is_true: bool) -> str:
+def _arithmetic(draw: _Draw) -> tuple[str, list[str]]:
     first, second = draw.randint(1, 9), draw.randint(1, 9)
-    total = first + second
-    if not is_true:
-        total += draw.choice([-3, -2, -1, 1, 2, 3])
-    return (
-        f"{draw.name()} has {first} coins. {draw.name()} has {second} coins. "
-        f"Together they have {total} coins."
-    )
+    totals = [first + second + wrong for wrong in (0, *draw.sample([-3, -2, -1, 1, 2, 3], 3))]
+    told = f"{draw.name()} has {first} coins. {draw.name()} has {second} coins."
+    return told, [f"Together they have {total} coins." for total in totals]
 
 
-def _order(draw: _Draw, is_true: bool) -> str:
+def _order(draw: _Draw) -> tuple[str, list[str]]:
     oldest, middle, youngest = (draw.name() for _ in range(3))
     told = [f"{oldest} is older than {middle}.", f"{middle} is older than {youngest}."]
     draw.shuffle(told)
-    older, younger = (oldest, youngest) if is_true else (youngest, oldest)
-    return f"{' '.join(told)} So {older} is older than {younger}."
+    ends = [(oldest, youngest), (youngest, oldest), (middle, oldest), (youngest, middle)]
+    return " ".join(told), [f"So {older} is older than {younger}." for older, younger in ends]
 
 
-def _membership(draw: _Draw, is_true: bool) -> str:
-    members = [draw.name() for _ in range(4)]
-    named = draw.choice(members) if is_true else draw.name()
-    return (
-        f"In the boat are {', '.join(members[:-1])} and {members[-1]}. So {named} is in the boat."
-    )
+def _membership(draw: _Draw) -> tuple[str, list[str]]:
+    members = [draw.name() for _ in range(draw.count(4))]
+    named = [draw.choice(members), *(draw.name() for _ in range(3))]
+    return f"The boat carries {', '.join(members)}.", [
+        f"So {name} is in the boat." for name in named
+    ]
 
 
-# Kinds of statements -> how one is made
-STATEMENTS: dict[str, Callable[[_Draw, bool], str]] = {
+STATEMENTS: dict[str, Callable[[_Draw], tuple[str, list[str]]]] = {
     "arithmetic": _arithmetic,
     "order": _order,
     "membership": _membership,

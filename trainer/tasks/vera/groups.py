@@ -33,7 +33,7 @@ BOOLEAN = {
     "rainier_anno",
 }
 # Tasks of the embedded corpora, and whether they are boolean.
-EMBEDDED = {"docs_choice": False, "docs_boolean": True, **dict.fromkeys(lookup.STATEMENTS, True)}
+EMBEDDED = {"docs_choice": False, "docs_boolean": True, **dict.fromkeys(lookup.STATEMENTS, False)}
 _FILES = {"train": "train.json", "valid": "dev.json", "test": "test.json"}
 _CHOICES = 4
 

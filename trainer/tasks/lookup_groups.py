@@ -1,0 +1,83 @@
+"""Does it learn? One group for each reader, on the made-up corpus (trainer/data/lookup.py), from
+random weights: what a new machine, cluster or recipe is tried on first. Imports no torch.
+
+The experiments of a group build on each other: what must be copied is learnt from one passage,
+what must be chosen from two and more.
+"""
+
+from __future__ import annotations
+
+from trainer.config.groups import Values, vary
+
+TOKENIZER: Values = {"vocab_size": 768, "corpus": "lookup"}
+T5: Values = {
+    "config": {
+        "model_type": "t5",
+        "vocab_size": 768,
+        "d_model": 128,
+        "d_kv": 32,
+        "d_ff": 256,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "pad_token_id": 1,
+        "decoder_start_token_id": 1,
+        "eos_token_id": 0,
+    }
+}
+
+# Fusion-in-Decoder: a place is copied (one passage), chosen by its relation (two, of one person),
+# by its person (five), and found among twenty.
+FID_COPIES: Values = {
+    "task": "fid",
+    "base": T5,
+    "tokenizer": TOKENIZER,
+    "train": {
+        "steps": 800,
+        "global_batch": 64,
+        "micro_batch": 64,
+        "eval_batch": 64,
+        "precision": "fp32",
+        "log_every": 50,
+        "eval_every": 100,
+        "save_every": 100,
+        "answers": 100,
+        "best": "valid/em",
+        "best_is": "max",
+    },
+    "optim": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.01, "decay": "all"},
+    "schedule": {"shape": "constant", "warmup_steps": 50},
+    "data": {
+        "source": "lookup",
+        "contexts": 1,
+        "passage_tokens": 32,
+        "answer_tokens": 8,
+        "clean_up_spaces": False,
+    },
+    "deepspeed": "zero2",
+}
+FID_CHOOSES = vary(
+    FID_COPIES,
+    base={"experiment": FID_COPIES},
+    tokenizer=None,
+    train={"steps": 300},
+    data={"contexts": 2},
+)
+FID_READS_5 = vary(
+    FID_CHOOSES,
+    base={"experiment": FID_CHOOSES},
+    train={"steps": 1000},
+    schedule={"shape": "linear"},
+    data={"contexts": 5},
+)
+FID_READS_20 = vary(
+    FID_READS_5,
+    base={"experiment": FID_READS_5},
+    train={"steps": 300, "micro_batch": 32, "eval_batch": 25},
+    optim={"lr": 5e-4},
+    data={"contexts": 20},
+)
+
+GROUPS: dict[str, list[Values]] = {
+    "fid_lookup_cpu": [FID_COPIES, FID_CHOOSES, FID_READS_5, FID_READS_20],
+}
