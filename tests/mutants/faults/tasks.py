@@ -321,4 +321,18 @@ FAULTS = [
         why="answer recall at k looks at k - 1 passages",
         tests="tests/unit/test_answer_recall.py",
     ),
+    Fault(
+        "trainer/data/lookup.py",
+        "told.remove(answer)",
+        "told.remove(told[0])",
+        why="the control still holds what answers, and a reader that guesses is not found out",
+        tests="tests/unit/test_lookup.py",
+    ),
+    Fault(
+        "trainer/data/lookup.py",
+        "trained if self._is_training else fresh",
+        "trained",
+        why="names of the validation stand in training: what was remembered looks read",
+        tests="tests/unit/test_lookup.py",
+    ),
 ]
