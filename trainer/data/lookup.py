@@ -85,7 +85,7 @@ class _Draw(random.Random):
         """`most`; in training mostly fewer: short rows teach to copy, long ones to choose."""
         if not self._is_training:
             return most
-        return min(most, least + int((most - least + 1) * self.random() ** 3))
+        return least + int((most - least + 1) * self.random() ** 2)
 
     def facts(self, count: int) -> tuple[list[_Fact], _Fact]:
         """`count` facts in any order, and the one that is asked for; of two or more, another one is
@@ -215,7 +215,7 @@ def _order(draw: _Draw) -> tuple[str, list[str]]:
 
 
 def _membership(draw: _Draw) -> tuple[str, list[str]]:
-    members = [draw.name() for _ in range(draw.count(4))]
+    members = [draw.name() for _ in range(draw.randint(1, 4))]
     named = [draw.choice(members), *(draw.name() for _ in range(3))]
     return f"The boat carries {', '.join(members)}.", [
         f"So {name} is in the boat." for name in named

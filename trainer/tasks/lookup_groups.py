@@ -66,7 +66,7 @@ FID_CHOOSES = vary(
 FID_READS_5 = vary(
     FID_CHOOSES,
     base={"experiment": FID_CHOOSES},
-    train={"steps": 1000},
+    train={"steps": 2000},
     schedule={"shape": "linear"},
     data={"contexts": 5},
 )
