@@ -15,6 +15,8 @@ LatheError             1  something went wrong that no dictionary can mend
 
 import difflib
 
+_MAX_LISTED = 60  # legal names in one message
+
 EXIT_OK = 0
 EXIT_BAD_INPUT = 2
 EXIT_PREEMPTED = 75  # sysexits.h EX_TEMPFAIL: run the same command again
@@ -61,6 +63,12 @@ class DivergedError(LatheError):
 
 
 def nearest(name: str, legal: list[str]) -> str:
-    """A sentence that names the legal spelling nearest to `name`, or all when none is near."""
+    """A sentence that names the legal spelling nearest to `name`, or all when none is near: of very
+    many the first ones.
+    """
     close = difflib.get_close_matches(name, legal, n=1, cutoff=0.6)
-    return f"Did you mean {close[0]!r}?" if close else f"Legal: {', '.join(legal)}."
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    more = len(legal) - _MAX_LISTED
+    rest = f" and {more} more" if more > 0 else ""
+    return f"Legal: {', '.join(legal[:_MAX_LISTED])}{rest}."

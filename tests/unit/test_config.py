@@ -240,6 +240,12 @@ def test_nearest_suggests_one_spelling_or_lists_all(name: str, sentence: str) ->
     assert nearest(name, ["seed", "steps"]) == sentence
 
 
+def test_of_very_many_legal_names_the_first_are_listed() -> None:
+    sentence = nearest("zzz", [f"name{number}" for number in range(600)])
+    assert sentence.startswith("Legal: name0, name1, ")
+    assert sentence.endswith("name59 and 540 more.")
+
+
 # Tasks
 
 

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from typing import TYPE_CHECKING
 
 from trainer.data.stdlib_docs import is_held_out
@@ -150,8 +150,8 @@ def summaries(split: str) -> Iterator[Row]:
 
 
 def statements(kind: str, split: str) -> Iterator[Row]:
-    """Groups {"golds", "distractors"}: a statement that is true by what it says itself, and three
-    of the same beginning that are false. In "control" any one of them is called true.
+    """Groups {"golds", "distractors"}: a statement that is true by what it says itself, and some of
+    the same beginning that are false. In "control" any one of them is called true.
 
     kind: of STATEMENTS.
     """
@@ -195,7 +195,7 @@ def _summarised(draw: _Draw) -> tuple[str, str]:
     return f"About {answer.person}: {_text(told)}", f"{answer.person} {said}."
 
 
-# What a statement tells, and how it may end: truly, and in three ways falsely
+# What a statement tells, and how it may end: truly, and how falsely
 # --------------------------------------------------------------------------------------------------
 
 
@@ -207,11 +207,14 @@ def _arithmetic(draw: _Draw) -> tuple[str, list[str]]:
 
 
 def _order(draw: _Draw) -> tuple[str, list[str]]:
-    oldest, middle, youngest = (draw.name() for _ in range(3))
-    told = [f"{oldest} is older than {middle}.", f"{middle} is older than {youngest}."]
+    by_age = [draw.name() for _ in range(1 + draw.count(2))]
+    older = list(pairwise(by_age))
+    told = [f"{one} is older than {other}." for one, other in older]
     draw.shuffle(told)
-    ends = [(oldest, youngest), (youngest, oldest), (middle, oldest), (youngest, middle)]
-    return " ".join(told), [f"So {older} is older than {younger}." for older, younger in ends]
+    oldest, youngest = by_age[0], by_age[-1]
+    turned = [(other, one) for one, other in [(oldest, youngest), *older]]
+    ends = [(oldest, youngest), *dict.fromkeys(turned)]
+    return " ".join(told), [f"So {one} is older than {other}." for one, other in ends]
 
 
 def _membership(draw: _Draw) -> tuple[str, list[str]]:
