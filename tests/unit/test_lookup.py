@@ -102,9 +102,10 @@ def test_a_text_asks_for_everything_that_it_told() -> None:
 def test_one_statement_of_a_group_is_true_by_what_it_says(kind: str) -> None:
     for group in lookup.statements(kind, "valid"):
         assert [_is_true(kind, text) for text in group["golds"]] == [True]
-        assert [_is_true(kind, text) for text in group["distractors"]] == [False] * 3
+        assert group["distractors"]
+        assert not any(_is_true(kind, text) for text in group["distractors"])
     control = [_is_true(kind, *group["golds"]) for group in lookup.statements(kind, lookup.CONTROL)]
-    assert 0.15 < sum(control) / len(control) < 0.35
+    assert 0.15 < sum(control) / len(control) < 0.6
 
 
 def _is_true(kind: str, statement: str) -> bool:
@@ -114,9 +115,9 @@ def _is_true(kind: str, statement: str) -> bool:
     told, said = statement.split(" So ")
     if kind == "membership":
         return NAME.findall(said)[0] in told
-    older = dict(re.findall(f"({NAME.pattern}) is older than ({NAME.pattern})", told))
-    one, other = NAME.findall(said)
-    return other in (older.get(one), older.get(older.get(one)))
+    first, second = map(int, re.findall(r"\d+", told))
+    assert NAME.findall(said) == NAME.findall(told)
+    return (first < second) == ("before" in said)
 
 
 def test_rows_are_the_same_on_every_machine() -> None:

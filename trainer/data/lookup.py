@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice, pairwise, product
+from itertools import islice, product
 from typing import TYPE_CHECKING
 
 from trainer.data.stdlib_docs import is_held_out
@@ -207,14 +207,10 @@ def _arithmetic(draw: _Draw) -> tuple[str, list[str]]:
 
 
 def _order(draw: _Draw) -> tuple[str, list[str]]:
-    by_age = [draw.name() for _ in range(1 + draw.count(2))]
-    older = list(pairwise(by_age))
-    told = [f"{one} is older than {other}." for one, other in older]
-    draw.shuffle(told)
-    oldest, youngest = by_age[0], by_age[-1]
-    turned = [(other, one) for one, other in [(oldest, youngest), *older]]
-    ends = [(oldest, youngest), *dict.fromkeys(turned)]
-    return " ".join(told), [f"So {one} is older than {other}." for one, other in ends]
+    (one, other), (first, second) = (draw.name(), draw.name()), draw.sample(range(1, 21), 2)
+    words = ["before", "after"] if first < second else ["after", "before"]
+    told = f"{one} came at {first} o'clock. {other} came at {second} o'clock."
+    return told, [f"So {one} came {word} {other}." for word in words]
 
 
 def _membership(draw: _Draw) -> tuple[str, list[str]]:

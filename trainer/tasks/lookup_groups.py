@@ -78,6 +78,36 @@ FID_READS_20 = vary(
     data={"contexts": 20},
 )
 
+# The verifier: sums, orders and members, judged by what a statement says itself. Statements of a
+# group differ in what makes them false, which is what it learns from; the contrastive term would
+# push apart groups that differ in names alone.
+VERA_LOOKUP: Values = {
+    "task": "vera",
+    "base": {"config": T5["config"] | {"num_layers": 4}},
+    "tokenizer": TOKENIZER,
+    "train": {
+        **{key: FID_COPIES["train"][key] for key in ("global_batch", "micro_batch", "eval_batch")},
+        "steps": 1500,
+        "precision": "fp32",
+        "log_every": 50,
+        "eval_every": 150,
+        "save_every": 150,
+        "best": "valid/auroc/all",
+        "best_is": "max",
+    },
+    "optim": {"lr": 1e-3, "betas": [0.9, 0.95]},
+    "schedule": {"shape": "linear", "warmup_steps": 50},
+    "loss": {"contrastive": 0},
+    "data": {
+        "source": "lookup",
+        "train_tasks": ["arithmetic", "order", "membership"],
+        "valid_tasks": ["arithmetic", "order", "membership"],
+        "max_tokens": 40,
+    },
+    "deepspeed": "zero2",
+}
+
 GROUPS: dict[str, list[Values]] = {
     "fid_lookup_cpu": [FID_COPIES, FID_CHOOSES, FID_READS_5, FID_READS_20],
+    "vera_lookup_cpu": [VERA_LOOKUP],
 }
