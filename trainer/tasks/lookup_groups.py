@@ -66,14 +66,14 @@ FID_CHOOSES = vary(
 FID_READS_5 = vary(
     FID_CHOOSES,
     base={"experiment": FID_CHOOSES},
-    train={"steps": 2000},
+    train={"steps": 1000},
     schedule={"shape": "linear"},
     data={"contexts": 5},
 )
 FID_READS_20 = vary(
     FID_READS_5,
     base={"experiment": FID_READS_5},
-    train={"steps": 300, "micro_batch": 32, "eval_batch": 25},
+    train={"steps": 200, "micro_batch": 32, "eval_batch": 25},
     optim={"lr": 5e-4},
     data={"contexts": 20},
 )
