@@ -207,10 +207,11 @@ def _arithmetic(draw: _Draw) -> tuple[str, list[str]]:
 
 
 def _order(draw: _Draw) -> tuple[str, list[str]]:
-    (one, other), (first, second) = (draw.name(), draw.name()), draw.sample(range(1, 21), 2)
-    words = ["before", "after"] if first < second else ["after", "before"]
-    told = f"{one} came at {first} o'clock. {other} came at {second} o'clock."
-    return told, [f"So {one} came {word} {other}." for word in words]
+    came = draw.randint(2, 22)
+    hours = [draw.randint(came + 1, 23), *draw.sample(range(1, came), min(3, came - 1))]
+    name = draw.name()
+    told = f"{name} came at {came} o'clock."
+    return told, [f"So {name} came before {hour} o'clock." for hour in hours]
 
 
 def _membership(draw: _Draw) -> tuple[str, list[str]]:

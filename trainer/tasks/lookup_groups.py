@@ -87,7 +87,7 @@ VERA_LOOKUP: Values = {
     "tokenizer": TOKENIZER,
     "train": {
         **{key: FID_COPIES["train"][key] for key in ("global_batch", "micro_batch", "eval_batch")},
-        "steps": 1500,
+        "steps": 1200,
         "precision": "fp32",
         "log_every": 50,
         "eval_every": 150,
