@@ -2,9 +2,9 @@
 
 Whoever answers 95 % of its held-out rows has found the one fact that answers among others of the
 same form, and copied a name that no training row holds: "does it learn?" of a new machine, cluster
-or recipe, in minutes and without data. A row follows from its split and number alone, so it is the
-same on every machine. The split "control" is "valid" with what answers taken away: what is still
-right there is not read but guessed.
+or recipe, in minutes and without data. A row follows from its split and number alone, on every
+machine. The split "control" is "valid" with what answers taken away: what is still right there is
+not read but guessed.
 """
 
 from __future__ import annotations
