@@ -569,7 +569,7 @@ def test_a_machine_without_slurm_says_so(make: Specs, monkeypatch: pytest.Monkey
 def test_a_killed_controller_is_unreachable_and_knows_the_jobs_when_it_is_back(
     slurm: Slurm, cluster: RealSlurm, make: Specs
 ) -> None:
-    spec = make(SLEEP)
+    spec = make("import time; time.sleep(900)")  # cancelled below: it must outlast every wait
     job_id = sent(slurm, spec)
     reached(slurm, job_id, "running")
     rendered = slurm.render(make())
