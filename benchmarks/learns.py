@@ -1,6 +1,6 @@
 """Does it learn? Readers on the made-up corpus, from nothing, judged with and without what answers.
 
-    python benchmarks/learns.py [NAME ...] [--out DIR]
+    python benchmarks/learns.py [--group NAME ...] [--out DIR]
 
 Trains the groups *_lookup_cpu of exp_configs.py, two at a time with one thread each, and evaluates
 the last reader of each on 500 held-out rows, whose names no training row holds, and on the control:
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,12 +19,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout
 
+from our_commands import run
+
 from exp_configs import EXP_GROUPS
 from trainer.config.identity import exp_id
-
-ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
-CONTROL = "control"
+from trainer.data.lookup import CONTROL
 
 
 @dataclass(frozen=True)
@@ -40,29 +37,8 @@ class Bound:
 
 BOUNDS = {
     "fid_lookup_cpu": Bound("em", 0.95, 0.02),
-    "crossattn_lookup_cpu": Bound("em", 0.90, 0.02),
     "vera_lookup_cpu": Bound("auroc/all", 0.95, 0.55),
-    "summarise_lookup_cpu": Bound("rougel", 0.90, 0.75),
 }
-
-
-def run(*argv: object, log: Path) -> tuple[str, float]:
-    """What a command of ours printed on its output, and its CPU seconds; ends the program when it
-    fails.
-    """
-    command = [sys.executable, *map(str, argv)]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    out = log.with_suffix(".out")
-    with log.open("a") as errors, out.open("w+") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=errors, env=os.environ | ENVIRONMENT
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    text = out.read_text()
-    if process.returncode:
-        sys.exit(f"{' '.join(command)} ended with {process.returncode}\n{text}\nsee {log}")
-    return text, usage.ru_utime + usage.ru_stime
 
 
 def measured(group: str, out: Path) -> dict[str, float]:
@@ -84,11 +60,10 @@ def measured(group: str, out: Path) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    there = [group for group in BOUNDS if group in EXP_GROUPS]
-    parser.add_argument("groups", nargs="*", choices=[*there, []], metavar="NAME")
+    parser.add_argument("--group", action="append", choices=BOUNDS, help="given: only these")
     parser.add_argument("--out", type=Path, default=Path("out/learns"))
     given = parser.parse_args()
-    groups, out = given.groups or there, given.out.resolve()
+    groups, out = given.group or list(BOUNDS), given.out.resolve()
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(groups, pool.map(lambda group: measured(group, out), groups), strict=True))
     print("| group | metric | held-out | at least | control | at most | CPU minutes |")

@@ -20,14 +20,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from our_commands import ROOT, run
+
 SHARED = ROOT.parent / "shared" / "data"
 DEPTH = 100
 GROUPS = """import exp_configs
@@ -36,7 +35,6 @@ EXP_GROUPS = {{
     f"seed_{{values['train']['seed']}}": [values] for values in exp_configs.EXP_GROUPS["{group}"]
 }}
 """
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
 
 
 @dataclass(frozen=True)
@@ -97,25 +95,6 @@ SETS = {
         "BM25 on the same 355: R@1 .735, R@5 .904, MRR@10 .804",
     ),
 }
-
-
-def run(*argv: object, log: Path) -> tuple[str, float]:
-    """What a command of ours printed on its output, and its CPU seconds; ends the program when it
-    fails.
-    """
-    command = [sys.executable, *(str(word) for word in argv)]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    out = log.with_suffix(".out")
-    with log.open("a") as errors, out.open("w+") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=errors, env=os.environ | ENVIRONMENT
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        text = out.read_text()
-    if process.returncode:
-        sys.exit(f"{' '.join(command)}\nended with {process.returncode}\n{text}\n{log.read_text()}")
-    return text, usage.ru_utime + usage.ru_stime
 
 
 class Measured:

@@ -153,7 +153,7 @@ def statements(kind: str, split: str) -> Iterator[Row]:
     """Groups {"golds", "distractors"}: a statement that is true by what it says itself, and some of
     the same beginning that are false. In "control" any one of them is called true.
 
-    kind: of STATEMENTS.
+    kind: a key of STATEMENTS.
     """
     for _, draw in _draws(split):
         told, ends = STATEMENTS[kind](draw)

@@ -1,5 +1,5 @@
-"""Does it learn? One group for each reader, on the made-up corpus (trainer/data/lookup.py), from
-random weights: what a new machine, cluster or recipe is tried on first. Imports no torch.
+"""Does it learn? Readers on the made-up corpus (trainer/data/lookup.py), from random weights: what
+a new machine, cluster or recipe is tried on first. Imports no torch.
 
 The experiments of a group build on each other: what must be copied is learnt from one passage,
 what must be chosen from two and more.

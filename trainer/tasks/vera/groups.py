@@ -60,9 +60,8 @@ def is_boolean(task: str, data: Data) -> bool:
 
     Else one statement of each group is true.
     """
-    if data.source != "groups":
-        return EMBEDDED.get(task, False)
-    return task in BOOLEAN or task in data.boolean
+    is_embedded = data.source != "groups"
+    return task in BOOLEAN or task in data.boolean or (is_embedded and EMBEDDED.get(task, False))
 
 
 def rows(data: Data, split: str, folder: Path | None) -> list[Row]:
