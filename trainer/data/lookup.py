@@ -130,12 +130,17 @@ def contexts(split: str) -> Iterator[Row]:
 
 
 def texts(split: str) -> Iterator[Row]:
-    """Rows {"text"} for language modelling: facts, then a question about each with its answer."""
+    """Rows {"text", "answer_spans"} for language modelling: facts, then a question about each with
+    its answer, whose first character and the one behind its last are a span.
+    """
     for _, draw in _draws(split):
         told, _ = draw.facts(draw.count(_FACTS))
-        asked = draw.sample(told, len(told))
-        answered = " ".join(f"{fact.question} {fact.place}." for fact in asked)
-        yield {"text": f"{_text(told)} {answered}"}
+        text, spans = _text(told), list[tuple[int, int]]()
+        for fact in draw.sample(told, len(told)):
+            text += f" {fact.question}"
+            spans.append((len(text), len(text) + len(f" {fact.place}.")))
+            text += f" {fact.place}."
+        yield {"text": text, "answer_spans": spans}
 
 
 def summaries(split: str) -> Iterator[Row]:

@@ -322,6 +322,13 @@ FAULTS = [
         tests="tests/unit/test_answer_recall.py",
     ),
     Fault(
+        "trainer/tasks/causal_lm/task.py",
+        '            is_label, _ = pad_right([row["scored"] for row in rows], 0)',
+        '            is_label, _ = pad_right([row["scored"] for row in rows], 1)',
+        "pads of shorter rows are labels",
+        tests="tests/unit/test_causal_lm_task.py",
+    ),
+    Fault(
         "trainer/data/lookup.py",
         "told.remove(answer)",
         "told.remove(told[0])",

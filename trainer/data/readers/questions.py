@@ -158,6 +158,17 @@ def texts(folder: Path | None, split: str, source: Literal["nq", "jsonl"]) -> It
             yield {"text": text}
 
 
+def completions(folder: Path | None, split: str) -> Iterator[Row]:
+    """Rows {"text", "answer_spans"} of the files of `qa_rows`, every line with a non-blank "prompt"
+    and "completion", which follow one another as they stand.
+
+    answer_spans: the one of the completion, in characters.
+    """
+    for row in text_rows(folder, split, ("prompt", "completion")):
+        text = row["prompt"] + row["completion"]
+        yield {"text": text, "answer_spans": [(len(row["prompt"]), len(text))]}
+
+
 def _question_row(raw: Row, place: str) -> Row:
     row: Row = {
         "question": fields.required_text(raw, "question", place),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import model_validator
+
 from trainer.config.schema import Experiment, Positive, Strict
 
 
@@ -12,6 +14,18 @@ class Data(Strict):
 
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl"]
     max_tokens: Positive = 1024  # longer texts are cut into pieces of this length
+    # answer: on completions alone ("jsonl" with "prompt" and "completion"), or on the answers of
+    # the made-up corpus
+    loss_on: Literal["all", "answer"] = "all"
+
+    @model_validator(mode="after")
+    def _answers_are_known(self) -> Data:
+        if self.loss_on == "answer" and self.source not in ("lookup", "jsonl"):
+            raise ValueError(
+                f'loss_on="answer": source={self.source!r} has no answers. Use source="jsonl" with '
+                '"prompt" and "completion", or loss_on="all"'
+            )
+        return self
 
 
 class Config(Experiment):

@@ -64,7 +64,13 @@ class Task(TokenTask[Config]):
             return stdlib_docs.texts(split)
         if source == "lookup":
             return lookup.texts(split)
+        if self._is_on_answers:
+            return questions.completions(self.places.data_path, split)
         return questions.texts(self.places.data_path, split, source)
+
+    @property
+    def _is_on_answers(self) -> bool:
+        return self.cfg.data.loss_on == "answer"
 
     def _pieces(self, row: Row) -> Iterator[Row]:
         """The row itself, or numbered pieces of a text that is longer than data.max_tokens."""
@@ -73,39 +79,64 @@ class Task(TokenTask[Config]):
         if len(row["text"].encode()) < limit:
             yield {**row, "piece": 0}
             return
-        for piece in range(-(-len(self._ids(row["text"])) // limit)):
+        for piece in range(-(-len(self._tokens(row)["ids"]) // limit)):
             yield {**row, "piece": piece}
 
-    def _ids(self, text: str) -> list[int]:
-        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.end]
+    def _tokens(self, row: Row) -> dict[str, list[int]]:
+        """A whole text and its end: "ids" and, where answers alone are labels, "scored", 1 for
+        those. The end is one of them.
+        """
+        made = self.tokenizer(
+            row["text"], add_special_tokens=False, return_offsets_mapping=self._is_on_answers
+        )
+        fields = {"ids": [*made["input_ids"], self.end]}
+        if self._is_on_answers:
+            spans = row["answer_spans"]
+            fields["scored"] = [int(_meets(one, spans)) for one in made["offset_mapping"]] + [1]
+        return fields
 
     def encode(self, row: Row) -> Encoded:
         limit, piece = self.cfg.data.max_tokens, row["piece"]
-        return Encoded({"ids": self._ids(row["text"])[piece * limit : (piece + 1) * limit]})
+        kept = slice(piece * limit, (piece + 1) * limit)
+        return Encoded({name: values[kept] for name, values in self._tokens(row).items()})
 
     def untruncated(self, row: Row) -> dict[str, Uncut]:
         """ids: nothing is cut off, for a text that is too long goes on in the next row."""
-        return {"ids": Uncut([self.encode(row)["ids"]], None, "data.max_tokens", labels_from=1)}
+        ids = self.encode(row)["ids"]
+        return {"ids": Uncut([ids], None, "data.max_tokens", labels_from=1)}
 
     def encoding_id(self) -> str:
-        return self.encoded_under(max_tokens=self.cfg.data.max_tokens)
+        named = {"loss_on": "answer"} if self._is_on_answers else {}
+        return self.encoded_under(max_tokens=self.cfg.data.max_tokens, **named)
 
     def limits(self) -> dict[str, int]:
         return {"data.max_tokens": self.cfg.data.max_tokens}
 
     def specimen(self) -> Row:
-        return {"text": self.filler(), "piece": 0}
+        text = self.filler()
+        return {"text": text, "answer_spans": [(0, len(text))], "piece": 0}
 
     def length(self, encoded: Mapping[str, Any]) -> int:
         return len(encoded["ids"])
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         ids, mask = pad_right([row["ids"] for row in rows], self.pad)
+        is_label = mask
+        if self._is_on_answers:
+            is_label, _ = pad_right([row["scored"] for row in rows], 0)
         return {
             "input_ids": ids,
             "attention_mask": mask,
-            "labels": ids.masked_fill(mask == 0, IGNORED),
+            "labels": ids.masked_fill(is_label == 0, IGNORED),
         }
 
     def units(self, batch: Batch) -> Tensor:
         return (batch["labels"][:, 1:] != IGNORED).sum()
+
+
+def _meets(token: tuple[int, int], spans: Sequence[tuple[int, int]]) -> bool:
+    """Whether a token shares a character with one of the spans; all are [first, behind the last)
+    in characters.
+    """
+    first, end = token
+    return any(first < stop and start < end for start, stop in spans)

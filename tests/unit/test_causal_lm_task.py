@@ -1,0 +1,100 @@
+"""Language modelling with a loss on answers alone: which tokens are labels."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.facts import experiment, write_facts
+from tests.tolerance import assert_close
+from trainer import tasks
+from trainer.data import lookup
+from trainer.errors import ConfigError, DataError
+from trainer.models.losses import IGNORED
+from trainer.tasks.protocol import Places
+
+LINES = [
+    {"prompt": "Dana keeps the map. Who? ", "completion": "Dana."},
+    {"prompt": "Say it twice: no.", "completion": " No, no, said Ada in the attic."},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_facts(tmp_path)
+    for name in ("train", "valid"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in LINES))
+    return tmp_path
+
+
+def load(folder: Path, **data: Any) -> Any:
+    values = experiment("causal_lm", folder, data={"loss_on": "answer", **data})
+    return tasks.load(tasks.parse(values), Places(folder, folder / "c", folder))
+
+
+def labelled(task: Any, row: dict[str, Any]) -> str:
+    (labels,) = task.collate([task.encode(row)])["labels"]
+    return task.decode(labels[labels != IGNORED].tolist())
+
+
+def test_the_labels_of_a_line_are_its_completion_and_the_end(folder: Path) -> None:
+    task = load(folder)
+    rows = list(task.rows("train"))
+    assert [row["text"] for row in rows] == [x["prompt"] + x["completion"] for x in LINES]
+    for row, line in zip(rows, LINES, strict=True):
+        # a token may begin before the completion, with the blank in front of it
+        assert labelled(task, row).strip() == line["completion"].strip() + "<|endoftext|>"
+
+
+def test_pieces_of_a_long_text_have_the_labels_of_the_whole(folder: Path) -> None:
+    whole, cut = load(folder), load(folder, max_tokens=7)
+    pieces = [row for row in cut.rows("train") if row["text"].startswith("Say")]
+    assert len(pieces) > 3
+    said = "".join(labelled(cut, row) for row in pieces)
+    assert said == labelled(whole, list(whole.rows("train"))[1])
+    assert labelled(cut, pieces[0]) == ""
+
+
+def test_the_made_up_corpus_is_scored_on_its_answers(folder: Path) -> None:
+    task = load(folder, source="lookup", max_tokens=100)
+    for row in islice(lookup.texts("valid"), 20):
+        answers = [row["text"][first:stop] for first, stop in row["answer_spans"]]
+        assert all(row["text"].count(answer) == 2 for answer in answers), "told, then answered"
+        fields = {"ids": [], "scored": []}
+        for piece in range(9):
+            encoded = task.encode({**row, "piece": piece})
+            for name, values in fields.items():
+                values += encoded[name]
+        pairs = zip(fields["ids"], fields["scored"], strict=True)
+        said = task.decode([token for token, is_scored in pairs if is_scored])
+        assert said == "".join(answers) + "<|endoftext|>"
+
+
+def test_the_loss_is_over_the_answers_alone(folder: Path) -> None:
+    task = load(folder)
+    model = task.model().eval()
+    batch = task.collate([task.encode(row) for row in task.rows("train")])
+    with torch.no_grad():
+        (got,) = task.losses(model, [batch])
+        want = model.base(**batch, num_items_in_batch=torch.tensor(1)).loss
+    assert_close(got, want, what="loss", depth=6 * 2 * 64, margin=0.1)
+    scored = (batch["labels"] != IGNORED).sum()
+    assert 0 < task.units(batch) == scored < (batch["attention_mask"].sum())
+
+
+def test_a_line_without_a_completion_is_refused(folder: Path) -> None:
+    (folder / "train.jsonl").write_text('{"prompt": "Who?"}\n')
+    with pytest.raises(DataError, match=r"train\.jsonl, line 1: .*'completion'"):
+        list(load(folder).rows("train"))
+
+
+def test_a_source_without_answers_is_refused(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r'source=.stdlib_docs. has no answers\. Use source="jsonl"'
+    ):
+        load(folder, source="stdlib_docs")
