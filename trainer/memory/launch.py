@@ -110,12 +110,15 @@ def before_launch(
         return None
     key = launch.key(target)
     try:
-        plan = _kept(folder / FILE, key) or make(launch.subject(), cublas=target.cublas_nbytes).plan
+        made, plan = None, _kept(folder / FILE, key)
+        if plan is None:
+            made = make(launch.subject(), cublas=target.cublas_nbytes)
+            plan = made.plan
         logger.info("%s", plan_text.summary(plan, target))
         write_json(folder / FILE, {"key": key, "plan": plan.plain()})
         if not plan.fits(target, launch.sharding.world) and not is_forced:
             subject = launch.subject()
-            made = make(subject, cublas=target.cublas_nbytes)
+            made = made or make(subject, cublas=target.cublas_nbytes)
             advice = advise(subject, made, target, cublas=target.cublas_nbytes)
             raise DoesNotFitError(
                 plan_text.refusal(plan, advice, target, world=launch.sharding.world)
