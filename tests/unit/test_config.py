@@ -204,7 +204,7 @@ def test_a_misspelt_key_inside_a_union_gets_the_nearest_legal_one() -> None:
 
 
 def test_a_key_like_no_other_gets_the_legal_ones() -> None:
-    assert "data.zzz: no such key. Legal: loss_on, max_tokens, source." in refusal(
+    assert "data.zzz: no such key. Legal: facts, loss_on, max_tokens, source." in refusal(
         data={"source": "nq", "zzz": 1}
     )
 

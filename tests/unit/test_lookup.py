@@ -12,6 +12,7 @@ from trainer.data import lookup
 from trainer.errors import DataError
 
 NAME = re.compile(r"[BDFGHKLMNPRSTVZ][aeiou][lnr] [BDFGHKLMNPRSTVZ][aeiou][lnr]")
+FACT = re.compile(r" (?:lives in|was born in|works in|has been to) [A-Z]\w+ [A-Z]\w+\.")
 MANY = 300
 
 
@@ -44,13 +45,28 @@ def test_exactly_one_passage_answers_at_any_place(passages: int) -> None:
     assert max(places.values()) < 3 * MANY / passages + 10
 
 
-def test_training_rows_are_mostly_short_and_all_answered() -> None:
-    counts: Counter[int] = Counter()
+def test_training_rows_are_of_all_lengths_and_texts_mostly_short() -> None:
+    told: Counter[int] = Counter()
     for row in islice(lookup.contexts("train"), 4 * MANY):
-        counts[row["context"].count(".")] += 1
+        told[row["context"].count(".")] += 1
         assert row["answers"][0] in row["context"]
-    assert set(counts) == set(range(1, 9))
-    assert counts[1] + counts[2] > 2 * MANY
+    assert set(told) == set(range(1, 9))
+    assert 0.4 * MANY < min(told.values()) <= max(told.values()) < 0.6 * MANY
+    asked = Counter(row["text"].count("?") for row in islice(lookup.texts("train"), 4 * MANY))
+    assert set(asked) == set(range(1, 9))
+    assert asked[1] + asked[2] > 1.8 * MANY
+
+
+@pytest.mark.parametrize("split", ["train", "valid", lookup.CONTROL])
+def test_no_text_tells_more_facts_than_asked_for(split: str) -> None:
+    for rows, field in (
+        (lookup.contexts(split, facts=3), "context"),
+        (lookup.texts(split, facts=3), "text"),
+        (lookup.summaries(split, facts=3), "document"),
+    ):
+        told = Counter(len(FACT.findall(row[field])) for row in islice(rows, MANY))
+        assert max(told) == 3
+        assert split == "train" or min(told) == 3
 
 
 def test_another_passage_is_about_the_same_person() -> None:

@@ -28,7 +28,7 @@ NUM_ROWS = {"train": 60_000, "valid": 500, "test": 500, CONTROL: 500}
 
 _SYLLABLES = ["".join(letters) for letters in product("bdfghklmnprstvz", "aeiou", "lnr")]
 _HELD_OUT_OF_1000 = 200  # names that training never holds
-_FACTS = 8  # of one text
+FACTS = 8  # of one text, where nothing else is said
 _SAMPLED = 2000  # texts of each kind that a tokenizer sees
 _RELATIONS = {  # how a fact is told, and how it is asked for
     "lives in": "Where does {} live?",
@@ -81,11 +81,13 @@ class _Draw(random.Random):
         self._drawn.add(name)
         return name
 
-    def count(self, most: int, *, least: int = 1) -> int:
-        """`most`; in training mostly fewer: short rows teach to copy, long ones to choose."""
+    def count(self, most: int, *, least: int = 1, shortness: int = 2) -> int:
+        """`most`; in training any number, and with a shortness above 1 mostly fewer: short rows
+        teach to copy, long ones to choose.
+        """
         if not self._is_training:
             return most
-        return least + int((most - least + 1) * self.random() ** 2)
+        return least + int((most - least + 1) * self.random() ** shortness)
 
     def facts(self, count: int) -> tuple[list[_Fact], _Fact]:
         """`count` facts in any order, and the one that is asked for; of two or more, another one is
@@ -118,23 +120,24 @@ def questions(split: str, *, passages: int) -> Iterator[Row]:
         yield {"id": str(number), **_asked(answer), "ctxs": ctxs}
 
 
-def contexts(split: str) -> Iterator[Row]:
-    """Rows {"question", "answers", "context", "title"}: some facts in one text, one of which
-    answers. The context of "control" is the next row's.
+def contexts(split: str, *, facts: int = FACTS) -> Iterator[Row]:
+    """Rows {"question", "answers", "context", "title"}: so many facts in one text, in training
+    fewer too, one of which answers. The context of "control" is the next row's.
     """
     for number, draw in _draws(split):
-        told, answer = draw.facts(draw.count(_FACTS))
+        told, answer = draw.facts(draw.count(facts, shortness=1))
         if split == CONTROL:
-            told, _ = _Draw(split, number + 1).facts(_FACTS)
+            told, _ = _Draw(split, number + 1).facts(facts)
         yield {**_asked(answer), "context": _text(told), "title": ""}
 
 
-def texts(split: str) -> Iterator[Row]:
-    """Rows {"text", "answer_spans"} for language modelling: facts, then a question about each with
-    its answer, whose first character and the one behind its last are a span.
+def texts(split: str, *, facts: int = FACTS) -> Iterator[Row]:
+    """Rows {"text", "answer_spans"} for language modelling: so many facts, in training mostly
+    fewer, then a question about each with its answer, whose first character and the one behind its
+    last are a span.
     """
     for _, draw in _draws(split):
-        told, _ = draw.facts(draw.count(_FACTS))
+        told, _ = draw.facts(draw.count(facts))
         text, spans = _text(told), list[tuple[int, int]]()
         for fact in draw.sample(told, len(told)):
             text += f" {fact.question}"
@@ -143,14 +146,15 @@ def texts(split: str) -> Iterator[Row]:
         yield {"text": text, "answer_spans": spans}
 
 
-def summaries(split: str) -> Iterator[Row]:
-    """Rows {"id", "document", "summaries"}: facts about several people, and what they say of the
-    one who is named first. The document of "control" is the next row's.
+def summaries(split: str, *, facts: int = FACTS) -> Iterator[Row]:
+    """Rows {"id", "document", "summaries"}: so many facts, in training mostly fewer, about several
+    people, and what they say of the one who is named first. The document of "control" is the next
+    row's.
     """
     for number, draw in _draws(split):
-        document, summary = _summarised(draw)
+        document, summary = _summarised(draw, facts)
         if split == CONTROL:
-            document, _ = _summarised(_Draw(split, number + 1))
+            document, _ = _summarised(_Draw(split, number + 1), facts)
         yield {"id": str(number), "document": document, "summaries": [summary]}
 
 
@@ -193,8 +197,8 @@ def _text(facts: list[_Fact]) -> str:
     return " ".join(fact.text for fact in facts)
 
 
-def _summarised(draw: _Draw) -> tuple[str, str]:
-    told, answer = draw.facts(draw.count(_FACTS, least=2))
+def _summarised(draw: _Draw, facts: int) -> tuple[str, str]:
+    told, answer = draw.facts(draw.count(facts, least=2))
     own = [fact for fact in told if fact.person == answer.person]
     said = " and ".join(f"{fact.relation} {fact.place}" for fact in own)
     return f"About {answer.person}: {_text(told)}", f"{answer.person} {said}."

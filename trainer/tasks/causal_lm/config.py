@@ -13,6 +13,7 @@ class Data(Strict):
     """Rows and how they become tokens."""
 
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl"]
+    facts: Positive = 8  # of "lookup": told in a text at most
     max_tokens: Positive = 1024  # longer texts are cut into pieces of this length
     # answer: on completions alone ("jsonl" with "prompt" and "completion"), or on the answers of
     # the made-up corpus

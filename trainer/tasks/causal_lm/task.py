@@ -63,7 +63,7 @@ class Task(TokenTask[Config]):
         if source == "stdlib_docs":
             return stdlib_docs.texts(split)
         if source == "lookup":
-            return lookup.texts(split)
+            return lookup.texts(split, facts=self.cfg.data.facts)
         if self._is_on_answers:
             return questions.completions(self.places.data_path, split)
         return questions.texts(self.places.data_path, split, source)

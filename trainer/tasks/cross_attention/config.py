@@ -42,6 +42,7 @@ class Data(Strict):
     """Rows and how they become tokens."""
 
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl"]
+    facts: Positive = 8  # of "lookup": told in a context at most
     template: Literal["chat", "plain", "mistral"] = "chat"
     question_on_context: bool = False  # the question is written before the context as well
     decoder_tokens: Positive = 2048

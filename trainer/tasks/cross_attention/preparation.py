@@ -190,7 +190,9 @@ def _splits(cfg: Config, places: Places, wanted: Wanted) -> dict[str, Rows]:
         has_test = reading_sources.has_test(sets)
     else:
         found = {
-            split: lambda split=split: questions.of_split(source, split, data_path)
+            split: lambda split=split: questions.of_split(
+                source, split, data_path, facts=cfg.data.facts
+            )
             for split in SPLITS
         }
         has_test = _has_test(source, data_path)

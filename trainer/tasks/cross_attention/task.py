@@ -108,9 +108,10 @@ class Task(TokenTask[Config]):
         subset = {"train": data.training_data_subset, "valid": data.validation_data_subset}.get(
             split, "all"
         )
-        rows = questions.of_split(data.source, split, places.data_path, subset=subset)
+        given = {"subset": subset, "facts": data.facts}
+        rows = questions.of_split(data.source, split, places.data_path, **given)
         if split == "train" and data.include_context_ids:
-            again = questions.of_split(data.source, split, places.data_path, subset=subset)
+            again = questions.of_split(data.source, split, places.data_path, **given)
             return chain(rows, ({**row, IS_CONTEXT: True} for row in again))
         if split == "train" or not data.shuffled_context:
             return rows

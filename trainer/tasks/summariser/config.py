@@ -26,6 +26,8 @@ class Data(Strict):
     # `datasets`. stdlib_docs: the embedded corpus, the body of a docstring and its first line.
     # lookup: made-up facts, and what they say of one person.
     source: Literal["files", "datasets", "stdlib_docs", "lookup"]
+    # of "lookup": told in a document at most; two of them are of the person it names first
+    facts: Annotated[int, Field(ge=2)] = 8
     # of "files": of each split, below --data_path; usual: train.*, valid.* (val, dev), test.*
     files: Splits = Splits()
     dataset: str | None = None  # of "datasets": a Hub id or a folder (also below --data_path)

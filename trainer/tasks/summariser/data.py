@@ -39,7 +39,7 @@ def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
     DataError names file and line of what is missing or of another type.
     """
     if data.source == "lookup":
-        yield from lookup.summaries(split)
+        yield from lookup.summaries(split, facts=data.facts)
         return
     if split not in _FILE_NAMES:
         raise DataError(f"split={split!r} does not exist. Use {', '.join(_FILE_NAMES)}.")

@@ -19,14 +19,19 @@ PREPARED = "prepared.json"  # in a folder that `python -m trainer prepare` wrote
 
 
 def of_split(
-    source: str, split: str, data_path: Path | None, *, subset: str = "all"
+    source: str,
+    split: str,
+    data_path: Path | None,
+    *,
+    subset: str = "all",
+    facts: int = lookup.FACTS,
 ) -> Iterable[Row]:
     """Rows with a question, answers and contexts; those of one "dataset" only, unless the subset is
-    "all".
+    "all". facts: of a context of the made-up corpus, at most.
 
     DataError when no row is of that data set, naming those that there are.
     """
-    rows = _of_source(source, split, data_path)
+    rows = _of_source(source, split, data_path, facts)
     return rows if subset == "all" else _of_dataset(rows, subset, split)
 
 
@@ -57,13 +62,13 @@ def prepared(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def _of_source(source: str, split: str, data_path: Path | None) -> Iterable[Row]:
+def _of_source(source: str, split: str, data_path: Path | None, facts: int) -> Iterable[Row]:
     if data_path is not None and (data_path / PREPARED).is_file():
         return _prepared_rows(source, split, data_path)
     if source == "stdlib_docs":
         return stdlib_docs.qa_rows(split)
     if source == "lookup":
-        return lookup.contexts(split)
+        return lookup.contexts(split, facts=facts)
     return nq_rows(data_path, split) if source == "nq" else qa_rows(data_path, split)
 
 
