@@ -64,6 +64,19 @@ def test_a_context_as_target_reads_itself_and_ends_like_an_answer(folder: Path) 
     assert int(task.units(batch)) == len(encoded["decoder"]) - 1
 
 
+def test_a_bare_answer_has_the_tokens_that_it_has_in_its_context(folder: Path) -> None:
+    task = loaded(folder, template="bare")
+    row = {"question": "Who?", "answers": ["in the attic"], "context": "It is in the attic."}
+    encoded = task.encode(row)
+    (start,) = encoded["answer_start"]
+    answer = encoded["decoder"][start:-1]
+    assert any(
+        encoded["context"][place : place + len(answer)] == answer
+        for place in range(len(encoded["context"]))
+    )
+    assert task.prompts._text(encoded["decoder"][start:]) == "in the attic"  # pyright: ignore[reportPrivateUsage]
+
+
 def test_a_chunked_context_as_target_is_its_useful_chunks(folder: Path) -> None:
     task = loaded(folder, include_context_ids=True, chunked=True, decoder_tokens=120)
     row = {

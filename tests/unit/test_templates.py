@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from trainer.tasks.cross_attention.text import templates
 from trainer.tasks.cross_attention.text.templates import (
     Template,
     chunk_texts,
@@ -96,3 +97,12 @@ def test_the_plain_template_can_carry_the_question_too() -> None:
         context_text("who", ["a", "b"], "plain", question_on_context=True)
         == "question: who context: a b"
     )
+
+
+def test_a_bare_template_is_the_texts_themselves_and_its_answer_is_read_back() -> None:
+    assert prompt("Who?", "bare") == "Who?"
+    assert context_text("Who?", ["a", "b"], "bare", question_on_context=False) == "a b"
+    assert context_text("Who?", ["a", "b"], "bare", question_on_context=True) == "Who? a b"
+    assert templates.answer("me", "bare") == " me"
+    assert templates.answered(" me", "bare") == "me"
+    assert templates.answer(" me", "plain") == templates.answered(" me", "plain") == " me"

@@ -107,7 +107,105 @@ VERA_LOOKUP: Values = {
     "deepspeed": "zero2",
 }
 
+# Cross-attention: a small language model learns to answer from a text in front of the question;
+# frozen, it is then given the text through the new layers alone.
+LLAMA: Values = {
+    "config": {
+        "model_type": "llama",
+        "vocab_size": 768,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+        "initializer_range": 0.05,
+    }
+}
+LM_LOOKUP: Values = {
+    "task": "causal_lm",
+    "base": LLAMA,
+    "tokenizer": TOKENIZER,
+    "train": {
+        "steps": 1500,
+        "global_batch": 64,
+        "micro_batch": 64,
+        "eval_batch": 50,
+        "precision": "fp32",
+        "log_every": 50,
+        "eval_every": 250,
+        "save_every": 250,
+    },
+    "optim": {"lr": 1e-3, "betas": [0.9, 0.98], "weight_decay": 0.01},
+    "schedule": {"shape": "linear", "warmup_steps": 50},
+    "data": {"source": "lookup", "max_tokens": 192, "loss_on": "answer"},
+    "deepspeed": "zero2",
+}
+CROSSATTN_LOOKUP = vary(
+    LM_LOOKUP,
+    task="cross_attention",
+    base={"experiment": LM_LOOKUP},
+    tokenizer=None,
+    train={"steps": 3000, "answers": 100, "best": "valid/em", "best_is": "max"},
+    layers={"count": 3, "stride": 1, "heads": 4},
+)
+CROSSATTN_LOOKUP["data"] = {
+    "source": "lookup",
+    "template": "bare",
+    "decoder_tokens": 32,
+    "context_tokens": 96,
+    "loss_on": "answer",
+    "answer_tokens": 8,
+}
+
+# The summariser, from a reader that copies.
+SUMMARISE_LOOKUP = vary(
+    FID_COPIES,
+    task="summariser",
+    base={"experiment": FID_COPIES},
+    tokenizer=None,
+    train={
+        "steps": 2500,
+        "eval_batch": 50,
+        "eval_every": 250,
+        "save_every": 250,
+        "best": "valid/rougel",
+    },
+    schedule={"shape": "linear"},
+    generation={"max_tokens": 24},
+)
+SUMMARISE_LOOKUP["data"] = {
+    "source": "lookup",
+    "prefix": "",
+    "source_tokens": 128,
+    "target_tokens": 32,
+}
+
+# The same with fewer facts and kinds of statements, in a few minutes.
+TWO_FACTS = {"facts": 2}
+LM_TWO = vary(LM_LOOKUP, train={"steps": 600}, data=TWO_FACTS)
+CROSSATTN_TWO = vary(
+    CROSSATTN_LOOKUP, base={"experiment": LM_TWO}, train={"steps": 700}, data=TWO_FACTS
+)
+SUMMARISE_TWO = vary(SUMMARISE_LOOKUP, train={"steps": 600}, data=TWO_FACTS)
+EASY_STATEMENTS = ["arithmetic", "membership"]
+VERA_TWO = vary(
+    VERA_LOOKUP,
+    train={"steps": 450},
+    data={"train_tasks": EASY_STATEMENTS, "valid_tasks": EASY_STATEMENTS},
+)
+
 GROUPS: dict[str, list[Values]] = {
     "fid_lookup_cpu": [FID_COPIES, FID_CHOOSES, FID_READS_5, FID_READS_20],
+    "crossattn_lookup_cpu": [LM_LOOKUP, CROSSATTN_LOOKUP],
     "vera_lookup_cpu": [VERA_LOOKUP],
+    "summarise_lookup_cpu": [FID_COPIES, SUMMARISE_LOOKUP],
+    "fid_lookup_tiny": [FID_COPIES, FID_CHOOSES],
+    "crossattn_lookup_tiny": [LM_TWO, CROSSATTN_TWO],
+    "vera_lookup_tiny": [VERA_TWO],
+    "summarise_lookup_tiny": [FID_COPIES, SUMMARISE_TWO],
 }

@@ -43,7 +43,7 @@ class Data(Strict):
 
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl"]
     facts: Positive = 8  # of "lookup": told in a context at most
-    template: Literal["chat", "plain", "mistral"] = "chat"
+    template: Literal["chat", "plain", "mistral", "bare"] = "chat"
     question_on_context: bool = False  # the question is written before the context as well
     decoder_tokens: Positive = 2048
     context_tokens: Positive = 2048  # of each chunk

@@ -122,11 +122,10 @@ class Prompts:
         puts a space before what stands alone.
         """
         text = templates.prompt(row["question"], self.data.template)
-        prompt, whole = self._ids(text), self._ids(text + row["answers"][0])
+        said = templates.answer(row["answers"][0], self.data.template)
+        prompt, whole = self._ids(text), self._ids(text + said)
         is_beginning = whole[: len(prompt)] == prompt
-        answer = (
-            whole[len(prompt) :] if is_beginning else self._ids(row["answers"][0], is_opened=False)
-        )
+        answer = whole[len(prompt) :] if is_beginning else self._ids(said, is_opened=False)
         return prompt, [*answer, self.eos]
 
     def _target(self, row: Row) -> list[int]:
@@ -173,11 +172,10 @@ class Prompts:
     def _text(self, tokens: list[int]) -> str:
         end = tokens.index(self.eos) if self.eos in tokens else len(tokens)
         kept = tokens[:end]
-        return str(
-            self.tokenizer.decode(
-                kept, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
+        text = self.tokenizer.decode(
+            kept, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+        return templates.answered(str(text), self.data.template)
 
 
 def _opening(tokenizer: Any) -> list[int]:

@@ -2,7 +2,8 @@
 
 "chat" is what the published system uses for GPTBigCode, Tulu and Llama bases, "mistral" for
 Mistral, "plain" its early form. The tags are ordinary text, not special tokens. Source:
-ServiceNow/xc-cache (HEAD 0e90cb8, "plain" 7a75209).
+ServiceNow/xc-cache (HEAD 0e90cb8, "plain" 7a75209). "bare" is ours: nothing but the texts, for
+bases that know no form.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-Template = Literal["chat", "plain", "mistral"]
+Template = Literal["chat", "plain", "mistral", "bare"]
 
 _CONTEXT_MARK = "<|C|>"  # stands at the end of the user's turn of a context
 _LLAMA_SYSTEM = (
@@ -20,10 +21,22 @@ _LLAMA_SYSTEM = (
 
 
 def prompt(question: str, template: Template) -> str:
-    """The decoder's text up to where the answer begins; the answer follows without a separator."""
+    """The decoder's text up to where the answer begins; see `answer`."""
     if template == "plain":
         return f"question: {question} \n answer: "
-    return _turn(question, template)
+    return question if template == "bare" else _turn(question, template)
+
+
+def answer(text: str, template: Template) -> str:
+    """An answer as it follows its prompt: without a separator, but behind a bare question, whose
+    first word would be another token without its space.
+    """
+    return f" {text}" if template == "bare" else text
+
+
+def answered(text: str, template: Template) -> str:
+    """The answer in a text that was written behind a prompt: `answer` undone."""
+    return text.removeprefix(" ") if template == "bare" else text
 
 
 def context_text(
@@ -35,6 +48,8 @@ def context_text(
     that; "plain" then writes it in front, as "question: ... context: ...".
     """
     joined = " ".join(contexts)
+    if template == "bare":
+        return f"{question} {joined}" if question_on_context else joined
     if template == "plain":
         return (
             f"question: {question} context: {joined}"
