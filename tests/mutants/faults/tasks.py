@@ -8,6 +8,7 @@ VERA = "tests/numerics/test_vera_training.py"
 VERA_METRICS = "tests/unit/test_vera_metrics.py"
 CALIBRATION = "tests/unit/test_vera_calibration.py"
 FID = "tests/numerics/test_fid_model.py"
+FIDO = "tests/numerics/test_fido.py -k 'twin or plain'"
 CROSS_MODEL = "tests/numerics/test_cross_attention_model.py"
 ROTARY = "tests/numerics/test_cross_attention_rotary.py"
 PACKED = "tests/numerics/test_packed_decoder.py"
@@ -122,10 +123,31 @@ FAULTS = [
     ),
     Fault(
         "trainer/tasks/fid/model.py",
-        "(tokens_P * config.num_decoder_layers * config.num_heads)",
-        "(tokens_P * config.num_decoder_layers)",
+        "(tokens_P * len(pairs) * config.num_heads)",
+        "(tokens_P * len(pairs))",
         why="a retriever is taught with scores of another scale than published",
         tests=FID,
+    ),
+    Fault(
+        "trainer/tasks/fid/fido.py",
+        "        if number % every:",
+        "        if (number - 1) % every:",
+        why="a FiDO reader keeps the first cross-attention of every k blocks, not the last",
+        tests=FIDO,
+    ),
+    Fault(
+        "trainer/tasks/fid/fido.py",
+        "own.weight.copy_(of_heads.mean(0))",
+        "own.weight.copy_(of_heads[0])",
+        why="the shared head starts as the first one, and what the others know is lost",
+        tests=FIDO,
+    ),
+    Fault(
+        "trainer/tasks/fid/fido.py",
+        "if has != wants:",
+        "if False:",
+        why="a reader that was never trained with the switches is evaluated as if it were",
+        tests=FIDO,
     ),
     Fault(
         "trainer/tasks/fid/tokens.py",

@@ -56,7 +56,9 @@ class Data(Strict):
 
 
 class Reader(Strict):
-    """How the T5 runs. None of it changes a weight's name or shape."""
+    """How the T5 runs, and FiDO's two switches (docs/tasks/fid.md), which take weights from its
+    decoder.
+    """
 
     # padded: linear layers on real tokens, attention on passages padded to the longest. bucketed:
     # the same with passages of like length together. flex: no padding at all, CUDA only, without
@@ -67,6 +69,20 @@ class Reader(Strict):
     dropout: Fraction | None = None  # None: the base's own
     # the position bias that transformers 3.0.2 gave cross-attention
     compat_cross_bias: bool = False
+    # FiDO: cross-attention in the last of every k blocks of the decoder only
+    cross_attention_every: Positive = 1
+    # FiDO: all heads of cross-attention share one head of keys and values
+    cross_attention_multi_query: bool = False
+
+    @model_validator(mode="after")
+    def _the_bias_is_of_whole_attention(self) -> Reader:
+        is_fido = self.cross_attention_every > 1 or self.cross_attention_multi_query
+        if self.compat_cross_bias and is_fido:
+            raise ValueError(
+                "compat_cross_bias is of a reader whose cross-attention is whole: leave it out, or "
+                "cross_attention_every and cross_attention_multi_query"
+            )
+        return self
 
 
 class Config(Experiment):

@@ -32,6 +32,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.files import safetensors_file
 from trainer.files.atomic import new_folder, refuse_existing
 from trainer.models.freezing import load_into
+from trainer.tasks.fid import fido
 from trainer.tasks.fid.transformers_302 import config_302, refuse_newer
 from trainer.tasks.fid.weights import CROSS_BIAS
 
@@ -118,6 +119,12 @@ def _read_folder(folder: Path) -> Source:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}). Copy the folder again.") from None
     family = config.get("model_type") if isinstance(config, dict) else None
+    if family == fido.MODEL_TYPE:
+        raise ConfigError(
+            f"{path}: got a FiDO reader, whose decoder lacks cross-attention that a plain T5 and "
+            "facebookresearch/FiD have, want a whole one. Use the folder as it is, with "
+            "reader.cross_attention_every and reader.cross_attention_multi_query as it was trained."
+        )
     if family != "t5":
         raise ConfigError(
             f"{path}: got model_type={family!r}, want 't5'. Give the folder of a T5 or of a reader."

@@ -2,7 +2,8 @@
 over all together.
 
 Source: Izacard & Grave 2021 (arXiv 2007.01282). The T5's modules and parameter names stay as
-transformers made them; only the order in which they are called is ours.
+transformers made them, but for what fido.py takes away on demand; only the order in which they are
+called is ours.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from trainer.models import base_model
 from trainer.models.losses import token_cross_entropy
 from trainer.models.packed import t5_encoder
 from trainer.models.packed.attention import flex
+from trainer.tasks.fid import fido
 
 if TYPE_CHECKING:
     from trainer.tasks.fid.config import Reader
@@ -43,11 +45,13 @@ class FiD(nn.Module):
     """A T5 whose forward reads a packed batch (packing.pack)."""
 
     def __init__(self, t5: Any, reader: Reader, *, recompute: bool = False) -> None:
-        """t5: a T5ForConditionalGeneration.
+        """t5: a T5ForConditionalGeneration, which loses what reader's cross_attention_every and
+        cross_attention_multi_query say.
 
         recompute: every reader.checkpoint_every-th encoder block in backward.
         """
         super().__init__()
+        fido.switch(t5, reader)
         self.t5, self.reader, self.recompute = t5, reader, recompute
         if reader.dropout is not None:
             base_model.set_dropout(t5, reader.dropout)
@@ -130,8 +134,8 @@ class FiD(nn.Module):
         return found | ({"scores": made.sequences_scores} if how.num_beams > 1 else {})
 
     def _passage_scores(self, fused_BSD: Tensor, batch: Batch) -> Tensor:
-        """(P,) fp32: mean over tokens, decoder layers and heads of the first decoder step's scores
-        before the softmax.
+        """(P,) fp32: mean over tokens, heads and those decoder layers that have cross-attention, of
+        the first decoder step's scores before the softmax.
 
         Source: Izacard & Grave 2021b (arXiv 2012.04584); it teaches a retriever. Answers are not
         touched by it.
@@ -147,10 +151,10 @@ class FiD(nn.Module):
                 encoder_attention_mask=batch["fused_mask"],
                 use_cache=False,
             )
-        # the sum over heads of q.k is one product over the width of all heads
+        pairs = projected()
         scores_BS = sum(
-            (k_BSI.float() @ q_B1I.float().transpose(1, 2)).squeeze(-1)
-            for q_B1I, k_BSI in projected()
+            (k_BSI.float() @ _summed_queries(q_B1I, k_BSI).transpose(1, 2)).squeeze(-1)
+            for q_B1I, k_BSI in pairs
         )
         scores_M = (
             torch.as_tensor(scores_BS).flatten()[batch["fused"]] + self._cross_bias_at_start()
@@ -159,7 +163,7 @@ class FiD(nn.Module):
             0, batch["passage"], scores_M
         )
         tokens_P = torch.bincount(batch["passage"], minlength=len(total_P))
-        return total_P / (tokens_P * config.num_decoder_layers * config.num_heads)
+        return total_P / (tokens_P * len(pairs) * config.num_heads)
 
     def _cross_bias_at_start(self) -> Tensor | float:
         """What the position bias of transformers 3.0.2 adds to every token at the first step, over
@@ -172,6 +176,15 @@ class FiD(nn.Module):
             first.compute_bias(1, 1, first.q.weight.device).float().sum()
             * self.t5.config.num_decoder_layers
         )
+
+
+def _summed_queries(q_B1I: Tensor, k_BSI: Tensor) -> Tensor:
+    """The query whose product with a key is the sum over heads of all q.k: (B, 1, width of a key).
+
+    Where every head has keys of its own, a key is as wide as all queries together; keys that heads
+    share meet the sum of their queries.
+    """
+    return q_B1I.float().unflatten(-1, (-1, k_BSI.shape[-1])).sum(-2)
 
 
 def _add_cross_bias(t5: Any) -> None:
@@ -204,19 +217,18 @@ def _cross_projections(t5: Any) -> Iterator[Callable[[], list[tuple[Tensor, Tens
 
     The yielded call gives the pairs.
     """
+    layers = fido.cross_layers(t5)
     kept: dict[tuple[int, str], Tensor] = {}
 
     def keep(name: tuple[int, str], module: nn.Module, inputs: Any, output: Tensor) -> None:
         kept[name] = output
 
     with ExitStack() as hooks:
-        for number, block in enumerate(t5.decoder.block):
+        for number, layer in enumerate(layers):
             for part in ("q", "k"):
-                module = getattr(block.layer[1].EncDecAttention, part)
+                module = getattr(layer.EncDecAttention, part)
                 hooks.enter_context(_hooked(module, functools.partial(keep, (number, part))))
-        yield lambda: [
-            (kept[number, "q"], kept[number, "k"]) for number in range(len(t5.decoder.block))
-        ]
+        yield lambda: [(kept[number, "q"], kept[number, "k"]) for number in range(len(layers))]
 
 
 @contextmanager

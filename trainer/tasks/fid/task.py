@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
@@ -20,11 +21,12 @@ from trainer.data.readers.passages import corpus_passages
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
 from trainer.evaluation.mergeable import answer_scores
-from trainer.models import base_model
+from trainer.models import base_model, weight_files
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
 from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
+from trainer.tasks.fid import fido
 from trainer.tasks.fid.config import Config
 from trainer.tasks.fid.fused_layout import pack
 from trainer.tasks.fid.model import FiD, Generation
@@ -58,7 +60,7 @@ class Task(TokenTask[Config]):
 
     def operate(self, base: Any) -> FiD:
         config = base.config
-        if config.model_type != "t5":
+        if config.model_type not in ("t5", fido.MODEL_TYPE):
             raise ConfigError(
                 f"base: a {config.model_type}, want a T5, T5 v1.1 or flan-T5 (model_type t5)."
             )
@@ -75,9 +77,20 @@ class Task(TokenTask[Config]):
             )
         return FiD(base, self.cfg.reader, recompute=self.cfg.train.gradient_checkpointing)
 
+    def exported(self, folder: Path) -> nn.Module:
+        base = base_model.resolve(self.cfg.base, self.places)
+        is_base = isinstance(base, str) and (
+            weight_files.find_file(base, "config.json") == folder / "config.json"
+        )
+        if not is_base:
+            config = base_model.config_of(str(folder), self.places)
+            fido.check_trained(config, self.cfg.reader, folder=folder)
+        return super().exported(folder)
+
     def exported_config(self) -> Any:
-        config = super().exported_config()
-        config.architectures = ["T5ForConditionalGeneration"]
+        config = fido.described(super().exported_config(), self.cfg.reader)
+        is_fido = config.model_type == fido.MODEL_TYPE
+        config.architectures = [fido.FiDOT5.__name__ if is_fido else "T5ForConditionalGeneration"]
         return config
 
     # Data
