@@ -441,6 +441,30 @@ def test_answers_equal_those_of_stock_generation_on_padded_passages(
         assert_close(made["scores"], want.sequences_scores, **ANSWER_SCORES)
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("how", [{}, {"cross_attention_every": 2}], ids=["whole", "sparse"])
+@torch.no_grad()
+def test_a_decoder_of_more_blocks_than_the_encoder_answers(how: Any, beams: int) -> None:
+    config = T5Config(**SIZES | {"num_decoder_layers": 5})
+    torch.manual_seed(3)
+    stock: Any = lively(T5ForConditionalGeneration(config))
+    with pytest.raises(IndexError):  # when this passes, _cache_of may go
+        stock.generate(torch.tensor([[5, 6]]), max_length=4, do_sample=False)
+    model = FiD(stock, Reader(**how)).eval()
+    batch = packed()
+    got = model(generation=Generation(6, num_beams=beams), **batch)["tokens"]
+    states = model.fuse(model.encode(batch), batch)
+    want = stock.generate(
+        encoder_outputs=BaseModelOutput(states),
+        attention_mask=batch["fused_mask"],
+        max_length=6,
+        num_beams=beams,
+        do_sample=False,
+        use_cache=False,
+    )
+    assert torch.equal(got, want)
+
+
 @torch.no_grad()
 def test_the_encoder_runs_once_and_cross_attention_projects_once_per_answer() -> None:
     model, calls = reader().eval(), Counter[str]()
