@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 sys.path.insert(
     0, str(Path(__file__).resolve().parent.parent)
@@ -106,6 +106,9 @@ class Case:
         labels = ids.clone() if self.model == "bigcode" else ids[:, : self.target].clone()
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
+    def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        return model(**batch).loss
+
 
 CASES = [
     Case("t5-tiny", 256, batch=2),
@@ -122,14 +125,31 @@ CASES = [
 ]
 
 
+class Step(Protocol):
+    """What is trained, and on which batch."""
+
+    @property
+    def precision(self) -> Precision: ...
+
+    def model_on(self, device: str) -> nn.Module:
+        """The model in training; on "meta", without storage."""
+        ...
+
+    def rows(self) -> dict[str, Tensor]:
+        """The batch of every step."""
+        ...
+
+    def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor: ...
+
+
 class Training:
     """Steps of AdamW over a model that is real or fake. foreach, as on a GPU: it takes memory of
     its own.
     """
 
-    def __init__(self, case: Case, model: nn.Module, device: str) -> None:
+    def __init__(self, case: Step, model: nn.Module, device: str) -> None:
         self.model, self._case, self._device = model, case, device
-        self._own = list(model.parameters())
+        self._own = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._masters = self._own
         if case.precision == "master":
             self._masters = [nn.Parameter(parameter.detach().float()) for parameter in self._own]
@@ -142,7 +162,7 @@ class Training:
             if is_autocast
             else contextlib.nullcontext()
         ):
-            loss = self.model(**batch).loss
+            loss = self._case.loss(self.model, batch)
         loss.backward()
         del loss
         if self._case.precision == "master":
@@ -156,7 +176,7 @@ class Training:
                     own.copy_(master)
 
 
-def real_bytes(case: Case) -> int:
+def real_bytes(case: Step) -> int:
     """The most that the CPU's allocator had handed out at once, weights and buffers included."""
     model = case.model_on("cpu")
     resident = {
@@ -204,7 +224,7 @@ def live_bytes(profiler: Any, resident: dict[int, int]) -> Iterator[tuple[int, i
         yield event.start_time_ns, total
 
 
-def predicted_bytes(case: Case, device: Literal["fakegpu", "cpu"] = "cpu") -> int:
+def predicted_bytes(case: Step, device: Literal["fakegpu", "cpu"] = "cpu") -> int:
     """The most that is alive at once on a fake device, weights and buffers included."""
     model, rows = case.model_on("meta"), case.rows()
     with fake_device(device) as fake:

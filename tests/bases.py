@@ -6,6 +6,7 @@ soft caps that bend, positions that are scaled, heads of another width than the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -85,6 +86,50 @@ SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", ROTARY | {"logits_scaling": 8.0}),
     "cohere": ("cohere", ROTARY | {"logit_scale": 0.25}),
 }
+_T5: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "pad_token_id": 1,
+    "decoder_start_token_id": 1,
+    "eos_token_id": 0,
+}
+_GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+_LONG = {"encoder_attention_type": "local", "local_radius": 7}
+_SIDE: dict[str, Any] = ROTARY | {
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "layer_types": [WINDOW, FULL],
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 1.5,
+}
+_SIDES = ("encoder", "decoder")
+# {name: (model_type, the keys of its config)} of encoder-decoders.
+SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("t5", _T5),
+    "t5 v1.1": ("t5", _T5 | _GATED),
+    "mt5": ("mt5", _T5 | _GATED),
+    "umt5": ("umt5", _T5),
+    "longt5": ("longt5", _T5 | _LONG),
+    "longt5, global": (
+        "longt5",
+        _T5 | _LONG | {"encoder_attention_type": "transient-global", "global_block_size": 4},
+    ),
+    "t5gemma": (
+        "t5gemma",
+        {"encoder": _SIDE, "decoder": _SIDE, "vocab_size": VOCABULARY}
+        | {"eos_token_id": 0, "pad_token_id": 1},
+    ),
+}
+# Those with T5's encoder: a reader of many passages, and a verifier.
+T5 = ("t5", "t5 v1.1", "mt5", "umt5")
+READERS = {name: SEQ2SEQ[name] for name in T5}
+VERIFIERS = READERS | DECODERS
 _ENCODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -108,17 +153,40 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "modernbert",
         _ENCODER | {"local_attention": 8, "layer_types": [FULL, WINDOW], "eos_token_id": 0},
     ),
-    "t5 encoder": (
-        "t5",
-        {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2}
-        | {"num_heads": 4, "pad_token_id": 1},
-    ),
+    "t5": SEQ2SEQ["t5"],
+    "mt5": SEQ2SEQ["mt5"],
+    "umt5": SEQ2SEQ["umt5"],
     "llama": DECODERS["llama"],
     "mistral": DECODERS["mistral"],
     "qwen2": DECODERS["qwen2"],
     "qwen3": DECODERS["qwen3"],  # Qwen3-Embedding's family
     "gemma3": DECODERS["gemma3"],
 }
+
+
+# What each task is tried on.
+OF_TASK: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "cross_attention": DECODERS,
+    "causal_lm": DECODERS | SCALED,
+    "vera": VERIFIERS,
+    "retriever": ENCODERS,
+    "summariser": SEQ2SEQ,
+    "fid": READERS,
+}
+
+
+def base_of(task: str, name: str, *, vocab_size: int = VOCABULARY) -> dict[str, Any]:
+    """A random base of the table, as an experiment states it."""
+    family, values = OF_TASK[task][name]
+    sides = {side: values[side] | {"vocab_size": vocab_size} for side in _SIDES if side in values}
+    return {
+        "config": {**values, **sides, "model_type": family, "vocab_size": vocab_size},
+        "seed": 1,
+    }
+
+
+_WIDTHS = ("hidden_size", "intermediate_size", "head_dim", "n_embd", "d_model", "d_kv", "d_ff")
+_WIDTHS += ("dim", "hidden_dim", "max_position_embeddings", "n_positions")
 
 
 def config_of(name: str) -> Any:
@@ -131,9 +199,21 @@ def decoder(name: str, seed: int = 1) -> PreTrainedModel:
     """A decoder of the tables with random weights; norms are no ones."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config_of(name)).eval()
-        with torch.no_grad():
-            for weight in model.parameters():
-                if weight.ndim == 1:
-                    weight += 0.2 * torch.randn_like(weight)
+        return with_uneven_norms(AutoModelForCausalLM.from_config(config_of(name)).eval())
+
+
+def with_uneven_norms(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model; what has one axis, norms and biases, is shifted at random."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight += 0.2 * torch.randn_like(weight)
     return model
+
+
+def wider(config: Mapping[str, Any], factor: int = 4) -> dict[str, Any]:
+    """The same family with states, heads and positions so many times as wide."""
+    return {
+        key: wider(value, factor) if key in _SIDES else value * factor if key in _WIDTHS else value
+        for key, value in config.items()
+    }

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
 from exp_configs import vary
 from tests.facts import experiment, with_dropout
 from tests.ranks import run_on_ranks
@@ -84,6 +86,13 @@ class Trained:
         return losses(self.lines)
 
 
+def kind_of(config: Any) -> base_model.Kind:
+    """As what a base is published: the whole of it."""
+    if config.is_encoder_decoder:
+        return "seq2seq_lm"
+    return "causal_lm" if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else "encoder"
+
+
 def from_folder(values: dict[str, Any], bases: Path) -> dict[str, Any]:
     """The same experiment, the weights of its random base read from a folder under `bases`, where
     they lie in several files.
@@ -91,8 +100,7 @@ def from_folder(values: dict[str, Any], bases: Path) -> dict[str, Any]:
     random, places = tasks.parse(values).base, Places(None, bases / "cache", bases)
     saved = bases / exp_id(values)
     if not saved.is_dir():
-        is_seq2seq = base_model.config_of(random, places).is_encoder_decoder
-        kind: base_model.Kind = "seq2seq_lm" if is_seq2seq else "causal_lm"
+        kind = kind_of(base_model.config_of(random, places))
         model = base_model.load(random, places, precision="fp32", kind=kind)
         model.save_pretrained(saved, max_shard_size="60KB")
         assert len(list(saved.glob("*.safetensors"))) > 1

@@ -5,6 +5,7 @@ and generation with kept states is recomputation; of every family, through one t
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +13,44 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.bases import DECODERS, ENCODERS, SCALED, VOCABULARY, config_of, decoder
-from tests.facts import write_facts
+from tests import families
+from tests.bases import (
+    DECODERS,
+    ENCODERS,
+    SEQ2SEQ,
+    VERIFIERS,
+    VOCABULARY,
+    base_of,
+    config_of,
+    decoder,
+)
+from tests.facts import experiment, write_facts
+from tests.families import DEPTH, LENGTHS, ids_of, rows
 from tests.numerics.test_packed_decoder import packed_of, padded_of, stepped
-from tests.tolerance import assert_close, assert_same_step
+from tests.tolerance import assert_close, assert_equal_step, assert_same_step
 from tests.unit.test_retriever_task import loaded
+from trainer import tasks
+from trainer.config.schema import RandomBase
+from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.models import base_model
+from trainer.models.families import DECODERS as DECODER_TYPES
+from trainer.models.families import T5 as T5_TYPES
 from trainer.tasks.causal_lm.task import CausalLM
 from trainer.tasks.cross_attention.config import Layers
-from trainer.tasks.cross_attention.decoder.backbone import ROTARY
 from trainer.tasks.cross_attention.decoder.generation import greedy
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 from trainer.tasks.protocol import Places
+from trainer.tasks.vera.model import Verifier, read_by
 
 every_family = pytest.mark.parametrize("name", DECODERS)
-# Six products a block, four blocks, sums over the inner width; a gradient passes them twice.
-DEPTH = 6 * 4 * 48
 LOSS = {"what": "loss", "depth": DEPTH, "margin": 0.1}
+COMPARED = {"what": "compared", "depth": DEPTH, "margin": 1.0}
 GRADIENTS = {"what": "gradients", "depth": 2 * DEPTH, "margin": 0.2}
-LENGTHS, CONTEXTS = [9, 3, 12], [[7, 4], [1], [11]]
 
 
 def operated(name: str, layers: Layers) -> CrossAttentionModel:
     return CrossAttentionModel(decoder(name), layers).eval()
-
-
-def ids_of(lengths: list[int], seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
-
-
-def rows() -> tuple[list[list[int]], list[list[list[int]]]]:
-    return ids_of(LENGTHS, 3), [ids_of(chunks, 4 + at) for at, chunks in enumerate(CONTEXTS)]
 
 
 def batch() -> dict[str, Tensor]:
@@ -74,15 +80,19 @@ def test_new_layers_change_neither_the_loss_nor_the_gradients_of_the_base(name: 
         assert_close(weights[of].grad, weight.grad, **GRADIENTS, of=of)
 
 
-@pytest.mark.parametrize("name", DECODERS | SCALED)
-def test_the_loss_of_a_causal_lm_is_the_stock_models_own(name: str) -> None:
-    given = tensors(("input_ids", "attention_mask", "labels"))
-    stock = decoder(name)
-    places = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        want = stock(**given, position_ids=places, num_items_in_batch=torch.tensor(1)).loss
-        got = CausalLM(stock)(**given)["loss"]
-    assert_close(got, want, **LOSS)
+def every_task() -> Iterator[tuple[str, str]]:
+    for task, names in families.supported().items():
+        yield from ((task, name) for name in names)
+
+
+@pytest.mark.parametrize(("task", "name"), every_task())
+def test_a_tasks_model_is_the_stock_one(task: str, name: str) -> None:
+    assert_close(*families.with_stock(task, name), **COMPARED)
+
+
+@pytest.mark.parametrize(("task", "name"), every_task())
+def test_packed_rows_are_padded_ones_and_pads_change_nothing(task: str, name: str) -> None:
+    assert_close(*families.with_padded(task, name), **COMPARED)
 
 
 @every_family
@@ -132,8 +142,8 @@ def test_a_folder_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
 
 
 def test_the_table_holds_every_family_that_is_supported() -> None:
-    in_table = {config_of(name).model_type for name in DECODERS}
-    assert in_table == {"gpt_bigcode", *ROTARY}
+    assert {config_of(name).model_type for name in DECODERS} == set(DECODER_TYPES)
+    assert {family for family, _ in VERIFIERS.values()} == {*T5_TYPES, *DECODER_TYPES}
 
 
 @pytest.mark.parametrize(
@@ -153,6 +163,84 @@ def test_another_family_is_refused_by_name(family: str, said: str) -> None:
         base = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match=re.escape(said)):
         CrossAttentionModel(base, Layers(count=1, stride=1))
+
+
+# Readers of many passages
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["longt5", "t5gemma"])
+def test_a_reader_on_another_encoder_is_refused_by_name(name: str, facts: Path) -> None:
+    values = experiment("fid", facts, base=base_of("summariser", name, vocab_size=384))
+    task = tasks.load(tasks.parse(values), Places(facts, facts / "cache", facts))
+    said = f"got model_type '{SEQ2SEQ[name][0]}', want one of 't5', 'mt5', 'umt5'"
+    with pytest.raises(ConfigError, match=said):
+        task.skeleton()
+
+
+# Verifiers
+# --------------------------------------------------------------------------------------------------
+
+
+def verifier(name: str, tmp_path: Path, **how: Any) -> Verifier:
+    places = Places(None, tmp_path / "cache", tmp_path)
+    base = RandomBase(**base_of("vera", name))
+    return Verifier(base_model.load(base, places, precision="fp32", kind="encoder"), seed=3, **how)
+
+
+def judged(model: Verifier, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """What is made of the states and logits of a batch, and its gradients."""
+    model.zero_grad()
+    found = model(**batch)
+    # not their own squares, whose sum a norm keeps at one value
+    along_S = found["hidden"] @ torch.linspace(-1, 1, found["hidden"].shape[-1])
+    total = found["logits"].square().sum() + along_S.square().sum()
+    total.backward()
+    return total.detach(), {
+        of: weight.grad for of, weight in model.named_parameters() if weight.grad is not None
+    }
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_verifier_reads_the_last_state_of_the_stock_model(name: str, tmp_path: Path) -> None:
+    """Packed, padded, and each statement alone."""
+    model = verifier(name, tmp_path).eval()
+    statements = ids_of(LENGTHS, 3)
+    ids, mask = pad_right(statements, 1)
+    packed = judged(model, read_by(statements))
+    assert_same_step(
+        packed,
+        judged(model, {"input_ids": ids, "attention_mask": mask}),
+        depth=DEPTH,
+        loss=1.0,
+        gradients=1.5,
+    )
+    found = model(**read_by([*statements, statements[0]], once=True))
+    for hidden, logit, tokens in zip(found["hidden"], found["logits"], statements, strict=False):
+        want = model.encoder(input_ids=torch.tensor([tokens])).last_hidden_state[0, -1]
+        assert_close(hidden, want, what="states", depth=DEPTH, margin=0.4)
+        wanted, scale = model.head(want)[0], float((want * model.head.weight).detach().abs().sum())
+        assert_close(logit, wanted, what="logits", depth=DEPTH, margin=0.4, scale=scale)
+    assert found["logits"][0] == found["logits"][-1], "equal statements tie"
+
+
+@pytest.mark.parametrize("name", ["llama", "umt5"])
+def test_a_verifier_that_recomputes_its_blocks_has_the_same_gradients(
+    name: str, tmp_path: Path
+) -> None:
+    batch = read_by(ids_of(LENGTHS, 3))
+    once = judged(verifier(name, tmp_path).train(), batch)
+    again = judged(verifier(name, tmp_path, recompute=True).train(), batch)
+    assert_equal_step(again, once)
+
+
+@pytest.mark.parametrize("family", ["bert", "opt", "longt5"])
+def test_a_verifier_of_another_family_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    places = Places(None, tmp_path, tmp_path)
+    base = RandomBase(config={"model_type": family, "vocab_size": VOCABULARY})
+    said = f"got model_type '{family}', want one of 't5', 'mt5', 'umt5', 'gpt_bigcode', 'llama'"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Verifier(base_model.skeleton(base, places, kind="encoder"), seed=3)
 
 
 # Encoders

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tests.facts import OF_TASK, experiment, write_facts
+from tests.families import TaskStep
 from tests.numerics.lone_group import join_lone_group
 from tests.ranks import run_alone, run_on_ranks
 from trainer import tasks
@@ -63,6 +64,22 @@ ENGINES = [(stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32"
 )
 def test_a_step_is_predicted_within_the_tolerance(case: Case) -> None:
     assert predicted_bytes(case) == pytest.approx(real_bytes(case), rel=TOLERANCE)
+
+
+def _of_a_task(task: str, name: str, folder: Path) -> tuple[int, int]:
+    step = TaskStep(task, name, folder)
+    return predicted_bytes(step), real_bytes(step)
+
+
+@pytest.mark.parametrize(
+    ("task", "name"), [("cross_attention", "gemma3"), ("vera", "llama"), ("fid", "umt5")]
+)
+def test_a_step_of_a_task_is_predicted_on_a_skeleton_of_its_base(
+    task: str, name: str, tmp_path: Path
+) -> None:
+    """`python benchmarks/families.py` does it for every task and family."""
+    predicted, real = run_alone(_of_a_task, task, name, write_facts(tmp_path))
+    assert predicted == pytest.approx(real, rel=TOLERANCE)
 
 
 def test_three_lengths_predict_one_that_is_twice_as_long() -> None:

@@ -31,12 +31,12 @@ from tests.tolerance import assert_close, assert_equal_step, assert_same_step, d
 from trainer import tasks
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
+from trainer.models.decoder.packed_attention import Rows
 from trainer.models.losses import IGNORED
 from trainer.tasks.cross_attention import preparation
 from trainer.tasks.cross_attention.decoder.attention import CrossAttention, KeyMask
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 from trainer.tasks.cross_attention.decoder.packed_batch import context_stream, decoder_stream
-from trainer.tasks.cross_attention.decoder.packed_blocks import Rows
 from trainer.tasks.cross_attention.decoder.rotary import RotaryCrossAttention
 from trainer.tasks.cross_attention.text.contexts import token_batch
 from trainer.tasks.protocol import DRAW, Batch, Places

@@ -12,8 +12,9 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from tests.bases import DECODERS, ROTARY
+from tests.families import FILES, write
 from tests.ranks import run_on_ranks
-from trainer.models import base_model
+from trainer.models import base_model, families
 from trainer.tasks.protocol import Places
 
 T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
@@ -33,10 +34,11 @@ BASES: dict[str, tuple[base_model.Kind, str, dict[str, Any]]] = {
         T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     ),
     "t5 encoder": ("encoder", "t5", T5),
+    "mt5 encoder": ("encoder", "mt5", T5),
+    "umt5 encoder": ("encoder", "umt5", T5),
     "bert": ("encoder", "bert", BERT),
 }
 MIXED = ("gpt_bigcode", "llama 3.2", "t5 v1.1", "t5 encoder", "bert")  # tied or not, cut or whole
-FILES = ("one file", "shards", "pickle", "bf16")
 
 
 def zero3() -> dict[str, Any]:
@@ -54,18 +56,12 @@ def saved(folder: Path, name: str, files: str) -> Path:
     config = AutoConfig.for_model(family, **values)
     torch.manual_seed(0)
     # what is published as T5 has its decoder, also where only the encoder is read
-    model = base_model._model_class(config, "seq2seq_lm" if family == "t5" else kind)(config)
+    model = base_model._model_class(config, "seq2seq_lm" if family in families.T5 else kind)(config)
     if name == "t5 v1.1":
         model.lm_head.weight = torch.nn.Parameter(torch.randn(96, 32) * 0.1)
         model.all_tied_weights_keys.pop("lm_head.weight", None)
     folder = folder / f"{name} {files}".replace(" ", "_")
-    if files == "pickle":
-        model.config.save_pretrained(folder)
-        torch.save(model.state_dict(), folder / "pytorch_model.bin")
-        return folder
-    model.to(torch.bfloat16 if files == "bf16" else torch.float32)
-    model.save_pretrained(folder, max_shard_size="20KB" if files == "shards" else "1GB")
-    assert (len(list(folder.glob("*.safetensors"))) > 1) == (files == "shards")
+    write(model, folder, files)
     return folder
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.bases import ROTARY
+from tests.bases import SEQ2SEQ, base_of
 from tests.facts import TINY_T5, experiment, write_facts
 from tests.ranks import run_on_ranks
 from trainer import tasks
@@ -23,41 +23,6 @@ from trainer.tasks.abilities import Search
 from trainer.tasks.protocol import DRAW, Places
 from trainer.tasks.summariser.model import smoothed_cross_entropy
 
-COMMON = {key: value for key, value in TINY_T5["config"].items() if key != "model_type"}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "t5": {},
-    "t5 v1.1": {
-        "model_type": "t5",
-        "feed_forward_proj": "gated-gelu",
-        "tie_word_embeddings": False,
-    },
-    "mt5": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    "umt5": {},
-    "longt5": {"encoder_attention_type": "local", "local_radius": 7},
-    "longt5, global": {
-        "model_type": "longt5",
-        "encoder_attention_type": "transient-global",
-        "local_radius": 7,
-        "global_block_size": 4,
-    },
-}
-_SIDE = ROTARY | {
-    "vocab_size": COMMON["vocab_size"],
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "attn_logit_softcapping": 2.0,
-    "final_logit_softcapping": 1.5,
-}
-T5GEMMA = {
-    "model_type": "t5gemma",
-    "encoder": _SIDE,
-    "decoder": _SIDE,
-    "vocab_size": COMMON["vocab_size"],
-    "eos_token_id": 0,
-    "pad_token_id": 1,
-}
 ROW = {
     "id": "1",
     "document": "Ada keeps the red key in the cellar. The attic is empty.",
@@ -82,12 +47,9 @@ def load(folder: Path, **changes: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "t5gemma"])
+@pytest.mark.parametrize("family", SEQ2SEQ)
 def test_the_loss_is_transformers_own_whatever_the_family(family: str, folder: Path) -> None:
-    config = (
-        T5GEMMA if family == "t5gemma" else {"model_type": family, **COMMON, **FAMILIES[family]}
-    )
-    task = load(folder, base={"config": config, "seed": 1})
+    task = load(folder, base=base_of("summariser", family, vocab_size=384))
     model = task.model().eval()
     rows = [task.encode(row) for row in (ROW, LONG)]
     batch = task.collate(rows)

@@ -87,12 +87,13 @@ def _is_real_array(value: Any) -> bool:
 
 
 def _constant(real: Tensor) -> Tensor:
-    """A fake of torch.tensor's result.
+    """A fake of torch.tensor's result, or of what a skeleton keeps besides its weights and buffers
+    (the frequencies of a decoder's rotations, on the meta device), whose values nobody knows.
 
     torch's own would be computed with for real, on a device that cannot compute.
     """
     fake: Any = torch.empty(real.shape, dtype=real.dtype, device=real.device)
-    fake.twin = real
+    fake.twin = None if real.is_meta else real
     return fake
 
 

@@ -22,7 +22,7 @@ from trainer.config.schema import Base, Experiment, ExperimentBase, RandomBase
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
 from trainer.files import packages, safetensors_file
-from trainer.models import weight_files
+from trainer.models import families, weight_files
 from trainer.models.t5_encoder_weights import encoder_source
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def load(
             # not from_config: under ZeRO-3 that partitions while it initialises, and draws other
             # numbers
             return build(config, **options)
-    if kind == "encoder" and config.model_type == "t5":
+    if kind == "encoder" and config.model_type in families.T5:
         source = encoder_source(source, places.cache_dir)
     with _reading(source), _tied_as_saved(build, config, source), _pooler_unread(build, options):
         return build.from_pretrained(
@@ -221,8 +221,8 @@ def _pooler_unread(build: Any, options: dict[str, bool]) -> Iterator[None]:
 def _model_class(config: PretrainedConfig, kind: Kind) -> Any:
     import transformers
 
-    if kind == "encoder" and config.model_type == "t5":
-        return transformers.T5EncoderModel
+    if kind == "encoder" and config.model_type in families.T5:
+        return transformers.MODEL_FOR_TEXT_ENCODING_MAPPING[type(config)]
     classes: Any = {
         "causal_lm": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
         "seq2seq_lm": transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,

@@ -62,6 +62,16 @@ def logits_head(base: Any) -> Callable[[Tensor], Tensor]:
     return logits_of
 
 
+def scales_states(config: Any) -> bool:
+    """Whether a model with T5's decoder multiplies its states by d_model**-0.5 before its head.
+
+    T5 v1.0 and umT5 do, T5 v1.1 and mT5 do not. Source: transformers 5.23.
+    """
+    if config.model_type == "umt5":
+        return config.tie_word_embeddings
+    return config.model_type == "t5" and config.scale_decoder_outputs
+
+
 def write_head(folder: Path, head: Mapping[str, Tensor]) -> None:
     """Add a head's weights, by their names within it, to the folder of its base."""
     safetensors_file.write_tensors(folder, HEAD_FILE, head)

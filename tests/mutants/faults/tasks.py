@@ -116,7 +116,7 @@ FAULTS = [
     # FiD and the stream of tokens
     Fault(
         "trainer/tasks/fid/model.py",
-        "scale = config.d_model**-0.5 if config.scale_decoder_outputs else 1.0",
+        "scale = config.d_model**-0.5 if scales_states(config) else 1.0",
         "scale = 1.0",
         why="the logits of a T5 v1.0 are too large",
         tests=FID,
@@ -186,7 +186,7 @@ FAULTS = [
         tests=CROSS_MODEL,
     ),
     Fault(
-        "trainer/tasks/cross_attention/decoder/packed_blocks.py",
+        "trainer/models/decoder/packed_attention.py",
         "(distance_LL < window)",
         "(distance_LL <= window)",
         why="a sliding window sees one token too many",
@@ -208,24 +208,38 @@ FAULTS = [
     ),
     # Bases of today
     Fault(
-        "trainer/tasks/cross_attention/decoder/backbone.py",
+        "trainer/models/decoder/backbone.py",
         "tuple(window if kind == _kind(window) else None for kind in kinds)",
         "tuple(window for kind in kinds)",
         why="every block of a Gemma sees its window only",
         tests=FAMILIES,
     ),
     Fault(
-        "trainer/tasks/cross_attention/decoder/backbone.py",
+        "trainer/models/decoder/backbone.py",
         'of_kind = f"{_kind(window)}_" if _is_by_kind(self.config) else ""',
         'of_kind = f"{_kind(None)}_" if _is_by_kind(self.config) else ""',
         why="the blocks of a Gemma 3 that have a window turn as slowly as the others",
         tests=FAMILIES,
     ),
     Fault(
-        "trainer/tasks/cross_attention/decoder/packed_blocks.py",
+        "trainer/models/decoder/packed_attention.py",
         "* (scale / softcap)) * softcap",
         "* scale)",
         why="packed scores of a Gemma 2 are capped at 1",
+        tests=FAMILIES,
+    ),
+    Fault(
+        "trainer/models/packed/t5_encoder.py",
+        "is_shared = not encoder.block[-1].layer[0].SelfAttention.has_relative_attention_bias",
+        "is_shared = True",
+        why="all blocks of a umT5 take the position biases of the first one",
+        tests=FAMILIES,
+    ),
+    Fault(
+        "trainer/models/decoder/packed.py",
+        "rows = Rows.by_window(batch, backbone.windows)",
+        "rows = Rows.by_window(batch, (None,)) | dict.fromkeys(backbone.windows, Rows.of(batch))",
+        why="a verifier's Mistral sees beyond its window",
         tests=FAMILIES,
     ),
     Fault(

@@ -17,17 +17,19 @@ from trainer.errors import ConfigError
 # length
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (M, I) queries, keys, values -> (M, I)
+# A T5Attention that holds a table of position biases -> attention with these biases.
+AttendBy = Callable[[Any], Attend]
 
 
-def in_grids(first: Any, grids: Sequence[Tensor], cells: Tensor, *, dropout: float) -> Attend:
+def in_grids(table: Any, grids: Sequence[Tensor], cells: Tensor, *, dropout: float) -> Attend:
     """Attention inside the passages of grids (packing.pack); everything else of a block runs on
     real tokens only.
 
-    first: the T5Attention that holds the table of position biases. Bias and mask are put together
-    once, for all blocks.
+    table: the T5Attention that holds the table of position biases. Bias and mask are put together
+    here, once for every block that shares the table.
     """
     longest = max(grid.shape[1] for grid in grids)
-    bias_1HLL = first.compute_bias(longest, longest, cells.device)
+    bias_1HLL = table.compute_bias(longest, longest, cells.device)
     lowest = torch.finfo(bias_1HLL.dtype).min
     biases = [
         bias_1HLL[..., : g.shape[1], : g.shape[1]].masked_fill(~g[:, None, None], lowest)
@@ -90,7 +92,7 @@ class _Taken(torch.autograd.Function):
         ), None
 
 
-def flex(first: Any, passage: Tensor, position: Tensor) -> Attend:
+def flex(passage: Tensor, position: Tensor) -> AttendBy:
     """Attention as one block-sparse product over the stream: no rectangle of passages at all. CUDA
     only.
 
@@ -102,12 +104,6 @@ def flex(first: Any, passage: Tensor, position: Tensor) -> Attend:
     if passage.device.type != "cuda" and torch.is_grad_enabled():
         raise ConfigError('attention="flex" trains on CUDA only. Use "bucketed" or "padded" here.')
     length = int(position.max()) + 1
-    table_H = (
-        first.relative_attention_bias(_buckets(first, length, passage.device)).t().contiguous()
-    )
-
-    def bias(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score + table_H[head, position[key] - position[query] + length]
 
     def same_passage(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return passage[query] == passage[key]
@@ -119,23 +115,36 @@ def flex(first: Any, passage: Tensor, position: Tensor) -> Attend:
     )
     run: Any = torch.compile(flex_attention, dynamic=True) if is_cuda else flex_attention
 
-    def attend(q_MI: Tensor, k_MI: Tensor, v_MI: Tensor) -> Tensor:
-        q, k, v = (x.view(1, num, first.n_heads, -1).transpose(1, 2) for x in (q_MI, k_MI, v_MI))
-        return (
-            run(q, k, v, score_mod=bias, block_mask=blocks, scale=1.0)
-            .transpose(1, 2)
-            .reshape(num, -1)
-        )
+    def by(table: Any) -> Attend:
+        buckets = _buckets(table, length, passage.device)
+        biases_H = table.relative_attention_bias(buckets).t().contiguous()
 
-    return attend
+        def bias(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + biases_H[head, position[key] - position[query] + length]
+
+        def attend(q_MI: Tensor, k_MI: Tensor, v_MI: Tensor) -> Tensor:
+            q, k, v = (
+                x.view(1, num, table.n_heads, -1).transpose(1, 2) for x in (q_MI, k_MI, v_MI)
+            )
+            return (
+                run(q, k, v, score_mod=bias, block_mask=blocks, scale=1.0)
+                .transpose(1, 2)
+                .reshape(num, -1)
+            )
+
+        return attend
+
+    return by
 
 
-def _buckets(first: Any, length: int, device: torch.device) -> Tensor:
+def _buckets(table: Any, length: int, device: torch.device) -> Tensor:
     """(2 * length,) bucket of every distance key - query from -length to length - 1."""
     distances = torch.arange(-length, length, device=device)
-    return first._relative_position_bucket(
+    if table.config.model_type == "umt5":  # transformers 5.23: it reads its config itself
+        return table._relative_position_bucket(distances)
+    return table._relative_position_bucket(
         distances,
         bidirectional=True,
-        num_buckets=first.relative_attention_num_buckets,
-        max_distance=first.relative_attention_max_distance,
+        num_buckets=table.relative_attention_num_buckets,
+        max_distance=table.relative_attention_max_distance,
     )

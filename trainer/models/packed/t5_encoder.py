@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trainer.models.packed.attention import Attend, in_grids
+from trainer.models.packed.attention import Attend, AttendBy, in_grids
 from trainer.models.packed.layout import grids_of
 
 # M tokens, D width
@@ -24,38 +24,51 @@ def encode(
     encoder: Any,
     batch: Mapping[str, Tensor],
     *,
-    attend: Attend | None = None,
+    attend_by: AttendBy | None = None,
     recompute_every: int | None = None,
 ) -> Tensor:
     """(M, D) states of the real tokens of a packed batch (packing.pack), after the final norm and
     dropout.
 
-    encoder: a T5Stack. attend: None is attention in the batch's grids. recompute_every: in
-    training, every so many blocks are computed again in backward instead of kept.
+    encoder: a T5Stack, MT5Stack or UMT5Stack. attend_by: None is attention in the batch's grids.
+    recompute_every: in training, every so many blocks are computed again in backward instead of
+    kept.
     """
     hidden_MD = encoder.dropout(encoder.embed_tokens(batch["tokens"]))
-    if attend is None:
-        first = encoder.block[0].layer[0].SelfAttention
-        attend = in_grids(
-            first,
-            grids_of(batch),
-            batch["cells"],
-            dropout=first.dropout if encoder.training else 0.0,
-        )
+    attend_by = attend_by or _in_grids_of(encoder, batch)
+    # In umT5 every block has a table of position biases, else the first one for all.
+    is_shared = not encoder.block[-1].layer[0].SelfAttention.has_relative_attention_bias
+    shared = attend_by(encoder.block[0].layer[0].SelfAttention) if is_shared else None
     for number, block in enumerate(encoder.block):
+        given = (block, hidden_MD, shared, attend_by)
         if recompute_every and encoder.training and number % recompute_every == 0:
-            hidden_MD = checkpoint(_encoder_block, block, hidden_MD, attend, use_reentrant=False)
+            hidden_MD = checkpoint(_encoder_block, *given, use_reentrant=False)
         else:
-            hidden_MD = _encoder_block(block, hidden_MD, attend)
+            hidden_MD = _encoder_block(*given)
     return encoder.dropout(encoder.final_layer_norm(hidden_MD))
 
 
-def _encoder_block(block: Any, hidden_MD: Tensor, attend: Attend) -> Tensor:
+def _in_grids_of(encoder: Any, batch: Mapping[str, Tensor]) -> AttendBy:
+    grids, cells = grids_of(batch), batch["cells"]
+
+    def by(table: Any) -> Attend:
+        return in_grids(table, grids, cells, dropout=table.dropout if encoder.training else 0.0)
+
+    return by
+
+
+def _encoder_block(
+    block: Any, hidden_MD: Tensor, shared: Attend | None, attend_by: AttendBy
+) -> Tensor:
     """One encoder block of T5 on tokens without an order or a batch; only attention knows which
     belong together.
+
+    shared: attention with the biases of all blocks; None: by the block's own, which are then put
+    together anew where the block is recomputed.
     """
     first, feed_forward = block.layer[0], block.layer[-1]
     normed_MD, heads = first.layer_norm(hidden_MD), first.SelfAttention
+    attend = attend_by(heads) if shared is None else shared
     mixed_MI = attend(heads.q(normed_MD), heads.k(normed_MD), heads.v(normed_MD))
     hidden_MD = _within_fp16(hidden_MD + first.dropout(heads.o(mixed_MI)))
     return _within_fp16(feed_forward(hidden_MD))

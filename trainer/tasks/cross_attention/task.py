@@ -17,6 +17,7 @@ from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio, answer_scores
 from trainer.models import base_model
+from trainer.models.decoder.packed_attention import REPLACED
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
 from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered
@@ -29,7 +30,6 @@ from trainer.tasks.cross_attention.decoder.packed_batch import (
     decoder_stream,
     under_context,
 )
-from trainer.tasks.cross_attention.decoder.packed_blocks import REPLACED
 from trainer.tasks.cross_attention.decoder.weights import load_added, read_added
 from trainer.tasks.cross_attention.text import contexts, questions
 from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle

@@ -108,6 +108,18 @@ def check_trained(config: Any, reader: Reader, *, folder: object) -> None:
         )
 
 
+def check_base(config: Any, reader: Reader) -> None:
+    """ConfigError when the switches are asked of a base whose cross-attention is not T5's own."""
+    if Switches.of_reader(reader) != Switches(1, False) and config.model_type not in (
+        "t5",
+        MODEL_TYPE,
+    ):
+        raise ConfigError(
+            f"reader.cross_attention_every and reader.cross_attention_multi_query: got a base of "
+            f"model_type {config.model_type!r}, want 't5' (v1.0, v1.1, flan, ByT5). Leave both out."
+        )
+
+
 def described(config: Any, reader: Reader) -> Any:
     """The config of a base, as config.json of what is trained on it has to be."""
     wants = Switches.of_reader(reader)

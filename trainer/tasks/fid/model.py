@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.models import base_model
+from trainer.models.head import scales_states
 from trainer.models.losses import token_cross_entropy
 from trainer.models.packed import t5_encoder
 from trainer.models.packed.attention import flex
@@ -82,12 +83,10 @@ class FiD(nn.Module):
 
     def encode(self, batch: Batch) -> Tensor:
         """(M, D) encoder states of the real tokens, after the final norm and dropout."""
-        attend = None
-        if self.reader.attention == "flex":
-            first = self.t5.encoder.block[0].layer[0].SelfAttention
-            attend = flex(first, batch["passage"], batch["position"])
+        is_flex = self.reader.attention == "flex"
+        attend_by = flex(batch["passage"], batch["position"]) if is_flex else None
         every = self.reader.checkpoint_every if self.recompute else None
-        return t5_encoder.encode(self.t5.encoder, batch, attend=attend, recompute_every=every)
+        return t5_encoder.encode(self.t5.encoder, batch, attend_by=attend_by, recompute_every=every)
 
     def fuse(self, states_MD: Tensor, batch: Batch) -> Tensor:
         """(M, D) states of all tokens -> (B, S, D).
@@ -113,7 +112,7 @@ class FiD(nn.Module):
     def head(self, hidden_ND: Tensor) -> Tensor:
         """(N, D) decoder states -> (N, vocabulary) logits."""
         config = self.t5.config
-        scale = config.d_model**-0.5 if config.scale_decoder_outputs else 1.0
+        scale = config.d_model**-0.5 if scales_states(config) else 1.0
         return self.t5.lm_head(hidden_ND * scale)
 
     def _generate(self, fused_BSD: Tensor, mask_BS: Tensor, how: Generation) -> dict[str, Tensor]:

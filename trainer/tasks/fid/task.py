@@ -22,6 +22,7 @@ from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
 from trainer.evaluation.mergeable import answer_scores
 from trainer.models import base_model, weight_files
+from trainer.models.families import T5, check_family
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
@@ -60,9 +61,17 @@ class Task(TokenTask[Config]):
 
     def operate(self, base: Any) -> FiD:
         config = base.config
-        if config.model_type not in ("t5", fido.MODEL_TYPE):
+        check_family(
+            config,
+            (*T5, fido.MODEL_TYPE),
+            advice="A reader's passages are encoded as one stream of real tokens, which only T5's "
+            "own encoder does here; LongT5's local attention and T5Gemma's encoder do not.",
+        )
+        fido.check_base(config, self.cfg.reader)
+        if self.cfg.reader.compat_cross_bias and config.model_type != "t5":
             raise ConfigError(
-                f"base: a {config.model_type}, want a T5, T5 v1.1 or flan-T5 (model_type t5)."
+                f"reader.compat_cross_bias: a {config.model_type} never had such a table in "
+                "cross-attention. Leave it out."
             )
         if config.eos_token_id != self.prompts.end:
             raise ConfigError(
@@ -88,9 +97,10 @@ class Task(TokenTask[Config]):
         return super().exported(folder)
 
     def exported_config(self) -> Any:
+        skeleton = base_model.skeleton(self.cfg.base, self.places, kind=self.kind)
         config = fido.described(super().exported_config(), self.cfg.reader)
         is_fido = config.model_type == fido.MODEL_TYPE
-        config.architectures = [fido.FiDOT5.__name__ if is_fido else "T5ForConditionalGeneration"]
+        config.architectures = [(fido.FiDOT5 if is_fido else type(skeleton)).__name__]
         return config
 
     # Data

@@ -1,4 +1,6 @@
-"""A plausibility verifier: an encoder, a linear head on the last token, a temperature."""
+"""A plausibility verifier: a T5's encoder or a decoder's body, a linear head on the last token, a
+temperature.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.data.padding import pad_right
 from trainer.data.readers.jsonl import shown
 from trainer.errors import ConfigError
+from trainer.models.decoder import packed as packed_decoder
+from trainer.models.decoder.backbone import Backbone, backbone_of
+from trainer.models.families import DECODERS, T5, check_family
 from trainer.models.head import Head
 from trainer.models.packed import t5_encoder
 from trainer.models.packed.layout import pack
 
 # S statements, L tokens of the longest, M tokens of all of them, D width
 
-_PACKED = ("t5", "mt5")  # whose blocks packed_encoder knows: one table of position biases for all
-
+_ADVICE = (
+    "A statement is judged by the state of its end: choose a T5 such as google/t5-v1_1-base, or a "
+    "decoder."
+)
 DESCRIPTION = "vera.json"
 
 
@@ -29,26 +35,28 @@ class Verifier(nn.Module):
     """An encoder (T5's, or a decoder's body) and a head on each statement's last token."""
 
     def __init__(self, encoder: Any, *, seed: int, recompute: bool = False) -> None:
-        """encoder: reads packed batches when it is a T5's. recompute: its blocks once more in
-        backward, then.
+        """recompute: the encoder's blocks once more in backward.
+
+        ConfigError for an encoder of another family.
         """
         super().__init__()
+        check_family(encoder.config, (*T5, *DECODERS), advice=_ADVICE)
         self.recompute = recompute
         encoder.config.use_cache = False  # a decoder's body would fill one in training
         self.encoder = encoder
+        self.backbone: Backbone | None = None  # of a decoder's body
+        if encoder.config.model_type in DECODERS:
+            self.backbone = backbone_of(encoder, advice=_ADVICE)
         self.head = Head(encoder, seed=seed)
 
     def forward(self, **batch: Tensor) -> dict[str, Tensor]:
         """Statements as read_by lays them out -> {"hidden": (S, D), "logits": (S,) fp32}.
 
-        hidden: the states of the last tokens.
+        hidden: the states of the last tokens. (S, L) input_ids and attention_mask, padded on the
+        right, do as well, and cost more.
         """
         if "tokens" in batch:
-            stack = self.encoder.encoder  # of a T5EncoderModel
-            states_MD = t5_encoder.encode(
-                stack, batch, recompute_every=1 if self.recompute else None
-            )
-            hidden_SD = states_MD[batch["last"]]
+            hidden_SD = self._states(batch)[batch["last"]]
         else:
             mask_SL = batch["attention_mask"]
             states_SLD = self.encoder(
@@ -62,21 +70,23 @@ class Verifier(nn.Module):
             hidden_SD, logits_S = hidden_SD[batch["which"]], logits_S[batch["which"]]
         return {"hidden": hidden_SD, "logits": logits_S}
 
+    def _states(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """(M, D) states of every token of a packed batch."""
+        if self.backbone is not None:
+            recompute = self.recompute and self.training
+            return packed_decoder.encode(self.backbone, batch, recompute=recompute)
+        stack = self.encoder.encoder  # of a T5EncoderModel
+        return t5_encoder.encode(stack, batch, recompute_every=1 if self.recompute else None)
 
-def read_by(
-    config: Any, statements: Sequence[Sequence[int]], *, pad: int, once: bool = False
-) -> dict[str, Tensor]:
-    """Token rows as the model of `config` reads them: a T5 one stream of real tokens (packing.pack)
-    and `last`, (S,) where each statement ends in it; any other (S, L) right-padded input_ids and
-    attention_mask.
+
+def read_by(statements: Sequence[Sequence[int]], *, once: bool = False) -> dict[str, Tensor]:
+    """Token rows as a verifier reads them: one stream of real tokens (packing.pack) and `last`,
+    (S,) where each statement ends in it.
 
     once: equal statements are read once, and `which` (S,) says where each one's states and logit
     are; they are then equal to the last bit. A tie counts as answered rightly, and rounding must
     not break it.
     """
-    if config.model_type not in _PACKED:
-        ids, mask = pad_right(statements, pad)
-        return {"input_ids": ids, "attention_mask": mask}
     keys = [tuple(int(token) for token in statement) for statement in statements]
     places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
     read = list(places) if once else keys
@@ -87,16 +97,7 @@ def read_by(
 
 def layout_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What of a batch read_by made."""
-    names = (
-        "tokens",
-        "passage",
-        "position",
-        "cells",
-        "last",
-        "which",
-        "input_ids",
-        "attention_mask",
-    )
+    names = ("tokens", "passage", "position", "cells", "last", "which")
     return {
         name: tensor for name, tensor in batch.items() if name in names or name.startswith("grid_")
     }

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio
 from trainer.models import base_model
+from trainer.models.families import DECODERS
 from trainer.models.gradcache import pooled_losses
 from trainer.models.head import HEAD_FILE
 from trainer.runtime import distributed
@@ -68,14 +68,26 @@ class Task(TokenTask[Config]):
     def operate(self, base: Any) -> Verifier:
         if self.cfg.dropout is not None:
             base_model.set_dropout(base, self.cfg.dropout)
-        self.recompute(base)  # a decoder's body; a T5's blocks are called one by one
-        return Verifier(
-            base, seed=self.cfg.train.seed, recompute=self.cfg.train.gradient_checkpointing
-        )
+        train, limit = self.cfg.train, self.cfg.data.max_tokens
+        verifier = Verifier(base, seed=train.seed, recompute=train.gradient_checkpointing)
+        if verifier.backbone is not None and limit > verifier.backbone.max_positions:
+            raise ConfigError(
+                f"data.max_tokens={limit} is longer than the base's "
+                f"{verifier.backbone.max_positions} positions. Use at most that many."
+            )
+        return verifier
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         super().export(weights, folder)
         write_temperature(folder, 1.0)
+
+    def exported_config(self) -> Any:
+        """As it came; but of a decoder, which may come as a language model, the body is named."""
+        config = super().exported_config()
+        if config.model_type in DECODERS:
+            body = base_model.skeleton(self.cfg.base, self.places, kind=self.kind)
+            config.architectures = [type(body).__name__]
+        return config
 
     # Data
     # ----------------------------------------------------------------------------------------------
@@ -182,11 +194,7 @@ class Task(TokenTask[Config]):
 
     def read(self, statements: Sequence[Sequence[int]], *, once: bool = False) -> Batch:
         """Token rows as the model reads them, see model.read_by."""
-        return read_by(self._config, statements, pad=self.pad, once=once)
-
-    @cached_property
-    def _config(self) -> Any:
-        return base_model.config_of(self.cfg.base, self.places)
+        return read_by(statements, once=once)
 
     def _chosen(self, row: Mapping[str, Any]) -> list[int]:
         """Which statements of a group are looked at: in training the gold and some distractors,

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.models.decoder.rotation import Rotation
 from trainer.models.packed.attention import in_rectangles, in_stream
 from trainer.models.packed.layout import grids_of
 
@@ -46,13 +47,6 @@ class RotaryShape:
     key_value_heads: int
     theta: float  # base of the rotation frequencies
     has_bias: bool  # of the attention's projections
-
-
-class Rotation(NamedTuple):
-    """How the halves of a head are turned at each position: rotary embeddings."""
-
-    cos_B1TK: Tensor
-    sin_B1TK: Tensor
 
 
 class KeysValues(NamedTuple):

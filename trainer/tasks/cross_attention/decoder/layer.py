@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from trainer.models.decoder.rotation import Rotation
 from trainer.tasks.cross_attention.decoder.attention import (
     CrossAttention,
     KeysValues,
     LayerShape,
-    Rotation,
     Seen,
 )
 from trainer.tasks.cross_attention.decoder.rotary import GatedMLP, RotaryCrossAttention

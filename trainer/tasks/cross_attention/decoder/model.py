@@ -17,22 +17,22 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from trainer.errors import ConfigError
+from trainer.models.decoder.backbone import backbone_of
+from trainer.models.decoder.packed_attention import Rows
+from trainer.models.decoder.rotation import Rotation, rotation
 from trainer.models.freezing import freeze_except
 from trainer.models.losses import next_token_loss, token_cross_entropy
 from trainer.tasks.cross_attention.decoder.attention import (
     KeysValues,
     Pairs,
-    Rotation,
     Seen,
     context_positions,
     key_mask,
     positions,
 )
-from trainer.tasks.cross_attention.decoder.backbone import backbone_of
 from trainer.tasks.cross_attention.decoder.context import Context, Past
 from trainer.tasks.cross_attention.decoder.layer import AddedLayer, Record, added_layers
-from trainer.tasks.cross_attention.decoder.packed_blocks import Rows
-from trainer.tasks.cross_attention.decoder.rotary import frequencies, rotation
+from trainer.tasks.cross_attention.decoder.rotary import frequencies
 from trainer.tasks.cross_attention.decoder.shape import added_indices, layer_shape
 
 if TYPE_CHECKING:
@@ -89,7 +89,11 @@ class CrossAttentionModel(nn.Module):
         super().__init__()
         self.base = base
         self.layers = layers
-        self.backbone = backbone_of(base)
+        self.backbone = backbone_of(
+            base,
+            advice="Cross-attention layers fit no other family yet; choose a base such as "
+            "bigcode/starcoderbase-1b.",
+        )
         self.indices = added_indices(layers, self.backbone.num_blocks)
         shape = layer_shape(layers, self.backbone)
         self._frequencies = (

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from trainer.models.decoder.rotation import Rotation
 from trainer.tasks.cross_attention.decoder.attention import (
     KeysValues,
     LayerShape,
-    Rotation,
     Seen,
     attended,
 )
@@ -27,16 +27,6 @@ from trainer.tasks.cross_attention.decoder.attention import (
 def frequencies(head_size: int, theta: float) -> Tensor:
     """(F,) fp32: the angle by which each pair of a head turns from one position to the next."""
     return theta ** -(torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
-
-
-def rotation(positions_BT: Tensor, frequencies_F: Tensor, *, scale: float = 1.0) -> Rotation:
-    """(B, T) positions -> their rotation, (B, 1, T, K) fp32.
-
-    scale: of the result, where a base's rope type has one.
-    """
-    angles_BTF = positions_BT[..., None].float() * frequencies_F
-    angles_B1TK = torch.cat((angles_BTF, angles_BTF), dim=-1)[:, None]
-    return Rotation(angles_B1TK.cos() * scale, angles_B1TK.sin() * scale)
 
 
 def rotated(x_BHTK: Tensor, by: Rotation) -> Tensor:

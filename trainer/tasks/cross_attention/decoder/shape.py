@@ -8,8 +8,8 @@ from trainer.errors import ConfigError
 from trainer.tasks.cross_attention.decoder.attention import LayerShape, RotaryShape
 
 if TYPE_CHECKING:
+    from trainer.models.decoder.backbone import Backbone
     from trainer.tasks.cross_attention.config import Layers
-    from trainer.tasks.cross_attention.decoder.backbone import Backbone
 
 
 def layer_shape(layers: Layers, backbone: Backbone) -> LayerShape:

@@ -9,19 +9,18 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from trainer.errors import ConfigError
+from trainer.models.decoder.packed_attention import Rows, attending
+from trainer.models.decoder.rotation import rotation
+from trainer.models.families import DECODERS, ROTARY, check_family
 from trainer.models.head import logits_head
-from trainer.tasks.cross_attention.decoder.packed_blocks import Rows, attending
-from trainer.tasks.cross_attention.decoder.rotary import rotation
 
 # B batch, T tokens, S tokens seen so far (T + cached), D width, V vocabulary
 
-GPT_BIGCODE = ("gpt_bigcode",)
-ROTARY = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma2", "gemma3_text")
 # Those whose frequencies depend on nothing but the config; "dynamic" and "longrope" change them
 # with the length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -81,18 +80,14 @@ class Backbone(Protocol):
         ...
 
 
-def backbone_of(base: PreTrainedModel) -> Backbone:
-    """The adapter of a base's family. ConfigError for a family that the layers do not fit."""
-    model_type = base.config.model_type
-    if model_type in GPT_BIGCODE:
-        return GPTBigCodeBackbone(base)
-    if model_type in ROTARY:
-        return RotaryBackbone(base)
-    supported = ", ".join(map(repr, (*GPT_BIGCODE, *ROTARY)))
-    raise ConfigError(
-        f"base model: got model_type {model_type!r}, want one of {supported}. Cross-attention "
-        "layers fit no other family yet; choose a base such as bigcode/starcoderbase-1b."
-    )
+def backbone_of(base: PreTrainedModel, *, advice: str) -> Backbone:
+    """The adapter of a base's family.
+
+    base: a causal LM, or its body alone, which has no head(). ConfigError for a family that is not
+    supported; its last sentences are `advice`.
+    """
+    check_family(base.config, DECODERS, advice=advice)
+    return RotaryBackbone(base) if base.config.model_type in ROTARY else GPTBigCodeBackbone(base)
 
 
 class GPTBigCodeBackbone:
@@ -119,11 +114,12 @@ class GPTBigCodeBackbone:
         self.attention_dropout: float = config.attn_pdrop
         self.residual_dropout: float = config.resid_pdrop
         self.initial_std: float = config.initializer_range
-        self._transformer: Any = base.transformer
-        self._lm_head: nn.Module = base.lm_head
+        self._transformer: Any = _body_of(base)
+        self._base: Any = base
 
     def embed(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        return self._transformer.wte(ids_BT) + self._transformer.wpe(positions_BT)
+        embedded_BTD = self._transformer.wte(ids_BT) + self._transformer.wpe(positions_BT)
+        return self._transformer.drop(embedded_BTD)
 
     def surroundings(
         self,
@@ -146,7 +142,7 @@ class GPTBigCodeBackbone:
         return self._transformer.ln_f(hidden_BTD)
 
     def head(self, hidden_BTD: Tensor) -> Tensor:
-        return self._lm_head(self.final_norm(hidden_BTD))
+        return self._base.lm_head(self.final_norm(hidden_BTD))
 
 
 class RotaryBackbone:
@@ -186,7 +182,7 @@ class RotaryBackbone:
                 "base model: its config says use_bidirectional_attention, but it is to write from "
                 "left to right. Choose another base."
             )
-        self._model: Any = base.model
+        self._model: Any = _body_of(base)
         self._logits_of = logits_head(base)
         # OLMo 2 turns queries and keys in fp32, whatever their dtype.
         self._rotates_in_fp32 = config.model_type == "olmo2"
@@ -238,6 +234,11 @@ class RotaryBackbone:
 
     def head(self, hidden_BTD: Tensor) -> Tensor:
         return self._logits_of(self.final_norm(hidden_BTD))
+
+
+def _body_of(base: Any) -> Any:
+    """The part of a causal LM without its head; a body itself."""
+    return getattr(base, base.base_model_prefix, base)
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -1,0 +1,415 @@
+"""What holds for every family of bases and task: as numbers, for tests that bound them and for the
+table of benchmarks/families.py that prints them.
+
+A pair is (what is ours, what it must be), two tensors of one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from tests.bases import OF_TASK, VOCABULARY, base_of, wider, with_uneven_norms
+from tests.contract.runs import from_folder, kind_of, losses, train
+from tests.facts import experiment
+from tests.numerics.test_packed_decoder import packed_of, padded_of
+from trainer import tasks
+from trainer.config.schema import RandomBase
+from trainer.data.padding import pad_right
+from trainer.models import base_model
+from trainer.models.losses import IGNORED
+from trainer.tasks.causal_lm.task import CausalLM
+from trainer.tasks.cross_attention.config import Layers
+from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
+from trainer.tasks.fid.config import Reader
+from trainer.tasks.fid.fused_layout import pack
+from trainer.tasks.fid.model import FiD
+from trainer.tasks.protocol import DRAW, EPOCH, Places
+from trainer.tasks.retriever.config import Encoder
+from trainer.tasks.retriever.model import Retriever, is_causal
+from trainer.tasks.summariser.model import Summariser
+from trainer.tasks.vera.model import Verifier, read_by
+
+# B rows, L tokens, D width
+
+Pair = tuple[Tensor, Tensor]
+KINDS: dict[str, base_model.Kind] = {
+    "cross_attention": "causal_lm",
+    "causal_lm": "causal_lm",
+    "vera": "encoder",
+    "retriever": "encoder",
+    "summariser": "seq2seq_lm",
+    "fid": "seq2seq_lm",
+}
+LENGTHS, CONTEXTS, TARGETS = [9, 3, 12], [[7, 4], [1], [11]], [4, 2, 7]
+PASSAGES = [[7, 4], [1, 9], [11, 3]]  # of each question
+PAD = 1
+# Six products a block, four blocks, sums over the inner width; a gradient passes them twice.
+DEPTH = 6 * 4 * 48
+
+
+def ids_of(lengths: list[int], seed: int) -> list[list[int]]:
+    """Rows of random ids, none of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def rows() -> tuple[list[list[int]], list[list[list[int]]]]:
+    """Three rows of a decoder, and the chunks of their contexts."""
+    return ids_of(LENGTHS, 3), [ids_of(chunks, 4 + at) for at, chunks in enumerate(CONTEXTS)]
+
+
+def base(task: str, name: str) -> Any:
+    """The base of a task as transformers makes it, in evaluation: random weights, uneven norms."""
+    places = Places(None, Path("unused"), Path("unused"))
+    random = RandomBase(**base_of(task, name))
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        loaded = base_model.load(random, places, precision="fp32", kind=KINDS[task])
+        return with_uneven_norms(loaded).eval()
+
+
+# Against stock transformers
+# --------------------------------------------------------------------------------------------------
+
+
+def with_stock(task: str, name: str) -> Pair:
+    """The loss of a task's model (vera, retriever: its states) and that of the stock model, which
+    reads rows with pads.
+    """
+    with torch.no_grad():
+        return _WITH_STOCK[task](base(task, name))
+
+
+def _decoder_batch() -> dict[str, Tensor]:
+    ids, mask = pad_right(ids_of(LENGTHS, 3), PAD)
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, IGNORED),
+    }
+
+
+def _stock_loss(stock: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The summed loss as a stock causal LM computes it."""
+    places = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return stock(**batch, position_ids=places, num_items_in_batch=torch.tensor(1)).loss
+
+
+def _cross_attention_with_stock(stock: Any) -> Pair:
+    want = _stock_loss(stock, _decoder_batch())
+    # new layers start at zero
+    layers = Layers(count=4, stride=1, width=16, heads=2, after=False)
+    model = CrossAttentionModel(stock, layers).eval()
+    found = model(packed=packed_of(*rows(), labels_from=[0, 0, 0])).loss
+    assert found is not None
+    return found, want
+
+
+def _causal_lm_with_stock(stock: Any) -> Pair:
+    batch = _decoder_batch()
+    return CausalLM(stock)(**batch)["loss"], _stock_loss(stock, batch)
+
+
+def _vera_with_stock(stock: Any) -> Pair:
+    batch = _decoder_batch()
+    states_BLD = stock(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+    ).last_hidden_state
+    want_BD = torch.stack([row[n - 1] for row, n in zip(states_BLD, LENGTHS, strict=True)])
+    return Verifier(stock, seed=3).eval()(**read_by(ids_of(LENGTHS, 3)))["hidden"], want_BD
+
+
+def _retriever(stock: Any) -> Retriever:
+    pooling = "eos" if is_causal(stock.config) else "mean"
+    return Retriever(stock, None, how=Encoder(pooling=pooling, normalize=True)).eval()
+
+
+def _retriever_with_stock(stock: Any) -> Pair:
+    """Stock: decoders read rows padded on the left, as Qwen3-Embedding's card does."""
+    ids, mask = pad_right(ids_of(LENGTHS, 3), PAD)
+    found_BD = _retriever(stock)(query_ids=ids, query_mask=mask)["queries"]
+    if is_causal(stock.config):
+        ids, mask = (padded_left(ids_of(LENGTHS, 3), x) for x in (PAD, None))
+    states_BLD = stock(input_ids=ids, attention_mask=mask).last_hidden_state
+    mean_BD = (states_BLD * mask[..., None]).sum(1) / mask.sum(1)[:, None]
+    pooled_BD = states_BLD[:, -1] if is_causal(stock.config) else mean_BD
+    return found_BD, F.normalize(pooled_BD, dim=-1)
+
+
+def padded_left(sequences: list[list[int]], pad: int | None) -> Tensor:
+    """(B, L) ids that end together; pad None: their mask."""
+    width = max(map(len, sequences))
+    rows = [
+        [0 if pad is None else pad] * (width - len(ids)) + ([1] * len(ids) if pad is None else ids)
+        for ids in sequences
+    ]
+    return torch.tensor(rows)
+
+
+def _targets() -> Tensor:
+    ids, mask = pad_right(ids_of(TARGETS, 5), PAD)
+    return ids.masked_fill(mask == 0, IGNORED)
+
+
+def _seq2seq_batch() -> dict[str, Tensor]:
+    ids, mask = pad_right(ids_of(LENGTHS, 3), PAD)
+    return {"input_ids": ids, "attention_mask": mask, "labels": _targets()}
+
+
+def _summariser_with_stock(stock: Any) -> Pair:
+    batch = _seq2seq_batch()
+    want = stock(**batch).loss * sum(TARGETS)
+    return Summariser(stock, label_smoothing=0.0).eval()(**batch)["loss"], want
+
+
+def _fid_with_stock(stock: Any) -> Pair:
+    """A question with one passage is a row of an encoder-decoder."""
+    packed = pack([[ids] for ids in ids_of(LENGTHS, 3)], bucketed=True)
+    found = FiD(stock, Reader()).eval()(**packed, labels=_targets())["loss"]
+    return found, stock(**_seq2seq_batch()).loss * sum(TARGETS)
+
+
+_WITH_STOCK: dict[str, Callable[[Any], Pair]] = {
+    "cross_attention": _cross_attention_with_stock,
+    "causal_lm": _causal_lm_with_stock,
+    "vera": _vera_with_stock,
+    "retriever": _retriever_with_stock,
+    "summariser": _summariser_with_stock,
+    "fid": _fid_with_stock,
+}
+
+# Packed against padded
+# --------------------------------------------------------------------------------------------------
+
+# Tasks whose rows are padded: there, rows together are held against each row alone.
+PADDED = ("causal_lm", "retriever", "summariser")
+
+
+def with_padded(task: str, name: str) -> Pair:
+    """What a packed batch gives and what a padded one does; of a task in PADDED, rows together and
+    each alone.
+    """
+    with torch.no_grad():
+        return _WITH_PADDED[task](base(task, name))
+
+
+def _cross_attention_with_padded(stock: Any) -> Pair:
+    layers = Layers(count=2, stride=2, heads=4, initialisation="published")
+    model = CrossAttentionModel(stock, layers).eval()
+    padded = model(**padded_of(*rows(), labels_from=[0, 0, 0])).loss
+    packed = model(packed=packed_of(*rows(), labels_from=[0, 0, 0])).loss
+    assert packed is not None
+    assert padded is not None
+    return packed, padded
+
+
+def _vera_with_padded(stock: Any) -> Pair:
+    model = Verifier(stock, seed=3).eval()
+    ids, mask = pad_right(ids_of(LENGTHS, 3), PAD)
+    padded = model(input_ids=ids, attention_mask=mask)
+    packed = model(**read_by(ids_of(LENGTHS, 3)))
+    return packed["hidden"], padded["hidden"]
+
+
+def _fid_with_padded(stock: Any) -> Pair:
+    """Padded: every passage is encoded in a rectangle, and the decoder sees the rectangles side by
+    side.
+    """
+    questions = [ids_of(lengths, 7 + at) for at, lengths in enumerate(PASSAGES)]
+    packed = pack(questions, bucketed=True)
+    found = FiD(stock, Reader()).eval()(**packed, labels=_targets())["loss"]
+    ids, mask = pad_right([passage for question in questions for passage in question], PAD)
+    states = stock.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state
+    given = {
+        "encoder_outputs": BaseModelOutput(last_hidden_state=_side_by_side(states)),
+        "attention_mask": _side_by_side(mask),
+    }
+    return found, stock(**given, labels=_targets()).loss * sum(TARGETS)
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """(B * P, L, ...) of passages -> (B, P * L, ...) of questions."""
+    return x.unflatten(0, (len(PASSAGES), -1)).flatten(1, 2)
+
+
+def _sum_with_alone(model: nn.Module, batch: Mapping[str, Tensor]) -> Pair:
+    """The summed loss of rows together, and of each without its pads."""
+    alone: list[Tensor] = []
+    for row, length in enumerate(LENGTHS):
+        own = {name: x[row : row + 1] for name, x in batch.items()}
+        cut = {"input_ids": length, "attention_mask": length, "labels": length}
+        if batch["labels"].shape[1] != batch["input_ids"].shape[1]:
+            cut["labels"] = TARGETS[row]
+        alone.append(model(**{name: x[:, : cut[name]] for name, x in own.items()})["loss"])
+    return model(**batch)["loss"], torch.stack(alone).sum()
+
+
+def _retriever_with_alone(stock: Any) -> Pair:
+    model, texts = _retriever(stock), ids_of(LENGTHS, 3)
+    ids, mask = pad_right(texts, PAD)
+    lone = [torch.tensor([text]) for text in texts]
+    alone = [model(query_ids=x, query_mask=torch.ones_like(x))["queries"][0] for x in lone]
+    return model(query_ids=ids, query_mask=mask)["queries"], torch.stack(alone)
+
+
+_WITH_PADDED: dict[str, Callable[[Any], Pair]] = {
+    "cross_attention": _cross_attention_with_padded,
+    "causal_lm": lambda stock: _sum_with_alone(CausalLM(stock), _decoder_batch()),
+    "vera": _vera_with_padded,
+    "retriever": _retriever_with_alone,
+    "summariser": lambda stock: _sum_with_alone(
+        Summariser(stock, label_smoothing=0.0).eval(), _seq2seq_batch()
+    ),
+    "fid": _fid_with_padded,
+}
+
+# Files
+# --------------------------------------------------------------------------------------------------
+
+FILES = ("one file", "shards", "pickle", "bf16")
+
+
+def write(model: Any, folder: Path, files: str) -> None:
+    """Save a model as one of FILES; pickle: pytorch_model.bin and no safetensors."""
+    if files == "pickle":
+        model.config.save_pretrained(folder)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+        return
+    model.to(torch.bfloat16 if files == "bf16" else torch.float32)
+    model.save_pretrained(folder, max_shard_size="20KB" if files == "shards" else "1GB")
+    assert (len(list(folder.glob("*.safetensors"))) > 1) == (files == "shards")
+
+
+def wrongly_read(task: str, name: str, files: str, folder: Path) -> list[str]:
+    """The weights that the task's base does not have as they were written, as published: a T5 with
+    its decoder.
+    """
+    random = RandomBase(**base_of(task, name))
+    places = Places(None, folder / "cache", folder)
+    whole = kind_of(base_model.config_of(random, places))
+    written = base_model.load(random, places, precision="fp32", kind=whole)
+    write(written, folder / "base", files)
+    read = base_model.load(str(folder / "base"), places, precision="fp32", kind=KINDS[task])
+    body = written.base_model_prefix
+    wanted = {of.removeprefix(f"{body}."): weight for of, weight in written.named_parameters()}
+    return [
+        of
+        for of, weight in read.named_parameters()
+        if not torch.equal(weight, wanted[of.removeprefix(f"{body}.")].float())
+    ]
+
+
+# Runs
+# --------------------------------------------------------------------------------------------------
+
+STEPS = {"steps": 4, "eval_every": 4, "save_every": 4, "eval_batch": 11, "global_batch": 4}
+PADDED_VOCABULARY = 448  # the tokenizer of tests/facts.py has 384
+
+
+def experiment_on(task: str, name: str, folder: Path, **changes: Any) -> dict[str, Any]:
+    """Four steps of a task on a random base of the table, whose vocabulary is padded."""
+    stated = base_of(task, name, vocab_size=PADDED_VOCABULARY)
+    if task in ("cross_attention", "causal_lm"):
+        stated["config"] |= {"initializer_range": 0.05}
+    own: dict[str, Any] = {"base": stated, "train": STEPS, "optim": {"lr": 1e-3}}
+    if task == "retriever" and is_causal(base_model._random_config(RandomBase(**stated))):
+        own |= {"encoder": {"pooling": "eos"}, "data": {"append_eos": True}}
+    return experiment(task, folder, **(own | changes))
+
+
+def runs(
+    values: dict[str, dict[str, Any]], folder: Path, savedir: Path, stage: int
+) -> dict[str, tuple[Path, list[float]]]:
+    """(run folder, losses) of each experiment, trained on the ranks of this process group."""
+    trained = {name: train(each, folder, savedir, stage) for name, each in values.items()}
+    return {name: (run_folder, losses(lines)) for name, (run_folder, lines) in trained.items()}
+
+
+def experiments(task: str, names: tuple[str, ...], folder: Path, bases: Path) -> dict[str, Any]:
+    """By family: its experiment, the base a folder of several files."""
+    return {name: from_folder(experiment_on(task, name, folder), bases) for name in names}
+
+
+def weights_in_stock(task: str, export: Path) -> dict[str, Tensor]:
+    """The weights of the stock model that transformers loads from an exported folder.
+
+    AssertionError when it misses one of them, or a file holds one that it does not take.
+    """
+    build = {
+        "causal_lm": transformers.AutoModelForCausalLM,
+        "vera": transformers.AutoModel,
+        "retriever": transformers.AutoModel,
+        "summariser": transformers.AutoModelForSeq2SeqLM,
+        "fid": transformers.AutoModelForSeq2SeqLM,
+    }[task]
+    config = transformers.AutoConfig.from_pretrained(export)
+    if config.is_encoder_decoder and KINDS[task] == "encoder":
+        build = transformers.AutoModelForTextEncoding
+    model, info = build.from_pretrained(export, output_loading_info=True)
+    missing = {of for of in info["missing_keys"] if not of.startswith("pooler.")}
+    assert not missing, missing
+    assert not info["unexpected_keys"], info["unexpected_keys"]
+    for of, tensor in load_file(export / "model.safetensors").items():
+        assert torch.equal(model.get_parameter(of), tensor), of
+    return {of: weight.detach() for of, weight in model.named_parameters()}
+
+
+# The plan of memory
+# --------------------------------------------------------------------------------------------------
+
+_LIMITS: dict[str, dict[str, Any]] = {
+    "cross_attention": {"decoder_tokens": 192, "context_tokens": 192},
+    "causal_lm": {"max_tokens": 256},
+    "vera": {"max_tokens": 96},
+    "retriever": {"query_tokens": 64, "passage_tokens": 192},
+    "summariser": {"source_tokens": 256, "target_tokens": 64},
+    "fid": {"passage_tokens": 128, "target_tokens": 32},
+}
+
+
+@dataclass(frozen=True)
+class TaskStep:
+    """A training step of a task on a family that is four times as wide as in the table, over two
+    rows that fill their limits; for benchmarks/memory_plan.py.
+    """
+
+    task: str
+    name: str
+    folder: Path  # of write_facts
+    precision: Literal["fp32", "master", "autocast"] = "fp32"
+
+    @cached_property
+    def _task(self) -> Any:
+        values: Any = experiment_on(self.task, self.name, self.folder, data=_LIMITS[self.task])
+        values["base"]["config"] = wider(values["base"]["config"])
+        return tasks.load(
+            tasks.parse(values), Places(self.folder, self.folder / "cache", self.folder)
+        )
+
+    def model_on(self, device: str) -> nn.Module:
+        model = self._task.skeleton() if device == "meta" else self._task.model()
+        return model.train()
+
+    def rows(self) -> dict[str, Tensor]:
+        row = {**self._task.encode(self._task.specimen()), DRAW: [5], EPOCH: [0]}
+        return self._task.collate([row, row])
+
+    def loss(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
+        (loss,) = self._task.losses(model, [batch])
+        return loss
+
+
+def supported() -> dict[str, tuple[str, ...]]:
+    """By task: the names of its families in the table."""
+    return {task: tuple(table) for task, table in OF_TASK.items()}

@@ -1,0 +1,1 @@
+"""Decoders of transformers block by block, on rows with pads or on a stream without."""
