@@ -7,7 +7,7 @@ ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCH_EXTENSIONS_DIR=$(CUR
 KERNEL := $(ENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c \
 	'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)' >/dev/null
 
-.PHONY: setup demo test test-long mutants check bench scifact learns clean
+.PHONY: setup demo test test-long mutants check bench families scifact learns clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,10 @@ check: setup
 bench: setup
 	$(BIN)/python benchmarks/engine_overhead.py
 	@if [ -d ../shared/data/nq ]; then $(BIN)/python benchmarks/fid.py --data_path ../shared/data/nq; else echo "fid: no ../shared/data/nq, skipped"; fi
+
+# Every family of bases in every task: one table, in half an hour.
+families: setup
+	$(ENV) $(BIN)/python benchmarks/families.py
 
 # A public number from nothing: all-MiniLM-L6-v2 on SciFact, as it comes and after three fine-tunings.
 scifact: setup

@@ -365,6 +365,22 @@ def weights_in_stock(task: str, export: Path) -> dict[str, Tensor]:
     return {of: weight.detach() for of, weight in model.named_parameters()}
 
 
+def read_again(values: dict[str, Any], folder: Path, export: Path) -> None:
+    """AssertionError unless an export can be read by those it is for: stock transformers, or, of
+    cross_attention, which exports its added layers alone, the task itself.
+    """
+    if values["task"] != "cross_attention":
+        weights_in_stock(values["task"], export)
+        return
+    task: Any = tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
+    model = task.exported(export)
+    added = {of: x for of, x in model.state_dict().items() if of.startswith("cross_attn_layers.")}
+    files = [load_file(path) for path in export.glob("*.safetensors")]
+    in_files = [tensor for file in files for tensor in file.values()]
+    assert len(added) == len(in_files) > 0
+    assert all(any(torch.equal(x, other) for other in in_files) for x in added.values())
+
+
 # The plan of memory
 # --------------------------------------------------------------------------------------------------
 
