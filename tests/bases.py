@@ -108,7 +108,17 @@ _SIDE: dict[str, Any] = ROTARY | {
     "attn_logit_softcapping": 2.0,
     "final_logit_softcapping": 1.5,
 }
-_SIDES = ("encoder", "decoder")
+_TEXT: dict[str, Any] = _SIDE | {"attn_logit_softcapping": None}
+_PICTURES: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_SIDES = ("encoder", "decoder", "text_config")
 # {name: (model_type, the keys of its config)} of encoder-decoders.
 SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("t5", _T5),
@@ -124,6 +134,19 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
         "t5gemma",
         {"encoder": _SIDE, "decoder": _SIDE, "vocab_size": VOCABULARY}
         | {"eos_token_id": 0, "pad_token_id": 1},
+    ),
+    "t5gemma2": (
+        "t5gemma2",
+        {
+            "encoder": {
+                "text_config": _TEXT,
+                "vision_config": _PICTURES,
+                "mm_tokens_per_image": 4,
+                "eoi_token_index": 2,
+            },
+            "decoder": _TEXT,
+            "image_token_index": 3,
+        },
     ),
 }
 # Those with T5's encoder: a reader of many passages, and a verifier.
@@ -146,7 +169,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "xlm-roberta": ("xlm-roberta", _ENCODER),
     "distilbert": (
         "distilbert",
-        {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 4},
+        {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
     ),
     "mpnet": ("mpnet", _ENCODER),
     "modernbert": (
@@ -178,10 +201,17 @@ OF_TASK: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 def base_of(task: str, name: str, *, vocab_size: int = VOCABULARY) -> dict[str, Any]:
     """A random base of the table, as an experiment states it."""
     family, values = OF_TASK[task][name]
-    sides = {side: values[side] | {"vocab_size": vocab_size} for side in _SIDES if side in values}
+    return {"config": {**_of_vocabulary(values, vocab_size), "model_type": family}, "seed": 1}
+
+
+def _of_vocabulary(config: Mapping[str, Any], size: int) -> dict[str, Any]:
     return {
-        "config": {**values, **sides, "model_type": family, "vocab_size": vocab_size},
-        "seed": 1,
+        key: _of_vocabulary(value, size)
+        if key in _SIDES
+        else size
+        if key == "vocab_size"
+        else value
+        for key, value in config.items()
     }
 
 

@@ -143,8 +143,11 @@ def test_a_row_without_a_summary_trains_nothing(folder: Path) -> None:
     assert float(loss.detach()) == 0.0
 
 
-def test_summaries_are_those_of_transformers_and_score_by_rouge(folder: Path) -> None:
-    task = load(folder, generation={"num_beams": 3, "length_penalty": 0.6, "max_tokens": 7})
+@pytest.mark.parametrize("family", ["t5", "t5gemma2"])
+def test_summaries_are_those_of_transformers_and_score_by_rouge(family: str, folder: Path) -> None:
+    base = base_of("summariser", family, vocab_size=384)
+    generation = {"num_beams": 3, "length_penalty": 0.6, "max_tokens": 7}
+    task = load(folder, base=base, generation=generation)
     model = task.model().eval()
     raw = [task.asked(row) for row in (ROW, LONG, {**ROW, "summaries": []})]
     rows = [task.encode(row) for row in (ROW, LONG, ROW)]
@@ -175,6 +178,23 @@ def test_several_answers_are_the_best_first(folder: Path) -> None:
     assert found.n_best[0][0] == found.predictions[0]
     with pytest.raises(ConfigError, match="--temperature"):
         task.answers(model, [task.encode(ROW)], [task.asked(ROW)], search=Search(temperature=1.0))
+
+
+def test_an_export_brings_along_what_reads_pictures_and_was_not_trained(
+    folder: Path, tmp_path: Path
+) -> None:
+    task = load(folder, base=base_of("summariser", "t5gemma2", vocab_size=384))
+    model = task.model()
+    frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
+    assert frozen
+    assert all("vision_tower" in name or "multi_modal" in name for name in frozen)
+    assert task.fingerprint().startswith("random:")
+    trained = {name: x + 1 for name, x in model.named_parameters() if x.requires_grad}
+    task.export(trained, tmp_path / "final")
+    again = dict(task.exported(tmp_path / "final").named_parameters())
+    assert again.keys() == dict(model.named_parameters()).keys()
+    for name, weight in again.items():
+        assert torch.equal(weight, trained.get(name, model.get_parameter(name))), name
 
 
 def test_what_is_no_t5_is_refused(folder: Path) -> None:

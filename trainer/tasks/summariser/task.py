@@ -1,9 +1,12 @@
-"""Documents in, summaries out: any seq2seq model of the T5 families; every weight trains."""
+"""Documents in, summaries out: any seq2seq model of the T5 families; every weight trains but those
+that read pictures.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import Ratio
+from trainer.models import base_model
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
@@ -21,12 +25,9 @@ from trainer.tasks.summariser.config import Config
 from trainer.tasks.summariser.model import Summariser, arguments
 from trainer.tasks.token_task import TokenTask
 
-if TYPE_CHECKING:
-    from trainer.models import base_model
-
-# flan-T5, T5 v1.1 and ByT5 are of the first two. T5Gemma 2 is left out: it brings an encoder of
-# pictures, which no summary would train.
-FAMILIES = ("t5", "mt5", "umt5", "longt5", "t5gemma")
+# flan-T5, T5 v1.1 and ByT5 are of the first two.
+FAMILIES = ("t5", "mt5", "umt5", "longt5", "t5gemma", "t5gemma2")
+READ_PICTURES = ("t5gemma2",)  # those that bring weights for pictures, which stay frozen
 ALIGNED = 8  # tensor cores and CUDA's attention kernels want widths that are multiples of 8
 
 
@@ -50,7 +51,7 @@ class Task(TokenTask[Config]):
                 f"base.config.eos_token_id={ends}, but the tokenizer ends texts with {self.end}: "
                 "summaries would never end. Make them equal, or use the base's own tokenizer."
             )
-        if config.model_type == "t5gemma":
+        if config.model_type in ("t5gemma", "t5gemma2"):
             if config.decoder.bos_token_id is None:
                 raise ConfigError(
                     "base.config.decoder.bos_token_id: missing. A T5Gemma starts texts with it."
@@ -59,8 +60,29 @@ class Task(TokenTask[Config]):
             raise ConfigError(
                 "base.config.decoder_start_token_id: missing. A T5 starts texts with its pad, id 0."
             )
+        if config.model_type in READ_PICTURES:  # documents are texts: it would get no gradient
+            encoder = base.get_encoder()
+            for module in (encoder.vision_tower, encoder.multi_modal_projector):
+                module.requires_grad_(False)
         self.recompute(base)
         return Summariser(base, label_smoothing=self.cfg.label_smoothing)
+
+    def fingerprint(self) -> str:
+        if not self._has_frozen_weights:
+            return super().fingerprint()
+        return base_model.fingerprint(self.cfg.base, self.places)
+
+    @property
+    def _has_frozen_weights(self) -> bool:
+        return base_model.config_of(self.cfg.base, self.places).model_type in READ_PICTURES
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """The whole model: what reads pictures as the base brought it."""
+        if self._has_frozen_weights:
+            of_base = self.model().named_parameters()
+            frozen = {name: weight.detach() for name, weight in of_base if not weight.requires_grad}
+            weights = {**frozen, **weights}
+        super().export(weights, folder)
 
     def exported_config(self) -> Any:
         config = super().exported_config()
