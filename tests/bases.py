@@ -125,6 +125,10 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
     "t5 v1.1": ("t5", _T5 | _GATED),
     "mt5": ("mt5", _T5 | _GATED),
     "umt5": ("umt5", _T5),
+    "byt5": (
+        "t5",
+        _T5 | _GATED | {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1},
+    ),
     "longt5": ("longt5", _T5 | _LONG),
     "longt5, global": (
         "longt5",
@@ -150,7 +154,7 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # Those with T5's encoder: a reader of many passages, and a verifier.
-T5 = ("t5", "t5 v1.1", "mt5", "umt5")
+T5 = ("t5", "t5 v1.1", "mt5", "umt5", "byt5")
 READERS = {name: SEQ2SEQ[name] for name in T5}
 VERIFIERS = READERS | DECODERS
 _ENCODER: dict[str, Any] = {

@@ -53,7 +53,7 @@ KINDS: dict[str, base_model.Kind] = {
 }
 LENGTHS, CONTEXTS, TARGETS = [9, 3, 12], [[7, 4], [1], [11]], [4, 2, 7]
 PASSAGES = [[7, 4], [1, 9], [11, 3]]  # of each question
-PAD = 1
+END, PAD = 0, 1
 # Six products a block, four blocks, sums over the inner width; a gradient passes them twice.
 DEPTH = 6 * 4 * 48
 
@@ -325,7 +325,16 @@ def experiment_on(task: str, name: str, folder: Path, **changes: Any) -> dict[st
     own: dict[str, Any] = {"base": stated, "train": STEPS, "optim": {"lr": 1e-3}}
     if task == "retriever" and is_causal(base_model._random_config(RandomBase(**stated))):
         own |= {"encoder": {"pooling": "eos"}, "data": {"append_eos": True}}
+    if name == "byt5":
+        own |= {"tokenizer": _bytes(folder / "byt5")}
     return experiment(task, folder, **(own | changes))
+
+
+def _bytes(folder: Path) -> str:
+    """ByT5's tokenizer in a folder, as published."""
+    if not folder.is_dir():
+        transformers.ByT5Tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 def runs(

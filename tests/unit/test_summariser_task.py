@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.bases import SEQ2SEQ, base_of
 from tests.facts import TINY_T5, experiment, write_facts
+from tests.families import experiment_on
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.errors import ConfigError
@@ -49,7 +50,8 @@ def load(folder: Path, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("family", SEQ2SEQ)
 def test_the_loss_is_transformers_own_whatever_the_family(family: str, folder: Path) -> None:
-    task = load(folder, base=base_of("summariser", family, vocab_size=384))
+    values = experiment_on("summariser", family, folder)
+    task: Any = tasks.load(tasks.parse(values), Places(folder, folder / "c", folder))
     model = task.model().eval()
     rows = [task.encode(row) for row in (ROW, LONG)]
     batch = task.collate(rows)

@@ -10,7 +10,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from trainer.config.schema import EmbeddedTokenizer
 from trainer.data import vocabulary
@@ -42,13 +42,41 @@ def _embedded_id(cache: Path) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    "text", ["plain", "  two  spaces, it 's \n\ttab", "Grüße 中文 \U0001f600", "\x00\x7f"]
-)
+TEXTS = ["plain", "  two  spaces, it 's \n\ttab", "Grüße 中文 \U0001f600", "\x00\x7f"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_the_embedded_tokenizer_gives_back_any_text(
     embedded: PreTrainedTokenizerFast, text: str
 ) -> None:
     assert embedded.decode(embedded(text)["input_ids"]) == text
+
+
+@pytest.fixture(scope="module")
+def byt5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as google/byt5-* are: the tokenizer's config, and no vocabulary."""
+    folder = tmp_path_factory.mktemp("byt5")
+    ByT5Tokenizer().save_pretrained(folder)
+    assert not (folder / "tokenizer.json").exists()
+    return folder
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "", "a</s>b", "the <extra_id_0> of <extra_id_124>"])
+def test_byt5_has_the_ids_of_its_own_tokenizer_and_can_be_exported(
+    text: str, byt5: Path, cache: Path, tmp_path: Path
+) -> None:
+    slow = ByT5Tokenizer.from_pretrained(byt5)
+    ours = vocabulary.load_tokenizer(str(byt5), data_path=None, cache_dir=cache)
+    ours.save_pretrained(tmp_path)
+    for fast in (ours, AutoTokenizer.from_pretrained(tmp_path)):
+        for own in (True, False):
+            want = slow(text, add_special_tokens=own)["input_ids"]
+            assert fast(text, add_special_tokens=own)["input_ids"] == want
+        assert fast.decode(want) == slow.decode(want)
+        assert (fast.pad_token_id, fast.eos_token_id, len(fast)) == (0, 1, 384)
+    assert vocabulary.eos_id(ours) == 1
+    assert vocabulary.pad_id(ours) == 0
+    vocabulary.check_fits(ours, 384)
 
 
 def test_the_embedded_tokenizer_ends_with_id_0_and_pads_with_id_1(

@@ -10,10 +10,10 @@ from typing import Any
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from trainer.config.schema import EmbeddedTokenizer
-from trainer.data import lookup, stdlib_docs
+from trainer.data import byte_tokenizer, lookup, stdlib_docs
 from trainer.errors import ConfigError
 from trainer.files import packages
 from trainer.files.build_once import build_once
@@ -156,6 +156,8 @@ def _pretrained(source: str, spec: str, *, tried: list[str]) -> PreTrainedTokeni
         if is_of_foreign_code(error):
             raise ConfigError(f"tokenizer={spec!r}: {FOREIGN_CODE.format('tokenizer')}") from None
         raise _not_found(spec, tried, reason=str(error).split("\n", 1)[0]) from error
+    if isinstance(tokenizer, ByT5Tokenizer):
+        return byte_tokenizer.fast(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(
             f"tokenizer={spec!r} is a {type(tokenizer).__name__} without a fast implementation. "

@@ -236,6 +236,13 @@ FAULTS = [
         tests=FAMILIES,
     ),
     Fault(
+        "trainer/data/byte_tokenizer.py",
+        "byte + slow.offset",
+        "byte",
+        why="every text means another one to a ByT5",
+        tests="tests/unit/test_vocabulary.py -k byt5",
+    ),
+    Fault(
         "trainer/tasks/summariser/task.py",
         "weights = {**frozen, **weights}",
         "weights = {**weights}",
