@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from tests import families
 from tests.bases import (
@@ -25,7 +27,7 @@ from tests.bases import (
     decoder,
 )
 from tests.facts import experiment, write_facts
-from tests.families import DEPTH, LENGTHS, ids_of, rows
+from tests.families import DEPTH, END, LENGTHS, ids_of, rows
 from tests.numerics.test_packed_decoder import packed_of, padded_of, stepped
 from tests.tolerance import assert_close, assert_equal_step, assert_same_step
 from tests.unit.test_retriever_task import loaded
@@ -276,3 +278,57 @@ def test_a_retriever_embeds_as_the_stock_encoder_does(name: str, facts: Path) ->
             pooled = states_LD[-1] if is_decoder else states_LD.mean(0)
             want = torch.nn.functional.normalize(pooled, dim=0)
             assert_close(vector, want, what="vectors", depth=DEPTH, margin=0.4)
+
+
+INSTRUCTION = "Instruct: Given a question, retrieve what answers it\nQuery:"
+
+
+def of_qwen3_embedding(facts: Path, folder: Path, side: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that ends every text with its pad, which is not its eos, and pads on this side."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(facts / "tokenizer")
+    backend = tokenizer.backend_tokenizer
+    backend.add_special_tokens(["<|im_end|>"])
+    backend.post_processor = TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", END)]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side=side,
+    )
+    made.save_pretrained(folder)
+    return made
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_retriever_embeds_as_the_card_of_qwen3_embedding_says(
+    side: Any, facts: Path, tmp_path: Path
+) -> None:
+    """Source: the model card of Qwen/Qwen3-Embedding-0.6B."""
+    tokenizer = of_qwen3_embedding(facts, tmp_path, side)
+    assert tokenizer.pad_token_id == END != tokenizer.eos_token_id
+    task = loaded(
+        facts,
+        base=base_of("retriever", "qwen3", vocab_size=448),
+        tokenizer=str(tmp_path),
+        encoder={"pooling": "eos", "projection": None, "normalize": True},
+        data={"query_prefix": INSTRUCTION, "query_tokens": 80, "append_eos": False},
+    )
+    model = task.model().eval()
+    queries = ["map", "where is the key", "where is the lamp and the coin " * 9]
+    rows = task.ids([{"text": query} for query in queries], side="query")
+    got = task.embed(model, rows, side="query")
+
+    texts = [INSTRUCTION + query for query in queries]
+    batch = tokenizer(texts, padding=True, truncation=True, max_length=80, return_tensors="pt")
+    mask = batch["attention_mask"]
+    assert mask[0, 0 if side == "left" else -1] == 0, "padded on this side"
+    kept = [ids[on.bool()].tolist() for ids, on in zip(batch["input_ids"], mask, strict=True)]
+    assert rows == kept
+    assert {ids[-1] for ids in rows} == {END}
+    assert len(rows[-1]) == 80
+    states = model.query_model(input_ids=batch["input_ids"], attention_mask=mask).last_hidden_state
+    last = torch.full((3,), 79) if side == "left" else mask.sum(1) - 1
+    want = torch.nn.functional.normalize(states[torch.arange(3), last], dim=1)
+    assert_close(got, want, what="vectors", depth=DEPTH, margin=1.0)
