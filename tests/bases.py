@@ -166,16 +166,19 @@ _ENCODER: dict[str, Any] = {
     "max_position_embeddings": 130,
     "pad_token_id": 1,
 }
+_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+_BERT: dict[str, Any] = _ENCODER | dict.fromkeys(_DROPOUTS, 0.0)
 # {name: (model_type, the keys of its config)} of what a retriever embeds with.
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert": ("bert", _ENCODER),
-    "roberta": ("roberta", _ENCODER),
-    "xlm-roberta": ("xlm-roberta", _ENCODER),
+    "bert": ("bert", _BERT),
+    "roberta": ("roberta", _BERT),
+    "xlm-roberta": ("xlm-roberta", _BERT),
     "distilbert": (
         "distilbert",
-        {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+        {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+        | {"dropout": 0.0, "attention_dropout": 0.0},
     ),
-    "mpnet": ("mpnet", _ENCODER),
+    "mpnet": ("mpnet", _BERT),
     "modernbert": (
         "modernbert",
         _ENCODER | {"local_attention": 8, "layer_types": [FULL, WINDOW], "eos_token_id": 0},

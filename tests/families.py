@@ -302,7 +302,10 @@ def wrongly_read(task: str, name: str, files: str, folder: Path) -> list[str]:
     write(written, folder / "base", files)
     read = base_model.load(str(folder / "base"), places, precision="fp32", kind=KINDS[task])
     body = written.base_model_prefix
-    wanted = {of.removeprefix(f"{body}."): weight for of, weight in written.named_parameters()}
+    wanted = {
+        of.removeprefix(f"{body}."): weight
+        for of, weight in written.named_parameters(remove_duplicate=False)  # a tied one has two
+    }
     return [
         of
         for of, weight in read.named_parameters()

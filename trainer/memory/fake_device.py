@@ -154,6 +154,15 @@ def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], num_keys)
 
 
+def _safe_softmax(scores: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """The softmax of unfused attention with its mask of one byte a score, of which torch's own
+    (2.13) fake one makes none; the CPU's allocator recorded it.
+    """
+    shares = torch.softmax(scores, dim, dtype)
+    is_hidden = scores.eq(-torch.inf)
+    return shares.masked_fill_(is_hidden.all(dim, keepdim=True), 0.0)
+
+
 class _Counted(TorchDispatchMode):
     """Shows every operation's result to the tracker, and lets integers keep their true values."""
 
@@ -162,6 +171,9 @@ class _Counted(TorchDispatchMode):
         self._tracker = tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._safe_softmax.default:
+            with self:
+                return _safe_softmax(*args, **(kwargs or {}))
         out = run_with_twins(func, args, kwargs or {})
         self._tracker.see(out, func)
         return out
