@@ -308,3 +308,28 @@ def test_watched_gradients_are_full_reduced_and_unclipped_at_every_stage(world: 
                 assert_all_close(seen, wanted, of=case, **GRADIENTS)
             else:
                 assert_all_close(seen, wanted, of=case, **BF16_GRADIENTS)
+
+
+# What the rotations of a Llama turn by. In bf16 some are off by 0.002: after 4000 tokens, by a turn.
+FREQUENCIES = 10000.0 ** -(torch.arange(0, 64, 2) / 64)
+
+
+def _buffers_of_engines() -> dict[int, torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    from trainer.training import engine
+
+    for stage in (0, 3):
+        net = network().bfloat16()
+        net.register_buffer("frequencies", FREQUENCIES.clone(), persistent=False)
+        live = engine.Engine(net, ds_for(stage, "bf16", 1), OPTIM)
+        found[stage] = live.model.module.frequencies.clone()
+        live.destroy()
+    return found
+
+
+def test_an_engine_in_bf16_leaves_buffers_as_they_are() -> None:
+    """Stock decoders keep the frequencies of their rotations there (transformers 5.23), in fp32;
+    deepspeed 0.19.8 casts weights alone, which earlier versions did not.
+    """
+    for stage, buffer in run_on_ranks(1, _buffers_of_engines)[0].items():
+        assert torch.equal(buffer, FREQUENCIES), f"stage {stage}: {buffer.dtype}"

@@ -152,8 +152,8 @@ class RotaryBackbone:
     fused projections), and in what stands here: which blocks see a window only, how fast each of
     them rotates (Gemma 3), whether the embedding and the logits are scaled (Gemma).
 
-    It rotates by frequencies of its own in fp32: the base keeps them in a buffer, which an engine
-    casts to bf16 with the weights, and then position 4000 is off by whole turns. Source:
+    It rotates by frequencies of its own in fp32: the base keeps them in a buffer, which whoever
+    casts the model to bf16 casts as well, and then position 4000 is off by whole turns. Source:
     transformers 5.23, models/<family>.
     """
 
