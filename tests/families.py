@@ -330,6 +330,8 @@ def experiment_on(task: str, name: str, folder: Path, **changes: Any) -> dict[st
         own |= {"encoder": {"pooling": "eos"}, "data": {"append_eos": True}}
     if name == "byt5":
         own |= {"tokenizer": _bytes(folder / "byt5")}
+        if task == "summariser":  # a byte is a token
+            own |= {"data": {"source_tokens": 128, "target_tokens": 32}}
     return experiment(task, folder, **(own | changes))
 
 

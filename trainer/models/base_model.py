@@ -178,7 +178,7 @@ def _saved_apart(build: Any, config: PretrainedConfig, source: str) -> set[str]:
     """The weights that the model class ties to another one, but whose files hold both, unlike each
     other.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), _unpartitioned():
         tied: dict[str, str] = build(config).all_tied_weights_keys
     saved = weight_files.tensors(source, {*tied, *tied.values()}) if tied else {}
     return {
@@ -186,6 +186,23 @@ def _saved_apart(build: Any, config: PretrainedConfig, source: str) -> set[str]:
         for name, to in tied.items()
         if name in saved and to in saved and not torch.equal(saved[name], saved[to])
     }
+
+
+@contextlib.contextmanager
+def _unpartitioned() -> Iterator[None]:
+    """Inside, transformers 5.23 partitions no model that it builds.
+
+    Under ZeRO-3 the parts of a T5Gemma 2 would partition themselves, which nothing on the meta
+    device can.
+    """
+    from transformers.integrations import deepspeed as integration
+
+    before = integration._hf_deepspeed_config_weak_ref
+    integration._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = before
 
 
 def skeleton(base: Base, places: Places, *, kind: Kind = "causal_lm") -> PreTrainedModel:
