@@ -28,6 +28,9 @@ EVERY_ENTRY = [(world, stage) for world in WORLDS for stage in STAGES]
 # tests/parity/test_retriever.py.
 ALL_STAGES_MATTER = ("causal_lm",)
 TIMINGS = ("step_s", "peak_gib")
+ADAPTERS = "adapters, "  # in front of a kind of runs
+# What needs most of the base: its weights when it is made and in every forward.
+DORA: dict[str, Any] = {"r": 4, "alpha": 8, "targets": "all-linear", "dora": True}
 SHORT = {"steps": 4, "eval_every": 2, "save_every": 2, "eval_batch": 11}
 
 
@@ -114,7 +117,7 @@ class Runs:
     The kinds: `plain`; `at once`, with all rows of a step in one micro-batch; `dropout`, with every
     dropout switched on; `recomputed`, the same with gradient checkpointing. Plain runs on two ranks
     log the gradients of every weight, those on one rank do not: that they agree shows that logging
-    changes nothing.
+    changes nothing. Behind `adapters, `: the same with DoRA in every linear layer of the base.
     """
 
     def __init__(self, folder: Path, root: Path) -> None:
@@ -123,6 +126,10 @@ class Runs:
 
     def values(self, name: str, kind: str) -> dict[str, Any]:
         """The dictionary of a kind."""
+        if kind.startswith(ADAPTERS):
+            of_base = self.values(name, kind.removeprefix(ADAPTERS))
+            dropout = 0.0 if kind.endswith(("plain", "at once")) else 0.2
+            return {**of_base, "lora": DORA | {"dropout": dropout}}
         plain = from_folder(
             experiment(name, self.folder, train=SHORT | {"best": None}), self._bases
         )
@@ -140,7 +147,7 @@ class Runs:
         key = (name, kind, world, stage)
         if key not in self._trained:
             savedir = self._root / "-".join(map(str, key))
-            flags = {"log_gradients": kind == "plain" and world > 1}
+            flags = {"log_gradients": kind.endswith("plain") and world > 1}
             ranks = run_on_ranks(
                 world, _train, self.values(name, kind), self.folder, savedir, stage, flags
             )

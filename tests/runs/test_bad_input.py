@@ -111,6 +111,18 @@ def test_batch_sizes_that_do_not_divide_name_both_numbers(folder: Path, tmp_path
     )
 
 
+def test_adapters_for_layers_that_do_not_exist_are_refused(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the optional package peft is not installed")
+    flags = with_groups(tmp_path, experiment("fid", folder, lora={"targets": ["q", "q_prj"]}))
+    flags += ["--data_path", str(folder), "--cache_dir", str(folder / "cache")]
+    expect_refusal(
+        trainval(*flags),
+        "lora.targets=['q', 'q_prj']: there is no 'q_prj'",
+        "The linear layers of a t5 are k, o, q, v, wi, wo.",
+        '"all-linear"',
+    )
+
+
 def test_a_deepspeed_key_that_does_not_exist_is_refused(folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimisation": {"stage": 3}}))

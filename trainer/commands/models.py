@@ -67,7 +67,12 @@ def export(
 ) -> None:
     """Read a trained model and write it as other programs read it."""
     given = {"layout": layout, "merge": merge or None}
-    _interchange(task, "export_model", given)(folder, out=out)
+    write = _interchange(task, "export_model", given)
+    if task != "cross_attention":  # whose own folders hold adapters beside the added layers
+        from trainer.models import adapters
+
+        adapters.refuse(folder, because="which other programs do not read")
+    write(folder, out=out)
 
 
 def _interchange(task: str, function: str, given: dict[str, Any]) -> Callable[..., None]:

@@ -174,6 +174,33 @@ Tokenizer = Annotated[
 ]
 
 
+def _list_or_all(value: Any) -> Any:
+    is_list = isinstance(value, list) and value and all(isinstance(one, str) for one in value)  # pyright: ignore
+    if value is None or value == "all-linear" or is_list:
+        return value  # pyright: ignore[reportUnknownVariableType] (checked)
+    raise ValueError('Input should be a list of names, such as ["q", "v"], or "all-linear"')
+
+
+Targets = Annotated[list[str] | str | None, BeforeValidator(_list_or_all)]
+
+
+class Lora(Strict):
+    """Low-rank adapters (peft) in a base that is frozen; a task's new layers train beside them."""
+
+    r: Positive = 16
+    alpha: Positive = 64
+    dropout: Fraction = 0.1  # of what goes into an adapter
+    # Names of linear layers, or the ends of their names. None: all seven projections of Llama and
+    # its kin; of other families what peft takes for them (q and v of a T5), else all of them.
+    # all-linear: all but the output layer.
+    targets: Targets = None
+    rslora: bool = False  # scaled by alpha / sqrt(r) instead of alpha / r (Kalajdzievski 2023)
+    dora: bool = False  # the norm of every row of a weight trains by itself (Liu et al. 2024)
+    # of best/ and final/. adapter: peft's files, which name their base. merged: the whole base with
+    # the adapters added to its weights, which any program reads that reads the base
+    export: Literal["adapter", "merged"] = "adapter"
+
+
 class Experiment(Strict):
     """What every experiment states. A task's own Config derives from it and adds its blocks."""
 
@@ -185,8 +212,14 @@ class Experiment(Strict):
     train: Train
     optim: Optim
     schedule: Schedule = Schedule()
+    lora: Lora | None = None  # None: the weights train that the task says
     # ds_configs/<name>.json, or a path; --deepspeed overrides it and never changes the id
     deepspeed: str = "zero2"
+
+    @property
+    def exports_adapters(self) -> bool:
+        """Whether best/ and final/ hold adapters without their base."""
+        return self.lora is not None and self.lora.export == "adapter"
 
 
 C = TypeVar("C", bound=Strict)

@@ -22,7 +22,7 @@ from trainer.config.schema import Base, Experiment, ExperimentBase, RandomBase
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
 from trainer.files import packages, safetensors_file
-from trainer.models import families, weight_files
+from trainer.models import adapters, families, weight_files
 from trainer.models.t5_encoder_weights import encoder_source
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
     """
     if isinstance(base, ExperimentBase):
         folder = places.savedir_base / exp_id(base.experiment) / "final"
+        adapters.refuse(folder, because="but is named as a base")
         if not (folder / "config.json").is_file():
             raise ConfigError(
                 f"base: experiment {folder.parent.name} (task {base.experiment.get('task')}), "
@@ -263,11 +264,13 @@ def set_dropout(model: nn.Module, dropout: float) -> None:
 
     ConfigError for a model that has none: it would change nothing.
     """
-    if not any(isinstance(module, nn.Dropout) for module in model.modules()):
+    # an adapter's dropout is its own
+    own = [module for name, module in model.named_modules() if ".lora_dropout." not in name]
+    if not any(isinstance(module, nn.Dropout) for module in own):
         raise ConfigError(
             f"dropout={dropout}: {type(model).__name__} has no dropout layer. Leave dropout out."
         )
-    for module in model.modules():
+    for module in own:
         if isinstance(module, nn.Dropout):
             module.p = dropout
         elif hasattr(module, "relative_attention_num_buckets"):

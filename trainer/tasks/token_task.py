@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.identity import canonical_json
-from trainer.config.schema import Base, Experiment
+from trainer.config.schema import Base, Experiment, Lora
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio
-from trainer.models import base_model
+from trainer.models import adapters, base_model
 from trainer.models.head import HEAD_FILE, load_head, write_head
 from trainer.models.losses import IGNORED
 from trainer.tasks.protocol import Batch, Places, Text
@@ -65,25 +65,38 @@ class TokenTask(ABC, Generic[C]):
         """The task's module around a base, which may be on the meta device."""
 
     def model(self) -> nn.Module:
-        return self.loaded(self.cfg.base)
+        return self.loaded(self.cfg.base, self.cfg.lora)
 
     def skeleton(self) -> nn.Module:
-        return self.operate(base_model.skeleton(self.cfg.base, self.places, kind=self.kind))
+        base = base_model.skeleton(self.cfg.base, self.places, kind=self.kind)
+        return self.operated(base, self.cfg.lora)
 
     def exported(self, folder: Path) -> nn.Module:
-        model = self.loaded(str(folder))
-        if _head_of(model) is not None and not (folder / HEAD_FILE).is_file():
+        """The folder says whether it holds a whole base or adapters, which belong into the
+        experiment's.
+        """
+        lora = adapters.read(folder)
+        if lora is None:
+            model = self.loaded(str(folder), None)
+        else:
+            adapters.check_base(folder, base_model.fingerprint(self.cfg.base, self.places))
+            model = self.loaded(self.cfg.base, lora)
+            adapters.load(model.get_submodule(self.base_name), folder)
+        head = _head_of(model)
+        if head is not None and not load_head(head, str(folder)):
             raise ConfigError(
                 f"{folder} holds no {HEAD_FILE}, so it is no trained model of task "
                 f"{self.cfg.task!r}. Give a best/ or final/ folder."
             )
         return model
 
-    def loaded(self, base: Base) -> nn.Module:
-        """The task's module with the weights of a base, and of the head beside it, if any."""
+    def loaded(self, base: Base, lora: Lora | None) -> nn.Module:
+        """The task's module with the weights of a base, and of the head beside it, if any; with new
+        adapters, if any.
+        """
         precision = self.cfg.train.precision
-        model = self.operate(
-            base_model.load(base, self.places, precision=precision, kind=self.kind)
+        model = self.operated(
+            base_model.load(base, self.places, precision=precision, kind=self.kind), lora
         )
         source, head = base_model.resolve(base, self.places), _head_of(model)
         if head is not None and isinstance(source, str):
@@ -92,6 +105,14 @@ class TokenTask(ABC, Generic[C]):
                 "goes on from" if load_head(head, source) else "is new, none in",
                 source,
             )
+        return model
+
+    def operated(self, base: Any, lora: Lora | None) -> nn.Module:
+        """The task's module around a base that has new adapters, if any."""
+        if lora is None:
+            return self.operate(base)
+        model = self.operate(adapters.adapted(base, lora, seed=self.cfg.train.seed))
+        adapters.freeze_rest(model.get_submodule(self.base_name))
         return model
 
     def recompute(self, base: Any) -> None:
@@ -104,15 +125,44 @@ class TokenTask(ABC, Generic[C]):
             )
 
     def fingerprint(self) -> str:
-        return ""
+        if self.cfg.lora is None:
+            return ""
+        return base_model.fingerprint(self.cfg.base, self.places)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        weights = self.whole(weights, [self.base_name])
         base, head = _below(weights, self.base_name), _below(weights, "head")
-        config = self.exported_config()
-        config.dtype = next(iter(base.values())).dtype
-        base_model.export_folder(folder, config, self.tokenizer, base)
+        if self.cfg.exports_adapters:
+            self.export_adapters(base, folder)
+            self.tokenizer.save_pretrained(folder)
+        else:
+            config = self.exported_config()
+            config.dtype = next(iter(base.values())).dtype
+            base_model.export_folder(folder, config, self.tokenizer, base)
         if head:
             write_head(folder, head)
+
+    def whole(self, weights: Mapping[str, Tensor], bases: Sequence[str]) -> Mapping[str, Tensor]:
+        """The weights that an export holds, by name: where adapters are merged, those of the
+        modules `bases` instead of their adapters.
+        """
+        if self.cfg.lora is None or self.cfg.exports_adapters:
+            return weights
+        model = self.model().to(base_model.DTYPES[self.cfg.train.precision])
+        return adapters.merged_weights(model, weights, bases=bases)
+
+    def export_adapters(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write the adapters of one base, by their names in it."""
+        assert self.cfg.lora is not None
+        source = base_model.resolve(self.cfg.base, self.places)
+        adapters.write(
+            folder,
+            weights,
+            self.cfg.lora,
+            kind=self.kind,
+            base=source if isinstance(source, str) else None,
+            fingerprint=self.fingerprint(),
+        )
 
     def exported_config(self) -> Any:
         """The config.json of an export."""

@@ -13,6 +13,8 @@ CROSS_MODEL = "tests/numerics/test_cross_attention_model.py"
 ROTARY = "tests/numerics/test_cross_attention_rotary.py"
 PACKED = "tests/numerics/test_packed_decoder.py"
 FAMILIES = "tests/numerics/test_families.py"
+ADAPTERS = "tests/numerics/test_adapters.py"
+EDGES = "tests/numerics/test_adapters_edges.py"
 PACKAGES = "tests/unit/test_packages.py"
 SENTENCES = "tests/unit/test_sentence_folder.py"
 SUMMARISER = "tests/unit/test_summariser_task.py"
@@ -391,5 +393,41 @@ FAULTS = [
         "trained",
         why="names of the validation stand in training: what was remembered looks read",
         tests="tests/unit/test_lookup.py",
+    ),
+    # Adapters
+    Fault(
+        "trainer/models/adapters.py",
+        "layer._disable_adapters = True",
+        "layer._disable_adapters = False",
+        why="prepared states of contexts differ from those that the model makes itself",
+        tests=f"{EDGES} -k contexts",
+    ),
+    Fault(
+        "trainer/models/adapters.py",
+        '"use_rslora": how.rslora,',
+        '"use_rslora": False,',
+        why="peft scales an exported adapter otherwise than it was trained",
+        tests=f"{ADAPTERS} -k 'exported and rslora and causal_lm'",
+    ),
+    Fault(
+        "trainer/models/adapters.py",
+        "layer.float().merge()",
+        "layer.float()",
+        why="a merged export is the base that nothing was learnt in",
+        tests=f"{ADAPTERS} -k 'merged and fid'",
+    ),
+    Fault(
+        "trainer/tasks/cross_attention/decoder/model.py",
+        "layer.train(mode)",
+        "layer.eval()",
+        why="adapters under added layers are trained without their dropout",
+        tests=f"{EDGES} -k 'dropout and cross_attention'",
+    ),
+    Fault(
+        "trainer/tasks/token_task.py",
+        "adapters.freeze_rest(model.get_submodule(self.base_name))",
+        "pass",
+        why="weights of the base train beside its adapters and are missing in the export",
+        tests=f"{EDGES} -k compatible",
     ),
 ]

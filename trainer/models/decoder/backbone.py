@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -34,6 +34,7 @@ class Backbone(Protocol):
 
     config: Any
     num_blocks: int
+    blocks: nn.ModuleList
     width: int
     heads: int
     key_value_heads: int
@@ -115,6 +116,7 @@ class GPTBigCodeBackbone:
         self.residual_dropout: float = config.resid_pdrop
         self.initial_std: float = config.initializer_range
         self._transformer: Any = _body_of(base)
+        self.blocks: nn.ModuleList = self._transformer.h
         self._base: Any = base
 
     def embed(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
@@ -134,9 +136,7 @@ class GPTBigCodeBackbone:
     def block(self, index: int, hidden_BTD: Tensor, surroundings: dict[str, Any]) -> Tensor:
         mask = surroundings["attention_mask"][None]
         with attending(self.config, mask):
-            return self._transformer.h[index](
-                hidden_BTD, **(surroundings | {"attention_mask": mask})
-            )
+            return self.blocks[index](hidden_BTD, **(surroundings | {"attention_mask": mask}))
 
     def final_norm(self, hidden_BTD: Tensor) -> Tensor:
         return self._transformer.ln_f(hidden_BTD)
@@ -183,6 +183,7 @@ class RotaryBackbone:
                 "left to right. Choose another base."
             )
         self._model: Any = _body_of(base)
+        self.blocks: nn.ModuleList = self._model.layers
         self._logits_of = logits_head(base)
         # OLMo 2 turns queries and keys in fp32, whatever their dtype.
         self._rotates_in_fp32 = config.model_type == "olmo2"
@@ -227,7 +228,7 @@ class RotaryBackbone:
         by_window = ("attention_mask", "position_embeddings")
         own = {name: surroundings[name][self.windows[index]] for name in by_window}
         with attending(self.config, own["attention_mask"]):
-            return self._model.layers[index](hidden_BTD, **(surroundings | own))
+            return self.blocks[index](hidden_BTD, **(surroundings | own))
 
     def final_norm(self, hidden_BTD: Tensor) -> Tensor:
         return self._model.norm(hidden_BTD)

@@ -30,7 +30,7 @@ class Data(Strict):
 
 
 class Config(Experiment):
-    """A language-modelling experiment: every weight of the base trains."""
+    """A language-modelling experiment; without `lora` every weight of the base trains."""
 
     task: Literal["causal_lm"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     data: Data

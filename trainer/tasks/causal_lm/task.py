@@ -1,4 +1,4 @@
-"""Next-token language modelling on any causal LM of transformers; every weight trains."""
+"""Next-token language modelling on any causal LM of transformers."""
 
 from __future__ import annotations
 

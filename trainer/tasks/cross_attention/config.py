@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trainer.config.schema import Experiment, Fraction, Positive, Strict
 
@@ -73,3 +73,12 @@ class Config(Experiment):
     data: Data
     # a folder with added layers to start from: a published checkpoint or our own final/
     init_from: str | None = None
+
+    @model_validator(mode="after")
+    def _contexts_are_read_without_adapters(self) -> Config:
+        if self.lora is not None and self.lora.export == "merged":
+            raise ValueError(
+                'lora.export="merged": contexts are encoded by the base without its adapters, so '
+                'that prepared states stay right, and a merged base is both. Use "adapter"'
+            )
+        return self

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio, answer_scores
-from trainer.models import base_model
+from trainer.models import adapters, base_model
 from trainer.models.decoder.packed_attention import REPLACED
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
@@ -70,8 +70,21 @@ class Task(TokenTask[Config]):
     def model(self) -> nn.Module:
         model: Any = super().model()
         if self.cfg.init_from is not None:
-            load_added(model, read_added(Path(self.cfg.init_from)), source=self.cfg.init_from)
+            self._start_from(model, Path(self.cfg.init_from))
         return model
+
+    def _start_from(self, model: CrossAttentionModel, folder: Path) -> None:
+        """Fill the added layers, and adapters that were trained with them, from a folder."""
+        load_added(model, read_added(folder), source=str(folder))
+        if not adapters.are_in(folder):
+            return
+        if self.cfg.lora is None:
+            raise ConfigError(
+                f"init_from={str(folder)!r}: its layers were trained with adapters in their base, "
+                "but the experiment has none. State lora as that one does."
+            )
+        adapters.check_base(folder, self.fingerprint())
+        adapters.load(model.base, folder)
 
     def operate(self, base: Any) -> CrossAttentionModel:
         model = CrossAttentionModel(base, self.cfg.layers, seed=self.cfg.train.seed)
@@ -86,6 +99,10 @@ class Task(TokenTask[Config]):
         export.write(
             folder, weights, self.cfg, fingerprint=self.fingerprint(), tokenizer=self.tokenizer
         )
+        if self.cfg.lora is not None:
+            below = f"{self.base_name}."
+            names = [name for name in weights if name.startswith(below)]
+            self.export_adapters({n.removeprefix(below): weights[n] for n in names}, folder)
 
     def exported(self, folder: Path) -> nn.Module:
         return export.load(folder, self.places, precision=self.cfg.train.precision)

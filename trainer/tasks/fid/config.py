@@ -86,7 +86,7 @@ class Reader(Strict):
 
 
 class Config(Experiment):
-    """A Fusion-in-Decoder experiment: every weight of the base trains."""
+    """A Fusion-in-Decoder experiment; without `lora` every weight of the base trains."""
 
     task: Literal["fid"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     data: Data

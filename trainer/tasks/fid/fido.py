@@ -108,8 +108,16 @@ def check_trained(config: Any, reader: Reader, *, folder: object) -> None:
         )
 
 
-def check_base(config: Any, reader: Reader) -> None:
-    """ConfigError when the switches are asked of a base whose cross-attention is not T5's own."""
+def check_base(config: Any, reader: Reader, *, has_adapters: bool) -> None:
+    """ConfigError when the switches are asked of a base whose cross-attention is not T5's own, or
+    would have to remove and merge weights that have adapters.
+    """
+    if has_adapters and Switches.of_config(config) != Switches.of_reader(reader):
+        raise ConfigError(
+            f"lora: got the switches of {Switches.of_reader(reader)} and a base with "
+            f"{Switches.of_config(config)}, want a base that has them: weights under adapters stay "
+            'as they are. Train the switches without lora first, and name that as {"experiment"}.'
+        )
     if Switches.of_reader(reader) != Switches(1, False) and config.model_type not in (
         "t5",
         MODEL_TYPE,

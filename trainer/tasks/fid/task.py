@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from trainer.config.identity import canonical_json
-from trainer.config.schema import Base
+from trainer.config.schema import Base, Lora
 from trainer.data import vocabulary
 from trainer.data.padding import pad_right
 from trainer.data.readers import retrieved
@@ -53,8 +53,8 @@ class Task(TokenTask[Config]):
     # Model
     # ----------------------------------------------------------------------------------------------
 
-    def loaded(self, base: Base) -> nn.Module:
-        model: Any = super().loaded(base)
+    def loaded(self, base: Base, lora: Lora | None) -> nn.Module:
+        model: Any = super().loaded(base, lora)
         if self.cfg.reader.compat_cross_bias:
             add_cross_bias(model.t5, base_model.resolve(base, self.places))
         return model
@@ -67,7 +67,7 @@ class Task(TokenTask[Config]):
             advice="A reader's passages are encoded as one stream of real tokens, which only T5's "
             "own encoder does here; LongT5's local attention and T5Gemma's encoder do not.",
         )
-        fido.check_base(config, self.cfg.reader)
+        fido.check_base(config, self.cfg.reader, has_adapters=self.cfg.lora is not None)
         if self.cfg.reader.compat_cross_bias and config.model_type != "t5":
             raise ConfigError(
                 f"reader.compat_cross_bias: a {config.model_type} never had such a table in "

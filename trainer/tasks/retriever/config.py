@@ -123,19 +123,6 @@ class Loss(Strict):
         return self
 
 
-class Lora(Strict):
-    """Low-rank adapters in a frozen base (peft)."""
-
-    r: Positive = 16
-    alpha: Positive = 64
-    dropout: Fraction = 0.1
-    targets: Annotated[list[str], Field(min_length=1)] = Field(
-        default_factory=lambda: [
-            f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
-        ]  # of Llama and its kin
-    )
-
-
 class Config(Experiment):
     """A retriever's experiment; without `lora` every weight trains."""
 
@@ -143,7 +130,6 @@ class Config(Experiment):
     data: Data
     encoder: Encoder = Encoder()
     loss: Loss = Loss()
-    lora: Lora | None = None
     dropout: Fraction | None = None  # None: the base's own
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ the encoder would, without it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from trainer.config.schema import validate
 from trainer.errors import ConfigError
-from trainer.models import base_model
+from trainer.models import adapters, base_model
 from trainer.tasks.retriever import sentence_folder
 from trainer.tasks.retriever.config import Config, Encoder, Strict
-from trainer.tasks.retriever.lora import ADAPTER, write_adapter
 
 if TYPE_CHECKING:
     from trainer.tasks.retriever.model import Pooler
@@ -56,13 +55,13 @@ def write(
     *,
     configs: Mapping[str, Any],
     tokenizer: Any,
-    base: str | None,
+    adapters_into: Callable[[Mapping[str, Tensor], Path], None],
     fingerprint: str,
 ) -> None:
     """Write a folder of trained weights by name.
 
-    configs: the transformers config of each side's base. base: its folder or Hub id, which adapters
-    name.
+    configs: the transformers config of each side's base. adapters_into: writes the adapters of one
+    side into its folder, where they are exported without their base.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for side, place in sides(folder, tied=cfg.encoder.tied).items():
@@ -71,8 +70,8 @@ def write(
             for name, values in weights.items()
             if name.startswith(f"{side}.")
         }
-        if cfg.lora is not None:
-            write_adapter(place, named, cfg.lora, base=base)
+        if cfg.exports_adapters:
+            adapters_into(named, place)
             continue
         config = configs[side]
         config.dtype = next(iter(named.values())).dtype
@@ -197,9 +196,8 @@ def load_pooler(pooler: Pooler, folder: Path) -> None:
 def check_holds_model(folder: Path, *, tied: bool) -> None:
     """ConfigError when a folder holds no encoder where one must be."""
     for place in sides(folder, tied=tied).values():
-        if not any((place / name).is_file() for name in ("config.json", ADAPTER)):
+        if not (place / "config.json").is_file() and not adapters.are_in(place):
             raise ConfigError(
-                f"{place} holds neither config.json nor {ADAPTER}, so it is no retriever's. Give "
-                "a best/ or final/ "
-                "folder, or one that Tevatron wrote."
+                f"{place} holds neither config.json nor {adapters.ADAPTER}, so it is no "
+                "retriever's. Give a best/ or final/ folder, or one that Tevatron wrote."
             )

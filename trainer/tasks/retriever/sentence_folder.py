@@ -33,7 +33,7 @@ def can_say(cfg: Config) -> bool:
     """Whether sentence-transformers has words for this retriever: one whole encoder for both sides,
     with the tokenizer's own special tokens.
     """
-    return cfg.encoder.tied and cfg.lora is None and not cfg.data.append_eos
+    return cfg.encoder.tied and not cfg.exports_adapters and not cfg.data.append_eos
 
 
 def write(folder: Path, cfg: Config, *, width: int, pooler: dict[str, Tensor]) -> None:

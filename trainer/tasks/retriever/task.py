@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.config.schema import Base, RandomBase
+from trainer.config.schema import Base, Lora, RandomBase
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio
-from trainer.models import base_model
+from trainer.models import adapters, base_model
 from trainer.models.gradcache import PoolScope, pooled_losses
 from trainer.runtime import distributed
 from trainer.tasks.abilities import Side, Uncut
 from trainer.tasks.protocol import DRAW, EPOCH, Batch, Encoded, Places, Row, Text
-from trainer.tasks.retriever import export, lora, losses, metrics, rows, selection, sentence_folder
+from trainer.tasks.retriever import export, losses, metrics, rows, selection, sentence_folder
 from trainer.tasks.retriever.config import Config, Data, Encoder
 from trainer.tasks.retriever.model import Retriever, is_causal, pooler_of
 from trainer.tasks.retriever.tokens import Tokens, bits_of, identity, passage_of, words_of
@@ -50,6 +50,7 @@ class Task(TokenTask[Config]):
 
     unit: ClassVar[str] = "queries"
     kind: ClassVar[base_model.Kind] = "encoder"
+    base_name: ClassVar[str] = ""  # operate() gives the base of one side as it is
 
     def __init__(self, cfg: Config, places: Places) -> None:
         self.places = places
@@ -76,7 +77,7 @@ class Task(TokenTask[Config]):
     # ----------------------------------------------------------------------------------------------
 
     def model(self) -> nn.Module:
-        model = self._both(self.cfg.base, self.cfg.encoder)
+        model = self._both(self.cfg.base, self.cfg.encoder, self.cfg.lora)
         source = base_model.resolve(self.cfg.base, self.places)
         if isinstance(source, RandomBase):
             return model
@@ -91,31 +92,39 @@ class Task(TokenTask[Config]):
         how = export.described(folder, self.cfg.encoder)
         export.check_holds_model(folder, tied=how.tied)
         self._follow(folder, how)
-        if self.cfg.lora is None:
-            model = self._both(str(folder), how)
+        sides = export.sides(folder, tied=how.tied)
+        lora = adapters.read(sides[export.QUERY])
+        if lora is None:
+            model = self._both(str(folder), how, None)
         else:
             self._check_base(folder)
-            model = self._both(self.cfg.base, how)
-            for side, place in export.sides(folder, tied=how.tied).items():
-                lora.load_adapter(getattr(model, side), place)
+            model = self._both(self.cfg.base, how, lora)
+            for side, place in sides.items():
+                adapters.load(getattr(model, side), place)
         if model.pooler is not None:
             export.load_pooler(model.pooler, folder)
         return model.eval()
 
     def skeleton(self) -> nn.Module:
         def side(name: str) -> Any:
-            encoder = base_model.skeleton(
-                self._side(self.cfg.base, name), self.places, kind="encoder"
-            )
+            source = self._side(self.cfg.base, name)
+            encoder = base_model.skeleton(source, self.places, kind="encoder")
             with torch.device("meta"):
-                return self.operate(encoder)
+                return self.operated(encoder, self.cfg.lora)
 
         with torch.device("meta"):
             return self._retriever(side, self.cfg.encoder)
 
-    def _both(self, base: Base, how: Encoder) -> Retriever:
-        """The encoders of both sides, or the one for both."""
-        return self._retriever(lambda side: self._encoder(base, side), how)
+    def _both(self, base: Base, how: Encoder, lora: Lora | None) -> Retriever:
+        """The encoders of both sides, or the one for both, with new adapters, if any."""
+        precision = self.cfg.train.precision
+
+        def side(name: str) -> Any:
+            source = self._side(base, name)
+            encoder = base_model.load(source, self.places, precision=precision, kind="encoder")
+            return self.operated(encoder, lora)
+
+        return self._retriever(side, how)
 
     def _retriever(self, encoder_of: Any, how: Encoder) -> Retriever:
         query, passage = encoder_of(export.QUERY), None if how.tied else encoder_of(export.PASSAGE)
@@ -123,18 +132,11 @@ class Task(TokenTask[Config]):
         pooler = pooler_of(how.projection, how, width=width, seed=self.cfg.train.seed, dtype=dtype)
         return Retriever(query, passage, how=how, pooler=pooler)
 
-    def _encoder(self, base: Base, side: str) -> Any:
-        source, precision = self._side(base, side), self.cfg.train.precision
-        return self.operate(
-            base_model.load(source, self.places, precision=precision, kind="encoder")
-        )
-
     def operate(self, base: Any) -> Any:
-        cfg = self.cfg
-        if cfg.dropout is not None:
-            base_model.set_dropout(base, cfg.dropout)
+        if self.cfg.dropout is not None:
+            base_model.set_dropout(base, self.cfg.dropout)
         self.recompute(base)
-        return base if cfg.lora is None else lora.adapted(base, cfg.lora, seed=cfg.train.seed)
+        return base
 
     def _side(self, base: Base, side: str) -> Base:
         """The base of one side: a folder with query_model/ and passage_model/ holds two."""
@@ -169,19 +171,15 @@ class Task(TokenTask[Config]):
                 f"{self.fingerprint()}.\nPut the old base back: they mean nothing in another one."
             )
 
-    def fingerprint(self) -> str:
-        return "" if self.cfg.lora is None else base_model.fingerprint(self.cfg.base, self.places)
-
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         names = [export.QUERY] if self.cfg.encoder.tied else [export.QUERY, export.PASSAGE]
         configs = {
             side: base_model.config_of(self._side(self.cfg.base, side), self.places)
             for side in names
         }
-        source = base_model.resolve(self.cfg.base, self.places)
-        base = source if isinstance(source, str) else None
         own = {"configs": configs, "tokenizer": self.tokenizer, "fingerprint": self.fingerprint()}
-        export.write(folder, weights, self.cfg, base=base, **own)
+        weights = self.whole(weights, names)
+        export.write(folder, weights, self.cfg, adapters_into=self.export_adapters, **own)
 
     # Data
     # ----------------------------------------------------------------------------------------------

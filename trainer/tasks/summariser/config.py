@@ -95,7 +95,9 @@ class Rouge(Strict):
 
 
 class Config(Experiment):
-    """A summarisation experiment: every weight of the base trains that reads or writes texts."""
+    """A summarisation experiment; without `lora` every weight of the base trains that reads or
+    writes texts.
+    """
 
     task: Literal["summariser"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     data: Data

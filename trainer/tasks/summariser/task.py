@@ -1,5 +1,5 @@
-"""Documents in, summaries out: any seq2seq model of the T5 families; every weight trains but those
-that read pictures.
+"""Documents in, summaries out: any seq2seq model of the T5 families. Without `lora` every weight
+trains but those that read pictures.
 """
 
 from __future__ import annotations
@@ -60,6 +60,12 @@ class Task(TokenTask[Config]):
             raise ConfigError(
                 "base.config.decoder_start_token_id: missing. A T5 starts texts with its pad, id 0."
             )
+        if config.model_type in READ_PICTURES and self.cfg.lora is not None:
+            raise ConfigError(
+                f"lora: got a {config.model_type}, of which a part reads pictures, want a base of "
+                "texts alone: adapters in that part would never train. Leave lora out, or choose a "
+                "T5 or T5Gemma."
+            )
         if config.model_type in READ_PICTURES:  # documents are texts: it would get no gradient
             encoder = base.get_encoder()
             for module in (encoder.vision_tower, encoder.multi_modal_projector):
@@ -78,7 +84,7 @@ class Task(TokenTask[Config]):
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """The whole model: what reads pictures as the base brought it."""
-        if self._has_frozen_weights:
+        if self._has_frozen_weights and self.cfg.lora is None:
             of_base = self.model().named_parameters()
             frozen = {name: weight.detach() for name, weight in of_base if not weight.requires_grad}
             weights = {**frozen, **weights}

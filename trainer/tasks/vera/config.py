@@ -81,7 +81,7 @@ class Loss(Strict):
 
 
 class Config(Experiment):
-    """A verifier's experiment: every weight of the encoder and its head trains."""
+    """A verifier's experiment; without `lora` every weight of the encoder and its head trains."""
 
     task: Literal["vera"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     data: Data

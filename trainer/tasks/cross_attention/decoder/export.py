@@ -1,4 +1,4 @@
-"""The trained layers as a folder: the added weights, and their base.
+"""The trained layers as a folder: the added weights, adapters in their base, and that base.
 
 The base is there by reference with a fingerprint, or merged into the folder.
 """
@@ -17,10 +17,10 @@ from trainer.config.schema import Base, RandomBase, Strict, validate
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, ResumeError
 from trainer.files import safetensors_file
-from trainer.models import base_model
+from trainer.models import adapters, base_model
 from trainer.tasks.cross_attention.config import Config, Layers
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
-from trainer.tasks.cross_attention.decoder.weights import load_added, read_added
+from trainer.tasks.cross_attention.decoder.weights import PREFIX, load_added, read_added
 from trainer.tasks.protocol import Places
 
 DESCRIPTION = "cross_attention.json"
@@ -38,7 +38,8 @@ def write(
 ) -> None:
     """Write model.safetensors (published names), cross_attention.json and the tokenizer's files."""
     folder.mkdir(parents=True, exist_ok=True)
-    safetensors_file.write_tensors(folder, "model.safetensors", weights)
+    added = {name: tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
+    safetensors_file.write_tensors(folder, "model.safetensors", added)
     described = cfg.model_dump(mode="json")
     content = {name: described[name] for name in ("base", "layers", "data")}
     content |= {"base_fingerprint": fingerprint, "precision": cfg.train.precision}
@@ -62,8 +63,13 @@ def load(folder: Path, places: Places, *, precision: str = "fp32") -> CrossAtten
             "Put the old base back: these layers mean nothing on another one."
         )
     layers = validate(Layers, content["layers"], source=str(folder / DESCRIPTION))
-    model = CrossAttentionModel(base_model.load(base, places, precision=precision), layers)
+    stock, lora = base_model.load(base, places, precision=precision), adapters.read(folder)
+    if lora is not None:
+        stock = adapters.adapted(stock, lora, seed=0)
+    model = CrossAttentionModel(stock, layers)
     load_added(model, read_added(folder), source=str(folder))
+    if lora is not None:
+        adapters.load(model.base, folder)
     return model.eval()
 
 
@@ -103,6 +109,7 @@ def merge(folder: Path, out: Path, places: Places) -> None:
     )
     model = load(folder, places, precision=precision)  # which checks the fingerprint
     tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=places.cache_dir)
+    adapters.remove(model.base)  # they lie in the folder, beside the base
     weights = {name: parameter.detach() for name, parameter in model.base.named_parameters()}
     base_model.export_folder(out / MERGED, model.base.config, tokenizer, weights)
     for file in folder.iterdir():

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from trainer.errors import ConfigError
+from trainer.models import adapters
 from trainer.models.decoder.backbone import backbone_of
 from trainer.models.decoder.packed_attention import Rows
 from trainer.models.decoder.rotation import Rotation, rotation
@@ -80,7 +81,7 @@ class CrossAttentionModel(nn.Module):
     """
 
     def __init__(self, base: PreTrainedModel, layers: Layers, *, seed: int = 0) -> None:
-        """Freeze `base` and insert the layers that `layers` states.
+        """Freeze `base`, but for adapters in it, and insert the layers that `layers` states.
 
         seed: of the initial weights; equal seeds give equal layers on every rank, whatever was
         drawn before. Raises ConfigError for an unsupported family, layers that do not fit, or heads
@@ -104,16 +105,32 @@ class CrossAttentionModel(nn.Module):
         self.cross_attn_layers = added_layers(
             layers, shape, self.indices, std=self.backbone.initial_std, seed=seed
         )
-        self.num_blocks_below = self.indices[0] + layers.after  # base blocks that need no backward
+        self._adapted = adapters.layers_of(base)
+        self.num_blocks_below = self._blocks_below()  # base blocks that need no backward
         self.gradient_checkpointing = False
-        freeze_except(self, [self.cross_attn_layers])
+        freeze_except(
+            self,
+            lambda name: name.startswith("cross_attn_layers.") or adapters.is_adapter(name),
+        )
         self.train(self.training)
 
     def train(self, mode: bool = True) -> CrossAttentionModel:
-        """Switch the added layers to training or evaluation; the frozen base always evaluates."""
+        """Switch the added layers, and adapters in the base, to training or evaluation; the frozen
+        base always evaluates.
+        """
         super().train(mode)
         self.base.eval()
+        for layer in self._adapted:
+            layer.train(mode)
         return self
+
+    def _blocks_below(self) -> int:
+        """How many blocks lie below all that trains: the first added layer, and the first
+        adapter.
+        """
+        blocks = self.backbone.blocks
+        adapted = (i for i, block in enumerate(blocks) if adapters.layers_of(block))
+        return min(next(adapted, len(blocks)), self.indices[0] + self.layers.after)
 
     def checkpoint_blocks(self, enabled: bool) -> None:
         """Recompute the blocks above the first added layer, and their added layers, in backward."""
@@ -146,8 +163,9 @@ class CrossAttentionModel(nn.Module):
         """(B, L) or (B, N, L) context ids -> states (B, N*L, D) of the frozen base and their bool
         mask (B, N*L).
 
-        Each chunk is read by itself, causally, positions from 0; a pad is False in the mask, and
-        its state is not to be used. Chunks follow one another along the length.
+        Adapters do not take part: prepared states stay right whatever is trained. Each chunk is
+        read by itself, causally, positions from 0; a pad is False in the mask, and its state is not
+        to be used. Chunks follow one another along the length.
         """
         self.check_lengths(0, ids.shape[-1])
         mask = torch.ones_like(ids) if attention_mask is None else attention_mask
@@ -155,9 +173,7 @@ class CrossAttentionModel(nn.Module):
         places = positions(flat_mask)
         hidden = self.backbone.embed(flat_ids, places)
         surroundings = self.backbone.surroundings(hidden, flat_mask, places, None)
-        for index in range(self.backbone.num_blocks):
-            hidden = self.backbone.block(index, hidden, surroundings)
-        states = self.backbone.final_norm(hidden)
+        states = self._encoded(hidden, surroundings)
         return states.reshape(len(ids), -1, states.shape[-1]), mask.flatten(1).bool()
 
     def context(
@@ -367,10 +383,14 @@ class CrossAttentionModel(nn.Module):
         places = batch["context_position"][None]
         hidden = self.backbone.embed(batch["context_input_ids"][None], places)
         rows = Rows.by_window(batch, self.backbone.windows, prefix="context_")
-        surroundings = self.backbone.surroundings(hidden, rows, places, None)
-        for index in range(self.backbone.num_blocks):
-            hidden = self.backbone.block(index, hidden, surroundings)
-        return self.backbone.final_norm(hidden)
+        return self._encoded(hidden, self.backbone.surroundings(hidden, rows, places, None))
+
+    def _encoded(self, hidden: Tensor, surroundings: dict[str, Any]) -> Tensor:
+        """Embedded contexts -> their states, by the base without adapters."""
+        with adapters.switched_off(self._adapted):
+            for index in range(self.backbone.num_blocks):
+                hidden = self.backbone.block(index, hidden, surroundings)
+            return self.backbone.final_norm(hidden)
 
     def _decode(self, embedded_BTD: Tensor, this: _Pass, *, is_cached: bool) -> Tensor:
         """(B, T, D) embedded tokens -> (B, T, D) output of the last block."""
@@ -378,7 +398,7 @@ class CrossAttentionModel(nn.Module):
         with torch.no_grad():
             for index in range(self.num_blocks_below):
                 hidden = self._block(index, hidden, this)
-        if self.layers.after:
+        if self.num_blocks_below > self.indices[0]:  # the layer behind the last of them
             hidden = self._added(self.indices[0], hidden, this)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and not is_cached
         for index in range(self.num_blocks_below, self.backbone.num_blocks):

@@ -1,0 +1,289 @@
+"""Adapters at their edges: which layers they go into, what they do beside added layers, and which
+bases and folders do not go with them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from exp_configs import vary
+from tests.bases import decoder
+from tests.facts import experiment, write_facts
+from tests.tolerance import assert_close
+from trainer import tasks
+from trainer.__main__ import app
+from trainer.config.identity import exp_id
+from trainer.config.schema import Lora
+from trainer.errors import ConfigError
+from trainer.models import adapters, base_model
+from trainer.tasks.cross_attention import interchange
+from trainer.tasks.cross_attention.decoder import export
+from trainer.tasks.fid.weights import CROSS_BIAS
+from trainer.tasks.protocol import Places
+
+pytest.importorskip("peft", reason="the optional package peft is not installed")
+
+from tests.numerics.test_adapters import (
+    drawn_rows,
+    loaded,
+    loss_of,
+    randomise,
+)
+
+TASKS = tasks.names()
+# Of encoded contexts, as tests/tolerance.py means it: twelve products of at most 64 terms.
+STATES: dict[str, Any] = {"what": "states", "depth": 12 * 64, "margin": 0.3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_facts(tmp_path_factory.mktemp("facts"))
+
+
+# Targets
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "said"),
+    [
+        (
+            "fid",
+            ["q", "querry"],
+            r"there is no 'querry' \(.*\).\nThe linear layers of a t5 are k, o",
+        ),
+        (
+            "causal_lm",
+            ["transformer.h.9.attn.c_attn"],
+            r"there is no 'transformer.h.9.attn.c_attn'",
+        ),
+        ("causal_lm", ["c_attn", "lm_head"], "'lm_head' shares its matrix with the embedding"),
+        ("causal_lm", ["wte"], "'wte' is no linear layer but a Embedding"),
+        ("retriever", ["q_proj"], "there is no 'q_proj'.*query"),
+    ],
+)
+def test_targets_that_are_not_there_are_named_with_those_that_are(
+    name: str, targets: list[str], said: str, folder: Path
+) -> None:
+    task = loaded(experiment(name, folder, lora={"targets": targets}), folder)
+    for build in (task.model, task.skeleton):
+        with pytest.raises(ConfigError, match=f"(?s)lora.targets=.*{said}.*all-linear"):
+            build()
+
+
+@pytest.mark.parametrize("targets", ["q", [], ["q", 1], "all_linear"])
+def test_targets_of_another_form_are_one_mistake(targets: Any, folder: Path) -> None:
+    values = experiment("fid", folder, lora={"targets": targets})
+    with pytest.raises(ConfigError, match=r"1 mistake\(s\)\n  lora.targets: .*all-linear"):
+        tasks.parse(values)
+
+
+@pytest.mark.parametrize(
+    ("family", "want"),
+    [
+        ("llama", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ("gpt_bigcode", {"c_attn"}),
+        ("phi3", {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
+    ],
+)
+def test_without_targets_a_family_has_its_own(family: str, want: set[str]) -> None:
+    base = adapters.adapted(decoder(family), Lora(), seed=1)
+    names = {name for name, module in base.named_modules() if hasattr(module, "lora_A")}
+    assert {name.rpartition(".")[2] for name in names} == want
+
+
+def test_a_target_may_be_one_layer_by_its_whole_name() -> None:
+    base = adapters.adapted(decoder("llama"), Lora(targets=["layers.2.mlp.up_proj"]), seed=1)
+    names = [name for name, module in base.named_modules() if hasattr(module, "lora_A")]
+    assert names == ["model.layers.2.mlp.up_proj"]
+
+
+# Training mode
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_dropout_of_adapters_is_theirs_in_training_and_off_in_evaluation(
+    name: str, folder: Path
+) -> None:
+    values: Any = experiment(name, folder, lora={"dropout": 0.5})
+    if name in ("vera", "retriever"):
+        values = vary(values, dropout=0.0)  # of the base, not of adapters
+    task = loaded(values, folder)
+    model = task.model()
+    randomise(model)
+    _, batch = drawn_rows(task)
+
+    def loss_under(seed: int) -> float:
+        torch.manual_seed(seed)
+        return float(loss_of(task, model, batch).detach())
+
+    model.train()
+    assert loss_under(1) != loss_under(2)
+    model.eval()
+    assert loss_under(1) == loss_under(2)
+
+
+# Added layers above adapters
+# --------------------------------------------------------------------------------------------------
+
+
+def crossed(folder: Path, **lora: Any) -> Any:
+    """A cross_attention model with adapters that do something."""
+    model: Any = loaded(experiment("cross_attention", folder, lora=lora), folder).model()
+    randomise(model)
+    return model
+
+
+def test_contexts_are_encoded_as_if_there_were_no_adapters(folder: Path) -> None:
+    lora = {"targets": "all-linear", "dropout": 0.0}
+    task = loaded(experiment("cross_attention", folder, lora=lora), folder)
+    model = task.model()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    want, _ = model.encode(ids)
+    decoded = model(ids, torch.ones_like(ids), encoder_hidden_states=want).logits
+    randomise(model)
+    states, _ = model.encode(ids)
+    assert torch.equal(states, want)
+    prepared = model(ids, torch.ones_like(ids), encoder_hidden_states=want).logits
+    assert not torch.equal(prepared, decoded), "the decoder has its adapters"
+    online = model(ids, torch.ones_like(ids), context_input_ids=ids).logits
+    assert torch.equal(online, prepared)
+    rows, batch = drawn_rows(task)
+    assert "scored" in batch, "packed"
+    apart = [model.encode(torch.tensor([row["context"]]))[0][0] for row in rows]
+    assert_close(model._encode_packed(batch)[0], torch.cat(apart), **STATES)
+
+
+@pytest.mark.parametrize(
+    ("targets", "below"),
+    [
+        (["c_attn"], 0),
+        (["transformer.h.1.mlp.c_fc"], 1),  # the first added layer stands behind block 1
+        (["transformer.h.3.mlp.c_fc"], 2),
+    ],
+)
+def test_no_graph_is_kept_below_the_first_thing_that_trains(
+    targets: list[str], below: int, folder: Path
+) -> None:
+    model = crossed(folder, targets=targets, dropout=0.0)
+    assert model.num_blocks_below == below
+    ids = torch.tensor([[5, 6, 7, 8]])
+    record: dict[str, Tensor] = {}
+    given = {"context_input_ids": ids, "labels": ids, "record": record}
+    model(ids, torch.ones_like(ids), **given).loss.backward()
+    for index in range(4):
+        assert record[f"block_out.{index}"].requires_grad == (index >= below)
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert {name for name in trained if "lora" in name}
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_a_merged_export_of_added_layers_is_refused(folder: Path) -> None:
+    values = experiment("cross_attention", folder, lora={"export": "merged"})
+    with pytest.raises(ConfigError, match=r'lora.export="merged": contexts are encoded.*"adapter"'):
+        tasks.parse(values)
+
+
+def test_layers_trained_with_adapters_start_with_them_or_not_at_all(
+    folder: Path, tmp_path: Path
+) -> None:
+    lora = {"targets": ["c_fc"], "dropout": 0.0}
+    task = loaded(experiment("cross_attention", folder, lora=lora), folder)
+    model = task.model()
+    task.export(
+        {key: p.detach().clone() for key, p in randomise(model).items()}, tmp_path / "final"
+    )
+    start = {"init_from": str(tmp_path / "final")}
+    again = loaded(experiment("cross_attention", folder, lora=lora, **start), folder).model()
+    for (name, one), two in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two), name
+    without = loaded(experiment("cross_attention", folder, **start), folder)
+    with pytest.raises(ConfigError, match=r"init_from=.*trained with adapters.*State lora"):
+        without.model()
+
+
+def test_an_export_holds_its_base_and_its_adapters_apart(folder: Path, tmp_path: Path) -> None:
+    task = loaded(experiment("cross_attention", folder, lora={"dora": True}), folder)
+    model = task.model()
+    task.export(
+        {key: p.detach().clone() for key, p in randomise(model).items()}, tmp_path / "final"
+    )
+    interchange.export_model(tmp_path / "final", out=tmp_path / "whole", merge=True)
+    again = export.load(tmp_path / "whole", export.places_of(tmp_path / "whole", tmp_path))
+    _, batch = drawn_rows(task)
+    want = loss_of(task, model.eval(), batch)
+    assert torch.equal(loss_of(task, again, batch), want)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "base")
+    first = base_model.load(task.cfg.base, task.places, precision="fp32")
+    for (name, one), two in zip(stock.named_parameters(), first.parameters(), strict=True):
+        assert torch.equal(one, two), f"{name}: the base is what it was"
+
+
+# Another base, and no base
+# --------------------------------------------------------------------------------------------------
+
+
+def final_of(values: dict[str, Any], savedir: Path, folder: Path) -> Path:
+    """The final/ folder of a run of `values`."""
+    task, final = loaded(values, folder), savedir / exp_id(values) / "final"
+    trained = randomise(task.model())
+    task.export({key: p.detach().clone() for key, p in trained.items()}, final)
+    return final
+
+
+def test_adapters_are_no_base_but_a_merged_experiment_is(folder: Path, tmp_path: Path) -> None:
+    places = Places(folder, tmp_path / "cache", tmp_path)
+    for how, is_whole in (("adapter", False), ("merged", True)):
+        first = experiment("fid", folder, lora={"export": how})
+        final_of(first, tmp_path, folder)
+        then = {**experiment("fid", folder), "base": {"experiment": first}}
+        if is_whole:
+            task: Any = tasks.load(tasks.parse(then), places)
+            assert all(p.requires_grad for p in task.model().parameters())
+        else:
+            with pytest.raises(ConfigError, match=r"(?s)holds adapters.*named as a base.*merged"):
+                tasks.load(tasks.parse(then), places)
+
+
+def test_adapters_on_another_base_than_theirs_are_refused(folder: Path, tmp_path: Path) -> None:
+    values: Any = experiment("vera", folder, lora={})
+    final = final_of(values, tmp_path, folder)
+    other = loaded({**values, "base": values["base"] | {"seed": 2}}, folder)
+    with pytest.raises(ConfigError, match=r"(?s)trained on base random:.*Put the old base back"):
+        other.exported(final)
+    line = ["export", "vera", str(final), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 2
+    assert "holds adapters without their base" in done.stderr
+    assert '"export": "merged"' in done.stderr
+
+
+def test_the_table_of_a_compatible_reader_stays_frozen_and_is_merged(
+    folder: Path, tmp_path: Path
+) -> None:
+    whole = experiment("fid", folder)
+    final = final_of(whole, tmp_path, folder)
+    tensors = load_file(final / "model.safetensors")
+    table = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+    save_file(tensors | {CROSS_BIAS: table}, final / "model.safetensors")
+    values = experiment(
+        "fid",
+        folder,
+        base=str(final),
+        reader={"compat_cross_bias": True},
+        lora={"export": "merged"},
+    )
+    model = loaded(values, folder).model()
+    assert all(adapters.is_adapter(n) for n, p in model.named_parameters() if p.requires_grad)
+    merged = load_file(final_of(values, tmp_path, folder) / "model.safetensors")
+    assert torch.equal(merged[CROSS_BIAS], table)
+    assert merged.keys() == tensors.keys() | {CROSS_BIAS}
