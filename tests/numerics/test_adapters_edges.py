@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from exp_configs import vary
@@ -104,6 +104,19 @@ def test_a_target_may_be_one_layer_by_its_whole_name() -> None:
     base = adapters.adapted(decoder("llama"), Lora(targets=["layers.2.mlp.up_proj"]), seed=1)
     names = [name for name, module in base.named_modules() if hasattr(module, "lora_A")]
     assert names == ["model.layers.2.mlp.up_proj"]
+
+
+def test_adapters_of_gpt_2s_transposed_layers_are_merged_into_them() -> None:
+    config = AutoConfig.for_model("gpt2", n_embd=16, n_layer=2, n_head=2, vocab_size=40)
+    for how in (Lora(r=2), Lora(r=2, dora=True, targets="all-linear")):
+        base: Any = adapters.adapted(AutoModelForCausalLM.from_config(config), how, seed=1).eval()
+        randomise(base)
+        ids = torch.tensor([[5, 6, 7]])
+        want, names = base(ids).logits, {name for name, _ in base.named_parameters()}
+        assert any(map(adapters.is_adapter, names))
+        adapters.merge(base)
+        assert not any(hasattr(module, "base_layer") for module in base.modules())
+        assert_close(base(ids).logits, want, what="logits", depth=2 * 5 * 64, margin=0.3)
 
 
 # Training mode

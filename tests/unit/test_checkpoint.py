@@ -51,6 +51,17 @@ def assert_holds(folder: Path, step: int) -> None:
     assert all(torch.equal(read[name], value) for name, value in tensors(step).items())
 
 
+def test_adapters_saved_while_peft_stood_around_a_base_have_their_names_of_today(
+    tmp_path: Path,
+) -> None:
+    old, new = "query_model.base_model.model.layers.0.q.lora_A.default.weight", "query_model.layers"
+    given = {"weights": {old: torch.ones(2)}, "optimizer": {f"{old}|exp_avg": torch.ones(2)}}
+    folder = save(tmp_path, 1, **given)
+    for prefix, rest in (("weights", ""), ("optimizer", "|exp_avg")):
+        (name,) = dict(checkpoint.read_tensors(folder, prefix))
+        assert name == f"{new}.0.q.lora_A.default.weight{rest}"
+
+
 def in_child(function: Callable[[], Any]) -> int:
     """The exit code of `function` run in a forked process: 0, or 1 when it raised."""
     child = os.fork()

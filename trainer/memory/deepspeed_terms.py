@@ -176,7 +176,7 @@ def _held_between_steps(step: Measured, zero: Zero) -> Breakdown:
 
 def _moments(step: Measured, zero: Zero, cublas: int) -> Iterator[Breakdown]:
     held = _held_between_steps(step, zero)
-    for moment in step.moments:
+    for moment in step.moments_at(zero.stage):
         rest = Breakdown(
             activations=moment.activations, logits=moment.logits, workspace=cublas + step.scratch
         )
@@ -215,7 +215,7 @@ def _in_flight(gradients: int, step: Measured, zero: Zero) -> int:
 def _in_backward(gradients: int, step: Measured, zero: Zero) -> int:
     if zero.accumulates and zero.stage < 2:
         # those of the micro-batches before
-        gradients = max(moment.gradients for moment in step.moments)
+        gradients = max(moment.gradients for moment in step.moments_at(zero.stage))
     accumulated = _accumulated(step, zero)
     if not zero.accumulates:
         accumulated = (

@@ -235,6 +235,48 @@ def fake_device(name: DeviceName) -> Iterator[FakeDevice]:
             yield device
 
 
+class _LinearOfPartitioned(torch.autograd.Function):
+    """A linear layer as DeepSpeed 0.19.8 computes it at ZeRO-3 (runtime/zero/linear.py): it keeps
+    what goes in for the backward pass, also where the weight is frozen and torch's would not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(input, weight, bias)
+        if input.dim() == 2 and bias is not None:
+            return torch.addmm(bias, input, weight.t())
+        output = input.matmul(weight.t())
+        if bias is not None:
+            output += bias
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        input, weight, bias = ctx.saved_tensors
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        of_input = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = flat.t().matmul(input.reshape(-1, input.shape[-1]))
+        needs_bias = bias is not None and ctx.needs_input_grad[2]
+        return of_input, of_weight, flat.sum(0) if needs_bias else None
+
+
+@contextmanager
+def linear_of_partitioned() -> Iterator[None]:
+    """Inside, linear layers are ZeRO-3's."""
+    before = F.linear
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        return _LinearOfPartitioned.apply(input, weight, bias)
+
+    F.linear = linear
+    try:
+        yield
+    finally:
+        F.linear = before
+
+
 def for_real(function: Callable[..., T]) -> Callable[..., T]:
     """The same function, run as if outside of `fake_device()`: for what makes real batches."""
 

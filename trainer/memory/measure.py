@@ -71,6 +71,12 @@ class Measured:
     shapes: dict[str, list[int]]  # of the batch
     tensors: list[tuple[str, int]]  # the largest at the end of the forward
     seconds: float
+    # the moments of a step at ZeRO-3, where they are others: its linear layers keep their inputs
+    partitioned: list[Moment] = field(default_factory=list)
+
+    def moments_at(self, stage: int) -> list[Moment]:
+        """The moments of a training step at this stage of ZeRO."""
+        return self.partitioned if stage == 3 and self.partitioned else self.moments
 
     @property
     def peak(self) -> Moment:
@@ -78,11 +84,14 @@ class Measured:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Measured:
-        moments = [Moment(**moment) for moment in values["moments"]]
+        lists = {
+            name: [Moment(**moment) for moment in values[name]]
+            for name in ("moments", "partitioned")
+        }
         return cls(
             **{
                 **values,
-                "moments": moments,
+                **lists,
                 "tensors": [(name, size) for name, size in values["tensors"]],
             }
         )

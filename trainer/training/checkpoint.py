@@ -357,6 +357,10 @@ def _remove(folder: Path) -> None:
 
 # ---------------------------------------------------------------- reading
 
+# Older checkpoints of retrievers with adapters name peft's wrapper, which no longer stands around
+# a base.
+_WRAPPED = ".base_model.model."
+
 
 def read_tensors(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """(name, CPU tensor) over the shards of all ranks that wrote `prefix` ("weights", "optimizer"),
@@ -367,7 +371,8 @@ def read_tensors(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """
     seen: set[str] = set()
     for path in _shards(folder, prefix):
-        for name, tensor in tensors_of(path):
+        for name_in_file, tensor in tensors_of(path):
+            name = name_in_file.replace(_WRAPPED, ".")
             if name in seen:
                 raise CheckpointError(
                     f"{path}: {name!r} is in an earlier shard as well. Use another checkpoint."
