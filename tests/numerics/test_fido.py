@@ -360,6 +360,18 @@ def test_a_decoder_that_would_never_look_at_passages_is_refused(
         load(values, folder, tmp_path).skeleton()
 
 
+def test_the_switches_are_of_t5s_own_decoder_and_no_weights_under_adapters(
+    folder: Path, tmp_path: Path
+) -> None:
+    values = switched(folder)
+    adapted = values | {"lora": {"r": 2}}
+    with pytest.raises(ConfigError, match="want a base that has them: weights under adapters"):
+        load(adapted, folder, tmp_path).skeleton()
+    other = vary(values, base={"config": {**TINY_T5["config"], "model_type": "mt5"}})
+    with pytest.raises(ConfigError, match="got a base of model_type 'mt5', want 't5'"):
+        load(other, folder, tmp_path).skeleton()
+
+
 def test_the_old_position_bias_and_the_switches_exclude_each_other(folder: Path) -> None:
     with pytest.raises(ConfigError, match="whose cross-attention is whole"):
         tasks.parse(switched(folder, compat_cross_bias=True))

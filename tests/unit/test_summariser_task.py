@@ -182,6 +182,12 @@ def test_several_answers_are_the_best_first(folder: Path) -> None:
         task.answers(model, [task.encode(ROW)], [task.asked(ROW)], search=Search(temperature=1.0))
 
 
+def test_adapters_in_what_reads_pictures_are_refused(folder: Path) -> None:
+    base = base_of("summariser", "t5gemma2", vocab_size=384)
+    with pytest.raises(ConfigError, match="got a t5gemma2, of which a part reads pictures"):
+        load(folder, base=base, lora={"r": 2}).skeleton()
+
+
 def test_an_export_brings_along_what_reads_pictures_and_was_not_trained(
     folder: Path, tmp_path: Path
 ) -> None:

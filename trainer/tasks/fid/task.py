@@ -21,7 +21,7 @@ from trainer.data.readers.passages import corpus_passages
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
 from trainer.evaluation.mergeable import answer_scores
-from trainer.models import base_model, weight_files
+from trainer.models import adapters, base_model, weight_files
 from trainer.models.families import T5, check_family
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
@@ -91,7 +91,7 @@ class Task(TokenTask[Config]):
         is_base = isinstance(base, str) and (
             weight_files.find_file(base, "config.json") == folder / "config.json"
         )
-        if not is_base:
+        if not is_base and not adapters.are_in(folder):
             config = base_model.config_of(str(folder), self.places)
             fido.check_trained(config, self.cfg.reader, folder=folder)
         return super().exported(folder)
