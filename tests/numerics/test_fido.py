@@ -285,7 +285,7 @@ def check_export(final: Path, values: dict[str, Any], folder: Path, savedir: Pat
         with pytest.raises(ConfigError, match="multi_query=True, want one with cross"):
             other.exported(final)
         with pytest.raises(ConfigError, match="needs weights that are not there"):
-            other.loaded(str(final))
+            other.loaded(str(final), None)
     with pytest.raises(ConfigError, match="got a FiDO reader"):
         export_model(final, out=savedir / "plain")
 
