@@ -19,6 +19,8 @@ LOSSES = {"what": "losses", "depth": 4 * 2 * families.DEPTH, "margin": 0.02}
 # Frequencies by kind of block, norms behind and before; fused projections; a table of position
 # biases for each block. The others are trained by `make test-long`.
 USUAL = ("gemma3", "phi3", "umt5")
+TASKS = tuple(families.supported())
+AT_ONCE = ("causal_lm", "cross_attention", "vera")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("reach", ["usual", pytest.param("every", marks=pytest.mark.long)])
-@pytest.mark.parametrize("task", families.supported())
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param(task, marks=[] if task in AT_ONCE else pytest.mark.long) for task in TASKS],
+)
 def test_a_family_trains_partitioned_as_it_does_alone_and_its_export_loads(
     task: str, reach: str, folder: Path, tmp_path: Path
 ) -> None:

@@ -32,7 +32,7 @@ def in_full(*usual: str) -> pytest.MarkDecorator:
     [[PARTITIONED], pytest.param(EVERY_ENTRY, marks=pytest.mark.long)],
     ids=["partitioned", "every"],
 )
-@in_full("causal_lm", "fid")
+@in_full("causal_lm", "retriever")
 def test_stages_and_ranks_agree_on_adapters(
     name: str, entries: list[tuple[int, int]], runs: Runs
 ) -> None:
@@ -53,7 +53,7 @@ def bytes_of(run_folder: Path) -> dict[str, bytes]:
     [[(1, 0)], pytest.param(EVERY_ENTRY, marks=pytest.mark.long)],
     ids=["usual", "every"],
 )
-@pytest.mark.parametrize("name", TASKS)
+@in_full("cross_attention", "vera")
 def test_a_killed_run_with_adapters_resumes_bit_for_bit_with_dropout(
     name: str, entries: list[tuple[int, int]], runs: Runs, tmp_path: Path
 ) -> None:

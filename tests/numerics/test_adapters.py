@@ -51,6 +51,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "rslora": {"r": 4, "alpha": 4, "dropout": 0.0, "rslora": True, "targets": "all-linear"},
     "dora": {"r": 2, "alpha": 8, "dropout": 0.0, "dora": True, "targets": "all-linear"},
 }
+every_kind = pytest.mark.parametrize(
+    "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rslora", "dora"))]
+)
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +155,7 @@ def _losses_of_runs(
     return {name: losses(train(values, folder, savedir)[1]) for name, values in of_task.items()}
 
 
-@pytest.mark.parametrize(
-    "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("rslora", "dora"))]
-)
+@every_kind
 def test_the_losses_of_a_run_are_those_of_peft_in_a_plain_loop(
     kind: str, folder: Path, bases: Path, tmp_path: Path
 ) -> None:
@@ -173,7 +174,7 @@ def test_the_losses_of_a_run_are_those_of_peft_in_a_plain_loop(
         assert apart < 1e-5, f"{name}: {got[name]} {want}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.parametrize("name", TASKS)
 def test_every_adapter_has_the_gradient_that_peft_gives_it(
     name: str, kind: str, folder: Path, bases: Path
@@ -203,7 +204,7 @@ def test_every_adapter_has_the_gradient_that_peft_gives_it(
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.parametrize("name", TASKS)
 def test_adapters_are_exported_as_peft_reads_them(
     name: str, kind: str, folder: Path, bases: Path, tmp_path: Path
@@ -223,7 +224,7 @@ def test_adapters_are_exported_as_peft_reads_them(
     assert not list(tmp_path.glob("final/config.json")), "the base is named, not copied"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "cross_attention"])
 def test_merged_adapters_are_a_stock_model(
     name: str, kind: str, folder: Path, bases: Path, tmp_path: Path

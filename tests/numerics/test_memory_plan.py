@@ -82,6 +82,7 @@ def test_a_step_of_a_task_is_predicted_on_a_skeleton_of_its_base(
     assert predicted == pytest.approx(real, rel=TOLERANCE)
 
 
+@pytest.mark.long
 def test_three_lengths_predict_one_that_is_twice_as_long() -> None:
     found = {
         length: predicted_bytes(Case("t5-tiny", length, 32, batch=8))

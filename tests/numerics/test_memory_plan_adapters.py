@@ -147,14 +147,9 @@ def _every_predicted(cases: list[tuple[dict[str, Any], int]], folder: Path) -> l
 
 @pytest.mark.parametrize(
     ("kind", "stage", "precision"),
-    [
-        ("lora", 3, "bf16"),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [("lora", 2, "fp32"), ("dora", 0, "fp32"), ("dora", 1, "bf16")]
-        ),
-    ],
+    [("lora", 3, "bf16"), ("lora", 2, "fp32"), ("dora", 0, "fp32"), ("dora", 1, "bf16")],
 )
+@pytest.mark.long
 def test_a_step_with_adapters_is_planned_within_the_tolerance(
     kind: str, stage: int, precision: str, folder: Path
 ) -> None:

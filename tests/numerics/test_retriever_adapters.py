@@ -34,6 +34,7 @@ def _runs(
     return {stage: train(values, folder, savedir / f"zero{stage}", stage)[1] for stage in stages}
 
 
+@pytest.mark.long
 def test_adapters_train_alike_at_every_stage_and_are_exported(folder: Path, tmp_path: Path) -> None:
     values = experiment(
         "retriever", folder, **DECODER, lora={"r": 4, "dropout": 0.0}, train={"steps": STEPS}
