@@ -42,11 +42,12 @@ class Bound:
 
 
 # What nobody reads cannot be guessed: the control of a reader is a name among 45,000. A summary of
-# another document still has the words around the names.
+# another document still has the words around the names. Of two facts, a name is right by chance one
+# time in two.
 BOUNDS = {
     "fid_lookup_tiny": Bound("em", 0.90, 0.02),
     "summarise_lookup_tiny": Bound("rougel", 0.80, 0.75),
-    "crossattn_lookup_tiny": Bound("em", 0.80, 0.02),
+    "crossattn_lookup_tiny": Bound("em", 0.75, 0.02),
     "vera_lookup_tiny": Bound("auroc/all", 0.90, 0.55),
     "fid_lookup_cpu": Bound("em", 0.95, 0.02),
     "summarise_lookup_cpu": Bound("rougel", 0.90, 0.75),

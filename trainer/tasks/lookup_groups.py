@@ -187,9 +187,10 @@ SUMMARISE_LOOKUP["data"] = {
 
 # The same with fewer facts and kinds of statements, in a few minutes.
 TWO_FACTS = {"facts": 2}
-LM_TWO = vary(LM_LOOKUP, train={"steps": 600}, data=TWO_FACTS)
+FID_TWO = vary(FID_CHOOSES, train={"steps": 600}, schedule={"shape": "linear"})
+LM_TWO = vary(LM_LOOKUP, data=TWO_FACTS)
 CROSSATTN_TWO = vary(
-    CROSSATTN_LOOKUP, base={"experiment": LM_TWO}, train={"steps": 700}, data=TWO_FACTS
+    CROSSATTN_LOOKUP, base={"experiment": LM_TWO}, train={"steps": 2000}, data=TWO_FACTS
 )
 SUMMARISE_TWO = vary(SUMMARISE_LOOKUP, train={"steps": 600}, data=TWO_FACTS)
 EASY_STATEMENTS = ["arithmetic", "membership"]
@@ -204,7 +205,7 @@ GROUPS: dict[str, list[Values]] = {
     "crossattn_lookup_cpu": [LM_LOOKUP, CROSSATTN_LOOKUP],
     "vera_lookup_cpu": [VERA_LOOKUP],
     "summarise_lookup_cpu": [FID_COPIES, SUMMARISE_LOOKUP],
-    "fid_lookup_tiny": [FID_COPIES, FID_CHOOSES],
+    "fid_lookup_tiny": [FID_COPIES, FID_TWO],
     "crossattn_lookup_tiny": [LM_TWO, CROSSATTN_TWO],
     "vera_lookup_tiny": [VERA_TWO],
     "summarise_lookup_tiny": [FID_COPIES, SUMMARISE_TWO],
