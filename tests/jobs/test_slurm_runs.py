@@ -61,8 +61,9 @@ def step_of(folder: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
-def test_a_two_rank_training_is_preempted_requeued_and_ends_as_if_nothing_had_been(
-    here: Callable[..., Place], cluster: RealSlurm, tmp_path: Path
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_training_is_preempted_requeued_and_ends_as_if_nothing_had_been(
+    ranks: int, here: Callable[..., Place], cluster: RealSlurm, tmp_path: Path
 ) -> None:
     made = here(
         0, resources={"cpu": 2, "mem": 2}, environment_vars={"OMP_NUM_THREADS": "1"}, nodelist="n1"
@@ -72,8 +73,9 @@ def test_a_two_rank_training_is_preempted_requeued_and_ends_as_if_nothing_had_be
         'STEPS = {"steps": 60, "log_every": 1, "eval_every": 60, "save_every": 5}\n'
         'EXP_GROUPS = {"sweep": [vary(BUILT_IN["crossattn_tiny"][0], train=STEPS)]}\n'
     )
-    line = ["--python_binary", f"{sys.executable} -m torch.distributed.run --nproc-per-node 2"]
-    words = [*line, "--", f"--cache_dir={tmp_path / 'cache'}"]
+    launcher = f"{sys.executable} -m torch.distributed.run --nproc-per-node {ranks}"
+    python = sys.executable if ranks == 1 else launcher
+    words = ["--python_binary", python, "--", f"--cache_dir={tmp_path / 'cache'}"]
     said = submit(made, *words)
     assert said.code == 0, said.out
     folder = Path(made.status()[0]["folder"])

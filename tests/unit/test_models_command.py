@@ -10,6 +10,8 @@ import pytest
 from transformers import T5Config, T5ForConditionalGeneration
 from typer.testing import CliRunner, Result
 
+from tests import forked
+from tests.forked import TRAINER
 from trainer.__main__ import app
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,17 +30,7 @@ def command(*arguments: str | Path) -> Result:
 
 
 def test_the_command_runs_as_a_process(model: Path, tmp_path: Path) -> None:
-    line = [
-        sys.executable,
-        "-m",
-        "trainer",
-        "import",
-        "fid",
-        str(model),
-        "--out",
-        str(tmp_path / "t5"),
-    ]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = forked.run(*TRAINER, "import", "fid", str(model), "--out", str(tmp_path / "t5"))
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "t5" / "model.safetensors").is_file()
     assert '"tokenizer": ' in done.stdout  # which the log asks to name in the experiment

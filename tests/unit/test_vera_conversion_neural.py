@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from trainer.errors import ConfigError
+from trainer.tasks.vera.conversion import neural
 from trainer.tasks.vera.conversion.convert import Conversion, convert
 from trainer.tasks.vera.conversion.neural import QuestionConverter
 
@@ -76,6 +77,12 @@ def model(tmp_path: Path) -> str:
     return str(tiny_t5(tmp_path / "model"))
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers end by 16 tokens: where their length is not the subject."""
+    monkeypatch.setattr(neural, "_MAX_LENGTH", 16)
+
+
 def converter(model: str, folder: Path, batch: int = 64) -> QuestionConverter:
     return QuestionConverter(model, cache_dir=folder, batch=batch, device="cpu")
 
@@ -105,6 +112,7 @@ def test_answers_are_greedy_and_end_by_256_tokens(model: str, tmp_path: Path) ->
     assert answer == used._tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
 
+@pytest.mark.usefixtures("short")
 def test_a_text_is_converted_once(model: str, tmp_path: Path) -> None:
     first = converter(model, tmp_path)
     answers = first([*TEXTS, TEXTS[0]])
@@ -114,6 +122,7 @@ def test_a_text_is_converted_once(model: str, tmp_path: Path) -> None:
     assert again.num_generated == 0
 
 
+@pytest.mark.usefixtures("short")
 def test_other_weights_have_a_cache_of_their_own(model: str, tmp_path: Path) -> None:
     converter(model, tmp_path / "cache")(TEXTS)
     other = converter(str(tiny_t5(tmp_path / "other", seed=1)), tmp_path / "cache")
@@ -121,6 +130,7 @@ def test_other_weights_have_a_cache_of_their_own(model: str, tmp_path: Path) -> 
     assert other.num_generated == len(TEXTS)
 
 
+@pytest.mark.usefixtures("short")
 def test_an_interrupted_conversion_goes_on_where_it_was(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

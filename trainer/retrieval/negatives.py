@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from trainer.data.readers.rankings import Hit, Qrels, Run
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import refusals
@@ -161,8 +163,8 @@ def bm25(queries: Sequence[Query], passages: Iterable[Row], *, depth: int) -> Ru
     """The run of BM25 over title and text: bm25s as it comes (k1 1.5, b 0.75, Lucene's form,
     English stop words).
 
-    Passages without a word of the question are no hits. ConfigError when the extra is not
-    installed.
+    Passages without a word of the question are no hits; of equal scores the passage that comes
+    first in `passages` is the better one. ConfigError when the extra is not installed.
     """
     bm25s = extra("bm25s", "bm25")
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # after the import, which sets it to DEBUG
@@ -172,11 +174,22 @@ def bm25(queries: Sequence[Query], passages: Iterable[Row], *, depth: int) -> Ru
         texts.append(f"{passage['title']} {passage['text']}".strip())
     index = bm25s.BM25()
     index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
-    asked = bm25s.tokenize([query.text for query in queries], show_progress=False)
-    rows, scores = index.retrieve(asked, k=min(depth, len(ids)), show_progress=False)
-    return {
-        query.id: [
-            Hit(ids[row], score) for row, score in zip(of_rows, of_scores, strict=True) if score > 0
+    words = bm25s.tokenize([query.text for query in queries], return_ids=False, show_progress=False)
+    run: Run = {}
+    for query, of_query in zip(queries, words, strict=True):
+        scores_P = index.get_scores_from_ids(index.get_tokens_ids(of_query))
+        run[query.id] = [
+            Hit(ids[place], float(scores_P[place])) for place in _highest(scores_P, depth)
         ]
-        for query, of_rows, of_scores in zip(queries, rows.tolist(), scores.tolist(), strict=True)
-    }
+    return run
+
+
+def _highest(scores_P: np.ndarray, depth: int) -> list[int]:
+    """The places of at most `depth` scores above 0, highest first, of equal ones in their order.
+
+    bm25s 0.3 would choose among equal scores as numpy's partition leaves them, which differs from
+    processor to processor.
+    """
+    least = np.partition(scores_P, -depth)[-depth] if depth < len(scores_P) else 0.0
+    places = np.flatnonzero((scores_P >= least) & (scores_P > 0))
+    return places[np.argsort(-scores_P[places], kind="stable")][:depth].tolist()

@@ -25,6 +25,9 @@ COLDEST, HOTTEST = 0.01, 100.0
 STEPS = 60  # of the first, geometric search: neighbours are 17 % apart
 NARROWER = 40  # steps of each later search, between the neighbours of the best
 SEARCHES = 3  # later ones: after the third, neighbours are 5e-6 apart
+# Values that differ by no more are equal: fp32 scores have their last bit from the processor, and
+# where the error does not depend on the temperature, that bit must not choose one.
+SLACK: dict[Objective, float] = {"ece": 2e-7, "nll": 0.0}
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +56,14 @@ class Calibration:
 
 
 def scores_of(logits: Values, *, temperature: float = 1.0) -> np.ndarray:
-    """(N,) scores between 0 and 1, float64.
+    """(N,) scores between 0 and 1, float64; equal logits have equal scores.
 
-    The sigmoid is taken in fp32, as the published program does: whether two logits tie, and so fall
-    into one bin, is decided there.
+    Scores are rounded to fp32, as the published program's are: whether two logits tie, and so fall
+    into one bin, is decided there. The sigmoid itself is taken in float64: torch's in fp32 gives a
+    logit another last bit where it stands in what is left over from whole vectors.
     """
     logits_N = torch.from_numpy(_array(logits) / temperature)
-    return logits_N.float().sigmoid().double().numpy()
+    return logits_N.float().double().sigmoid().float().double().numpy()
 
 
 def quantile_bins(
@@ -126,13 +130,13 @@ def fit_temperature(
     }
     width = (HOTTEST / COLDEST) ** (1 / STEPS)
     for _ in range(SEARCHES):
-        best = _best(tried)
+        best = _best(tried, SLACK[objective])
         low, high = max(best / width, COLDEST), min(best * width, HOTTEST)
         tried |= {
             temperature: loss(temperature) for temperature in np.geomspace(low, high, NARROWER + 1)
         }
         width **= 2 / NARROWER
-    best = _best(tried)
+    best = _best(tried, SLACK[objective])
     if not COLDEST < best < HOTTEST:
         log.warning(
             "The best temperature, %g, is at the edge of what is searched: look at the rows it "
@@ -174,15 +178,16 @@ def _objective(
 ) -> Callable[[float], float]:
     if name == "nll":
         return lambda temperature: nll(logits, labels, temperature=temperature, weights=weights)
-    # Scores are fp32. Where the error does not depend on the temperature, less than that must not
-    # choose one.
-    return lambda temperature: round(
-        ece(scores_of(logits, temperature=temperature), labels, weights=weights), 7
+    return lambda temperature: ece(
+        scores_of(logits, temperature=temperature), labels, weights=weights
     )
 
 
-def _best(tried: dict[float, float]) -> float:
-    return float(min(tried, key=lambda temperature: (tried[temperature], abs(np.log(temperature)))))
+def _best(tried: dict[float, float], slack: float) -> float:
+    """The temperature nearest to 1 among those whose objective is within `slack` of the least."""
+    least = min(tried.values())
+    equal = [temperature for temperature, value in tried.items() if value <= least + slack]
+    return float(min(equal, key=lambda temperature: abs(np.log(temperature))))
 
 
 def _sorted(
