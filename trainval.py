@@ -19,6 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from trainer.commands.options import EXIT_FAILED, CacheDir, DataPath, id_of, set_up_logging
+from trainer.config.userfile import kind
 from trainer.errors import EXIT_OK, ConfigError, LatheError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -283,6 +284,14 @@ def _experiments(
     """The dictionaries to run, with --steps written in: of a whole group, or of one folder."""
     from exp_configs import experiments_of
 
+    if exp_id is not None and group is not None:
+        chosen = {id_of(values): values for values in experiments_of(group, file, steps)}
+        if exp_id not in chosen:
+            raise ConfigError(
+                f"--exp_id {exp_id} is not in -e {group}, which has {', '.join(chosen)}. Leave -e "
+                "out to go on with a run of that id, or --exp_id to train the group."
+            )
+        return [chosen[exp_id]]
     if exp_id is not None:
         values = _stored(savedir_base, exp_id)
         if id_of(values) != exp_id:
@@ -307,15 +316,27 @@ def _experiments(
 def _stored(savedir_base: Path, exp_id: str) -> dict[str, Any]:
     path = savedir_base / exp_id / "exp_dict.json"
     if Path(exp_id).name != exp_id:
-        raise ConfigError(f"--exp_id {exp_id!r} is not the name of a folder.")
+        raise ConfigError(
+            f"--exp_id {exp_id!r} is not the name of a folder. Give the id of a run in "
+            f"{savedir_base}: 32 hexadecimal digits."
+        )
     try:
-        return json.loads(path.read_text())
+        values = json.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(
-            f"--exp_id {exp_id}: {path} does not exist. Give the id of a run in {savedir_base}."
+            f"--exp_id {exp_id}: {path} does not exist. Give the id of a run in {savedir_base}; a "
+            "group is trained with -e."
         ) from None
-    except ValueError as error:
-        raise ConfigError(f"--exp_id {exp_id}: {path} is not JSON ({error}).") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--exp_id {exp_id}: {path} is not JSON ({error}). Put it back from a copy, or start "
+            "the experiment from its group with -e, into another --savedir_base."
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"--exp_id {exp_id}: {path} holds {kind(values)}, want the dictionary of an experiment."
+        )
+    return values
 
 
 def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from jobs.submit.request import ActionResult
 
 
+MOST_IDS = 8  # in one message
+
+
 def rows(
     base: Path, group: str | None, *, by_hand: bool = False, exp_configs: Path | None = None
 ) -> list[Row]:
@@ -81,6 +84,12 @@ def match(rows: Sequence[Row], text: str) -> Row:
     if len(found) == 1:
         return found[0]
     if not found:
+        of_group = [row.exp_id[:8] for row in rows if text and row.group == text]
+        if of_group:
+            raise NothingMatched(
+                f"{text!r} is a group, and one experiment is wanted. Its ids begin with "
+                f"{', '.join(of_group[:MOST_IDS])}{', ...' if len(of_group) > MOST_IDS else ''}."
+            )
         raise NothingMatched(
             f"{text!r}: no experiment has an id that begins so. `status` lists them."
         )

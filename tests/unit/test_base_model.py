@@ -95,6 +95,6 @@ def test_weights_that_are_no_tensors_torn_or_missing_are_refused(
     (base / "model.safetensors").write_bytes(b"torn")
     assert "cannot be read" in refusal_of_base(base)
     (base / "model.safetensors").unlink()
-    assert "cannot be read" in refusal_of_base(base)
+    assert "holds a config.json and no weights" in refusal_of_base(base)
     torch.save({"lm_head.weight": Path("no tensor")}, base / "pytorch_model.bin")
     assert "not tensors alone" in refusal_of_base(base)

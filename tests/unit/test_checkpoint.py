@@ -376,7 +376,7 @@ def test_a_save_that_cannot_fit_is_refused_before_anything_is_written(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(100, 90, 10))
     with pytest.raises(
-        StorageError, match=r"0\.00 GiB free, the checkpoint needs .* Free some space"
+        StorageError, match=r"0.0 KiB free, the checkpoint needs .* Free some space"
     ):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]

@@ -259,7 +259,7 @@ _WRONG = [
     ({"answers": {"a": 1}}, "'answers' is {'a': 1}, want a list of texts"),
     ({"answers": ["a", 3]}, r"'answers\[1\]' is 3, want text"),
     ({"target": ""}, "'target' is '', want text"),
-    ({"ctxs": ...}, r"'ctxs' is missing \(keys: question, answers\). Write \"ctxs\": \[\]"),
+    ({"ctxs": ...}, r"'ctxs' is missing \(keys: question, answers\).*Write \"ctxs\": \[\]"),
     ({"ctxs": "c"}, "'ctxs' is 'c', want a list of passages"),
     ({"ctxs": ["1", None]}, r"'ctxs\[1\]' is None, want an id"),
     ({"ctxs": ["1", True]}, r"'ctxs\[1\]' is True, want an id"),

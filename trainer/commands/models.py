@@ -67,12 +67,25 @@ def export(
 ) -> None:
     """Read a trained model and write it as other programs read it."""
     given = {"layout": layout, "merge": merge or None}
+    _refuse_what_is_ready(task, folder)
     write = _interchange(task, "export_model", given)
     if task != "cross_attention":  # whose own folders hold adapters beside the added layers
         from trainer.models import adapters
 
         adapters.refuse(folder, because="which other programs do not read")
     write(folder, out=out)
+
+
+def _refuse_what_is_ready(task: str, folder: Path) -> None:
+    """ConfigError for a task whose own folders are already as the Hub has them."""
+    from trainer import tasks
+
+    has_export = (Path(tasks.__file__).parent / task / "interchange.py").is_file()
+    if task in tasks.names() and not has_export and (folder / "config.json").is_file():
+        raise ConfigError(
+            f"export {task} {folder}: this folder is already as the Hub has models; nothing is to "
+            f"be done. Load it with AutoModel....from_pretrained({str(folder)!r}), or upload it."
+        )
 
 
 def _interchange(task: str, function: str, given: dict[str, Any]) -> Callable[..., None]:

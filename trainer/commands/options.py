@@ -17,6 +17,7 @@ from typing import Annotated, Any, ParamSpec
 import typer
 
 from trainer.config.identity import exp_id as id_of
+from trainer.config.userfile import kind
 from trainer.errors import EXIT_OK, ConfigError, LatheError
 
 EXIT_FAILED = 1
@@ -90,11 +91,17 @@ def experiment(
             )
         path = savedir_base / exp_id / "exp_dict.json"
         try:
-            return json.loads(path.read_text())
+            values = json.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} cannot be read ({error}). Give the id of a run in {savedir_base}."
             ) from None
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{path} holds {kind(values)}, want the dictionary of an experiment. Put it back "
+                "from a copy."
+            )
+        return values
     found = {id_of(values): values for values in experiments_of(group, file, steps)}
     if exp_id is None and len(found) > 1:
         raise ConfigError(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from trainer.config.identity import exp_id
 from trainer.errors import ConfigError, nearest
 
 Values = dict[str, Any]
+_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def vary(parent: Values, **changes: Any) -> Values:
@@ -62,7 +64,7 @@ def chosen(known: dict[str, list[Values]], group: str, steps: int | None) -> lis
     ConfigError for an unknown group, and for two experiments that are the same.
     """
     if group not in known:
-        raise ConfigError(f"-e {group}: no such group. {nearest(group, sorted(known))}")
+        raise ConfigError(_no_such(group, known))
     experiments = with_steps(known[group], steps)
     ids = [exp_id(values) for values in experiments]
     if len(set(ids)) < len(ids):
@@ -72,6 +74,28 @@ def chosen(known: dict[str, list[Values]], group: str, steps: int | None) -> lis
             "copies."
         )
     return experiments
+
+
+def _no_such(name: str, known: dict[str, list[Values]]) -> str:
+    """Which name was meant instead; of an id the group that holds it, where one does."""
+    if not _ID.fullmatch(name):
+        return f"-e {name}: no such group. {nearest(name, sorted(known))}"
+    holding = [
+        group
+        for group, experiments in known.items()
+        if any(_id_or_none(values) == name for values in experiments)
+    ]
+    said = f"--exp_id {name} goes on with a run, whose dictionary is in its folder"
+    if holding:
+        said = f"It is one of {', '.join(holding)}: -e {holding[0]} --exp_id {name}"
+    return f"-e {name}: this is the id of an experiment, and a group's name is wanted. {said}."
+
+
+def _id_or_none(values: Values) -> str | None:
+    try:
+        return exp_id(values)
+    except ConfigError:  # of another experiment than the one that is asked for
+        return None
 
 
 def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:

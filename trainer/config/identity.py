@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
+from collections.abc import Iterator
 from typing import Any, cast
 
 from trainer.errors import ConfigError
@@ -29,16 +32,49 @@ def exp_id(values: dict[str, Any]) -> str:
     or what haven refuses (a dot in a key, a list that mixes dictionaries and other values). Source:
     haven-ai 0.7.3, md5 over "key/value" of the sorted keys without a separator.
     """
-    try:
-        copied = json.loads(json.dumps(values, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"experiment dictionary: {error}. Use only what JSON can hold.") from None
-    if copied != values:
+    foreign = list(_foreign(values, ""))
+    if foreign:
         raise ConfigError(
-            "experiment dictionary changes when written as JSON (a key that is not a string?)."
+            f"experiment dictionary: {len(foreign)} mistake(s), for it holds what JSON cannot\n"
+            + "\n".join(f"  {line}" for line in foreign)
         )
     # plain JSON types: str(numpy.float64) inside a list depends on the numpy version
-    return _haven_hash(copied)
+    return _haven_hash(json.loads(json.dumps(values)))
+
+
+def _foreign(value: Any, path: str) -> Iterator[str]:
+    """A line for each part of a value that a JSON file would not give back as it is: where it
+    stands, what it is, and what to write instead.
+    """
+    if isinstance(value, dict):
+        for key, item in cast("dict[Any, Any]", value).items():
+            inner = f"{path}.{key}" if path else str(key)
+            if not isinstance(key, str):
+                where = f"in {path}" if path else "at the top level"
+                yield f"key {key!r} {where} is {_kind(key)}. Write it as text: {str(key)!r}."
+            yield from _foreign(item, inner)
+    elif isinstance(value, list):
+        for index, item in enumerate(cast("list[Any]", value)):
+            yield from _foreign(item, f"{path}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{path or 'it'} is {value}. Want a finite number."
+    elif value is not None and not isinstance(value, (str, int, float)):
+        yield f"{path or 'it'} is {_kind(value)}, {value!r}. {_instead(value)}"
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _instead(value: Any) -> str:
+    if isinstance(value, (tuple, set, frozenset)):
+        return "Write a list: [...]."
+    if isinstance(value, os.PathLike):
+        return f"Write its text: {os.fspath(cast('os.PathLike[str]', value))!r}."
+    if callable(getattr(value, "item", None)):
+        return "Write the plain number: value.item()."
+    return "Use text, numbers, True, False, None, lists and dictionaries."
 
 
 def _haven_hash(values: dict[str, Any]) -> str:

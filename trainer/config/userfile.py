@@ -24,7 +24,8 @@ def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
     )
     if spec is None or spec.loader is None or not path.is_file():
         raise ConfigError(
-            f"{flag} {path}: want the path of a Python file (.py) that defines {defines}."
+            f"{flag} {path}: {_problem(path)}; want the path of a Python file (.py) that defines "
+            f"{defines}.{_ADVICE.get(path.suffix.lower(), '')}"
         )
     module = importlib.util.module_from_spec(spec)
     try:
@@ -37,6 +38,24 @@ def execute(path: Path, *, flag: str, defines: str) -> dict[str, Any]:
             f"{path}:{_line(error, path)}: {type(error).__name__}: {error}"
         ) from error
     return vars(module)
+
+
+_PLAIN = " Write what it says as a dictionary of Python into a .py file."
+_ADVICE = {  # by suffix: how to come from this kind of file to a Python file
+    ".yaml": _PLAIN,
+    ".yml": _PLAIN,
+    ".json": _PLAIN,
+    ".toml": _PLAIN,
+    ".ipynb": " `jupyter nbconvert --to script` makes one of a notebook.",
+}
+
+
+def _problem(path: Path) -> str:
+    if path.is_dir():
+        return "it is a folder"
+    if not path.exists():
+        return "there is no such file"
+    return f"it is a {path.suffix or 'file without a suffix'}"
 
 
 def _line(error: BaseException, path: Path) -> int:

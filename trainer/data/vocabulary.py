@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 from trainer.config.schema import EmbeddedTokenizer
 from trainer.data import byte_tokenizer, lookup, stdlib_docs
 from trainer.errors import ConfigError
-from trainer.files import packages
+from trainer.files import hub, packages
 from trainer.files.build_once import build_once
 
 log = logging.getLogger(__name__)
@@ -37,30 +37,42 @@ FILES = (  # what a tokenizer is made of in a model's folder
         "added_tokens.json",
     ),
 )
+VOCABULARIES = (_TOKENIZER_FILE, "spiece.model", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_tokenizer(
-    spec: str | EmbeddedTokenizer, *, data_path: Path | None, cache_dir: Path
+    spec: str | EmbeddedTokenizer,
+    *,
+    data_path: Path | None,
+    cache_dir: Path,
+    is_of_base: bool = False,
 ) -> PreTrainedTokenizerFast:
     """The tokenizer that an experiment names: the embedded one, a folder, or a Hub id.
 
     A name is looked for as a folder here, then as a folder under `data_path`, then on the Hub (or
     in its local cache); "package:NAME/FOLDER" is a folder of an installed package. Code that comes
     with a tokenizer is never run. Raises ConfigError when it is nowhere, or has no fast
-    implementation.
+    implementation. is_of_base: messages call it the base's, for the experiment names no other.
     """
+    named = f"the tokenizer of base={spec!r}" if is_of_base else f"tokenizer={spec!r}"
     if isinstance(spec, EmbeddedTokenizer):
         return embedded_tokenizer(spec, cache_dir)
     if packages.is_packaged(spec):
-        return _pretrained(str(packages.folder_of(spec)), spec, tried=[f"package {spec}"])
+        return _pretrained(str(packages.folder_of(spec)), named, tried=[f"package {spec}"])
     folders = [Path(spec)] + ([data_path / spec] if data_path is not None else [])
     for folder in folders:
         if folder.is_dir():
-            return _pretrained(str(folder), spec, tried=[f"folder {folder}"])
+            return _pretrained(str(folder), named, tried=[f"folder {folder}"])
     tried = [f"folder {folder}" for folder in folders]
-    if not _may_be_hub_id(spec):
-        raise _not_found(spec, tried, reason="it is a path, and no such folder exists")
-    return _pretrained(spec, spec, tried=[*tried, f"Hub id {spec}"])
+    if not may_be_hub_id(spec):
+        reason = "it is a path, and no such folder exists"
+        if any(folder.is_file() for folder in folders):
+            reason = "it is a file, and the folder that holds it is wanted"
+        elif data_path is None:
+            reason += "; it is also looked for below --data_path, which was not given"
+        raise _not_found(named, tried, reason=reason)
+    hub.use_cache_where_unreachable()
+    return _pretrained(spec, named, tried=[*tried, f"Hub id {spec}"])
 
 
 def embedded_tokenizer(spec: EmbeddedTokenizer, cache_dir: Path) -> PreTrainedTokenizerFast:
@@ -149,18 +161,19 @@ def _id_of(tokenizer: PreTrainedTokenizerFast, name: str) -> int | None:
     return None if number is None else int(number)
 
 
-def _pretrained(source: str, spec: str, *, tried: list[str]) -> PreTrainedTokenizerFast:
+def _pretrained(source: str, named: str, *, tried: list[str]) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:  # missing or malformed, says transformers
+    except Exception as error:  # any: tokenizers (Rust) raises Exception itself for a torn file
         if is_of_foreign_code(error):
-            raise ConfigError(f"tokenizer={spec!r}: {FOREIGN_CODE.format('tokenizer')}") from None
-        raise _not_found(spec, tried, reason=str(error).split("\n", 1)[0]) from error
+            raise ConfigError(f"{named}: {FOREIGN_CODE.format('tokenizer')}") from None
+        reason = _of_files(Path(source)) or str(error).split("\n", 1)[0]
+        raise _not_found(named, tried, reason=reason) from error
     if isinstance(tokenizer, ByT5Tokenizer):
         return byte_tokenizer.fast(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(
-            f"tokenizer={spec!r} is a {type(tokenizer).__name__} without a fast implementation. "
+            f"{named} is a {type(tokenizer).__name__} without a fast implementation. "
             f"Use a tokenizer that has a {_TOKENIZER_FILE}."
         )
     return tokenizer
@@ -171,13 +184,38 @@ def is_of_foreign_code(error: Exception) -> bool:
     return "custom code" in str(error)
 
 
-def _may_be_hub_id(spec: str) -> bool:
-    return not spec.startswith((".", "/", "~")) and not spec.endswith("/") and spec.count("/") <= 1
+def may_be_hub_id(spec: str) -> bool:
+    """Whether a name of a tokenizer or a base could be one on the Hub: "NAME" or "OWNER/NAME"."""
+    return (
+        bool(spec)
+        and not spec.startswith((".", "/", "~"))
+        and not spec.endswith("/")
+        and spec.count("/") <= 1
+    )
 
 
-def _not_found(spec: str, tried: list[str], *, reason: str) -> ConfigError:
+def _of_files(folder: Path) -> str | None:
+    """What can be seen to be wrong with the files of a tokenizer's folder; None for nothing."""
+    if not folder.is_dir():
+        return None
+    for path in (folder / name for name in FILES):
+        try:
+            if path.suffix == ".json" and path.is_file():
+                json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            return f"{path.name} is torn ({error}), so copy it again"
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        present = ", ".join(name for name in FILES if (folder / name).is_file()) or "none"
+        return (
+            f"its files of a tokenizer are {present}, and one with the vocabulary is wanted: "
+            f"{' or '.join(VOCABULARIES)}"
+        )
+    return None
+
+
+def _not_found(named: str, tried: list[str], *, reason: str) -> ConfigError:
     return ConfigError(
-        f"tokenizer={spec!r} cannot be loaded (tried {', '.join(tried)}): {reason.rstrip('.')}. "
+        f"{named} cannot be loaded (tried {', '.join(tried)}): {reason.rstrip('.')}. "
         'Give a folder (here or under --data_path), a Hub id, or {"vocab_size": 2048} for the '
         "embedded one."
     )

@@ -162,6 +162,16 @@ def _free_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
+def size_of(nbytes: int) -> str:
+    """Bytes as a person reads them, in the unit that shows what there is: 1.50 GiB, 12.0 MiB,
+    3.1 KiB.
+    """
+    for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
+        if nbytes >= size:
+            return f"{nbytes / size:.{digits}f} {unit}"
+    return f"{nbytes / 2**10:.1f} KiB"
+
+
 def refuse_existing(out: Path) -> None:
     """ConfigError when --out is there already."""
     if out.exists() or out.is_symlink():

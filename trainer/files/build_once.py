@@ -65,9 +65,20 @@ def _storage_errors(folder: Path, numbers: set[int]) -> Iterator[None]:
         if number is None or number not in numbers:
             raise
         raise StorageError(
-            f"{folder} cannot be written: {os.strerror(number)}. Free space there, or choose "
-            "another cache folder."
+            f"{folder} cannot be written: {os.strerror(number)}. {_advice(folder, number)}"
         ) from error
+
+
+def _advice(folder: Path, number: int) -> str:
+    """What mends the refusal of a cache's disk."""
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "Free space there, or choose another cache folder."
+    files = [path for path in folder.parents if path.exists() and not path.is_dir()]
+    if files:
+        return f"{files[0]} is a file: choose another cache folder (--cache_dir)."
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "This user may not write there: choose another cache folder (--cache_dir)."
+    return "Choose another cache folder (--cache_dir)."
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from trainer.config.auto import AUTO, presets_of
 from trainer.config.identity import digest
 from trainer.config.schema import Experiment
 from trainer.errors import ConfigError, DoesNotFitError
-from trainer.files.atomic import write_json
+from trainer.files.atomic import read_json, write_json
 from trainer.memory import plan_text
 from trainer.memory.advice import advise, largest_divisor, largest_rows
 from trainer.memory.measure import MeasuringError
@@ -131,10 +131,13 @@ def before_launch(
 
 def _kept(path: Path, key: str) -> MemoryPlan | None:
     """The plan of an earlier start of the same run."""
-    if not path.is_file():
+    stored = read_json(path)
+    if stored is None or stored.get("key") != key:
         return None
-    stored = json.loads(path.read_text())
-    return MemoryPlan.of(stored["plan"]) if stored["key"] == key else None
+    try:
+        return MemoryPlan.of(stored["plan"])
+    except (KeyError, TypeError, ValueError):  # not whole, or an older form: it is made again
+        return None
 
 
 # "auto"

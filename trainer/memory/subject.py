@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import socket
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.schema import Experiment
 from trainer.errors import ConfigError, DataError
+from trainer.files import hub
 from trainer.memory.deepspeed_terms import Zero
 from trainer.memory.measure import MeasureRequest, changed
 from trainer.memory.planned_rows import RowsByNumber, Specimens, StoredRows
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from trainer.tasks.protocol import Places, Task
 
 # The embedded tokenizer that stands in for a published one: its ids of padding and end.
-_HUB_TIMEOUT_S = 3.0
 _STAND_IN: dict[str, Any] = {"pad_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 0}
 
 
@@ -117,7 +114,7 @@ def reachable(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], l
     if shape is None:
         return values, []
     try:
-        if not _hub_may_answer() and not Path(str(cfg.base)).is_dir():
+        if not hub.may_answer() and not Path(str(cfg.base)).is_dir():
             raise ConfigError("no connection")  # transformers would try for half a minute
         base_model.config_of(cfg.base, places)
         return values, []
@@ -129,22 +126,6 @@ def reachable(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], l
         changed(values, "base", {"config": shape | _STAND_IN}), "tokenizer", {"vocab_size": 2048}
     )
     return values, [*notes, "the tokenizer of the base is out of reach"]
-
-
-def _hub_may_answer() -> bool:
-    """Whether it is worth asking: a proxy may, or the host can be reached."""
-    from huggingface_hub.constants import ENDPOINT
-
-    if urllib.request.getproxies():
-        return True
-    parts = urlsplit(ENDPOINT)
-    try:
-        socket.create_connection(
-            (parts.hostname or "", parts.port or 443), timeout=_HUB_TIMEOUT_S
-        ).close()
-    except OSError:
-        return False
-    return True
 
 
 # Published shapes

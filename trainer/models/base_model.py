@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 
@@ -21,7 +22,7 @@ from trainer.config.identity import canonical_json, exp_id
 from trainer.config.schema import Base, Experiment, ExperimentBase, RandomBase
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
-from trainer.files import packages, safetensors_file
+from trainer.files import hub, packages, safetensors_file
 from trainer.models import adapters, families, weight_files
 from trainer.models.t5_encoder_weights import encoder_source
 
@@ -61,6 +62,14 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
 def named(name: str, cache_dir: Path) -> str:
     """The folder or Hub id that the name of a base means; see resolve."""
     source, _, digest = name.partition(_DIGEST)
+    if not source or not (packages.is_packaged(source) or Path(source).is_dir()):
+        if not vocabulary.may_be_hub_id(source):
+            problem = "it is a file" if Path(source).is_file() else "there is no such folder here"
+            raise ConfigError(
+                f"base={source!r}: {problem}. Give the folder that holds config.json and the "
+                "weights, a Hub id, or a dictionary with a config."
+            )
+        hub.use_cache_where_unreachable()
     if packages.is_packaged(source):
         source = str(packages.folder_of(source))
     if _DIGEST in name:
@@ -84,8 +93,8 @@ def config_of(base: Base, places: Places) -> PretrainedConfig:
                 f"base={source!r}: {vocabulary.FOREIGN_CODE.format('model')}"
             ) from None
         raise ConfigError(
-            f"base={source!r}: neither a folder with config.json nor a model that the Hub gives "
-            f"out ({reason}).\n"
+            f"base={source!r}: neither a folder with config.json ({Path(source).absolute()}) nor a "
+            f"model that the Hub gives out ({reason}).\n"
             "Give an existing folder, a Hub id this machine can reach, or a dictionary with a "
             "config."
         ) from None
@@ -107,13 +116,46 @@ def load(
             torch.manual_seed(source.seed)
             # not from_config: under ZeRO-3 that partitions while it initialises, and draws other
             # numbers
-            return build(config, **options)
+            with _buildable(config):
+                return build(config, **options)
     if kind == "encoder" and config.model_type in families.T5:
         source = encoder_source(source, places.cache_dir)
     with _reading(source), _tied_as_saved(build, config, source), _pooler_unread(build, options):
-        return build.from_pretrained(
-            source, dtype=DTYPES[precision], trust_remote_code=False, **options
+        model, told = build.from_pretrained(
+            source,
+            dtype=DTYPES[precision],
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
         )
+    _refuse_mostly_new(model, set(told["missing_keys"]), source)
+    return model
+
+
+def _refuse_mostly_new(model: PreTrainedModel, missing: set[str], source: str) -> None:
+    """ConfigError when the files hold at most half of a base's weights: the others are drawn at
+    random, and what is fine-tuned is then no pretrained model. A few are said by transformers.
+    """
+    names = {name for name, _ in model.named_parameters()} - set(model.all_tied_weights_keys)
+    new = names & missing
+    if 2 * len(new) >= len(names):
+        raise ConfigError(
+            f"base={source!r}: its files lack {len(new)} of the {len(names)} weights of a "
+            f"{model.config.model_type}, such as {min(new)}. They are of another model than "
+            "config.json says, or of a part of it. Copy the folder again, or name the right one."
+        )
+
+
+@contextlib.contextmanager
+def _buildable(config: PretrainedConfig) -> Iterator[None]:
+    """Inside, a model is built of a config; numbers that do not go together are a ConfigError."""
+    try:
+        yield
+    except (ValueError, TypeError, AssertionError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"base: no {config.model_type} can be built of its config ({_first_line(error)}). Mend "
+            "base.config, or the config.json of the folder that it names."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -139,10 +181,31 @@ def _reading(source: str) -> Iterator[None]:
             "or use weights that are not quantized."
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(_unreadable(source, error)) from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):  # transformers 5.23: its words for shapes
+            raise
         raise ConfigError(
-            f"base={source!r}: its weights cannot be read ({_first_line(error)}). Copy the "
-            "folder again."
+            f"base={source!r}: its weights have other shapes than its config.json says (the table "
+            "above names them). Copy the folder again, or mend config.json."
         ) from error
+
+
+def _unreadable(source: str, error: Exception) -> str:
+    """What is wrong with weight files that could not be read, and what to do."""
+    files = weight_files.of(source)
+    if Path(source).is_dir() and not files:
+        return (
+            f"base={source!r}: the folder holds a config.json and no weights. Put "
+            "model.safetensors there (or pytorch_model.bin, or shards with their index); for "
+            'random weights give {"config": {...}} instead of the folder.'
+        )
+    torn = [path.name for path in files if weight_files.is_torn(path)]
+    named = f"{', '.join(torn)}: " if torn else ""
+    return (
+        f"base={source!r}: its weights cannot be read ({named}{_first_line(error)}). Copy the "
+        "folder again."
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -210,7 +273,7 @@ def skeleton(base: Base, places: Places, *, kind: Kind = "causal_lm") -> PreTrai
     """The model of a base without storage (meta device): names and shapes only."""
     config = config_of(base, places)
     build = _model_class(config, kind)
-    with torch.device("meta"):
+    with torch.device("meta"), _buildable(config):
         return build(config, **_body_options(build, kind))
 
 
@@ -282,6 +345,7 @@ def tokenizer_of(cfg: Experiment, places: Places, *, needs_eos: bool = True) -> 
     one without the end-of-text token that a model needs which writes.
     """
     spec = cfg.tokenizer
+    num_embeddings = config_of(cfg.base, places).vocab_size  # first: whose base is wrong reads that
     if spec is None:
         source = resolve(cfg.base, places)
         if isinstance(source, RandomBase):
@@ -291,11 +355,14 @@ def tokenizer_of(cfg: Experiment, places: Places, *, needs_eos: bool = True) -> 
             )
         spec = source
     tokenizer = vocabulary.load_tokenizer(
-        spec, data_path=places.data_path, cache_dir=places.cache_dir
+        spec,
+        data_path=places.data_path,
+        cache_dir=places.cache_dir,
+        is_of_base=cfg.tokenizer is None,
     )
     if needs_eos:
         vocabulary.eos_id(tokenizer)
-    vocabulary.check_fits(tokenizer, config_of(cfg.base, places).vocab_size)
+    vocabulary.check_fits(tokenizer, num_embeddings)
     return tokenizer
 
 
@@ -333,7 +400,11 @@ def _random_config(base: RandomBase) -> PretrainedConfig:
         raise ConfigError(
             "\n".join(f"base.config.{key}: no such key. {nearest(key, legal)}" for key in unknown)
         )
-    return AutoConfig.for_model(family, **values)
+    try:
+        return AutoConfig.for_model(family, **values)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        told = " ".join(str(error).split())
+        raise ConfigError(f"base.config: {told}. Mend it in the experiment.") from error
 
 
 def _digest_of_files(folder: Path, cache: Path) -> str:

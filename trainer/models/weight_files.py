@@ -13,7 +13,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from trainer.errors import ConfigError
 from trainer.files.atomic import refusals, replace_file, sha256_of
@@ -64,6 +64,15 @@ def _shards(source: str, index: Path) -> list[Path]:
             "again."
         )
     return [path for path in shards if path is not None]
+
+
+def is_torn(path: Path) -> bool:
+    """Whether a safetensors file is not as long as its own header says, or has none."""
+    try:
+        with safe_open(path, framework="pt", device="cpu"):
+            return False
+    except SafetensorError:
+        return path.suffix == ".safetensors"
 
 
 def check_digest(source: str, digest: str, cache: Path) -> None:

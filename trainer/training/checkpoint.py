@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from trainer.errors import CheckpointError, LatheError, StorageError
-from trainer.files.atomic import FULL, refusals
+from trainer.files.atomic import FULL, refusals, size_of
 from trainer.files.safetensors_file import (
     WrittenFile,
     bytes_needed,
@@ -122,8 +122,8 @@ def _prepare(root: Path, step: int, needed: int) -> None:
     free = shutil.disk_usage(root).free
     if free < needed + JSON_ROOM:
         raise StorageError(
-            f"{root}: {free / 2**30:.2f} GiB free, the checkpoint needs "
-            f"{(needed + JSON_ROOM) / 2**30:.2f} GiB. {FULL}"
+            f"{root}: {size_of(free)} free, the checkpoint needs {size_of(needed + JSON_ROOM)}. "
+            f"{FULL}"
         )
 
 

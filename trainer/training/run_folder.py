@@ -8,11 +8,12 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.identity import digest
-from trainer.errors import ConfigError, ResumeError
+from trainer.errors import ConfigError, ResumeError, StorageError
 from trainer.files.atomic import refusals, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
@@ -49,7 +50,7 @@ def claimed(plan: RunPlan, options: Options) -> Iterator[HeldLock]:
 
 
 def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
-    options.savedir_base.mkdir(parents=True, exist_ok=True)
+    _make_base(options.savedir_base)
     lock.acquire()
     if options.reset and plan.folder.exists():
         aside = plan.folder.with_name(f"{plan.id}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -59,10 +60,67 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
     for name in WRITTEN_AGAIN:  # what a killed process was writing aside
         for left in plan.folder.glob(f".{name}.*.tmp"):
             left.unlink(missing_ok=True)
+    _check_files(plan)
     _check_dictionary(plan)
     write_json(plan.folder / "exp_dict.json", plan.values)
     write_json(plan.folder / "resolved.json", plan.cfg.model_dump(mode="json"))
     write_json(plan.folder / "ds_config.json", plan.ds)
+
+
+def _make_base(base: Path) -> None:
+    for path in (base, *base.parents):
+        if path.exists() and not path.is_dir():
+            raise StorageError(
+                f"--savedir_base {base}: {path} is a file. Give a folder, which is made if need be."
+            )
+    with refusals(base):
+        base.mkdir(parents=True, exist_ok=True)
+
+
+# What a run reads again when it goes on: whether a value has the shape that a run wrote, and what
+# the file is for where it has another.
+_READ_AGAIN: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "exp_dict.json": (lambda value: isinstance(value, dict), "the dictionary of this experiment"),
+    "data.json": (
+        lambda value: isinstance(value, dict) and isinstance(value.get("identity"), dict),
+        "which data and base the run began with",
+    ),
+    "score_list.json": (
+        lambda value: (
+            isinstance(value, list)
+            and all(isinstance(entry, dict) and type(entry.get("step")) is int for entry in value)
+        ),
+        "its evaluations, which metrics.jsonl holds too",
+    ),
+}
+
+
+def _check_files(plan: RunPlan) -> None:
+    """ResumeError that names every file of an earlier start that does not hold what a run writes.
+
+    None of them is touched.
+    """
+    problems: list[str] = []
+    for name, (is_ours, content) in _READ_AGAIN.items():
+        path = plan.folder / name
+        try:
+            problem = "" if is_ours(_stored(path)) else "is not as a run writes it"
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            problem = f"cannot be read ({error})"
+        if problem:
+            problems.append(f"{path} ({content}) {problem}.")
+    if problems:
+        raise ResumeError(
+            "\n".join(problems) + "\n"
+            "Put it back from a copy, or remove it when nothing has changed since the run began: "
+            "it is written anew. Or start over with -r 1 (the old folder is moved aside)."
+        )
+
+
+def _stored(path: Path) -> Any:
+    return json.loads(path.read_text())
 
 
 def _check_dictionary(plan: RunPlan) -> None:
@@ -72,7 +130,7 @@ def _check_dictionary(plan: RunPlan) -> None:
     path = plan.folder / "exp_dict.json"
     if not path.exists():
         return
-    stored = json.loads(path.read_text())
+    stored = _stored(path)
     if digest(stored) == digest(plan.values):
         return
     differing = sorted(
@@ -95,7 +153,7 @@ def check_identity(plan: RunPlan, task: Task, stores: dict[str, TokenStore]) -> 
         }
         path = plan.folder / "data.json"
         if path.exists():
-            began = json.loads(path.read_text())["identity"]
+            began = _stored(path)["identity"]
             changed = [
                 f"{key} (was {began.get(key)!r}, is {now[key]!r})"
                 for key in now

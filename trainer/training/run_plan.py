@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,9 @@ from trainer.config.auto import placeholder, with_micro_batch
 from trainer.config.identity import exp_id
 from trainer.config.schema import Experiment
 from trainer.data.order import Sharding
+from trainer.errors import DataError
+from trainer.files.atomic import read_json
+from trainer.runtime.gpus import device_of
 
 if TYPE_CHECKING:
     from trainer.training.options import Options
@@ -36,6 +38,7 @@ def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> 
     Touches no disk but to read.
     """
     name = exp_id(values)
+    _check_places(options)
     cfg = tasks.parse(values, source=f"experiment {name}")
     if cfg.train.micro_batch == 0:  # "auto": `run` chooses
         cfg = with_micro_batch(cfg, 1)
@@ -59,9 +62,20 @@ def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> 
     return RunPlan(values, cfg, name, options.savedir_base / name, ds, sharding)
 
 
+def _check_places(options: Options) -> None:
+    """DataError or ConfigError for flags that name what is not there."""
+    data = options.data_path
+    if data is not None and not data.is_dir():
+        problem = f"there is no such folder (from {Path.cwd()}). Give the folder of the data."
+        if data.exists():
+            problem = (
+                f"it is a file, and its folder is wanted, which holds every split: {data.parent}."
+            )
+        raise DataError(f"--data_path {data}: {problem}")
+    if options.device is not None:
+        device_of(options.device)
+
+
 def is_finished(plan: RunPlan) -> bool:
     """True when an earlier run of the same dictionary reached its end."""
-    try:
-        return json.loads((plan.folder / "status.json").read_text())["state"] == "succeeded"
-    except (OSError, ValueError, KeyError):
-        return False
+    return (read_json(plan.folder / "status.json") or {}).get("state") == "succeeded"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _QUESTION_FILES, _RANKING_FILES = (".json", ".jsonl"), (".trec", ".tsv", ".txt", ".run")
+_NO_LISTS = ("answers", "answer", "target")  # of texts, beside the passages
 _PASSAGE_LISTS = (
     ("ctxs",),  # FiD, and what DPR's retriever writes
     ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs"),  # DPR's training files
@@ -214,8 +215,8 @@ def _passages(raw: Row, place: str) -> list[Row]:
     names = next((names for names in _PASSAGE_LISTS if any(name in raw for name in names)), None)
     if names is None:
         raise DataError(
-            f"{place}: 'ctxs' is missing (keys: {fields.keys(raw)}). Write \"ctxs\": [] where no "
-            "passage was found."
+            f"{place}: 'ctxs' is missing (keys: {fields.keys(raw)}), the list of passages that are "
+            f"read. {_other_name(raw)}"
         )
     passages: list[Row] = []
     for name in names:
@@ -223,6 +224,14 @@ def _passages(raw: Row, place: str) -> list[Row]:
         for rank, value in enumerate(values):
             passages.append(fields.passage(value, place, f"{name}[{rank}]"))
     return passages
+
+
+def _other_name(raw: Row) -> str:
+    """What to do about a row without passages under any name that is known."""
+    lists = [key for key, value in raw.items() if isinstance(value, list) and key not in _NO_LISTS]
+    if lists:
+        return f"Is that {' or '.join(map(repr, lists))} here? Rename it to 'ctxs'."
+    return 'Write "ctxs": [] in a row for which no passage was found.'
 
 
 def _list(raw: Row, name: str, place: str) -> list[Any]:

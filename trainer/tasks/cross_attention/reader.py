@@ -9,7 +9,7 @@ import torch
 
 from trainer.config.schema import validate
 from trainer.data import vocabulary
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DataError
 from trainer.tasks.abilities import GREEDY, Search
 from trainer.tasks.cross_attention.config import Data
 from trainer.tasks.cross_attention.decoder import export
@@ -48,7 +48,7 @@ class Reader:
         self.prompts = Prompts(
             tokenizer, validate(Data, content["data"], source=str(folder / export.DESCRIPTION))
         )
-        self.device = torch.device(device)
+        self.device = _device(device)
         self.model = export.load(folder, places, precision=precision or content["precision"]).to(
             self.device
         )
@@ -70,7 +70,18 @@ class Reader:
 
         contexts: for each question one text, or several.
         """
+        if len(questions) != len(contexts):
+            raise DataError(
+                f"{len(questions)} questions and {len(contexts)} contexts: give one list of "
+                "contexts for each question."
+            )
         given = [[texts] if isinstance(texts, str) else list(texts) for texts in contexts]
+        for question, texts in zip(questions, given, strict=True):
+            if not any(text.strip() for text in texts):
+                raise DataError(
+                    f"question {question!r} has no context that is not blank: this model reads "
+                    "its answers out of one. Give a text, or a list of them."
+                )
         rows = [
             {"question": q, "contexts": c, "answers": [""]}
             for q, c in zip(questions, given, strict=True)
@@ -82,3 +93,19 @@ class Reader:
                 self.model, encoded, search=search, device=self.device
             )
         ]
+
+
+def _device(name: str) -> torch.device:
+    """ConfigError where there is no such device."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"device={name!r}: {reason}. Use cpu, cuda or cuda:N.") from None
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(
+            f"device={name!r}: torch {torch.__version__} sees {count} CUDA device(s) here. Use "
+            "cpu, or see that CUDA_VISIBLE_DEVICES and the driver show one."
+        )
+    return device
