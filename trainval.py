@@ -76,9 +76,12 @@ Steps = Annotated[
     ),
 ]
 LogEvery = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--log_every", min=1, help="Log, evaluate and save where the dictionary does not say."
+        "--log_every",
+        min=1,
+        help="Steps between log lines, evaluations and saves where the dictionary does not say; "
+        "default: a hundred lines a run, the others every 1000 steps.",
     ),
 ]
 DeepSpeed = Annotated[
@@ -173,7 +176,7 @@ def main(
     data_path: DataPath = None,
     cache_dir: CacheDir = Path("tmp-cache"),
     steps: Steps = None,
-    log_every: LogEvery = 1000,
+    log_every: LogEvery = None,
     deepspeed: DeepSpeed = None,
     device: DeviceName = None,
     force: Force = False,
@@ -355,12 +358,24 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
 def _dry_run(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     from trainer.training.dry_run import show
     from trainer.training.options import Options
+    from trainer.training.preflight import look
     from trainer.training.run_plan import plan
 
     chosen = Options(**options)
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    refused: list[str] = []
+    earlier: set[str] = set()  # whose weights a later experiment of the group may start from
     for values in experiments:
-        typer.echo(show(plan(values, chosen, world=world, rank=0), chosen))
+        planned = plan(values, chosen, world=world, rank=0)
+        base = values.get("base")
+        needs = base.get("experiment") if isinstance(base, dict) else None
+        is_awaited = needs is not None and id_of(needs) in earlier
+        findings = look(planned, chosen, is_awaited=is_awaited)
+        typer.echo(show(planned, findings))
+        refused += [f"{planned.id}: {problem}" for problem in findings.problems]
+        earlier.add(planned.id)
+    if refused:
+        raise ConfigError("a run would be refused.\n" + "\n".join(refused))
     return EXIT_OK
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
 import pickle
 import re
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,15 @@ from trainer.runtime import process
 from trainer.runtime.gpus import peak_flops
 from trainer.runtime.preemption import Preemption
 from trainer.telemetry import meter as meter_module
+from trainer.telemetry import metrics_file
 from trainer.telemetry import run_record as telemetry
-from trainer.telemetry.console import shown
+from trainer.telemetry.console import ConsoleHandler, shown
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.wandb_run import WandbSettings, tell_wandb
 
+NOW = "2026-11-23T12:00:00+00:00"
+told_now = metrics_file._now  # what it says outside these tests
 KEY = "markermarkermarkermarkermarkermarkermarker"  # stands for an API key
 
 
@@ -43,7 +48,16 @@ def run(folder: Path, **options: Any) -> RunRecord:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """What metrics.jsonl says, without the moment of each line."""
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [entry.pop("at") for entry in entries] == [NOW] * len(entries)
+    return entries
+
+
+@pytest.fixture(autouse=True)
+def time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are compared byte for byte are not of another second."""
+    monkeypatch.setattr(metrics_file, "_now", lambda: NOW)
 
 
 # ---------------------------------------------------------------- metrics.jsonl
@@ -53,7 +67,7 @@ def test_a_line_holds_the_step_and_the_scalars_in_the_order_given(tmp_path: Path
     run(tmp_path).log(3, loss=0.1, lr=3e-4, tokens=12)
     assert (
         tmp_path / "metrics.jsonl"
-    ).read_text() == '{"step": 3, "loss": 0.1, "lr": 0.0003, "tokens": 12}\n'
+    ).read_text() == f'{{"step": 3, "loss": 0.1, "lr": 0.0003, "tokens": 12, "at": "{NOW}"}}\n'
 
 
 def test_a_line_is_on_the_disk_when_log_returns(tmp_path: Path) -> None:
@@ -227,6 +241,13 @@ def test_a_run_that_ends_on_a_full_disk_still_says_so(
     assert (tmp_path / "status.json").stat().st_size < 4096, "one block, which the file has already"
 
 
+def _untimed(line: str) -> str:
+    """A line of the console without the time of day that it begins with."""
+    time, line = line.split("  ", 1)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", time)
+    return line
+
+
 def test_without_a_terminal_each_entry_is_one_plain_line(tmp_path: Path) -> None:
     screen = io.StringIO()
     live = run(tmp_path, console=Console(file=screen))
@@ -234,7 +255,7 @@ def test_without_a_terminal_each_entry_is_one_plain_line(tmp_path: Path) -> None
         10, loss=5.12341, lr=3e-4, tokens=123456, tokens_per_s=8123.46, step_s=9.0, **{"x" * 90: 1}
     )
     live.log(20, **{"valid/loss": 4.5})
-    first, second = screen.getvalue().splitlines()
+    first, second = (_untimed(line) for line in screen.getvalue().splitlines())
     assert first == (
         f"step 10/20  loss 5.1234  lr 3.0e-4  tokens 123456  tokens_per_s 8123.5"
         f"  step_s 9.0000  {'x' * 90} 1  eta 0:01:30"
@@ -242,16 +263,33 @@ def test_without_a_terminal_each_entry_is_one_plain_line(tmp_path: Path) -> None
     assert second == "step 20/20  valid/loss 4.5000"
 
 
-def test_on_a_terminal_a_bar_moves_and_evaluations_stay_above_it(tmp_path: Path) -> None:
-    screen = io.StringIO()
-    live = run(tmp_path, console=Console(file=screen, force_terminal=True, width=120))
+def test_on_a_terminal_lines_stay_above_a_bar_that_moves_at_every_step(tmp_path: Path) -> None:
+    written = io.StringIO()
+    live = run(tmp_path, console=Console(file=written, force_terminal=True, width=120))
     live.log(10, loss=5.1234, lr=3e-4, tokens_per_s=8123.46, step_s=9.0)
-    live.log(10, **{"valid/loss": 4.5})
+    live.move(11)
+    assert live._screen._progress.tasks[0].completed == 11  # pyright: ignore
+    live.log(12, **{"valid/loss": 4.5})
     live.close()
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
-    assert "10/20" in text
-    assert "loss 5.1234  lr 3.0e-4  tokens_per_s 8123.5  eta 0:01:30" in text
-    assert "step 10/20  valid/loss 4.5000" in text
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.getvalue())
+    assert "11/20" in text
+    assert "loss 5.1234  eta 0:01:30" in text
+    assert "step 10/20  loss 5.1234  lr 3.0e-4  tokens_per_s 8123.5  step_s 9.0000" in text
+    assert "step 12/20  valid/loss 4.5000" in text
+
+
+def test_log_lines_have_a_time_of_day_and_metrics_the_moment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.Logger("of this test")
+    logger.addHandler(ConsoleHandler())
+    logger.warning("[bold]%d rows[/bold]", 3)
+    assert _untimed(capsys.readouterr().out) == "[bold]3 rows[/bold]\n"
+    live = run(tmp_path)
+    live.log(1, loss=1.0)
+    live.say(2, loss=2.0)
+    assert lines(tmp_path) == [{"step": 1, "loss": 1.0}], "what is said is not kept"
+    assert datetime.fromisoformat(told_now()).tzinfo == timezone.utc
 
 
 @pytest.mark.parametrize(

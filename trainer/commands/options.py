@@ -146,7 +146,9 @@ def guarded(function: Callable[P, None]) -> Callable[P, None]:
 def set_up_logging() -> None:
     """Messages of ours on standard output, from rank 0 alone; of libraries only warnings."""
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s", stream=sys.stdout)
+    from trainer.telemetry.console import ConsoleHandler  # rich, which --help needs not
+
+    logging.basicConfig(level=level, format="%(message)s", handlers=[ConsoleHandler()])
     for name in ("httpx", "filelock", "DeepSpeed", "torch", "wandb", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
     # an unreachable Hub ends in one ConfigError of ours

@@ -33,6 +33,17 @@ _PERCENTILES = (50, 90, 99, 100)
 _REPORT_EVERY_S = 10.0
 
 
+_HASHED_ROWS = 8192  # whose tokens are held at once
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # Knuth's golden ratio: an odd number of 64 bits
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Each number of 64 bits spread over all of them. Source: Steele et al. 2014, SplitMix64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
 class TokenStore:
     """The rows of one split.
 
@@ -91,6 +102,30 @@ class TokenStore:
         """
         lost, of = self.meta.get("lost_labels", (0, 0))  # stores of older versions have none
         return lost, of
+
+    def row_hashes(self, fields: Sequence[str]) -> np.ndarray:
+        """(rows,) uint64: a number of what each row says in these fields; equal for equal rows, and
+        for others by chance once in 2^64 pairs.
+        """
+        hashes = np.zeros(len(self), np.uint64)
+        for field in fields:
+            hashes = hashes * _FACTOR + self._hashes_of(field)
+        return hashes
+
+    def _hashes_of(self, field: str) -> np.ndarray:
+        """(rows,) uint64 of one field, a block of rows at a time."""
+        ids, offsets = self._ids[field], self._offsets[field]
+        found = np.zeros(len(self), np.uint64)
+        for start in range(0, len(self), _HASHED_ROWS):
+            stop = min(start + _HASHED_ROWS, len(self))
+            first, sizes = int(offsets[start]), np.diff(offsets[start : stop + 1])
+            tokens = np.asarray(ids[first : int(offsets[stop])]).astype(np.uint64) + np.uint64(1)
+            places = np.arange(len(tokens)) - np.repeat(offsets[start:stop] - first, sizes)
+            mixed = _mixed(tokens * _FACTOR + places.astype(np.uint64))
+            sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+            ends = np.asarray(offsets[start : stop + 1]) - first
+            found[start:stop] = _mixed(sums[ends[1:]] - sums[ends[:-1]] + sizes.astype(np.uint64))
+        return found
 
     def sizes(self, field: str) -> np.ndarray:
         """(rows,) int64: how many ids each row has in `field`."""

@@ -191,6 +191,18 @@ def _reading(source: str) -> Iterator[None]:
         ) from error
 
 
+def check_weights(base: Base, places: Places) -> None:
+    """ConfigError when the weight files of a base that is a folder are missing or torn. Reads their
+    headers alone.
+    """
+    source = resolve(base, places)
+    if isinstance(source, RandomBase) or not Path(source).is_dir():
+        return
+    files = weight_files.of(source)
+    if not files or any(weight_files.is_torn(path) for path in files):
+        raise ConfigError(_unreadable(source, SafetensorError("not as long as its header says")))
+
+
 def _unreadable(source: str, error: Exception) -> str:
     """What is wrong with weight files that could not be read, and what to do."""
     files = weight_files.of(source)

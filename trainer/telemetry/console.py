@@ -1,19 +1,59 @@
-"""What a person sees of a run or other work: plain lines in a log, a live bar on a terminal."""
+"""What a person sees of a run or other work: plain lines in a log, a live bar on a terminal.
+
+There is one console. Log lines go through it too, for a bar that does not know of a line is drawn
+over it.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 import time
 from collections.abc import Mapping
+from datetime import datetime
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
 
 Number = int | float
 
 
+@functools.cache
+def screen() -> Console:
+    """The console of this process, on whatever standard output is at the moment."""
+    return Console()
+
+
+class ConsoleHandler(logging.Handler):
+    """Log records as lines of the console, each with the time of day."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record."""
+        try:
+            _print(screen(), f"{clock()}  {self.format(record)}")
+        except RecursionError:  # as logging.StreamHandler does (CPython issue 36272)
+            raise
+        except Exception:  # any: a line that cannot be shown must not end a run
+            self.handleError(record)
+
+
+def clock() -> str:
+    """The time of day here, to the second."""
+    return datetime.now().strftime("%H:%M:%S")
+
+
+def _print(console: Console, line: str) -> None:
+    """One line: on a terminal broken between words, in a file as long as it is."""
+    if console.is_terminal:
+        console.print(line, markup=False, highlight=False, emoji=False)
+    else:
+        console.out(line, highlight=False)
+
+
 class Lines:
-    """One line an entry, for a log file: `step 20/200  loss 5.1234  lr 3.0e-4  eta 0:01:30`."""
+    """One line an entry, for a log file: `12:00:05  step 20/200  loss 5.1234  eta 0:01:30`."""
 
     def __init__(self, console: Console, total: int, *, unit: str = "step") -> None:
         self._console, self._total, self._unit = console, total, unit
@@ -21,44 +61,46 @@ class Lines:
     def log(self, step: int, scalars: Mapping[str, Number]) -> None:
         """Print one entry."""
         words = [
-            f"{self._unit} {step}/{self._total}",
+            f"{clock()}  {self._unit} {step}/{self._total}",
             *(f"{name} {shown(value)}" for name, value in scalars.items()),
         ]
         eta = _eta(step, self._total, scalars)
-        self._console.out("  ".join([*words, *([f"eta {eta}"] if eta else [])]), highlight=False)
+        _print(self._console, "  ".join([*words, *([f"eta {eta}"] if eta else [])]))
+
+    def move(self, step: int) -> None:
+        """A log file is not told of every step."""
 
     def close(self, exit_code: int) -> None:
         """Nothing is open."""
 
 
 class Bar:
-    """A live progress bar for a terminal; evaluations stay above it as lines."""
+    """A live progress bar for a terminal, below the lines, which stay."""
 
     def __init__(self, console: Console, total: int, *, unit: str = "step") -> None:
         self._lines, self._total = Lines(console, total, unit=unit), total
         columns = (
             TextColumn(unit),
             MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[words]}"),
+            BarColumn(bar_width=None),  # what the words leave
+            TextColumn("{task.fields[words]}", table_column=Column(no_wrap=True)),
         )
-        self._progress = Progress(*columns, console=console)
+        self._progress = Progress(*columns, console=console, expand=True)
         self._bar = self._progress.add_task(unit, total=total, words="")
         self._progress.start()
 
     def log(self, step: int, scalars: Mapping[str, Number]) -> None:
-        """Move the bar; an evaluation (a name with a slash) is printed instead."""
+        """Print the entry above the bar, and show its loss and the time left in it."""
+        self._lines.log(step, scalars)
         if any("/" in name for name in scalars):
-            self._lines.log(step, scalars)
             return
-        chosen = {
-            name: value
-            for name, value in scalars.items()
-            if name in ("loss", "lr") or name.endswith("_per_s")
-        }
-        words = [f"{name} {shown(value)}" for name, value in chosen.items()]
+        words = [f"{name} {shown(scalars[name])}" for name in ("loss",) if name in scalars]
         words += [f"eta {eta}"] if (eta := _eta(step, self._total, scalars)) else []
         self._progress.update(self._bar, completed=step, words="  ".join(words), refresh=True)
+
+    def move(self, step: int) -> None:
+        """One more step is done: the bar is drawn anew ten times a second."""
+        self._progress.update(self._bar, completed=step)
 
     def close(self, exit_code: int) -> None:
         """Leave the terminal as it was."""
@@ -73,8 +115,8 @@ class WorkProgress:
     """Counts things done out of a total, and tells their number a second and the time left."""
 
     def __init__(self, total: int, unit: str, console: Console | None = None) -> None:
-        screen = console or Console()
-        self._sink = (Bar if screen.is_terminal else Lines)(screen, total, unit=unit)
+        own = console or screen()
+        self._sink = (Bar if own.is_terminal else Lines)(own, total, unit=unit)
         self._total, self._unit, self._done = total, unit, 0
         self._began = self._told = time.monotonic()
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from trainer.telemetry.console import Number
 
 log = logging.getLogger(__name__)
+
+
+AT = "at"  # the key of when a line was written: UTC, ISO 8601
 
 
 class MetricsFile:
@@ -38,7 +42,7 @@ class MetricsFile:
 
     def log(self, step: int, scalars: Mapping[str, Number]) -> None:
         """Write one line. StorageError when the disk refuses, or the file is not as it was left."""
-        line = (json.dumps({"step": step, **scalars}) + "\n").encode()
+        line = (json.dumps({"step": step, **scalars, AT: _now()}) + "\n").encode()
         with refusals(self._path):
             self._keep()
             written = self._file.write(line)
@@ -82,6 +86,10 @@ class MetricsFile:
         replace_file(self._path, content)
         self._file.close()
         self._open()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _belongs(line: bytes, step: int) -> bool:

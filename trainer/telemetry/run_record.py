@@ -23,7 +23,7 @@ from torch import Tensor
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.files.atomic import overwrite_json, refusals, replace_file, write_json
 from trainer.runtime import distributed, process
-from trainer.telemetry.console import Bar, Lines, Number
+from trainer.telemetry.console import Bar, Lines, Number, screen
 from trainer.telemetry.metrics_file import MetricsFile
 from trainer.telemetry.wandb_run import ANSWERS, WandbRun, WandbSettings
 
@@ -70,11 +70,9 @@ class RunRecord:
             return
         with refusals(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        screen = console or Console()
-        self._sinks = [
-            MetricsFile(folder / METRICS),
-            (Bar if screen.is_terminal else Lines)(screen, total),
-        ]
+        own = console or screen()
+        self._screen = (Bar if own.is_terminal else Lines)(own, total)
+        self._sinks = [MetricsFile(folder / METRICS), self._screen]
         if wandb is not None:
             self._wandb = WandbRun(wandb, folder)
             self._sinks.append(self._wandb)
@@ -93,6 +91,16 @@ class RunRecord:
             sink.log(step, finite)
         if time.monotonic() - self._status_at > HEARTBEAT_S:
             self.status("running")
+
+    def move(self, step: int) -> None:
+        """So many steps are done: the bar of a terminal moves; nothing is logged."""
+        if self._is_writer:
+            self._screen.move(step)
+
+    def say(self, step: int, **scalars: Number) -> None:
+        """A line on the console alone."""
+        if self._is_writer:
+            self._screen.log(step, self._finite(scalars))
 
     def gradients(self, step: int, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Norms of the gradients by parameter in metrics.jsonl, and their histograms in wandb; not

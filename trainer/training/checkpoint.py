@@ -88,9 +88,7 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     if distributed.is_main():
-        log.info(
-            "saved step-%d: %.2f GiB in %.1f s", step, needed / 2**30, time.monotonic() - start
-        )
+        log.info("saved step-%d: %s in %.1f s", step, size_of(needed), time.monotonic() - start)
         _prune_after_save(root, step, keep_last, keep)
     distributed.barrier()
     return _visible(root, step)

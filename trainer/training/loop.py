@@ -39,6 +39,7 @@ class Cadence:
     log: int
     evaluate: int
     save: int
+    is_first_logged: bool = False  # the first step has a line in metrics.jsonl whatever `log` says
 
 
 @dataclass
@@ -116,7 +117,9 @@ def fit(session: Session, progress: Progress) -> bool:
     session.engine.train()
     for window in source:
         rate = session.cfg.optim.lr * schedule.factor(session.cfg.schedule, window.step, steps)
-        log_now = _due(window.step + 1, session.cadence.log, steps)
+        log_now = _due(window.step + 1, session.cadence.log, steps) or (
+            window.step == 0 and session.cadence.is_first_logged
+        )
         with session.meter.counting_flops():
             step = train_step(
                 session,
@@ -127,6 +130,7 @@ def fit(session: Session, progress: Progress) -> bool:
             )
         progress.step, progress.units = window.step + 1, progress.units + step.units
         session.meter.add(step.units)
+        session.run.move(progress.step)
         bad = (~step.is_sound).long()
         if step.diverged:
             raise _diverged("loss or gradient norm", float("nan"), progress.step - 1, window)
@@ -137,6 +141,9 @@ def fit(session: Session, progress: Progress) -> bool:
             loss = _sound_loss(session, step, progress, window)
             if log_now:
                 _log(session, progress, loss, rate * progress.plateau.factor)
+        elif progress.step == 1:
+            loss = _sound_loss(session, step, progress, window)
+            session.run.say(1, loss=loss, lr=rate)
         improved = evaluate_now and _evaluate(session, progress)
         if improved or save_now:
             session.save(progress)
@@ -176,6 +183,30 @@ def train_step(
         is_sound = is_sound & engine.has_finite_gradient()
     units, stop, diverged = host.read()
     return Step(loss=loss, units=units, stop=stop > 0, diverged=diverged > 0, is_sound=is_sound)
+
+
+def refuse_unknown_best(session: Session) -> None:
+    """ConfigError, before the first step, when no evaluation will give the metric train.best. Every
+    rank calls it.
+
+    The first rows are evaluated; all of them where that does not show the metric, for some metrics
+    are named after what is in the rows. Nothing is logged, and random state stays.
+    """
+    best, task, valid = session.cfg.train.best, session.task, session.valid
+    if best in (None, "valid/loss"):
+        return
+    batch = session.cfg.train.eval_batch or session.cfg.train.micro_batch
+    names: set[str] = set()
+    for count in (min(batch, len(valid)), len(valid)):
+        with session.meter.paused():
+            scores = evaluate(session.engine, task, valid, batch=batch, num_rows=count)
+            asked = session.questions[:count]
+            if asked and isinstance(task, Answers):
+                scores |= answer(session.engine, task, valid, asked, batch=batch)[0]
+        names |= {f"valid/{name}" for name in scores}
+        if best in names:
+            return
+    raise ConfigError(f"train.best={best!r}: no such metric. {nearest(str(best), sorted(names))}")
 
 
 def _evaluate(session: Session, progress: Progress) -> bool:

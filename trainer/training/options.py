@@ -20,7 +20,7 @@ class Options:
     data_path: Path | None = None
     cache_dir: Path = Path("tmp-cache")
     reset: bool = False
-    log_every: int = 1000
+    log_every: int | None = None  # None: a hundred lines a run; evaluations every 1000 steps
     deepspeed: str | None = None
     extra_evals: int = 0  # rows that are answered by generation at each evaluation; 0: none
     wandb_entity: str | None = None

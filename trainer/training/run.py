@@ -24,12 +24,11 @@ from trainer.models.freezing import trainable_report
 from trainer.runtime import distributed, rng
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
-from trainer.statistics.ledger import refuse_lost_labels
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
-from trainer.training import checkpoint, engine, run_folder
+from trainer.training import checkpoint, engine, preflight, run_folder
 from trainer.training.engine import Engine
-from trainer.training.loop import Cadence, Progress, Session, fit
+from trainer.training.loop import Cadence, Progress, Session, fit, refuse_unknown_best
 from trainer.training.options import Options
 from trainer.training.run_folder import check_hub, check_identity, claimed, push
 from trainer.training.run_plan import RunPlan, is_finished
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_EVERY = 1000  # steps between two evaluations, and two checkpoints
 _PADDING_STEPS = 20  # whose padding is counted and told at the start
 
 
@@ -115,7 +115,9 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
 
 
 def _launch(plan: RunPlan, options: Options, task: Task, *, answers: bool) -> planning.UpcomingRun:
-    stores = {split: store_of(task, split, options.cache_dir) for split in ("train", "valid")}
+    # the smaller one first, so that what is wrong with its rows is said before the other is encoded
+    valid = store_of(task, "valid", options.cache_dir)
+    stores = {"train": store_of(task, "train", options.cache_dir), "valid": valid}
     return planning.UpcomingRun(
         plan.values, plan.cfg, plan.ds, plan.sharding, task, options.places, stores, answers
     )
@@ -129,14 +131,14 @@ def _train(
         on_main(check_hub)
     rng.seed_everything(cfg.train.seed, distributed.rank())
     task = tasks.load(cfg, options.places)
+    on_main(lambda: preflight.refuse_early(plan, options.places, task))
     questions = first_questions(task, cfg.train.answers or options.extra_evals)
     launch = _launch(plan, options, task, answers=bool(questions))
     stores = launch.stores
     newest = checkpoint.resume_point(plan.folder / "checkpoints")
     check_identity(plan, task, stores)
     _say_padding(plan, sizes_of(stores["train"], task))
-    for store in stores.values():
-        refuse_lost_labels(store, most=cfg.train.max_lost_labels)
+    on_main(lambda: preflight.refuse_rows(task, stores, most_lost=cfg.train.max_lost_labels))
     memory = on_main(
         lambda: planning.before_launch(
             launch, plan.folder, name=options.device, is_forced=options.force
@@ -174,6 +176,7 @@ def _train(
     )
     try:
         with planning.obeyed(memory, live, launch, plan.folder):
+            refuse_unknown_best(session)
             finished = fit(session, progress)
         if finished:
             export("final")
@@ -199,8 +202,26 @@ def _engine(plan: RunPlan, task: Task, newest: Path | None) -> tuple[Engine, Pro
 
 
 def _cadence(train: Train, options: Options) -> Cadence:
-    every = train.log_every, train.eval_every, train.save_every
-    return Cadence(*(steps or options.log_every for steps in every))
+    """What the dictionary says, else the flag --log_every, else a default. Lines are logged a
+    hundred times in a run, and never more than DEFAULT_EVERY steps apart.
+    """
+    given = train.log_every or options.log_every
+    otherwise = options.log_every or DEFAULT_EVERY
+    return Cadence(
+        log=given or log_interval(train.steps),
+        evaluate=train.eval_every or otherwise,
+        save=train.save_every or otherwise,
+        is_first_logged=given is None,
+    )
+
+
+def log_interval(steps: int) -> int:
+    """Every how many of `steps` steps a line is logged by default: 1, 2 or 5 times a power of ten,
+    a hundred to two hundred and fifty lines in all.
+    """
+    most = min(steps // 100, DEFAULT_EVERY)
+    fitting = [n * 10**power for power in range(4) for n in (1, 2, 5) if n * 10**power <= most]
+    return max(fitting, default=1)
 
 
 def _say_padding(plan: RunPlan, sizes: Sizes) -> None:

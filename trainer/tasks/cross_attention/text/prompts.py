@@ -61,11 +61,23 @@ class Prompts:
             len(prompt) + len(target) > data.decoder_tokens
             or max(map(len, context)) > data.context_tokens
         )
-        encoded = Encoded({"decoder": decoder, "answer_start": [len(prompt)]}, is_truncated=is_cut)
+        encoded = Encoded(
+            {"decoder": decoder, "answer_start": [len(prompt)]},
+            is_truncated=is_cut,
+            lost_labels=(0, 0) if predicts_context else self._lost_labels(prompt, target),
+        )
         encoded |= self._within_limit(context, "context")
         if "other" in row:
             encoded |= self._within_limit(self._context(row["question"], row["other"]), "other")
         return encoded
+
+    def _lost_labels(self, prompt: list[int], target: list[int]) -> tuple[int, int]:
+        """(label tokens that data.decoder_tokens cuts off, of how many). The first token of a text
+        is no label. Of contexts that are predicted nothing counts as lost: recipes cut them.
+        """
+        first = len(prompt) if self.data.loss_on == "answer" else 1
+        length = len(prompt) + len(target)
+        return max(0, length - max(first, self.data.decoder_tokens)), length - first
 
     def contexts(self, rows: Sequence[Mapping[str, Any]], field: str) -> Batch:
         """A context field as the model takes it, padded on the right: ids, or prepared states."""

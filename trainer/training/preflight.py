@@ -1,0 +1,253 @@
+"""What a run would refuse in its first minutes, looked for in its first seconds.
+
+A dry run looks at all of it, and at the first rows of every split. A run looks before it encodes
+anything, and at the rows once they are encoded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer import tasks
+from trainer.errors import ConfigError, DataError, LatheError
+from trainer.files.atomic import size_of
+from trainer.models import base_model
+from trainer.models.freezing import trainable_report
+from trainer.statistics.examples import Segment, texts
+from trainer.statistics.ledger import refuse_lost_labels
+from trainer.tasks.protocol import DRAW, EPOCH, Encoded, Places
+from trainer.training.optimizers import state_shapes
+from trainer.training.schedule import warmup_steps
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.data.token_store import TokenStore
+    from trainer.tasks.protocol import Task
+    from trainer.training.options import Options
+    from trainer.training.run_plan import RunPlan
+
+SPLITS = ("train", "valid")
+FIRST_ROWS = 64  # of a split that a dry run encodes
+SHOWN_ROWS = 2
+_FP32_NBYTES = 4
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Findings:
+    """What a dry run found out."""
+
+    problems: list[str] = field(default_factory=list)  # that a run would end with, exit code 2
+    warnings: list[str] = field(default_factory=list)
+    parameters: str = ""
+    # the first training rows as the model gets them: by the name of a text, its segments
+    rows: list[dict[str, list[Segment]]] = field(default_factory=list)
+
+
+def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findings:
+    """Everything that can be known without training. Reads first rows and headers of weights.
+
+    is_awaited: the base is trained by an earlier experiment of the same group.
+    """
+    found = Findings([*_of_schedule(plan), *_of_best(plan), *_of_folder(plan)])
+    try:
+        task = tasks.load(plan.cfg, options.places)
+        found.parameters, problems = _of_model(plan, options.places, task)
+        found.problems += problems
+    except LatheError as error:
+        found.parameters = f"not counted: {error}"
+        (found.warnings if is_awaited else found.problems).append(str(error))
+        return found
+    first = {split: _first_rows(task, split, found.problems) for split in SPLITS}
+    found.problems += [
+        problem
+        for split, rows in first.items()
+        if (problem := _lost_labels(rows, split, most=plan.cfg.train.max_lost_labels))
+    ]
+    found.rows = [texts(task, task.collate([_drawn(row)])) for row in first["train"][:SHOWN_ROWS]]
+    if first["train"] and not _units(task, first["train"]):
+        found.problems.append(_no_label(len(first["train"])))
+    shared = len(_contents(first["train"]) & _contents(first["valid"]))
+    if shared:
+        found.warnings.append(
+            _shared(shared, len(first["valid"]), "of the first validation rows are also first")
+        )
+    return found
+
+
+def refuse_early(plan: RunPlan, places: Places, task: Task) -> None:
+    """Raise what is wrong before a row is read; every problem at once. On one rank."""
+    problems = [*_of_schedule(plan), *_of_best(plan), *_of_folder(plan)]
+    if not has_begun(plan):
+        problems += _of_model(plan, places, task)[1]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: float) -> None:
+    """Raise what is wrong with encoded rows, and warn of validation rows that are trained on."""
+    for store in stores.values():
+        refuse_lost_labels(store, most=most_lost)
+    train, valid = stores["train"], stores["valid"]
+    count = min(len(train), FIRST_ROWS)
+    if not _units(task, [train[row] for row in range(count)]):
+        raise DataError(_no_label(count))
+    shared = shared_rows(train, valid)
+    if shared:
+        log.warning("%s", _shared(shared, len(valid), "validation rows are also"))
+
+
+def has_begun(plan: RunPlan) -> bool:
+    """Whether an earlier start of the run has saved a checkpoint."""
+    return (plan.folder / "checkpoints").exists()
+
+
+# What is wrong without a row
+# --------------------------------------------------------------------------------------------------
+
+
+def _of_schedule(plan: RunPlan) -> Iterator[str]:
+    train, schedule = plan.cfg.train, plan.cfg.schedule
+    warmup = warmup_steps(schedule, train.steps)
+    if warmup > train.steps and not has_begun(plan):  # those of older versions go on
+        yield (
+            f"schedule.warmup_steps={warmup} is longer than the run of train.steps={train.steps}: "
+            f"its learning rate would never be reached. Use at most {train.steps}, a "
+            "warmup_ratio, or more steps."
+        )
+
+
+def _of_best(plan: RunPlan) -> Iterator[str]:
+    """A metric that no evaluation can give, whatever is in the rows: its name says so."""
+    best = plan.cfg.train.best
+    if best is not None and not best.startswith("valid/"):
+        yield (
+            f"train.best={best!r}: evaluations are of the validation split, so that all metrics "
+            f"begin with 'valid/'. Use 'valid/loss', or {'valid/' + best.rpartition('/')[2]!r}."
+        )
+
+
+def _of_folder(plan: RunPlan) -> Iterator[str]:
+    """A place for run folders that is no folder, or that this user may not write into."""
+    base = plan.folder.parent
+    nearest = _nearest(base)
+    if not nearest.is_dir():
+        yield f"--savedir_base {base}: {nearest} is a file. Give a folder."
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield f"--savedir_base {base}: this user may not write into {nearest}. Give another one."
+
+
+def _nearest(path: Path) -> Path:
+    """The path itself, or the first above it that is there."""
+    return next((one for one in (path, *path.parents) if one.exists()), Path.cwd())
+
+
+def _of_model(plan: RunPlan, places: Places, task: Task) -> tuple[str, list[str]]:
+    """How many parameters there are, as text, and what keeps the base from being trained: of
+    another family, torn, or with checkpoints that the disk has no room for.
+    """
+    try:
+        model = task.skeleton()
+        base_model.check_weights(plan.cfg.base, places)
+    except LatheError as error:
+        return f"not counted: {error}", [str(error)]
+    return str(trainable_report(model)), list(_of_disk(plan, checkpoint_nbytes(model, plan)))
+
+
+def _of_disk(plan: RunPlan, needed: int) -> Iterator[str]:
+    """A disk without room for one checkpoint, with which the first save would be refused."""
+    free = shutil.disk_usage(_nearest(plan.folder)).free
+    if free < needed:
+        yield (
+            f"{plan.folder}: {size_of(free)} free, a checkpoint needs at least {size_of(needed)}. "
+            "Free some space, or save elsewhere with --savedir_base."
+        )
+
+
+def checkpoint_nbytes(model: nn.Module, plan: RunPlan) -> int:
+    """Bytes of one checkpoint, at least: what trains and what the optimizer remembers."""
+    cfg = plan.cfg
+    nbytes = 0
+    for weight in model.parameters():
+        if weight.requires_grad:
+            remembered = state_shapes(cfg.optim, weight.shape).values()
+            nbytes += weight.numel() * base_model.DTYPES[cfg.train.precision].itemsize
+            nbytes += sum(shape.numel() for shape in remembered) * _FP32_NBYTES
+    return nbytes
+
+
+# What is wrong with rows
+# --------------------------------------------------------------------------------------------------
+
+
+def _first_rows(task: Task, split: str, problems: list[str]) -> list[Encoded]:
+    """The first rows of a split, encoded; none where one of them is refused, which is added."""
+    try:
+        rows = [task.encode(row) for row in islice(task.rows(split), FIRST_ROWS)]
+    except LatheError as error:
+        problems.append(str(error))
+        return []
+    if not rows:
+        problems.append(f"the {split} split has no rows. Give it at least one.")
+    return rows
+
+
+def _lost_labels(rows: Sequence[Encoded], split: str, *, most: float) -> str | None:
+    """What to say when limits cut off more than the share `most` of the labels of first rows."""
+    lost, of = (sum(row.lost_labels[part] for row in rows) for part in (0, 1))
+    if lost <= most * of:
+        return None
+    return (
+        f"limits cut {lost:,} of the {of:,} label tokens off the first {len(rows)} rows of the "
+        f"{split} split ({lost / of:.1%}), more than train.max_lost_labels={most}. Raise the "
+        "limit, or train.max_lost_labels; `python -m trainer stats` looks at all rows."
+    )
+
+
+def _units(task: Task, rows: Iterable[Mapping[str, Any]]) -> int:
+    """How many units the loss of these rows is summed over."""
+    return sum(int(task.units(task.collate([_drawn(row)]))) for row in rows)
+
+
+def _drawn(row: Mapping[str, Any]) -> dict[str, Any]:
+    """An encoded row as collate gets it in training."""
+    zero = np.zeros(1, dtype=np.int64)
+    return {**{name: np.asarray(ids) for name, ids in row.items()}, DRAW: zero, EPOCH: zero}
+
+
+def _no_label(count: int) -> str:
+    return (
+        f"none of the first {count} training rows has anything that the loss is over: their texts "
+        "are empty, or a limit of the experiment cuts off all that is learnt. "
+        "`python -m trainer stats` shows rows as the model gets them."
+    )
+
+
+def _contents(rows: Sequence[Encoded]) -> set[str]:
+    """What rows say, without the fields that only some splits have."""
+    common = set.intersection(*(set(row) for row in rows)) if rows else set[str]()
+    return {repr([list(row[name]) for name in sorted(common)]) for row in rows}
+
+
+def shared_rows(train: TokenStore, valid: TokenStore) -> int:
+    """How many validation rows are, token for token in the fields of both, training rows too."""
+    fields = sorted(set(train.meta["fields"]) & set(valid.meta["fields"]))
+    return int(np.isin(valid.row_hashes(fields), train.row_hashes(fields)).sum())
+
+
+def _shared(shared: int, count: int, which: str) -> str:
+    return (
+        f"{shared:,} of {count:,} {which} training rows: what is measured on them is remembered, "
+        "not learnt. Take them out of one of the two."
+    )
