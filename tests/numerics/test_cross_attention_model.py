@@ -28,7 +28,7 @@ from tests.numerics.tiny_cross_attention import (
 )
 from tests.tolerance import assert_close, assert_same_step, depth_of
 from trainer.errors import ConfigError
-from trainer.models.losses import next_token_loss
+from trainer.models.losses import next_token_loss, token_cross_entropy
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.attention import KeyMask
 from trainer.tasks.cross_attention.decoder.model import (
@@ -147,11 +147,11 @@ def test_next_token_loss_is_the_sum_of_the_twins_terms_and_its_head_sees_scored_
     labels = torch.tensor([[-100, -100, 4, 5, -100, 7], [3, 1, 2, -100, -100, -100]])
     seen: list[int] = []
 
-    def head(rows_ND: Tensor) -> Tensor:
+    def loss_of(rows_ND: Tensor, targets_N: Tensor) -> Tensor:
         seen.append(len(rows_ND))
-        return rows_ND @ matrix
+        return token_cross_entropy(rows_ND @ matrix, targets_N)
 
-    got = next_token_loss(hidden, labels, head)
+    got = next_token_loss(hidden, labels, loss_of)
     assert seen == [5]
     want = 5 * twin_loss(hidden @ matrix, labels)
     assert_close(got, want, what="sum of 5 terms", depth=8 + 12 + 5, margin=0.6)
@@ -159,9 +159,12 @@ def test_next_token_loss_is_the_sum_of_the_twins_terms_and_its_head_sees_scored_
 
 def test_next_token_loss_of_nothing_is_zero_and_still_calls_the_head() -> None:
     hidden, calls = torch.randn(2, 6, 8, requires_grad=True), []
-    loss = next_token_loss(
-        hidden, torch.full((2, 6), -100), lambda rows_ND: calls.append(1) or rows_ND
-    )
+
+    def loss_of(rows_ND: Tensor, targets_N: Tensor) -> Tensor:
+        calls.append(1)
+        return token_cross_entropy(rows_ND, targets_N)
+
+    loss = next_token_loss(hidden, torch.full((2, 6), -100), loss_of)
     loss.backward()
     assert loss.item() == 0.0
     assert calls == [1]
@@ -169,7 +172,7 @@ def test_next_token_loss_of_nothing_is_zero_and_still_calls_the_head() -> None:
 
 def test_next_token_loss_is_summed_in_fp32_for_a_bf16_model() -> None:
     hidden, labels = torch.randn(1, 40, 16, dtype=torch.bfloat16), torch.randint(0, 16, (1, 40))
-    assert next_token_loss(hidden, labels, lambda rows_ND: rows_ND).dtype == torch.float32
+    assert next_token_loss(hidden, labels, token_cross_entropy).dtype == torch.float32
 
 
 # Initialisation

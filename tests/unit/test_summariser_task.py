@@ -19,10 +19,9 @@ from tests.families import experiment_on
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.models.losses import IGNORED
+from trainer.models.losses import IGNORED, token_cross_entropy
 from trainer.tasks.abilities import Search
 from trainer.tasks.protocol import DRAW, Places
-from trainer.tasks.summariser.model import smoothed_cross_entropy
 
 ROW = {
     "id": "1",
@@ -79,7 +78,7 @@ def slow_smoothed(logits: Tensor, targets: Tensor, smoothing: float) -> float:
 def test_label_smoothing_is_its_definition(smoothing: float) -> None:
     generator = torch.Generator().manual_seed(0)
     logits, targets = torch.randn(5, 11, generator=generator), torch.tensor([0, 3, 10, 3, 7])
-    found = float(smoothed_cross_entropy(logits, targets, smoothing))
+    found = float(token_cross_entropy(logits, targets, smoothing=smoothing))
     assert found == pytest.approx(slow_smoothed(logits, targets, smoothing), rel=1e-6)
 
 

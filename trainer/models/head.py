@@ -5,7 +5,8 @@ own beside the base's, so that others can load the base alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.files import safetensors_file
+from trainer.models.losses import (
+    Scorer,
+    Scoring,
+    chunked_cross_entropy,
+    positions_of_chunk,
+    token_cross_entropy,
+)
 from trainer.models.weight_files import find_file
 
 HEAD_FILE = "head.safetensors"
@@ -44,22 +52,101 @@ class Head(nn.Linear):
         return F.linear(input.float(), self.weight.float(), self.bias.float())
 
 
-def logits_head(base: Any) -> Callable[[Tensor], Tensor]:
-    """(..., D) states -> (..., V) logits: a base's output layer, and what its family does behind
+class OutputLayer:
+    """The layer of a base that scores its vocabulary, and what its family does before and behind
     it.
 
-    Gemma caps its logits, Granite divides and Cohere multiplies them. Source: transformers 5.23.
+    T5 v1.0 scales the states. Gemma caps its logits, Granite divides and Cohere multiplies them.
+    Source: transformers 5.23.
     """
-    layer, config = base.get_output_embeddings(), base.config
-    cap: float | None = getattr(config, "final_logit_softcapping", None)
-    scale: float = getattr(config, "logit_scale", None) or 1.0
-    scale /= getattr(config, "logits_scaling", None) or 1.0
 
-    def logits_of(hidden: Tensor) -> Tensor:
-        logits = layer(hidden) if scale == 1.0 else layer(hidden) * scale
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+    def __init__(self, base: Any) -> None:
+        """base: a model of transformers with an output layer, which may hold adapters."""
+        self._layer, config = base.get_output_embeddings(), base.config
+        self._scale_of_states = config.d_model**-0.5 if scales_states(config) else 1.0
+        config = getattr(config, "decoder", config)  # a T5Gemma's
+        self._cap: float | None = getattr(config, "final_logit_softcapping", None)
+        scale: float = getattr(config, "logit_scale", None) or 1.0
+        scale /= getattr(config, "logits_scaling", None) or 1.0
+        self._scale = scale
 
-    return logits_of
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(..., D) decoder states -> (..., V) logits."""
+        return self._finish(self._layer(self._scaled(hidden)))
+
+    def loss(self, hidden_ND: Tensor, targets_N: Tensor, *, smoothing: float = 0.0) -> Tensor:
+        """() fp32: losses.token_cross_entropy of the logits, in chunks where there are many.
+
+        Under ZeRO-3 a call of a layer gathers it, and every rank must make the same calls: each
+        layer is called once, however many positions there are.
+        """
+        chunk = positions_of_chunk(_plain(self._layer).out_features)
+        scoring = Scoring(targets_N, chunk, self._finish, smoothing)
+        if _has_adapters(self._layer):
+            return _loss_with_adapters(self._layer, self._scaled(hidden_ND), scoring)
+        if len(targets_N) <= chunk or not isinstance(self._layer, nn.Linear):
+            return token_cross_entropy(self(hidden_ND), targets_N, smoothing=smoothing)
+        return _loss(self._layer, self._scaled(hidden_ND), scoring)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        return hidden if self._scale_of_states == 1.0 else hidden * self._scale_of_states
+
+    def _finish(self, logits: Tensor) -> Tensor:
+        logits = logits if self._scale == 1.0 else logits * self._scale
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+
+
+def _plain(layer: Any) -> Any:
+    """The base's own linear layer, where adapters stand around it."""
+    return layer.get_base_layer() if hasattr(layer, "lora_A") else layer
+
+
+def _has_adapters(layer: Any) -> bool:
+    """Whether adapters add to its logits. DoRA's (peft 0.21: a variant) do more than that, and are
+    not meant.
+    """
+    is_adapted = hasattr(layer, "lora_A") and not layer.disable_adapters
+    return is_adapted and not layer.lora_variant
+
+
+def _loss(layer: Any, hidden_ND: Tensor, scoring: Scoring) -> Tensor:
+    """() fp32, computed where a call of the layer has its weight at hand."""
+
+    def of_states(hidden_ND: Tensor) -> Tensor:
+        return chunked_cross_entropy(hidden_ND, Scorer(layer.weight, layer.bias), scoring)
+
+    with _doing(layer, of_states):
+        return layer(hidden_ND)
+
+
+def _loss_with_adapters(layer: Any, hidden_ND: Tensor, scoring: Scoring) -> Tensor:
+    """The same, where the adapters' weights are at hand, too. Their calls are in peft's order."""
+    (name,) = layer.active_adapters
+    plain, down, up = layer.get_base_layer(), layer.lora_A[name], layer.lora_B[name]
+
+    def of_states(hidden_ND: Tensor) -> Tensor:
+        low_NR = down(layer.lora_dropout[name](hidden_ND)) * layer.scaling[name]
+
+        def of_low(low_NR: Tensor) -> Tensor:
+            scorer = Scorer(plain.weight, plain.bias, low_NR, up.weight)
+            return chunked_cross_entropy(hidden_ND, scorer, scoring)
+
+        with _doing(up, of_low):
+            return up(low_NR)
+
+    with _doing(plain, of_states):
+        return plain(hidden_ND)
+
+
+@contextmanager
+def _doing(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, a call of the module runs `function` between its hooks."""
+    before = module.forward
+    module.forward = function
+    try:
+        yield
+    finally:
+        module.forward = before
 
 
 def scales_states(config: Any) -> bool:
@@ -69,7 +156,7 @@ def scales_states(config: Any) -> bool:
     """
     if config.model_type == "umt5":
         return config.tie_word_embeddings
-    return config.model_type == "t5" and config.scale_decoder_outputs
+    return config.model_type in ("t5", "longt5") and config.scale_decoder_outputs
 
 
 def write_head(folder: Path, head: Mapping[str, Tensor]) -> None:

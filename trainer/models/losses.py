@@ -3,32 +3,206 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# B batch, T tokens, D width, N labelled positions, V vocabulary
+# B batch, T tokens, D width, N labelled positions, V vocabulary, R rank of adapters
 
 IGNORED = -100  # the label of a position that is not scored
+# Logits of a chunk in fp32, and the fewest positions in one: a narrower product is slow. Source:
+# docs/log.md, and TRL's pull request 5575, which takes 256 positions.
+CHUNK_BYTES, CHUNK_POSITIONS = 32 * 2**20, 256
 
 
-def token_cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+def token_cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, smoothing: float = 0.0) -> Tensor:
     """() fp32: the SUM of cross-entropies, in nats, over the targets that are not IGNORED; 0 when
     there is none.
+
+    smoothing: this share of each is the mean over the vocabulary. Source: Szegedy et al. 2016, sec.
+    7, with a uniform distribution over all V.
     """
-    return F.cross_entropy(logits_NV.float(), targets_N, ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(
+        logits_NV.float(),
+        targets_N,
+        ignore_index=IGNORED,
+        reduction="sum",
+        label_smoothing=smoothing,
+    )
 
 
 def next_token_loss(
-    hidden_BTD: Tensor, labels_BT: Tensor, head: Callable[[Tensor], Tensor]
+    hidden_BTD: Tensor, labels_BT: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """() fp32: the SUM of next-token cross-entropies; position t is scored against the label of t +
     1.
 
-    head: (N, D) -> (N, V). It sees the scored positions only, so prompts and pads cost no logits.
-    It is called even when nothing is scored, because under ZeRO-3 every rank must make the same
-    calls.
+    loss_of: (N, D) states, (N,) targets -> (). It sees the scored positions only, so prompts and
+    pads cost no logits. It is called even when nothing is scored, because under ZeRO-3 every rank
+    must make the same calls.
     """
     targets_BT = labels_BT[:, 1:]
     scored_BT = targets_BT != IGNORED
-    return token_cross_entropy(head(hidden_BTD[:, :-1][scored_BT]), targets_BT[scored_BT])
+    return loss_of(hidden_BTD[:, :-1][scored_BT], targets_BT[scored_BT])
+
+
+# In chunks
+# --------------------------------------------------------------------------------------------------
+
+
+def positions_of_chunk(vocabulary: int) -> int:
+    """How many positions have their logits at once: as many as fill CHUNK_BYTES in fp32, and
+    CHUNK_POSITIONS at least.
+    """
+    return max(CHUNK_POSITIONS, CHUNK_BYTES // (4 * vocabulary))
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What logits are compared with, and how."""
+
+    targets_N: Tensor
+    chunk: int  # positions
+    finish: Callable[[Tensor], Tensor]  # what a family does to its logits, element by element
+    smoothing: float = 0.0
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A linear output layer, with adapters or without.
+
+    Its logits are states @ weight.T + bias + low @ low_weight.T.
+    """
+
+    weight_VD: Tensor
+    bias_V: Tensor | None = None
+    low_NR: Tensor | None = None
+    low_weight_VR: Tensor | None = None
+
+
+def chunked_cross_entropy(hidden_ND: Tensor, scorer: Scorer, scoring: Scoring) -> Tensor:
+    """token_cross_entropy of a layer's logits, of which only those of one chunk exist at a time.
+
+    Gradients are computed right behind the logits of each chunk, so nothing is computed twice; only
+    in fp16 they wait for the loss scale, and logits are computed once more. backward() may be
+    called once.
+    """
+    inputs = (scorer.weight_VD, scorer.bias_V, scorer.low_NR, scorer.low_weight_VR)
+    return _Chunked.apply(scoring, torch.is_grad_enabled(), hidden_ND, *inputs)  # pyright: ignore[reportReturnType]
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, scoring: Scoring, has_graph: bool, *inputs: Tensor | None
+    ) -> Tensor:
+        needed = ctx.needs_input_grad[2:] if has_graph else (False,) * len(inputs)
+        ctx.scoring, ctx.needed = scoring, needed
+        # fp16 has too few exponents for gradients that nobody has scaled
+        ctx.waits = any(needed) and inputs[0] is not None and inputs[0].dtype == torch.float16
+        if ctx.waits:
+            ctx.save_for_backward(*inputs)
+            needed = (False,) * len(inputs)
+        work = _Gradients(inputs, needed)
+        total = work.run(scoring)
+        ctx.gradients = None if ctx.waits else work.finished()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.waits:
+            work = _Gradients(ctx.saved_tensors, ctx.needed)
+            work.run(ctx.scoring, gradient)
+            return None, None, *work.finished()
+        gradients, ctx.gradients = ctx.gradients, None
+        assert gradients is not None, "its gradients are given away by the first backward()"
+        for each in gradients:
+            if each is not None:
+                each.mul_(gradient)
+        return None, None, *gradients
+
+
+class _Gradients:
+    """Sums over chunks: the loss, and the gradients of those inputs that need one.
+
+    The gradient of a weight is a sum over all positions. Either it is summed in fp32, chunk after
+    chunk, or the gradient of all logits is kept for one product behind the last chunk: what takes
+    fewer bytes.
+    """
+
+    def __init__(self, inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> None:
+        hidden, weight, _, low, _ = self._inputs = inputs
+        assert hidden is not None
+        assert weight is not None
+        self._hidden_ND, self._weight_VD, self._needed = hidden, weight, needed
+        self._sums: list[Tensor | None] = [None] * len(inputs)
+        for place, rows in ((0, hidden), (3, low)):
+            if needed[place] and rows is not None:
+                self._sums[place] = torch.empty_like(rows)
+        keeps = needed[1] and hidden.element_size() * len(hidden) <= 4 * hidden.shape[1]
+        self._kept_NV = hidden.new_empty(len(hidden), len(weight)) if keeps else None
+
+    def run(self, scoring: Scoring, factor: Tensor | None = None) -> Tensor:
+        """() fp32 the loss. factor: of the gradients."""
+        total = self._hidden_ND.new_zeros((), dtype=torch.float32)
+        # one at least: a rank without labels has gradients of 0, which ZeRO waits for
+        for start in range(0, max(1, len(self._hidden_ND)), scoring.chunk):
+            total += self._chunk(slice(start, start + scoring.chunk), scoring, factor)
+        if self._kept_NV is not None:
+            self._add(self._kept_NV, slice(None))
+        return total
+
+    def finished(self) -> tuple[Tensor | None, ...]:
+        """The gradients in the dtypes of the inputs."""
+        pairs = zip(self._sums, self._inputs, strict=True)
+        return tuple(s if s is None or x is None else s.to(x.dtype) for s, x in pairs)
+
+    def _chunk(self, rows: slice, scoring: Scoring, factor: Tensor | None) -> Tensor:
+        has_gradient = any(self._needed)
+        leaf_CV = self._logits(rows).requires_grad_(has_gradient)
+        with torch.set_grad_enabled(has_gradient):
+            loss = token_cross_entropy(
+                scoring.finish(leaf_CV), scoring.targets_N[rows], smoothing=scoring.smoothing
+            )
+        if has_gradient:
+            (gradient_CV,) = torch.autograd.grad(loss, leaf_CV, factor)
+            del leaf_CV
+            if self._kept_NV is None:
+                self._add(gradient_CV, rows)
+            else:
+                self._kept_NV[rows] = gradient_CV
+        return loss.detach()
+
+    def _logits(self, rows: slice) -> Tensor:
+        _, _, bias_V, low_NR, low_weight_VR = self._inputs
+        logits_CV = F.linear(self._hidden_ND[rows], self._weight_VD, bias_V)
+        if low_NR is None or low_weight_VR is None:
+            return logits_CV
+        return logits_CV.add_(F.linear(low_NR[rows], low_weight_VR))
+
+    def _add(self, gradient_CV: Tensor, rows: slice) -> None:
+        """Add the gradients that follow from those of the logits of `rows`."""
+        _, _, _, low_NR, low_weight_VR = self._inputs
+        for place, weight in ((0, self._weight_VD), (3, low_weight_VR)):
+            of_rows = self._sums[place]
+            if of_rows is not None and weight is not None:
+                torch.mm(gradient_CV, weight, out=of_rows[rows])
+        for place, states in ((1, self._hidden_ND), (4, low_NR)):
+            if self._needed[place] and states is not None:
+                self._add_product(place, gradient_CV.t(), states[rows])
+        if self._needed[2]:
+            of_bias, sums = self._sums[2], gradient_CV.sum(0, dtype=torch.float32)
+            self._sums[2] = sums if of_bias is None else of_bias.add_(sums)
+
+    def _add_product(self, place: int, left: Tensor, right: Tensor) -> None:
+        known = self._sums[place]
+        if known is None:
+            product = left @ right
+            self._sums[place] = product if self._kept_NV is not None else product.float()
+        elif known.dtype == left.dtype:
+            known.addmm_(left, right)
+        else:
+            known += left @ right

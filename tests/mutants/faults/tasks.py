@@ -117,9 +117,9 @@ FAULTS = [
     ),
     # FiD and the stream of tokens
     Fault(
-        "trainer/tasks/fid/model.py",
-        "scale = config.d_model**-0.5 if scales_states(config) else 1.0",
-        "scale = 1.0",
+        "trainer/models/head.py",
+        "self._scale_of_states = config.d_model**-0.5 if scales_states(config) else 1.0",
+        "self._scale_of_states = 1.0",
         why="the logits of a T5 v1.0 are too large",
         tests=FID,
     ),
@@ -260,7 +260,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/head.py",
-        "return logits if cap is None else torch.tanh(logits / cap) * cap",
+        "return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap",
         "return logits",
         why="the logits of a Gemma 2 are not capped",
         tests=FAMILIES,

@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.models.decoder.packed_attention import Rows, attending
 from trainer.models.decoder.rotation import rotation
 from trainer.models.families import DECODERS, ROTARY, check_family
-from trainer.models.head import logits_head
+from trainer.models.head import OutputLayer
 
 # B batch, T tokens, S tokens seen so far (T + cached), D width, V vocabulary
 
@@ -80,6 +80,10 @@ class Backbone(Protocol):
         """(..., D) output of the last block -> (..., V) logits."""
         ...
 
+    def loss(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        """(N, D) output of the last block -> () fp32, the sum of cross-entropies."""
+        ...
+
 
 def backbone_of(base: PreTrainedModel, *, advice: str) -> Backbone:
     """The adapter of a base's family.
@@ -117,7 +121,7 @@ class GPTBigCodeBackbone:
         self.initial_std: float = config.initializer_range
         self._transformer: Any = _body_of(base)
         self.blocks: nn.ModuleList = self._transformer.h
-        self._base: Any = base
+        self._output = OutputLayer(base)
 
     def embed(self, ids_BT: Tensor, positions_BT: Tensor) -> Tensor:
         embedded_BTD = self._transformer.wte(ids_BT) + self._transformer.wpe(positions_BT)
@@ -142,7 +146,10 @@ class GPTBigCodeBackbone:
         return self._transformer.ln_f(hidden_BTD)
 
     def head(self, hidden_BTD: Tensor) -> Tensor:
-        return self._base.lm_head(self.final_norm(hidden_BTD))
+        return self._output(self.final_norm(hidden_BTD))
+
+    def loss(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        return self._output.loss(self.final_norm(hidden_ND), targets_N)
 
 
 class RotaryBackbone:
@@ -184,7 +191,7 @@ class RotaryBackbone:
             )
         self._model: Any = _body_of(base)
         self.blocks: nn.ModuleList = self._model.layers
-        self._logits_of = logits_head(base)
+        self._output = OutputLayer(base)
         # OLMo 2 turns queries and keys in fp32, whatever their dtype.
         self._rotates_in_fp32 = config.model_type == "olmo2"
         self._frequencies, self._rope_scales = self._rotations()
@@ -234,7 +241,10 @@ class RotaryBackbone:
         return self._model.norm(hidden_BTD)
 
     def head(self, hidden_BTD: Tensor) -> Tensor:
-        return self._logits_of(self.final_norm(hidden_BTD))
+        return self._output(self.final_norm(hidden_BTD))
+
+    def loss(self, hidden_ND: Tensor, targets_N: Tensor) -> Tensor:
+        return self._output.loss(self.final_norm(hidden_ND), targets_N)
 
 
 def _body_of(base: Any) -> Any:

@@ -11,7 +11,7 @@ from trainer.data import lookup, stdlib_docs
 from trainer.data.padding import pad_right
 from trainer.data.readers import questions
 from trainer.errors import ConfigError
-from trainer.models.head import logits_head
+from trainer.models.head import OutputLayer
 from trainer.models.losses import IGNORED, next_token_loss
 from trainer.tasks.abilities import Uncut
 from trainer.tasks.causal_lm.config import Config
@@ -38,7 +38,7 @@ class CausalLM(nn.Module):
         hidden_BTD = body(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         ).last_hidden_state
-        return {"loss": next_token_loss(hidden_BTD, labels, logits_head(self.base))}
+        return {"loss": next_token_loss(hidden_BTD, labels, OutputLayer(self.base).loss)}
 
 
 class Task(TokenTask[Config]):

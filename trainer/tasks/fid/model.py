@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.models import base_model
-from trainer.models.head import scales_states
-from trainer.models.losses import token_cross_entropy
+from trainer.models.head import OutputLayer
 from trainer.models.packed import t5_encoder
 from trainer.models.packed.attention import flex
 from trainer.tasks.fid import fido
@@ -75,11 +74,8 @@ class FiD(nn.Module):
             return self._generate(fused_BSD, batch["fused_mask"], generation)
         hidden_BTD = self.decode(fused_BSD, batch["fused_mask"], batch["labels"])
         # pads too: picking the scored positions would wait for the device, and targets are short
-        return {
-            "loss": token_cross_entropy(
-                self.head(hidden_BTD.flatten(0, 1)), batch["labels"].flatten()
-            )
-        }
+        loss = OutputLayer(self.t5).loss(hidden_BTD.flatten(0, 1), batch["labels"].flatten())
+        return {"loss": loss}
 
     def encode(self, batch: Batch) -> Tensor:
         """(M, D) encoder states of the real tokens, after the final norm and dropout."""
@@ -111,9 +107,7 @@ class FiD(nn.Module):
 
     def head(self, hidden_ND: Tensor) -> Tensor:
         """(N, D) decoder states -> (N, vocabulary) logits."""
-        config = self.t5.config
-        scale = config.d_model**-0.5 if scales_states(config) else 1.0
-        return self.t5.lm_head(hidden_ND * scale)
+        return OutputLayer(self.t5)(hidden_ND)
 
     def _generate(self, fused_BSD: Tensor, mask_BS: Tensor, how: Generation) -> dict[str, Tensor]:
         from transformers.modeling_outputs import BaseModelOutput

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models.losses import IGNORED, token_cross_entropy
+from trainer.models.head import OutputLayer
+from trainer.models.losses import IGNORED
 
 if TYPE_CHECKING:
     from trainer.tasks.summariser.config import Generation
 
-# B rows, S source tokens, T target tokens, G generated tokens, D width, V vocabulary, N labelled
-# positions
+# B rows, S source tokens, T target tokens, G generated tokens, D width
 
 
 class Summariser(nn.Module):
@@ -22,8 +21,6 @@ class Summariser(nn.Module):
     def __init__(self, base: Any, *, label_smoothing: float) -> None:
         super().__init__()
         self.base, self.label_smoothing = base, label_smoothing
-        self._scored_BT: Tensor | None = None
-        base.get_output_embeddings().register_forward_pre_hook(self._without_pads)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, *, generation: Any = None
@@ -39,36 +36,30 @@ class Summariser(nn.Module):
                     input_ids=input_ids, attention_mask=attention_mask, **generation
                 )
             }
-        self._scored_BT = labels != IGNORED
-        try:
-            logits_NV = self.base(
+        hidden_BTD = self._decoded(input_ids, attention_mask, labels)
+        # without the pads: a vocabulary of logits for each of them would cost most
+        scored_BT = labels != IGNORED
+        smoothing = self.label_smoothing if self.training else 0.0
+        layer = OutputLayer(self.base)
+        return {"loss": layer.loss(hidden_BTD[scored_BT], labels[scored_BT], smoothing=smoothing)}
+
+    def _decoded(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        """(B, T, D) states of the decoder under teacher forcing."""
+        written = self.base.prepare_decoder_input_ids_from_labels(labels)
+        if hasattr(self.base, "model"):  # a T5Gemma, which has its body in one module
+            return self.base.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                decoder_input_ids=self.base.prepare_decoder_input_ids_from_labels(labels),
+                decoder_input_ids=written,
                 use_cache=False,
-            ).logits
-        finally:
-            scored_BT, self._scored_BT = self._scored_BT, None
-        smoothing = self.label_smoothing if self.training else 0.0
-        return {"loss": smoothed_cross_entropy(logits_NV, labels[scored_BT], smoothing)}
-
-    def _without_pads(self, head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """(B, T, D) -> (N, D) on its way into the head, without the pads.
-
-        A vocabulary of logits for each pad would cost most.
-        """
-        return inputs if self._scored_BT is None else (inputs[0][self._scored_BT],)
-
-
-def smoothed_cross_entropy(logits_NV: Tensor, targets_N: Tensor, smoothing: float) -> Tensor:
-    """() fp32: the SUM over targets of (1 - smoothing) x cross-entropy + smoothing x its mean over
-    the vocabulary.
-
-    Source: Szegedy et al. 2016, sec. 7, with a uniform distribution over all V.
-    """
-    if smoothing == 0.0:
-        return token_cross_entropy(logits_NV, targets_N)
-    return F.cross_entropy(logits_NV.float(), targets_N, reduction="sum", label_smoothing=smoothing)
+            ).last_hidden_state
+        encoded = self.base.encoder(input_ids=input_ids, attention_mask=attention_mask)
+        return self.base.decoder(
+            input_ids=written,
+            encoder_hidden_states=encoded.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            use_cache=False,
+        ).last_hidden_state
 
 
 def arguments(

@@ -22,7 +22,7 @@ from trainer.models.decoder.backbone import backbone_of
 from trainer.models.decoder.packed_attention import Rows
 from trainer.models.decoder.rotation import Rotation, rotation
 from trainer.models.freezing import freeze_except
-from trainer.models.losses import next_token_loss, token_cross_entropy
+from trainer.models.losses import next_token_loss
 from trainer.tasks.cross_attention.decoder.attention import (
     KeysValues,
     Pairs,
@@ -318,7 +318,7 @@ class CrossAttentionModel(nn.Module):
             )
         hidden_BTD = self._decode(embedded_BTD, this, is_cached=cache is not None)
         if labels is not None:
-            return Output(loss=next_token_loss(hidden_BTD, labels, self.backbone.head), logits=None)
+            return Output(loss=next_token_loss(hidden_BTD, labels, self.backbone.loss), logits=None)
         logits = self.backbone.head(hidden_BTD[:, -1:] if last_logits_only else hidden_BTD)
         return Output(
             loss=None, logits=logits, past=None if cache is None else Past(cache, context)
@@ -374,8 +374,8 @@ class CrossAttentionModel(nn.Module):
             )
         hidden_1MD = self._decode(embedded_1MD, this, is_cached=False)
         scored_N = batch["scored"]
-        logits_NV = self.backbone.head(hidden_1MD[0].index_select(0, scored_N))
-        return token_cross_entropy(logits_NV, batch["labels"].index_select(0, scored_N + 1))
+        targets_N = batch["labels"].index_select(0, scored_N + 1)
+        return self.backbone.loss(hidden_1MD[0].index_select(0, scored_N), targets_N)
 
     @torch.no_grad()
     def _encode_packed(self, batch: Mapping[str, Tensor]) -> Tensor:
