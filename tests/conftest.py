@@ -8,6 +8,7 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if shutil.which("nvidia-smi") is None:  # before anything imports Triton, which looks once
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("any machine", deadline=None)

@@ -4,7 +4,7 @@ needs for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.errors import ConfigError
+from trainer.models.packed.layout import grids_of
+from trainer.models.packed.stream_attention import Biases, Rows
+from trainer.models.packed.stream_attention import attend as stream_attend
 
 # M tokens, I width of all heads together, H heads, C width of one, N passages of a grid, L its
 # length
@@ -59,6 +62,31 @@ def _attended(qkv: Sequence[Tensor], bias_NHLL: Tensor, dropout: float) -> Tenso
         q, k, v, attn_mask=bias_NHLL, dropout_p=dropout, scale=1.0
     )
     return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def in_streams(table: Any, batch: Mapping[str, Tensor], *, dropout: float) -> Attend:
+    """The same inside the rows of a packed batch, without grids, in memory that is linear in their
+    length.
+
+    How long the longest row is, its grid says: the lengths themselves are on the device.
+    """
+    buckets = torch.arange(table.relative_attention_num_buckets, device=batch["starts"].device)
+    # called as a module, for under ZeRO-3 a call gathers the table
+    biases = Biases(table.relative_attention_bias(buckets), _buckets_of_distances(table, buckets))
+    longest = max(grid.shape[1] for grid in grids_of(batch))
+    rows = Rows(batch["starts"], batch["starts"], longest)
+
+    def attend(q_MI: Tensor, k_MI: Tensor, v_MI: Tensor) -> Tensor:
+        q, k, v = (x.unflatten(-1, (table.n_heads, -1)) for x in (q_MI, k_MI, v_MI))
+        return stream_attend(q, k, v, rows, biases=biases, dropout=dropout).flatten(1)
+
+    return attend
+
+
+def _buckets_of_distances(table: Any, like: Tensor) -> Tensor:
+    """(2 * largest + 1,) int32: beyond the largest distance all are in one bucket."""
+    largest = table.relative_attention_max_distance
+    return _buckets(table, largest + 1, like.device)[1:].to(torch.int32)
 
 
 def in_rectangles(x_MHC: Tensor, cells_M: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:

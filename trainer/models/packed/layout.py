@@ -27,9 +27,9 @@ def pack(rows: Sequence[Sequence[int]], *, bucketed: bool) -> Batch:
     """N rows of token ids, none empty, as tensors:
 
     tokens (M,) ids, row after row; passage (M,) which row each belongs to; position (M,) its place
-    therein; grid_0, grid_1, ... (rows, length) bool: rectangles of rows of like length (one when
-    not `bucketed`), True where there is a token; cells (M,) where each token lies in them, laid one
-    after the other.
+    therein; starts (N + 1,) int32, where each row begins, and where the last one ends; grid_0,
+    grid_1, ... (rows, length) bool: rectangles of rows of like length (one when not `bucketed`),
+    True where there is a token; cells (M,) where each token lies in them, laid one after the other.
     """
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     assert lengths.min() > 0, "an empty row has no states"
@@ -41,6 +41,7 @@ def pack(rows: Sequence[Sequence[int]], *, bucketed: bool) -> Batch:
         "tokens": np.concatenate([np.asarray(row, dtype=np.int64) for row in rows]),
         "passage": passage,
         "position": position,
+        "starts": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         "cells": first_cell[passage] + position,
         **{f"grid_{number}": grid for number, grid in enumerate(grids)},
     }

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trainer.models.packed.attention import Attend, AttendBy, in_grids
+from trainer.models.packed.attention import Attend, AttendBy, in_grids, in_streams
 from trainer.models.packed.layout import grids_of
 
 # M tokens, D width
+
+# Tokens of the longest row from which attention needs no grid. Measured on a processor only
+# (docs/log.md); elsewhere it is where a grid's memory begins to hurt.
+LONG, LONG_ELSEWHERE = {"cpu": 240}, 512
 
 
 def encode(
@@ -30,12 +34,13 @@ def encode(
     """(M, D) states of the real tokens of a packed batch (packing.pack), after the final norm and
     dropout.
 
-    encoder: a T5Stack, MT5Stack or UMT5Stack. attend_by: None is attention in the batch's grids.
+    encoder: a T5Stack, MT5Stack or UMT5Stack. attend_by: None is attention in the batch's grids, or
+    in its stream where rows are long.
     recompute_every: in training, every so many blocks are computed again in backward instead of
     kept.
     """
     hidden_MD = encoder.dropout(encoder.embed_tokens(batch["tokens"]))
-    attend_by = attend_by or _in_grids_of(encoder, batch)
+    attend_by = attend_by or _by_length(encoder, batch)
     # In umT5 every block has a table of position biases, else the first one for all.
     is_shared = not encoder.block[-1].layer[0].SelfAttention.has_relative_attention_bias
     shared = attend_by(encoder.block[0].layer[0].SelfAttention) if is_shared else None
@@ -48,11 +53,17 @@ def encode(
     return encoder.dropout(encoder.final_layer_norm(hidden_MD))
 
 
-def _in_grids_of(encoder: Any, batch: Mapping[str, Tensor]) -> AttendBy:
+def _by_length(encoder: Any, batch: Mapping[str, Tensor]) -> AttendBy:
+    """Attention by whichever is faster and smaller."""
     grids, cells = grids_of(batch), batch["cells"]
+    longest = max(grid.shape[1] for grid in grids)
+    is_long = longest >= LONG.get(cells.device.type, LONG_ELSEWHERE)
 
     def by(table: Any) -> Attend:
-        return in_grids(table, grids, cells, dropout=table.dropout if encoder.training else 0.0)
+        dropout = table.dropout if encoder.training else 0.0
+        if is_long:
+            return in_streams(table, batch, dropout=dropout)
+        return in_grids(table, grids, cells, dropout=dropout)
 
     return by
 

@@ -97,7 +97,7 @@ def read_by(statements: Sequence[Sequence[int]], *, once: bool = False) -> dict[
 
 def layout_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What of a batch read_by made."""
-    names = ("tokens", "passage", "position", "cells", "last", "which")
+    names = ("tokens", "passage", "position", "starts", "cells", "last", "which")
     return {
         name: tensor for name, tensor in batch.items() if name in names or name.startswith("grid_")
     }
