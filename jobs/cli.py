@@ -10,7 +10,7 @@ from __future__ import annotations
 import typer
 
 from jobs import backends
-from jobs.commands import change, look, send
+from jobs.commands import change, look, send, serve
 
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},  # every command inherits them
@@ -40,3 +40,9 @@ app.command("doctor")(look.doctor_command)
 app.command("results")(look.results_command)
 app.command("gc")(change.gc_command)
 app.command("export")(send.export_command)
+app.command("token")(serve.token_command)
+app.command(
+    "serve",
+    add_help_option=False,  # its program has the options, and tells them
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)(serve.serve_command)

@@ -8,7 +8,7 @@ Floors of trainer/ (a room is a folder; what is named stands higher or lower tha
 1  runtime/, files/
 0  config/, errors.py, files/atomic.py, runtime/process.py, tasks/, every config.py and published.py
    of a task,
-   exp_configs.py, job_configs.py
+   exp_configs.py, job_configs.py, service.py
 jobs/ stands on floor 0 alone.
 """
 
@@ -31,6 +31,7 @@ IDS = [str(file.relative_to(ROOT)) for file in FILES]
 FLOORS = {
     "exp_configs": 0,
     "job_configs": 0,
+    "service": 0,
     "trainer": 0,
     "trainer.config": 0,
     "trainer.errors": 0,

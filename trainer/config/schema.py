@@ -205,6 +205,8 @@ class Experiment(Strict):
     """What every experiment states. A task's own Config derives from it and adds its blocks."""
 
     task: str
+    # tells experiments apart that are otherwise equal, and so have other ids; trains nothing
+    label: str | None = None
     # a Hub id, a folder, a package's folder, {"config": ...} or {"experiment": ...}: docs/bases.md
     base: Base
     # a folder (also below --data_path) or a Hub id; None: the base's

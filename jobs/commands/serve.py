@@ -1,0 +1,44 @@
+"""Commands of the service: serve, token."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jobs.commands.options import guarded
+from trainer.errors import ConfigError
+
+NEEDED = ("starlette", "uvicorn", "python_multipart")
+
+
+@guarded
+def serve_command(context: typer.Context) -> None:
+    """A fine-tuning service for OpenAI's clients over the run folders of -sb (docs/service.md)."""
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ConfigError(f'serve needs {", ".join(absent)}. Install: pip install "lathe[serve]".')
+    # a program of its own, so that no other command pays for what it imports
+    os.execv(sys.executable, [sys.executable, "-m", "jobs.serve.app", *context.args])
+
+
+@guarded
+def token_command(
+    token_file: Annotated[Path, typer.Option("--token_file", help="Made when it is not there.")],
+    name: Annotated[str, typer.Option("--name", help="Whose it is; shown as the owner of jobs.")],
+    role: Annotated[
+        str, typer.Option("--role", help="read: look; run: tune, and see its own; admin: all.")
+    ] = "run",
+    jobs: Annotated[int | None, typer.Option("--jobs", help="At most so many at once.")] = None,
+    gpu_hours: Annotated[float | None, typer.Option("--gpu_hours", help="In all.")] = None,
+    max_bytes: Annotated[int | None, typer.Option("--bytes", help="Of uploaded files.")] = None,
+) -> None:
+    """Make a token of the service: it is printed once and kept nowhere; the file has its hash."""
+    from jobs.serve.access import add_token
+
+    quota = {"jobs": jobs, "gpu_hours": gpu_hours, "bytes": max_bytes}
+    typer.echo(add_token(token_file, name, role, quota))

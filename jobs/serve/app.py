@@ -1,0 +1,223 @@
+"""The server: `python -m jobs.serve.app -sb BASE`. The gate, the routes, the keeper's thread.
+
+`lathe-jobs serve` becomes this program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope
+from starlette.types import Send as SendMessage
+
+from jobs.commands.options import BackendName, Base, PythonBinary, guarded
+from jobs.record.paths import BaseFolder, check_base
+from jobs.serve import offers, openai_routes
+from jobs.serve.access import Gate, gate
+from jobs.serve.keeper import Keeper, Send
+from jobs.serve.requests import Refusal
+from jobs.serve.tickets import ServiceFolder
+from trainer.errors import ConfigError, StorageError
+
+MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
+MAX_CONNECTIONS = 512
+ONCE = ("host", "authorization", "origin", "content-length", "content-type", "idempotency-key")
+# Nothing from elsewhere, nothing framed, no script but our own files.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+log = logging.getLogger(__name__)
+
+
+class Door:
+    """Lets in, by its headers alone, what may come in, and puts ours on every answer."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self.app, self.gate = app, gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: SendMessage) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+
+        async def send_ours(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            self._admit(scope)
+        except Refusal as error:
+            await error.response()(scope, receive, send_ours)
+            return
+        await self.app(scope, receive, send_ours)
+
+    def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        for name in ONCE:
+            if len(headers.getlist(name)) > 1:
+                raise Refusal(400, f"{name} stands twice among the headers.")
+        if not self.gate.is_our_host(headers.get("host")):
+            raise Refusal(421, "Host: this server has another name. `hosts` of its file lists it.")
+        if not self.gate.is_our_origin(headers):
+            raise Refusal(403, "Origin: a page of another site may not call this server.")
+        client = self.gate.client(headers.get("authorization"))
+        address = (scope.get("client") or ("unknown", 0))[0]
+        wait_s = self.gate.wait_s(f"address {address}" if client is None else client.name)
+        if wait_s:
+            text = f"Too many requests: at most {self.gate.requests_per_minute} a minute."
+            raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=wait_s)
+        is_page = scope["path"] in PUBLIC_PATHS
+        if client is None and not is_page:
+            text = "Authorization: want a token of this server: Bearer lathe-..."
+            raise Refusal(401, text, code="invalid_api_key")
+        scope.setdefault("state", {})["client"] = client
+
+
+PUBLIC_PATHS = ("/healthz",)  # what holds nothing of anybody
+
+
+def health(request: Request) -> Response:
+    """Whether the server answers: for probes."""
+    return Response("ok\n", media_type="text/plain")
+
+
+async def on_refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal), "registered for it"
+    return error.response()
+
+
+async def on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for it"
+    texts = {404: f"Unknown request URL: {request.method} {request.url.path}.", 405: "Not allowed."}
+    return Refusal(error.status_code, texts.get(error.status_code, error.detail)).response()
+
+
+async def on_full_disk(request: Request, error: Exception) -> Response:
+    log.warning("%s", error)
+    text = "The disk refused: what was asked for is not done. Ask whoever runs the service."
+    return Refusal(507, text, code="insufficient_storage").response()
+
+
+async def on_fault(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return Refusal(500, "The server failed. Its log says why.").response()
+
+
+def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
+    """The application. has_keeper: its own thread moves jobs on while it runs."""
+
+    @contextlib.asynccontextmanager
+    async def life(app: Starlette) -> AsyncGenerator[None]:
+        thread = threading.Thread(target=keeper.run, name="keeper", daemon=True)
+        if has_keeper:
+            thread.start()
+        yield
+        keeper.stop()
+
+    handlers: dict[Any, Any] = {
+        Refusal: on_refusal,
+        HTTPException: on_http,
+        StorageError: on_full_disk,
+        Exception: on_fault,
+    }
+    routes = [Route("/healthz", health), *openai_routes.ROUTES]
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=life)
+    app.router.redirect_slashes = False
+    app.state.keeper = keeper
+    return Door(app, gate)
+
+
+def make_keeper(base: Path, config: offers.ServiceConfig, send: Send, every_s: float) -> Keeper:
+    """The keeper of a savedir_base, whose folders are made. ConfigError, StorageError."""
+    if send.backend == "inline":
+        raise ConfigError(
+            "-j inline: it runs jobs in the server itself. Use -j local for this machine."
+        )
+    folder = ServiceFolder(BaseFolder(base.absolute()))
+    folder.make()
+    return Keeper(folder, config, send, every_s)
+
+
+@guarded
+def serve(
+    savedir_base: Base,
+    host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=1, max=65535)] = 8100,
+    job_scheduler: BackendName = "local",
+    service_config: Annotated[
+        Path | None, typer.Option("--service_config", help="Python file with SERVICE.")
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option("--token_file", help="Who may come: `lathe-jobs token`.")
+    ] = None,
+    python_binary: PythonBinary = "",
+    allow_dirty: Annotated[
+        bool, typer.Option("--allow-dirty", help="Run uncommitted code, with its patch.")
+    ] = False,
+    every: Annotated[float, typer.Option("--every_s", min=0.05, help="Between two looks.")] = 1.0,
+    tls_cert: Annotated[Path | None, typer.Option("--tls_cert", help="PEM file.")] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls_key", help="PEM file.")] = None,
+) -> None:
+    """A fine-tuning service over the run folders of a savedir_base, for OpenAI's clients."""
+    check_base(savedir_base)
+    config = offers.read(service_config)
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("--tls_cert and --tls_key: give both, or none.")
+    entrance = gate(
+        host=host,
+        port=port,
+        token_file=token_file,
+        names=config.hosts,
+        origins=config.origins,
+        requests_per_minute=config.requests_per_minute,
+    )
+    send = Send(job_scheduler, python_binary, allow_dirty)
+    keeper = make_keeper(savedir_base, config, send, every)
+    uvicorn.run(
+        make_app(keeper, entrance),
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        h11_max_incomplete_event_size=MAX_HEADERS,
+        http="h11",
+        ws="none",
+        ssl_certfile=None if tls_cert is None else str(tls_cert),
+        ssl_keyfile=None if tls_key is None else str(tls_key),
+    )
+
+
+if __name__ == "__main__":
+    typer.run(serve)

@@ -1,0 +1,305 @@
+"""What the folders say, in one SQLite file, so that lists and searches are fast. Never the truth.
+
+It can be deleted at any time and is filled again; several servers of one host may share it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jobs.serve.job_view import FINAL, JobEvent, event_object
+
+VERSION = 1  # of the tables: an index of another version is made anew
+WAIT_S = 30.0  # for another server's transaction
+CACHE_KIB = 4096
+TABLES = """
+create table if not exists jobs (
+    id text primary key, created real not null, owner text not null, exp_id text not null,
+    model text not null, status text not null, is_open integer not null,
+    is_deleted integer not null, facts text not null,
+    metrics_end integer not null default 0, metrics_mark text not null default '',
+    body text not null);
+create index if not exists jobs_by_time on jobs (created, id);
+create index if not exists jobs_by_model on jobs (model);
+create index if not exists jobs_by_run on jobs (exp_id);
+create table if not exists events (
+    number integer primary key autoincrement, id text not null unique, job text not null,
+    body text not null);
+create index if not exists events_by_job on events (job, number);
+create table if not exists uploads (
+    id text primary key, created real not null, owner text not null, purpose text not null,
+    bytes integer not null, body text not null);
+create table if not exists runs (
+    exp_id text primary key, facts text not null, state text not null, body text not null);
+"""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page of a list: objects, and whether there are more."""
+
+    data: list[dict[str, Any]]
+    has_more: bool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a list is wanted. owner: None for everybody's."""
+
+    owner: str | None
+    after: str | None = None
+    limit: int = 20
+
+
+@dataclass(frozen=True)
+class MetricsPlace:
+    """How far a job's metrics.jsonl has been told, and the digest of the last line told."""
+
+    end: int = 0
+    mark: str = ""
+
+
+class Index:
+    """The tables, for any thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._own = threading.local()
+        with suppress(sqlite3.DatabaseError):
+            if self._version() == VERSION:
+                return
+        for name in ("", "-wal", "-shm"):
+            path.with_name(path.name + name).unlink(missing_ok=True)
+        self._own = threading.local()
+        self._version()
+
+    def _version(self) -> int:
+        return int(self.connection.execute("pragma user_version").fetchone()[0])
+
+    @property
+    def connection(self) -> sqlite3.Connection:
+        """This thread's connection; a file that was deleted is made anew."""
+        found: sqlite3.Connection | None = getattr(self._own, "connection", None)
+        if found is not None and self._own.file == _identity(self.path):
+            return found
+        found = sqlite3.connect(self.path, timeout=WAIT_S, isolation_level=None)
+        found.execute("pragma journal_mode=wal")
+        found.execute("pragma synchronous=off")  # a power cut costs the index, and no truth
+        found.execute(f"pragma cache_size=-{CACHE_KIB}")
+        if not found.execute("select 1 from sqlite_master where name = 'jobs'").fetchone():
+            found.executescript(f"{TABLES}\npragma user_version={VERSION};")
+        self._own.connection, self._own.file = found, _identity(self.path)
+        return found
+
+    # Jobs
+
+    def known_jobs(self) -> dict[str, str]:
+        """id -> what its files were like when they were read, of every job."""
+        return dict(self.connection.execute("select id, facts from jobs"))
+
+    def open_jobs(self) -> set[str]:
+        """Ids of the jobs of which something is still to come."""
+        return {row[0] for row in self.connection.execute("select id from jobs where is_open")}
+
+    def put_job(
+        self,
+        body: Mapping[str, Any],
+        *,
+        created: float,
+        model: str,
+        is_open: bool,
+        is_deleted: bool,
+        facts: str,
+        place: MetricsPlace,
+        events: Sequence[JobEvent],
+    ) -> None:
+        """Replace what is known of a job, and add the events that are not known yet."""
+        ours = body["lathe"]
+        values = (
+            body["id"],
+            created,
+            ours["owner"],
+            ours["exp_id"],
+            model,
+            body["status"],
+            is_open,
+            is_deleted,
+            facts,
+            place.end,
+            place.mark,
+            json.dumps(body),
+        )
+        told = [(event.id, body["id"], json.dumps(event_object(event))) for event in events]
+        with self.connection as connection:
+            connection.execute("begin immediate")
+            connection.execute(f"insert or replace into jobs values ({_marks(values)})", values)
+            connection.executemany(
+                "insert or ignore into events (id, job, body) values (?, ?, ?)", told
+            )
+
+    def metrics_place(self, job_id: str) -> MetricsPlace:
+        """How far its metrics have been told."""
+        query = "select metrics_end, metrics_mark from jobs where id = ?"
+        row = self.connection.execute(query, (job_id,)).fetchone()
+        return MetricsPlace(*row) if row else MetricsPlace()
+
+    def job(self, job_id: str) -> dict[str, Any] | None:
+        """A job, as it was when its files were last read."""
+        row = self.connection.execute("select body from jobs where id = ?", (job_id,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def job_of_model(self, model: str) -> dict[str, Any] | None:
+        """The succeeded job whose model has this name and was not deleted."""
+        query = "select body from jobs where model = ? and status = 'succeeded' and not is_deleted"
+        row = self.connection.execute(query, (model,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    def job_of_run(self, exp_id: str) -> dict[str, Any] | None:
+        """The job whose experiment this is."""
+        row = self.connection.execute("select body from jobs where exp_id = ?", (exp_id,))
+        found = row.fetchone()
+        return None if found is None else json.loads(found[0])
+
+    def jobs(self, cut: Cut, metadata: Mapping[str, str] | None, *, has_none: bool = False) -> Page:
+        """Jobs, the newest first; with `metadata`, those that have these entries. has_none: those
+        without metadata. KeyError for an unknown `after`.
+        """
+        where, values = _owned(cut.owner)
+        for key, value in (metadata or {}).items():
+            where.append(
+                "exists (select 1 from json_each(body, '$.metadata') as entry "
+                "where entry.key = ? and entry.value = ?)"
+            )
+            values += [key, value]
+        if has_none:
+            where.append("json_extract(body, '$.metadata') is null")
+        return self._page("jobs", cut, where, values)
+
+    def tuned_models(self, owner: str | None) -> list[dict[str, Any]]:
+        """Jobs that succeeded and whose model is there, the newest first."""
+        where, values = _owned(owner)
+        where += ["status = 'succeeded'", "not is_deleted"]
+        query = f"select body from jobs where {' and '.join(where)} order by created desc, id desc"
+        return [json.loads(row[0]) for row in self.connection.execute(query, values)]
+
+    def use_of(self, owner: str) -> tuple[int, float, int]:
+        """What a token uses: jobs that have not ended, GPU hours so far, bytes of files."""
+        marks = ",".join("?" * len(FINAL))
+        query = (
+            f"select sum(status not in ({marks})), "
+            "sum(json_extract(body, '$.lathe.gpu_hours')) from jobs where owner = ?"
+        )
+        live, hours = self.connection.execute(query, (*FINAL, owner)).fetchone()
+        query = "select sum(bytes) from uploads where owner = ?"
+        (size,) = self.connection.execute(query, (owner,)).fetchone()
+        return live or 0, hours or 0.0, size or 0
+
+    # Events
+
+    def events(self, job_id: str, cut: Cut) -> Page:
+        """Events of a job, the newest first. KeyError for an unknown `after`."""
+        values: list[Any] = [job_id]
+        where = "job = ?"
+        if cut.after is not None:
+            query = "select number from events where id = ? and job = ?"
+            row = self.connection.execute(query, (cut.after, job_id)).fetchone()
+            if row is None:
+                raise KeyError(cut.after)
+            where, values = f"{where} and number < ?", [*values, row[0]]
+        query = f"select body from events where {where} order by number desc limit ?"
+        return _cut(self.connection.execute(query, [*values, cut.limit + 1]), cut.limit)
+
+    def events_since(self, job_id: str, number: int) -> list[tuple[int, str]]:
+        """(number, JSON) of the events of a job behind a number, in order."""
+        query = "select number, body from events where job = ? and number > ? order by number"
+        return list(self.connection.execute(query, (job_id, number)))
+
+    # Uploads and runs
+
+    def put_upload(self, body: Mapping[str, Any], *, owner: str, created: float) -> None:
+        """Add a file that was handed in."""
+        values = (body["id"], created, owner, body["purpose"], body["bytes"], json.dumps(body))
+        self.connection.execute(f"insert or replace into uploads values ({_marks(values)})", values)
+
+    def upload_ids(self) -> set[str]:
+        """Ids of the files that are known."""
+        return {row[0] for row in self.connection.execute("select id from uploads")}
+
+    def drop_uploads(self, ids: Iterable[str]) -> None:
+        """Forget files that were deleted."""
+        self.connection.executemany("delete from uploads where id = ?", [(one,) for one in ids])
+
+    def uploads(self, cut: Cut, purpose: str | None, *, is_rising: bool = False) -> Page:
+        """Files that were handed in, the newest first unless is_rising. KeyError as `jobs`."""
+        where, values = _owned(cut.owner)
+        if purpose is not None:
+            where.append("purpose = ?")
+            values.append(purpose)
+        return self._page("uploads", cut, where, values, is_rising=is_rising)
+
+    def known_runs(self) -> dict[str, str]:
+        """exp_id -> what its files were like when they were read."""
+        return dict(self.connection.execute("select exp_id, facts from runs"))
+
+    def put_runs(self, rows: Iterable[tuple[str, str, str, Mapping[str, Any]]]) -> None:
+        """Replace what is known of runs: (exp_id, facts, state, body) of each."""
+        values = [(name, facts, state, json.dumps(body)) for name, facts, state, body in rows]
+        with self.connection as connection:
+            connection.execute("begin immediate")
+            connection.executemany("insert or replace into runs values (?, ?, ?, ?)", values)
+
+    def drop_runs(self, ids: Iterable[str]) -> None:
+        """Forget runs whose folder is gone."""
+        self.connection.executemany("delete from runs where exp_id = ?", [(one,) for one in ids])
+
+    def runs(self, only: str | None = None) -> list[str]:
+        """The JSON of every run, or of one, by id."""
+        where, values = ("", ()) if only is None else ("where exp_id = ?", (only,))
+        query = f"select body from runs {where} order by exp_id"
+        return [row[0] for row in self.connection.execute(query, values)]
+
+    def _page(
+        self, table: str, cut: Cut, where: list[str], values: list[Any], *, is_rising: bool = False
+    ) -> Page:
+        if cut.after is not None:
+            query = f"select created from {table} where id = ?"
+            row = self.connection.execute(query, (cut.after,)).fetchone()
+            if row is None:
+                raise KeyError(cut.after)
+            where.append(f"(created, id) {'>' if is_rising else '<'} (?, ?)")
+            values += [row[0], cut.after]
+        order = "created, id" if is_rising else "created desc, id desc"
+        condition = f"where {' and '.join(where)}" if where else ""
+        query = f"select body from {table} {condition} order by {order} limit ?"
+        return _cut(self.connection.execute(query, [*values, cut.limit + 1]), cut.limit)
+
+
+def _owned(owner: str | None) -> tuple[list[str], list[Any]]:
+    return ([], []) if owner is None else (["owner = ?"], [owner])
+
+
+def _marks(values: Sequence[Any]) -> str:
+    return ",".join("?" * len(values))
+
+
+def _cut(rows: Iterable[tuple[str]], limit: int) -> Page:
+    found = [json.loads(row[0]) for row in rows]
+    return Page(found[:limit], len(found) > limit)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file lies at a path; None for none."""
+    with suppress(FileNotFoundError):
+        facts = path.stat()
+        return facts.st_dev, facts.st_ino
+    return None

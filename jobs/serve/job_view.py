@@ -1,0 +1,356 @@
+"""What a client sees of a job: its status, its events, its checkpoints, made of what lies on the
+disk.
+
+Every event has an id that its cause determines (the second start of attempt 1, the loss at step
+30), so an event is the same event whoever looks, and how often.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+from jobs.record.metrics import numbers
+from jobs.record.paths import RunFolder
+from jobs.record.row import Row
+from jobs.serve.tickets import Checked, Ticket, Wish
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED
+
+Status = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled"]
+Level = Literal["info", "warn", "error"]
+FINAL: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
+FAILED = ("failed", "timeout", "oom", "lost")
+# theirs -> ours, where both have a word for it
+SCORES = {
+    "train_loss": "loss",
+    "valid_loss": "valid/loss",
+    "full_valid_loss": "valid/loss",
+    "train_mean_token_accuracy": "accuracy",
+    "valid_mean_token_accuracy": "valid/accuracy",
+    "full_valid_mean_token_accuracy": "valid/accuracy",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is known of a job. row: None when its experiment was never sent."""
+
+    ticket: Ticket
+    checked: Checked | None
+    wishes: list[Wish]
+    row: Row | None
+
+    def last_wish(self, *kinds: str) -> Wish | None:
+        """The last wish of one of these kinds."""
+        return next((wish for wish in reversed(self.wishes) if wish.wish in kinds), None)
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether its model was deleted."""
+        return self.last_wish("delete") is not None
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a job stands. finished_at: ISO time."""
+
+    status: Status
+    finished_at: str | None = None
+    error: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    """Something that happened. `at`: seconds since 1970."""
+
+    id: str
+    at: float
+    message: str
+    level: Level = "info"
+    type: Literal["message", "metrics"] = "message"
+    data: dict[str, Any] | None = None
+
+
+def standing(facts: Facts) -> Standing:
+    """The status that clients know, of a job's files. What was cancelled stays cancelled."""
+    row, cancel = facts.row, facts.last_wish("cancel")
+    if facts.checked is not None and facts.checked.message is not None:
+        error = _error("invalid_training_file", facts.checked.message, facts.checked.param)
+        return Standing("failed", facts.checked.at, error)
+    if row is not None and row.state == "succeeded":
+        is_too_late = cancel is None or (row.ended_at or "") <= cancel.at
+        if is_too_late:
+            return Standing("succeeded", row.ended_at or row.created_at)
+    if cancel is not None:
+        return Standing("cancelled", cancel.at)
+    if facts.checked is None:
+        return Standing("validating_files")
+    if row is None or not row.history:
+        return Standing("queued")
+    if row.state in FAILED or row.state == "pending":  # pending: the scheduler refused it
+        reason = row.reason or f"it ended as {row.state}"
+        code = "refused" if row.state == "pending" else f"training_{row.state}"
+        return Standing("failed", row.ended_at or row.submitted_at, _error(code, reason, None))
+    if row.state == "cancelled" and not _was_paused(facts, row):
+        return Standing("cancelled", row.ended_at or row.submitted_at)
+    return Standing("running" if row.state == "running" else "queued")
+
+
+def is_paused(facts: Facts) -> bool:
+    """Whether a pause is wished, and no resumption after it."""
+    last = facts.last_wish("pause", "resume", "cancel")
+    return last is not None and last.wish == "pause"
+
+
+def _was_paused(facts: Facts, row: Row) -> bool:
+    """Whether a cancelled attempt was ended by a pause: then it goes on, now or some day."""
+    last = facts.last_wish("pause", "resume")
+    return last is not None and (last.wish == "pause" or row.history[-1].at < last.at)
+
+
+def _error(code: str, message: str, param: str | None) -> dict[str, Any]:
+    return {"code": code, "message": message, "param": param}
+
+
+def job_object(facts: Facts, organization: str) -> dict[str, Any]:
+    """The job as the OpenAI API shows one. Source: openai 3.54, types/fine_tuning."""
+    ticket, row, now_ = facts.ticket, facts.row, standing(facts)
+    numbers_used = {
+        "n_epochs": ticket.epochs,
+        "batch_size": ticket.batch,
+        "learning_rate_multiplier": ticket.lr_factor,
+    }
+    has_succeeded = now_.status == "succeeded"
+    eta_s = row.eta_s if row is not None and now_.status == "running" else None
+    tokens = row.metrics.get("tokens") if row is not None and has_succeeded else None
+    return {
+        "id": ticket.id,
+        "object": "fine_tuning.job",
+        "created_at": int(seconds(ticket.created_at)),
+        "error": now_.error,
+        "fine_tuned_model": ticket.tuned_model(organization) if has_succeeded else None,
+        "finished_at": None if now_.finished_at is None else int(seconds(now_.finished_at)),
+        "hyperparameters": numbers_used,
+        "model": ticket.model,
+        "organization_id": organization,
+        "result_files": [f"file-{ticket.digits}"] if has_succeeded else [],
+        "seed": ticket.seed,
+        "status": now_.status,
+        "trained_tokens": None if tokens is None else int(tokens),
+        "training_file": ticket.training_file,
+        "validation_file": ticket.validation_file,
+        "estimated_finish": None if eta_s is None else int(_now_s() + eta_s),
+        "integrations": [],
+        "metadata": ticket.metadata,
+        "method": {"type": "supervised", "supervised": {"hyperparameters": numbers_used}},
+        "lathe": _ours(facts),
+    }
+
+
+def _ours(facts: Facts) -> dict[str, Any]:
+    """What the OpenAI API has no word for; a strict client ignores it."""
+    row = facts.row
+    return {
+        "exp_id": facts.ticket.exp_id,
+        "state": row.state if row is not None else "pending",
+        "reason": row.reason if row is not None else None,
+        "is_paused": is_paused(facts),
+        "step": row.step if row is not None else None,
+        "total": row.total if row is not None else None,
+        "attempts": row.attempts if row is not None else 0,
+        "gpu_hours": row.gpu_hours if row is not None else 0.0,
+        "owner": facts.ticket.owner,
+    }
+
+
+# Events
+# --------------------------------------------------------------------------------------------------
+
+
+def state_events(facts: Facts, organization: str) -> list[JobEvent]:
+    """What happened to a job, in order, without its metrics."""
+    found = [*_service_events(facts)]
+    for start in facts.row.starts if facts.row is not None else ():
+        verb = "started" if (start.attempt, start.number) == (1, 1) else "resumed"
+        key = f"{start.attempt}-{start.number}"
+        found.append(_event(facts, f"start-{key}", start.began_at, f"Fine-tuning job {verb}"))
+        if start.code == EXIT_PREEMPTED:
+            text = "The training saved and stopped"
+            found.append(_event(facts, f"stop-{key}", start.ended_at, text))
+        elif start.code not in (None, EXIT_OK):
+            text = f"The training ended with code {start.code}"
+            found.append(_event(facts, f"stop-{key}", start.ended_at, text, "warn"))
+    return sorted([*found, *_end(facts, organization)], key=lambda event: event.at)
+
+
+def _service_events(facts: Facts) -> Iterator[JobEvent]:
+    ticket, checked = facts.ticket, facts.checked
+    yield _event(facts, "created", ticket.created_at, f"Created fine-tuning job: {ticket.id}")
+    text = f"Validating training file: {ticket.training_file}"
+    if ticket.validation_file is not None:
+        text += f" and validation file: {ticket.validation_file}"
+    yield _event(facts, "validating", ticket.created_at, text)
+    if checked is not None and checked.message is None:
+        text = "Files validated, moving job to queued state"
+        yield _event(facts, "validated", checked.at, text)
+    words = {"pause": "Pause", "resume": "Resumption", "cancel": "Cancellation"}
+    for number, wish in enumerate(facts.wishes, start=1):
+        if wish.wish in words:
+            yield _event(facts, f"wish-{number}", wish.at, f"{words[wish.wish]} requested")
+
+
+def _end(facts: Facts, organization: str) -> Iterator[JobEvent]:
+    """The last events of a job that has ended. An end that a retry takes back stays told."""
+    now_ = standing(facts)
+    if now_.status not in FINAL or now_.finished_at is None:
+        return
+    attempt = facts.row.attempt if facts.row is not None else 0
+    if now_.status == "succeeded":
+        name = facts.ticket.tuned_model(organization)
+        yield _event(facts, "model", now_.finished_at, f"New fine-tuned model created: {name}")
+        text = "The job has successfully completed"
+        yield _event(facts, "succeeded", now_.finished_at, text)
+    elif now_.status == "cancelled":
+        yield _event(facts, f"cancelled-{attempt}", now_.finished_at, "The job was cancelled")
+    else:
+        message = (now_.error or {}).get("message")
+        text = f"The job failed: {message}"
+        yield _event(facts, f"failed-{attempt}", now_.finished_at, text, "error")
+
+
+def _event(facts: Facts, key: str, at: str, message: str, level: Level = "info") -> JobEvent:
+    return JobEvent(f"ftevent-{facts.ticket.digits}-{key}", seconds(at), message, level)
+
+
+def metric_events(
+    ticket: Ticket, lines: Iterable[Mapping[str, Any]], at: float
+) -> Iterator[JobEvent]:
+    """The events of some lines of metrics.jsonl; `at`: when they were written, nearly."""
+    total = ticket.experiment["train"]["steps"]
+    for line in lines:
+        values = numbers(dict(line))
+        step = values.get("step")
+        if step is None or any(name.startswith("grad_norm/") for name in values):
+            continue
+        told = {theirs: values[ours] for theirs, ours in SCORES.items() if ours in values}
+        rest = {name: value for name, value in values.items() if name != "step"}
+        # a step may have several lines, each with its own metrics
+        names = ",".join(sorted(rest))
+        kind = "train" if "loss" in rest else hashlib.sha256(names.encode()).hexdigest()[:6]
+        data = {"step": int(step), "total_steps": total, **told, **rest}
+        key = f"ftevent-{ticket.digits}-{kind}-{int(step)}"
+        text = f"Step {int(step)}/{total}: {_scores_text(values)}"
+        yield JobEvent(key, at, text, type="metrics", data=data)
+
+
+def _scores_text(values: Mapping[str, float]) -> str:
+    if "loss" in values:
+        return f"training loss={values['loss']:.4f}"
+    scores = [(name, value) for name, value in values.items() if "/" in name]
+    return ", ".join(f"{name}={value:.4f}" for name, value in scores[:4])
+
+
+def event_object(event: JobEvent) -> dict[str, Any]:
+    """The event as the OpenAI API shows one."""
+    return {
+        "id": event.id,
+        "object": "fine_tuning.job.event",
+        "created_at": int(event.at),
+        "level": event.level,
+        "message": event.message,
+        "type": event.type,
+        "data": event.data or {},
+    }
+
+
+# Checkpoints
+# --------------------------------------------------------------------------------------------------
+
+
+def checkpoints(ticket: Ticket, folder: RunFolder, organization: str) -> list[dict[str, Any]]:
+    """The checkpoints of a run that are whole and still there, the newest first."""
+    found: dict[int, float] = {}
+    for path in (folder.path / "checkpoints").glob("step-*/manifest.json"):
+        number = path.parent.name.removeprefix("step-")
+        with suppress(OSError, ValueError):
+            found[int(number)] = path.stat().st_mtime
+    metrics = _metrics_at(folder.metrics, set(found))
+    name = ticket.tuned_model(organization)
+    return [
+        {
+            "id": f"ftckpt-{ticket.digits}-{step}",
+            "object": "fine_tuning.job.checkpoint",
+            "created_at": int(found[step]),
+            "fine_tuned_model_checkpoint": f"{name}:ckpt-step-{step}",
+            "fine_tuning_job_id": ticket.id,
+            "metrics": {"step": step, **metrics.get(step, {})},
+            "step_number": step,
+        }
+        for step in sorted(found, reverse=True)
+    ]
+
+
+def _metrics_at(path: Path, steps: set[int]) -> dict[int, dict[str, float]]:
+    """What metrics.jsonl says at these steps, in the client's words."""
+    found: dict[int, dict[str, float]] = {}
+    for line in metric_lines(path):
+        step = line.get("step")
+        if step in steps:
+            values = numbers(line)
+            told = {theirs: values[ours] for theirs, ours in SCORES.items() if ours in values}
+            found.setdefault(step, {}).update(told)
+    return found
+
+
+def metric_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl; none where there is no such file."""
+    try:
+        with path.open("rb") as file:
+            return metric_lines_from(file, 0)[0]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def metric_lines_from(file: IO[bytes], start: int) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines from a place on, and the place behind them."""
+    found: list[dict[str, Any]] = []
+    file.seek(start)
+    for line in file:
+        if not line.endswith(b"\n"):
+            break  # it is being written
+        start += len(line)
+        with suppress(ValueError):
+            value: Any = json.loads(line)
+            if isinstance(value, dict):
+                found.append(cast("dict[str, Any]", value))
+    return found, start
+
+
+def results_csv(folder: RunFolder) -> str:
+    """The result file of a job: step, train_loss, valid_loss, as a table."""
+    found: dict[int, dict[str, float]] = {}
+    for line in metric_lines(folder.metrics):
+        values = numbers(line)
+        if "step" in values:
+            found.setdefault(int(values["step"]), {}).update(values)
+    columns = ("loss", "valid/loss")
+    rows = [
+        ",".join([str(step), *(str(values.get(name, "")) for name in columns)])
+        for step, values in sorted(found.items())
+    ]
+    return "\n".join(["step,train_loss,valid_loss", *rows]) + "\n"
+
+
+def seconds(at: str) -> float:
+    """Seconds since 1970 of an ISO time."""
+    return datetime.fromisoformat(at).timestamp()
+
+
+def _now_s() -> float:
+    return datetime.now(timezone.utc).timestamp()

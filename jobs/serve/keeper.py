@@ -1,0 +1,390 @@
+"""What moves jobs on: checks their files, sends them, pauses and resumes them, and keeps the index.
+
+Everything it does is decided by what lies on the disk and may be done again, by this server after
+it was killed, or by another one at the same time: the record of a run folder lets one attempt start
+once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jobs.backends import BackendCache
+from jobs.code.snapshot import Snapshot, take
+from jobs.config import JobConfig
+from jobs.job_state import ACTIVE, JobState
+from jobs.record.paths import RunFolder
+from jobs.record.row import Row
+from jobs.record.status import survey
+from jobs.record.times import now
+from jobs.serve import rows as uploaded_rows
+from jobs.serve.index import Index, MetricsPlace
+from jobs.serve.job_view import (
+    FINAL,
+    Facts,
+    JobEvent,
+    is_paused,
+    job_object,
+    metric_events,
+    metric_lines_from,
+    seconds,
+    standing,
+    state_events,
+)
+from jobs.serve.offers import ServiceConfig
+from jobs.serve.tickets import Checked, ServiceFolder, Ticket, TicketFolder
+from jobs.submit import control, prepare
+from jobs.submit import group as group_of_jobs
+from jobs.submit.policy import Limits
+from jobs.submit.request import Request
+from trainer.config.schema import validate
+from trainer.errors import LatheError
+from trainer.files.atomic import create_json, refusals
+
+GROUP = "service"  # of every job that the service sends
+ASK_AGAIN_S = 10.0  # between two requests for the end of the same attempt
+MARK_BYTES = 4096  # of the last line of metrics that was told: enough to know it again
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Send:
+    """How jobs are sent: where, and with which code."""
+
+    backend: str
+    python_binary: str = ""
+    allow_dirty: bool = False
+
+
+@dataclass
+class Keeper:
+    """The one who looks after jobs, for one server."""
+
+    folder: ServiceFolder
+    config: ServiceConfig
+    send: Send
+    every_s: float = 1.0
+    backend_of: BackendCache = field(default_factory=BackendCache)
+    _poked: threading.Event = field(default_factory=threading.Event)
+    _is_stopped: bool = False
+    _looking: threading.Lock = field(default_factory=threading.Lock)
+    _exp_ids: dict[str, str] = field(default_factory=dict[str, str])
+    _asked: dict[str, float] = field(default_factory=dict[str, float])
+
+    @cached_property
+    def index(self) -> Index:
+        """What the folders say."""
+        with refusals(self.folder.index):
+            return Index(self.folder.index)
+
+    @cached_property
+    def snapshot(self) -> Snapshot:
+        """The code that jobs run: of when this server sent its first one."""
+        return take(prepare.PROJECT, self.folder.base, allow_dirty=self.send.allow_dirty)
+
+    def run(self) -> None:
+        """Take a turn every so often, until `stop`."""
+        while not self._is_stopped:
+            self._poked.clear()
+            try:
+                self.turn()
+            except Exception:  # any: one bad folder must not end the service
+                log.exception("a turn failed; the next one is in %s s", self.every_s)
+            self._poked.wait(self.every_s)
+
+    def poke(self) -> None:
+        """Have the next turn begin at once."""
+        self._poked.set()
+
+    def stop(self) -> None:
+        """End `run` after this turn. Jobs go on."""
+        self._is_stopped = True
+        self._poked.set()
+
+    def turn(self) -> None:
+        """Look at everything that may have changed, and do what is to be done."""
+        known, waiting = self.index.known_jobs(), self.index.open_jobs()
+        changed = [
+            name
+            for name in self.folder.ticket_ids()
+            if name not in known or name in waiting or self._marks(name) != known[name]
+        ]
+        facts = self._look(changed)
+        self._look([name for name in facts if self._advance(facts[name])])
+        self._take_in_uploads()
+
+    def look(self, job_id: str) -> dict[str, Any] | None:
+        """A job as its files say now, and the index from now on; None where there is none."""
+        self._look([job_id])
+        return self.index.job(job_id)
+
+    # Reading
+
+    def facts(self, job_id: str, row: Row | None) -> Facts | None:
+        """What lies on the disk of a job; None where there is no ticket."""
+        folder = self.folder.ticket(job_id)
+        ticket = folder.read() if folder is not None else None
+        if folder is None or ticket is None:
+            return None
+        return Facts(ticket, folder.read_checked(), folder.wishes(), row)
+
+    def rows(self, exp_ids: Collection[str]) -> dict[str, Row]:
+        """How these experiments stand, of those that were sent."""
+        found = survey(self.folder.base, only=exp_ids, backend_of=self.backend_of)
+        return {row.exp_id: row for row in found}
+
+    def _look(self, job_ids: Collection[str]) -> dict[str, Facts]:
+        """Read jobs anew and put them into the index."""
+        found: dict[str, Facts] = {}
+        with self._looking:  # what was read first must not be put last
+            marks = {name: self._marks(name) for name in job_ids}
+            exp_ids = {name: self._exp_id(name) for name in job_ids}
+            rows = self.rows([name for name in exp_ids.values() if name is not None])
+            for name, exp_id in exp_ids.items():
+                facts = self.facts(name, rows.get(exp_id or ""))
+                if facts is not None:
+                    found[name] = facts
+                    self._put(facts, marks[name])
+        return found
+
+    def _put(self, facts: Facts, marks: str) -> None:
+        ticket, organization = facts.ticket, self.config.organization
+        before = self.index.metrics_place(ticket.id)
+        metrics, place = told_metrics(ticket, self._run(ticket), before)
+        events = [*state_events(facts, organization), *metrics]
+        is_alive = facts.row is not None and facts.row.state in ACTIVE
+        self.index.put_job(
+            job_object(facts, organization),
+            created=seconds(ticket.created_at),
+            model=ticket.tuned_model(organization),
+            # one that was cancelled may not have heard of it yet
+            is_open=is_alive or standing(facts).status not in FINAL,
+            is_deleted=facts.is_deleted,
+            facts=marks,
+            place=place,
+            events=sorted(events, key=lambda event: event.at),
+        )
+
+    def _exp_id(self, job_id: str) -> str | None:
+        """The experiment of a ticket, which never changes; None where there is no ticket yet."""
+        if job_id not in self._exp_ids:
+            folder = self.folder.ticket(job_id)
+            ticket = folder.read() if folder is not None else None
+            if ticket is None:
+                return None
+            self._exp_ids[job_id] = ticket.exp_id
+        return self._exp_ids[job_id]
+
+    def _run(self, ticket: Ticket) -> RunFolder:
+        return self.folder.base.run(ticket.exp_id)
+
+    def _marks(self, job_id: str) -> str:
+        """What the files of a job are like: another text as soon as one of them changes."""
+        exp_id = self._exp_id(job_id)
+        if exp_id is None:
+            return ""
+        run = self.folder.base.run(exp_id)
+        paths = (self.folder.tickets / job_id, run.record, run.status, run.metrics)
+        return " ".join(_mark(path) for path in paths)
+
+    def _take_in_uploads(self) -> None:
+        there, known = set(self.folder.upload_ids()), self.index.upload_ids()
+        self.index.drop_uploads(known - there)
+        for file_id in there - known:
+            folder = self.folder.upload(file_id)
+            upload = folder.read() if folder is not None else None
+            if upload is not None:
+                self.index.put_upload(
+                    upload.model_dump(mode="json"),
+                    owner=upload.owner,
+                    created=seconds(upload.created_at),
+                )
+
+    # Doing
+
+    def _advance(self, facts: Facts) -> bool:
+        """Do what is to be done for a job; whether anything was."""
+        folder = self.folder.ticket(facts.ticket.id)
+        assert folder is not None, "a ticket has a folder"
+        try:
+            return self._do(folder, facts)
+        except (LatheError, OSError) as error:  # a full disk, a scheduler: the next turn tries anew
+            log.warning("%s: %s", facts.ticket.id, error)
+            return False
+
+    def _do(self, folder: TicketFolder, facts: Facts) -> bool:
+        row = facts.row
+        is_unwanted = facts.last_wish("cancel") is not None or is_paused(facts)
+        if row is not None and row.state in ACTIVE and is_unwanted:
+            return self._end(row)
+        if is_unwanted or standing(facts).status in FINAL:
+            return False
+        if facts.checked is None:
+            self._check(folder, facts.ticket)
+            return True
+        if row is None or not row.history:
+            return self._submit(facts.ticket, folder)
+        if row.state in ACTIVE and row.job_id is not None:
+            return False
+        return self._again(row)
+
+    def _check(self, folder: TicketFolder, ticket: Ticket) -> None:
+        """Check the whole files of a job, and write them as its task reads them."""
+        message, param = None, None
+        for name, file_id in _files(ticket):
+            upload = self.folder.upload(file_id)
+            found = None if upload is None else upload.read()
+            if upload is None or found is None:
+                message, param = f"{name} {file_id} was deleted. Upload it again.", name
+                break
+            report = uploaded_rows.check(upload.content, [ticket.kind])
+            if report.num_mistakes:
+                message, param = _told(name, file_id, report), name
+                break
+        if message is None:
+            self._write_data(folder, ticket)
+        values = Checked(at=now(), param=param, message=message).model_dump(mode="json")
+        create_json(folder.checked, values)
+
+    def _write_data(self, folder: TicketFolder, ticket: Ticket) -> None:
+        with refusals(folder.data):
+            folder.data.mkdir(exist_ok=True)
+        train = self.folder.uploads / ticket.training_file / "content"
+        write = uploaded_rows.write_split
+        if ticket.validation_file is not None:
+            valid = self.folder.uploads / ticket.validation_file / "content"
+            write(train, folder.data / "train.jsonl", ticket.kind, keep=_every_row)
+            write(valid, folder.data / "valid.jsonl", ticket.kind, keep=_every_row)
+            return
+        held_out = _held_out(ticket, self.config.models[ticket.model].held_out)
+        is_alone = not held_out
+        write(
+            train,
+            folder.data / "train.jsonl",
+            ticket.kind,
+            keep=lambda row: row not in held_out,
+        )
+        write(
+            train,
+            folder.data / "valid.jsonl",
+            ticket.kind,
+            keep=lambda row: is_alone or row in held_out,
+        )
+
+    def _submit(self, ticket: Ticket, folder: TicketFolder) -> bool:
+        for result in group_of_jobs.submit(self._request(ticket, folder)):
+            log.info("%s: %s: %s", ticket.id, result.action, result.text)
+        return True
+
+    def _request(self, ticket: Ticket, folder: TicketFolder) -> Request:
+        offer = self.config.models[ticket.model]
+        values = dict(offer.job)
+        if self.send.python_binary:
+            values["python_binary"] = self.send.python_binary
+        request = prepare.make(
+            group=GROUP,
+            experiments=[ticket.experiment],
+            base=self.folder.base.path,
+            backend=self.send.backend,
+            job=validate(JobConfig, values, source=f"job of model {ticket.model!r}"),
+            flags={"data_path": str(folder.data), "cache_dir": str(self.folder.cache)},
+            allow_dirty=True,
+            take_snapshot=False,
+            backend_of=self.backend_of,
+        )
+        taken = self.snapshot
+        return replace(request, snapshot=taken, workdir=taken.workdir)
+
+    def _end(self, row: Row) -> bool:
+        """Ask for the end of an attempt; again only after a while."""
+        key = f"{row.exp_id}/{row.attempt}"
+        if row.history[-1].is_cancelled and key not in self._asked:
+            self._asked[key] = time.monotonic()  # another server has asked
+        if time.monotonic() - self._asked.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S:
+            return False
+        self._asked[key] = time.monotonic()
+        for result in control.cancel(self.folder.base, [row], self.backend_of):
+            log.info("%s: %s", row.exp_id, result.text)
+        return True
+
+    def _again(self, row: Row) -> bool:
+        """Go on with what was paused or preempted, or never answered for."""
+        paused: tuple[JobState, ...] = ("cancelled",)
+        limits = Limits(retry=paused) if row.state == "cancelled" else None
+        asked = control.Again(self.folder.base, self.backend_of, limits)
+        results = control.again(asked, [row])
+        return any(result.action != "skip" and not result.is_bad for result in results)
+
+
+def _every_row(number: int) -> bool:
+    return True
+
+
+def _files(ticket: Ticket) -> Iterator[tuple[str, str]]:
+    yield "training_file", ticket.training_file
+    if ticket.validation_file is not None:
+        yield "validation_file", ticket.validation_file
+
+
+def _held_out(ticket: Ticket, share: float) -> set[int]:
+    """Numbers of the rows that are kept for validation, evenly spread: at least one. The only row
+    of a file is both trained on and validated with.
+    """
+    count = min(max(round(ticket.num_rows * share), 1), ticket.num_rows - 1)
+    return {(2 * part + 1) * ticket.num_rows // (2 * count) for part in range(count)}
+
+
+def _told(name: str, file_id: str, report: uploaded_rows.RowReport) -> str:
+    lines = [f"  {mistake}" for mistake in report.mistakes]
+    more = report.num_mistakes - len(lines)
+    if more:
+        lines.append(f"  and {more} more")
+    return f"{name} {file_id}: {report.num_mistakes} mistake(s)\n" + "\n".join(lines)
+
+
+def _mark(path: Path) -> str:
+    try:
+        facts = path.stat()
+    except OSError:
+        return "-"
+    return f"{facts.st_mtime_ns:x}.{facts.st_size:x}"
+
+
+def told_metrics(
+    ticket: Ticket, run: RunFolder, before: MetricsPlace
+) -> tuple[list[JobEvent], MetricsPlace]:
+    """The events of the lines of metrics.jsonl behind a place, and the place behind them.
+
+    A run that resumes cuts its file back: then it is told from the start, and what is known stays
+    as it is.
+    """
+    try:
+        with run.metrics.open("rb") as file:
+            size, written_at = os.fstat(file.fileno()).st_size, os.fstat(file.fileno()).st_mtime
+            start = (
+                before.end if size >= before.end and _digest(file, before.end) == before.mark else 0
+            )
+            if size == start:
+                return [], before
+            lines, end = metric_lines_from(file, start)
+            place = MetricsPlace(end, _digest(file, end))
+    except (FileNotFoundError, NotADirectoryError):
+        return [], MetricsPlace()
+    return list(metric_events(ticket, lines, written_at)), place
+
+
+def _digest(file: Any, end: int) -> str:
+    """A digest of what stands before a place of a file."""
+    start = max(end - MARK_BYTES, 0)
+    file.seek(start)
+    return hashlib.sha256(file.read(end - start)).hexdigest()[:16] if end else ""

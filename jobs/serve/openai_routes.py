@@ -1,0 +1,446 @@
+"""The OpenAI dialect: files, fine-tuning jobs, models. Every shape is that of openai 3.54."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from jobs.record.times import now
+from jobs.serve import uploads
+from jobs.serve.index import Cut, Page
+from jobs.serve.job_view import FINAL, checkpoints, results_csv
+from jobs.serve.offers import Asked, Offer, fill, kinds_of
+from jobs.serve.requests import (
+    CreateJob,
+    Refusal,
+    list_object,
+    metadata_asked,
+    one_of,
+    page_asked,
+    read_body,
+    shown,
+)
+from jobs.serve.tickets import (
+    FILE,
+    JOB,
+    Ticket,
+    TicketFolder,
+    Upload,
+    UploadFolder,
+    Wanted,
+    id_of_key,
+    is_id,
+    new_id,
+)
+from trainer import tasks
+from trainer.config.identity import exp_id
+from trainer.errors import ConfigError
+from trainer.files.atomic import refusals
+
+if TYPE_CHECKING:
+    from jobs.serve.access import Client
+    from jobs.serve.keeper import Keeper
+
+MAX_KEY = 255  # letters of an Idempotency-Key
+
+
+def keeper_of(request: Request) -> Keeper:
+    """The keeper of the server that got the request."""
+    return cast("Keeper", request.app.state.keeper)
+
+
+def client_of(request: Request) -> Client:
+    """Who sent it."""
+    return cast("Client", request.state.client)
+
+
+def writer_of(request: Request) -> Client:
+    """Who sent it. Refusal for one that may only read."""
+    client = client_of(request)
+    if client.role == "read":
+        raise Refusal(403, f"{client.name} may only read. Use a token of the role run or admin.")
+    return client
+
+
+# Files
+# --------------------------------------------------------------------------------------------------
+
+
+async def create_file(request: Request) -> Response:
+    client = writer_of(request)
+    upload = await uploads.receive(request, keeper_of(request), client)
+    return JSONResponse(uploads.file_object(upload))
+
+
+def list_files(request: Request) -> Response:
+    keeper, asked = keeper_of(request), page_asked(request, usual=10_000, most=10_000)
+    order = one_of(request, "order", ("asc", "desc"), "desc")
+    cut = Cut(client_of(request).owner, asked.after, asked.limit)
+    purpose = request.query_params.get("purpose")
+    page = _page(lambda: keeper.index.uploads(cut, purpose, is_rising=order == "asc"), asked.after)
+    data = [uploads.file_object(Upload.model_validate(body)) for body in page.data]
+    return JSONResponse(list_object(data, has_more=page.has_more))
+
+
+def retrieve_file(request: Request) -> Response:
+    result = _result_file(request)
+    if result is not None:
+        return JSONResponse(result)
+    return JSONResponse(uploads.file_object(_upload(request)[1]))
+
+
+def file_content(request: Request) -> Response:
+    """The bytes of a file: for its owner and admins, whatever else a token may see."""
+    if _result_file(request) is not None:
+        return PlainTextResponse(_results(request), media_type="text/csv")
+    folder, upload = _upload(request)
+    client = client_of(request)
+    if not client.may_change(upload.owner):
+        raise Refusal(403, f"{upload.id} belongs to another token: its content is not shown.")
+    headers = {"content-disposition": "attachment"}
+    return FileResponse(folder.content, media_type="application/octet-stream", headers=headers)
+
+
+def delete_file(request: Request) -> Response:
+    client = writer_of(request)
+    folder, upload = _upload(request)
+    if not client.may_change(upload.owner):
+        raise Refusal(403, f"{upload.id} belongs to another token.")
+    with refusals(folder.path):
+        uploads.remove(folder)
+    keeper_of(request).index.drop_uploads([upload.id])
+    return JSONResponse({"id": upload.id, "object": "file", "deleted": True})
+
+
+def _upload(request: Request) -> tuple[UploadFolder, Upload]:
+    """The file that a path names. Refusal: there is none that this client sees."""
+    file_id = request.path_params["file_id"]
+    found = visible_upload(keeper_of(request), client_of(request), file_id)
+    if found is None:
+        raise Refusal(404, f"No such file: {shown(file_id)}.", param="id")
+    return found
+
+
+def visible_upload(
+    keeper: Keeper, client: Client, file_id: str
+) -> tuple[UploadFolder, Upload] | None:
+    """A file that this client sees; None for any other id."""
+    folder = keeper.folder.upload(file_id)
+    upload = folder.read() if folder is not None else None
+    if folder is None or upload is None or not client.sees(upload.owner):
+        return None
+    return folder, upload
+
+
+def _result_file(request: Request) -> dict[str, Any] | None:
+    """The file of a job's scores, which is made when it is read; None for other ids."""
+    file_id = request.path_params["file_id"]
+    if not is_id(file_id, FILE):
+        return None
+    job = keeper_of(request).index.job(JOB + file_id.removeprefix(FILE))
+    if job is None or file_id not in job["result_files"]:
+        return None
+    if not client_of(request).sees(job["lathe"]["owner"]):
+        return None
+    return {
+        "id": file_id,
+        "object": "file",
+        "bytes": len(_results(request)),
+        "created_at": job["finished_at"],
+        "filename": "step_metrics.csv",
+        "purpose": "fine-tune-results",
+        "status": "processed",
+        "status_details": None,
+        "expires_at": None,
+    }
+
+
+def _results(request: Request) -> str:
+    keeper = keeper_of(request)
+    job = keeper.index.job(JOB + request.path_params["file_id"].removeprefix(FILE))
+    assert job is not None, "found a moment ago"
+    return results_csv(keeper.folder.base.run(job["lathe"]["exp_id"]))
+
+
+def _page(look: Any, after: str | None) -> Page:
+    try:
+        return look()
+    except KeyError:
+        raise Refusal(400, f"after: there is no {shown(after)} here.", param="after") from None
+
+
+# Jobs
+# --------------------------------------------------------------------------------------------------
+
+
+async def create_job(request: Request) -> Response:
+    keeper, client = keeper_of(request), writer_of(request)
+    body = await read_body(request, CreateJob, keeper.config)
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 0 < len(key) <= MAX_KEY:
+        raise Refusal(400, f"Idempotency-Key: want 1 to {MAX_KEY} letters.")
+    return JSONResponse(await run_in_threadpool(_create, keeper, client, body, key))
+
+
+def _create(keeper: Keeper, client: Client, body: CreateJob, key: str | None) -> dict[str, Any]:
+    """The new job, or the one that this key has made before."""
+    job_id = new_id(JOB) if key is None else id_of_key(client.name, key)
+    folder = keeper.folder.ticket(job_id)
+    assert folder is not None, "the id is ours"
+    before = folder.read()
+    if before is None:
+        ticket = _ticket(keeper, client, body, job_id)
+        uploads.refuse_on_full_disk(keeper, 0)
+        _refuse_above_quota(keeper, client)
+        if not keeper.folder.create(ticket):
+            before = folder.read()
+    if before is not None and before.request_digest != body.digest():
+        text = f"The Idempotency-Key {shown(key)} made {job_id} of another request. Use a new key."
+        raise Refusal(409, text, code="idempotency_error")
+    keeper.poke()
+    found = keeper.look(job_id)
+    assert found is not None, "its ticket is on the disk"
+    return found
+
+
+def _ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Ticket:
+    offer = keeper.config.models.get(body.model)
+    if offer is None:
+        known = ", ".join(sorted(keeper.config.models))
+        text = f"model: got {shown(body.model)}, want one of {known}."
+        raise Refusal(404, text, param="model", code="model_not_found")
+    training = _training_file(keeper, client, body.training_file, "training_file")
+    if body.validation_file is not None:
+        _training_file(keeper, client, body.validation_file, "validation_file")
+    asked = _asked(offer, training, body, job_id)
+    try:
+        filled = fill(offer, asked)
+        tasks.parse(filled.experiment, source=f"model {body.model!r}")
+    except ConfigError as error:
+        raise Refusal(400, str(error), param="hyperparameters", code="invalid_value") from None
+    return Ticket(
+        id=job_id,
+        created_at=now(),
+        owner=client.name,
+        model=body.model,
+        exp_id=exp_id(filled.experiment),
+        experiment=filled.experiment,
+        request_digest=body.digest(),
+        kind=asked.kind,
+        num_rows=training.num_rows,
+        seed=asked.seed,
+        epochs=filled.epochs,
+        batch=filled.batch,
+        lr_factor=filled.lr_factor,
+        training_file=body.training_file,
+        validation_file=body.validation_file,
+        suffix=body.suffix,
+        metadata=body.metadata,
+    )
+
+
+def _asked(offer: Offer, training: Upload, body: CreateJob, job_id: str) -> Asked:
+    kinds = kinds_of(offer)
+    return Asked(
+        num_rows=max(training.num_rows, 1),
+        # rows of another kind are the mistakes that the check of the whole file tells
+        kind=training.kind if training.kind in kinds else kinds[0],
+        seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
+        label=job_id,
+        epochs=body.chosen.n_epochs,
+        batch=body.chosen.batch_size,
+        lr_factor=body.chosen.learning_rate_multiplier,
+    )
+
+
+def _training_file(keeper: Keeper, client: Client, file_id: str, param: str) -> Upload:
+    found = visible_upload(keeper, client, file_id)
+    if found is None or not client.may_change(found[1].owner):
+        text = f"{param}: there is no file {shown(file_id)} of yours. Upload it first."
+        raise Refusal(400, text, param=param, code="file_not_found")
+    return found[1]
+
+
+def _refuse_above_quota(keeper: Keeper, client: Client) -> None:
+    live, hours, _ = keeper.index.use_of(client.name)
+    quota = client.quota
+    if quota.jobs is not None and live >= quota.jobs:
+        text = f"{live} jobs of {client.name} have not ended, at most {quota.jobs} may. Wait."
+        raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=60)
+    if quota.gpu_hours is not None and hours >= quota.gpu_hours:
+        text = f"{client.name} has used {hours:.1f} of {quota.gpu_hours:.1f} GPU hours."
+        raise Refusal(429, text, code="insufficient_quota")
+
+
+def list_jobs(request: Request) -> Response:
+    keeper, asked = keeper_of(request), page_asked(request, usual=20, most=100)
+    metadata, has_none = metadata_asked(request)
+    cut = Cut(client_of(request).owner, asked.after, asked.limit)
+    page = _page(lambda: keeper.index.jobs(cut, metadata, has_none=has_none), asked.after)
+    return JSONResponse(list_object(page.data, has_more=page.has_more))
+
+
+def retrieve_job(request: Request) -> Response:
+    return JSONResponse(visible_job(request))
+
+
+def visible_job(request: Request) -> dict[str, Any]:
+    """The job that a path names. Refusal: there is none that this client sees."""
+    keeper, job_id = keeper_of(request), request.path_params["job_id"]
+    job = keeper.index.job(job_id) if is_id(job_id, JOB) else None
+    if job is None and is_id(job_id, JOB):  # made by another server a moment ago
+        job = keeper.look(job_id)
+    if job is None or not client_of(request).sees(job["lathe"]["owner"]):
+        raise Refusal(404, f"No such fine-tuning job: {shown(job_id)}.", param="id")
+    return job
+
+
+def list_events(request: Request) -> Response:
+    keeper, asked = keeper_of(request), page_asked(request, usual=20, most=1000)
+    job = visible_job(request)
+    cut = Cut(None, asked.after, asked.limit)
+    page = _page(lambda: keeper.index.events(job["id"], cut), asked.after)
+    return JSONResponse(list_object(page.data, has_more=page.has_more))
+
+
+def list_checkpoints(request: Request) -> Response:
+    keeper, asked = keeper_of(request), page_asked(request, usual=10, most=100)
+    folder = _ticket_folder(request)
+    ticket = folder.read()
+    assert ticket is not None, "its job was found"
+    run = keeper.folder.base.run(ticket.exp_id)
+    found = checkpoints(ticket, run, keeper.config.organization)
+    ids = [one["id"] for one in found]
+    if asked.after is not None and asked.after not in ids:
+        raise Refusal(400, f"after: there is no {shown(asked.after)} here.", param="after")
+    start = ids.index(asked.after) + 1 if asked.after is not None else 0
+    data, rest = found[start : start + asked.limit], found[start + asked.limit :]
+    return JSONResponse(list_object(data, has_more=bool(rest)))
+
+
+def cancel_job(request: Request) -> Response:
+    return _wish(request, "cancel")
+
+
+def pause_job(request: Request) -> Response:
+    return _wish(request, "pause")
+
+
+def resume_job(request: Request) -> Response:
+    return _wish(request, "resume")
+
+
+def _wish(request: Request, wish: Wanted) -> Response:
+    """Wish something of a job that has not ended. What is so already is left alone."""
+    client, keeper = writer_of(request), keeper_of(request)
+    folder, job_id = _ticket_folder(request), request.path_params["job_id"]
+    job = keeper.look(job_id)
+    assert job is not None, "found a moment ago"
+    if not client.may_change(job["lathe"]["owner"]):
+        raise Refusal(403, f"{job_id} belongs to another token.")
+    if job["status"] in FINAL:
+        text = f"{job_id} has {job['status']}: nothing of it can be {_done(wish)} any more."
+        raise Refusal(400, text, code="job_has_ended")
+    is_paused = job["lathe"]["is_paused"]
+    if wish == "resume" and not is_paused:
+        raise Refusal(400, f"{job_id} is not paused: it is {job['status']}.", code="not_paused")
+    if not (wish == "pause" and is_paused):
+        folder.add_wish(wish, client.name)
+    keeper.poke()
+    return JSONResponse(keeper.look(job_id))
+
+
+def _done(wish: str) -> str:
+    return {"pause": "paused", "resume": "resumed", "cancel": "cancelled"}[wish]
+
+
+def _ticket_folder(request: Request) -> TicketFolder:
+    folder = keeper_of(request).folder.ticket(visible_job(request)["id"])
+    assert folder is not None, "a job has a ticket"
+    return folder
+
+
+# Models
+# --------------------------------------------------------------------------------------------------
+
+
+def list_models(request: Request) -> Response:
+    keeper, client = keeper_of(request), client_of(request)
+    bases = [_model(name, 0, "system") for name in sorted(keeper.config.models)]
+    tuned = [_tuned(job) for job in keeper.index.tuned_models(client.owner)]
+    return JSONResponse({"object": "list", "data": bases + tuned})
+
+
+def retrieve_model(request: Request) -> Response:
+    name = request.path_params["model"]
+    if name in keeper_of(request).config.models:
+        return JSONResponse(_model(name, 0, "system"))
+    return JSONResponse(_tuned(tuned_job(request, name)))
+
+
+def delete_model(request: Request) -> Response:
+    """Move a tuned model aside, into deleted/, where `lathe-jobs gc` finds it."""
+    client, keeper = writer_of(request), keeper_of(request)
+    name = request.path_params["model"]
+    if name in keeper.config.models:
+        raise Refusal(403, f"{name} is offered by the service: it cannot be deleted.")
+    job = tuned_job(request, name)
+    if not client.may_change(job["lathe"]["owner"]):
+        raise Refusal(403, f"{name} belongs to another token.")
+    folder = keeper.folder.ticket(job["id"])
+    assert folder is not None, "a job has a ticket"
+    folder.add_wish("delete", client.name)
+    run, base = keeper.folder.base.run(job["lathe"]["exp_id"]), keeper.folder.base
+    aside = base.deleted / f"{run.path.name}-{time.strftime('%Y%m%d-%H%M%S')}-model"
+    with refusals(aside):
+        aside.mkdir(parents=True, exist_ok=True)
+        for part in ("final", "best"):
+            if (run.path / part).exists():
+                os.rename(run.path / part, aside / part)
+    keeper.look(job["id"])
+    return JSONResponse({"id": name, "object": "model", "deleted": True})
+
+
+def tuned_job(request: Request, name: str) -> dict[str, Any]:
+    """The job that made a model which this client sees. Refusal for any other name."""
+    job = keeper_of(request).index.job_of_model(name)
+    if job is None or not client_of(request).sees(job["lathe"]["owner"]):
+        text = f"The model {shown(name)} does not exist, or is not yours."
+        raise Refusal(404, text, param="model", code="model_not_found")
+    return job
+
+
+def _tuned(job: dict[str, Any]) -> dict[str, Any]:
+    return _model(job["fine_tuned_model"], job["finished_at"], job["lathe"]["owner"])
+
+
+def _model(name: str, created: int, owner: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": created, "owned_by": owner}
+
+
+JOBS = "/v1/fine_tuning/jobs"
+ROUTES = [
+    Route("/v1/files", create_file, methods=["POST"]),
+    Route("/v1/files", list_files),
+    Route("/v1/files/{file_id}", retrieve_file),
+    Route("/v1/files/{file_id}", delete_file, methods=["DELETE"]),
+    Route("/v1/files/{file_id}/content", file_content),
+    Route(JOBS, create_job, methods=["POST"]),
+    Route(JOBS, list_jobs),
+    Route(f"{JOBS}/{{job_id}}", retrieve_job),
+    Route(f"{JOBS}/{{job_id}}/cancel", cancel_job, methods=["POST"]),
+    Route(f"{JOBS}/{{job_id}}/pause", pause_job, methods=["POST"]),
+    Route(f"{JOBS}/{{job_id}}/resume", resume_job, methods=["POST"]),
+    Route(f"{JOBS}/{{job_id}}/events", list_events),
+    Route(f"{JOBS}/{{job_id}}/checkpoints", list_checkpoints),
+    Route("/v1/models", list_models),
+    Route("/v1/models/{model}", retrieve_model),
+    Route("/v1/models/{model}", delete_model, methods=["DELETE"]),
+]

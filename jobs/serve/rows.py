@@ -1,0 +1,329 @@
+"""Uploaded rows: which kinds there are, what is wrong with a line, and the files that a task reads.
+
+Torch-free, a line at a time. A mistake says line, got and want; a file may have any number of them,
+and the first ones are told.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from trainer.errors import DataError
+from trainer.files.atomic import aside
+
+Row = dict[str, Any]
+MAX_MISTAKES = 20
+MAX_LINE = 8 << 20  # bytes; a longer line is no training example
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+class Mistake(NamedTuple):
+    """What is wrong with a line, counted from 1."""
+
+    line: int
+    got: str
+    want: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: got {self.got}, want {self.want}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of row: its keys, what may be wrong with one, what a task reads in its place.
+
+    data: task -> the keys of its `data` block that make it read `files_row`.
+    """
+
+    needs: tuple[str, ...]
+    problems: Callable[[Row], Iterator[tuple[str, str]]]  # (got, want)
+    files_row: Callable[[Row, int], Row]
+    data: Mapping[str, dict[str, Any]]
+
+
+@dataclass
+class RowReport:
+    """What a file holds."""
+
+    num_rows: int = 0
+    kind: str | None = None  # that of the first row that is of any
+    num_mistakes: int = 0
+    mistakes: list[Mistake] = field(default_factory=list[Mistake])  # the first ones
+
+    def add(self, line: int, got: str, want: str) -> None:
+        self.num_mistakes += 1
+        if len(self.mistakes) < MAX_MISTAKES:
+            self.mistakes.append(Mistake(line, got, want))
+
+
+def check(path: Path, kinds: Sequence[str] | None = None) -> RowReport:
+    """What a JSON-lines file holds, and the mistakes in it. kinds: those that are wanted.
+
+    All rows of a file are of one kind.
+    """
+    report = RowReport()
+    wanted = list(kinds or KINDS)
+    for line, content in _lines(path):
+        row = _object(report, line, content)
+        if row is None:
+            continue
+        report.num_rows += 1
+        kind = kind_of(row, wanted)
+        if kind is None:
+            report.add(line, f"the keys {_cut(', '.join(sorted(row)))}", _choice(wanted))
+        elif report.kind not in (None, kind):
+            report.add(line, f"a {kind} row", f"a {report.kind} row, as before")
+        else:
+            report.kind = kind
+            for got, want in KINDS[kind].problems(row):
+                report.add(line, got, want)
+    if not report.num_rows and not report.num_mistakes:
+        report.add(1, "an empty file", "one JSON object on every line")
+    return report
+
+
+def kind_of(row: Row, kinds: Sequence[str]) -> str | None:
+    """The first of these kinds whose keys a row has."""
+    return next((name for name in kinds if all(key in row for key in KINDS[name].needs)), None)
+
+
+def write_split(source: Path, target: Path, kind: str, *, keep: Callable[[int], bool]) -> int:
+    """Write the rows of an upload, those whose number from 0 `keep` wants, as a task reads them.
+
+    Returns how many. DataError when the upload is not what `check` said; StorageError.
+    """
+    written = 0
+    with aside(target) as temporary, temporary.open("wb") as file:
+        for number, (line, content) in enumerate(_lines(source)):
+            if not keep(number):
+                continue
+            row = _object(RowReport(), line, content)
+            if row is None:
+                raise DataError(f"{source}, line {line}: no JSON object. Upload the file again.")
+            converted = KINDS[kind].files_row(row, number)
+            file.write(json.dumps(converted, ensure_ascii=False).encode() + b"\n")
+            written += 1
+    return written
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(line from 1, content) of the lines that are not blank; an endless one is cut."""
+    with path.open("rb") as file:
+        number = 0
+        while content := file.readline(MAX_LINE + 1):
+            number += 1
+            if len(content) > MAX_LINE:
+                yield number, content
+                while content and not content.endswith(b"\n"):
+                    content = file.readline(MAX_LINE)
+                continue
+            text = content.removeprefix(b"\xef\xbb\xbf") if number == 1 else content
+            if text.strip():
+                yield number, text
+
+
+def _object(report: RowReport, line: int, content: bytes) -> Row | None:
+    """The object of a line; None, and a mistake on the report, when it is none."""
+    if len(content) > MAX_LINE:
+        report.add(line, "a line that is too long", f"at most {MAX_LINE} bytes")
+        return None
+    try:
+        value: Any = json.loads(content.decode())
+    except UnicodeDecodeError as error:
+        report.add(line, f"byte {error.start} that is not UTF-8", "a file saved as UTF-8")
+        return None
+    except json.JSONDecodeError as error:
+        report.add(line, f"malformed JSON ({error.msg}, column {error.colno})", "one JSON object")
+        return None
+    except (ValueError, RecursionError):  # a number of thousands of digits; thousands of brackets
+        report.add(line, "JSON that is nested too deeply or too long", "one JSON object")
+        return None
+    if not isinstance(value, dict):
+        report.add(line, f"a JSON {type(value).__name__}", 'an object like {"messages": [...]}')
+        return None
+    return cast("Row", value)
+
+
+def _choice(kinds: Sequence[str]) -> str:
+    return " or ".join(f"{name} rows with {', '.join(KINDS[name].needs)}" for name in kinds)
+
+
+def _shown(value: Any) -> str:
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _texts(row: Row, *names: str) -> Iterator[tuple[str, str]]:
+    """The keys whose value is no text, or a blank one."""
+    for name in names:
+        if not _is_text(row.get(name)):
+            yield f"{name}={_shown(row.get(name))}", f"{name} as text that is not blank"
+
+
+def _lists(row: Row, *names: str) -> Iterator[tuple[str, str]]:
+    """The keys whose value is neither a text nor a list of them."""
+    for name in names:
+        values = _as_list(row.get(name))
+        if not values or not all(map(_is_text, values)):
+            yield f"{name}={_shown(row.get(name))}", f"{name} as text, or a list of texts"
+
+
+def _as_list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+# Chats
+# --------------------------------------------------------------------------------------------------
+
+
+def _chat_problems(row: Row) -> Iterator[tuple[str, str]]:
+    messages: Any = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        yield f"messages={_shown(messages)}", "a list of messages that is not empty"
+        return
+    for number, message in enumerate(cast("list[Any]", messages)):
+        yield from _message_problems(f"messages[{number}]", message)
+    last = cast("list[Any]", messages)[-1]
+    if isinstance(last, dict) and cast("Row", last).get("role") != "assistant":
+        yield f"a last message of {_shown(cast('Row', last).get('role'))}", "one of the assistant"
+
+
+def _message_problems(place: str, message: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(message, dict):
+        yield f"{place}={_shown(message)}", "an object with role and content"
+        return
+    values = cast("Row", message)
+    if values.get("role") not in ROLES:
+        yield f"{place}.role={_shown(values.get('role'))}", f"one of {', '.join(ROLES)}"
+    if not isinstance(values.get("content"), str):
+        yield f"{place}.content={_shown(values.get('content'))}", f"{place}.content as text"
+
+
+def chat_prompt(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages as the text that the assistant's answer follows: a line for each, "role: text"."""
+    told = [f"{message['role']}: {message['content']}\n" for message in messages]
+    return "".join(told) + "assistant:"
+
+
+def _chat_row(row: Row, number: int) -> Row:
+    messages: list[Row] = row["messages"]
+    return {"prompt": chat_prompt(messages[:-1]), "completion": f" {messages[-1]['content']}"}
+
+
+# Other rows
+# --------------------------------------------------------------------------------------------------
+
+
+def _completion_problems(row: Row) -> Iterator[tuple[str, str]]:
+    yield from _texts(row, "prompt", "completion")
+
+
+def _text_problems(row: Row) -> Iterator[tuple[str, str]]:
+    yield from _texts(row, "text")
+
+
+def _triple_problems(row: Row) -> Iterator[tuple[str, str]]:
+    yield from _texts(row, "query")
+    yield from _lists(row, "positive", "negative")
+
+
+def _triple_row(row: Row, number: int) -> Row:
+    def passages(name: str) -> list[Row]:
+        texts = _as_list(row[name])
+        return [{"docid": f"{number}-{name}-{i}", "text": text} for i, text in enumerate(texts)]
+
+    return {
+        "query_id": str(number),
+        "query": row["query"],
+        "positive_passages": passages("positive"),
+        "negative_passages": passages("negative"),
+    }
+
+
+def _question_problems(row: Row) -> Iterator[tuple[str, str]]:
+    yield from _texts(row, "question")
+    yield from _lists(row, "contexts", "answers")
+
+
+def _question_row(row: Row, number: int) -> Row:
+    """What cross_attention reads as "jsonl" and fid as "fid"."""
+    contexts = _as_list(row["contexts"])
+    return {
+        "id": str(number),
+        "question": row["question"],
+        "answers": _as_list(row["answers"]),
+        "contexts": contexts,
+        "ctxs": [{"title": "", "text": text} for text in contexts],
+    }
+
+
+def _document_problems(row: Row) -> Iterator[tuple[str, str]]:
+    yield from _texts(row, "document", "summary")
+
+
+def _as_it_is(row: Row, number: int) -> Row:
+    return row
+
+
+# The first whose keys a row has counts.
+KINDS: dict[str, Kind] = {
+    "chat": Kind(
+        ("messages",),
+        _chat_problems,
+        _chat_row,
+        {"causal_lm": {"source": "jsonl", "loss_on": "answer"}},
+    ),
+    "completion": Kind(
+        ("prompt", "completion"),
+        _completion_problems,
+        _as_it_is,
+        {"causal_lm": {"source": "jsonl", "loss_on": "answer"}},
+    ),
+    "triple": Kind(
+        ("query", "positive", "negative"),
+        _triple_problems,
+        _triple_row,
+        {"retriever": {"source": "tevatron"}},
+    ),
+    "question": Kind(
+        ("question", "contexts", "answers"),
+        _question_problems,
+        _question_row,
+        {
+            "cross_attention": {"source": "jsonl"},
+            "fid": {
+                "source": "fid",
+                "files": {"train": "train.jsonl", "valid": "valid.jsonl"},
+            },
+        },
+    ),
+    "document": Kind(
+        ("document", "summary"),
+        _document_problems,
+        _as_it_is,
+        {
+            "summariser": {
+                "source": "files",
+                "document": "document",
+                "summaries": ["summary"],
+            }
+        },
+    ),
+    "text": Kind(
+        ("text",),
+        _text_problems,
+        _as_it_is,
+        {"causal_lm": {"source": "jsonl", "loss_on": "all"}},
+    ),
+}

@@ -1,0 +1,304 @@
+"""Tickets and uploads: what clients asked for and handed in, as files beside the run folders.
+
+<savedir_base>/_service/
+    tickets/<job id>/       one folder for each fine-tuning job
+        ticket.json         what was asked, with the experiment that it became; written once
+        checked.json        what the whole file's check found; written once
+        data/               the rows as the task reads them: train.jsonl, valid.jsonl
+        wish-<k>.json       the k-th wish: pause, resume, cancel, delete
+    uploads/<file id>/      content, file.json; made by one rename
+    uploads/.<file id>.tmp/ one that is being sent; its `content` is locked by who receives it
+    cache/                  tokenizers and encoded rows of the trainings
+    index-<host>.sqlite     what the folders say, for lists; may be deleted at any time
+
+A ticket's id comes from its Idempotency-Key, so the same key is the same ticket: whoever writes
+ticket.json first has made the job. What becomes of it then is in its run folder's own record.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from jobs.record.paths import BaseFolder
+from jobs.record.times import now
+from trainer.config.schema import Strict
+from trainer.files.atomic import create_json, read_json, refusals, sync, write_json
+
+Wanted = Literal["pause", "resume", "cancel", "delete"]
+JOB, FILE = "ftjob-", "file-"
+ID_DIGITS = 24
+YOUNG_S = 60.0
+
+
+class Ticket(Strict):
+    """What was asked of the service, as it was understood. Never changed."""
+
+    id: str
+    created_at: str
+    owner: str  # the name of the token that asked
+    model: str
+    exp_id: str
+    experiment: dict[str, Any]
+    request_digest: str  # sha256 of the request, to tell a repeat from another one
+    kind: str  # of the rows
+    num_rows: int
+    seed: int
+    epochs: int
+    batch: int
+    lr_factor: float
+    training_file: str
+    validation_file: str | None = None
+    suffix: str | None = None
+    metadata: dict[str, str] | None = None
+    is_method_given: bool = False
+
+    @property
+    def digits(self) -> str:
+        """The id without its prefix: in the names of everything that is made of it."""
+        return self.id.removeprefix(JOB)
+
+    def tuned_model(self, organization: str) -> str:
+        """The name of the model that it trains."""
+        return f"ft:{self.model}:{organization}:{self.suffix or ''}:{self.digits[:12]}"
+
+
+class Checked(Strict):
+    """What the check of the whole files found: nothing, or the first mistakes in them."""
+
+    at: str
+    param: str | None = None  # training_file, validation_file
+    message: str | None = None
+
+
+class Wish(Strict):
+    """Something that was asked of a job after it was made."""
+
+    at: str
+    wish: Wanted
+    by: str
+
+
+class Upload(Strict):
+    """A file that a client handed in, and what it holds."""
+
+    id: str
+    created_at: str
+    owner: str
+    filename: str  # as the client called it: never part of a path
+    purpose: str
+    bytes: int
+    sha256: str
+    num_rows: int
+    kind: str | None
+    num_mistakes: int
+    mistakes: list[str]
+
+
+@dataclass(frozen=True)
+class TicketFolder:
+    """The files of one ticket."""
+
+    path: Path
+
+    @property
+    def file(self) -> Path:
+        return self.path / "ticket.json"
+
+    @property
+    def checked(self) -> Path:
+        return self.path / "checked.json"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    def read(self) -> Ticket | None:
+        """The ticket; None where there is none, or one of another version."""
+        values = read_json(self.file)
+        with suppress(ValidationError):
+            return None if values is None else Ticket.model_validate(values)
+        return None
+
+    def read_checked(self) -> Checked | None:
+        """What the check found; None before it was made."""
+        values = read_json(self.checked)
+        return None if values is None else Checked.model_validate(values)
+
+    def wishes(self) -> list[Wish]:
+        """What was wished, in order."""
+        found: list[Wish] = []
+        while (values := read_json(self._wish(len(found) + 1))) is not None:
+            found.append(Wish.model_validate(values))
+        return found
+
+    def add_wish(self, wish: Wanted, by: str) -> None:
+        """Wish something, durably. StorageError."""
+        values = {"at": now(), "wish": wish, "by": by}
+        number = len(self.wishes()) + 1
+        while not create_json(self._wish(number), values):
+            number += 1  # somebody else wished at this moment
+
+    def _wish(self, number: int) -> Path:
+        return self.path / f"wish-{number}.json"
+
+
+@dataclass(frozen=True)
+class UploadFolder:
+    """The files of one upload."""
+
+    path: Path
+
+    @property
+    def content(self) -> Path:
+        return self.path / "content"
+
+    def read(self) -> Upload | None:
+        """What it holds; None where there is none."""
+        values = read_json(self.path / "file.json")
+        return None if values is None else Upload.model_validate(values)
+
+
+@dataclass(frozen=True)
+class ServiceFolder:
+    """Everything that the service keeps below a savedir_base."""
+
+    base: BaseFolder
+
+    @property
+    def path(self) -> Path:
+        return self.base.path / "_service"
+
+    @property
+    def tickets(self) -> Path:
+        return self.path / "tickets"
+
+    @property
+    def uploads(self) -> Path:
+        return self.path / "uploads"
+
+    @property
+    def cache(self) -> Path:
+        return self.path / "cache"
+
+    @property
+    def index(self) -> Path:
+        """SQLite's write-ahead log needs one host's shared memory: an index for each."""
+        return self.path / f"index-{socket.gethostname()}.sqlite"
+
+    def make(self) -> None:
+        """Make the folders, and remove what uploads that were cut off left. StorageError."""
+        with refusals(self.path):
+            for folder in (self.tickets, self.uploads, self.cache):
+                folder.mkdir(parents=True, exist_ok=True)
+        for folder in self.uploads.glob(".*.tmp"):
+            _remove_if_dead(folder)
+
+    def ticket(self, job_id: str) -> TicketFolder | None:
+        """The folder of a job's ticket; None for what is no id."""
+        return TicketFolder(self.tickets / job_id) if is_id(job_id, JOB) else None
+
+    def upload(self, file_id: str) -> UploadFolder | None:
+        """The folder of an upload; None for what is no id."""
+        return UploadFolder(self.uploads / file_id) if is_id(file_id, FILE) else None
+
+    def ticket_ids(self) -> list[str]:
+        """Ids of all tickets, and of folders whose ticket is being written."""
+        return _names(self.tickets, JOB)
+
+    def upload_ids(self) -> list[str]:
+        """Ids of all uploads that are whole."""
+        return _names(self.uploads, FILE)
+
+    def create(self, ticket: Ticket) -> bool:
+        """Make a job of a ticket, durably; False when there is one of this id. StorageError."""
+        folder = TicketFolder(self.tickets / ticket.id)
+        with refusals(folder.path):
+            folder.path.mkdir(exist_ok=True)
+        is_new = create_json(folder.file, ticket.model_dump(mode="json"))
+        with refusals(folder.path):
+            sync(self.tickets)
+        return is_new
+
+    @contextmanager
+    def receiving(self) -> Generator[ReceivedUpload]:
+        """A place for an upload that is being sent; nothing of it stays unless it is kept."""
+        file_id = new_id(FILE)
+        folder = self.uploads / f".{file_id}.tmp"
+        with refusals(folder):
+            folder.mkdir()
+        try:
+            with refusals(folder), (folder / "content").open("xb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                yield ReceivedUpload(file_id, folder, self.uploads / file_id)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class ReceivedUpload:
+    """An upload that has come, or is coming."""
+
+    id: str
+    folder: Path
+    target: Path
+
+    @property
+    def content(self) -> Path:
+        return self.folder / "content"
+
+    def keep(self, upload: Upload) -> None:
+        """Make it a file of the service, all at once. StorageError."""
+        with refusals(self.target):
+            sync(self.content)
+            write_json(self.folder / "file.json", upload.model_dump(mode="json"))
+            os.rename(self.folder, self.target)
+            sync(self.target.parent)
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody can guess."""
+    return prefix + secrets.token_hex(ID_DIGITS // 2)
+
+
+def id_of_key(owner: str, key: str) -> str:
+    """The job id that belongs to an Idempotency-Key of a token: the same for the same."""
+    digest = hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()
+    return JOB + digest[:ID_DIGITS]
+
+
+def is_id(text: str, prefix: str) -> bool:
+    """Whether a text is an id of ours: it can then be the name of a folder."""
+    digits = text.removeprefix(prefix)
+    is_hex = all(letter in "0123456789abcdef" for letter in digits)
+    return text.startswith(prefix) and len(digits) == ID_DIGITS and is_hex
+
+
+def _names(folder: Path, prefix: str) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry.name for entry in entries if is_id(entry.name, prefix)]
+    except FileNotFoundError:
+        return []
+
+
+def _remove_if_dead(folder: Path) -> None:
+    """Remove an upload that was cut off by the death of its server: nobody holds its lock."""
+    with suppress(OSError):
+        if time.time() - folder.stat().st_mtime < YOUNG_S:
+            return  # another server may be about to lock it
+        with (folder / "content").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,257 @@
+"""Files that clients hand in: received part by part to the disk, checked, kept, shown, deleted.
+
+Nothing of a file that did not come whole, or was refused, stays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Any
+
+import anyio
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+
+from jobs.record.times import now
+from jobs.serve import rows
+from jobs.serve.job_view import seconds
+from jobs.serve.requests import Refusal, shown
+from jobs.serve.tickets import ReceivedUpload, Upload, UploadFolder
+
+if TYPE_CHECKING:
+    from jobs.serve.access import Client
+    from jobs.serve.keeper import Keeper
+
+PURPOSE = "fine-tune"
+MAX_FIELD, MAX_HEADER, MAX_PARTS = 1024, 4096, 8  # bytes, bytes, parts
+MAX_NAME = 255
+LOOK_BYTES = 8 << 20  # between two looks at the free disk
+OTHER_BYTES = 64 << 10  # of an upload's body besides the file
+
+
+@dataclass
+class Parts:
+    """The parts of a body as they come: small fields in memory, the file in `file`."""
+
+    file: IO[bytes]
+    max_file: int
+    fields: dict[str, str] = field(default_factory=dict[str, str])
+    filename: str | None = None
+    size: int = 0
+    is_whole: bool = False
+    digest: Any = field(default_factory=hashlib.sha256)
+    _header: bytes = b""
+    _value: bytes = b""
+    _headers: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    _name: str = ""
+    _text: bytes = b""
+    _is_file: bool = False
+    _count: int = 0
+
+    def parser(self, content_type: str) -> MultipartParser:
+        """The parser of a body. Refusal when it is no form."""
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary", b"")
+        if kind != b"multipart/form-data" or not 0 < len(boundary) <= 70:
+            raise Refusal(415, f"Content-Type: got {shown(content_type)}, want a multipart form.")
+        callbacks: Any = {
+            "on_part_begin": self._begin,
+            "on_header_field": self._on_header,
+            "on_header_value": self._on_value,
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._named,
+            "on_part_data": self._data,
+            "on_part_end": self._end,
+            "on_end": self._whole,
+        }
+        return MultipartParser(boundary, callbacks)
+
+    def _begin(self) -> None:
+        self._count += 1
+        if self._count > MAX_PARTS:
+            raise Refusal(400, f"The form has more than {MAX_PARTS} parts. Send file and purpose.")
+        self._headers, self._text = {}, b""
+
+    def _on_header(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+        self._bound(self._header, MAX_HEADER)
+
+    def _on_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+        self._bound(self._value, MAX_HEADER)
+
+    def _end_header(self) -> None:
+        self._headers[self._header.decode("latin-1").lower()] = self._value
+        self._header, self._value = b"", b""
+        if len(self._headers) > MAX_PARTS:
+            raise Refusal(400, "A part of the form has too many headers.")
+
+    def _named(self) -> None:
+        _, options = parse_options_header(self._headers.get("content-disposition", b""))
+        try:
+            self._name = options.get(b"name", b"").decode()
+            filename = options.get(b"filename")
+            name = None if filename is None else filename.decode()
+        except UnicodeDecodeError:
+            raise Refusal(400, "A name in the form is not UTF-8.") from None
+        self._is_file = self._name == "file"
+        if self._is_file and (self.filename is not None or name is None):
+            raise Refusal(400, "file: want one part of this name, with a filename.", param="file")
+        if self._is_file:
+            self.filename = name
+        elif self._name in self.fields:
+            raise Refusal(400, f"{shown(self._name)} stands twice.", param=self._name)
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if not self._is_file:
+            self._text += data[start:end]
+            self._bound(self._text, MAX_FIELD)
+            return
+        block = data[start:end]
+        self.size += len(block)
+        if self.size > self.max_file:
+            raise Refusal(413, f"file: more than {self.max_file} bytes.", param="file")
+        self.digest.update(block)
+        self.file.write(block)
+
+    def _end(self) -> None:
+        if not self._is_file:
+            self.fields[self._name] = self._text.decode(errors="replace")
+
+    def _whole(self) -> None:
+        self.is_whole = True
+
+    def _bound(self, text: bytes, most: int) -> None:
+        if len(text) > most:
+            raise Refusal(400, f"A field or header of the form has more than {most} bytes.")
+
+
+async def receive(request: Request, keeper: Keeper, client: Client) -> Upload:
+    """Take a file in. Refusal, and nothing stays, when it is not wanted or not whole."""
+    _refuse_by_size(request, keeper, client)
+    with keeper.folder.receiving() as received:
+        parts = await _parts(request, keeper, received)
+        filename = _checked_form(parts)
+        report = await run_in_threadpool(rows.check, received.content)
+        used = keeper.index.use_of(client.name)[2]
+        _refuse_above_quota(client, used + parts.size)
+        upload = Upload(
+            id=received.id,
+            created_at=now(),
+            owner=client.name,
+            filename=filename,
+            purpose=PURPOSE,
+            bytes=parts.size,
+            sha256=parts.digest.hexdigest(),
+            num_rows=report.num_rows,
+            kind=report.kind,
+            num_mistakes=report.num_mistakes,
+            mistakes=[str(mistake) for mistake in report.mistakes],
+        )
+        await run_in_threadpool(received.keep, upload)
+    keeper.index.put_upload(
+        upload.model_dump(mode="json"), owner=upload.owner, created=seconds(upload.created_at)
+    )
+    return upload
+
+
+def _refuse_by_size(request: Request, keeper: Keeper, client: Client) -> None:
+    declared = request.headers.get("content-length", "0")
+    size = int(declared) if declared.isascii() and declared.isdigit() else 0
+    if size > keeper.config.max_file + OTHER_BYTES:
+        raise Refusal(413, f"{size} bytes: at most {keeper.config.max_file} are taken.")
+    _refuse_above_quota(client, keeper.index.use_of(client.name)[2] + size - OTHER_BYTES)
+    refuse_on_full_disk(keeper, size)
+
+
+def refuse_on_full_disk(keeper: Keeper, size: int) -> None:
+    """Return when so many bytes can be written and the reserve stays free. Refusal (507)."""
+    free = shutil.disk_usage(keeper.folder.base.path).free
+    if free - size < keeper.config.reserve:
+        text = (
+            f"The disk has {free >> 20} MiB free, of which {keeper.config.reserve >> 20} are kept "
+            "for running jobs. Delete files, or ask whoever runs the service for room."
+        )
+        raise Refusal(507, text, code="insufficient_storage")
+
+
+def _refuse_above_quota(client: Client, size: int) -> None:
+    if client.quota.bytes is not None and size > client.quota.bytes:
+        text = f"{client.name} may keep {client.quota.bytes} bytes of files. Delete some."
+        raise Refusal(429, text, code="insufficient_quota")
+
+
+async def _parts(request: Request, keeper: Keeper, received: ReceivedUpload) -> Parts:
+    with received.content.open("r+b") as file:
+        parts = Parts(file, keeper.config.max_file)
+        parser = parts.parser(request.headers.get("content-type", ""))
+        blocks, total, looked = request.stream().__aiter__(), 0, 0
+        try:
+            while True:
+                with anyio.fail_after(keeper.config.silence_s):
+                    block = await anext(blocks)
+                parser.write(block)
+                total += len(block)
+                if total > keeper.config.max_file + OTHER_BYTES:
+                    raise Refusal(413, f"More than {keeper.config.max_file} bytes.", param="file")
+                if total - looked > LOOK_BYTES:
+                    looked = total
+                    refuse_on_full_disk(keeper, 0)
+        except StopAsyncIteration:
+            return parts
+        except MultipartParseError as error:
+            raise Refusal(400, f"The form is malformed: {shown(str(error))}.") from None
+        except TimeoutError:
+            text = f"Nothing came for {keeper.config.silence_s:.0f} s: the upload is given up."
+            raise Refusal(408, text) from None
+        except ClientDisconnect:
+            raise Refusal(400, "The upload was cut off.") from None
+
+
+def _checked_form(parts: Parts) -> str:
+    """The name of the file in a whole form with the right fields. Refusal."""
+    if not parts.is_whole:
+        raise Refusal(400, "The form ends in the middle. Send it again.")
+    if parts.filename is None:
+        raise Refusal(400, "file: required, but not given.", param="file")
+    purpose = parts.fields.pop("purpose", None)
+    if purpose != PURPOSE:
+        raise Refusal(400, f"purpose: got {shown(purpose)}, want '{PURPOSE}'.", param="purpose")
+    if parts.fields:
+        name = next(iter(parts.fields))
+        raise Refusal(400, f"{shown(name)}: there is no such parameter. Leave it out.", param=name)
+    name = parts.filename
+    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise Refusal(400, f"filename: got {shown(name)}, want 1 to {MAX_NAME} printable letters.")
+    return name
+
+
+def remove(folder: UploadFolder) -> None:
+    """Delete a file. Jobs that were checked have their own copy of its rows."""
+    aside = folder.path.with_name(f".{folder.path.name}.tmp")
+    os.rename(folder.path, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def file_object(upload: Upload) -> dict[str, Any]:
+    """The file as the OpenAI API shows one. Source: openai 3.54, types/file_object.py."""
+    details = None
+    if upload.num_mistakes:
+        told = "\n".join(upload.mistakes)
+        details = f"{upload.num_mistakes} mistake(s)\n{told}"
+    return {
+        "id": upload.id,
+        "object": "file",
+        "bytes": upload.bytes,
+        "created_at": int(seconds(upload.created_at)),
+        "filename": upload.filename,
+        "purpose": upload.purpose,
+        "status": "error" if details else "processed",
+        "status_details": details,
+        "expires_at": None,
+    }
