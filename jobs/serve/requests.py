@@ -245,12 +245,16 @@ def one_of(request: Request, name: str, values: tuple[str, ...], usual: str | No
 
 def metadata_asked(request: Request) -> tuple[dict[str, str] | None, bool]:
     """(entries that a list is filtered by: metadata[k]=v, whether metadata=null was asked for)."""
-    found = {
-        name[len("metadata[") : -1]: value
-        for name, value in request.query_params.multi_items()
-        if name.startswith("metadata[") and name.endswith("]")
-    }
-    return found or None, request.query_params.get("metadata") == "null"
+    found: dict[str, str] = {}
+    has_none = False
+    for name, value in request.query_params.multi_items():
+        if name == "metadata" and value == "null":
+            has_none = True
+        elif name.startswith("metadata[") and name.endswith("]"):
+            found[name[len("metadata[") : -1]] = value
+        elif name.startswith("metadata"):
+            raise Refusal(400, f"{shown(name)}: want metadata[key]=value.", param="metadata")
+    return found or None, has_none
 
 
 def shown(value: Any) -> str:
