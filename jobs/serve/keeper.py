@@ -40,7 +40,7 @@ from jobs.serve.job_view import (
     standing,
     state_events,
 )
-from jobs.serve.offers import ServiceConfig
+from jobs.serve.offers import Offer, ServiceConfig, num_held_out
 from jobs.serve.tickets import Checked, ServiceFolder, Ticket, TicketFolder
 from jobs.submit import control, prepare
 from jobs.submit import group as group_of_jobs
@@ -266,7 +266,7 @@ class Keeper:
             write(train, folder.data / "train.jsonl", ticket.kind, keep=_every_row)
             write(valid, folder.data / "valid.jsonl", ticket.kind, keep=_every_row)
             return
-        held_out = _held_out(ticket, self.config.models[ticket.model].held_out)
+        held_out = _held_out(ticket, self.config.models[ticket.model])
         is_alone = not held_out
         write(
             train,
@@ -336,11 +336,9 @@ def _files(ticket: Ticket) -> Iterator[tuple[str, str]]:
         yield "validation_file", ticket.validation_file
 
 
-def _held_out(ticket: Ticket, share: float) -> set[int]:
-    """Numbers of the rows that are kept for validation, evenly spread: at least one. The only row
-    of a file is both trained on and validated with.
-    """
-    count = min(max(round(ticket.num_rows * share), 1), ticket.num_rows - 1)
+def _held_out(ticket: Ticket, offer: Offer) -> set[int]:
+    """Numbers of the rows that are kept for validation, evenly spread."""
+    count = num_held_out(offer, ticket.num_rows)
     return {(2 * part + 1) * ticket.num_rows // (2 * count) for part in range(count)}
 
 

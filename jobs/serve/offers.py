@@ -144,6 +144,13 @@ def fill(offer: Offer, asked: Asked) -> Filled:
     return Filled(values, epochs, batch, factor)
 
 
+def num_held_out(offer: Offer, num_rows: int) -> int:
+    """How many rows of a file are kept for validation where no file is given for it: at least one.
+    The only row of a file is both trained on and validated with.
+    """
+    return min(max(round(num_rows * offer.held_out), 1), max(num_rows - 1, 0))
+
+
 def _auto_batch(train: Mapping[str, Any], asked: Asked, world: int) -> int:
     """The offer's batch, or less where there are fewer rows."""
     most = min(int(train["global_batch"]), max(asked.num_rows, 1))

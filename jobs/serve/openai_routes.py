@@ -16,7 +16,7 @@ from jobs.record.times import now
 from jobs.serve import uploads
 from jobs.serve.index import Cut, Page
 from jobs.serve.job_view import FINAL, checkpoints, results_csv
-from jobs.serve.offers import Asked, Offer, fill, kinds_of
+from jobs.serve.offers import Asked, Offer, fill, kinds_of, num_held_out
 from jobs.serve.requests import (
     CreateJob,
     Refusal,
@@ -247,9 +247,11 @@ def _ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Tic
 
 
 def _asked(offer: Offer, training: Upload, body: CreateJob, job_id: str) -> Asked:
-    kinds = kinds_of(offer)
+    kinds, num_rows = kinds_of(offer), training.num_rows
+    if body.validation_file is None:
+        num_rows -= num_held_out(offer, num_rows)
     return Asked(
-        num_rows=max(training.num_rows, 1),
+        num_rows=max(num_rows, 1),
         # rows of another kind are the mistakes that the check of the whole file tells
         kind=training.kind if training.kind in kinds else kinds[0],
         seed=secrets.randbelow(2**31) if body.seed is None else body.seed,

@@ -64,7 +64,7 @@ def test_a_finished_job_names_its_model_its_numbers_and_its_result_file(world: A
     assert job.fine_tuned_model == f"ft:tiny-chat:lathe:first:{job.id.removeprefix('ftjob-')[:12]}"
     assert (job.seed, job.model, job.metadata) == (7, "tiny-chat", {"team": "lathe", "run": "1"})
     used = job.method.supervised.hyperparameters
-    # 10 rows, 8 at a time, twice
+    # 9 of 10 rows, 8 at a time, twice
     assert (used.n_epochs, used.batch_size, used.learning_rate_multiplier) == (2, 8, 1.0)
     assert job.lathe["total"] == 3
     assert job.finished_at >= job.created_at
