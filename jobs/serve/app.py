@@ -25,12 +25,12 @@ from starlette.types import Send as SendMessage
 
 from jobs.commands.options import BackendName, Base, PythonBinary, guarded
 from jobs.record.paths import BaseFolder, check_base
-from jobs.serve import offers, openai_routes
+from jobs.serve import lathe_routes, offers, openai_routes
 from jobs.serve.access import Gate, gate
 from jobs.serve.keeper import Keeper, Send
 from jobs.serve.requests import Refusal
 from jobs.serve.tickets import ServiceFolder
-from trainer.errors import ConfigError, StorageError
+from trainer.errors import ConfigError, LatheError, StorageError
 
 MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
 MAX_CONNECTIONS = 512
@@ -127,6 +127,11 @@ async def on_full_disk(request: Request, error: Exception) -> Response:
     return Refusal(507, text, code="insufficient_storage").response()
 
 
+async def on_our_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, LatheError), "registered for it"
+    return lathe_routes.refusal_of(error).response()
+
+
 async def on_fault(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return Refusal(500, "The server failed. Its log says why.").response()
@@ -147,9 +152,10 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
         Refusal: on_refusal,
         HTTPException: on_http,
         StorageError: on_full_disk,
+        LatheError: on_our_error,
         Exception: on_fault,
     }
-    routes = [Route("/healthz", health), *openai_routes.ROUTES]
+    routes = [Route("/healthz", health), *openai_routes.ROUTES, *lathe_routes.ROUTES]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=life)
     app.router.redirect_slashes = False
     app.state.keeper = keeper

@@ -251,12 +251,20 @@ class Index:
         """exp_id -> what its files were like when they were read."""
         return dict(self.connection.execute("select exp_id, facts from runs"))
 
-    def put_runs(self, rows: Iterable[tuple[str, str, str, Mapping[str, Any]]]) -> None:
-        """Replace what is known of runs: (exp_id, facts, state, body) of each."""
-        values = [(name, facts, state, json.dumps(body)) for name, facts, state, body in rows]
-        with self.connection as connection:
-            connection.execute("begin immediate")
-            connection.executemany("insert or replace into runs values (?, ?, ?, ?)", values)
+    def live_runs(self, states: Sequence[str]) -> set[str]:
+        """Ids of the runs that were in one of these states."""
+        query = f"select exp_id from runs where state in ({_marks(states)})"
+        return {row[0] for row in self.connection.execute(query, states)}
+
+    def run_ids_of(self, owner: str) -> set[str]:
+        """Ids of the runs that belong to the jobs of a token."""
+        query = "select exp_id from jobs where owner = ?"
+        return {row[0] for row in self.connection.execute(query, (owner,))}
+
+    def put_run(self, exp_id: str, facts: str, state: str, body: Mapping[str, Any]) -> None:
+        """Replace what is known of a run."""
+        values = (exp_id, facts, state, json.dumps(body))
+        self.connection.execute("insert or replace into runs values (?, ?, ?, ?)", values)
 
     def drop_runs(self, ids: Iterable[str]) -> None:
         """Forget runs whose folder is gone."""

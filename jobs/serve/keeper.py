@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from jobs.record.paths import RunFolder
 from jobs.record.row import Row
 from jobs.record.status import survey
 from jobs.record.times import now
+from jobs.report.table import as_json
 from jobs.serve import rows as uploaded_rows
 from jobs.serve.index import Index, MetricsPlace
 from jobs.serve.job_view import (
@@ -122,6 +123,7 @@ class Keeper:
         facts = self._look(changed)
         self._look([name for name in facts if self._advance(facts[name])])
         self._take_in_uploads()
+        self._take_in_runs()
 
     def look(self, job_id: str) -> dict[str, Any] | None:
         """A job as its files say now, and the index from now on; None where there is none."""
@@ -210,6 +212,25 @@ class Keeper:
                     created=seconds(upload.created_at),
                 )
 
+    def _take_in_runs(self) -> None:
+        """Read the runs that may have changed, those that were started by hand too."""
+        known, live = self.index.known_runs(), self.index.live_runs(ACTIVE)
+        marks = {
+            run.path.name: " ".join(map(_mark, (run.record, run.status, run.metrics)))
+            for run in self.folder.base.runs()
+        }
+        self.index.drop_runs(known.keys() - marks.keys())
+        changed = [name for name in marks if name in live or marks[name] != known.get(name)]
+        found = survey(
+            self.folder.base,
+            only=changed,
+            backend_of=self.backend_of,
+            record_changes=False,
+            include_unsubmitted=True,
+        )
+        for row, body in zip(found, as_json(found), strict=True):
+            self.index.put_run(row.exp_id, marks[row.exp_id], row.state, body)
+
     # Doing
 
     def _advance(self, facts: Facts) -> bool:
@@ -287,17 +308,28 @@ class Keeper:
         return True
 
     def _request(self, ticket: Ticket, folder: TicketFolder) -> Request:
-        offer = self.config.models[ticket.model]
-        values = dict(offer.job)
+        values = dict(self.config.models[ticket.model].job)
         if self.send.python_binary:
             values["python_binary"] = self.send.python_binary
+        job = validate(JobConfig, values, source=f"job of model {ticket.model!r}")
+        flags = {"data_path": str(folder.data), "cache_dir": str(self.folder.cache)}
+        return self.request([ticket.experiment], GROUP, job, flags)
+
+    def request(
+        self,
+        experiments: list[dict[str, Any]],
+        group: str,
+        job: JobConfig,
+        flags: Mapping[str, str],
+    ) -> Request:
+        """How experiments are sent from here, with the code of this server."""
         request = prepare.make(
-            group=GROUP,
-            experiments=[ticket.experiment],
+            group=group,
+            experiments=experiments,
             base=self.folder.base.path,
             backend=self.send.backend,
-            job=validate(JobConfig, values, source=f"job of model {ticket.model!r}"),
-            flags={"data_path": str(folder.data), "cache_dir": str(self.folder.cache)},
+            job=job,
+            flags=flags,
             allow_dirty=True,
             take_snapshot=False,
             backend_of=self.backend_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -20,12 +20,15 @@ from jobs.serve.offers import Asked, Offer, fill, kinds_of, num_held_out
 from jobs.serve.requests import (
     CreateJob,
     Refusal,
+    client_of,
+    keeper_of,
     list_object,
     metadata_asked,
     one_of,
     page_asked,
     read_body,
     shown,
+    writer_of,
 )
 from jobs.serve.tickets import (
     FILE,
@@ -49,24 +52,6 @@ if TYPE_CHECKING:
     from jobs.serve.keeper import Keeper
 
 MAX_KEY = 255  # letters of an Idempotency-Key
-
-
-def keeper_of(request: Request) -> Keeper:
-    """The keeper of the server that got the request."""
-    return cast("Keeper", request.app.state.keeper)
-
-
-def client_of(request: Request) -> Client:
-    """Who sent it."""
-    return cast("Client", request.state.client)
-
-
-def writer_of(request: Request) -> Client:
-    """Who sent it. Refusal for one that may only read."""
-    client = client_of(request)
-    if client.role == "read":
-        raise Refusal(403, f"{client.name} may only read. Use a token of the role run or admin.")
-    return client
 
 
 # Files

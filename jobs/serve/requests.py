@@ -14,6 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 if TYPE_CHECKING:
+    from jobs.serve.access import Client
+    from jobs.serve.keeper import Keeper
     from jobs.serve.offers import ServiceConfig
 
 MAX_DEPTH = 32  # of JSON
@@ -271,3 +273,21 @@ def list_object(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]
         "last_id": data[-1]["id"] if data else None,
     }
     return {"object": "list", "data": data, **ids, "has_more": has_more}
+
+
+def keeper_of(request: Request) -> Keeper:
+    """The keeper of the server that got the request."""
+    return cast("Keeper", request.app.state.keeper)
+
+
+def client_of(request: Request) -> Client:
+    """Who sent it."""
+    return cast("Client", request.state.client)
+
+
+def writer_of(request: Request) -> Client:
+    """Who sent it. Refusal for one that may only read."""
+    client = client_of(request)
+    if client.role == "read":
+        raise Refusal(403, f"{client.name} may only read. Use a token of the role run or admin.")
+    return client

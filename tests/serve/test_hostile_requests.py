@@ -261,6 +261,7 @@ def test_there_are_at_least_sixty_of_them() -> None:
     assert len({case[0] for case in CASES}) == len(CASES) >= 60
 
 
+ASK = "/lathe/v1/experiments"
 OTHERS: list[tuple[str, str, str, dict[str, Any], int]] = [
     ("ben", "GET", "/v1/files/FILE_ID", {}, 404),
     ("ben", "GET", "/v1/files/FILE_ID/content", {}, 404),
@@ -278,6 +279,18 @@ OTHERS: list[tuple[str, str, str, dict[str, Any], int]] = [
     ("rita", "POST", f"{JOBS}/JOB_ID/cancel", {}, 403),
     ("rita", "DELETE", "/v1/models/tiny-chat", {}, 403),
     ("adam", "DELETE", "/v1/models/tiny-chat", {}, 403),
+    ("rita", "POST", "/lathe/v1/reconcile", {}, 403),
+    ("anna", "POST", "/lathe/v1/reconcile", {}, 403),
+    ("anna", "POST", ASK, {"json": {"group": "causal_lm_tiny"}}, 403),
+    ("adam", "POST", ASK, {"json": {"experiment": {"base": "/etc"}}}, 403),
+    ("adam", "POST", ASK, {"json": {"experiment": {"base": "../model"}}}, 403),
+    ("adam", "POST", ASK, {"json": {"experiment": {"trust_remote_code": True}}}, 403),
+    ("adam", "POST", ASK, {"json": {"group": "causal_lm_tiny", "data_path": "/root"}}, 403),
+    ("adam", "POST", ASK, {"json": {"group": "no_such_group"}}, 400),
+    ("adam", "POST", ASK, {"json": {"experiment": {"task": "causal_lm"}}}, 400),
+    ("adam", "POST", ASK, {"json": {}}, 400),
+    ("adam", "GET", "/lathe/v1/runs/..%2f..", {}, 404),
+    ("adam", "GET", "/lathe/v1/runs/" + "0" * 32 + "/logs", {}, 404),
     ("rita", "GET", f"{JOBS}/JOB_ID", {}, 200),
     ("adam", "GET", "/v1/files/FILE_ID/content", {}, 200),
     ("anna", "GET", f"{JOBS}/JOB_ID", {}, 200),

@@ -58,7 +58,9 @@ def test_the_tiny_chat_model_learns_and_everything_of_it_is_there(real: Service)
     done = until_status(client, made.id, "succeeded", "failed", within_s=400)
     assert done["status"] == "succeeded", done["error"]
     told = losses(client, made.id)
-    assert len(told) == done["lathe"]["total"] == 17  # 3 epochs of 43 rows, 8 at a time; 5 are held out
+    assert (
+        len(told) == done["lathe"]["total"] == 17
+    )  # 3 epochs of 43 rows, 8 at a time; 5 are held out
     assert told[-1] < told[0] - 1
     points = list(client.fine_tuning.jobs.checkpoints.list(made.id))
     assert points[0].step_number == 17

@@ -1,0 +1,320 @@
+"""Our own dialect, /lathe/v1: what lathe-jobs can do, in the same words and the same JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from exp_configs import experiments_of
+from jobs.backends import load
+from jobs.errors import NothingMatched, Unreachable
+from jobs.job_state import ENDED_BADLY
+from jobs.record.paths import RunFolder, is_exp_id
+from jobs.report import logs, scores
+from jobs.serve.job_view import metric_lines
+from jobs.serve.requests import (
+    Body,
+    Refusal,
+    client_of,
+    keeper_of,
+    page_asked,
+    read_body,
+    shown,
+    writer_of,
+)
+from jobs.submit import control, prepare
+from jobs.submit import group as group_of_jobs
+from jobs.submit.policy import Limits
+from trainer.errors import ConfigError, LatheError
+from trainer.files.atomic import read_json
+
+if TYPE_CHECKING:
+    from jobs.serve.keeper import Keeper
+    from jobs.submit.request import ActionResult
+
+MAX_LINES = 5000  # of metrics in one answer
+MAX_TAIL = 2000  # lines of a log
+CODE_KEYS = ("trust_remote_code", "auto_map", "custom_pipelines")
+GROUP_OF_REQUESTS = "service_experiments"
+
+
+class AskExperiment(Body):
+    """An experiment's dictionary or a group's name; what is to be done with it."""
+
+    experiment: dict[str, Any] | None = None
+    group: Annotated[str, Field(max_length=128)] | None = None
+    steps: Annotated[int, Field(ge=1)] | None = None
+    data_path: Annotated[str, Field(max_length=4096)] | None = None
+    action: Literal["plan", "submit"] = "plan"
+
+
+def list_status(request: Request) -> Response:
+    """Rows of `lathe-jobs status --json`, of a group or in a state."""
+    keeper, wanted = keeper_of(request), request.query_params
+    found = [json.loads(text) for text in keeper.index.runs()]
+    own = _own_runs(request)
+    rows = [
+        row
+        for row in found
+        if (own is None or row["exp_id"] in own)
+        and wanted.get("group") in (None, row["group"])
+        and wanted.get("state") in (None, row["state"])
+    ]
+    return JSONResponse(rows)
+
+
+def show_run(request: Request) -> Response:
+    """A row of `status`, with the experiment's dictionary."""
+    keeper, folder = keeper_of(request), _run(request)
+    (text,) = keeper.index.runs(folder.path.name)
+    job = keeper.index.job_of_run(folder.path.name)
+    more = {"experiment": read_json(folder.exp_dict), "job": None if job is None else job["id"]}
+    return JSONResponse({**json.loads(text), **more})
+
+
+def show_metrics(request: Request) -> Response:
+    """The lines of metrics.jsonl behind a step."""
+    text = request.query_params.get("since", "0")
+    if not (text.isascii() and text.isdigit() and len(text) < 12):
+        raise Refusal(400, f"since: got {shown(text)}, want a step, such as 100.", param="since")
+    lines = [line for line in metric_lines(_run(request).metrics) if _step(line) > int(text)]
+    return JSONResponse({"metrics": lines[:MAX_LINES], "has_more": len(lines) > MAX_LINES})
+
+
+def show_logs(request: Request) -> Response:
+    """The last lines that an attempt printed: of `err` instead of stdout, of another `attempt`."""
+    wanted = request.query_params
+    tail = page_asked(request, usual=200, most=MAX_TAIL).limit
+    number = wanted.get("attempt")
+    if number is not None and not (number.isascii() and number.isdigit() and len(number) < 6):
+        raise Refusal(400, f"attempt: got {shown(number)}, want a number.", param="attempt")
+    attempt = None if number is None else int(number)
+    lines = logs.show(_run(request), None, attempt=attempt, err=wanted.get("err") == "1", tail=tail)
+    return JSONResponse({"lines": list(lines)})
+
+
+def show_memory(request: Request) -> Response:
+    """The memory plan of a run, with what was measured: memory_plan.json."""
+    plan = read_json(_run(request).path / "memory_plan.json")
+    if plan is None:
+        raise Refusal(404, "This run has no memory plan: it is made where there is a GPU.")
+    return JSONResponse(plan)
+
+
+def list_results(request: Request) -> Response:
+    """What `lathe-jobs results --json` says, of a group or of everything."""
+    keeper, own = keeper_of(request), _own_runs(request)
+    group = request.query_params.get("group")
+    rows = [json.loads(text) for text in keeper.index.runs()]
+    ids = [row["exp_id"] for row in rows if group in (None, row["group"])]
+    ids = [name for name in ids if own is None or name in own]
+    return JSONResponse(scores.as_json(scores.gather(keeper.folder.base, ids)))
+
+
+def show_doctor(request: Request) -> Response:
+    """Whether the service's backend can be used from here, as `lathe-jobs doctor --json`."""
+    findings = load(keeper_of(request).send.backend).check()
+    return JSONResponse([asdict(finding) for finding in findings])
+
+
+def cancel_run(request: Request) -> Response:
+    """Ask for the end of a live run."""
+    return _done_to(request, lambda keeper, rows: control.cancel(*_parts(keeper, rows)))
+
+
+def retry_run(request: Request) -> Response:
+    """Run an ended experiment again, from its last checkpoint, as it was sent before."""
+    limits = Limits(retry=(*ENDED_BADLY, "preempted"), with_bad_input=True)
+
+    def retry(keeper: Keeper, rows: list[Any]) -> list[ActionResult]:
+        return control.again(control.Again(keeper.folder.base, keeper.backend_of, limits), rows)
+
+    return _done_to(request, retry)
+
+
+def reconcile(request: Request) -> Response:
+    """What `lathe-jobs reconcile` does: adopt, run again, send what waited."""
+    keeper = keeper_of(request)
+    _refuse_others(request)
+    asked = control.Again(keeper.folder.base, keeper.backend_of)
+    return _results(control.reconcile(asked))
+
+
+async def ask_experiments(request: Request) -> Response:
+    """Plan or submit an experiment's dictionary, or a group of the repository."""
+    keeper = keeper_of(request)
+    _refuse_others(request)
+    body = await read_body(request, AskExperiment, keeper.config)
+    return await run_in_threadpool(_plan_or_submit, keeper, body)
+
+
+def _plan_or_submit(keeper: Keeper, body: AskExperiment) -> Response:
+    if (body.experiment is None) == (body.group is None):
+        raise Refusal(400, "experiment, group: give one of them.", param="experiment")
+    if body.group is not None:
+        experiments = experiments_of(body.group, None, body.steps)
+    else:
+        values = dict(body.experiment or {})
+        if body.steps is not None:
+            values["train"] = {**cast("dict[str, Any]", values.get("train", {}))}
+            values["train"]["steps"] = body.steps
+        experiments = [values]
+    strays = [text for values in experiments for text in strange_texts(values, keeper.config.roots)]
+    if body.data_path is not None and not is_below(body.data_path, keeper.config.roots):
+        strays.append(f"data_path={shown(body.data_path)}")
+    if strays:
+        text = f"{'; '.join(strays[:5])}: want names and folders below one of the service's roots."
+        raise Refusal(403, text, code="path_not_allowed")
+    flags = {"cache_dir": str(keeper.folder.cache)}
+    if body.data_path is not None:
+        flags["data_path"] = body.data_path
+    group = body.group or GROUP_OF_REQUESTS
+    job = prepare.job_config(group, None, keeper.send.python_binary)
+    request = keeper.request(experiments, group, job, flags)
+    act = group_of_jobs.submit if body.action == "submit" else group_of_jobs.preview
+    return _results(act(request))
+
+
+def strange_texts(value: Any, roots: list[str], place: str = "") -> Iterator[str]:
+    """What a dictionary of a request may not say: code, and paths outside of the roots."""
+    if isinstance(value, Mapping):
+        for key, one in cast("Mapping[str, Any]", value).items():
+            if key in CODE_KEYS:
+                yield f"{place}{key}"
+            yield from strange_texts(one, roots, f"{place}{key}.")
+    elif isinstance(value, list):
+        for one in cast("list[Any]", value):
+            yield from strange_texts(one, roots, place)
+    elif isinstance(value, str) and not is_below(value, roots):
+        yield f"{place.rstrip('.')}={shown(value)}"
+
+
+def is_below(text: str, roots: list[str]) -> bool:
+    """Whether a text is no path that leads out, or one of a folder below a root."""
+    is_path = text.startswith(("/", "~", "file:")) or ".." in Path(text).parts or "\0" in text
+    if not is_path:
+        return True
+    if "\0" in text or not text.startswith("/"):
+        return False
+    path = Path(text).resolve()
+    return any(path.is_relative_to(Path(root).resolve()) for root in roots)
+
+
+def _parts(keeper: Keeper, rows: list[Any]) -> tuple[Any, ...]:
+    return keeper.folder.base, rows, keeper.backend_of
+
+
+def _done_to(request: Request, act: Callable[[Keeper, list[Any]], list[ActionResult]]) -> Response:
+    client, keeper, folder = writer_of(request), keeper_of(request), _run(request)
+    job = keeper.index.job_of_run(folder.path.name)
+    if job is not None:
+        text = f"It belongs to {job['id']}: use /v1/fine_tuning/jobs/{job['id']}."
+        raise Refusal(409, text, code="job_of_a_client")
+    if client.role != "admin":
+        raise Refusal(403, "Only a token of the role admin changes what others sent.")
+    rows = list(keeper.rows([folder.path.name]).values())
+    if not rows:
+        raise Refusal(400, "It was started by hand: it is stopped and started where it runs.")
+    return _results(act(keeper, rows))
+
+
+def _results(results: list[ActionResult]) -> Response:
+    return JSONResponse([asdict(result) for result in results])
+
+
+def _refuse_others(request: Request) -> None:
+    if writer_of(request).role != "admin":
+        raise Refusal(403, "Only a token of the role admin may do this.")
+
+
+def _run(request: Request) -> RunFolder:
+    """The run that a path names. Refusal: there is none that this client sees."""
+    keeper, name = keeper_of(request), request.path_params["exp_id"]
+    own = _own_runs(request)
+    is_there = is_exp_id(name) and bool(keeper.index.runs(name))
+    if not is_there or (own is not None and name not in own):
+        raise Refusal(404, f"No such run: {shown(name)}.", param="exp_id")
+    return keeper.folder.base.run(name)
+
+
+def _own_runs(request: Request) -> set[str] | None:
+    """Ids of the runs that a client sees; None for all."""
+    owner = client_of(request).owner
+    return None if owner is None else keeper_of(request).index.run_ids_of(owner)
+
+
+def _step(line: Mapping[str, Any]) -> int:
+    step = line.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def refusal_of(error: LatheError) -> Refusal:
+    """One of our errors as an answer: bad input, nothing there, a scheduler that is away."""
+    if isinstance(error, NothingMatched):
+        return Refusal(404, str(error))
+    if isinstance(error, Unreachable):
+        return Refusal(503, str(error), code="scheduler_unreachable", retry_after_s=30)
+    if isinstance(error, ConfigError):
+        return Refusal(400, str(error), code="invalid_value")
+    return Refusal(500, str(error))
+
+
+def openapi(request: Request) -> Response:
+    """What can be asked, as an OpenAPI document."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        for method in sorted(route.methods or ()):
+            if method == "HEAD":
+                continue
+            endpoint: Any = route.endpoint
+            text = (endpoint.__doc__ or "").strip().replace("\n    ", " ")
+            names = [name for name in ("exp_id",) if f"{{{name}}}" in route.path]
+            paths.setdefault(route.path, {})[method.lower()] = {
+                "summary": text,
+                "operationId": endpoint.__name__,
+                "parameters": [
+                    {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                    for name in names
+                ],
+                "responses": {"200": {"description": "JSON"}, "default": {"description": "Error"}},
+            }
+    info = {"title": "Lathe", "version": "1"}
+    bearer = {"bearer": {"type": "http", "scheme": "bearer"}}
+    return JSONResponse(
+        {
+            "openapi": "3.1.0",
+            "info": info,
+            "paths": paths,
+            "components": {
+                "securitySchemes": bearer,
+                "schemas": {"AskExperiment": AskExperiment.model_json_schema()},
+            },
+            "security": [{"bearer": []}],
+        }
+    )
+
+
+RUN = "/lathe/v1/runs/{exp_id}"
+ROUTES = [
+    Route("/lathe/v1/status", list_status),
+    Route("/lathe/v1/results", list_results),
+    Route("/lathe/v1/doctor", show_doctor),
+    Route("/lathe/v1/reconcile", reconcile, methods=["POST"]),
+    Route("/lathe/v1/experiments", ask_experiments, methods=["POST"]),
+    Route("/lathe/v1/openapi.json", openapi),
+    Route(RUN, show_run),
+    Route(f"{RUN}/metrics", show_metrics),
+    Route(f"{RUN}/logs", show_logs),
+    Route(f"{RUN}/memory", show_memory),
+    Route(f"{RUN}/cancel", cancel_run, methods=["POST"]),
+    Route(f"{RUN}/retry", retry_run, methods=["POST"]),
+]
