@@ -194,7 +194,7 @@ def read_tokens(path: Path) -> list[Token]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--token_file {path}: {error}. `lathe-jobs token` makes one.") from None
     mode = stat.S_IMODE(facts.st_mode)
-    if mode & 0o077:
+    if mode & 0o037:  # a group may read it: a Secret of Kubernetes is mounted so
         raise ConfigError(
             f"--token_file {path}: mode {mode:#o}, want 0o600: others could add their own token. "
             f"chmod 600 {path}"
