@@ -86,7 +86,7 @@ def standing(facts: Facts) -> Standing:
     if row is not None and row.state == "succeeded":
         is_too_late = cancel is None or (row.ended_at or "") <= cancel.at
         if is_too_late:
-            return Standing("succeeded", row.ended_at or row.created_at)
+            return Standing("succeeded", _ended_at(row))
     if cancel is not None:
         return Standing("cancelled", cancel.at)
     if facts.checked is None:
@@ -96,10 +96,15 @@ def standing(facts: Facts) -> Standing:
     if row.state in FAILED or row.state == "pending":  # pending: the scheduler refused it
         reason = row.reason or f"it ended as {row.state}"
         code = "refused" if row.state == "pending" else f"training_{row.state}"
-        return Standing("failed", row.ended_at or row.submitted_at, _error(code, reason, None))
+        return Standing("failed", _ended_at(row), _error(code, reason, None))
     if row.state == "cancelled" and not _was_paused(facts, row):
-        return Standing("cancelled", row.ended_at or row.submitted_at)
+        return Standing("cancelled", _ended_at(row))
     return Standing("running" if row.state == "running" else "queued")
+
+
+def _ended_at(row: Row) -> str | None:
+    """When it ended; of what left no end, when it was sent last."""
+    return row.ended_at or (row.history[-1].at if row.history else row.created_at)
 
 
 def is_paused(facts: Facts) -> bool:

@@ -401,9 +401,8 @@ def told_metrics(
     try:
         with run.metrics.open("rb") as file:
             size, written_at = os.fstat(file.fileno()).st_size, os.fstat(file.fileno()).st_mtime
-            start = (
-                before.end if size >= before.end and _digest(file, before.end) == before.mark else 0
-            )
+            is_same = size >= before.end and _digest(file, before.end) == before.mark
+            start = before.end if is_same else 0
             if size == start:
                 return [], before
             lines, end = metric_lines_from(file, start)

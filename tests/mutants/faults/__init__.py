@@ -2,6 +2,6 @@
 the tests.
 """
 
-from tests.mutants.faults import jobs, loop, tasks, training
+from tests.mutants.faults import jobs, loop, serve, tasks, training
 
-FAULTS = [*loop.FAULTS, *training.FAULTS, *tasks.FAULTS, *jobs.FAULTS]
+FAULTS = [*loop.FAULTS, *training.FAULTS, *tasks.FAULTS, *jobs.FAULTS, *serve.FAULTS]
