@@ -22,6 +22,8 @@ from trainer.commands.options import EXIT_FAILED, CacheDir, DataPath, id_of, set
 from trainer.config.userfile import kind
 from trainer.errors import EXIT_OK, ConfigError, LatheError
 
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -247,6 +249,10 @@ def _end(command: Callable[[], int]) -> NoReturn:
         text = f"{type(error).__name__}: {error}"
         typer.echo(text, err=True)
         code = error.exit_code
+    except KeyboardInterrupt:
+        text = "left without saving. The same command goes on from the last checkpoint."
+        typer.echo(text, err=True)
+        code = EXIT_INTERRUPTED
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         logging.exception("failed")
@@ -356,9 +362,8 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
 
 
 def _dry_run(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
-    from trainer.training.dry_run import show
     from trainer.training.options import Options
-    from trainer.training.preflight import look
+    from trainer.training.preflight import look, show
     from trainer.training.run_plan import plan
 
     chosen = Options(**options)

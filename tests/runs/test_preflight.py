@@ -19,7 +19,7 @@ from tests.runs.test_bad_input import refuse
 from trainer import tasks
 from trainer.data.token_store import TokenStore, open_store
 from trainer.tasks.protocol import Encoded
-from trainer.training import dry_run, preflight
+from trainer.training import preflight
 from trainer.training.options import Options
 from trainer.training.preflight import Findings, look
 from trainer.training.run_plan import plan
@@ -52,7 +52,7 @@ def test_a_dry_run_of_every_task_shows_two_rows_and_what_the_loss_is_over(
     planned = plan(values, options, world=1, rank=0)
     findings = look(planned, options)
     assert findings.problems == []
-    shown = dry_run.show(planned, findings)
+    shown = preflight.show(planned, findings)
     assert "training row 2, as the model gets it" in shown
     assert "parameters train" in shown
     assert len(findings.rows) == 2

@@ -59,11 +59,13 @@ def evaluate(
     *,
     batch: int,
     num_rows: int | None = None,
+    stop: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """Every metric of `task.scores` over the first `num_rows` (None: all) of `store`, each once, on
     any ranks.
 
-    Random state is put back afterwards, so evaluating never changes what is trained next.
+    Random state is put back afterwards, so evaluating never changes what is trained next. stop: is
+    called before every batch, equally often on all ranks, and raises to end the evaluation.
     """
 
     def scores(rows: list[int]) -> Mapping[str, Ratio | GatheredValues]:
@@ -72,7 +74,7 @@ def evaluate(
             return task.scores(model.model, to_device(collated))
 
     with _evaluation(model):
-        return _merged(scores, store.lengths[:num_rows], batch=batch)
+        return _merged(scores, store.lengths[:num_rows], batch=batch, stop=stop)
 
 
 @torch.no_grad()
@@ -121,6 +123,7 @@ def answer(
     *,
     batch: int,
     search: Search = GREEDY,
+    stop: Callable[[], None] | None = None,
 ) -> tuple[dict[str, float], list[list[str]]]:
     """Every metric of `task.answers` over `questions`, and of each data set that they name; and the
     answers to each question, the best first. On all ranks.
@@ -139,7 +142,7 @@ def answer(
         return answered.scores
 
     with _evaluation(model):
-        found = _merged(scores, store.lengths[: len(questions)], batch=batch)
+        found = _merged(scores, store.lengths[: len(questions)], batch=batch, stop=stop)
     by_row = {row: texts for part in distributed.gather(list(own.items())) for row, texts in part}
     answers = [by_row[row] for row in range(len(questions))]
     return found | scores_by_dataset(questions, [best for best, *_ in answers]), answers
@@ -150,9 +153,11 @@ def _evaluation(model: Scored) -> Iterator[None]:
     """Evaluation mode; afterwards training mode, and random state as it was."""
     before = rng.capture()
     model.eval()
-    yield
-    model.train()
-    rng.restore(before)
+    try:
+        yield
+    finally:
+        model.train()
+        rng.restore(before)
 
 
 def _merged(
@@ -160,10 +165,11 @@ def _merged(
     lengths: np.ndarray,
     *,
     batch: int,
+    stop: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """`scores(rows)` over all rows and ranks as numbers, each row counted once."""
     numbers: dict[str, float] = {}
-    for name, score in _summed(scores, lengths, batch=batch).items():
+    for name, score in _summed(scores, lengths, batch=batch, stop=stop).items():
         value = score.value()
         numbers |= value if isinstance(value, dict) else {name: value}
     return numbers
@@ -174,6 +180,7 @@ def _summed(
     lengths: np.ndarray,
     *,
     batch: int,
+    stop: Callable[[], None] | None = None,
 ) -> dict[str, Ratio | GatheredValues]:
     """`scores(rows)` merged over all rows and ranks; all ranks call it equally often."""
     found: dict[str, Ratio | GatheredValues] = {}
@@ -181,6 +188,8 @@ def _summed(
         len(lengths), lengths, batch=batch, world=distributed.world(), rank=distributed.rank()
     )
     for rows, counted in shares:
+        if stop is not None:
+            stop()
         for name, score in scores(rows.tolist()).items():
             score = score if counted else _nothing(score)
             found[name] = found[name] + score if name in found else score  # pyright: ignore[reportOperatorIssue]

@@ -56,20 +56,28 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
                 f"finished: {folder} holds no model. Run it first, into the same --savedir_base."
             )
         return str(folder)
-    return base if isinstance(base, RandomBase) else named(base, places.cache_dir)
+    if isinstance(base, RandomBase):
+        return base
+    source = named(base, places.cache_dir)
+    if not source or not Path(source).is_dir():
+        _ask_the_hub(source)
+    return source
+
+
+def _ask_the_hub(source: str) -> None:
+    """ConfigError for a name that is neither a folder here nor can be one on the Hub."""
+    if vocabulary.may_be_hub_id(source):
+        return hub.use_cache_where_unreachable()
+    problem = "it is a file" if Path(source).is_file() else "there is no such folder here"
+    raise ConfigError(
+        f"base={source!r}: {problem}. Give the folder that holds config.json and the weights, a "
+        "Hub id, or a dictionary with a config."
+    )
 
 
 def named(name: str, cache_dir: Path) -> str:
     """The folder or Hub id that the name of a base means; see resolve."""
     source, _, digest = name.partition(_DIGEST)
-    if not source or not (packages.is_packaged(source) or Path(source).is_dir()):
-        if not vocabulary.may_be_hub_id(source):
-            problem = "it is a file" if Path(source).is_file() else "there is no such folder here"
-            raise ConfigError(
-                f"base={source!r}: {problem}. Give the folder that holds config.json and the "
-                "weights, a Hub id, or a dictionary with a config."
-            )
-        hub.use_cache_where_unreachable()
     if packages.is_packaged(source):
         source = str(packages.folder_of(source))
     if _DIGEST in name:
@@ -181,7 +189,7 @@ def _reading(source: str) -> Iterator[None]:
             "or use weights that are not quantized."
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(_unreadable(source, error)) from error
+        raise ConfigError(weight_files.unreadable(source, error)) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):  # transformers 5.23: its words for shapes
             raise
@@ -189,35 +197,6 @@ def _reading(source: str) -> Iterator[None]:
             f"base={source!r}: its weights have other shapes than its config.json says (the table "
             "above names them). Copy the folder again, or mend config.json."
         ) from error
-
-
-def check_weights(base: Base, places: Places) -> None:
-    """ConfigError when the weight files of a base that is a folder are missing or torn. Reads their
-    headers alone.
-    """
-    source = resolve(base, places)
-    if isinstance(source, RandomBase) or not Path(source).is_dir():
-        return
-    files = weight_files.of(source)
-    if not files or any(weight_files.is_torn(path) for path in files):
-        raise ConfigError(_unreadable(source, SafetensorError("not as long as its header says")))
-
-
-def _unreadable(source: str, error: Exception) -> str:
-    """What is wrong with weight files that could not be read, and what to do."""
-    files = weight_files.of(source)
-    if Path(source).is_dir() and not files:
-        return (
-            f"base={source!r}: the folder holds a config.json and no weights. Put "
-            "model.safetensors there (or pytorch_model.bin, or shards with their index); for "
-            'random weights give {"config": {...}} instead of the folder.'
-        )
-    torn = [path.name for path in files if weight_files.is_torn(path)]
-    named = f"{', '.join(torn)}: " if torn else ""
-    return (
-        f"base={source!r}: its weights cannot be read ({named}{_first_line(error)}). Copy the "
-        "folder again."
-    )
 
 
 def _first_line(error: Exception) -> str:

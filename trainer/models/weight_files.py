@@ -75,6 +75,34 @@ def is_torn(path: Path) -> bool:
         return path.suffix == ".safetensors"
 
 
+def unreadable(source: str, error: Exception) -> str:
+    """What is wrong with weight files that could not be read, and what to do."""
+    files = of(source)
+    first_line = str(error).strip().partition("\n")[0]
+    if Path(source).is_dir() and not files:
+        return (
+            f"base={source!r}: the folder holds a config.json and no weights. Put "
+            "model.safetensors there (or pytorch_model.bin, or shards with their index); for "
+            'random weights give {"config": {...}} instead of the folder.'
+        )
+    torn = [path.name for path in files if is_torn(path)]
+    named = f"{', '.join(torn)}: " if torn else ""
+    return (
+        f"base={source!r}: its weights cannot be read ({named}{first_line}). Copy the folder again."
+    )
+
+
+def check_whole(source: str) -> None:
+    """ConfigError when the weight files of a base that is a folder are missing or torn. Reads their
+    headers alone.
+    """
+    if not Path(source).is_dir():
+        return
+    files = of(source)
+    if not files or any(is_torn(path) for path in files):
+        raise ConfigError(unreadable(source, SafetensorError("not as long as its header says")))
+
+
 def check_digest(source: str, digest: str, cache: Path) -> None:
     """ConfigError when a folder's weights have another sha256.
 

@@ -24,6 +24,7 @@ from trainer.files.atomic import refusals
 
 T = TypeVar("T")
 
+_leaves_alone = False
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -175,6 +176,12 @@ def _from_wire(wire: Tensor) -> Any:
     return json.loads(bytes(wire.cpu().numpy()).decode())
 
 
+def leave_alone() -> None:
+    """From now on shutdown() waits for no other rank: this one leaves where it happens to be."""
+    global _leaves_alone
+    _leaves_alone = True
+
+
 def shutdown(exit_code: int = EXIT_OK) -> NoReturn:
     """End this process at once with `exit_code`; every rank calls it.
 
@@ -183,7 +190,7 @@ def shutdown(exit_code: int = EXIT_OK) -> NoReturn:
     interpreter's own way out is not taken: gloo's threads then abort finished ranks in up to half
     of the runs (torch 2.13: "terminate called without an active exception", exit code -6).
     """
-    if exit_code in (EXIT_OK, EXIT_PREEMPTED) and has_group():
+    if exit_code in (EXIT_OK, EXIT_PREEMPTED) and has_group() and not _leaves_alone:
         try:
             barrier()
             dist.destroy_process_group()

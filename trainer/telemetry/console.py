@@ -67,11 +67,18 @@ class Lines:
         eta = _eta(step, self._total, scalars)
         _print(self._console, "  ".join([*words, *([f"eta {eta}"] if eta else [])]))
 
+    def show(self, step: int, scalars: Mapping[str, Number]) -> None:
+        """Print how far it is."""
+        self.log(step, scalars)
+
     def move(self, step: int) -> None:
         """A log file is not told of every step."""
 
     def close(self, exit_code: int) -> None:
         """Nothing is open."""
+
+
+_IN_BAR = ("loss", "step_s")  # of a log line; the second for the time that is left
 
 
 class Bar:
@@ -92,9 +99,13 @@ class Bar:
     def log(self, step: int, scalars: Mapping[str, Number]) -> None:
         """Print the entry above the bar, and show its loss and the time left in it."""
         self._lines.log(step, scalars)
-        if any("/" in name for name in scalars):
-            return
-        words = [f"{name} {shown(scalars[name])}" for name in ("loss",) if name in scalars]
+        if not any("/" in name for name in scalars):
+            self.show(step, {name: scalars[name] for name in _IN_BAR if name in scalars})
+
+    def show(self, step: int, scalars: Mapping[str, Number]) -> None:
+        """Move the bar, with these numbers in it and the time left."""
+        told = [name for name in scalars if name != "step_s"]
+        words = [f"{name} {shown(scalars[name])}" for name in told]
         words += [f"eta {eta}"] if (eta := _eta(step, self._total, scalars)) else []
         self._progress.update(self._bar, completed=step, words="  ".join(words), refresh=True)
 
@@ -127,7 +138,7 @@ class WorkProgress:
         if self._done >= self._total or now - self._told >= _EVERY_S[type(self._sink)]:
             self._told = now
             each_s = (now - self._began) / self._done
-            self._sink.log(
+            self._sink.show(
                 self._done, {f"{self._unit}s_per_s": 1 / max(each_s, 1e-9), "step_s": each_s}
             )
 

@@ -30,6 +30,7 @@ import deepspeed  # noqa: E402
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
+from trainer.files.compilation import compiling  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.runtime.host_memory import returned_at_once  # noqa: E402
 from trainer.training import optimizers  # noqa: E402
@@ -342,9 +343,10 @@ def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.op
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         try:
-            return DeepSpeedCPUAdam(
-                groups, lr=0.0, betas=optim.betas, eps=optim.eps, adamw_mode=True
-            )
+            with compiling("cpu_adam", "DeepSpeed's CPU Adam, once, in about 4 minutes"):
+                return DeepSpeedCPUAdam(
+                    groups, lr=0.0, betas=optim.betas, eps=optim.eps, adamw_mode=True
+                )
         except RuntimeError as error:  # its kernel is compiled on first use
             raise ConfigError(
                 "offload_optimizer: DeepSpeed cannot build its CPU Adam "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from trainer.errors import ConfigError, DivergedError, nearest
 from trainer.evaluation.scoring import answer, evaluate
 from trainer.runtime import distributed
 from trainer.runtime.batch import named_when_out_of_memory, to_device
+from trainer.runtime.preemption import Stopped
 from trainer.tasks.abilities import Answers
 from trainer.training import schedule
 from trainer.training.schedule import Plateau
@@ -50,6 +52,7 @@ class Progress:
     units: int = 0  # units trained on so far
     best: float | None = None
     best_step: int = 0
+    owes_evaluation: bool = False  # a signal ended that of this step: it is done again
     plateau: Plateau = field(default_factory=Plateau)
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
 
@@ -115,6 +118,9 @@ def fit(session: Session, progress: Progress) -> bool:
     )
     bad = torch.zeros((), dtype=torch.int64, device=distributed.device())
     session.engine.train()
+    if progress.owes_evaluation and not _evaluated(session, progress):
+        source.close()
+        return False
     for window in source:
         rate = session.cfg.optim.lr * schedule.factor(session.cfg.schedule, window.step, steps)
         log_now = _due(window.step + 1, session.cadence.log, steps) or (
@@ -144,8 +150,10 @@ def fit(session: Session, progress: Progress) -> bool:
         elif progress.step == 1:
             loss = _sound_loss(session, step, progress, window)
             session.run.say(1, loss=loss, lr=rate)
-        improved = evaluate_now and _evaluate(session, progress)
-        if improved or save_now:
+        if evaluate_now and not _evaluated(session, progress, save_now=save_now):
+            source.close()
+            return False
+        if save_now and not evaluate_now:
             session.save(progress)
         if step.stop and progress.step < steps:
             source.close()
@@ -209,6 +217,28 @@ def refuse_unknown_best(session: Session) -> None:
     raise ConfigError(f"train.best={best!r}: no such metric. {nearest(str(best), sorted(names))}")
 
 
+def _evaluated(session: Session, progress: Progress, *, save_now: bool = True) -> bool:
+    """Evaluate, and save where that is due or this is the best so far. False when a signal ended
+    the evaluation: a checkpoint that owes it is saved, and a resumed run begins with it.
+    """
+    progress.owes_evaluation = False
+    try:
+        improved = _evaluate(session, progress)
+    except Stopped:
+        progress.owes_evaluation = True
+        session.save(progress)
+        return False
+    if improved or save_now:
+        session.save(progress)
+    return True
+
+
+def _stop_if_asked(session: Session) -> None:
+    """Raise Stopped on all ranks when one of them was asked to stop. A collective."""
+    if int(distributed.total(torch.tensor(int(session.preemption.requested)))):
+        raise Stopped
+
+
 def _evaluate(session: Session, progress: Progress) -> bool:
     """Score the validation split, log it, keep the best. True when this is the best so far."""
     train = session.cfg.train
@@ -241,10 +271,11 @@ def _scores(session: Session, step: int) -> dict[str, float]:
     """All metrics of the validation split; answers, if asked for, are also written down."""
     engine, task, valid, train = session.engine, session.task, session.valid, session.cfg.train
     batch = train.eval_batch or train.micro_batch
-    scores = evaluate(engine, task, valid, batch=batch)
+    stop = functools.partial(_stop_if_asked, session)
+    scores = evaluate(engine, task, valid, batch=batch, stop=stop)
     if session.questions:
         assert isinstance(task, Answers), "first_questions() refuses a task that cannot answer"
-        of_answers, answers = answer(engine, task, valid, session.questions, batch=batch)
+        of_answers, answers = answer(engine, task, valid, session.questions, batch=batch, stop=stop)
         shown = zip(session.questions, answers[:SHOWN_ANSWERS], strict=False)
         session.run.answers(
             step,

@@ -6,6 +6,7 @@ anything, and at the rows once they are encoded.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer import tasks
+from trainer.config import deepspeed_config
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
-from trainer.models import base_model
+from trainer.models import base_model, weight_files
 from trainer.models.freezing import trainable_report
 from trainer.statistics.examples import Segment, texts
 from trainer.statistics.ledger import refuse_lost_labels
@@ -84,6 +86,42 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
             _shared(shared, len(first["valid"]), "of the first validation rows are also first")
         )
     return found
+
+
+def show(plan: RunPlan, findings: Findings) -> str:
+    """The preview of a dry run as text: id, dictionaries, batch arithmetic, parameter counts, rows
+    as the model gets them, and what a run would refuse.
+    """
+    train = plan.cfg.train
+    rows = [
+        ("experiment", plan.id),
+        ("folder", str(plan.folder)),
+        ("task", plan.cfg.task),
+        (
+            "steps",
+            f"{train.steps}, of which {warmup_steps(plan.cfg.schedule, train.steps)} warm-up",
+        ),
+        *deepspeed_config.summary(plan.ds),
+        ("parameters", findings.parameters),
+    ]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {value}" for name, value in rows]
+    lines += ["", "resolved.json", json.dumps(plan.cfg.model_dump(mode="json"), indent=2)]
+    lines += ["", "ds_config.json", json.dumps(plan.ds, indent=2)]
+    for number, row in enumerate(findings.rows, start=1):
+        is_over_tokens = any(one["in_loss"] is not None for text in row.values() for one in text)
+        mark = "; «in the loss»" if is_over_tokens else ""
+        lines += ["", f"training row {number}, as the model gets it{mark}"]
+        lines += [f"  {name}: {_marked(segments)}" for name, segments in row.items()]
+    lines += ["", *(f"warning: {text}" for text in findings.warnings)] if findings.warnings else []
+    lines += ["", *(f"refused: {text}" for text in findings.problems)] if findings.problems else []
+    return "\n".join(lines) + "\n"
+
+
+def _marked(segments: list[Segment]) -> str:
+    return "".join(
+        f"«{segment['text']}»" if segment["in_loss"] else segment["text"] for segment in segments
+    )
 
 
 def refuse_early(plan: RunPlan, places: Places, task: Task) -> None:
@@ -159,7 +197,9 @@ def _of_model(plan: RunPlan, places: Places, task: Task) -> tuple[str, list[str]
     """
     try:
         model = task.skeleton()
-        base_model.check_weights(plan.cfg.base, places)
+        source = base_model.resolve(plan.cfg.base, places)
+        if isinstance(source, str):
+            weight_files.check_whole(source)
     except LatheError as error:
         return f"not counted: {error}", [str(error)]
     return str(trainable_report(model)), list(_of_disk(plan, checkpoint_nbytes(model, plan)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from trainer.memory import launch as planning
 from trainer.models.freezing import trainable_report
 from trainer.runtime import distributed, rng
 from trainer.runtime.distributed import on_main
-from trainer.runtime.preemption import Preemption
+from trainer.runtime.preemption import Preemption, Stopped
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
 from trainer.training import checkpoint, engine, preflight, run_folder
@@ -57,7 +57,7 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
             plan.folder, total=plan.cfg.train.steps, wandb=options.wandb(plan.values)
         )
         try:
-            finished = _train(plan, options, telemetry, preemption, lock)
+            finished = _train_or_stop(plan, options, telemetry, preemption, lock)
             telemetry.status("succeeded" if finished else "preempted")
             logger.info(
                 "%s: %s", "finished" if finished else "stopped, to be run again", plan.folder
@@ -69,6 +69,19 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
         finally:
             telemetry.close()
         return EXIT_OK if finished else EXIT_PREEMPTED
+
+
+def _train_or_stop(
+    plan: RunPlan, options: Options, telemetry: RunRecord, preemption: Preemption, lock: HeldLock
+) -> bool:
+    """True when all steps are done, False when a signal came: before the first step, or later."""
+    try:
+        with preemption.nothing_to_save():
+            ready = _ready(plan, options, telemetry, preemption, lock)
+    except Stopped:
+        distributed.leave_alone()  # the others may be anywhere: they were asked as well, or fail
+        return False
+    return _train(plan, options, ready)
 
 
 def run_group(plans: Sequence[RunPlan], options: Options) -> int:
@@ -123,9 +136,23 @@ def _launch(plan: RunPlan, options: Options, task: Task, *, answers: bool) -> pl
     )
 
 
-def _train(
+@dataclass(frozen=True)
+class _Ready:
+    """A run before its next step."""
+
+    session: Session
+    progress: Progress
+    launch: planning.UpcomingRun
+    memory: dict[str, Any] | None  # its plan
+    export: Callable[[str], None]
+
+
+def _ready(
     plan: RunPlan, options: Options, telemetry: RunRecord, preemption: Preemption, lock: HeldLock
-) -> bool:
+) -> _Ready:
+    """Rows encoded, memory planned, the engine built and the newest checkpoint read. Nothing is
+    saved yet. A collective.
+    """
     cfg = plan.cfg
     if options.push_to_hub:
         on_main(check_hub)
@@ -174,12 +201,18 @@ def _train(
         log_gradients=options.log_gradients,
         questions=questions,
     )
+    return _Ready(session, progress, launch, memory, export)
+
+
+def _train(plan: RunPlan, options: Options, ready: _Ready) -> bool:
+    """Every step that is left, and the export. False when a signal came before the last one."""
+    live = ready.session.engine
     try:
-        with planning.obeyed(memory, live, launch, plan.folder):
-            refuse_unknown_best(session)
-            finished = fit(session, progress)
+        with planning.obeyed(ready.memory, live, ready.launch, plan.folder):
+            refuse_unknown_best(ready.session)
+            finished = fit(ready.session, ready.progress)
         if finished:
-            export("final")
+            ready.export("final")
             if options.push_to_hub:
                 on_main(lambda: push(plan))
         return finished
