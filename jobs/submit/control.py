@@ -95,7 +95,26 @@ def again(asked: Again, rows: Sequence[Row]) -> list[ActionResult]:
 
     The code is that of the last attempt: to run other code, submit the group again.
     """
-    return [_again(asked, row, rows) for row in rows]
+    return _each_again(asked, rows, survey(asked.base, backend_of=asked.backend_of))
+
+
+def _each_again(
+    asked: Again, wanted: Sequence[Row], everything: Sequence[Row]
+) -> list[ActionResult]:
+    """What was done with each of `wanted`. everything: how all experiments of the folder stand, by
+    which a group's max_parallel is counted; what is sent here counts for those that follow.
+    """
+    rows = list(everything)
+    results: list[ActionResult] = []
+    for row in wanted:
+        result = _again(asked, row, rows)
+        results.append(result)
+        if result.action == "send" and not result.is_bad:
+            rows = [
+                replace(other, state="submitted") if other.exp_id == row.exp_id else other
+                for other in rows
+            ]
+    return results
 
 
 def _again(asked: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
@@ -196,16 +215,10 @@ def reconcile(asked: Again) -> list[ActionResult]:
     again what was preempted or may be retried, sent what waited for its turn.
     """
     rows = survey(asked.base, backend_of=asked.backend_of)
-    results: list[ActionResult] = []
-    for row in [row for row in rows if row.state != "succeeded" or row.job_id is None]:
-        if row.state in ACTIVE and row.job_id is not None:
-            continue
-        result = _again(asked, row, rows)
-        if result.action != "skip":
-            results.append(result)
-        if result.action == "send" and not result.is_bad:
-            rows = [
-                replace(other, state="submitted") if other.exp_id == row.exp_id else other
-                for other in rows
-            ]
-    return results
+    open_ones = [
+        row
+        for row in rows
+        if (row.state != "succeeded" or row.job_id is None)
+        and (row.state not in ACTIVE or row.job_id is None)
+    ]
+    return [result for result in _each_again(asked, open_ones, rows) if result.action != "skip"]

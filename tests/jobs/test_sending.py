@@ -350,6 +350,27 @@ def test_bad_input_is_sent_again_by_retry_when_what_is_sent_has_changed(
     assert len(scheduler.sent) == 2
 
 
+def test_retry_sends_no_more_than_the_group_may_have_alive(
+    base: BaseFolder, scheduler: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(scheduler), "name", "elsewhere")  # the local queue counts by itself
+
+    def fail(row: Row) -> None:
+        base.run(row.exp_id).attempt(1).exit.write_text(json.dumps({"code": 1, "kind": "failed"}))
+
+    submit(request(base, scheduler, 2, max_parallel=1))
+    fail(next(row for row in rows(base, scheduler) if row.job_id == "0"))
+    reconcile(Again(base, lambda name: scheduler))
+    fail(next(row for row in rows(base, scheduler) if row.job_id == "1"))
+    asked = Again(base, lambda name: scheduler, Limits(retry=("failed",)))
+    one, other = rows(base, scheduler)
+    assert [row.state for row in (one, other)] == ["failed", "failed"]
+    assert [result.action for result in again(asked, [one, other])] == ["send", "wait"]
+    waiting = again(asked, [other])
+    assert [result.action for result in waiting] == ["wait"], "one that is not named counts, too"
+    assert "max_parallel=1" in waiting[0].text
+
+
 def test_the_limit_of_a_group_holds_over_all_its_submissions(
     base: BaseFolder, scheduler: Memory
 ) -> None:

@@ -32,6 +32,7 @@ class Preemption:
     def __init__(self) -> None:
         self.requested = False
         self._has_nothing_to_save = False
+        self._teller: threading.Thread | None = None
         self._before = {
             number: signal.signal(number, self._ask)
             for number in SIGNALS
@@ -45,7 +46,8 @@ class Preemption:
             return
         self.requested = True
         # Another thread: this one may be in the middle of a line, whose lock it holds.
-        threading.Thread(target=_say, args=(number, self._has_nothing_to_save)).start()
+        self._teller = threading.Thread(target=_say, args=(number, self._has_nothing_to_save))
+        self._teller.start()
         if self._has_nothing_to_save:
             raise Stopped
 
@@ -61,7 +63,9 @@ class Preemption:
             self._has_nothing_to_save = False
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Give the signals back to whoever had them, and see that what was said is on the screen."""
+        if self._teller is not None:
+            self._teller.join()
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before = {}
