@@ -17,12 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "keys.md"
 SOURCES = [
     ROOT / "trainer/config/schema.py",
+    ROOT / "trainer/config/own_rows.py",
     *sorted(ROOT.glob("trainer/tasks/*/config.py")),
 ]
 HEAD = """# Every key of an experiment's dictionary
 
 Made from the schemas by `tests/unit/test_keys_page.py`, which also says how to make it anew. A key
-without a default is required. The blocks of the first section are those of every experiment.
+without a default is required. The blocks of the first section are those of every experiment,
+those of the second stand in `data` of every task.
 `Positive` is an integer above 0, `Fraction` a number from 0.0 to below 1.0.
 """
 
@@ -86,9 +88,13 @@ def page() -> str:
     for path in SOURCES:
         source = path.read_text()
         comments, lines = comments_of(source), source.splitlines()
-        title = "Every experiment" if path.stem == "schema" else f"Task `{path.parent.name}`"
+        titles = {
+            "schema": "Every experiment",
+            "own_rows": "Rows of your own, in `data` of every task",
+        }
+        title = titles.get(path.stem, f"Task `{path.parent.name}`")
         text += [f"## {title}", ""]
-        names = {"Strict", "Experiment"}
+        names = {"Strict", "Experiment", "OwnRows"}
         for node in ast.parse(source).body:
             if is_block(node, names):
                 names.add(node.name)

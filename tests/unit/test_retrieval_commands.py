@@ -20,6 +20,7 @@ from tests.forked import TRAINER
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
+from trainer.config.own_rows import OwnRows, Splits
 from trainer.data.readers import retrieved
 from trainer.data.readers.rankings import read_run
 from trainer.retrieval import embeddings
@@ -292,11 +293,8 @@ def test_a_reader_reads_what_was_found(found: Place) -> None:
         "--depth",
         "4",
     )
-    rows = list(
-        retrieved.rows(
-            found.folder, "valid", source="fid", file="valid.json", contexts=9, sort_by_score=True
-        )
-    )
+    how = {"own": OwnRows(files=Splits(valid="valid.json")), "contexts": 9, "sort_by_score": True}
+    rows = list(retrieved.rows(found.folder, "valid", source="fid", **how))
     run = read_run(found.folder / "run.trec")
     assert [[ctx["id"] for ctx in row["ctxs"]] for row in rows] == [
         [hit.passage for hit in run[f"q{n}"][:4]] for n in range(12)

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.config.own_rows import OwnRows, Splits
 from trainer.data import stdlib_docs
 from trainer.data.readers import jsonl, passages, retrieved
 from trainer.errors import DataError
@@ -44,6 +45,8 @@ def _list(path: Path, *values: Any) -> Path:
 
 def _read(folder: Path | None, split: str = "train", **changes: Any) -> Iterator[Row]:
     options: dict[str, Any] = {"source": "fid", "contexts": 100, "sort_by_score": True, **changes}
+    if "file" in options:
+        options["own"] = OwnRows(files=Splits(**{split: options.pop("file")}))
     return retrieved.rows(folder, split, **options)
 
 
@@ -259,7 +262,10 @@ _WRONG = [
     ({"answers": {"a": 1}}, "'answers' is {'a': 1}, want a list of texts"),
     ({"answers": ["a", 3]}, r"'answers\[1\]' is 3, want text"),
     ({"target": ""}, "'target' is '', want text"),
-    ({"ctxs": ...}, r"'ctxs' is missing \(keys: question, answers\).*Write \"ctxs\": \[\]"),
+    (
+        {"ctxs": ...},
+        r"'ctxs' is missing, .* \(keys: question, answers\).*Write \"ctxs\": \[\]",
+    ),
     ({"ctxs": "c"}, "'ctxs' is 'c', want a list of passages"),
     ({"ctxs": ["1", None]}, r"'ctxs\[1\]' is None, want an id"),
     ({"ctxs": ["1", True]}, r"'ctxs\[1\]' is True, want an id"),
@@ -376,7 +382,8 @@ def test_two_files_for_one_split_are_not_guessed_between(tmp_path: Path) -> None
 
 def test_a_missing_file_says_where_it_should_be(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"holds none of test\.json, test\.jsonl, .*data\.files\.test"
+        DataError,
+        match=r"no test split: none of test\.json, nor any with \.jsonl, .*data\.files\.test",
     ):
         list(_read(tmp_path, "test"))
     with pytest.raises(DataError, match=r"gone\.json cannot be read: No such file.*--data_path"):
@@ -533,7 +540,7 @@ def test_a_missing_ranking_says_where_it_should_be(tmp_path: Path) -> None:
     _questions(tmp_path, "a")
     with pytest.raises(
         DataError,
-        match=r"none of train\.trec, train\.tsv, train\.txt, train\.run.*data\.rankings\.tr",
+        match=r"none of train\.trec, nor any with \.tsv, \.txt, \.run.*data\.rankings\.tr",
     ):
         list(_read(tmp_path, source="ranked"))
 

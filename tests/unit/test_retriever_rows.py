@@ -261,7 +261,7 @@ def test_a_query_without_negatives_is_only_refused_where_some_are_wanted() -> No
     ("values", "words"),
     [
         ({"source": "hub"}, "dataset belongs to"),
-        ({"source": "nq", "dataset": "a/b"}, "dataset belongs to"),
+        ({"source": "nq", "dataset": "a/b"}, "reads no rows of your own: leave out dataset"),
         ({"source": "nq", "negatives": "x"}, "negatives belongs to"),
         ({"source": "pretokenised", "query_prefix": "query: "}, "token ids take no prefix"),
         ({"source": "nq", "p_max_len": 3}, "no such key"),

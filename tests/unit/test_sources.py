@@ -141,7 +141,9 @@ def test_a_wrong_question_row_is_refused_with_file_and_line(
 
 
 def test_a_folder_without_the_split_names_the_files_it_wants(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"holds none of valid\.jsonl, val\.jsonl, dev\.jsonl"):
+    with pytest.raises(
+        DataError, match=r"no valid split: none of valid\.jsonl, val\.jsonl, dev\.jsonl, "
+    ):
         list(questions.qa_rows(tmp_path, "valid"))
 
 
@@ -164,13 +166,13 @@ def test_no_data_path_is_refused_with_what_it_should_hold(read: Any) -> None:
 
 def test_texts_are_read_from_json_lines(tmp_path: Path) -> None:
     _write(tmp_path / "test.jsonl", {"text": "one", "id": 1}, {"text": "two"})
-    assert list(questions.texts(tmp_path, "test", "jsonl")) == [{"text": "one"}, {"text": "two"}]
+    assert list(questions.texts(tmp_path, "test", "files")) == [{"text": "one"}, {"text": "two"}]
 
 
 def test_a_blank_text_is_refused(tmp_path: Path) -> None:
     _write(tmp_path / "train.jsonl", {"text": "\t"})
     with pytest.raises(DataError, match=r"line 1: 'text' is '\\t'"):
-        list(questions.texts(tmp_path, "train", "jsonl"))
+        list(questions.texts(tmp_path, "train", "files"))
 
 
 def test_passages_have_no_test_split(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_split_that_is_nowhere_or_twice_is_refused(tmp_path: Path) -> None:
         of(tmp_path)
     write_jsonl(tmp_path)
     write_separated(tmp_path, ".csv", ",")
-    with pytest.raises(DataError, match=r"holds train\.jsonl, train\.csv"):
+    with pytest.raises(DataError, match=r"holds train\.jsonl and train\.csv"):
         of(tmp_path)
     with pytest.raises(DataError, match=r"data\.files\.train"):
         of(tmp_path, files={"train": "nowhere.csv"})
@@ -171,7 +171,7 @@ def test_the_embedded_corpus_gives_bodies_with_their_first_lines() -> None:
     [
         ({"source": "datasets"}, "say which"),
         ({"source": "files", "dataset": "x"}, "leave it out"),
-        ({"source": "files", "subset": "x"}, "no subset"),
+        ({"source": "files", "subset": "x"}, "subset, revision and splits are of a data set"),
         ({"source": "stdlib_docs", "files": {"train": "x.csv"}}, "names no files"),
         ({"source": "files", "summaries": []}, "summaries"),
     ],

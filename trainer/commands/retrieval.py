@@ -387,11 +387,13 @@ def _queries(path: Path | None, split: str | None) -> list[Query]:
 
 
 def _agreement(path: Path, at: list[int]) -> dict[str, float]:
+    from trainer.config.own_rows import OwnRows, Splits
     from trainer.data.readers import retrieved
     from trainer.retrieval import runs
 
+    own = OwnRows(files=Splits(test=path.name))
     rows = retrieved.rows(
-        path.parent, "test", source="fid", file=path.name, contexts=10**9, sort_by_score=False
+        path.parent, "test", source="fid", own=own, contexts=10**9, sort_by_score=False
     )
     scores = ([ctx["score"] for ctx in row["ctxs"] if "score" in ctx] for row in rows)
     return runs.agreed(scores, at=at)

@@ -60,6 +60,29 @@ def texts(value: Any, place: str, name: str) -> list[str]:
     return [text(one, place, f"{name}[{index}]") for index, one in enumerate(value)]
 
 
+def titles(value: Any, place: str, count: int) -> list[str]:
+    """The titles of `count` contexts, one each."""
+    found = texts(value, place, "titles")
+    if len(found) != count:
+        raise DataError(f"{place}: {len(found)} titles for {count} contexts; give one each.")
+    return found
+
+
+def contexts(raw: Row, place: str) -> list[Row] | None:
+    """{"text", "title"?} of "contexts" with "titles", or of "context" with "title"; None when the
+    object has neither.
+    """
+    name, value = first_given(raw, ("contexts", "context"))
+    if value is None:
+        return None
+    found = [text(value, place, name)] if name == "context" else texts(value, place, name)
+    title = raw.get("title") if name == "context" else raw.get("titles")
+    if title is None:
+        return [{"text": one} for one in found]
+    named = titles([title] if name == "context" else title, place, len(found))
+    return [{"title": one, "text": body} for one, body in zip(named, found, strict=True)]
+
+
 def answers(raw: Row, place: str) -> list[str]:
     """The answers of a question, a list or one text; none when the file does not know them."""
     name, value = first_given(raw, _ANSWERS)

@@ -10,7 +10,11 @@ from pathlib import Path
 from trainer.errors import DataError
 
 CORPUS, QUERIES = "corpus.tsv", "queries.jsonl"  # of NaturalQuestions
-_SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "val", "dev"), "test": ("test",)}
+_SPLIT_NAMES = {
+    "train": ("train",),
+    "valid": ("valid", "val", "dev", "validation"),
+    "test": ("test",),
+}
 
 
 def given_folder(folder: Path | None, contents: str) -> Path:
@@ -19,6 +23,11 @@ def given_folder(folder: Path | None, contents: str) -> Path:
         raise DataError(
             "the data is read from --data_path, and none was given. Point it at a folder that "
             f"holds {contents}, or use data.source='stdlib_docs', which needs no files."
+        )
+    if folder.is_file():
+        raise DataError(
+            f"--data_path {folder} is a file, want the folder that holds it: {folder.parent}. A "
+            "file is named in data.files."
         )
     return folder
 
@@ -50,16 +59,17 @@ def corpus_file(folder: Path | None, name: str) -> Path:
 def split_file(
     folder: Path | None, split: str, suffixes: Sequence[str], *, name: str | None, key: str
 ) -> Path:
-    """The named file below --data_path, else the only one that is called like the split.
+    """The named file (or folder of files) below --data_path, else the only one that is called like
+    the split.
 
     Packed files (.gz) are taken where the plain one is missing. key: of the experiment, where a
     file can be named.
     """
-    names = [f"{stem}{suffix}" for stem in split_names(split) for suffix in suffixes]
-    folder = given_folder(folder, name or f"{names[0]} (or another of {', '.join(names)})")
+    stems = split_names(split)
+    folder = given_folder(folder, name or f"{stems[0]}{suffixes[0]}")
     if name is not None:
         return folder / name
-    present = [path for path in (_present(folder / each) for each in names) if path is not None]
+    present = _present_of(folder, stems, suffixes)
     if len(present) == 1:
         return present[0]
     if present:
@@ -67,31 +77,54 @@ def split_file(
             f"{folder} holds {' and '.join(path.name for path in present)}. Say in {key}.{split} "
             f"which one is the {split} split."
         )
+    names = ", ".join(f"{stem}{suffixes[0]}" for stem in stems)
+    others = f", nor any with {', '.join(suffixes[1:])}" if suffixes[1:] else ""
     raise DataError(
-        f"{folder} holds none of {', '.join(names)}, which the {split} split is read from. Put it "
-        f"there, name another in {key}.{split}, or point --data_path at its folder."
+        f"{folder} holds no {split} split: none of {names}{others}. Put it there, name another in "
+        f"{key}.{split}, or point --data_path at its folder."
     )
 
 
-def first_split_file(folder: Path | None, split: str) -> Path:
-    """The first of a split's files that is there, in the order of the names below.
+def first_split_file(folder: Path | None, split: str, suffix: str) -> Path | None:
+    """The first of a split's files with this suffix, in the order of its names: valid, val, dev.
 
-    For train: train.jsonl; for valid: valid.jsonl, val.jsonl, dev.jsonl; for test: test.jsonl.
-    DataError when none is there.
+    None when there is none.
     """
-    folder = given_folder(folder, "train.jsonl and valid.jsonl")
-    names = [f"{stem}.jsonl" for stem in split_names(split)]
-    for name in names:
-        if (folder / name).is_file():
-            return folder / name
+    stems = split_names(split)
+    folder = given_folder(folder, f"train{suffix} and valid{suffix}")
+    return next(iter(_present_of(folder, stems, [suffix])), None)
+
+
+def only_row_file(folder: Path, suffixes: Sequence[str]) -> Path:
+    """The file whose rows both train and validate: train.*, or else the only one of the folder.
+
+    DataError when there are several, or one of validation.
+    """
+    files = _present_of(folder, split_names("train"), suffixes)
+    files += _present_of(folder, split_names("valid"), suffixes)
+    if not files:
+        names = sorted(path for path in folder.iterdir() if path.is_file())
+        files = [path for path in names if path.name.removesuffix(".gz").endswith(tuple(suffixes))]
+    if len(files) == 1 and not files[0].name.startswith(tuple(split_names("valid"))):
+        return files[0]
+    there = " and ".join(path.name for path in files) or "no file of rows"
     raise DataError(
-        f"{folder} holds none of {', '.join(names)}, which the {split} split is read from. "
-        "Write one JSON object a line, or point --data_path at the folder that holds the file."
+        f"{folder} holds {there}. data.valid_share takes the validation rows from the file of "
+        "training: name that in data.files.train, or leave valid_share out."
     )
 
 
 def _is_below_nq(folder: Path, name: str) -> bool:
     return not (folder / name).is_file() and (folder / "nq" / name).is_file()
+
+
+def _present_of(folder: Path, stems: Sequence[str], suffixes: Sequence[str]) -> list[Path]:
+    """Which of these files are there, by name and then by suffix; a folder counts where no file
+    does.
+    """
+    files = [_present(folder / f"{stem}{suffix}") for stem in stems for suffix in suffixes]
+    present = [path for path in files if path is not None]
+    return present or [folder / stem for stem in stems if (folder / stem).is_dir()]
 
 
 def _present(path: Path) -> Path | None:

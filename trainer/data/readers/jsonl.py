@@ -124,13 +124,23 @@ def _object(value: Any, place: str) -> Row:
     return value
 
 
+def begins_as_json(path: Path) -> bool:
+    """Whether the first character of a file is that of a JSON object or list."""
+    return _beginning(path).startswith((b"{", b"["))
+
+
 def _is_list(path: Path) -> bool:
+    return _beginning(path).startswith(b"[")
+
+
+def _beginning(path: Path) -> bytes:
+    """The first bytes of a file without white space; b"" of one that cannot be read."""
     try:
         with _opened(path) as file:
             start = file.read(4096)
     except (OSError, EOFError, zlib.error):
-        return False  # the reader of lines meets the same error, and says what to do
-    return start.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
+        return b""  # the reader of lines meets the same error, and says what to do
+    return start.removeprefix(_BYTE_ORDER_MARK).lstrip()
 
 
 def _items(path: Path) -> Iterator[Any]:

@@ -9,16 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainer.config.own_rows import COMPLETIONS, QUESTIONS, TEXTS, Layout, OwnRows
 from trainer.data.readers import fields
 from trainer.data.readers.fields import first_given
-from trainer.data.readers.folders import (
-    CORPUS,
-    QUERIES,
-    first_split_file,
-    nq_folder,
-    split_names,
-)
+from trainer.data.readers.folders import CORPUS, QUERIES, nq_folder, split_names
 from trainer.data.readers.jsonl import numbered_jsonl, objects, shown
+from trainer.data.readers.own_rows import FILES, own_rows
 from trainer.data.readers.passages import nq_passages
 from trainer.data.stdlib_docs import is_held_out
 from trainer.errors import DataError
@@ -70,28 +66,39 @@ def queries(path: Path, split: str | None = None) -> Iterator[Query]:
         )
 
 
-def qa_rows(folder: Path | None, split: str) -> Iterator[Row]:
-    """Rows of folder/train.jsonl or valid.jsonl (also val.jsonl, dev.jsonl), or test.jsonl.
+def qa_rows(
+    folder: Path | None, split: str, own: OwnRows = FILES, *, cache_dir: Path | None = None
+) -> Iterator[Row]:
+    """Rows of a user's questions, of whatever kind of file: see `own_rows`.
 
-    A line holds "question"; "answer" (text) or "answers" (a list); "context" (text) or "contexts"
-    (a list); and may hold "title" or "titles", "dataset" (text: where the question comes from) and,
-    with "contexts", "useful_contexts" (a 0 or 1 for each). A row has question, answers and what was
-    given of the others. DataError names file and line of whatever is missing, blank or of another
-    type.
+    A row holds "question"; "answer" (text) or "answers" (a list); "context" (text), "contexts" (a
+    list) or "ctxs" (FiD's objects of text and title); and may hold "title" or "titles", "dataset"
+    (text: where the question comes from) and, with "contexts", "useful_contexts" (a 0 or 1 for
+    each). It has question, answers and what was given of the others. DataError names file and line
+    of whatever is missing, blank or of another type.
     """
-    path = first_split_file(folder, split)
-    for line, raw in numbered_jsonl(path):
-        yield _question_row(raw, f"{path}, line {line}")
+    how: dict[str, Any] = {"layout": QUESTIONS, "first": ".jsonl", "cache_dir": cache_dir}
+    for place, raw in own_rows(own, split, folder, **how):
+        yield question_row(raw, place)
 
 
-def text_rows(folder: Path | None, split: str, names: Sequence[str]) -> Iterator[Row]:
-    """Rows {name: text} of the files of `qa_rows`, for these names.
+def text_rows(
+    folder: Path | None,
+    split: str,
+    names: Sequence[str],
+    own: OwnRows = FILES,
+    *,
+    layout: Layout | None = None,
+    cache_dir: Path | None = None,
+) -> Iterator[Row]:
+    """Rows {name: text} of a user's files, for these names: see `own_rows`.
 
-    DataError for a line where one is missing.
+    layout: what `columns` may name besides. DataError for a row where one is missing.
     """
-    path = first_split_file(folder, split)
-    for line, raw in numbered_jsonl(path):
-        yield {name: fields.required_text(raw, name, f"{path}, line {line}") for name in names}
+    layout = layout or Layout(tuple((name,) for name in names))
+    how: dict[str, Any] = {"layout": layout, "first": ".jsonl", "cache_dir": cache_dir}
+    for place, raw in own_rows(own, split, folder, **how):
+        yield {name: fields.required_text(raw, name, place) for name in names}
 
 
 def nq_lines(
@@ -138,15 +145,22 @@ def nq_rows(folder: Path | None, split: str) -> Iterator[Row]:
         }
 
 
-def texts(folder: Path | None, split: str, source: Literal["nq", "jsonl"]) -> Iterator[Row]:
+def texts(
+    folder: Path | None,
+    split: str,
+    source: Literal["nq", "files"],
+    own: OwnRows = FILES,
+    *,
+    cache_dir: Path | None = None,
+) -> Iterator[Row]:
     """Rows {"text": ...} for language modelling.
 
-    "jsonl": the files of `qa_rows`, every line with a non-blank "text". "nq": title, newline, text
-    of every passage of corpus.tsv; 2 % are "valid", the others "train". The hash of the text
-    decides: the same text under two ids (real corpora have them) is never in both.
+    "files": every row of the user's with a non-blank "text". "nq": title, newline, text of every
+    passage of corpus.tsv; 2 % are "valid", the others "train". The hash of the text decides: the
+    same text under two ids (real corpora have them) is never in both.
     """
-    if source == "jsonl":
-        yield from text_rows(folder, split, ("text",))
+    if source == "files":
+        yield from text_rows(folder, split, ("text",), own, layout=TEXTS, cache_dir=cache_dir)
         return
     if split not in ("train", "valid"):
         raise DataError(
@@ -158,38 +172,40 @@ def texts(folder: Path | None, split: str, source: Literal["nq", "jsonl"]) -> It
             yield {"text": text}
 
 
-def completions(folder: Path | None, split: str) -> Iterator[Row]:
-    """Rows {"text", "answer_spans"} of the files of `qa_rows`, every line with a non-blank "prompt"
-    and "completion", which follow one another as they stand.
+def completions(
+    folder: Path | None, split: str, own: OwnRows = FILES, *, cache_dir: Path | None = None
+) -> Iterator[Row]:
+    """Rows {"text", "answer_spans"} of a user's files, every row with a non-blank "prompt" and
+    "completion", which follow one another as they stand.
 
     answer_spans: the one of the completion, in characters.
     """
-    for row in text_rows(folder, split, ("prompt", "completion")):
+    names = ("prompt", "completion")
+    for row in text_rows(folder, split, names, own, layout=COMPLETIONS, cache_dir=cache_dir):
         text = row["prompt"] + row["completion"]
         yield {"text": text, "answer_spans": [(len(row["prompt"]), len(text))]}
 
 
-def _question_row(raw: Row, place: str) -> Row:
+def question_row(raw: Row, place: str) -> Row:
+    """The row of `qa_rows` that an object in our names gives."""
     row: Row = {
         "question": fields.required_text(raw, "question", place),
         "answers": _required_answers(raw, place),
     }
-    if "dataset" in raw:
+    if raw.get("dataset") is not None:
         row["dataset"] = fields.text(raw["dataset"], place, "dataset")
+    if raw.get("ctxs") is not None and not _given(raw, ("context", "contexts")):
+        return row | _of_passages(raw["ctxs"], place)
     if _one_of(raw, ("context", "contexts"), place) == "context":
         row["context"] = fields.text(raw["context"], place, "context")
-        if "title" in raw:
+        if raw.get("title") is not None:
             row["title"] = fields.text(raw["title"], place, "title")
         return row
     row["contexts"] = fields.texts(raw["contexts"], place, "contexts")
     count = len(row["contexts"])
-    if "titles" in raw:
-        row["titles"] = fields.texts(raw["titles"], place, "titles")
-        if len(row["titles"]) != count:
-            raise DataError(
-                f"{place}: {len(row['titles'])} titles for {count} contexts; give one each."
-            )
-    if "useful_contexts" in raw:
+    if raw.get("titles") is not None:
+        row["titles"] = fields.titles(raw["titles"], place, count)
+    if raw.get("useful_contexts") is not None:
         row["useful_contexts"] = useful = raw["useful_contexts"]
         if not isinstance(useful, list) or len(useful) != count or not set(useful) <= {0, 1}:
             raise DataError(
@@ -198,14 +214,28 @@ def _question_row(raw: Row, place: str) -> Row:
     return row
 
 
+def _of_passages(values: Any, place: str) -> Row:
+    """contexts and, where all have one, titles of FiD's ctxs."""
+    if not isinstance(values, list) or not values:
+        raise DataError(f"{place}: 'ctxs' is {shown(values)}, want a list that is not empty.")
+    passages = [fields.passage(one, place, f"ctxs[{n}]") for n, one in enumerate(values)]
+    row: Row = {"contexts": fields.texts([one.get("text") for one in passages], place, "ctxs")}
+    titles = [one["title"] for one in passages if one.get("title")]
+    return row | ({"titles": titles} if len(titles) == len(passages) else {})
+
+
 def _required_answers(raw: Row, place: str) -> list[str]:
     if _one_of(raw, ("answer", "answers"), place) == "answer":
         return [fields.text(raw["answer"], place, "answer")]
     return fields.texts(raw["answers"], place, "answers")
 
 
+def _given(raw: Row, names: tuple[str, str]) -> list[str]:
+    return [name for name in names if raw.get(name) is not None]
+
+
 def _one_of(raw: Row, names: tuple[str, str], place: str) -> str:
-    present = [name for name in names if name in raw]
+    present = _given(raw, names)
     if len(present) != 1:
         count = "both are" if present else "neither is"
         raise DataError(

@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from trainer.config.own_rows import QUESTIONS, OwnRows, Splits
 from trainer.data import lookup, stdlib_docs
 from trainer.data.readers import fields
 from trainer.data.readers.folders import split_file
-from trainer.data.readers.jsonl import objects, shown
+from trainer.data.readers.jsonl import shown
+from trainer.data.readers.own_rows import FILES, own_rows
 from trainer.data.readers.questions import nq_lines
 from trainer.data.readers.rankings import RankedPassage, check_distinct, ranked_passages
 from trainer.errors import DataError
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_QUESTION_FILES, _RANKING_FILES = (".json", ".jsonl"), (".trec", ".tsv", ".txt", ".run")
+_QUESTION_FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet")
+_RANKED_FILES, _RANKING_FILES = (".json", ".jsonl"), (".trec", ".tsv", ".txt", ".run")
 _NO_LISTS = ("answers", "answer", "target")  # of texts, beside the passages
 _PASSAGE_LISTS = (
     ("ctxs",),  # FiD, and what DPR's retriever writes
@@ -41,43 +44,43 @@ def rows(
     data_path: Path | None,
     split: str,
     *,
-    source: Literal["fid", "ranked", "nq", "stdlib_docs", "lookup"],
-    file: str | None = None,
+    source: Literal["fid", "files", "ranked", "nq", "stdlib_docs", "lookup"],
+    own: OwnRows = FILES,
     ranking: str | None = None,
     contexts: int,
     sort_by_score: bool,
+    cache_dir: Path | None = None,
 ) -> Iterator[Row]:
     """Questions of a split, each with its first `contexts` passages: fewer, or none, where there
     are fewer.
 
     sort_by_score: where every passage of a question has a score, the highest come first; ties keep
-    their order. file, ranking: names below data_path; None: <split>.json or .jsonl, and
-    <split>.trec, .tsv, .txt or .run, where the valid split may also be called val or dev. "fid": a
-    JSON list or JSON lines of question (or query), answers (or answer; a list or a text), target,
-    and ctxs; or in place of ctxs what DPR and Tevatron train on, positives before negatives. A
-    passage is an object or an id. "ranked": such questions without passages, and a ranking, see
-    `ranked_passages`. "nq": queries.jsonl of `data_path` or its subfolder nq, with ranked ids under
-    "bm25". "stdlib_docs": the embedded corpus; a question's own passage stands among those of the
-    questions behind it. "lookup": made-up facts, of which one answers.
+    their order. own: where a user's rows are, see `own_rows`. ranking: a name below data_path;
+    None: <split>.trec, .tsv, .txt or .run, where the valid split may also be called val, dev or
+    validation. "fid", "files": question (or query), answers (or answer; a list or a text), target,
+    and ctxs; or in place of ctxs contexts with titles, or what DPR and Tevatron train on,
+    positives before negatives. A passage is an object or an id. "ranked": such questions without
+    passages, and a ranking, see `ranked_passages`. "nq": queries.jsonl of `data_path` or its
+    subfolder nq, with ranked ids under "bm25". "stdlib_docs": the embedded corpus; a question's own
+    passage stands among those of the questions behind it. "lookup": made-up facts, of which one
+    answers.
     """
     if source == "nq":
-        rows = _nq_rows(data_path, split, file)
+        rows = _nq_rows(data_path, split, own.files)
     elif source == "stdlib_docs":
         rows = _documentation_rows(split, contexts)
     elif source == "lookup":
         rows = lookup.questions(split, passages=contexts)
     else:
-        questions = split_file(data_path, split, _QUESTION_FILES, name=file, key="data.files")
-        if source == "fid":
-            rows = _fid_rows(questions, split)
+        suffixes = _RANKED_FILES if source == "ranked" else _QUESTION_FILES
+        how: dict[str, Any] = {"layout": QUESTIONS, "suffixes": suffixes, "cache_dir": cache_dir}
+        questions = own_rows(own, split, data_path, **how)
+        if source == "ranked":
+            path = split_file(data_path, split, _RANKING_FILES, name=ranking, key="data.rankings")
+            wanted: dict[str, Any] = {"contexts": contexts, "sort_by_score": sort_by_score}
+            rows = _ranked_rows(questions, split, path, **wanted)
         else:
-            rows = _ranked_rows(
-                questions,
-                split,
-                split_file(data_path, split, _RANKING_FILES, name=ranking, key="data.rankings"),
-                contexts=contexts,
-                sort_by_score=sort_by_score,
-            )
+            rows = _fid_rows(questions, split)
     for row in rows:
         yield {**row, "ctxs": _first(row["ctxs"], contexts, sort_by_score)}
 
@@ -91,13 +94,13 @@ def _first(ctxs: list[Row], contexts: int, sort_by_score: bool) -> list[Row]:
 # The sources: rows with all passages that the file has, in its order
 
 
-def _fid_rows(path: Path, split: str) -> Iterator[Row]:
-    for index, (place, raw) in enumerate(objects(path)):
+def _fid_rows(questions: Iterator[tuple[str, Row]], split: str) -> Iterator[Row]:
+    for index, (place, raw) in enumerate(questions):
         yield {**_question(raw, place, index=index, split=split), "ctxs": _passages(raw, place)}
 
 
-def _nq_rows(data_path: Path | None, split: str, file: str | None) -> Iterator[Row]:
-    for index, place, raw in nq_lines(data_path, split, file):
+def _nq_rows(data_path: Path | None, split: str, files: Splits) -> Iterator[Row]:
+    for index, place, raw in nq_lines(data_path, split, getattr(files, split, None)):
         ctxs = [
             fields.passage(passage, place, f"bm25[{rank}]")
             for rank, passage in enumerate(_list(raw, "bm25", place))
@@ -128,10 +131,15 @@ def _documentation_rows(split: str, contexts: int) -> Iterator[Row]:
 
 
 def _ranked_rows(
-    path: Path, split: str, ranking: Path, *, contexts: int, sort_by_score: bool
+    placed: Iterator[tuple[str, Row]],
+    split: str,
+    ranking: Path,
+    *,
+    contexts: int,
+    sort_by_score: bool,
 ) -> Iterator[Row]:
     questions: dict[str, Row] = {}
-    for index, (place, raw) in enumerate(objects(path)):
+    for index, (place, raw) in enumerate(placed):
         question = _question(raw, place, index=index, split=split)
         if question["id"] in questions:
             raise DataError(
@@ -214,9 +222,12 @@ def _question(raw: Row, place: str, *, index: int, split: str) -> Row:
 def _passages(raw: Row, place: str) -> list[Row]:
     names = next((names for names in _PASSAGE_LISTS if any(name in raw for name in names)), None)
     if names is None:
+        contexts = fields.contexts(raw, place)
+        if contexts is not None:
+            return contexts
         raise DataError(
-            f"{place}: 'ctxs' is missing (keys: {fields.keys(raw)}), the list of passages that are "
-            f"read. {_other_name(raw)}"
+            f"{place}: 'ctxs' is missing, and so are 'contexts' and 'context' (keys: "
+            f"{fields.keys(raw)}). They are the passages that are read. {_other_name(raw)}"
         )
     passages: list[Row] = []
     for name in names:
@@ -230,7 +241,7 @@ def _other_name(raw: Row) -> str:
     """What to do about a row without passages under any name that is known."""
     lists = [key for key, value in raw.items() if isinstance(value, list) and key not in _NO_LISTS]
     if lists:
-        return f"Is that {' or '.join(map(repr, lists))} here? Rename it to 'ctxs'."
+        return f"Is that {' or '.join(map(repr, lists))} here? data.columns maps it to 'ctxs'."
     return 'Write "ctxs": [] in a row for which no passage was found.'
 
 

@@ -6,24 +6,34 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from trainer.config.schema import Experiment, Positive, Strict
+from trainer.config.own_rows import COMPLETIONS, TEXTS, Layout, OwnRows
+from trainer.config.schema import Experiment, Positive
 
 
-class Data(Strict):
+class Data(OwnRows):
     """Rows and how they become tokens."""
 
-    source: Literal["stdlib_docs", "lookup", "nq", "jsonl"]
+    # files: rows of your own with "text", or "prompt" and "completion"; "jsonl" is its older name.
+    # stdlib_docs: the embedded corpus.
+    # lookup: made-up facts. nq: corpus.tsv of NaturalQuestions.
+    source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files"]
     facts: Positive = 8  # of "lookup": told in a text at most
-    max_tokens: Positive = 1024  # longer texts are cut into pieces of this length
-    # answer: on completions alone ("jsonl" with "prompt" and "completion"), or on the answers of
-    # the made-up corpus
+    # longer texts are cut into pieces of this length
+    max_tokens: Positive = 1024
+    # answer: on completions alone ("files" with "prompt" and "completion"), or on the answers of
+    # the made-up corpus.
     loss_on: Literal["all", "answer"] = "all"
+
+    def layout(self) -> Layout | None:
+        if self.source not in ("files", "jsonl"):
+            return None
+        return COMPLETIONS if self.loss_on == "answer" else TEXTS
 
     @model_validator(mode="after")
     def _answers_are_known(self) -> Data:
-        if self.loss_on == "answer" and self.source not in ("lookup", "jsonl"):
+        if self.loss_on == "answer" and self.source not in ("lookup", "jsonl", "files"):
             raise ValueError(
-                f'loss_on="answer": source={self.source!r} has no answers. Use source="jsonl" with '
+                f'loss_on="answer": source={self.source!r} has no answers. Use source="files" with '
                 '"prompt" and "completion", or loss_on="all"'
             )
         return self

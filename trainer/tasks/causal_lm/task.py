@@ -64,9 +64,11 @@ class Task(TokenTask[Config]):
             return stdlib_docs.texts(split)
         if source == "lookup":
             return lookup.texts(split, facts=self.cfg.data.facts)
+        how: dict[str, Any] = {"own": self.cfg.data, "cache_dir": self.places.cache_dir}
         if self._is_on_answers:
-            return questions.completions(self.places.data_path, split)
-        return questions.texts(self.places.data_path, split, source)
+            return questions.completions(self.places.data_path, split, **how)
+        kind = "nq" if source == "nq" else "files"
+        return questions.texts(self.places.data_path, split, kind, **how)
 
     @property
     def _is_on_answers(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from trainer.config.own_rows import QUESTIONS, Layout, OwnRows
 from trainer.config.schema import Experiment, Fraction, Positive, Strict
 
 Rate = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -38,10 +39,12 @@ class Layers(Strict):
     initialisation: Literal["zero", "published"] = "zero"
 
 
-class Data(Strict):
+class Data(OwnRows):
     """Rows and how they become tokens."""
 
-    source: Literal["stdlib_docs", "lookup", "nq", "jsonl"]
+    # files: questions of your own with answers and contexts (docs/own-data.md); "jsonl" is its
+    # older name. stdlib_docs: the embedded corpus. lookup: made-up facts. nq: NaturalQuestions.
+    source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files"]
     facts: Positive = 8  # of "lookup": told in a context at most
     template: Literal["chat", "plain", "mistral", "bare"] = "chat"
     question_on_context: bool = False  # the question is written before the context as well
@@ -63,6 +66,9 @@ class Data(Strict):
     # attention is torch's, which it is unless the base says otherwise
     packed: bool | None = None
     answer_tokens: Positive = 30  # generated at most for an answer (--do_extra_evals)
+
+    def layout(self) -> Layout | None:
+        return QUESTIONS if self.source in ("files", "jsonl") else None
 
 
 class Config(Experiment):

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.data.readers.folders import QUERIES, nq_folder, split_names
+from trainer.config.own_rows import Splits
+from trainer.data.readers.folders import QUERIES, first_split_file, nq_folder, split_names
 from trainer.data.readers.jsonl import read_jsonl
+from trainer.data.readers.row_files import SUFFIXES
 from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError
 from trainer.files.atomic import refusals, write_json
@@ -172,15 +174,12 @@ def _chunk(stores: list[TokenStore], place: writing.Place) -> np.ndarray:
 def _splits(cfg: Config, places: Places, wanted: Wanted) -> dict[str, Rows]:
     """A reader of the raw rows of each split that there is."""
     source, data_path = cfg.data.source, places.data_path
-    if wanted.sources and source != "jsonl":
+    if wanted.sources and source not in questions.OWN:
         raise ConfigError(
             f"--source: the group reads data.source={source!r}. Set data.source='jsonl' to "
             "prepare sets."
         )
-    is_rows = data_path is not None and any(
-        (data_path / f"{split}.jsonl").is_file() for split in SPLITS
-    )
-    if source == "jsonl" and (wanted.sources or not is_rows):
+    if source in questions.OWN and (wanted.sources or not _has_rows(cfg, data_path)):
         sets = reading_sources.sources_in(data_path, wanted.sources)
         shuffles = wanted.hotpotqa_shuffles
         found: dict[str, Rows] = {
@@ -191,17 +190,36 @@ def _splits(cfg: Config, places: Places, wanted: Wanted) -> dict[str, Rows]:
     else:
         found = {
             split: lambda split=split: questions.of_split(
-                source, split, data_path, facts=cfg.data.facts
+                source,
+                split,
+                data_path,
+                facts=cfg.data.facts,
+                own=cfg.data,
+                cache_dir=places.cache_dir,
             )
             for split in SPLITS
         }
-        has_test = _has_test(source, data_path)
+        has_test = _has_test(cfg, data_path)
     return found if has_test else {split: found[split] for split in SPLITS[:2]}
 
 
-def _has_test(source: str, data_path: Path | None) -> bool:
-    if source == "jsonl":
-        return data_path is not None and (data_path / "test.jsonl").is_file()
+def _has_rows(cfg: Config, data_path: Path | None) -> bool:
+    """Whether a user's own rows are to be read, rather than sets as their publishers give them."""
+    own = cfg.data
+    if own.source == "files" or own.dataset or own.files != Splits() or own.valid_share:
+        return True
+    return data_path is not None and any(
+        first_split_file(data_path, split, ".jsonl") for split in SPLITS
+    )
+
+
+def _has_test(cfg: Config, data_path: Path | None) -> bool:
+    source = cfg.data.source
+    if source in questions.OWN:
+        if cfg.data.dataset:
+            return cfg.data.splits.test is not None
+        is_named = cfg.data.files.test is not None
+        return is_named or any(first_split_file(data_path, "test", kind) for kind in SUFFIXES)
     if source == "nq":
         queries = read_jsonl(nq_folder(data_path) / QUERIES)
         return any(row.get("split") in split_names("test") for row in queries)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.config.own_rows import OwnRows
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio, answer_scores
@@ -48,7 +49,7 @@ _NOT_ENCODED = {
     "encode",
     "state_dtype",
 }
-_NOT_ENCODED |= {"packed"}
+_NOT_ENCODED |= {"packed", *OwnRows.model_fields}  # which rows there are, they say themselves
 _OTHER = "other"  # the field with another row's context, in evaluation
 IS_CONTEXT = "is_context"  # marks a row, raw or encoded, whose decoder predicts the context itself
 
@@ -125,7 +126,8 @@ class Task(TokenTask[Config]):
         subset = {"train": data.training_data_subset, "valid": data.validation_data_subset}.get(
             split, "all"
         )
-        given = {"subset": subset, "facts": data.facts}
+        given: dict[str, Any] = {"subset": subset, "facts": data.facts}
+        given |= {"own": data, "cache_dir": places.cache_dir}
         rows = questions.of_split(data.source, split, places.data_path, **given)
         if split == "train" and data.include_context_ids:
             again = questions.of_split(data.source, split, places.data_path, **given)

@@ -6,26 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from trainer.config.own_rows import QUESTIONS, Layout, OwnRows, Splits
 from trainer.config.schema import Experiment, Fraction, Positive, Strict
 
 
-class Files(Strict):
-    """The file of each split, below --data_path; None: by its usual name."""
-
-    train: str | None = None
-    valid: str | None = None
-    test: str | None = None
-
-
-class Data(Strict):
+class Data(OwnRows):
     """Questions, their retrieved passages, and how both become tokens."""
 
-    # fid: FiD's and DPR's JSON or JSONL. ranked: questions, and a ranking as Tevatron and TREC
-    # write it. nq: queries.jsonl with ranked passage ids. stdlib_docs: the embedded corpus.
+    # files: questions of your own with answers and contexts (docs/own-data.md). fid: the same,
+    # named after FiD's and DPR's JSON and JSONL. ranked: questions, and a ranking as Tevatron and
+    # TREC write it. nq: queries.jsonl with ranked passage ids. stdlib_docs: the embedded corpus.
     # lookup: made-up facts, one of which answers.
-    source: Literal["fid", "ranked", "nq", "stdlib_docs", "lookup"]
-    files: Files = Files()
-    rankings: Files = Files()  # source "ranked" only
+    source: Literal["fid", "files", "ranked", "nq", "stdlib_docs", "lookup"]
+    rankings: Splits = Splits()  # source "ranked" only
     corpus: str | None = None  # a TSV of id, text, title, which passages given by id are read from
     contexts: Positive  # passages per question: the first ones, fewer where there are fewer
     passage_tokens: Positive = 250  # of question, title and text together; what is longer is cut
@@ -38,6 +31,12 @@ class Data(Strict):
     # of decoded answers: " ," becomes ",", as the references' tokenizers did
     clean_up_spaces: bool = True
 
+    def layout(self) -> Layout | None:
+        return QUESTIONS if self.source in ("fid", "files", "ranked") else None
+
+    def names_files(self) -> bool:
+        return self.layout() is not None or self.source == "nq"
+
     @model_validator(mode="after")
     def _passages_are_somewhere(self) -> Data:
         if self.source in ("ranked", "nq") and self.corpus is None:
@@ -46,9 +45,9 @@ class Data(Strict):
                 'for example "corpus": "corpus.tsv"'
             )
         is_embedded = self.source in ("stdlib_docs", "lookup")
-        if is_embedded and (self.corpus or self.files != Files()):
+        if is_embedded and (self.corpus or self.files != Splits()):
             raise ValueError(f"source={self.source!r} reads no file: leave files and corpus out")
-        if self.source != "ranked" and self.rankings != Files():
+        if self.source != "ranked" and self.rankings != Splits():
             raise ValueError(
                 f'source={self.source!r} reads no rankings: leave them out, or use source="ranked"'
             )

@@ -112,10 +112,11 @@ class Task(TokenTask[Config]):
             self.places.data_path,
             split,
             source=data.source,
-            file=getattr(data.files, split, None),
+            own=data,
             ranking=getattr(data.rankings, split, None),
             contexts=data.contexts,
             sort_by_score=data.sort_by_score,
+            cache_dir=self.places.cache_dir,
         )
 
     @cached_property

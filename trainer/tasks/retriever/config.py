@@ -8,34 +8,26 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from trainer.config.own_rows import QUESTIONS, TEVATRON, Layout, OwnRows
 from trainer.config.schema import Experiment, Fraction, Positive, Strict
 
 Selection = Literal["by_epoch", "drawn", "first"]
 
 
-class Files(Strict):
-    """File names below --data_path; None: the usual ones. Source "hub": names of splits, or
-    "org/name/split".
-    """
-
-    train: str | None = None
-    valid: str | None = None
-    test: str | None = None
-
-
-class Data(Strict):
+class Data(OwnRows):
     """Queries with their passages, and how they become tokens."""
 
-    # tevatron: JSON lines of query_id, query, positive_passages, negative_passages; ids alone
+    # files: questions of your own with answers and contexts (docs/own-data.md): positives are those
+    # that useful_contexts marks, else a context that stands alone, else those that hold an answer.
+    # tevatron: rows of query_id, query, positive_passages, negative_passages; ids alone
     # (positive_docids, negative_docids) are looked up in `corpus`. pretokenised: query, positives,
     # negatives as token ids. beir: corpus.jsonl, queries.jsonl and qrels/<split>.tsv. dpr: DPR's
     # JSON. fid: ctxs with teacher scores. nq: queries.jsonl with gold passages and BM25's ranking.
-    # stdlib_docs: the embedded corpus. hub: `dataset`.
-    source: Literal["tevatron", "pretokenised", "beir", "dpr", "fid", "nq", "stdlib_docs", "hub"]
-    files: Files = Files()
-    dataset: str | None = (
-        None  # hub: "org/name", "org/name/split" or "org/name:config", or a folder
-    )
+    # stdlib_docs: the embedded corpus. hub: `dataset` in Tevatron's layout, which may be
+    # "org/name/split" or "org/name:config"; `files` then names splits, too.
+    source: Literal[
+        "files", "tevatron", "pretokenised", "beir", "dpr", "fid", "nq", "stdlib_docs", "hub"
+    ]
     corpus: str | None = None  # a file of passages that rows name by id; .jsonl(.gz) or .tsv
     negatives: str | None = (
         None  # beir: JSON lines of query_id and negative_docids, which qrels do not give
@@ -55,9 +47,17 @@ class Data(Strict):
     append_eos: bool = False
     pad_to_multiple_of: Positive = 8  # but never beyond the limits above
 
+    def layout(self) -> Layout | None:
+        if self.source in ("files", "fid"):
+            return QUESTIONS
+        return TEVATRON if self.source in ("tevatron", "hub") else None
+
+    def names_files(self) -> bool:
+        return True
+
     @model_validator(mode="after")
     def _the_source_has_what_it_needs(self) -> Data:
-        if (self.dataset is None) != (self.source != "hub"):
+        if self.dataset is None and self.source == "hub":
             raise ValueError('dataset belongs to source="hub", which needs it')
         if self.negatives is not None and self.source != "beir":
             raise ValueError('negatives belongs to source="beir"; other sources have their own')

@@ -13,15 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.own_rows import QUESTIONS, TEVATRON
 from trainer.data import stdlib_docs
 from trainer.data.readers import fields, retrieved
+from trainer.data.readers.columns import in_our_names
+from trainer.data.readers.data_sets import data_set
 from trainer.data.readers.fields import QUESTION_IDS, first_given
 from trainer.data.readers.folders import corpus_file, given_folder, split_file, split_names
 from trainer.data.readers.jsonl import bad_line, numbered_jsonl, objects, shown
+from trainer.data.readers.own_rows import own_rows
 from trainer.data.readers.passages import nq_passages, written_passages
 from trainer.data.readers.questions import nq_lines, queries
 from trainer.data.readers.rankings import Qrels, read_qrels
-from trainer.errors import ConfigError, DataError
+from trainer.errors import DataError
 from trainer.evaluation.mergeable import normalised
 
 if TYPE_CHECKING:
@@ -37,12 +41,19 @@ _POSITIVES = ("positive_passages", "positive_docids", "positive_document_ids")
 _NEGATIVES = ("negative_passages", "negative_docids", "negative_document_ids")
 
 
-def rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
+def rows(
+    data: Data, split: str, folder: Path | None, *, cache_dir: Path | None = None
+) -> Iterator[Row]:
     """The rows of a split; see the module and config.Data.source. DataError names file and line of
     what is wrong.
     """
-    if data.source == "tevatron":
-        return _tevatron_rows(data, split, folder)
+    if data.source in ("files", "tevatron"):
+        layout = TEVATRON if data.source == "tevatron" else QUESTIONS
+        first = ".jsonl" if data.source == "tevatron" else None
+        how: dict[str, Any] = {"layout": layout, "first": first, "cache_dir": cache_dir}
+        placed = own_rows(data, split, folder, **how)
+        of_layout = _tevatron_rows if data.source == "tevatron" else _question_rows
+        return of_layout(placed, _Corpus(data.corpus, folder))
     if data.source == "pretokenised":
         return _pretokenised_rows(_file(data, split, folder))
     if data.source == "beir":
@@ -50,10 +61,12 @@ def rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
     if data.source == "dpr":
         return _dpr_rows(_file(data, split, folder, suffixes=(".json", ".jsonl")))
     if data.source == "fid":
-        return _scored_rows(data, split, folder)
+        return _scored_rows(data, split, folder, cache_dir)
     if data.source == "nq":
         return _nq_rows(data, split, folder)
-    return _hub_rows(data, split, folder) if data.source == "hub" else _documentation_rows(split)
+    if data.source == "hub":
+        return _hub_rows(data, split, folder, cache_dir)
+    return _documentation_rows(split)
 
 
 def trainable(rows: Iterable[Row], passages: int) -> Iterator[Row]:
@@ -79,11 +92,11 @@ def trainable(rows: Iterable[Row], passages: int) -> Iterator[Row]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _tevatron_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
-    path = _file(data, split, folder)
-    corpus = _Corpus(data.corpus, folder)
-    for line, raw in numbered_jsonl(path):
-        yield _tevatron_row(raw, f"{path}, line {line}", corpus.passage, default_id=str(line))
+def _tevatron_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterator[Row]:
+    for number, (place, raw) in enumerate(placed, start=1):
+        line = place.rpartition(" ")[2]
+        default_id = line if line.isdecimal() else str(number)
+        yield _tevatron_row(raw, place, corpus.passage, default_id=default_id)
 
 
 def _tevatron_row(
@@ -232,15 +245,57 @@ def _dpr_rows(path: Path) -> Iterator[Row]:
         _log.info("%s: left out %d questions without a positive passage", path, left_out)
 
 
-def _scored_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
+def _question_rows(placed: Iterator[tuple[str, Row]], corpus: _Corpus) -> Iterator[Row]:
+    """Questions with contexts: positives are those that useful_contexts marks, else a context that
+    stands alone, else those that hold an answer. Rows without positives go.
+    """
+    left_out = 0
+    for number, (place, raw) in enumerate(placed, start=1):
+        name, query = first_given(raw, fields.QUESTIONS, "question")
+        passages = fields.contexts(raw, place)
+        if passages is None:
+            found = _passages(raw.get("ctxs"), place, "ctxs")
+            passages = [one if "text" in one else corpus.passage(one["id"], place) for one in found]
+        is_positive = _marks(raw, passages, place)
+        if not any(is_positive):
+            left_out += 1
+            continue
+        marked = list(zip(passages, is_positive, strict=True))
+        yield {
+            "id": _id_of(raw, place, str(number)),
+            "query": fields.text(query, place, name),
+            "positives": [one for one, is_one in marked if is_one],
+            "negatives": [one for one, is_one in marked if not is_one],
+        }
+    if left_out:
+        _log.info("left out %d questions of which no context is known to answer", left_out)
+
+
+def _marks(raw: Row, passages: Sequence[Row], place: str) -> list[bool]:
+    """For every passage of a question whether it is a positive."""
+    useful = raw.get("useful_contexts")
+    if useful is not None:
+        is_right = isinstance(useful, list) and len(useful) == len(passages)
+        if not is_right or not set(useful) <= {0, 1}:
+            raise DataError(
+                f"{place}: 'useful_contexts' is {shown(useful)}, want a 0 or 1 for each context."
+            )
+        return [bool(one) for one in useful]
+    if len(passages) == 1:
+        return [True]
+    answers = [normalised(answer) for answer in fields.answers(raw, place)]
+    return [_holds(normalised(one["text"]), answers) for one in passages]
+
+
+def _scored_rows(
+    data: Data, split: str, folder: Path | None, cache_dir: Path | None
+) -> Iterator[Row]:
     """A reader's file with ctxs[].score: the passage of the highest score is the positive, the
     others negatives.
     """
     corpus = _Corpus(data.corpus, folder)
-    file = getattr(data.files, split)
-    questions = retrieved.rows(
-        folder, split, source="fid", file=file, contexts=_ALL, sort_by_score=True
-    )
+    how: dict[str, Any] = {"contexts": _ALL, "sort_by_score": True, "cache_dir": cache_dir}
+    questions = retrieved.rows(folder, split, source="fid", own=data, **how)
     for row in questions:
         place = f"question {row['id']!r}"
         ctxs = [
@@ -302,7 +357,7 @@ def _documentation_rows(split: str) -> Iterator[Row]:
         }
 
 
-def _hub_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
+def _hub_rows(data: Data, split: str, folder: Path | None, cache_dir: Path | None) -> Iterator[Row]:
     """Rows of a data set of the Hub (or a folder that `datasets` reads) in Tevatron's layout."""
     given = getattr(data.files, split, None)
     source = given if given and "/" in given else data.dataset
@@ -312,33 +367,16 @@ def _hub_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
     of_split = {"train": "train", "valid": "dev", "test": "test"}.get(split, split)
     if not Path(name).is_dir() and len(parts) == 3:
         name, of_split = "/".join(parts[:2]), parts[2]
+    of_split = getattr(data.splits, split, None) or of_split
     of_split = given if given and source != given else of_split
+    config = config or data.subset
+    how: dict[str, Any] = {"subset": config, "revision": data.revision, "cache_dir": cache_dir}
+    found = data_set(name, of_split, folder=folder, **how)
+    placed = ((f"{name} ({of_split}), row {index}", raw) for index, raw in enumerate(found))
+    placed = in_our_names(placed, data.columns, TEVATRON, are_cells=True)
     corpus = _Corpus(data.corpus, folder)
-    for index, raw in enumerate(_dataset(name, config or None, of_split)):
-        place = f"{name} ({of_split}), row {index}"
+    for index, (place, raw) in enumerate(placed):
         yield _tevatron_row(raw, place, corpus.passage, default_id=str(index))
-
-
-def _dataset(name: str, config: str | None, split: str) -> Iterable[Any]:
-    try:
-        import datasets
-    except ModuleNotFoundError:
-        raise ConfigError(
-            'data.source="hub" needs the package datasets. Install it: pip install '
-            '"lathe[datasets]".'
-        ) from None
-    try:
-        return datasets.load_dataset(name, config, split=split)  # pyright: ignore[reportReturnType]
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # what datasets raises for a name, configuration or split that is not there
-        reason = str(error).strip().splitlines()[0]
-        raise DataError(
-            f"data.dataset={name!r}, split {split!r}: {reason} Give a data set that this machine "
-            "can reach, or a "
-            "folder; data.files names its splits."
-        ) from error
 
 
 # Parts

@@ -185,7 +185,8 @@ class Task(TokenTask[Config]):
     # ----------------------------------------------------------------------------------------------
 
     def rows(self, split: str) -> Iterable[Row]:
-        found = rows.rows(self.cfg.data, split, self.places.data_path)
+        places = self.places
+        found = rows.rows(self.cfg.data, split, places.data_path, cache_dir=places.cache_dir)
         found = rows.trainable(found, self.cfg.data.passages if split == "train" else 1)
         return ({**row, "item": item} for item, row in enumerate(found))
 

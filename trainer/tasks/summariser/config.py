@@ -6,35 +6,22 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from trainer.config.own_rows import SUMMARIES, Layout, OwnRows, Splits
 from trainer.config.schema import Experiment, Fraction, Positive, Strict
 
 TokensWithEnd = Annotated[int, Field(ge=2)]
 
 
-class Splits(Strict):
-    """Where each split is; None: by its usual name."""
-
-    train: str | None = None
-    valid: str | None = None
-    test: str | None = None
-
-
-class Data(Strict):
+class Data(OwnRows):
     """Documents with their summaries, and how both become tokens."""
 
-    # files: .jsonl, .csv, .tsv or .parquet below --data_path. datasets: a data set of Hugging Face
+    # files: documents of your own below --data_path. datasets: a data set of Hugging Face
     # `datasets`. stdlib_docs: the embedded corpus, the body of a docstring and its first line.
     # lookup: made-up facts, and what they say of one person.
     source: Literal["files", "datasets", "stdlib_docs", "lookup"]
     # of "lookup": told in a document at most; two of them are of the person it names first
     facts: Annotated[int, Field(ge=2)] = 8
-    # of "files": of each split, below --data_path; usual: train.*, valid.* (val, dev), test.*
-    files: Splits = Splits()
-    dataset: str | None = None  # of "datasets": a Hub id or a folder (also below --data_path)
-    subset: str | None = None  # of "datasets": its configuration, such as "3.0.0" of cnn_dailymail
-    revision: str | None = None  # of "datasets": a commit or tag on the Hub
-    # of "datasets": the names of its splits; usual: train, validation, test
-    splits: Splits = Splits()
+    # The older way of naming columns, which knows texts that lie in lists and several references.
     document: str = "document"  # the column with the text; a list of texts is joined by spaces
     # columns: a reference, or a list of them
     summaries: Annotated[tuple[str, ...], Field(min_length=1)] = ("summary",)
@@ -45,6 +32,9 @@ class Data(Strict):
     target_tokens: TokensWithEnd = 128  # of a summary with its end; what is longer is cut
     sample_summaries: bool = False  # a random reference in every epoch; False: always the first
 
+    def layout(self) -> Layout | None:
+        return SUMMARIES if self.source in ("files", "datasets") else None
+
     @model_validator(mode="after")
     def _source_is_somewhere(self) -> Data:
         if (self.dataset is None) == (self.source == "datasets"):
@@ -54,13 +44,16 @@ class Data(Strict):
                 else 'leave it out, or use "datasets"'
             )
             raise ValueError(f"source={self.source!r} with dataset={self.dataset!r}: {asked}")
-        if self.source != "datasets" and (self.subset or self.revision or self.splits != Splits()):
-            raise ValueError(
-                f"source={self.source!r} has no subset, revision or splits: leave them out"
-            )
         if self.source != "files" and self.files != Splits():
             raise ValueError(
                 f'source={self.source!r} names no files: leave them out, or use source="files"'
+            )
+        named = {"document": self.document, "summary": self.summaries[0], "id": self.id}
+        twice = [name for name in self.columns if named[name] != name]
+        if twice:
+            raise ValueError(
+                f"columns maps {' and '.join(twice)}, which data.document, data.summaries or "
+                "data.id names as well: name it in one place"
             )
         return self
 

@@ -6,19 +6,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from trainer.config.own_rows import STATEMENTS, Layout, OwnRows
 from trainer.config.schema import Experiment, Fraction, Positive, Strict
 from trainer.errors import nearest
 
 Part = Literal["seen", "unseen1", "unseen2"]
 
 
-class Data(Strict):
+class Data(OwnRows):
     """Statement groups and how they become tokens."""
 
     # groups: --data_path holds <task>/train.json and <task>/dev.json, as `python -m trainer
-    # convert` writes them. stdlib_docs: the embedded corpus, tasks docs_choice and docs_boolean.
+    # convert` writes them, or the same as any other kind of file. files: your own rows of one task
+    # (docs/own-data.md). stdlib_docs: the embedded corpus, tasks docs_choice and docs_boolean.
     # lookup: the made-up one, tasks arithmetic, order and membership.
-    source: Literal["groups", "stdlib_docs", "lookup"]
+    source: Literal["groups", "files", "stdlib_docs", "lookup"]
     train_tasks: Annotated[list[str], Field(min_length=1)]
     valid_tasks: Annotated[list[str], Field(min_length=1)]
     test_tasks: tuple[str, ...] = ()
@@ -34,6 +36,27 @@ class Data(Strict):
     valid_limit: Positive | None = 2000  # of a valid task's groups, drawn as published; None: all
     # legacy: one shuffle for all epochs, as published
     order: Literal["reshuffled", "legacy"] = "reshuffled"
+
+    def layout(self) -> Layout | None:
+        return STATEMENTS if self.source in ("groups", "files") else None
+
+    def names_files(self) -> bool:
+        return self.source == "files"
+
+    @model_validator(mode="after")
+    def _own_files_are_one_task(self) -> Data:
+        tasks = sorted({*self.train_tasks, *self.valid_tasks, *self.test_tasks})
+        if self.source == "files" and len(tasks) > 1:
+            raise ValueError(
+                f'source="files" is one task, got {", ".join(tasks)}: name the same one in '
+                'train_tasks and valid_tasks, or use source="groups", a folder for each'
+            )
+        if self.source == "groups" and (self.dataset or self.valid_share):
+            raise ValueError(
+                'source="groups" has a folder and a valid split for each task: leave dataset and '
+                'valid_share out, or use source="files"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _tasks_are_named_once(self) -> Data:

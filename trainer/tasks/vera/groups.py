@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from trainer.config.own_rows import STATEMENTS
 from trainer.data import lookup, stdlib_docs
-from trainer.data.readers.folders import given_folder
+from trainer.data.readers.folders import given_folder, split_names
+from trainer.data.readers.own_rows import own_rows
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ BOOLEAN = {
 EMBEDDED = {"docs_choice": False, "docs_boolean": True, **dict.fromkeys(lookup.STATEMENTS, False)}
 _FILES = {"train": "train.json", "valid": "dev.json", "test": "test.json"}
 _CHOICES = 4
+_LABELS = {"1": True, "0": False, "true": True, "false": False, "yes": True, "no": False}
 
 
 def tasks_of(data: Data, split: str) -> Sequence[str]:
@@ -64,7 +67,9 @@ def is_boolean(task: str, data: Data) -> bool:
     return task in BOOLEAN or task in data.boolean or (is_embedded and EMBEDDED.get(task, False))
 
 
-def rows(data: Data, split: str, folder: Path | None) -> list[Row]:
+def rows(
+    data: Data, split: str, folder: Path | None, *, cache_dir: Path | None = None
+) -> list[Row]:
     """{"task", "number", "golds", "distractors"} of every group, tasks one after the other; number:
     the place there.
 
@@ -72,7 +77,9 @@ def rows(data: Data, split: str, folder: Path | None) -> list[Row]:
     data.valid_limit is cut to a sample of them, drawn as published. DataError names the file and
     the group of whatever is wrong.
     """
-    found = [row for task in tasks_of(data, split) for row in _of_task(task, data, split, folder)]
+    found: list[Row] = []
+    for task in tasks_of(data, split):
+        found += _of_task(task, data, split, folder, cache_dir)
     if split == "train" and data.order == "legacy":
         random.Random(SEED).shuffle(found)
     return found
@@ -83,12 +90,15 @@ def mixture(rows: Sequence[Row]) -> dict[str, int]:
     return dict(Counter(row["task"] for row in rows))
 
 
-def _of_task(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
-    groups = (
-        _read(task, data, split, folder)
-        if data.source == "groups"
-        else _embedded(task, split, data.source)
-    )
+def _of_task(
+    task: str, data: Data, split: str, folder: Path | None, cache_dir: Path | None
+) -> list[Row]:
+    if data.source == "files":
+        groups = _own(task, data, split, folder, cache_dir)
+    elif data.source == "groups":
+        groups = _read(task, data, split, folder)
+    else:
+        groups = _embedded(task, split, data.source)
     if split == "valid" and data.valid_limit is not None and len(groups) > data.valid_limit:
         log.info("%s: %d of its %d validation groups are used", task, data.valid_limit, len(groups))
         groups = random.Random(SEED).sample(groups, data.valid_limit)
@@ -105,6 +115,8 @@ def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
         (root / task / name for name in names if (root / task / name).is_file()),
         root / task / names[0],
     )
+    if not path.is_file() and _has_own(root / task, split):
+        return _own(task, data, split, root / task, None)
     if split == "test":
         log.info("%s: test groups of %s", task, path.name)
     try:
@@ -126,6 +138,41 @@ def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
     ]
 
 
+def _has_own(folder: Path, split: str) -> bool:
+    """Whether a task's folder holds a split as another kind of file than train.json."""
+    return any(path for stem in split_names(split) for path in folder.glob(f"{stem}.*"))
+
+
+def _own(
+    task: str, data: Data, split: str, folder: Path | None, cache_dir: Path | None
+) -> list[Row]:
+    """The groups of a task out of a user's rows: golds with distractors, or statement and label."""
+    has_labels = is_boolean(task, data)
+    placed = own_rows(data, split, folder, layout=STATEMENTS, cache_dir=cache_dir)
+    return [_group(raw, place, task, is_boolean=has_labels) for place, raw in placed]
+
+
+def _group(raw: Row, place: str, task: str, *, is_boolean: bool) -> Row:
+    if raw.get("statement") is None:
+        lists = {name: raw.get(name) or [] for name in ("golds", "distractors")}
+        return _checked_at(place, lists, is_boolean)
+    if not is_boolean:
+        raise DataError(
+            f"{place}: a statement with a label is true or false by itself. Name task {task!r} in "
+            "data.boolean, or give golds and distractors."
+        )
+    label = str(raw.get("label")).strip().lower()
+    if label not in _LABELS:
+        raise DataError(
+            f"{place}: 'label' is {raw.get('label')!r}, want one of {', '.join(_LABELS)}."
+        )
+    texts = _texts([raw["statement"]], place, "statement")
+    return {
+        "golds": texts if _LABELS[label] else [],
+        "distractors": [] if _LABELS[label] else texts,
+    }
+
+
 def _advice(task: str, root: Path) -> str:
     from trainer.tasks.vera.conversion.adapters import ADAPTERS
 
@@ -140,6 +187,10 @@ def _checked(group: Any, path: Path, number: int, is_boolean: bool) -> Row:
     where = f"{path}, group {number}"
     if not isinstance(group, dict) or not {"golds", "distractors"} <= group.keys():
         raise DataError(f"{where}: want an object with golds and distractors.")
+    return _checked_at(where, group, is_boolean)
+
+
+def _checked_at(where: str, group: Row, is_boolean: bool) -> Row:
     golds, distractors = (_texts(group[name], where, name) for name in ("golds", "distractors"))
     if len(golds) > 1 or not golds + distractors:
         raise DataError(

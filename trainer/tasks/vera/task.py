@@ -93,7 +93,8 @@ class Task(TokenTask[Config]):
     # ----------------------------------------------------------------------------------------------
 
     def rows(self, split: str) -> Iterable[Row]:
-        found = groups.rows(self.cfg.data, split, self.places.data_path)
+        cache_dir = self.places.cache_dir
+        found = groups.rows(self.cfg.data, split, self.places.data_path, cache_dir=cache_dir)
         if split not in self._told:
             self._told.add(split)
             log.info(

@@ -7,14 +7,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.own_rows import OwnRows
 from trainer.data import lookup, stdlib_docs
 from trainer.data.readers.jsonl import read_jsonl
+from trainer.data.readers.own_rows import FILES
 from trainer.data.readers.questions import nq_rows, qa_rows
 from trainer.errors import DataError, nearest
 
 if TYPE_CHECKING:
     from trainer.tasks.protocol import Row
 
+OWN = ("files", "jsonl")  # sources of a user's own rows: two names of one
 PREPARED = "prepared.json"  # in a folder that `python -m trainer prepare` wrote; see preparation.py
 
 
@@ -25,13 +28,21 @@ def of_split(
     *,
     subset: str = "all",
     facts: int = lookup.FACTS,
+    own: OwnRows = FILES,
+    cache_dir: Path | None = None,
 ) -> Iterable[Row]:
     """Rows with a question, answers and contexts; those of one "dataset" only, unless the subset is
-    "all". facts: of a context of the made-up corpus, at most.
+    "all". facts: of a context of the made-up corpus, at most. own: where a user's rows are, for
+    "files" and "jsonl".
 
     DataError when no row is of that data set, naming those that there are.
     """
-    rows = _of_source(source, split, data_path, facts)
+    if data_path is not None and (data_path / PREPARED).is_file():
+        rows = _prepared_rows(source, split, data_path)
+    elif source in OWN:
+        rows = qa_rows(data_path, split, own, cache_dir=cache_dir)
+    else:
+        rows = _of_source(source, split, data_path, facts)
     return rows if subset == "all" else _of_dataset(rows, subset, split)
 
 
@@ -63,18 +74,16 @@ def prepared(folder: Path) -> dict[str, Any]:
 
 
 def _of_source(source: str, split: str, data_path: Path | None, facts: int) -> Iterable[Row]:
-    if data_path is not None and (data_path / PREPARED).is_file():
-        return _prepared_rows(source, split, data_path)
     if source == "stdlib_docs":
         return stdlib_docs.qa_rows(split)
     if source == "lookup":
         return lookup.contexts(split, facts=facts)
-    return nq_rows(data_path, split) if source == "nq" else qa_rows(data_path, split)
+    return nq_rows(data_path, split)
 
 
 def _prepared_rows(source: str, split: str, folder: Path) -> Iterator[Row]:
     found = prepared(folder)
-    if found["source"] != source:
+    if found["source"] != source and not {found["source"], source} <= set(OWN):
         raise DataError(
             f"{folder}: was prepared from data.source={found['source']!r}, the group reads "
             f"{source!r}."

@@ -1,0 +1,163 @@
+"""Rows of foreign columns in our names."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from trainer.data.readers.jsonl import shown
+from trainer.errors import ConfigError, DataError, nearest
+
+if TYPE_CHECKING:
+    from trainer.config.own_rows import Layout
+    from trainer.tasks.protocol import Row
+
+_LOOKED_AT = 100  # rows in which a column must be seen: JSON lines leave out what they lack
+_LISTS = ("[", "{")  # what JSON lists and objects begin with
+_SURE_LISTS = ('["', "['", "[{", '{"', "{'")  # what no text that is meant as such begins with
+
+Placed = Iterator[tuple[str, "Row"]]
+
+
+def in_our_names(
+    rows: Iterable[tuple[str, Row]], columns: Mapping[str, str], layout: Layout, *, are_cells: bool
+) -> Placed:
+    """The same rows with what `columns` (ours -> theirs) renames, and lists out of cells.
+
+    A mapped name takes the place of every other name for the same thing. are_cells: the rows are a
+    table's, whose cells may hold a list as JSON; of a name that wants a list, any other text is a
+    list of one. ConfigError for a column that none of the first rows has.
+    """
+    rows = iter(rows)
+    if columns:
+        first = list(itertools.islice(rows, _LOOKED_AT))
+        _check_columns(first, columns)
+        rows = itertools.chain(first, rows)
+    replaced = {other for name in columns for other in layout.alternatives(name)}
+    for place, raw in rows:
+        row = {name: value for name, value in raw.items() if name not in replaced}
+        for name, column in columns.items():
+            value = _value_at(raw, column, place)
+            if value is not None:
+                _put(row, name, value, place)
+        if are_cells:
+            for name in layout.lists & row.keys():
+                row[name] = _list_of_cell(row[name], place, name)
+        yield place, row
+
+
+def _check_columns(rows: list[tuple[str, Row]], columns: Mapping[str, str]) -> None:
+    """ConfigError for a column whose first part no row has, naming those that there are."""
+    present = list(dict.fromkeys(str(name) for _, row in rows for name in row))
+    missing = [
+        column
+        for column in columns.values()
+        if column not in present and _parts(column)[0].removesuffix("[]") not in present
+    ]
+    if not rows or not missing:
+        return
+    ours = {column: name for name, column in columns.items()}
+    lines = [
+        f"  {ours[column]!r}: {column!r} is no column. {nearest(column, present)}"
+        for column in missing
+    ]
+    raise ConfigError(
+        f"data.columns names what {rows[0][0]} does not have\n"
+        + "\n".join(lines)
+        + f"\nColumns there: {', '.join(present)}."
+    )
+
+
+def _parts(column: str) -> list[str]:
+    return column.split(".")
+
+
+def _value_at(raw: Any, column: str, place: str) -> Any:
+    """What stands in a column: under this very name, or where its parts lead to; None when there is
+    nothing.
+    """
+    if isinstance(raw, dict) and column in raw:
+        return raw[column]
+    return _followed(raw, _parts(column), place, column)
+
+
+def _followed(value: Any, parts: list[str], place: str, column: str) -> Any:
+    for number, part in enumerate(parts):
+        name = part.removesuffix("[]")
+        value = _parsed(value)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise DataError(
+                f"{place}: {column!r} of data.columns looks for {name!r} in {shown(value)}, want "
+                "an object there. Write [] behind the name of a list."
+            )
+        value = value.get(name)
+        if part.endswith("[]"):
+            return _of_each(_parsed(value), parts[number + 1 :], place, column)
+    return value
+
+
+def _of_each(items: Any, rest: list[str], place: str, column: str) -> Any:
+    if items is None:
+        return None
+    if not isinstance(items, list):
+        raise DataError(
+            f"{place}: {column!r} of data.columns wants a list, got {shown(items)}. Leave [] out."
+        )
+    return [_followed(item, rest, place, column) for item in items] if rest else items
+
+
+def _put(row: Row, name: str, value: Any, place: str) -> None:
+    """Write a value under our name; of "ctxs[].text" into the objects of a list."""
+    outer, brackets, inner = name.partition("[].")
+    if not brackets:
+        row[name] = value
+        return
+    values = _list_of_cell(value, place, name)
+    if not isinstance(values, list):
+        raise DataError(f"{place}: {name!r} of data.columns is {shown(value)}, want a list.")
+    objects = row.setdefault(outer, [{} for _ in values])
+    if len(objects) != len(values):
+        raise DataError(
+            f"{place}: {name!r} of data.columns has {len(values)} values where the others of "
+            f"{outer!r} have {len(objects)}; give one each."
+        )
+    for one, item in zip(objects, values, strict=True):
+        if item is not None:
+            one[inner] = item
+
+
+# Cells
+# --------------------------------------------------------------------------------------------------
+
+
+def _list_of_cell(value: Any, place: str, name: str) -> Any:
+    """The list that a cell holds; any other text is a list of one, and what is no text stays."""
+    if not isinstance(value, str):
+        return value
+    parsed = _parsed(value)
+    if isinstance(parsed, list):
+        return parsed
+    if value.lstrip().startswith(_SURE_LISTS):
+        raise DataError(
+            f"{place}: {name!r} is {shown(value)}, which begins as a list and is none. Write it as "
+            'JSON: ["one", "two"].'
+        )
+    return [value]
+
+
+def _parsed(value: Any) -> Any:
+    """A text that is a JSON list or object, or a list as Python prints it, as what it says."""
+    if not isinstance(value, str) or not value.lstrip().startswith(_LISTS):
+        return value
+    for read in (json.loads, ast.literal_eval):  # pandas writes lists into CSV as Python does
+        try:
+            found = read(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        return found if isinstance(found, (list, dict)) else value
+    return value

@@ -1,0 +1,55 @@
+"""Data sets of Hugging Face `datasets`: on the Hub, in a folder of files, or saved to disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError, DataError
+
+_INSTALL = "Install it: pip install 'lathe[datasets]'."
+_SAVED = ("dataset_dict.json", "state.json")  # of save_to_disk
+
+
+def data_set(
+    name: str,
+    split: str,
+    *,
+    subset: str | None = None,
+    revision: str | None = None,
+    folder: Path | None = None,
+    cache_dir: Path | None = None,
+) -> Any:
+    """One split of a data set: a folder here or below `folder`, else a Hub id.
+
+    ConfigError without the package; DataError for what it cannot load.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"data.dataset={name!r} needs the package datasets, which is not here. {_INSTALL}"
+        ) from None
+    below = (folder or Path()) / name
+    place = below if below.is_dir() else Path(name)
+    datasets.disable_progress_bars()
+    try:
+        if any((place / file).is_file() for file in _SAVED):
+            saved = datasets.load_from_disk(str(place))
+            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
+        source = str(place) if place.is_dir() else name
+        cache = None if cache_dir is None else str(cache_dir / "datasets")
+        return datasets.load_dataset(
+            source, subset, split=split, revision=revision, cache_dir=cache
+        )
+    except KeyError:
+        raise DataError(
+            f"{place} has no split {split!r}. Name its splits in data.splits."
+        ) from None
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: DatasetGenerationError
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise DataError(
+            f"data.dataset={name!r}, split {split!r}: {reason}. Give a folder (here or below "
+            "--data_path), or a Hub id that this machine can reach; data.subset and data.splits "
+            "choose within it."
+        ) from error

@@ -1,0 +1,97 @@
+"""The rows of a split of a user's own data, in our names: what every task reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.identity import canonical_json
+from trainer.config.own_rows import Layout, OwnRows
+from trainer.data.readers import row_files
+from trainer.data.readers.columns import in_our_names
+from trainer.data.readers.data_sets import data_set
+from trainer.data.readers.folders import (
+    first_split_file,
+    given_folder,
+    only_row_file,
+    split_file,
+    split_names,
+)
+from trainer.data.stdlib_docs import is_held_out
+from trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
+
+_OF_DATASETS = {"train": "train", "valid": "validation", "test": "test"}
+FILES = OwnRows()  # nothing said: files by their usual names
+
+
+def own_rows(
+    own: OwnRows,
+    split: str,
+    folder: Path | None,
+    *,
+    layout: Layout,
+    suffixes: Sequence[str] = row_files.SUFFIXES,
+    first: str | None = None,
+    cache_dir: Path | None = None,
+) -> Iterator[tuple[str, Row]]:
+    """(place, row) of "train", "valid" or "test", in the order of the files.
+
+    folder: --data_path. suffixes: of files that are found by a split's name. first: a suffix whose
+    file is taken even where others lie beside it. cache_dir: where a data set of the Hub is kept.
+    DataError and ConfigError name the place of what is wrong.
+    """
+    split_names(split)
+    is_shared = bool(own.valid_share) and split in ("train", "valid")
+    of_split = "train" if is_shared else split
+    if own.dataset is not None:
+        rows, are_cells = _of_data_set(own, of_split, folder, cache_dir), True
+    else:
+        chosen = None
+        if first is not None and not is_shared and getattr(own.files, split) is None:
+            chosen = first_split_file(folder, split, first)
+        path = chosen or _file(own, of_split, folder, suffixes)
+        rows, are_cells = row_files.placed_rows(path), row_files.is_table(path)
+    rows = in_our_names(rows, own.columns, layout, are_cells=are_cells)
+    yield from _share(rows, own.valid_share, split, layout) if is_shared else rows
+
+
+def _file(own: OwnRows, split: str, folder: Path | None, suffixes: Sequence[str]) -> Path:
+    """The file, or folder of files, that a split is read from."""
+    name = getattr(own.files, split)
+    if own.valid_share and split == "train" and name is None:
+        return only_row_file(given_folder(folder, "a file of rows"), suffixes)
+    return split_file(folder, split, suffixes, name=name, key="data.files")
+
+
+def _of_data_set(
+    own: OwnRows, split: str, folder: Path | None, cache_dir: Path | None
+) -> Iterator[tuple[str, Row]]:
+    assert own.dataset is not None
+    name = getattr(own.splits, split) or _OF_DATASETS[split]
+    how: dict[str, Any] = {"subset": own.subset, "revision": own.revision}
+    rows = data_set(own.dataset, name, **how, folder=folder, cache_dir=cache_dir)
+    for number, row in enumerate(rows, start=1):
+        yield f"{own.dataset} ({name}), row {number}", row
+
+
+def _share(
+    rows: Iterator[tuple[str, Row]], share: float, split: str, layout: Layout
+) -> Iterator[tuple[str, Row]]:
+    """The rows that are held out, or the others: equal questions are on one side."""
+    is_empty = True
+    for place, row in rows:
+        told = next((row[name] for name in layout.groups[0] if row.get(name) is not None), None)
+        if is_held_out(canonical_json({"told": told}), per_mille=round(share * 1000)) == (
+            split == "valid"
+        ):
+            is_empty = False
+            yield place, row
+    if is_empty:
+        raise DataError(
+            f"data.valid_share={share} leaves no row for the {split} split. Choose another share, "
+            "or give it a file of its own."
+        )
