@@ -407,8 +407,8 @@ def test_rows_whose_passages_have_another_name_are_not_told_to_read_none(
 ) -> None:
     from trainer.data.readers.retrieved import _passages
 
-    row = {"question": "Who?", "answers": ["me"], "contexts": ["a text"]}
+    row = {"question": "Who?", "answers": ["me"], "texts": ["a text"]}
     said = _refusal_of(_passages, row, "train.jsonl, line 1")
-    assert "Is that 'contexts' here? Rename it to 'ctxs'." in said
+    assert "Is that 'texts' here? data.columns maps it to 'ctxs'." in said
     assert '"ctxs": []' not in said
     assert '"ctxs": []' in _refusal_of(_passages, {"question": "Who?"}, "train.jsonl, line 1")

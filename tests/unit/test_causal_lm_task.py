@@ -95,6 +95,6 @@ def test_a_line_without_a_completion_is_refused(folder: Path) -> None:
 
 def test_a_source_without_answers_is_refused(folder: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r'source=.stdlib_docs. has no answers\. Use source="jsonl"'
+        ConfigError, match=r'source=.stdlib_docs. has no answers\. Use source="files"'
     ):
         load(folder, source="stdlib_docs")

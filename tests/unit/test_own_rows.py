@@ -237,6 +237,8 @@ def test_a_column_that_only_some_rows_have_is_there(tmp_path: Path) -> None:
         (ContextData, {"valid_share": 0.1, "files": {"valid": "x"}}, "name no valid split"),
         (ContextData, {"columns": {"question": ""}}, "at least 1 character"),
         (TextData, {"columns": {"prompt": "p"}}, "'prompt' is no field.*text"),
+        (TextData, {"source": "chat", "loss_on": "all"}, "what the assistant says"),
+        (TextData, {"source": "files", "chat_template": "chatml"}, "no conversations"),
         (SummaryData, {"columns": {"summary": "s"}, "summaries": ["s"]}, "name it in one place"),
         (StatementData, {"train_tasks": ["a"], "valid_tasks": ["b"]}, "is one task, got a, b"),
     ],

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from trainer.config.own_rows import COMPLETIONS, TEXTS, Layout, OwnRows
+from trainer.config.own_rows import CHATS, COMPLETIONS, TEXTS, Layout, OwnRows
 from trainer.config.schema import Experiment, Positive
 
 
@@ -14,27 +14,45 @@ class Data(OwnRows):
     """Rows and how they become tokens."""
 
     # files: rows of your own with "text", or "prompt" and "completion"; "jsonl" is its older name.
-    # stdlib_docs: the embedded corpus.
+    # chat: rows of your own with "messages" (docs/own-data.md). stdlib_docs: the embedded corpus.
     # lookup: made-up facts. nq: corpus.tsv of NaturalQuestions.
-    source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files"]
+    source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files", "chat"]
     facts: Positive = 8  # of "lookup": told in a text at most
-    # longer texts are cut into pieces of this length
+    # longer texts are cut into pieces of this length; what is longer of a conversation is cut off
     max_tokens: Positive = 1024
     # answer: on completions alone ("files" with "prompt" and "completion"), or on the answers of
-    # the made-up corpus.
+    # the made-up corpus. A conversation's is on what the assistant says, always.
     loss_on: Literal["all", "answer"] = "all"
+    # of "chat": a file (also below --data_path) or the name of a built-in one, "chatml" or "plain";
+    # None: the tokenizer's own
+    chat_template: str | None = None
 
     def layout(self) -> Layout | None:
+        if self.source == "chat":
+            return CHATS
         if self.source not in ("files", "jsonl"):
             return None
         return COMPLETIONS if self.loss_on == "answer" else TEXTS
 
     @model_validator(mode="after")
     def _answers_are_known(self) -> Data:
-        if self.loss_on == "answer" and self.source not in ("lookup", "jsonl", "files"):
+        if self.loss_on == "answer" and self.source not in ("lookup", "jsonl", "files", "chat"):
             raise ValueError(
                 f'loss_on="answer": source={self.source!r} has no answers. Use source="files" with '
                 '"prompt" and "completion", or loss_on="all"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_are_learnt_from_one_side(self) -> Data:
+        if self.source == "chat" and "loss_on" in self.model_fields_set and self.loss_on == "all":
+            raise ValueError(
+                'source="chat" has its loss on what the assistant says: leave loss_on="all" out'
+            )
+        if self.source != "chat" and self.chat_template is not None:
+            raise ValueError(
+                f"source={self.source!r} has no conversations: leave chat_template out, or use "
+                'source="chat"'
             )
         return self
 

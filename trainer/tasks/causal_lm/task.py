@@ -14,8 +14,10 @@ from trainer.errors import ConfigError
 from trainer.models.head import OutputLayer
 from trainer.models.losses import IGNORED, next_token_loss
 from trainer.tasks.abilities import Uncut
+from trainer.tasks.causal_lm.chat import ChatTemplate, meets
+from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.causal_lm.config import Config
-from trainer.tasks.protocol import Batch, Encoded, Row
+from trainer.tasks.protocol import Batch, Encoded, Places, Row
 from trainer.tasks.token_task import TokenTask
 
 
@@ -44,6 +46,13 @@ class CausalLM(nn.Module):
 class Task(TokenTask[Config]):
     """Texts in, a language model out."""
 
+    def __init__(self, cfg: Config, places: Places) -> None:
+        super().__init__(cfg, places)
+        self.chat: ChatTemplate | None = None  # how conversations are written
+        if cfg.data.source == "chat":
+            given, folder = cfg.data.chat_template, places.data_path
+            self.chat = ChatTemplate.of(self.tokenizer, given, folder)
+
     def operate(self, base: Any) -> nn.Module:
         positions = getattr(base.config, "max_position_embeddings", None)
         if positions is not None and self.cfg.data.max_tokens > positions:
@@ -55,8 +64,15 @@ class Task(TokenTask[Config]):
         return CausalLM(base)
 
     def rows(self, split: str) -> Iterable[Row]:
+        if self.chat is not None:
+            yield from chats(self.places.data_path, split, **self._own)
+            return
         for row in self._texts(split):
             yield from self._pieces(row)
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        return {"own": self.cfg.data, "cache_dir": self.places.cache_dir}
 
     def _texts(self, split: str) -> Iterable[Row]:
         source = self.cfg.data.source
@@ -64,11 +80,10 @@ class Task(TokenTask[Config]):
             return stdlib_docs.texts(split)
         if source == "lookup":
             return lookup.texts(split, facts=self.cfg.data.facts)
-        how: dict[str, Any] = {"own": self.cfg.data, "cache_dir": self.places.cache_dir}
         if self._is_on_answers:
-            return questions.completions(self.places.data_path, split, **how)
+            return questions.completions(self.places.data_path, split, **self._own)
         kind = "nq" if source == "nq" else "files"
-        return questions.texts(self.places.data_path, split, kind, **how)
+        return questions.texts(self.places.data_path, split, kind, **self._own)
 
     @property
     def _is_on_answers(self) -> bool:
@@ -94,20 +109,41 @@ class Task(TokenTask[Config]):
         fields = {"ids": [*made["input_ids"], self.end]}
         if self._is_on_answers:
             spans = row["answer_spans"]
-            fields["scored"] = [int(_meets(one, spans)) for one in made["offset_mapping"]] + [1]
+            fields["scored"] = [int(meets(one, spans)) for one in made["offset_mapping"]] + [1]
         return fields
 
     def encode(self, row: Row) -> Encoded:
+        if self.chat is not None:
+            return self._conversation(self.chat.tokens(row, self.end))
         limit, piece = self.cfg.data.max_tokens, row["piece"]
         kept = slice(piece * limit, (piece + 1) * limit)
         return Encoded({name: values[kept] for name, values in self._tokens(row).items()})
 
+    def _conversation(self, whole: Mapping[str, list[int]]) -> Encoded:
+        """The first tokens of a conversation: what is behind them has lost its beginning, and
+        would be learnt without it.
+        """
+        limit = self.cfg.data.max_tokens
+        kept = {name: values[:limit] for name, values in whole.items()}
+        lost = sum(whole["scored"][limit:])
+        is_cut = len(whole["ids"]) > limit
+        return Encoded(kept, is_truncated=is_cut, lost_labels=(lost, sum(whole["scored"])))
+
     def untruncated(self, row: Row) -> dict[str, Uncut]:
-        """ids: nothing is cut off, for a text that is too long goes on in the next row."""
+        """ids: nothing is cut off, for a text that is too long goes on in the next row. Of a
+        conversation the end is, and labels are counted from the first one.
+        """
+        if self.chat is not None:
+            whole, limit = self.chat.tokens(row, self.end), self.cfg.data.max_tokens
+            first = whole["scored"].index(1)
+            return {"ids": Uncut([whole["ids"]], limit, "data.max_tokens", labels_from=first)}
         ids = self.encode(row)["ids"]
         return {"ids": Uncut([ids], None, "data.max_tokens", labels_from=1)}
 
     def encoding_id(self) -> str:
+        if self.chat is not None:
+            template = self.chat.text
+            return self.encoded_under(max_tokens=self.cfg.data.max_tokens, chat_template=template)
         named = {"loss_on": "answer"} if self._is_on_answers else {}
         return self.encoded_under(max_tokens=self.cfg.data.max_tokens, **named)
 
@@ -116,6 +152,9 @@ class Task(TokenTask[Config]):
 
     def specimen(self) -> Row:
         text = self.filler()
+        if self.chat is not None:
+            turns = [{"role": role, "content": text} for role in ("user", "assistant")]
+            return {"messages": turns}
         return {"text": text, "answer_spans": [(0, len(text))], "piece": 0}
 
     def length(self, encoded: Mapping[str, Any]) -> int:
@@ -124,7 +163,7 @@ class Task(TokenTask[Config]):
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
         ids, mask = pad_right([row["ids"] for row in rows], self.pad)
         is_label = mask
-        if self._is_on_answers:
+        if self._is_on_answers or self.chat is not None:
             is_label, _ = pad_right([row["scored"] for row in rows], 0)
         return {
             "input_ids": ids,
@@ -134,11 +173,3 @@ class Task(TokenTask[Config]):
 
     def units(self, batch: Batch) -> Tensor:
         return (batch["labels"][:, 1:] != IGNORED).sum()
-
-
-def _meets(token: tuple[int, int], spans: Sequence[tuple[int, int]]) -> bool:
-    """Whether a token shares a character with one of the spans; all are [first, behind the last)
-    in characters.
-    """
-    first, end = token
-    return any(first < stop and start < end for start, stop in spans)

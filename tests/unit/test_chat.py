@@ -1,0 +1,224 @@
+"""Conversations: which tokens the assistant says, by hand, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from trainer.config.own_rows import OwnRows
+from trainer.errors import ConfigError, DataError
+from trainer.tasks.causal_lm.chat import ChatTemplate
+from trainer.tasks.causal_lm.chat_rows import chats
+from trainer.tasks.causal_lm.chat_templates import BUILT_IN
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "Eins."},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": " Zwei \n"},
+]
+LLAMA_3 = (
+    "{% for message in messages %}"
+    "{{ '<|begin_of_text|>' if loop.first else '' }}"
+    "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}"
+    "{{ message.content | trim + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MARKED = (  # as authors write who says what
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# A reason is written in the last answer alone, as Qwen 3 does.
+FORGETFUL = MARKED.replace(
+    "{% generation %}", "{% generation %}{{ '<think></think>' if loop.last else '' }}"
+)
+SPECIAL = [
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+]
+
+
+def tokenizer(template: str | None, special: list[str] = SPECIAL) -> Any:
+    """A token for every byte, and one for each special token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({char: n for n, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    found = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    found.add_special_tokens({"additional_special_tokens": special})
+    found.chat_template = template
+    return found
+
+
+def learnt(template: str | None, turns: list[dict[str, Any]], **row: Any) -> list[str]:
+    """The texts that are learnt, one after the other."""
+    made = tokenizer(template)
+    chat = ChatTemplate.of(made, row.pop("given", None), None)
+    tokens = chat.tokens({"messages": turns, **row}, made.eos_token_id)
+    pairs = zip(tokens["ids"], tokens["scored"], strict=True)
+    runs = [list(run) for is_scored, run in groupby(pairs, key=itemgetter(1)) if is_scored]
+    return [made.decode([number for number, _ in run]) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        (BUILT_IN["chatml"], ["Eins.<|im_end|>", " Zwei \n<|im_end|>"]),
+        (LLAMA_3, ["Eins.<|eot_id|>", "Zwei<|eot_id|>"]),
+        (BUILT_IN["plain"], [" Eins.<|endoftext|>", " Zwei<|endoftext|>"]),
+    ],
+    ids=["chatml", "llama 3", "plain"],
+)
+def test_what_the_assistant_says_is_learnt_with_the_token_that_ends_it(
+    template: str, wanted: list[str]
+) -> None:
+    assert learnt(template, TURNS) == wanted
+
+
+def test_the_ids_are_those_that_the_template_gives() -> None:
+    made = tokenizer(LLAMA_3)
+    tokens = ChatTemplate.of(made, None, None).tokens({"messages": TURNS}, made.eos_token_id)
+    said = made.apply_chat_template(TURNS, return_dict=True)
+    assert tokens["ids"] == said["input_ids"]
+
+
+@pytest.mark.parametrize("template", [MARKED, FORGETFUL], ids=["by prefixes", "by marks alone"])
+def test_the_mask_is_that_of_transformers_where_the_template_marks_it(template: str) -> None:
+    made = tokenizer(template)
+    tokens = ChatTemplate.of(made, None, None).tokens({"messages": TURNS}, made.eos_token_id)
+    said = made.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
+    assert tokens["ids"] == said["input_ids"]
+    assert tokens["scored"] == said["assistant_masks"]
+    assert sum(tokens["scored"]) > 10
+
+
+@pytest.mark.parametrize("template", [BUILT_IN["chatml"], FORGETFUL])
+def test_a_turn_of_weight_0_is_read_and_not_learnt(template: str) -> None:
+    turns = [{**turn, "weight": 0} if turn["content"] == "Eins." else turn for turn in TURNS]
+    (text,) = learnt(template, turns)
+    assert text.endswith(" Zwei \n<|im_end|>")
+
+
+def test_a_last_turn_that_no_token_ends_gets_the_end_of_the_text() -> None:
+    made = tokenizer(None, special=[])
+    tokens = ChatTemplate.of(made, "chatml", None).tokens({"messages": TURNS}, made.eos_token_id)
+    assert tokens["ids"][-1] == made.eos_token_id
+    assert tokens["scored"][-1] == 1
+    assert tokens["ids"].count(made.eos_token_id) == 1
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_by_name() -> None:
+    template = FORGETFUL.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    with pytest.raises(DataError) as error:
+        learnt(template, TURNS)
+    text = str(error.value)
+    assert "turn 3 of 5 is written otherwise once more turns follow" in text
+    assert '"weight": 0' in text
+    assert "data.chat_template" in text
+    (last,) = learnt(template, [{**TURNS[2], "weight": 0} if t == TURNS[2] else t for t in TURNS])
+    assert last == "<think></think> Zwei \n<|im_end|>"
+
+
+def test_a_template_that_opens_no_answer_is_refused_where_it_writes_a_header() -> None:
+    template = LLAMA_3.partition("{% if add_generation_prompt")[0]
+    with pytest.raises(DataError, match="has no add_generation_prompt, which opens turn 3 of 5"):
+        learnt(template, TURNS)
+    mistral = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }}<|endoftext|>{% endif %}{% endfor %}"
+    )
+    assert learnt(mistral, TURNS[1:3]) == [" Eins.<|endoftext|>"]
+
+
+def test_tools_reach_the_template_and_what_it_refuses_is_said() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [TURNS[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    turns += [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "Two."}]
+    template = (
+        "{{ tools | length }}{% for m in messages %}{{ m.role + ':' }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{{ m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    found = learnt(template, turns, tools=[{"type": "function", "function": {"name": "add"}}])
+    assert found == ['{"a": 1}<|im_end|>', "Two.<|im_end|>"]
+    with pytest.raises(
+        DataError, match=r"begins 'One.': the chat template .* chatml knows no tool"
+    ):
+        learnt(BUILT_IN["chatml"], turns)
+
+
+def test_a_tokenizer_without_a_template_names_the_key_and_a_file_will_do(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"has no chat template\. Set data\.chat_template: a file"
+    ):
+        ChatTemplate.of(tokenizer(None), None, None)
+    with pytest.raises(ConfigError, match=r"'chatlm' is no file here .*chatml, plain"):
+        ChatTemplate.of(tokenizer(None), "chatlm", tmp_path)
+    (tmp_path / "mine.jinja").write_text(LLAMA_3)
+    made = tokenizer(None)
+    ChatTemplate.of(made, "mine.jinja", tmp_path)
+    assert made.chat_template == LLAMA_3  # an export takes it along
+
+
+# Rows
+# --------------------------------------------------------------------------------------------------
+
+
+def rows(folder: Path, *lines: Any) -> list[dict[str, Any]]:
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return list(chats(folder, "train", OwnRows()))
+
+
+def test_rows_of_openai_and_of_sharegpt_are_conversations(tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}, "id": "x"}
+    openai = [TURNS[1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    sharegpt = [{"from": "human", "value": "One?"}, {"from": "gpt", "value": "Eins."}]
+    found = rows(tmp_path, {"messages": openai, "tools": "[{}]"}, {"messages": sharegpt})
+    spoken = {"name": "f", "arguments": {"a": 1}}
+    assert found[0]["tools"] == [{}]
+    assert found[0]["messages"][1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": spoken, "id": "x"}],
+    }
+    assert found[1] == {"messages": TURNS[1:3]}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"turns": []}, r"'messages' is missing \(keys: turns\).*data\.columns"),
+        ({"messages": []}, r"'messages' is \[\], want a list of objects"),
+        ({"messages": ["a"]}, r"messages\[0\] is 'a', want an object"),
+        ({"messages": [{"content": "a"}]}, r"messages\[0\]\.role is None, want system"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\]\.content is None, want text"),
+        (
+            {"messages": [{**TURNS[1], "weight": 1}]},
+            r"messages\[0\]\.weight is 1 of role 'user': want 0 or 1",
+        ),
+        (
+            {"messages": [{**TURNS[2], "weight": 2}]},
+            r"messages\[0\]\.weight is 2 of role 'assistant'",
+        ),
+        ({"messages": TURNS[:2]}, "no turn of the assistant counts"),
+        ({"messages": [TURNS[1], {**TURNS[2], "weight": 0}]}, "no turn of the assistant counts"),
+        ({"messages": TURNS, "tools": "{"}, "'tools' are no JSON"),
+    ],
+)
+def test_a_wrong_conversation_is_refused_by_its_line(line: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"train\.jsonl, line 2: {said}"):
+        rows(tmp_path, {"messages": TURNS}, line)

@@ -1,0 +1,207 @@
+"""Conversations as token ids, and which of them the assistant says.
+
+A chat template is a program that writes a conversation as one text; it does not say who wrote what.
+So a turn of the assistant is found between two renderings: of all that stands before it, opened for
+an answer, and of the same with the turn. That holds if each is how the next one begins, which is
+checked for every turn of every row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from trainer.data.readers.jsonl import shown
+from trainer.errors import ConfigError, DataError
+from trainer.tasks.causal_lm.chat_templates import BUILT_IN
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
+
+ASSISTANT = "assistant"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Llama 3 writes the day into the system turn, by default today's: rows would change overnight. This
+# is the one that its own template falls back on.
+_DATE = {"date_string": "26 Jul 2024"}
+
+Message = Mapping[str, Any]
+Span = tuple[int, int]  # [first, behind the last) in characters
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A conversation as text, and where in it stands what is learnt."""
+
+    text: str
+    spans: list[Span]
+    needs_end: bool  # the last span does not end in a token that ends a turn
+
+
+class ChatTemplate:
+    """How one tokenizer writes conversations."""
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        self.tokenizer, self.name = tokenizer, name
+        added = tokenizer.added_tokens_decoder.values()
+        self._ends = tuple(token.content for token in added if not token.content.isspace())
+
+    @classmethod
+    def of(cls, tokenizer: Any, given: str | None, data_path: Path | None) -> ChatTemplate:
+        """The template that data.chat_template names, which becomes the tokenizer's own; else that
+        of the tokenizer.
+
+        ConfigError when there is none.
+        """
+        if given is not None:
+            tokenizer.chat_template = _read(given, data_path)
+        elif tokenizer.chat_template is None:
+            raise ConfigError(
+                f'data.source="chat": tokenizer {tokenizer.name_or_path!r} has no chat template. '
+                f"Set data.chat_template: {_legal()}."
+            )
+        return cls(tokenizer, given or f"of tokenizer {tokenizer.name_or_path}")
+
+    @property
+    def text(self) -> str:
+        """What the template says, also where a tokenizer has several."""
+        return str(self.tokenizer.chat_template)
+
+    def tokens(self, row: Row, end: int) -> dict[str, list[int]]:
+        """A whole conversation: "ids", and "scored", 1 for those that are learnt.
+
+        end: the id behind an answer that no token ends.
+        """
+        spoken = self.spoken(row)
+        made = self.tokenizer(spoken.text, add_special_tokens=False, return_offsets_mapping=True)
+        scored = [int(meets(one, spoken.spans)) for one in made["offset_mapping"]]
+        behind = [end] if spoken.needs_end else []
+        return {"ids": [*made["input_ids"], *behind], "scored": [*scored, *(1 for _ in behind)]}
+
+    def spoken(self, row: Row) -> Spoken:
+        """The text of a conversation, and the assistant's turns in it that count.
+
+        DataError where the template refuses it, or says too little of who speaks where.
+        """
+        messages, tools = row["messages"], row.get("tools")
+        whole = self._written(messages, tools)
+        counted = [number for number, one in enumerate(messages) if counts(one)]
+        try:
+            spans = [self._span(messages, tools, number, whole) for number in counted]
+        except _NoPrefix as error:
+            spans = self._marked(messages, tools, counted)
+            if spans is None:
+                raise self._unclear(messages, str(error)) from None
+        last = spans[-1][1]
+        is_last = not whole[last:].strip() and not whole[:last].endswith(self._ends)
+        return Spoken(whole, spans, needs_end=is_last)
+
+    def _span(self, messages: Sequence[Message], tools: Any, number: int, whole: str) -> Span:
+        """Where the assistant's turn `number` stands, up to the token that ends it."""
+        if number == 0:
+            raise _NoPrefix("it begins with the assistant")
+        before = messages[:number]
+        opening = self._written(before, tools, is_opened=True)
+        closed = self._written(messages[: number + 1], tools)
+        turn = f"turn {number + 1} of {len(messages)}"
+        if not closed.startswith(opening):
+            raise _NoPrefix(f"{turn} does not begin as the template opens it")
+        if not whole.startswith(closed):
+            raise _NoPrefix(f"{turn} is written otherwise once more turns follow")
+        said, content = closed[len(opening) :].lstrip(), str(messages[number]["content"]).strip()
+        is_unopened = opening == self._written(before, tools)
+        if is_unopened and not said.startswith(content):
+            raise _NoPrefix(f"the template has no add_generation_prompt, which opens {turn}")
+        ended = closed.rstrip()
+        has_end = len(ended) > len(opening) and ended.endswith(self._ends)
+        return len(opening), len(ended if has_end else closed)
+
+    def _marked(
+        self, messages: Sequence[Message], tools: Any, counted: Sequence[int]
+    ) -> list[Span] | None:
+        """The turns as {% generation %} marks them; None where the template does not, or not each
+        of them.
+        """
+        template = self.tokenizer.get_chat_template(None, tools)
+        if not _GENERATION.search(template):
+            return None
+        known: dict[str, Any] = {**self.tokenizer.special_tokens_map, **_DATE, "tools": tools}
+        rendered: Any = render_jinja_template(
+            conversations=[[_plain(one) for one in messages]],
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **known,
+        )
+        spans: list[list[Span]] = rendered[1]
+        spoken = [number for number, one in enumerate(messages) if one["role"] == ASSISTANT]
+        if len(spans[0]) != len(spoken):
+            return None
+        of_turn = dict(zip(spoken, spans[0], strict=True))
+        return [of_turn[number] for number in counted]
+
+    def _written(self, messages: Sequence[Message], tools: Any, *, is_opened: bool = False) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(
+                [_plain(one) for one in messages],
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=is_opened,
+                **_DATE,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(
+                f"{_named(messages)}: the chat template {self.name} refuses it: {error}. Mend the "
+                "row, or name another template in data.chat_template."
+            ) from None
+
+    def _unclear(self, messages: Sequence[Message], reason: str) -> DataError:
+        return DataError(
+            f"{_named(messages)}: the chat template {self.name} does not tell what the assistant "
+            f'says: {reason}. Give that turn "weight": 0, part the conversation into rows of one '
+            f"answer, or name a template in data.chat_template: {_legal()}."
+        )
+
+
+class _NoPrefix(Exception):
+    """A rendering is not how the next one begins."""
+
+
+def counts(message: Message) -> bool:
+    """Whether a turn is learnt."""
+    return message["role"] == ASSISTANT and message.get("weight", 1) == 1
+
+
+def meets(token: Span, spans: Sequence[Span]) -> bool:
+    """Whether a token shares a character with one of the spans."""
+    first, end = token
+    return any(first < stop and start < end for start, stop in spans)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as templates know it."""
+    return {name: value for name, value in message.items() if name != "weight"}
+
+
+def _named(messages: Sequence[Message]) -> str:
+    return f"the conversation that begins {shown(messages[0].get('content'))}"
+
+
+def _read(given: str, data_path: Path | None) -> str:
+    if given in BUILT_IN:
+        return BUILT_IN[given]
+    places = [Path(given), *([data_path / given] if data_path is not None else [])]
+    for place in places:
+        if place.is_file():
+            return place.read_text(encoding="utf-8")
+    raise ConfigError(
+        f"data.chat_template={given!r} is no file here or below --data_path. Give {_legal()}."
+    )
+
+
+def _legal() -> str:
+    return f"a file of Jinja, or the name of a built-in one ({', '.join(BUILT_IN)})"

@@ -1,0 +1,115 @@
+"""Rows of conversations: {"messages", "tools"?}, out of a user's own files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.own_rows import CHATS, OwnRows
+from trainer.data.readers.jsonl import shown
+from trainer.data.readers.own_rows import own_rows
+from trainer.errors import DataError
+from trainer.tasks.causal_lm.chat import ASSISTANT, counts
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
+
+# ShareGPT's names of things.
+_ROLES = {"human": "user", "gpt": ASSISTANT}
+
+
+def chats(
+    folder: Path | None, split: str, own: OwnRows, *, cache_dir: Path | None = None
+) -> Iterator[Row]:
+    """Rows of "messages", a list of {"role", "content"}, with "tools" where the file has some.
+
+    A turn of the assistant may have a "weight", 0 or 1: with 0 it is read and not learnt; it may
+    have "tool_calls" in place of a content. ShareGPT's "from" and "value", "human" and "gpt" will
+    do, too. DataError names the place of what is wrong.
+    """
+    placed = own_rows(own, split, folder, layout=CHATS, first=".jsonl", cache_dir=cache_dir)
+    for place, raw in placed:
+        if raw.get("messages") is None:
+            raise DataError(
+                f"{place}: 'messages' is missing (keys: {', '.join(raw) or 'none'}). Say in "
+                'data.columns what yours are called: {"messages": "conversations"}.'
+            )
+        values = raw["messages"]
+        if not isinstance(values, list) or not values:
+            raise DataError(
+                f"{place}: 'messages' is {shown(values)}, want a list of objects with role and "
+                "content that is not empty."
+            )
+        messages = [
+            _message(value, f"{place}: messages[{number}]") for number, value in enumerate(values)
+        ]
+        if not any(counts(message) for message in messages):
+            raise DataError(
+                f"{place}: no turn of the assistant counts, so there is nothing to learn. Give it "
+                "one, or take the row out."
+            )
+        yield {"messages": messages, **_tools(raw, place)}
+
+
+def _message(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{place} is {shown(value)}, want an object with role and content.")
+    message = {name: one for name, one in value.items() if one is not None}
+    if "from" in message and "role" not in message:
+        message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
+    role = message.get("role")
+    if not isinstance(role, str) or not role.strip():
+        raise DataError(f"{place}.role is {shown(role)}, want system, user, assistant or tool.")
+    message["role"] = _ROLES.get(role, role)
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_call(call, place) for call in message["tool_calls"]]
+        message.setdefault("content", "")
+    if not isinstance(message.get("content"), str):
+        raise DataError(f"{place}.content is {shown(message.get('content'))}, want text.")
+    _check_weight(message, place)
+    return message
+
+
+def _check_weight(message: dict[str, Any], place: str) -> None:
+    if "weight" not in message:
+        return
+    weight = message["weight"]
+    if message["role"] != ASSISTANT or weight not in (0, 1):
+        raise DataError(
+            f"{place}.weight is {shown(weight)} of role {message['role']!r}: want 0 or 1, on turns "
+            "of the assistant alone."
+        )
+    message["weight"] = int(weight)
+
+
+def _call(call: Any, place: str) -> Any:
+    """A tool's call with its arguments as an object, which templates write; OpenAI has a text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        raise DataError(
+            f'{place}.tool_calls holds {shown(call)}, want {{"type": "function", "function": '
+            '{"name": ..., "arguments": ...}}.'
+        )
+    given = {name: one for name, one in function.items() if one is not None}
+    if isinstance(given.get("arguments"), str):
+        try:
+            given["arguments"] = json.loads(given["arguments"])
+        except ValueError as error:
+            raise DataError(f"{place}.tool_calls: arguments are no JSON ({error}).") from None
+    return {**{name: one for name, one in call.items() if one is not None}, "function": given}
+
+
+def _tools(raw: Row, place: str) -> dict[str, Any]:
+    tools = raw.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise DataError(f"{place}: 'tools' are no JSON ({error}).") from None
+    if not tools:
+        return {}
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"{place}: 'tools' is {shown(tools)}, want a list of JSON schemas.")
+    return {"tools": tools}
