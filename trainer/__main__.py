@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import typer
 
-from trainer.commands import evaluate, models, plan, prepare, retrieval, stats, verifier
+from trainer.commands import evaluate, keys, models, plan, prepare, retrieval, stats, verifier
 
 app = typer.Typer(
     add_completion=False,
@@ -37,6 +37,7 @@ app.command()(verifier.calibrate)
 app.command()(verifier.score)
 app.command()(stats.stats)
 app.command()(plan.plan)
+app.command()(keys.keys)
 
 if __name__ == "__main__":
     app(prog_name="python -m trainer")

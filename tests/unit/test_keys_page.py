@@ -1,65 +1,34 @@
-"""docs/keys.md lists every key of an experiment's dictionary, from the schemas and the comments
-beside them.
+"""docs/keys.md and `python -m trainer keys` say of every key of a dictionary what its schema says.
 
-`LATHE_WRITE_KEYS=1 pytest tests/unit/test_keys_page.py` writes it anew.
+`LATHE_WRITE_KEYS=1 pytest tests/unit/test_keys_page.py` writes the page anew.
 """
 
 from __future__ import annotations
 
-import ast
-import io
+import json
 import os
 import textwrap
-import tokenize
 from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+from typer.testing import CliRunner, Result
+
+from exp_configs import EXP_GROUPS
+from trainer import tasks
+from trainer.__main__ import app
+from trainer.config import reference
+from trainer.config.schema import Experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "keys.md"
-SOURCES = [
-    ROOT / "trainer/config/schema.py",
-    ROOT / "trainer/config/own_rows.py",
-    *sorted(ROOT.glob("trainer/tasks/*/config.py")),
-]
 HEAD = """# Every key of an experiment's dictionary
 
-Made from the schemas by `tests/unit/test_keys_page.py`, which also says how to make it anew. A key
-without a default is required. The blocks of the first section are those of every experiment,
-those of the second stand in `data` of every task.
-`Positive` is an integer above 0, `Fraction` a number from 0.0 to below 1.0.
+Made from the schemas by `tests/unit/test_keys_page.py`, which also says how to make it anew. The
+keys of the first section are those of every experiment. `python -m trainer keys TASK [KEY]` says the
+same in a terminal, and `--json_schema` writes it for editors and other programs.
 """
-
-
-def comments_of(source: str) -> dict[int, str]:
-    """The text of every comment by its line."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {
-        token.start[0]: token.string.lstrip("# ").strip()
-        for token in tokens
-        if token.type == tokenize.COMMENT and "pyright:" not in token.string
-    }
-
-
-def comment_of(node: ast.AnnAssign, comments: dict[int, str], lines: list[str]) -> str:
-    """What is said of a key: the comment lines right above it, and the comments on its own
-    lines.
-    """
-    first = node.lineno
-    while lines[first - 2].lstrip().startswith("#"):
-        first -= 1
-    texts = [comments[line] for line in range(first, node.end_lineno + 1) if line in comments]
-    return " ".join(texts)
-
-
-def default_of(node: ast.AnnAssign) -> str:
-    """The default as it is written; "" for a required key."""
-    return "" if node.value is None else ast.unparse(node.value)
-
-
-def is_block(node: ast.stmt, names: set[str]) -> bool:
-    """Whether this statement is a class of keys: it derives from Strict or from another block."""
-    if not isinstance(node, ast.ClassDef):
-        return False
-    return any(isinstance(base, ast.Name) and base.id in names for base in node.bases)
+EXPERIMENTS = [values for group in EXP_GROUPS.values() for values in group]
 
 
 def wrapped(text: str) -> list[str]:
@@ -67,39 +36,28 @@ def wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 110, subsequent_indent="  ", break_on_hyphens=False)
 
 
-def block_text(block: ast.ClassDef, comments: dict[int, str], lines: list[str]) -> list[str]:
-    """One class of keys as a list."""
-    summary = " ".join((ast.get_docstring(block) or "").split())
-    text = [f"### {block.name}", "", summary, ""]
-    for node in block.body:
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        kind, default = ast.unparse(node.annotation), default_of(node)
-        text += wrapped(f"- `{node.target.id}`: `{kind}`" + (f" = `{default}`" if default else ""))
-        comment = comment_of(node, comments, lines)
-        if comment:
-            text += wrapped("  <br>" + comment.replace("<", "&lt;"))
-    return [*text, ""]
+def section(title: str, keys: list[reference.Key]) -> list[str]:
+    lines = [f"## {title}", ""]
+    for key in keys:
+        default = "required" if key.default is None else f"default `{key.default}`"
+        lines += wrapped(f"- `{key.path}`: `{key.kind}`; {default}")
+        lines += wrapped("  <br>" + key.description.replace("<", "&lt;"))
+    return [*lines, ""]
 
 
 def page() -> str:
     """The whole page, as text."""
-    text = [HEAD]
-    for path in SOURCES:
-        source = path.read_text()
-        comments, lines = comments_of(source), source.splitlines()
-        titles = {
-            "schema": "Every experiment",
-            "own_rows": "Rows of your own, in `data` of every task",
-        }
-        title = titles.get(path.stem, f"Task `{path.parent.name}`")
-        text += [f"## {title}", ""]
-        names = {"Strict", "Experiment", "OwnRows"}
-        for node in ast.parse(source).body:
-            if is_block(node, names):
-                names.add(node.name)
-                text += block_text(node, comments, lines)
+    common = reference.keys(Experiment)
+    known = {key.path for key in common}
+    text = [HEAD, *section("Every experiment", common)]
+    for name in tasks.names():
+        own = [key for key in reference.keys(tasks.config_of(name)) if key.path not in known]
+        text += section(f"Task `{name}`", own)
     return "\n".join(text).rstrip() + "\n"
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["keys", *arguments])
 
 
 def test_the_page_of_keys_is_up_to_date() -> None:
@@ -110,8 +68,53 @@ def test_the_page_of_keys_is_up_to_date() -> None:
     )
 
 
-def test_a_key_is_listed_with_its_default_and_its_comment() -> None:
-    text = page()
-    assert "- `clip`: `Annotated[float, Field(ge=0)]` = `1.0`\n  <br>global gradient norm;" in text
-    assert "- `deepspeed`: `str` = `'zero2'`\n  <br>ds_configs/&lt;name>.json, or a path;" in text
-    assert "- `steps`: `Positive`\n" in text
+@pytest.mark.parametrize("task", tasks.names())
+def test_every_key_is_described(task: str) -> None:
+    keys = reference.keys(tasks.config_of(task))
+    assert [key.path for key in keys if not key.description] == []
+
+
+@pytest.mark.parametrize("task", tasks.names())
+def test_the_json_schema_takes_every_experiment_of_ours_and_no_unknown_key(task: str) -> None:
+    schema = json.loads(command(task, "--json_schema").stdout)
+    Draft202012Validator.check_schema(schema)
+    checked = Draft202012Validator(schema)
+    of_task = [values for values in EXPERIMENTS if values["task"] == task]
+    assert of_task
+    assert [error.message for values in of_task for error in checked.iter_errors(values)] == []
+    assert not checked.is_valid({**of_task[0], "colour": "blue"})
+    train = of_task[0]["train"]
+    assert checked.is_valid({**of_task[0], "train": {**train, "micro_batch": "auto"}})
+    assert not checked.is_valid({**of_task[0], "train": {**train, "micro_batch": 0}})
+
+
+def test_a_key_is_told_with_what_it_may_be_its_default_and_its_meaning() -> None:
+    said = command("causal_lm", "optim.clip")
+    assert said.exit_code == 0
+    assert said.stdout == (
+        "optim.clip: number at least 0; default 1.0\n"
+        "    Largest norm of the whole gradient; 0.0 switches clipping off.\n"
+    )
+    block = command("fid", "schedule").stdout
+    assert block.startswith("schedule: block; default {}\n")
+    assert "schedule.patience: integer at least 0; default 10\n" in block
+    assert "optim" not in block
+    assert "train.steps: integer above 0; required\n" in command("vera").stdout
+    assert 'train.micro_batch: integer above 0 | "auto"; required\n' in command("vera").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("causal_lm", "lr"), "lr: no such key. Is optim.lr meant?"),
+        (("causal_lm", "optim.lrr"), "optim.lrr: no such key. Did you mean 'optim.lr'?"),
+        (("causal_ml",), "TASK: task='causal_ml' does not exist. Did you mean 'causal_lm'?"),
+        (("fid", "optim", "--json_schema"), "--json_schema is of the whole dictionary"),
+    ],
+)
+def test_what_does_not_exist_is_told_with_what_is_meant(
+    arguments: tuple[str, ...], said: str
+) -> None:
+    done = command(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"ConfigError: {said}")

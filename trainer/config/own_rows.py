@@ -17,8 +17,11 @@ class Splits(Strict):
     """The file or the name of each split; None: the usual one."""
 
     train: str | None = None
+    """Of the split that trains."""
     valid: str | None = None
+    """Of the split that is evaluated on the way."""
     test: str | None = None
+    """Of the split that is evaluated at last."""
 
 
 @dataclass(frozen=True)
@@ -93,21 +96,27 @@ STATEMENTS = Layout(
 class OwnRows(Strict):
     """Rows of your own: files below --data_path, or a data set of Hugging Face `datasets`."""
 
-    # .jsonl, .json, .csv, .tsv or .parquet, each also .gz, or a folder of them; usual: train.*,
-    # valid.* (val, dev, validation), test.*
     files: Splits = Splits()
-    # read instead of files: a Hub id, a folder of files or one of save_to_disk (also below
-    # --data_path)
+    """.jsonl, .json, .csv, .tsv or .parquet, each also .gz, or a folder of them; usual: train.*,
+    valid.* (val, dev, validation), test.*.
+    """
     dataset: str | None = None
-    subset: str | None = None  # of `dataset`: its configuration, such as "3.0.0" of cnn_dailymail
-    revision: str | None = None  # of `dataset`: a commit or tag on the Hub
-    # of `dataset`: the names of its splits; usual: train, validation, test
+    """Read instead of files: a Hub id, a folder of files or one of save_to_disk (also below
+    --data_path).
+    """
+    subset: str | None = None
+    """Of `dataset`: its configuration, such as "3.0.0" of cnn_dailymail."""
+    revision: str | None = None
+    """Of `dataset`: a commit or tag on the Hub."""
     splits: Splits = Splits()
-    # our name of a field -> the column that holds it: {"question": "query", "titles":
-    # "ctxs[].title", "id": "meta.id"}
+    """Of `dataset`: the names of its splits; usual: train, validation, test."""
     columns: Columns = {}  # noqa: RUF012 (the block is frozen)
-    # the share of the training rows that is the validation split, where it has no file of its own
+    """Our name of a field -> the column that holds it: {"question": "query", "titles":
+    "ctxs[].title", "id": "meta.id"}.
+    """
     valid_share: Fraction = 0.0
+    """The share of the training rows that is the validation split, where it has no file of its own.
+    """
 
     def layout(self) -> Layout | None:
         """What the rows hold; None: the source reads no rows that `columns` could rename."""

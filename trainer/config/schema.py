@@ -13,6 +13,7 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -23,9 +24,17 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Strict(BaseModel):
-    """A frozen block that refuses unknown keys and does not coerce types ("5" is not 5)."""
+    """A frozen block that refuses unknown keys and does not coerce types ("5" is not 5). The text
+    under a key is its description.
+    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
 
 class Optim(Strict):
@@ -34,14 +43,21 @@ class Optim(Strict):
     """
 
     name: Literal["adamw", "adafactor"] = "adamw"
-    # Adafactor: of a step relative to its weights, at most 1/sqrt(step)
+    """Which optimizer."""
     lr: Annotated[float, Field(gt=0)]
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # AdamW only
-    eps: Annotated[float, Field(gt=0)] = 1e-8  # AdamW only
+    """Learning rate at its highest. Adafactor: of a step relative to its weights, at most
+    1/sqrt(step).
+    """
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay of the first and second moments. AdamW only."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moments. AdamW only."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    # matrices: never biases, norms or other 1-D parameters
+    """AdamW: decoupled (Loshchilov & Hutter 2019), times the rate of the step."""
     decay: Literal["matrices", "all"] = "matrices"
-    clip: Annotated[float, Field(ge=0)] = 1.0  # global gradient norm; 0.0 switches clipping off
+    """What weight decay applies to. matrices: never biases, norms or other 1-D parameters."""
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest norm of the whole gradient; 0.0 switches clipping off."""
 
     @model_validator(mode="after")
     def _moments_are_adamws(self) -> Optim:
@@ -60,10 +76,15 @@ class Schedule(Strict):
     """
 
     shape: Literal["constant", "linear", "cosine", "reduce_on_plateau"] = "linear"
+    """What follows the warm-up; linear and cosine end at 0 with the last step."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    warmup_ratio: Fraction | None = None  # of train.steps, rounded up
-    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1  # reduce_on_plateau: torch's defaults
-    patience: Annotated[int, Field(ge=0)] = 10  # evaluations without improvement
+    """Steps over which the rate rises from 0; None: none, or `warmup_ratio` of them."""
+    warmup_ratio: Fraction | None = None
+    """The same as a share of train.steps, rounded up."""
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """reduce_on_plateau: the rate is multiplied by it."""
+    patience: Annotated[int, Field(ge=0)] = 10
+    """reduce_on_plateau: evaluations without improvement before that."""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> Schedule:
@@ -83,36 +104,51 @@ def _rows_or_auto(value: Any) -> Any:
 
 # 0 stands for "auto": the largest that fits, by the memory plan, which a launched run puts in its
 # place.
-MicroBatch = Annotated[int, BeforeValidator(_rows_or_auto), Field(ge=0)]
+_ROWS_OR_AUTO = {"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"const": "auto"}]}
+MicroBatch = Annotated[
+    int, BeforeValidator(_rows_or_auto), Field(ge=0), WithJsonSchema(_ROWS_OR_AUTO)
+]
 
 
 class Train(Strict):
     """What one run does. `global_batch` defines it; the world size changes only accumulation."""
 
     steps: Positive
-    global_batch: Positive  # rows per optimizer step, over all devices
-    micro_batch: MicroBatch  # rows per device and forward; with micro_tokens: at most
-    # tokens, pads included, per device and forward; a longer row goes alone
+    """Optimizer steps of the whole run."""
+    global_batch: Positive
+    """Rows per optimizer step, over all devices."""
+    micro_batch: MicroBatch
+    """Rows per device and forward; with micro_tokens: at most."""
     micro_tokens: Positive | None = None
-    # rows of so many steps are sorted by length and cut into steps of like rows
+    """Tokens, pads included, per device and forward; a longer row goes alone."""
     bucket_steps: Positive = 1
-    # rows per device and forward in evaluation; default micro_batch
+    """Rows of so many steps are sorted by length and cut into steps of like rows."""
     eval_batch: Positive | None = None
+    """Rows per device and forward in evaluation; None: micro_batch."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Of weights and activations; optimizers keep fp32 masters beside bf16 and fp16."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
     seed: Annotated[int, Field(ge=0)] = 42
-    # of the rows: anew in every epoch, or as the task gives them
+    """Of weights that are drawn, dropout and the order of rows."""
     order: Literal["shuffled", "as_given"] = "shuffled"
-    log_every: Positive | None = None  # steps; None: the flag --log_every
+    """Of the rows. shuffled: anew in every epoch; as_given: as the task gives them."""
+    log_every: Positive | None = None
+    """Steps between two log lines; None: the flag --log_every, else a hundred lines a run."""
     eval_every: Positive | None = None
+    """Steps between two evaluations; None: the flag --log_every, else 1000."""
     save_every: Positive | None = None
-    # validation rows answered by generation; None: --do_extra_evals
+    """Steps between two checkpoints; None: the flag --log_every, else 1000."""
     answers: Positive | Literal["all"] | None = None
-    keep_last: Positive = 2  # checkpoints; the best one is kept besides
-    best: str | None = "valid/loss"  # the metric that chooses best/
+    """Validation rows that evaluations answer by generation; None: the flag --do_extra_evals."""
+    keep_last: Positive = 2
+    """Checkpoints that are kept; the best one is kept besides."""
+    best: str | None = "valid/loss"
+    """The metric that chooses best/."""
     best_is: Literal["min", "max"] = "min"
-    # share of a split's label tokens that limits may cut off; more is refused
+    """Whether the lowest or the highest value of `best` is the best."""
     max_lost_labels: Fraction = 0.05
+    """Share of a split's label tokens that limits may cut off; more is refused."""
 
     @model_validator(mode="after")
     def _a_given_order_is_kept(self) -> Train:
@@ -129,13 +165,16 @@ class RandomBase(Strict):
     """
 
     config: dict[str, Any]
+    """What transformers writes into a model's config.json; `model_type` is needed."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """Of the weights that are drawn."""
 
 
 class ExperimentBase(Strict):
     """A base model trained by another experiment of the same --savedir_base: its final/ folder."""
 
     experiment: dict[str, Any]
+    """The whole dictionary of that experiment."""
 
 
 def _kind_of_base(value: Any) -> str:
@@ -160,8 +199,9 @@ class EmbeddedTokenizer(Strict):
     """A byte-level BPE trained once on a corpus that needs no data."""
 
     vocab_size: Annotated[int, Field(ge=300)] = 2048
-    # lookup: the made-up corpus, whose names are then few tokens
+    """Ids in all, special tokens included."""
     corpus: Literal["stdlib_docs", "lookup"] = "stdlib_docs"
+    """What it is trained on. lookup: the made-up corpus, whose names are then few tokens."""
 
 
 def _kind_of_tokenizer(value: Any) -> str:
@@ -181,42 +221,62 @@ def _list_or_all(value: Any) -> Any:
     raise ValueError('Input should be a list of names, such as ["q", "v"], or "all-linear"')
 
 
-Targets = Annotated[list[str] | str | None, BeforeValidator(_list_or_all)]
+_NAMES = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_LIST_OR_ALL = {"anyOf": [_NAMES, {"const": "all-linear"}, {"type": "null"}]}
+Targets = Annotated[
+    list[str] | str | None, BeforeValidator(_list_or_all), WithJsonSchema(_LIST_OR_ALL)
+]
 
 
 class Lora(Strict):
     """Low-rank adapters (peft) in a base that is frozen; a task's new layers train beside them."""
 
     r: Positive = 16
+    """Rank: rows of the narrow matrix of every adapter."""
     alpha: Positive = 64
-    dropout: Fraction = 0.1  # of what goes into an adapter
-    # Names of linear layers, or the ends of their names. None: all seven projections of Llama and
-    # its kin; of other families what peft takes for them (q and v of a T5), else all of them.
-    # all-linear: all but the output layer.
+    """Adapters are scaled by alpha / r."""
+    dropout: Fraction = 0.1
+    """Of what goes into an adapter, in training."""
     targets: Targets = None
-    rslora: bool = False  # scaled by alpha / sqrt(r) instead of alpha / r (Kalajdzievski 2023)
-    dora: bool = False  # the norm of every row of a weight trains by itself (Liu et al. 2024)
-    # of best/ and final/. adapter: peft's files, which name their base. merged: the whole base with
-    # the adapters added to its weights, which any program reads that reads the base
+    """Names of linear layers, or the ends of their names. None: all seven projections of Llama and
+    its kin; of other families what peft takes for them (q and v of a T5), else all of them.
+    all-linear: all but the output layer.
+    """
+    rslora: bool = False
+    """Scaled by alpha / sqrt(r) instead of alpha / r (Kalajdzievski 2023)."""
+    dora: bool = False
+    """The norm of every row of a weight trains by itself (Liu et al. 2024)."""
     export: Literal["adapter", "merged"] = "adapter"
+    """What best/ and final/ hold. adapter: peft's files, which name their base. merged: the whole
+    base with the adapters added to its weights, which any program reads that reads the base.
+    """
 
 
 class Experiment(Strict):
     """What every experiment states. A task's own Config derives from it and adds its blocks."""
 
     task: str
-    # tells experiments apart that are otherwise equal, and so have other ids; trains nothing
+    """What is trained: the name of a folder in trainer/tasks/."""
     label: str | None = None
-    # a Hub id, a folder, a package's folder, {"config": ...} or {"experiment": ...}: docs/bases.md
+    """Tells experiments apart that are otherwise equal, and so have other ids; trains nothing."""
     base: Base
-    # a folder (also below --data_path) or a Hub id; None: the base's
+    """A Hub id, a folder, a package's folder, {"config": ...} or {"experiment": ...}:
+    docs/bases.md.
+    """
     tokenizer: Tokenizer | None = None
+    """A folder (also below --data_path) or a Hub id; None: the base's."""
     train: Train
+    """The run: steps, batch, precision, what is saved."""
     optim: Optim
+    """The optimizer."""
     schedule: Schedule = Schedule()
-    lora: Lora | None = None  # None: the weights train that the task says
-    # ds_configs/<name>.json, or a path; --deepspeed overrides it and never changes the id
+    """The learning rate over the run."""
+    lora: Lora | None = None
+    """Low-rank adapters; None: the weights train that the task says."""
     deepspeed: str = "zero2"
+    """ZeRO and the rest: ds_configs/<name>.json, or a path. The flag --deepspeed overrides it and
+    never changes the id.
+    """
 
     @property
     def exports_adapters(self) -> bool:

@@ -20,12 +20,14 @@ def names() -> list[str]:
 
 def parse(values: dict[str, Any], *, source: str = "experiment") -> Experiment:
     """The frozen Config of `values["task"]`; ConfigError names every mistake. Imports no torch."""
-    name = values.get("task")
+    return validate(config_of(values.get("task"), source=source), values, source=source)
+
+
+def config_of(name: Any, *, source: str = "TASK") -> type[Experiment]:
+    """The schema of a task's dictionary; ConfigError for an unknown name. Imports no torch."""
     if name not in names():
         raise ConfigError(f"{source}: task={name!r} does not exist. {nearest(str(name), names())}")
-    return validate(
-        importlib.import_module(f"trainer.tasks.{name}.config").Config, values, source=source
-    )
+    return importlib.import_module(f"trainer.tasks.{name}.config").Config
 
 
 def load(cfg: Experiment, places: Places) -> Task:

@@ -13,19 +13,24 @@ from trainer.config.schema import Experiment, Positive
 class Data(OwnRows):
     """Rows and how they become tokens."""
 
-    # files: rows of your own with "text", or "prompt" and "completion"; "jsonl" is its older name.
-    # chat: rows of your own with "messages" (docs/own-data.md). stdlib_docs: the embedded corpus.
-    # lookup: made-up facts. nq: corpus.tsv of NaturalQuestions.
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files", "chat"]
-    facts: Positive = 8  # of "lookup": told in a text at most
-    # longer texts are cut into pieces of this length; what is longer of a conversation is cut off
+    """files: rows of your own with "text", or "prompt" and "completion"; "jsonl" is its older name.
+    chat: rows of your own with "messages" (docs/own-data.md). stdlib_docs: the embedded corpus.
+    lookup: made-up facts. nq: corpus.tsv of NaturalQuestions.
+    """
+    facts: Positive = 8
+    """Of "lookup": told in a text at most."""
     max_tokens: Positive = 1024
-    # answer: on completions alone ("files" with "prompt" and "completion"), or on the answers of
-    # the made-up corpus. A conversation's is on what the assistant says, always.
+    """Longer texts are cut into pieces of this length; what is longer of a conversation is cut off.
+    """
     loss_on: Literal["all", "answer"] = "all"
-    # of "chat": a file (also below --data_path) or the name of a built-in one, "chatml" or "plain";
-    # None: the tokenizer's own
+    """answer: on completions alone ("files" with "prompt" and "completion"), or on the answers of
+    the made-up corpus. A conversation's is on what the assistant says, always.
+    """
     chat_template: str | None = None
+    """Of "chat": a file (also below --data_path) or the name of a built-in one, "chatml" or
+    "plain"; None: the tokenizer's own.
+    """
 
     def layout(self) -> Layout | None:
         if self.source == "chat":
@@ -61,4 +66,6 @@ class Config(Experiment):
     """A language-modelling experiment; without `lora` every weight of the base trains."""
 
     task: Literal["causal_lm"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
+    """A language model on texts."""
     data: Data
+    """Rows, and how they become tokens."""

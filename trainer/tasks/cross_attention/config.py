@@ -18,54 +18,82 @@ class Layers(Strict):
     """
 
     count: Positive
+    """How many cross-attention layers are inserted."""
     stride: Positive
-    shared_weights: bool = False  # one module in every slot
-    shared_projections: bool = False  # query and key use one matrix
-    after: bool = True  # True: behind its base block ("final"); False: before it
-    width: Positive | None = None  # of the attention and, times 4, of the MLP; None: the base's
-    heads: Positive | None = None  # None: the base's
-    # rotary positions: heads of keys and values; None: as many as heads
+    """Blocks of the base from one of them to the next."""
+    shared_weights: bool = False
+    """Whether one module stands in every place."""
+    shared_projections: bool = False
+    """Whether query and key use one matrix."""
+    after: bool = True
+    """True: behind its base block ("final"); False: before it."""
+    width: Positive | None = None
+    """Of the attention, and times 4 of the MLP; None: the base's."""
+    heads: Positive | None = None
+    """Of the attention; None: the base's."""
     kv_heads: Positive | None = None
-    # rotary positions: of the attention's projections; GPTBigCode layers have biases
+    """Bases with rotary positions: heads of keys and values; None: as many as heads."""
     attention_bias: bool = False
-    # rotary positions: width, heads and kv_heads of the attention are the base's, and
+    """Bases with rotary positions: whether projections have biases; layers in a GPTBigCode always
+    have.
+    """
     base_attention: bool = False
-    # `width` is that of the MLP alone. The published Mistral did so whatever its config said.
-    attention_dropout: Fraction | None = None  # of attention probabilities; None: the base's
-    # whole context tokens hidden from a layer, drawn per layer and sample
+    """Bases with rotary positions: width, heads and kv_heads of the attention are the base's, and
+    `width` is that of the MLP alone. The published Mistral did so whatever its config said.
+    """
+    attention_dropout: Fraction | None = None
+    """Of attention probabilities; None: the base's."""
     key_dropout: Fraction = 0.0
-    skip: bool = False  # the output is hidden + layer(hidden), so the residual counts twice
-    # zero: output projections start at 0, logits equal the base's
+    """Share of whole context tokens that are hidden from a layer, drawn per layer and sample."""
+    skip: bool = False
+    """The output is hidden + layer(hidden), so the residual counts twice."""
     initialisation: Literal["zero", "published"] = "zero"
+    """zero: output projections start at 0, logits equal the base's."""
 
 
 class Data(OwnRows):
     """Rows and how they become tokens."""
 
-    # files: questions of your own with answers and contexts (docs/own-data.md); "jsonl" is its
-    # older name. stdlib_docs: the embedded corpus. lookup: made-up facts. nq: NaturalQuestions.
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files"]
-    facts: Positive = 8  # of "lookup": told in a context at most
+    """files: questions of your own with answers and contexts (docs/own-data.md); "jsonl" is its
+    older name. stdlib_docs: the embedded corpus. lookup: made-up facts. nq: NaturalQuestions.
+    """
+    facts: Positive = 8
+    """Of "lookup": told in a context at most."""
     template: Literal["chat", "plain", "mistral", "bare"] = "chat"
-    question_on_context: bool = False  # the question is written before the context as well
+    """How question and answer become one text; bare: the texts alone."""
+    question_on_context: bool = False
+    """The question is written before the context as well."""
     decoder_tokens: Positive = 2048
-    context_tokens: Positive = 2048  # of each chunk
-    chunked: bool = False  # every context is encoded by itself, positions restart at 0
+    """Longer questions with their answers are cut."""
+    context_tokens: Positive = 2048
+    """Longer contexts are cut; of each chunk, where they are chunked."""
+    chunked: bool = False
+    """Every context is encoded by itself, positions restart at 0."""
     loss_on: Literal["all", "answer"] = "all"
-    # training also predicts every context itself, through the layers that read it
+    """Which tokens of the decoder are labels: all, or those of the answer."""
     include_context_ids: bool = False
-    fim_rate: Rate = 0.5  # of those contexts: how many are reordered to fill in the middle
-    training_data_subset: str = "all"  # only rows of this "dataset" ("nq", ...)
+    """Training also predicts every context itself, through the layers that read it."""
+    fim_rate: Rate = 0.5
+    """Of those contexts: how many are reordered to fill in the middle."""
+    training_data_subset: str = "all"
+    """Only rows of this "dataset" ("nq", ...)."""
     validation_data_subset: str = "all"
-    # cached: the states that `python -m trainer prepare` made are read
+    """The part of the validation that is read; all: everything."""
     encode: Literal["online", "cached"] = "online"
-    # of prepared states; int8 has a scale for each token
+    """Where the states of contexts come from. online: the base computes them in every step. cached:
+    `python -m trainer prepare` made them before.
+    """
     state_dtype: Literal["bf16", "fp32", "int8"] = "bf16"
-    shuffled_context: bool = False  # evaluation also reports the loss under another row's context
-    # losses on streams of real tokens, not on rows padded to the longest; None: where the base's
-    # attention is torch's, which it is unless the base says otherwise
+    """Of prepared states; int8 has a scale for each token."""
+    shuffled_context: bool = False
+    """Evaluation also reports the loss under another row's context."""
     packed: bool | None = None
-    answer_tokens: Positive = 30  # generated at most for an answer (--do_extra_evals)
+    """Losses on streams of real tokens, not on rows padded to the longest; None: where the base's
+    attention is torch's, which it is unless the base says otherwise.
+    """
+    answer_tokens: Positive = 30
+    """Generated at most for an answer (--do_extra_evals)."""
 
     def layout(self) -> Layout | None:
         return QUESTIONS if self.source in ("files", "jsonl") else None
@@ -75,10 +103,13 @@ class Config(Experiment):
     """A cross-attention experiment."""
 
     task: Literal["cross_attention"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
+    """A frozen decoder that reads contexts through inserted layers."""
     layers: Layers
+    """The layers that are inserted, and train."""
     data: Data
-    # a folder with added layers to start from: a published checkpoint or our own final/
+    """Rows, and how they become tokens."""
     init_from: str | None = None
+    """A folder with added layers to start from: a published checkpoint or our own final/."""
 
     @model_validator(mode="after")
     def _contexts_are_read_without_adapters(self) -> Config:

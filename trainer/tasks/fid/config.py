@@ -13,23 +13,30 @@ from trainer.config.schema import Experiment, Fraction, Positive, Strict
 class Data(OwnRows):
     """Questions, their retrieved passages, and how both become tokens."""
 
-    # files: questions of your own with answers and contexts (docs/own-data.md). fid: the same,
-    # named after FiD's and DPR's JSON and JSONL. ranked: questions, and a ranking as Tevatron and
-    # TREC write it. nq: queries.jsonl with ranked passage ids. stdlib_docs: the embedded corpus.
-    # lookup: made-up facts, one of which answers.
     source: Literal["fid", "files", "ranked", "nq", "stdlib_docs", "lookup"]
-    rankings: Splits = Splits()  # source "ranked" only
-    corpus: str | None = None  # a TSV of id, text, title, which passages given by id are read from
-    contexts: Positive  # passages per question: the first ones, fewer where there are fewer
-    passage_tokens: Positive = 250  # of question, title and text together; what is longer is cut
-    # of a target with its end; what is longer loses its end
+    """files: questions of your own with answers and contexts (docs/own-data.md). fid: the same,
+    named after FiD's and DPR's JSON and JSONL. ranked: questions, and a ranking as Tevatron and
+    TREC write it. nq: queries.jsonl with ranked passage ids. stdlib_docs: the embedded corpus.
+    lookup: made-up facts, one of which answers.
+    """
+    rankings: Splits = Splits()
+    """Of source "ranked": the files of rankings."""
+    corpus: str | None = None
+    """A TSV of id, text, title, which passages given by id are read from."""
+    contexts: Positive
+    """Passages per question: the first ones, fewer where there are fewer."""
+    passage_tokens: Positive = 250
+    """Of question, title and text together; what is longer is cut."""
     target_tokens: Annotated[int, Field(ge=2)] | None = None
-    # generated at most, the start token counted as published
+    """Of a target with its end; what is longer loses its end."""
     answer_tokens: Annotated[int, Field(ge=2)] = 50
-    sort_by_score: bool = True  # where all passages of a question have one, the highest first
-    sample_targets: bool = True  # a random answer in every epoch; False: always the first
-    # of decoded answers: " ," becomes ",", as the references' tokenizers did
+    """Generated at most, the start token counted as published."""
+    sort_by_score: bool = True
+    """Where all passages of a question have one, the highest first."""
+    sample_targets: bool = True
+    """A random answer in every epoch; False: always the first."""
     clean_up_spaces: bool = True
+    """Of decoded answers: " ," becomes ",", as the references' tokenizers did."""
 
     def layout(self) -> Layout | None:
         return QUESTIONS if self.source in ("fid", "files", "ranked") else None
@@ -59,19 +66,21 @@ class Reader(Strict):
     decoder.
     """
 
-    # padded: linear layers on real tokens, attention on passages padded to the longest. bucketed:
-    # the same with passages of like length together. flex: no padding at all, CUDA only, without
-    # dropout on attention.
     attention: Literal["padded", "bucketed", "flex"] = "bucketed"
-    # with train.gradient_checkpointing: recompute every k-th encoder block
+    """padded: linear layers on real tokens, attention on passages padded to the longest. bucketed:
+    the same with passages of like length together. flex: no padding at all, CUDA only, without
+    dropout on attention.
+    """
     checkpoint_every: Positive = 1
-    dropout: Fraction | None = None  # None: the base's own
-    # the position bias that transformers 3.0.2 gave cross-attention
+    """With train.gradient_checkpointing: recompute every k-th encoder block."""
+    dropout: Fraction | None = None
+    """None: the base's own."""
     compat_cross_bias: bool = False
-    # FiDO: cross-attention in the last of every k blocks of the decoder only
+    """The position bias that transformers 3.0.2 gave cross-attention."""
     cross_attention_every: Positive = 1
-    # FiDO: all heads of cross-attention share one head of keys and values
+    """FiDO: cross-attention in the last of every k blocks of the decoder only."""
     cross_attention_multi_query: bool = False
+    """FiDO: all heads of cross-attention share one head of keys and values."""
 
     @model_validator(mode="after")
     def _the_bias_is_of_whole_attention(self) -> Reader:
@@ -88,5 +97,8 @@ class Config(Experiment):
     """A Fusion-in-Decoder experiment; without `lora` every weight of the base trains."""
 
     task: Literal["fid"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
+    """Fusion-in-Decoder."""
     data: Data
+    """Rows, and how they become tokens."""
     reader: Reader = Reader()
+    """What the model is, where it is not stock T5."""

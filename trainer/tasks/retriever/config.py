@@ -17,35 +17,44 @@ Selection = Literal["by_epoch", "drawn", "first"]
 class Data(OwnRows):
     """Queries with their passages, and how they become tokens."""
 
-    # files: questions of your own with answers and contexts (docs/own-data.md): positives are those
-    # that useful_contexts marks, else a context that stands alone, else those that hold an answer.
-    # tevatron: rows of query_id, query, positive_passages, negative_passages; ids alone
-    # (positive_docids, negative_docids) are looked up in `corpus`. pretokenised: query, positives,
-    # negatives as token ids. beir: corpus.jsonl, queries.jsonl and qrels/<split>.tsv. dpr: DPR's
-    # JSON. fid: ctxs with teacher scores. nq: queries.jsonl with gold passages and BM25's ranking.
-    # stdlib_docs: the embedded corpus. hub: `dataset` in Tevatron's layout, which may be
-    # "org/name/split" or "org/name:config"; `files` then names splits, too.
     source: Literal[
         "files", "tevatron", "pretokenised", "beir", "dpr", "fid", "nq", "stdlib_docs", "hub"
     ]
-    corpus: str | None = None  # a file of passages that rows name by id; .jsonl(.gz) or .tsv
-    negatives: str | None = (
-        None  # beir: JSON lines of query_id and negative_docids, which qrels do not give
-    )
-    query_tokens: Annotated[int, Field(ge=2)] = 32  # with special tokens
+    """files: questions of your own with answers and contexts (docs/own-data.md): positives are
+    those that useful_contexts marks, else a context that stands alone, else those that hold an
+    answer. tevatron: rows of query_id, query, positive_passages, negative_passages; ids alone
+    (positive_docids, negative_docids) are looked up in `corpus`. pretokenised: query, positives,
+    negatives as token ids. beir: corpus.jsonl, queries.jsonl and qrels/<split>.tsv. dpr: DPR's
+    JSON. fid: ctxs with teacher scores. nq: queries.jsonl with gold passages and BM25's ranking.
+    stdlib_docs: the embedded corpus. hub: `dataset` in Tevatron's layout, which may be
+    "org/name/split" or "org/name:config"; `files` then names splits, too.
+    """
+    corpus: str | None = None
+    """A file of passages that rows name by id; .jsonl(.gz) or .tsv."""
+    negatives: str | None = None
+    """beir: JSON lines of query_id and negative_docids, which qrels do not give."""
+    query_tokens: Annotated[int, Field(ge=2)] = 32
+    """Longer queries are cut, special tokens counted."""
     passage_tokens: Annotated[int, Field(ge=2)] = 128
-    passages: Positive = 8  # of a query in training: one positive, and negatives
-    # by_epoch: what Tevatron v1 takes in this epoch. drawn: at random. first: always the first
-    # ones.
+    """Longer passages are cut."""
+    passages: Positive = 8
+    """Of a query in training: one positive, and negatives."""
     select_positive: Selection = "by_epoch"
+    """by_epoch: what Tevatron v1 takes in this epoch. drawn: at random. first: always the first
+    ones.
+    """
     select_negatives: Selection = "by_epoch"
-    separator: str = (
-        " "  # between title and text; the name of a special token (sep_token) means that token
-    )
+    """Which of a row's negatives a step takes."""
+    separator: str = " "
+    """Between title and text; the name of a special token (sep_token) means that token."""
     query_prefix: str = ""
+    """Text in front of every query."""
     passage_prefix: str = ""
+    """Text in front of every passage."""
     append_eos: bool = False
-    pad_to_multiple_of: Positive = 8  # but never beyond the limits above
+    """Whether texts end with the tokenizer's end-of-sequence token."""
+    pad_to_multiple_of: Positive = 8
+    """Rows are padded to a multiple of it, but never beyond the limits above."""
 
     def layout(self) -> Layout | None:
         if self.source in ("files", "fid"):
@@ -72,18 +81,26 @@ class Projection(Strict):
     """A linear layer behind the pooling, without activation: Tevatron's pooler."""
 
     width: Positive = 768
-    in_width: Positive | None = None  # only checked: it is the base's own
-    tied: bool | None = None  # one for both sides; None: as the encoders
+    """Numbers of a vector behind the projection."""
+    in_width: Positive | None = None
+    """Of the states; only checked: it is the base's own."""
+    tied: bool | None = None
+    """One for both sides; None: as the encoders."""
 
 
 class Encoder(Strict):
     """How a text becomes a vector, and two vectors a score."""
 
-    tied: bool = True  # one encoder for queries and passages
+    tied: bool = True
+    """One encoder for queries and passages."""
     pooling: Literal["cls", "mean", "eos"] = "cls"
+    """Which states become the vector: the first, the mean, or the last one's."""
     projection: Projection | None = None
-    normalize: bool = False  # to length 1
-    temperature: Annotated[float, Field(gt=0)] = 1.0  # scores are divided by it
+    """A linear layer behind the pooling; None: none."""
+    normalize: bool = False
+    """Whether vectors have length 1."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Scores are divided by it."""
 
 
 class Distillation(Strict):
@@ -92,29 +109,35 @@ class Distillation(Strict):
     """
 
     coefficient: Annotated[float, Field(gt=0)] = 1.0
+    """Of this term in the loss."""
     teacher_temperature: Annotated[float, Field(gt=0)] = 1.0
+    """The teacher's scores are divided by it."""
 
 
 class Loss(Strict):
     """What is minimised, and over which passages."""
 
-    pool: Literal["window", "micro_batch"] = (
-        "window"  # micro_batch: accumulation adds no negatives, as published
-    )
-    negatives_x_device: bool = True  # the passages of all ranks are negatives
-    # GradCache. The micro-batches of a window are chunks of one pool by themselves: every text is
-    # encoded twice, but those of the last one once. These cut a micro-batch further, so many
-    # queries and passages at a time: again twice but for the last passages where it is the whole
-    # window, which also needs one gradient reduction only, and three times in a window of several.
-    # None: all at once.
+    pool: Literal["window", "micro_batch"] = "window"
+    """micro_batch: accumulation adds no negatives, as published."""
+    negatives_x_device: bool = True
+    """The passages of all ranks are negatives."""
     query_chunk: Positive | None = None
+    """GradCache. The micro-batches of a window are chunks of one pool by themselves: every text is
+    encoded twice, but those of the last one once. These cut a micro-batch further, so many queries
+    and passages at a time: again twice but for the last passages where it is the whole window,
+    which also needs one gradient reduction only, and three times in a window of several. None: all
+    at once.
+    """
     passage_chunk: Positive | None = None
-    pool_on_host: bool = False  # keep representations and scores in the CPU's memory
-    mask_duplicates: bool = (
-        False  # a query's positives among other queries' passages are no negatives
-    )
-    contrastive: Annotated[float, Field(ge=0)] = 1.0  # coefficient of the in-batch loss
+    """The same of passages; None: all at once."""
+    pool_on_host: bool = False
+    """Keep representations and scores in the CPU's memory."""
+    mask_duplicates: bool = False
+    """A query's positives among other queries' passages are no negatives."""
+    contrastive: Annotated[float, Field(ge=0)] = 1.0
+    """Coefficient of the in-batch loss."""
     distillation: Distillation | None = None
+    """Learn from a reader's scores beside the labels; None: do not."""
 
     @model_validator(mode="after")
     def _something_is_minimised(self) -> Loss:
@@ -127,10 +150,15 @@ class Config(Experiment):
     """A retriever's experiment; without `lora` every weight trains."""
 
     task: Literal["retriever"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
+    """A dense retriever."""
     data: Data
+    """Rows, and how they become tokens."""
     encoder: Encoder = Encoder()
+    """How texts become vectors."""
     loss: Loss = Loss()
-    dropout: Fraction | None = None  # None: the base's own
+    """What is minimised, and in which pieces."""
+    dropout: Fraction | None = None
+    """None: the base's own."""
 
     @model_validator(mode="after")
     def _teachers_have_scores(self) -> Config:

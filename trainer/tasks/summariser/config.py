@@ -15,22 +15,29 @@ TokensWithEnd = Annotated[int, Field(ge=2)]
 class Data(OwnRows):
     """Documents with their summaries, and how both become tokens."""
 
-    # files: documents of your own below --data_path. datasets: a data set of Hugging Face
-    # `datasets`. stdlib_docs: the embedded corpus, the body of a docstring and its first line.
-    # lookup: made-up facts, and what they say of one person.
     source: Literal["files", "datasets", "stdlib_docs", "lookup"]
-    # of "lookup": told in a document at most; two of them are of the person it names first
+    """files: documents of your own below --data_path. datasets: a data set of Hugging Face
+    `datasets`. stdlib_docs: the embedded corpus, the body of a docstring and its first line.
+    lookup: made-up facts, and what they say of one person.
+    """
     facts: Annotated[int, Field(ge=2)] = 8
-    # The older way of naming columns, which knows texts that lie in lists and several references.
-    document: str = "document"  # the column with the text; a list of texts is joined by spaces
-    # columns: a reference, or a list of them
+    """Of "lookup": told in a document at most; two of them are of the person it names first."""
+    document: str = "document"
+    """The older way of naming columns, which knows texts that lie in lists and several references.
+    the column with the text; a list of texts is joined by spaces.
+    """
     summaries: Annotated[tuple[str, ...], Field(min_length=1)] = ("summary",)
-    id: str = "id"  # the column that names a row; where there is none, its number in the file
-    prefix: str = "summarize: "  # stands before every document, as T5 was trained
-    # of prefix and document with their end; what is longer is cut
+    """columns: a reference, or a list of them."""
+    id: str = "id"
+    """The column that names a row; where there is none, its number in the file."""
+    prefix: str = "summarize: "
+    """Stands before every document, as T5 was trained."""
     source_tokens: TokensWithEnd = 512
-    target_tokens: TokensWithEnd = 128  # of a summary with its end; what is longer is cut
-    sample_summaries: bool = False  # a random reference in every epoch; False: always the first
+    """Of prefix and document with their end; what is longer is cut."""
+    target_tokens: TokensWithEnd = 128
+    """Of a summary with its end; what is longer is cut."""
+    sample_summaries: bool = False
+    """A random reference in every epoch; False: always the first."""
 
     def layout(self) -> Layout | None:
         return SUMMARIES if self.source in ("files", "datasets") else None
@@ -61,13 +68,16 @@ class Data(OwnRows):
 class Generation(Strict):
     """How summaries are written when they are scored."""
 
-    num_beams: Positive = 1  # 1: greedy
-    # a beam's score is divided by length to this power: above 1.0 favours long ones
+    num_beams: Positive = 1
+    """1: greedy."""
     length_penalty: float = 1.0
-    max_tokens: Positive = 128  # written at most, the end counted
+    """A beam's score is divided by length to this power: above 1.0 favours long ones."""
+    max_tokens: Positive = 128
+    """Written at most, the end counted."""
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    # no sequence of that many tokens twice; 0: anything goes
+    """The end token may not come before so many."""
     no_repeat_ngram: Annotated[int, Field(ge=0)] = 0
+    """No sequence of that many tokens twice; 0: anything goes."""
 
     @model_validator(mode="after")
     def _shortest_below_longest(self) -> Generation:
@@ -81,10 +91,12 @@ class Generation(Strict):
 class Rouge(Strict):
     """How summaries are scored."""
 
-    # The best of several references: for each kind of ROUGE on its own (rouge-score), or the one
-    # with the best ROUGE-1 for all kinds (SciTLDR).
     best: Literal["each", "rouge1"] = "each"
-    stemmer: bool = True  # Porter's, on words of more than three letters
+    """The best of several references: for each kind of ROUGE on its own (rouge-score), or the one
+    with the best ROUGE-1 for all kinds (SciTLDR).
+    """
+    stemmer: bool = True
+    """Porter's, on words of more than three letters."""
 
 
 class Config(Experiment):
@@ -93,10 +105,15 @@ class Config(Experiment):
     """
 
     task: Literal["summariser"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
+    """A sequence-to-sequence summariser."""
     data: Data
-    label_smoothing: Fraction = 0.0  # in training; the validation loss has none
+    """Rows, and how they become tokens."""
+    label_smoothing: Fraction = 0.0
+    """In training; the validation loss has none."""
     generation: Generation = Generation()
+    """How summaries are generated in evaluation."""
     rouge: Rouge = Rouge()
+    """How ROUGE is counted."""
 
     @model_validator(mode="after")
     def _fits_in_fp16(self) -> Config:

@@ -16,26 +16,34 @@ Part = Literal["seen", "unseen1", "unseen2"]
 class Data(OwnRows):
     """Statement groups and how they become tokens."""
 
-    # groups: --data_path holds <task>/train.json and <task>/dev.json, as `python -m trainer
-    # convert` writes them, or the same as any other kind of file. files: your own rows of one task
-    # (docs/own-data.md). stdlib_docs: the embedded corpus, tasks docs_choice and docs_boolean.
-    # lookup: the made-up one, tasks arithmetic, order and membership.
     source: Literal["groups", "files", "stdlib_docs", "lookup"]
+    """groups: --data_path holds <task>/train.json and <task>/dev.json, as `python -m trainer
+    convert` writes them, or the same as any other kind of file. files: your own rows of one task
+    (docs/own-data.md). stdlib_docs: the embedded corpus, tasks docs_choice and docs_boolean.
+    lookup: the made-up one, tasks arithmetic, order and membership.
+    """
     train_tasks: Annotated[list[str], Field(min_length=1)]
+    """Names of the sets that train."""
     valid_tasks: Annotated[list[str], Field(min_length=1)]
+    """Names of the sets that are evaluated on the way."""
     test_tasks: tuple[str, ...] = ()
-    unseen1: tuple[str, ...] = ()  # valid and test tasks unlike the training's by kind, and
-    unseen2: tuple[str, ...] = ()  # those further away: their metrics are averaged apart
-    # tasks whose statements are true or false by themselves, beside the published ones
+    """Names of the sets that are evaluated at last."""
+    unseen1: tuple[str, ...] = ()
+    """Valid and test tasks unlike the training's by kind: their metrics are averaged apart."""
+    unseen2: tuple[str, ...] = ()
+    """Those further away: averaged apart as well."""
     boolean: tuple[str, ...] = ()
-    max_tokens: Annotated[int, Field(ge=2)] = 128  # of a statement with its end
-    # of a group in training: the gold and as many distractors as fit
+    """Tasks whose statements are true or false by themselves, beside the published ones."""
+    max_tokens: Annotated[int, Field(ge=2)] = 128
+    """Of a statement with its end."""
     statements: Annotated[int, Field(ge=1)] = 4
-    # other ones in every epoch; False: always the first, as published
+    """Of a group in training: the gold and as many distractors as fit."""
     sample_distractors: bool = True
-    valid_limit: Positive | None = 2000  # of a valid task's groups, drawn as published; None: all
-    # legacy: one shuffle for all epochs, as published
+    """Other ones in every epoch; False: always the first, as published."""
+    valid_limit: Positive | None = 2000
+    """Of a valid task's groups, drawn as published; None: all."""
     order: Literal["reshuffled", "legacy"] = "reshuffled"
+    """legacy: one shuffle for all epochs, as published."""
 
     def layout(self) -> Layout | None:
         return STATEMENTS if self.source in ("groups", "files") else None
@@ -83,18 +91,25 @@ class Data(OwnRows):
 class Loss(Strict):
     """What is minimised. The defaults are the published terms, normalised over the global batch."""
 
-    # original: the published program on every rank and micro-batch by itself: keys of other ranks
-    # without gradient, cross-entropies over the rank's own multiple-choice groups, classes by
-    # column, infinite for lonely anchors.
     mode: Literal["corrected", "original"] = "corrected"
+    """original: the published program on every rank and micro-batch by itself: keys of other ranks
+    without gradient, cross-entropies over the rank's own multiple-choice groups, classes by column,
+    infinite for lonely anchors.
+    """
     terms: Literal["margin", "bce", "mce", "mce+bce"] = "mce+bce"
-    ce_norm: Literal["mc", "all_problems"] = "all_problems"  # what divides the cross-entropies
-    contrastive: Literal[0, 1, 2, 3, 4] = 4  # 0: none
-    temperature: Annotated[float, Field(gt=0)] = 0.05  # of the contrastive term
+    """Which terms are added up."""
+    ce_norm: Literal["mc", "all_problems"] = "all_problems"
+    """What divides the cross-entropies: the multiple-choice groups, or all problems."""
+    contrastive: Literal[0, 1, 2, 3, 4] = 4
+    """Which form of the contrastive term (docs/tasks/vera.md); 0: none."""
+    temperature: Annotated[float, Field(gt=0)] = 0.05
+    """Of the contrastive term."""
     coefficient: Annotated[float, Field(ge=0)] = 0.1
-    # label: true and false statements are two classes. column: the first of a group and the others,
-    # as published, which takes a false boolean statement for a true one.
+    """Of the contrastive term."""
     classes: Literal["label", "column"] = "label"
+    """label: true and false statements are two classes. column: the first of a group and the
+    others, as published, which takes a false boolean statement for a true one.
+    """
 
     @model_validator(mode="after")
     def _original_has_no_choice(self) -> Loss:
@@ -107,9 +122,13 @@ class Config(Experiment):
     """A verifier's experiment; without `lora` every weight of the encoder and its head trains."""
 
     task: Literal["vera"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
+    """A verifier of statements."""
     data: Data
+    """Rows, and how they become tokens."""
     loss: Loss = Loss()
-    dropout: Fraction | None = None  # None: the base's own
+    """What is minimised."""
+    dropout: Fraction | None = None
+    """None: the base's own."""
 
     @model_validator(mode="after")
     def _legacy_order_is_kept(self) -> Config:

@@ -1,0 +1,60 @@
+"""What may stand in an experiment's dictionary."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from typing import Annotated
+
+import typer
+
+from trainer.commands.options import guarded
+from trainer.config import reference
+from trainer.errors import ConfigError, nearest
+
+WIDTH = 100  # columns
+
+
+@guarded
+def keys(
+    task: Annotated[str, typer.Argument(help="Name of a task, such as causal_lm.")],
+    key: Annotated[
+        str | None, typer.Argument(help="A key or a block, such as train or optim.lr.")
+    ] = None,
+    is_schema: Annotated[
+        bool, typer.Option("--json_schema", help="Print the JSON Schema of the whole dictionary.")
+    ] = False,
+) -> None:
+    """Every key of a task's dictionary: what it may be, its default, what it means."""
+    from trainer import tasks
+
+    config = tasks.config_of(task)
+    if is_schema:
+        if key is not None:
+            raise ConfigError(f"--json_schema is of the whole dictionary: leave {key!r} out.")
+        typer.echo(json.dumps(reference.json_schema(config), indent=2))
+        return
+    for one in _chosen(reference.keys(config), key):
+        typer.echo(text_of(one))
+
+
+def text_of(key: reference.Key) -> str:
+    """A key and what is said of it, in lines that a terminal shows."""
+    default = "required" if key.default is None else f"default {key.default}"
+    lines = textwrap.wrap(f"{key.path}: {key.kind}; {default}", WIDTH, subsequent_indent="    ")
+    lines += textwrap.wrap(key.description, WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _chosen(all_keys: list[reference.Key], key: str | None) -> list[reference.Key]:
+    """The key of this path and those below it; without a path all."""
+    if key is None:
+        return all_keys
+    chosen = [one for one in all_keys if one.path == key or one.path.startswith(f"{key}.")]
+    if not chosen:
+        same_end = [one.path for one in all_keys if one.path.endswith(f".{key}")]
+        hint = nearest(key, [one.path for one in all_keys])
+        raise ConfigError(
+            f"{key}: no such key. " + (f"Is {' or '.join(same_end)} meant?" if same_end else hint)
+        )
+    return chosen
