@@ -20,6 +20,7 @@ import typer
 
 from trainer.commands.options import EXIT_FAILED, CacheDir, DataPath, id_of, set_up_logging
 from trainer.config.userfile import kind
+from trainer.config.version import Version
 from trainer.errors import EXIT_OK, ConfigError, LatheError
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
@@ -196,10 +197,11 @@ def main(
     dry_run: DryRun = False,
     local_rank: LocalRank = None,
     dist_url: DistUrl = "env://",
+    version: Version = False,
 ) -> None:
     """Train every experiment of a group, in order, each in its own folder SAVEDIR_BASE/<exp_id>."""
     # Launch scripts of this lineage pass it; the launcher's environment decides.
-    del dist_url
+    del dist_url, version
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     set_up_logging()

@@ -11,10 +11,11 @@ import typer
 
 from jobs import backends
 from jobs.commands import change, look, send, serve
+from trainer.config.version import Version
 
 app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},  # every command inherits them
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -22,6 +23,13 @@ app = typer.Typer(
     + ", ".join(backends.names())
     + ". `doctor -j NAME` says how far each was validated.",
 )
+
+
+@app.callback()
+def _about(version: Version = False) -> None:
+    pass
+
+
 RETRIES = (
     "`retry ID` sends exactly what was sent before: flags, job dictionary and code. "
     "`submit --retry failed` sends those of now."

@@ -6,7 +6,18 @@ from __future__ import annotations
 
 import typer
 
-from trainer.commands import evaluate, keys, models, plan, prepare, retrieval, stats, verifier
+from trainer.commands import (
+    evaluate,
+    groups,
+    keys,
+    models,
+    plan,
+    prepare,
+    retrieval,
+    stats,
+    verifier,
+)
+from trainer.config.version import Version
 
 app = typer.Typer(
     add_completion=False,
@@ -18,7 +29,7 @@ app = typer.Typer(
 
 
 @app.callback()
-def _about() -> None:
+def _about(version: Version = False) -> None:
     """What is done with models besides training them."""
 
 
@@ -38,6 +49,7 @@ app.command()(verifier.score)
 app.command()(stats.stats)
 app.command()(plan.plan)
 app.command()(keys.keys)
+app.command()(groups.groups)
 
 if __name__ == "__main__":
     app(prog_name="python -m trainer")
