@@ -162,7 +162,7 @@ def _backward(
             of_values[at].baddbmm_(shares.transpose(1, 2), own_HAC)
         of_k[row.keys_of] = of_keys.transpose(0, 1).to(of_k.dtype)
         of_v[row.keys_of] = of_values.transpose(0, 1).to(of_v.dtype)
-        if of_table is not None:
+        if of_table is not None and row.buckets_X is not None:
             of_table.index_add_(0, row.buckets_X, of_distances_HX.t())
     of_table = (
         of_table if of_table is None or biases is None else of_table.to(biases.table_KH.dtype)

@@ -8,6 +8,8 @@ side block by block, so no two programs add to one number: equal inputs give equ
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
@@ -17,6 +19,16 @@ from trainer.models.packed.dropped import FIRST, SECOND, SHIFT
 
 _FIRST, _SECOND = tl.constexpr(FIRST), tl.constexpr(SECOND - (1 << 32))
 _SHIFT = tl.constexpr(SHIFT)
+# Triton 3.9: its interpreter keeps bf16 as integers and multiplies those.
+_WIDENS = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def _dot(left, right):
+    """left @ right in fp32, from the dtype that both have."""
+    if _WIDENS:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, input_precision="ieee")
 
 
 @triton.jit
@@ -41,7 +53,7 @@ def _scores(
     LARGEST: tl.constexpr, HAS_BIASES: tl.constexpr,
 ):  # fmt: skip
     """(Q, L) fp32, with biases, -inf where a key is not seen."""
-    scores = tl.dot(q_QC, tl.trans(k_LC), input_precision="ieee")
+    scores = _dot(q_QC, tl.trans(k_LC))
     if HAS_BIASES:
         distance = of_keys[None, :] - of_queries[:, None]
         at = tl.minimum(tl.maximum(distance, -LARGEST), LARGEST) + LARGEST
@@ -105,7 +117,7 @@ def forward(
             shares = tl.where(kept, shares, 0.0)
         v_LC = _tile(v, key_start + of_keys, is_key, head, num_heads, width, BLOCK_C)
         out = out * fading[:, None]
-        out += tl.dot(shares.to(v_LC.dtype), v_LC, input_precision="ieee")
+        out += _dot(shares.to(v_LC.dtype), v_LC)
         largest = higher
     sums = tl.where(is_query, sums, 1.0)
     out = out * rescaled / sums[:, None]
@@ -126,7 +138,7 @@ def _gradients(
         is_seen = is_seen & (of_keys[None, :] <= of_queries[:, None])
     scores = _scores(q_QC, k_LC, of_queries, of_keys, is_seen, biases, head, LARGEST, HAS_BIASES)
     shares = tl.exp(scores - log_sums_Q[:, None])
-    of_shares = tl.dot(own_QC, tl.trans(v_LC), input_precision="ieee")
+    of_shares = _dot(own_QC, tl.trans(v_LC))
     used = shares
     if DROPS:
         kept = _is_kept(first, second, places, is_query, of_keys, head, num_heads, threshold)
@@ -173,7 +185,7 @@ def of_queries(
             is_key, biases, first, second, head, num_heads, threshold, rescaled,
             LARGEST, HAS_BIASES, DROPS, IS_CAUSAL,
         )  # fmt: skip
-        out += tl.dot(of_scores.to(k_LC.dtype), k_LC, input_precision="ieee")
+        out += _dot(of_scores.to(k_LC.dtype), k_LC)
         if HAS_BIASES:
             nearest = start - (block + 1) * BLOCK + 1  # the least distance in this pair of blocks
             furthest = start + BLOCK - 1 - block * BLOCK
@@ -230,7 +242,7 @@ def of_keys(
             is_key, biases, first, second, head, num_heads, threshold, rescaled,
             LARGEST, HAS_BIASES, DROPS, IS_CAUSAL,
         )  # fmt: skip
-        out_v += tl.dot(tl.trans(used).to(own_QC.dtype), own_QC, input_precision="ieee")
-        out_k += tl.dot(tl.trans(of_scores).to(q_QC.dtype), q_QC, input_precision="ieee")
+        out_v += _dot(tl.trans(used).to(own_QC.dtype), own_QC)
+        out_k += _dot(tl.trans(of_scores).to(q_QC.dtype), q_QC)
     _put(of_k, out_k, key_start + of_keys, is_key, head, num_heads, width, BLOCK_C)
     _put(of_v, out_v, key_start + of_keys, is_key, head, num_heads, width, BLOCK_C)

@@ -5,6 +5,7 @@ trains but those that read pictures.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import Ratio
 from trainer.models import base_model
+from trainer.models.families import T5
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
@@ -22,7 +24,7 @@ from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered, b
 from trainer.tasks.protocol import DRAW, Batch, Encoded, Row
 from trainer.tasks.summariser import data, rouge
 from trainer.tasks.summariser.config import Config
-from trainer.tasks.summariser.model import Summariser, arguments
+from trainer.tasks.summariser.model import Summariser, arguments, source_stream
 from trainer.tasks.token_task import TokenTask
 
 # flan-T5, T5 v1.1 and ByT5 are of the first two.
@@ -159,17 +161,25 @@ class Task(TokenTask[Config]):
         return len(encoded["source"]) + max(map(int, encoded["targets_lengths"]), default=0)
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """input_ids, attention_mask (B, S) and labels (B, T).
+        """input_ids, attention_mask (B, S) and labels (B, T); for a base with T5's encoder also
+        where the real tokens lie (model.source_stream).
 
         S and T are the longest of the rows, rounded up to multiples of 8.
         """
         ids, mask = pad_right([row["source"] for row in rows], self.pad)
         targets, is_target = pad_right([self._target(row) for row in rows], self.pad)
-        return {
+        batch = {
             "input_ids": _aligned(ids, self.pad),
             "attention_mask": _aligned(mask, 0),
             "labels": _aligned(targets.masked_fill(is_target == 0, IGNORED), IGNORED),
         }
+        if not self._has_t5_encoder:
+            return batch
+        return batch | source_stream([row["source"] for row in rows], batch["input_ids"].shape[1])
+
+    @cached_property
+    def _has_t5_encoder(self) -> bool:
+        return base_model.config_of(self.cfg.base, self.places).model_type in T5
 
     def _target(self, row: Mapping[str, Any]) -> Sequence[int]:
         """The first reference, or in training the one that the row's draw falls on; [] of none."""
