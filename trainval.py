@@ -230,6 +230,7 @@ def main(
             "force": force,
         }
         if job_scheduler in (None, "None", "0"):
+            options["names"] = _names(exp_group, exp_configs, steps)
             return _dry_run(experiments, options) if dry_run else _train(experiments, options)
         from jobs.commands.of_trainval import submit_group
 
@@ -322,6 +323,16 @@ def _experiments(
             "crossattn_tiny"
         )
     return experiments_of(group, file, steps)
+
+
+def _names(group: str | None, file: Path | None, steps: int | None) -> dict[str, str]:
+    """What people call the experiments of a group, by id; nothing of a run that is named by its
+    id alone.
+    """
+    from exp_configs import experiments_of
+    from trainer.config.groups import names
+
+    return {} if group is None else names(group, experiments_of(group, file, steps))
 
 
 def _stored(savedir_base: Path, exp_id: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row, Start, starts_of
 from jobs.record.times import now, seconds_since
 from jobs.record.verdict import Verdict, Witnesses, settle
+from trainer.config.differences import told_apart
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
 from trainer.files.atomic import read_json
 
@@ -92,7 +93,11 @@ def survey(
         except (OSError, KeyError, TypeError, ValueError, LatheError) as error:
             rows.append(_unreadable(folder, error))
     sights = _ask(cases, backend_of)
-    rows += [_row_of(case, sights, record_changes=record_changes) for case in cases]
+    names = _names(cases)
+    rows += [
+        replace(row, name=names[row.exp_id])
+        for row in (_row_of(case, sights, record_changes=record_changes) for case in cases)
+    ]
     if include_unsubmitted:
         rows += [row for folder in _unsubmitted(base, only) if (row := _by_hand(folder))]
     return sorted(rows, key=lambda row: (row.group, row.created_at or "", row.exp_id))
@@ -106,6 +111,18 @@ def record_state(folder: RunFolder, job: Job, row: Row) -> Job:
     news = {"state": row.state, "reason": row.reason, "host": row.host}
     record.append(folder, {"event": "observed", "attempt": last.number, **news})
     return record.read(folder) or job
+
+
+def _names(cases: Collection[_Case]) -> dict[str, str]:
+    """By id what tells each experiment from the others of its group in this folder."""
+    groups: dict[str, list[RunFolder]] = {}
+    for case in cases:
+        groups.setdefault(case.job.group, []).append(case.folder)
+    names: dict[str, str] = {}
+    for folders in groups.values():
+        apart = told_apart([read_json(folder.exp_dict) or {} for folder in folders])
+        names |= {folder.path.name: name for folder, name in zip(folders, apart, strict=True)}
+    return names
 
 
 def _recorded(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
@@ -298,6 +315,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
             str(folder.path),
             reason,
             by_hand=True,
+            name=str(status.get("name") or ""),
             host=status.get("host"),
             created_at=status.get("updated_at"),
             ended_at=status.get("updated_at") if state in ENDED else None,

@@ -20,7 +20,8 @@ from jobs.report import curves
 from jobs.report.logs import last_lines
 from jobs.report.page import page
 from jobs.report.table import summary
-from jobs.report.text import duration, short_names, shown, visible, written
+from jobs.report.text import duration, shown, visible
+from trainer.config.differences import short_names, written
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from jobs.record import events as record
 from jobs.record.metrics import last_metrics, numbers, numbers_in
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import starts_of
-from jobs.report.text import short_names, shown, visible, written
+from jobs.report.text import shown, visible
+from trainer.config.differences import differing, flattened, short_names, written
 from trainer.files.atomic import read_json
 
 # Names whose best value is the least. `train.best_is` of an experiment decides for its own
@@ -124,33 +125,6 @@ def _result(folder: RunFolder, prefixes: tuple[str, ...]) -> ExperimentScores | 
         int(step) if step is not None else (read_json(folder.status) or {}).get("step"),
         math.fsum(start.hours for start in starts) * 3600 if starts else None,
     )
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested dictionary as one of dotted keys; lists and empty dictionaries stay values."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found |= flattened(cast("dict[str, Any]", value), f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
-
-
-def differing(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Keys that are absent somewhere or differ in value, in order of appearance."""
-    keys = dict.fromkeys(key for values in dictionaries for key in values)
-    absent = object()
-    return tuple(
-        key
-        for key in keys
-        if len({_identity(values.get(key, absent), absent) for values in dictionaries}) > 1
-    )
-
-
-def _identity(value: Any, absent: object) -> str:
-    # 1, 1.0, "1" and True differ
-    return "" if value is absent else json.dumps(value, sort_keys=True, default=str)
 
 
 def _directions(values: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:

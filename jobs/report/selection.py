@@ -195,6 +195,8 @@ def details(row: Row) -> str:
         f"folder    {row.folder}",
     ]
     lines.append(f"group     {row.group}")
+    if row.name:
+        lines.append(f"name      {row.name}")
     if row.by_hand:
         lines.append(f"by hand   never submitted; on {row.host}, last seen {row.created_at}")
     if row.total:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console, Group, RenderableType
@@ -41,6 +41,7 @@ WRONG: tuple[JobState, ...] = ("held", *ENDED_BADLY)
 BAR = 8
 GAP = 2  # between columns
 LONGEST_NAME = 16  # of a group or a metric
+LONGEST_DIFFERENCE = 40  # of what tells an experiment from its siblings
 ENOUGH, NARROWEST = (
     18,
     10,
@@ -54,6 +55,7 @@ class _Layout:
     """Which columns there are besides those that always are."""
 
     has_groups: bool = False
+    has_names: bool = False
     has_bars: bool = False
     has_steps: bool = False
     has_hours: bool = False
@@ -68,6 +70,11 @@ LAYOUTS = (
     _Layout(),
     _Layout(has_scores=False),
 )
+# What tells siblings apart is worth more than bars and hours.
+NAMED = (
+    *(replace(layout, has_names=True) for layout in LAYOUTS if layout.has_groups),
+    *(replace(layout, has_names=True) for layout in LAYOUTS[3:]),
+)
 
 
 def table(rows: Sequence[Row], *, width: int = 100) -> Table:
@@ -75,14 +82,14 @@ def table(rows: Sequence[Row], *, width: int = 100) -> Table:
     metric = _main_metric(rows)
     fits = [
         columns
-        for layout in LAYOUTS
+        for layout in ((*NAMED, *LAYOUTS) if any(row.name for row in rows) else LAYOUTS)
         if _room(columns := _columns(rows, layout, metric), width) >= ENOUGH
     ]
     columns = fits[0] if fits else _columns(rows, LAYOUTS[-1], metric)
     found = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
     for cells in columns:
         side: Literal["left", "right"] = (
-            "left" if cells[0].plain in ("id", "group", "state", "step") else "right"
+            "left" if cells[0].plain in ("id", "group", "name", "state", "step") else "right"
         )
         found.add_column(cells[0], no_wrap=True, justify=side, width=_widest(cells))
     room = max(_room(columns, width), NARROWEST)
@@ -106,6 +113,8 @@ def _columns(rows: Sequence[Row], layout: _Layout, metric: str | None) -> list[l
     columns = [[Text("id"), *(Text(row.exp_id[:8]) for row in rows)]]
     if layout.has_groups and len({row.group for row in rows}) > 1:
         columns.append([Text("group"), *(_cut(row.group) for row in rows)])
+    if layout.has_names:
+        columns.append([Text("name"), *(_cut(row.name, LONGEST_DIFFERENCE) for row in rows)])
     columns += [
         [Text("state"), *map(_state, rows)],
         [Text("step"), *(_progress(row, layout) for row in rows)],
@@ -127,9 +136,9 @@ def _columns(rows: Sequence[Row], layout: _Layout, metric: str | None) -> list[l
     return columns
 
 
-def _cut(text: str) -> Text:
+def _cut(text: str, longest: int = LONGEST_NAME) -> Text:
     found = Text(visible(text))
-    found.truncate(LONGEST_NAME, overflow="ellipsis")
+    found.truncate(longest, overflow="ellipsis")
     return found
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
-from typing import Any
 
 COLOUR = re.compile(r"(\x1b\[[0-9;:]{0,32}m)")
 CONCEAL = "8"  # the one ANSI "colour" that hides text
@@ -50,24 +47,6 @@ def _colour(sequence: str, *, keep: bool) -> str:
     if CONCEAL in {number.lstrip("0") for number in re.split("[;:]", sequence[2:-1])}:
         return CONTROL.sub(_picture, sequence)
     return sequence if keep else ""
-
-
-def short_names(keys: Sequence[str]) -> list[str]:
-    """The last part of each dotted key, or as many parts as tell it from the others."""
-    names: list[str] = []
-    for key in keys:
-        parts = key.split(".")
-        others = [other.split(".") for other in keys if other != key]
-        lengths = (
-            n for n in range(1, len(parts)) if all(other[-n:] != parts[-n:] for other in others)
-        )
-        names.append(".".join(parts[-next(lengths, len(parts)) :]))
-    return names
-
-
-def written(value: Any) -> str:
-    """A hyper-parameter as one reads it: text bare, all else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def shown(value: float) -> str:

@@ -26,7 +26,8 @@ from jobs.report import scores as results
 from jobs.report.html import MOST_CARDS, report
 from jobs.report.page import SCRIPT
 from jobs.report.scores import Results, gather
-from jobs.report.text import short_names, shown
+from jobs.report.text import shown
+from trainer.config.differences import short_names
 
 IDS = [f"{number:032x}" for number in range(1, 6)]
 HOSTILE = [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from trainer.config import userfile
+from trainer.config.differences import told_apart
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError, nearest
 
@@ -96,6 +97,17 @@ def _id_or_none(values: Values) -> str | None:
         return exp_id(values)
     except ConfigError:  # of another experiment than the one that is asked for
         return None
+
+
+def names(group: str, experiments: list[Values]) -> dict[str, str]:
+    """By id what people call each experiment of a group: its place in it, and what tells it from
+    its siblings: "sweep 2/6 lr=0.0003 seed=2".
+    """
+    apart = told_apart(experiments)
+    return {
+        exp_id(values): f"{group} {place}/{len(apart)} {difference}".strip()
+        for place, (values, difference) in enumerate(zip(experiments, apart, strict=True), start=1)
+    }
 
 
 def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:

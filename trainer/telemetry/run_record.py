@@ -57,9 +57,11 @@ class RunRecord:
         *,
         total: int,
         wandb: WandbSettings | None = None,
+        name: str = "",
         console: Console | None = None,
     ) -> None:
         self.folder, self.total, self.step = folder, total, 0
+        self._name = name
         self._state: State = "running"
         self._status_at = 0.0
         self._is_writer = distributed.is_main()
@@ -164,6 +166,8 @@ class RunRecord:
             "error": error,
             "process": process.facts(),
         }
+        if self._name:
+            values["name"] = self._name
         try:
             write_json(self.folder / STATUS, values)
         except StorageError:

@@ -127,12 +127,21 @@ def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
     first = os.environ.get("WANDB_MODE") or ("online" if _has_key() else "offline")
     for mode in dict.fromkeys((first, "offline")):
         try:
-            return _init_wandb(settings, folder, mode)
+            run = _init_wandb(settings, folder, mode)
+            log.info("wandb: %s", _where(run))
+            return run
         except Exception as error:  # any: see WandbRun._tolerated
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             rest = "without it" if mode == "offline" else "with wandb offline"
             log.warning("wandb: %s. Training goes on %s.", text.rstrip("."), rest)
     return None
+
+
+def _where(run: Any) -> str:
+    """The page of a run that is online; else the command that brings it there."""
+    if run.offline or not run.url:
+        return f"offline: `wandb sync {Path(run.dir).parent}` uploads it"
+    return str(run.url)
 
 
 def _has_key() -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,23 @@ class Options:
     log_gradients: bool = False
     push_to_hub: bool = False
     device: str | None = None  # that memory is planned for; None: the GPU of this process
+    names: Mapping[str, str] = field(default_factory=dict[str, str])  # by id, for people
     force: bool = False  # run what does not fit by the plan
 
     def wandb(self, values: dict[str, Any]) -> WandbSettings | None:
         """Where the run of an experiment appears in wandb; None: nowhere."""
-        given = self.wandb_entity, self.wandb_project
-        if None in given:
-            if any(given):
+        if self.wandb_project is None:
+            if self.wandb_entity is not None:
                 raise ConfigError(
-                    "--wandb_entity_name and --wandb_project_name: got one, want both (wandb on) "
-                    "or neither."
+                    "--wandb_entity_name and --wandb_project_name: got the entity alone, want the "
+                    "project too (or alone: then it is your default entity's), or neither."
                 )
             return None
-        name = exp_id(values)
-        return WandbSettings(*given, name=self.wandb_run_name or name, id=name, config=values)
+        number = exp_id(values)
+        name = self.wandb_run_name or self.names.get(number) or number
+        return WandbSettings(
+            self.wandb_entity, self.wandb_project, name=name, id=number, config=values
+        )
 
     @property
     def places(self) -> Places:

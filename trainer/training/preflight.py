@@ -95,6 +95,7 @@ def show(plan: RunPlan, findings: Findings) -> str:
     train = plan.cfg.train
     rows = [
         ("experiment", plan.id),
+        *([("name", plan.name)] if plan.name else []),
         ("folder", str(plan.folder)),
         ("task", plan.cfg.task),
         (

@@ -51,10 +51,14 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     Every rank calls it. Raises LatheError (and records it in status.json) when the run cannot go
     on.
     """
+    logger.info("experiment %s", f"{plan.name}, {plan.id}" if plan.name else plan.id)
     plan = _settled(plan, options)
     with claimed(plan, options) as lock:
         telemetry = RunRecord(
-            plan.folder, total=plan.cfg.train.steps, wandb=options.wandb(plan.values)
+            plan.folder,
+            total=plan.cfg.train.steps,
+            wandb=options.wandb(plan.values),
+            name=plan.name,
         )
         try:
             finished = _train_or_stop(plan, options, telemetry, preemption, lock)

@@ -30,6 +30,7 @@ class RunPlan:
     folder: Path
     ds: dict[str, Any]  # the complete DeepSpeed dictionary
     sharding: Sharding
+    name: str = ""  # for people: the group, the place in it and what differs from its siblings
 
 
 def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> RunPlan:
@@ -59,7 +60,8 @@ def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> 
         world=world,
         source=f"DeepSpeed file {file!r} with experiment {name}",
     )
-    return RunPlan(values, cfg, name, options.savedir_base / name, ds, sharding)
+    folder = options.savedir_base / name
+    return RunPlan(values, cfg, name, folder, ds, sharding, options.names.get(name, ""))
 
 
 def _check_places(options: Options) -> None:

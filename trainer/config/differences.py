@@ -1,0 +1,78 @@
+"""What differs between dictionaries, and how a person reads it. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+MOST_DIFFERENCES = 4  # in the name of an experiment
+_LONGEST_VALUE = 24  # characters
+
+
+def told_apart(experiments: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What tells each of these experiments from the others: "lr=0.0003 seed=2"; "" where nothing
+    does, or much does.
+    """
+    flat = [flattened(values) for values in experiments]
+    keys = differing(flat)
+    if len(keys) > MOST_DIFFERENCES:
+        return [""] * len(flat)
+    names = short_names(keys)
+    return [
+        " ".join(
+            f"{name}={_cut(written(values[key]))}"
+            for name, key in zip(names, keys, strict=True)
+            if key in values
+        )
+        for values in flat
+    ]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested dictionary as one of dotted keys; lists and empty dictionaries stay values."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= flattened(cast("dict[str, Any]", value), f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def differing(dictionaries: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Keys that are absent somewhere or differ in value, in order of appearance."""
+    keys = dict.fromkeys(key for values in dictionaries for key in values)
+    absent = object()
+    return tuple(
+        key
+        for key in keys
+        if len({_identity(values.get(key, absent), absent) for values in dictionaries}) > 1
+    )
+
+
+def _identity(value: Any, absent: object) -> str:
+    # 1, 1.0, "1" and True differ
+    return "" if value is absent else json.dumps(value, sort_keys=True, default=str)
+
+
+def short_names(keys: Sequence[str]) -> list[str]:
+    """The last part of each dotted key, or as many parts as tell it from the others."""
+    names: list[str] = []
+    for key in keys:
+        parts = key.split(".")
+        others = [other.split(".") for other in keys if other != key]
+        lengths = (
+            n for n in range(1, len(parts)) if all(other[-n:] != parts[-n:] for other in others)
+        )
+        names.append(".".join(parts[-next(lengths, len(parts)) :]))
+    return names
+
+
+def written(value: Any) -> str:
+    """A hyper-parameter as one reads it: text bare, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
