@@ -94,7 +94,7 @@ def check(moment: str, number: signal.Signals, folder: Path, root: Path, straigh
     assert status(disturbed.savedir)["state"] == "preempted"
     is_early = moment in ("encoding", "compiling")
     said = "stopping before the first step" if is_early else f"{number.name}: saving"
-    assert said in stopped.stdout
+    assert said in stopped.stdout, stopped.stdout + stopped.stderr
     assert "Traceback" not in stopped.stdout + stopped.stderr
     resumed = command(None).finish()
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

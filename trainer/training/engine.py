@@ -128,11 +128,13 @@ class Engine:
             raise ConfigError(
                 "the model has no trainable parameter: nothing to do. Unfreeze or insert layers."
             )
+        # before the next lines: whoever waits for a compiler, or presses Ctrl-C, reads what is said
+        optimizer = _optimizer(self._parameters.values(), ds, optim)
         # bf16 at stage 1 prints 15 lines of memory, whatever the log level
         with redirect_stdout(io.StringIO()):
             engine, *_ = deepspeed.initialize(
                 model=model,
-                optimizer=_optimizer(self._parameters.values(), ds, optim),
+                optimizer=optimizer,
                 model_parameters=list(self._parameters.values()),  # pyright: ignore[reportArgumentType]
                 config=dict(ds),
                 dist_init_required=False,
