@@ -2,6 +2,13 @@
 the tests.
 """
 
-from tests.mutants.faults import jobs, loop, serve, tasks, training
+from tests.mutants.faults import jobs, loop, serve, tasks, terminal, training
 
-FAULTS = [*loop.FAULTS, *training.FAULTS, *tasks.FAULTS, *jobs.FAULTS, *serve.FAULTS]
+FAULTS = [
+    *loop.FAULTS,
+    *training.FAULTS,
+    *tasks.FAULTS,
+    *jobs.FAULTS,
+    *serve.FAULTS,
+    *terminal.FAULTS,
+]

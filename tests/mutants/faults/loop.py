@@ -107,7 +107,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/evaluation/scoring.py",
-        "\n    model.train()\n",
+        "\n        model.train()\n",
         "\n",
         why="after the first evaluation the model trains without dropout",
         tests=FIT,

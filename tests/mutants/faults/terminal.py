@@ -1,0 +1,52 @@
+"""Faults in what a person sees and does: signals, early refusals, names and messages."""
+
+from tests.mutants.fault import Fault
+
+SIGNALS = "tests/runs/test_signals.py -m 'not long'"
+PREFLIGHT = "tests/runs/test_preflight.py"
+UNCLEAR = "tests/runs/test_unclear_input.py"
+
+FAULTS = [
+    Fault(
+        "trainer/training/loop.py",
+        "        progress.owes_evaluation = True",
+        "        progress.owes_evaluation = False",
+        why="an evaluation that Ctrl-C ended is never done: its scores are missing, and the rate differs",
+        tests=SIGNALS,
+    ),
+    Fault(
+        "trainer/evaluation/scoring.py",
+        "        rng.restore(before)",
+        "        rng.seed_everything(0, 0)",
+        why="a run that is evaluated, or stopped in it, draws other dropout afterwards",
+        tests=SIGNALS,
+    ),
+    Fault(
+        "trainer/training/preflight.py",
+        "    if warmup > train.steps and not has_begun(plan):",
+        "    if warmup > train.steps and has_begun(plan):",
+        why="a warm-up longer than the run is found out when it has begun, and never before",
+        tests=PREFLIGHT,
+    ),
+    Fault(
+        "trainer/data/token_store.py",
+        "            hashes = hashes * _FACTOR + self._hashes_of(field)",
+        "            hashes = hashes * _FACTOR + np.uint64(1)",
+        why="every validation row counts as one that is trained on",
+        tests=PREFLIGHT,
+    ),
+    Fault(
+        "trainer/config/identity.py",
+        '            yield from _foreign(item, f"{path}[{index}]")',
+        "            yield from ()",
+        why="a tuple or NaN in a list has an id that its own file does not give back",
+        tests="tests/unit/test_config.py",
+    ),
+    Fault(
+        "jobs/submit/control.py",
+        "    return _each_again(asked, rows, survey(asked.base, backend_of=asked.backend_of))",
+        "    return _each_again(asked, rows, rows)",
+        why="retry of one experiment sends more of its group than max_parallel",
+        tests="tests/jobs/test_sending.py",
+    ),
+]
