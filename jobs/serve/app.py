@@ -23,6 +23,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope
 from starlette.types import Send as SendMessage
 
+from jobs.answers import routes as answer_routes
+from jobs.answers.workers import Workers
 from jobs.commands.options import BackendName, Base, PythonBinary, guarded
 from jobs.record.paths import BaseFolder, check_base
 from jobs.serve import lathe_routes, offers, openai_routes
@@ -147,6 +149,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
             thread.start()
         yield
         keeper.stop()
+        await app.state.workers.stop()
 
     handlers: dict[Any, Any] = {
         Refusal: on_refusal,
@@ -156,9 +159,11 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
         Exception: on_fault,
     }
     routes = [Route("/healthz", health), *openai_routes.ROUTES, *lathe_routes.ROUTES]
+    routes += answer_routes.ROUTES
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=life)
     app.router.redirect_slashes = False
     app.state.keeper = keeper
+    app.state.workers = Workers(keeper.folder.cache, keeper.config.loaded_models)
     return Door(app, gate)
 
 

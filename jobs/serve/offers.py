@@ -53,6 +53,7 @@ class ServiceConfig(Strict):
     max_body: Positive = MEBIBYTE  # of a JSON document
     reserve: Annotated[int, Field(ge=0)] = 1024 * MEBIBYTE  # of the disk, never filled by uploads
     requests_per_minute: Positive = 1200  # of one token, or one address without
+    loaded_models: Positive = 2  # at once, of those that answer
     body_s: Annotated[float, Field(gt=0)] = 30.0  # a JSON document must be here by then
     silence_s: Annotated[float, Field(gt=0)] = 30.0  # an upload that sends nothing for so long ends
 

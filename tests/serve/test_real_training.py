@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from openai import OpenAI
 
@@ -69,6 +71,33 @@ def test_the_tiny_chat_model_learns_and_everything_of_it_is_there(real: Service)
     assert done["trained_tokens"] > 0
     steps = client.files.content(done["result_files"][0]).text.splitlines()
     assert len(steps) == 18
+    it_answers(client, done["fine_tuned_model"])
+    with pytest.raises(openai.BadRequestError, match="makes no vectors"):
+        client.embeddings.create(model=done["fine_tuned_model"], input="a")
+
+
+def it_answers(client: OpenAI, model: str) -> None:
+    """Whole and streamed, as a chat and as a text, the same."""
+    asked: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": 12}
+    messages: Any = [{"role": "user", "content": "What colour is red 1?"}]
+    whole = client.chat.completions.create(messages=messages, **asked)
+    text = whole.choices[0].message.content
+    assert text
+    assert whole.usage is not None
+    assert whole.choices[0].finish_reason == (
+        "length" if whole.usage.completion_tokens == 12 else "stop"
+    )
+    chunks = list(client.chat.completions.create(messages=messages, stream=True, **asked))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    prompt = "user: What colour is red 1?\nassistant:"
+    plain = client.completions.create(prompt=prompt, **asked)
+    assert plain.choices[0].text.removeprefix(" ") == text
+    cut = client.completions.create(prompt=prompt, stop=text[1:3], **asked)
+    assert cut.choices[0].text == plain.choices[0].text.partition(text[1:3])[0]
+    drawn = {"model": model, "prompt": prompt, "seed": 5, "max_tokens": 12}
+    first, second = (client.completions.create(**drawn).choices[0].text for _ in range(2))
+    assert first == second
 
 
 @pytest.mark.long
@@ -80,6 +109,16 @@ def test_the_tiny_retriever_learns(real: Service) -> None:
     told = losses(client, made.id)
     assert told[-1] < told[0]
     assert (run_of(real, made) / "final").is_dir()
+    asked: dict[str, Any] = {"model": done["fine_tuned_model"], "input": ["which is red", "a"]}
+    plain = client.embeddings.create(encoding_format="float", **asked)
+    # base64, which a client without a wish asks for, is no list of numbers to a strict one
+    usual = OpenAI(base_url=f"{real.url}/v1", api_key="none")
+    vectors = [one.embedding for one in usual.embeddings.create(**asked).data]
+    assert vectors == [pytest.approx(one.embedding, rel=1e-6) for one in plain.data]
+    assert math.hypot(*vectors[0]) == pytest.approx(1, rel=1e-5)  # its offer normalises
+    assert plain.usage.prompt_tokens > 2
+    with pytest.raises(openai.BadRequestError, match="makes no texts"):
+        client.completions.create(model=done["fine_tuned_model"], prompt="a")
 
 
 @pytest.mark.long
