@@ -30,7 +30,7 @@ TINY_CHAT = vary(
     train={"global_batch": 8, "micro_batch": 8, "log_every": 1},
     optim={"lr": 3e-3},
     schedule={"warmup_steps": None, "warmup_ratio": 0.1},
-    data={"source": "jsonl", "max_tokens": 256},
+    data={"source": "chat", "chat_template": "plain", "max_tokens": 256},
 )
 TINY_RETRIEVER = vary(
     RETRIEVER_TINY,

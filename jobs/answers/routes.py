@@ -20,7 +20,6 @@ from starlette.routing import Route
 
 from jobs.answers.workers import CannotAnswer, Overloaded, Workers
 from jobs.serve.requests import Body, Refusal, client_of, keeper_of, read_body, shown
-from jobs.serve.rows import chat_prompt
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096
 Text = Annotated[str, Field(min_length=1, max_length=200_000)]
@@ -95,23 +94,23 @@ def _vector(values: list[float], form: str) -> list[float] | str:
 async def completions(request: Request) -> Response:
     """A text that goes on, by a tuned language model."""
     body = await read_body(request, AskCompletion, keeper_of(request).config)
-    return await _answer(request, body, body.prompt, body.max_tokens or 16, is_chat=False)
+    return await _answer(request, body, {"prompt": body.prompt}, body.max_tokens or 16)
 
 
 async def chat_completions(request: Request) -> Response:
     """The next message of a chat, by a tuned language model."""
     body = await read_body(request, AskChat, keeper_of(request).config)
-    prompt = chat_prompt([message.model_dump() for message in body.messages])
+    messages = [message.model_dump() for message in body.messages]
     most = body.max_completion_tokens or body.max_tokens or 256
-    return await _answer(request, body, prompt, most, is_chat=True)
+    return await _answer(request, body, {"messages": messages}, most)
 
 
-async def _answer(
-    request: Request, body: AskText, prompt: str, most: int, *, is_chat: bool
-) -> Response:
+async def _answer(request: Request, body: AskText, begun: dict[str, Any], most: int) -> Response:
+    """A text that goes on from a prompt, or a chat from its messages."""
+    is_chat = "messages" in begun
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     seed = secrets.randbelow(2**31) if body.seed is None else body.seed
-    asked = {"prompt": prompt, "max_tokens": most, "temperature": body.temperature}
+    asked = {**begun, "max_tokens": most, "temperature": body.temperature}
     pieces = _asked(request, body.model, {**asked, "seed": seed, "stop": stop}, last="finish")
     head = _head(body.model, is_chat=is_chat, is_stream=body.stream)
     if body.stream:

@@ -210,17 +210,6 @@ def _message_problems(place: str, message: Any) -> Iterator[tuple[str, str]]:
         yield f"{place}.content={_shown(values.get('content'))}", f"{place}.content as text"
 
 
-def chat_prompt(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Messages as the text that the assistant's answer follows: a line for each, "role: text"."""
-    told = [f"{message['role']}: {message['content']}\n" for message in messages]
-    return "".join(told) + "assistant:"
-
-
-def _chat_row(row: Row, number: int) -> Row:
-    messages: list[Row] = row["messages"]
-    return {"prompt": chat_prompt(messages[:-1]), "completion": f" {messages[-1]['content']}"}
-
-
 # Other rows
 # --------------------------------------------------------------------------------------------------
 
@@ -281,14 +270,14 @@ KINDS: dict[str, Kind] = {
     "chat": Kind(
         ("messages",),
         _chat_problems,
-        _chat_row,
-        {"causal_lm": {"source": "jsonl", "loss_on": "answer"}},
+        _as_it_is,
+        {"causal_lm": {"source": "chat", "loss_on": "answer"}},
     ),
     "completion": Kind(
         ("prompt", "completion"),
         _completion_problems,
         _as_it_is,
-        {"causal_lm": {"source": "jsonl", "loss_on": "answer"}},
+        {"causal_lm": {"source": "jsonl", "loss_on": "answer", "chat_template": None}},
     ),
     "triple": Kind(
         ("query", "positive", "negative"),
@@ -324,6 +313,6 @@ KINDS: dict[str, Kind] = {
         ("text",),
         _text_problems,
         _as_it_is,
-        {"causal_lm": {"source": "jsonl", "loss_on": "all"}},
+        {"causal_lm": {"source": "jsonl", "loss_on": "all", "chat_template": None}},
     ),
 }

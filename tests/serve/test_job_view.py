@@ -172,7 +172,6 @@ def test_rows_of_every_kind_are_known_and_written_as_their_tasks_read_them(
     assert rows.write_split(source, target, kind, keep=lambda number: number == 1) == 1
     (line,) = target.read_text().splitlines()
     wanted = {
-        "chat": {"prompt": "user: a\nassistant:", "completion": " b"},
         "triple": {
             "query_id": "1",
             "query": "a",

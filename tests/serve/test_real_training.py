@@ -90,7 +90,7 @@ def it_answers(client: OpenAI, model: str) -> None:
     chunks = list(client.chat.completions.create(messages=messages, stream=True, **asked))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
-    prompt = "user: What colour is red 1?\nassistant:"
+    prompt = "User: What colour is red 1?\nAssistant:"
     plain = client.completions.create(prompt=prompt, **asked)
     assert plain.choices[0].text.removeprefix(" ") == text
     cut = client.completions.create(prompt=prompt, stop=text[1:3], **asked)

@@ -5,6 +5,7 @@ A line of JSON in, a line of JSON out or, of a text, several as it grows. Meant 
     {"texts": ["..."], "side": "query"}                 -> {"vectors": [[...]], "tokens": 5}
     {"prompt": "...", "max_tokens": 9, "temperature": 0, "seed": 1, "stop": []}
                         -> {"text": "..."} ..., {"finish": "stop", "prompt_tokens": 4, "tokens": 7}
+    the same with "messages": [{"role": "user", "content": "..."}] in place of the prompt
     whatever cannot be done                             -> {"error": "..."}
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import jinja2
 import torch
 from torch import Tensor
 
@@ -69,17 +71,30 @@ def answers(task: Any, model: Any, asked: dict[str, Any]) -> Iterator[dict[str, 
         rows = task.ids([{"text": text} for text in asked["texts"]], side=side)
         vectors = task.embed(model, rows, side=side).float().cpu()
         yield {"vectors": vectors.tolist(), "tokens": sum(map(len, rows))}
-    elif "prompt" in asked and isinstance(model, CausalLM):
-        yield from _grown(task, model.base, asked)
+    elif "texts" not in asked and isinstance(model, CausalLM):
+        prompt = asked["prompt"] if "prompt" in asked else _opened_chat(task, asked["messages"])
+        yield from _grown(task, model.base, prompt, asked)
     else:
         kind = "vectors" if "texts" in asked else "texts"
         raise ConfigError(f"a model of the task {task.cfg.task!r} makes no {kind}")
 
 
-def _grown(task: Any, base: Any, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _opened_chat(task: Any, messages: list[dict[str, Any]]) -> str:
+    """Messages as the task's template writes them, up to where the assistant speaks."""
+    if task.cfg.data.source != "chat":
+        raise ConfigError("it has not learnt from conversations: ask /v1/completions")
+    try:
+        return task.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"its chat template refuses these messages: {error}") from None
+
+
+def _grown(task: Any, base: Any, begun: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A text as it grows, a token at a time, up to its end, a stop text or max_tokens."""
     limit: int = getattr(base.config, "max_position_embeddings", None) or 1 << 20
-    prompt: list[int] = task.tokenizer(asked["prompt"], add_special_tokens=False)["input_ids"]
+    prompt: list[int] = task.tokenizer(begun, add_special_tokens=False)["input_ids"]
     if not prompt or len(prompt) >= limit:
         raise ConfigError(f"the prompt has {len(prompt)} tokens, want 1 to {limit - 1}")
     chance = torch.Generator().manual_seed(asked["seed"])
