@@ -257,7 +257,7 @@ class Keeper:
             return self._submit(facts.ticket, folder)
         if row.state in ACTIVE and row.job_id is not None:
             return False
-        return self._again(row)
+        return self._again(row, len(facts.wishes))
 
     def _check(self, folder: TicketFolder, ticket: Ticket) -> None:
         """Check the whole files of a job, and write them as its task reads them."""
@@ -349,13 +349,22 @@ class Keeper:
             log.info("%s: %s", row.exp_id, result.text)
         return True
 
-    def _again(self, row: Row) -> bool:
-        """Go on with what was paused or preempted, or never answered for."""
+    def _again(self, row: Row, num_wishes: int) -> bool:
+        """Go on with what was paused or preempted, or never answered for.
+
+        What has to wait is looked at again only after a while, for that reads every run.
+        """
+        key = f"{row.exp_id}/{row.attempt} again {num_wishes}"
+        if time.monotonic() - self._asked.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S:
+            return False
         paused: tuple[JobState, ...] = ("cancelled",)
         limits = Limits(retry=paused) if row.state == "cancelled" else None
         asked = control.Again(self.folder.base, self.backend_of, limits)
-        results = control.again(asked, [row])
-        return any(result.action != "skip" and not result.is_bad for result in results)
+        (result,) = control.again(asked, [row])
+        if result.action == "skip" or result.is_bad:
+            self._asked[key] = time.monotonic()
+            return False
+        return True
 
 
 def _every_row(number: int) -> bool:

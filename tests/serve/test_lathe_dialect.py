@@ -95,7 +95,7 @@ def test_a_group_is_planned_submitted_and_shown(world: Any) -> None:
     (sent,) = here.post("/lathe/v1/experiments", json={**ask, "action": "submit"}).json()
     assert (sent["exp_id"], sent["state"]) == (planned["exp_id"], "submitted")
     path = f"/lathe/v1/runs/{sent['exp_id']}"
-    wait_until(lambda: here.get(path).json().get("state"), "succeeded".__eq__)
+    wait_until(lambda: here.get(path).json().get("state"), lambda state: state == "succeeded")
     assert here.post("/lathe/v1/reconcile").json() == []
     (again,) = here.post(f"{path}/retry").json()
     assert (again["action"], again["text"]) == ("skip", "it is done")
