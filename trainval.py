@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from trainer.commands.options import EXIT_FAILED, CacheDir, DataPath, id_of, set_up_logging
+from trainer.commands.options import EXIT_FAILED, CacheDir, DataPath, NumProc, id_of, set_up_logging
 from trainer.config.userfile import kind
 from trainer.config.version import Version
 from trainer.errors import EXIT_OK, ConfigError, LatheError
@@ -183,6 +183,7 @@ def main(
     deepspeed: DeepSpeed = None,
     device: DeviceName = None,
     force: Force = False,
+    num_proc: NumProc = None,
     wandb_entity_name: Entity = None,
     wandb_project_name: Project = None,
     wandb_run_name: RunName = None,
@@ -228,6 +229,7 @@ def main(
             "push_to_hub": _SWITCHES[push_to_hub],
             "device": device,
             "force": force,
+            "num_proc": num_proc,
         }
         if job_scheduler in (None, "None", "0"):
             options["names"] = _names(exp_group, exp_configs, steps)

@@ -40,6 +40,7 @@ FLAGS = (
     "generation_eval_max_sample_size",
     "device",
     "force",
+    "num_proc",
 )
 SWITCHES = ("force",)  # those of FLAGS that take no value
 

@@ -39,6 +39,12 @@ Steps = Annotated[
 ]
 DataPath = Annotated[Path | None, typer.Option("--data_path", help="Folder of the data set.")]
 CacheDir = Annotated[Path, typer.Option("--cache_dir", help="Token caches and tokenizers.")]
+NumProc = Annotated[
+    int | None,
+    typer.Option(
+        "--num_proc", min=1, help="Processes that encode rows; default: 1 for few, else all cores."
+    ),
+]
 Model = Annotated[
     str,
     typer.Option(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainer.commands import options
-from trainer.commands.options import CacheDir, DataPath, ExpConfigs, ExpGroup, ExpId, Steps
+from trainer.commands.options import CacheDir, DataPath, ExpConfigs, ExpGroup, ExpId, NumProc, Steps
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def prepare(
     hotpotqa_shuffles: Shuffles = 3,
     batch_tokens: BatchTokens = 16_384,
     shard_tokens: ShardTokens = None,
+    num_proc: NumProc = None,
 ) -> None:
     """Write a group's rows, and what its frozen base makes of their contexts; under torchrun, on
     every device.
@@ -69,7 +70,8 @@ def prepare(
 
     values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
     module = options.module_of(values["task"], "preparation", "prepare")
-    places = Options(savedir_base, data_path=data_path, cache_dir=cache_dir).places
+    given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir, num_proc=num_proc)
+    places = given.places
     if data_path is not None and out.resolve() == data_path.resolve():
         raise ConfigError(f"--out {out}: is --data_path itself. Name another folder.")
     distributed.init()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.data.encoding import encoded_rows, usable_processes
 from trainer.errors import DataError
 from trainer.files.build_once import build_once
 
@@ -138,7 +139,7 @@ class TokenStore:
         return self._ids.get(field, np.zeros(len(self), np.int32))
 
 
-def store_of(task: Task, split: str, cache_dir: Path) -> TokenStore:
+def store_of(task: Task, split: str, cache_dir: Path, *, num_proc: int | None = None) -> TokenStore:
     """The encoded rows of a task's split, from the cache or built (`open_store`)."""
     return open_store(
         lambda: task.rows(split),
@@ -147,6 +148,7 @@ def store_of(task: Task, split: str, cache_dir: Path) -> TokenStore:
         split=split,
         cache_dir=cache_dir,
         length=task.length,
+        num_proc=num_proc,
     )
 
 
@@ -158,23 +160,27 @@ def open_store(
     split: str,
     cache_dir: Path,
     length: Callable[[Mapping[str, Any]], int],
+    num_proc: int | None = None,
 ) -> TokenStore:
     """The store of `rows()` under `encode`, from `cache_dir` when it is there, else built.
 
     Any number of processes may call it at the same time: the first builds, the others wait and map.
     Every call reads the raw rows once to find the key (sha256 over them and `encoding_id`), so
-    changed data gives another folder and a stale one is never used; only the build encodes. Memory
-    stays bounded. Raises DataError for no rows, rows that change between two readings, or an
-    encoding that is not lists of ids; StorageError when the disk refuses.
+    changed data gives another folder and a stale one is never used; only the build encodes.
+    num_proc: processes that encode, which changes no byte; None: by the number of rows
+    (`usable_processes`). Memory stays bounded. Raises DataError for no rows, rows that change
+    between two readings, or an encoding that is not lists of ids; StorageError when the disk
+    refuses.
     """
-    digest = _digest(rows(), encoding_id, split)
+    digest, num_rows = _digest(rows(), encoding_id, split)
 
     def build(temporary: Path) -> None:
+        processes = num_proc or usable_processes(num_rows)
         with _Writer(temporary) as writer:
             hasher = _RowHasher(encoding_id)
-            for index, row in enumerate(_reported(rows(), split)):
-                hasher.add(row)
-                writer.add(index, encode(row), length)
+            found = encoded_rows(hasher.passed(rows()), encode, num_proc=processes)
+            for index, encoded in enumerate(_reported(found, split, num_rows, processes)):
+                writer.add(index, encoded, length)
         if hasher.hexdigest() != digest:
             raise DataError(
                 f"the {split} rows changed while they were read. Start again when nobody writes "
@@ -198,17 +204,24 @@ class _RowHasher:
         self._sha.update(b"\n")
         self.rows += 1
 
+    def passed(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """The same rows, each of them added."""
+        for row in rows:
+            self.add(row)
+            yield row
+
     def hexdigest(self) -> str:
         return self._sha.hexdigest()
 
 
-def _digest(rows: Iterable[Row], encoding_id: str, split: str) -> str:
+def _digest(rows: Iterable[Row], encoding_id: str, split: str) -> tuple[str, int]:
+    """The digest of a split, and how many rows it has."""
     hasher = _RowHasher(encoding_id)
     for row in rows:
         hasher.add(row)
     if hasher.rows == 0:
         raise DataError(f"the {split} split has no rows. Give it at least one.")
-    return hasher.hexdigest()
+    return hasher.hexdigest(), hasher.rows
 
 
 class _Array:
@@ -330,7 +343,9 @@ def _as_ids(values: Any, field: str, index: int) -> np.ndarray:
     return ids
 
 
-def _reported(rows: Iterable[Row], split: str) -> Iterator[Row]:
+def _reported(
+    rows: Iterable[Encoded], split: str, num_rows: int, processes: int
+) -> Iterator[Encoded]:
     """The same rows; says every ten seconds how far it is, and at the end how fast it was."""
     began = reported = time.monotonic()
     count = 0
@@ -339,7 +354,10 @@ def _reported(rows: Iterable[Row], split: str) -> Iterator[Row]:
         now = time.monotonic()
         if now - reported >= _REPORT_EVERY_S:
             reported = now
-            log.info("encoding %s: %d rows, %.0f rows/s", split, count, count / (now - began))
+            log.info(
+                "encoding %s: %s of %s rows, %.0f rows/s, %d processes",
+                *(split, f"{count:,}", f"{num_rows:,}", count / (now - began), processes),
+            )
     log.info("encoded %s: %d rows in %.1f s", split, count, time.monotonic() - began)
 
 

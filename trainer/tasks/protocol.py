@@ -72,6 +72,7 @@ class Places:
     data_path: Path | None
     cache_dir: Path
     savedir_base: Path
+    num_proc: int | None = None  # processes that encode rows; None: by their number
 
 
 class Task(Protocol):

@@ -32,6 +32,7 @@ class Options:
     device: str | None = None  # that memory is planned for; None: the GPU of this process
     names: Mapping[str, str] = field(default_factory=dict[str, str])  # by id, for people
     force: bool = False  # run what does not fit by the plan
+    num_proc: int | None = None  # processes that encode rows; None: by their number
 
     def wandb(self, values: dict[str, Any]) -> WandbSettings | None:
         """Where the run of an experiment appears in wandb; None: nowhere."""
@@ -50,4 +51,4 @@ class Options:
 
     @property
     def places(self) -> Places:
-        return Places(self.data_path, self.cache_dir, self.savedir_base)
+        return Places(self.data_path, self.cache_dir, self.savedir_base, self.num_proc)

@@ -133,8 +133,10 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
 
 def _launch(plan: RunPlan, options: Options, task: Task, *, answers: bool) -> planning.UpcomingRun:
     # the smaller one first, so that what is wrong with its rows is said before the other is encoded
-    valid = store_of(task, "valid", options.cache_dir)
-    stores = {"train": store_of(task, "train", options.cache_dir), "valid": valid}
+    stores = {
+        split: store_of(task, split, options.cache_dir, num_proc=options.num_proc)
+        for split in ("valid", "train")
+    }
     return planning.UpcomingRun(
         plan.values, plan.cfg, plan.ds, plan.sharding, task, options.places, stores, answers
     )

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,10 @@ def write_states(cfg: Config, places: Places, wanted: Wanted) -> Prepared:
     online = cfg.model_copy(update={"data": cfg.data.model_copy(update={"encode": "online"})})
     task = Task(online, places)
     # a tokenizer may lie below the old one
-    task.places = Places(wanted.out, places.cache_dir, places.savedir_base)
+    task.places = replace(places, data_path=wanted.out)
     counts: dict[str, int] = questions.prepared(wanted.out)["rows"]
-    stores = [store_of(task, split, places.cache_dir) for split in counts]
+    how = {"num_proc": places.num_proc}
+    stores = [store_of(task, split, places.cache_dir, **how) for split in counts]
     found = writing.distinct(_met(stores), lambda place: _chunk(stores, place))
     identity = contexts.identity(cfg, places, task.tokenizer)
     width = base_model.config_of(cfg.base, places).hidden_size

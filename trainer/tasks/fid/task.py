@@ -132,6 +132,7 @@ class Task(TokenTask[Config]):
             split="corpus",
             cache_dir=self.places.cache_dir,
             length=lambda encoded: len(encoded["ids"]),
+            num_proc=self.places.num_proc,
         )
 
     def _passages_id(self) -> dict[str, Any]:
