@@ -80,7 +80,8 @@ def main() -> None:
             busy_s, load = processor_s() - worked, os.getloadavg()[0]
             print(
                 f"{num_proc} processes: {len(store):,} rows in {wall_s:.1f} s, "
-                f"{len(store) / wall_s:.0f} rows/s, {busy_s:.0f} s of processors (load {load:.1f}), "
+                f"{len(store) / wall_s:.0f} rows/s, {busy_s:.0f} s of processors "
+                f"(load {load:.1f}), "
                 f"sha256 {digest_of(store.folder)[:16]}",
                 flush=True,
             )

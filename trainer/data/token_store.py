@@ -23,7 +23,7 @@ from trainer.errors import DataError
 from trainer.files.build_once import build_once
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Encoded, Row, Task
+    from trainer.tasks.protocol import Cut, Encoded, Row, Task
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,13 @@ class TokenStore:
             ends = np.asarray(offsets[start : stop + 1]) - first
             found[start:stop] = _mixed(sums[ends[1:]] - sums[ends[:-1]] + sizes.astype(np.uint64))
         return found
+
+    def cuts(self) -> dict[str, dict[str, Any]]:
+        """By what was cut: its setting and limit, texts, texts_cut, tokens, tokens_cut.
+
+        {} when the task's encoding does not say, or an older version made the store.
+        """
+        return self.meta.get("cuts", {})
 
     def sizes(self, field: str) -> np.ndarray:
         """(rows,) int64: how many ids each row has in `field`."""
@@ -273,6 +280,7 @@ class _Writer:
         self._lengths = _Array(folder / _LENGTHS, "<i8")
         self._truncated_rows = 0
         self._lost_labels = np.zeros(2, dtype=np.int64)
+        self._cuts: dict[str, dict[str, Any]] = {}
 
     def add(self, index: int, encoded: Encoded, length: Callable[[Mapping[str, Any]], int]) -> None:
         """Append one row; DataError when its fields are not those of the first row, or not lists of
@@ -287,6 +295,8 @@ class _Writer:
             )
         self._truncated_rows += int(encoded.is_truncated)
         self._lost_labels += encoded.lost_labels
+        for name, cut in encoded.cuts.items():
+            self._count_cut(name, cut)
         self._lengths.append([length(encoded)])
         for field, ids in tokens.items():
             self._ids[field].append(ids)
@@ -301,10 +311,22 @@ class _Writer:
             "fields": list(self._ids),
             "truncated_rows": self._truncated_rows,
             "lost_labels": self._lost_labels.tolist(),
+            "cuts": self._cuts,
             "bytes": names,
             **facts,
         }
         (self._folder / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+
+    def _count_cut(self, name: str, cut: Cut) -> None:
+        start = {"setting": cut.setting, "limit": cut.limit}
+        start |= dict.fromkeys(("texts", "texts_cut", "tokens", "tokens_cut"), 0)
+        counts = self._cuts.setdefault(name, start)
+        for length in cut.lengths:
+            lost = max(0, length - cut.limit)
+            counts["texts"] += 1
+            counts["texts_cut"] += int(lost > 0)
+            counts["tokens"] += length
+            counts["tokens_cut"] += lost
 
     def __enter__(self) -> _Writer:
         return self

@@ -30,6 +30,15 @@ DRAW = "draw"
 EPOCH = "epoch"
 
 
+@dataclass(frozen=True)
+class Cut:
+    """The texts of a row that one limit cuts."""
+
+    setting: str  # the key of the dictionary: "data.context_tokens"
+    limit: int  # its tokens
+    lengths: Sequence[int]  # of every text, whole
+
+
 class Encoded(dict[str, list[int]]):
     """One encoded row: a flat list of 32-bit integers for each field, as `collate` gets them back
     from the cache.
@@ -37,7 +46,8 @@ class Encoded(dict[str, list[int]]):
     is_truncated: a limit cut a text of this row; `stats` and the log of a run count such rows.
     lost_labels: how many tokens of its labels a limit cut off, and of how many. A run in which more
     than `train.max_lost_labels` of all label tokens are cut off is refused; with (0, 0) everywhere
-    it never is.
+    it never is. cuts: {"contexts": Cut(...)}, what the limits cut, by what people call it: it is
+    added up and told at the start of a run.
     """
 
     def __init__(
@@ -46,9 +56,11 @@ class Encoded(dict[str, list[int]]):
         *,
         is_truncated: bool = False,
         lost_labels: tuple[int, int] = (0, 0),
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         super().__init__(fields)
         self.is_truncated, self.lost_labels = is_truncated, lost_labels
+        self.cuts = dict(cuts or {})
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from trainer.models.freezing import trainable_report
 from trainer.runtime import distributed, rng
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption, Stopped
+from trainer.statistics.opening import told
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
 from trainer.training import checkpoint, engine, preflight, run_folder
@@ -171,6 +172,8 @@ def _ready(
     newest = checkpoint.resume_point(plan.folder / "checkpoints")
     check_identity(plan, task, stores)
     _say_padding(plan, sizes_of(stores["train"], task))
+    for split in ("train", "valid"):
+        logger.info("%s", told(stores[split]))
     on_main(lambda: preflight.refuse_rows(task, stores, most_lost=cfg.train.max_lost_labels))
     memory = on_main(
         lambda: planning.before_launch(

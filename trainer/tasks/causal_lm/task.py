@@ -17,7 +17,7 @@ from trainer.tasks.abilities import Uncut
 from trainer.tasks.causal_lm.chat import ChatTemplate, meets
 from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.causal_lm.config import Config
-from trainer.tasks.protocol import Batch, Encoded, Places, Row
+from trainer.tasks.protocol import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.token_task import TokenTask
 
 
@@ -126,8 +126,13 @@ class Task(TokenTask[Config]):
         limit = self.cfg.data.max_tokens
         kept = {name: values[:limit] for name, values in whole.items()}
         lost = sum(whole["scored"][limit:])
-        is_cut = len(whole["ids"]) > limit
-        return Encoded(kept, is_truncated=is_cut, lost_labels=(lost, sum(whole["scored"])))
+        length = len(whole["ids"])
+        return Encoded(
+            kept,
+            is_truncated=length > limit,
+            lost_labels=(lost, sum(whole["scored"])),
+            cuts={"conversations": Cut("data.max_tokens", limit, [length])},
+        )
 
     def untruncated(self, row: Row) -> dict[str, Uncut]:
         """ids: nothing is cut off, for a text that is too long goes on in the next row. Of a

@@ -33,7 +33,7 @@ from trainer.tasks.fid.fused_layout import pack
 from trainer.tasks.fid.model import FiD, Generation
 from trainer.tasks.fid.tokens import Prompts, drawn_target, flat, unflat
 from trainer.tasks.fid.weights import add_cross_bias
-from trainer.tasks.protocol import DRAW, Batch, Encoded, Places, Row
+from trainer.tasks.protocol import DRAW, Batch, Cut, Encoded, Places, Row
 from trainer.tasks.token_task import TokenTask
 
 _MADE_UP = "is_made_up"  # marks the raw row of specimen()
@@ -150,20 +150,22 @@ class Task(TokenTask[Config]):
 
     def encode(self, row: Row) -> Encoded:
         """Token ids: the question, its passages (or their rows in the corpus) and its targets."""
-        question = self.prompts.question(row["question"])
+        question, limit = self.prompts.question(row["question"]), self.cfg.data.passage_tokens
         encoded = {"question": question, **flat(self.prompts.targets(row), "targets")}
+        cuts: dict[str, Cut] = {}
         if _MADE_UP in row or self._corpus is None:
-            passages = self.prompts.passages([_with_text(passage, row) for passage in row["ctxs"]])
+            whole = self.prompts.whole_passages([_with_text(one, row) for one in row["ctxs"]])
+            passages = [ids[:limit] for ids in whole]
             encoded |= flat(passages, "passages")
             lengths = [len(passage) for passage in passages]
+            read = [len(question) + len(ids) for ids in whole]
+            cuts["passages"] = Cut("data.passage_tokens", limit, read)
         else:
             encoded["corpus_rows"] = [self._corpus_row(passage, row) for passage in row["ctxs"]]
             lengths = [int(self._corpus.lengths[number]) for number in encoded["corpus_rows"]]
         longest = len(question) + max(lengths, default=0)
-        is_truncated = longest > self.cfg.data.passage_tokens
-        return Encoded(
-            encoded, is_truncated=is_truncated, lost_labels=self.prompts.lost_labels(row)
-        )
+        lost_labels = self.prompts.lost_labels(row)
+        return Encoded(encoded, is_truncated=longest > limit, lost_labels=lost_labels, cuts=cuts)
 
     def limits(self) -> dict[str, int]:
         data = self.cfg.data

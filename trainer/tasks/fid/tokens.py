@@ -37,10 +37,14 @@ class Prompts:
 
         A missing title is an empty one.
         """
+        return [ids[: self.data.passage_tokens] for ids in self.whole_passages(passages)]
+
+    def whole_passages(self, passages: Sequence[Mapping[str, str]]) -> list[list[int]]:
+        """The same, cut nowhere."""
         texts = [
             f" title: {passage.get('title', '')} context: {passage['text']}" for passage in passages
         ]
-        return [ids[: self.data.passage_tokens] for ids in self._ids(texts)]
+        return self._ids(texts)
 
     def targets(self, row: Row) -> list[list[int]]:
         """The texts that the decoder may learn to write for `row`, each with its end: `target`, or

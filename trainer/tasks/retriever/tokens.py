@@ -39,13 +39,20 @@ class Tokens:
         """Ids of queries (text), of passages ({"text", "title"?}), or of what is token ids without
         special ones.
         """
+        return self.cut(self.plain_ids(texts, side), side)
+
+    def cut(self, plain: Sequence[Sequence[int]], side: Side) -> list[list[int]]:
+        """Ids without special ones as `ids` gives them: within the side's limit, with those."""
+        room = self.limit(side) - len(self.before) - len(self.after)
+        return [[*self.before, *tokens[:room], *self.after] for tokens in plain]
+
+    def plain_ids(self, texts: Sequence[str | Row | Sequence[int]], side: Side) -> list[list[int]]:
+        """The same ids, cut nowhere and without special ones."""
         spelled = [self._text(text, side) for text in texts if isinstance(text, (str, Mapping))]
         found = iter(
             self.tokenizer(spelled, add_special_tokens=False)["input_ids"] if spelled else []
         )
-        plain = [next(found) if isinstance(text, (str, Mapping)) else list(text) for text in texts]
-        room = self.limit(side) - len(self.before) - len(self.after)
-        return [[*self.before, *tokens[:room], *self.after] for tokens in plain]
+        return [next(found) if isinstance(text, (str, Mapping)) else list(text) for text in texts]
 
     def _text(self, text: str | Row, side: Side) -> str:
         if isinstance(text, str):

@@ -21,7 +21,7 @@ from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
 from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
-from trainer.tasks.protocol import DRAW, Batch, Encoded, Row
+from trainer.tasks.protocol import DRAW, Batch, Cut, Encoded, Row
 from trainer.tasks.summariser import data, rouge
 from trainer.tasks.summariser.config import Config
 from trainer.tasks.summariser.model import Summariser, arguments, source_stream
@@ -120,6 +120,10 @@ class Task(TokenTask[Config]):
             is_truncated=len(source.texts[0]) > limits.source_tokens
             or longest > limits.target_tokens,
             lost_labels=(max(0, first - limits.target_tokens), first),
+            cuts={
+                name: Cut(uncut.setting, uncut.limit or 0, [len(ids) for ids in uncut.texts])
+                for name, uncut in (("documents", source), ("summaries", targets))
+            },
         )
 
     def untruncated(self, row: Row) -> dict[str, Uncut]:

@@ -21,7 +21,7 @@ from trainer.models.gradcache import pooled_losses
 from trainer.models.head import HEAD_FILE
 from trainer.runtime import distributed
 from trainer.tasks.abilities import Uncut
-from trainer.tasks.protocol import DRAW, Batch, Encoded, Places, Row
+from trainer.tasks.protocol import DRAW, Batch, Cut, Encoded, Places, Row
 from trainer.tasks.token_task import TokenTask
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Config, Part
@@ -122,6 +122,11 @@ class Task(TokenTask[Config]):
                 "number": [row["number"]],
             },
             is_truncated=max(map(len, ids)) >= self.cfg.data.max_tokens,
+            cuts={
+                "statements": Cut(
+                    "data.max_tokens", self.cfg.data.max_tokens, [len(tokens) + 1 for tokens in ids]
+                )
+            },
         )
 
     def untruncated(self, row: Row) -> dict[str, Uncut]:

@@ -16,7 +16,7 @@ from trainer.tasks.abilities import GREEDY, Search, by_row
 from trainer.tasks.cross_attention.decoder.generation import greedy, most_prompt_tokens, searched
 from trainer.tasks.cross_attention.text import questions, templates
 from trainer.tasks.cross_attention.text.contexts import state_batch, token_batch
-from trainer.tasks.protocol import Batch, Encoded, Row
+from trainer.tasks.protocol import Batch, Cut, Encoded, Row
 
 if TYPE_CHECKING:
     from trainer.tasks.cross_attention.config import Data
@@ -61,10 +61,16 @@ class Prompts:
             len(prompt) + len(target) > data.decoder_tokens
             or max(map(len, context)) > data.context_tokens
         )
+        lengths = [len(chunk) for chunk in context]
+        whole = [len(prompt) + len(target)]
         encoded = Encoded(
             {"decoder": decoder, "answer_start": [len(prompt)]},
             is_truncated=is_cut,
             lost_labels=(0, 0) if predicts_context else self._lost_labels(prompt, target),
+            cuts={
+                "contexts": Cut("data.context_tokens", data.context_tokens, lengths),
+                "questions with answers": Cut("data.decoder_tokens", data.decoder_tokens, whole),
+            },
         )
         encoded |= self._within_limit(context, "context")
         if "other" in row:

@@ -1,0 +1,41 @@
+"""What is said of a split when a run begins: rows, tokens, and what limits cut."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.data.token_store import TokenStore
+
+# Fields of a row that are ids of texts; the others are numbers about them.
+_NOT_TEXT = ("lengths", "scores", "identities", "scored")
+
+
+def told(store: TokenStore) -> str:
+    """One line of a split: "train: 2,000 rows, 51,204 tokens; 1,901 of 2,000 contexts cut, 36.7% of
+    their tokens: data.context_tokens 256; `stats` shows more".
+
+    A store of an older version, or of a task that does not count, tells rows and tokens alone.
+    """
+    fields: dict[str, int] = store.summary()["tokens"]
+    tokens = sum(
+        count
+        for field, count in fields.items()
+        if not field.endswith(_NOT_TEXT) and count != len(store)
+    )
+    text = f"{store.meta['split']}: {len(store):,} rows, {tokens:,} tokens"
+    cuts = store.cuts()
+    if not cuts:
+        return text
+    lost = [_lost(name, counts) for name, counts in cuts.items() if counts["texts_cut"]]
+    if not lost:
+        return f"{text}, nothing cut"
+    return "; ".join([text, *lost, "`stats` shows more"])
+
+
+def _lost(name: str, counts: dict[str, Any]) -> str:
+    share = counts["tokens_cut"] / counts["tokens"]
+    return (
+        f"{counts['texts_cut']:,} of {counts['texts']:,} {name} cut, {share:.1%} of their tokens: "
+        f"{counts['setting']} {counts['limit']}"
+    )
