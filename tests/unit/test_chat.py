@@ -196,12 +196,13 @@ def test_rows_of_openai_and_of_sharegpt_are_conversations(tmp_path: Path) -> Non
         "tool_calls": [{"function": spoken, "id": "x"}],
     }
     assert found[1] == {"messages": TURNS[1:3]}
+    assert rows(tmp_path, {"prompt": "One?", "completion": "Eins."}) == [found[1]]
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ({"turns": []}, r"'messages' is missing \(keys: turns\).*data\.columns"),
+        ({"turns": []}, r"'messages' is missing, .* \(keys: turns\).*data\.columns"),
         ({"messages": []}, r"'messages' is \[\], want a list of objects"),
         ({"messages": ["a"]}, r"messages\[0\] is 'a', want an object"),
         ({"messages": [{"content": "a"}]}, r"messages\[0\]\.role is None, want system"),

@@ -28,8 +28,8 @@ class Splits(Strict):
 class Layout:
     """The names that a kind of row may hold, which `columns` may map."""
 
-    # Names of one and the same thing each. The first group tells rows apart: data.valid_share holds
-    # out by its value.
+    # Names of one and the same thing each. The first one that a row has tells rows apart:
+    # data.valid_share holds out by its value.
     groups: tuple[tuple[str, ...], ...]
     lists: frozenset[str] = frozenset()  # names whose value is a list; a table's cell holds JSON
     # names of lists of objects, each with the names of its objects: "ctxs[].text"
@@ -82,7 +82,7 @@ TEVATRON = Layout(
 TEXTS = Layout((("text",),))
 COMPLETIONS = Layout((("prompt",), ("completion",)))
 CHATS = Layout(
-    (("messages",), ("tools",)),
+    (("messages",), ("prompt",), ("completion",), ("tools",)),
     lists=frozenset({"messages", "tools"}),
     objects=(("messages", ("role", "content", "weight", "tool_calls")),),
 )

@@ -82,9 +82,10 @@ def _share(
     rows: Iterator[tuple[str, Row]], share: float, split: str, layout: Layout
 ) -> Iterator[tuple[str, Row]]:
     """The rows that are held out, or the others: equal questions are on one side."""
+    names = [name for group in layout.groups for name in group]
     is_empty = True
     for place, row in rows:
-        told = next((row[name] for name in layout.groups[0] if row.get(name) is not None), None)
+        told = next((row[name] for name in names if row.get(name) is not None), None)
         if is_held_out(canonical_json({"told": told}), per_mille=round(share * 1000)) == (
             split == "valid"
         ):

@@ -27,16 +27,11 @@ def chats(
 
     A turn of the assistant may have a "weight", 0 or 1: with 0 it is read and not learnt; it may
     have "tool_calls" in place of a content. ShareGPT's "from" and "value", "human" and "gpt" will
-    do, too. DataError names the place of what is wrong.
+    do, too, and so will "prompt" and "completion". DataError names the place of what is wrong.
     """
     placed = own_rows(own, split, folder, layout=CHATS, first=".jsonl", cache_dir=cache_dir)
     for place, raw in placed:
-        if raw.get("messages") is None:
-            raise DataError(
-                f"{place}: 'messages' is missing (keys: {', '.join(raw) or 'none'}). Say in "
-                'data.columns what yours are called: {"messages": "conversations"}.'
-            )
-        values = raw["messages"]
+        values = _values(raw, place)
         if not isinstance(values, list) or not values:
             raise DataError(
                 f"{place}: 'messages' is {shown(values)}, want a list of objects with role and "
@@ -51,6 +46,22 @@ def chats(
                 "one, or take the row out."
             )
         yield {"messages": messages, **_tools(raw, place)}
+
+
+def _values(raw: Row, place: str) -> Any:
+    """The messages of a row; of one with prompt and completion, a question and its answer."""
+    if raw.get("messages") is not None:
+        return raw["messages"]
+    if raw.get("prompt") is not None and raw.get("completion") is not None:
+        return [
+            {"role": "user", "content": raw["prompt"]},
+            {"role": ASSISTANT, "content": raw["completion"]},
+        ]
+    raise DataError(
+        f"{place}: 'messages' is missing, and so are 'prompt' and 'completion' (keys: "
+        f"{', '.join(raw) or 'none'}). Say in data.columns what yours are called: "
+        '{"messages": "conversations"}.'
+    )
 
 
 def _message(value: Any, place: str) -> dict[str, Any]:
