@@ -2,13 +2,14 @@
 the tests.
 """
 
-from tests.mutants.faults import jobs, loop, serve, tasks, terminal, training
+from tests.mutants.faults import data, jobs, loop, serve, tasks, terminal, training
 
 FAULTS = [
     *loop.FAULTS,
     *training.FAULTS,
     *tasks.FAULTS,
     *jobs.FAULTS,
+    *data.FAULTS,
     *serve.FAULTS,
     *terminal.FAULTS,
 ]

@@ -86,9 +86,9 @@ def _share(
     is_empty = True
     for place, row in rows:
         told = next((row[name] for name in names if row.get(name) is not None), None)
-        if is_held_out(canonical_json({"told": told}), per_mille=round(share * 1000)) == (
-            split == "valid"
-        ):
+        name = canonical_json({"told": told})
+        is_valid = is_held_out(name, per_mille=round(share * 1000))
+        if is_valid == (split == "valid"):
             is_empty = False
             yield place, row
     if is_empty:

@@ -1,0 +1,53 @@
+"""Faults in the reading of a user's own rows, in conversations and in encoding."""
+
+from tests.mutants.fault import Fault
+
+OWN = "tests/unit/test_own_rows.py"
+CHAT = "tests/unit/test_chat.py"
+ENCODING = "tests/unit/test_encoding.py"
+OPENING = "tests/unit/test_opening.py -k line"
+
+FAULTS = [
+    Fault(
+        "trainer/data/readers/columns.py",
+        "for name, value in raw.items() if name not in replaced}",
+        "for name, value in raw.items()}",
+        why="a column of the file that is called like another of our names goes before the mapped",
+        tests=OWN,
+    ),
+    Fault(
+        "trainer/data/readers/own_rows.py",
+        'if is_valid == (split == "valid"):',
+        'if is_valid or split == "train":',
+        why="validation rows are training rows",
+        tests=OWN,
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/chat.py",
+        "return len(opening), len(ended if has_end else closed)",
+        "return len(opening), len(closed)",
+        why="what the template writes behind the end of a turn is learnt",
+        tests=CHAT,
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/chat.py",
+        'message.get("weight", 1) == 1',
+        'message.get("weight", 1) in (0, 1)',
+        why="turns of weight 0 are learnt",
+        tests=CHAT,
+    ),
+    Fault(
+        "trainer/data/encoding.py",
+        "            if len(waiting) >= _AHEAD * num_proc:",
+        "            if len(waiting) > _AHEAD * num_proc and waiting.rotate() is None:",
+        why="rows of several processes come in another order",
+        tests=ENCODING,
+    ),
+    Fault(
+        "trainer/data/token_store.py",
+        "lost = max(0, length - cut.limit)",
+        "lost = max(0, length - cut.limit - 1)",
+        why="a run begins with too few tokens that were cut",
+        tests=OPENING,
+    ),
+]
