@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
-from trainer.models.packed.attention import in_rectangles, in_stream
 from trainer.models.packed.layout import grids_of
+from trainer.models.packed.rectangles import in_rectangles, in_stream
 
 # M tokens of all rows, N rows of a rectangle, L its length, H heads, G key-value heads, C width of
 # a head

@@ -1,5 +1,5 @@
-"""Attention between the tokens of a row, on a stream of real tokens: T5's, and what any attention
-needs for it.
+"""T5's attention between the tokens of a row, on a stream of real tokens: in grids, in the stream
+itself, or by torch's FlexAttention.
 """
 
 from __future__ import annotations
@@ -87,37 +87,6 @@ def _buckets_of_distances(table: Any, like: Tensor) -> Tensor:
     """(2 * largest + 1,) int32: beyond the largest distance all are in one bucket."""
     largest = table.relative_attention_max_distance
     return _buckets(table, largest + 1, like.device)[1:].to(torch.int32)
-
-
-def in_rectangles(x_MHC: Tensor, cells_M: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """(M, H, C) of the tokens of a stream -> (size, H, C) of each rectangle, cell after cell; 0
-    where no token lies.
-    """
-    flat = x_MHC.new_zeros(sum(sizes), *x_MHC.shape[1:])
-    return flat.index_copy_(0, cells_M, x_MHC).split(list(sizes))
-
-
-def in_stream(rectangles: Sequence[Tensor], cells_M: Tensor) -> Tensor:
-    """The reverse of in_rectangles: (M, ...) of the tokens, out of (size, ...) of the cells."""
-    flat = rectangles[0] if len(rectangles) == 1 else torch.cat(list(rectangles))
-    return _Taken.apply(flat, cells_M)  # pyright: ignore[reportReturnType] (a Tensor)
-
-
-class _Taken(torch.autograd.Function):
-    """index_select whose backward copies instead of adding, for no cell is taken twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cells_M: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.save_for_backward(cells_M)
-        ctx.num_cells = len(x)
-        return x.index_select(0, cells_M)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (cells_M,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.num_cells, *gradient.shape[1:]).index_copy_(
-            0, cells_M, gradient
-        ), None
 
 
 def flex(passage: Tensor, position: Tensor) -> AttendBy:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.decoder.rotation import Rotation
-from trainer.models.packed.attention import in_rectangles, in_stream
 from trainer.models.packed.layout import grids_of
+from trainer.models.packed.rectangles import in_rectangles, in_stream
 
 # B batch, T decoder tokens, L context tokens, D base width, H heads, K head size, W cross width = H
 # * K
