@@ -98,8 +98,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/losses.py",
-        'ignore_index=IGNORED, reduction="sum"',
-        'ignore_index=IGNORED, reduction="mean"',
+        'reduction="sum",\n        label_smoothing=smoothing',
+        'reduction="mean",\n        label_smoothing=smoothing',
         why="short and long micro-batches weigh the same",
         tests="tests/contract/test_task_contract.py -k 'losses_yields and causal_lm'",
     ),
