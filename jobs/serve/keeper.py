@@ -321,8 +321,13 @@ class Keeper:
         group: str,
         job: JobConfig,
         flags: Mapping[str, str],
+        *,
+        is_plan: bool = False,
     ) -> Request:
-        """How experiments are sent from here, with the code of this server."""
+        """How experiments are sent from here, with the code of this server. ConfigError.
+
+        is_plan: nothing is written, and nothing can be sent.
+        """
         request = prepare.make(
             group=group,
             experiments=experiments,
@@ -334,6 +339,9 @@ class Keeper:
             take_snapshot=False,
             backend_of=self.backend_of,
         )
+        _ = request.templates  # a mistake is told before anything is written
+        if is_plan:
+            return request
         taken = self.snapshot
         return replace(request, snapshot=taken, workdir=taken.workdir)
 

@@ -179,8 +179,9 @@ def _plan_or_submit(keeper: Keeper, body: AskExperiment) -> Response:
         flags["data_path"] = body.data_path
     group = body.group or GROUP_OF_REQUESTS
     job = prepare.job_config(group, None, keeper.send.python_binary)
-    request = keeper.request(experiments, group, job, flags)
-    act = group_of_jobs.submit if body.action == "submit" else group_of_jobs.preview
+    is_plan = body.action == "plan"
+    request = keeper.request(experiments, group, job, flags, is_plan=is_plan)
+    act = group_of_jobs.preview if is_plan else group_of_jobs.submit
     return _results(act(request))
 
 

@@ -128,7 +128,7 @@ class Service:
 
     def client(self, token: str = "none", **options: Any) -> OpenAI:
         """OpenAI's own client, which accepts nothing but its own types."""
-        options = {"max_retries": 0, "timeout": 60, **options}
+        options = {"max_retries": 0, "timeout": 400, **options}
         return OpenAI(
             base_url=f"{self.url}/v1",
             api_key=token,
