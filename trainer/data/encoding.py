@@ -108,7 +108,7 @@ def _light(encoded: Encoded) -> Encoded:
     """The same row as arrays, of which a process hands over far more in a second; what is no flat
     list stays, to be refused by name.
     """
-    fields: dict[str, Any] = encoded
+    fields = cast("dict[str, Any]", encoded)
     for name, values in fields.items():
         with contextlib.suppress(TypeError, ValueError):
             fields[name] = np.asarray(values, dtype=None if len(values) else np.int64)
