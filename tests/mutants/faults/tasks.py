@@ -187,13 +187,6 @@ FAULTS = [
         why="the table of biases learns from the wrong distances",
         tests="tests/numerics/test_stream_attention.py",
     ),
-    Fault(
-        "trainer/models/packed/dropped.py",
-        "shifted &= (1 << (32 - SHIFT)) - 1  # torch moves the sign in",
-        "shifted &= -1",
-        why="dropout is not what Triton's kernels draw",
-        tests="tests/numerics/test_stream_attention.py",
-    ),
     # Cross-attention
     Fault(
         "trainer/tasks/cross_attention/decoder/attention.py",
