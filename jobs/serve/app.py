@@ -230,5 +230,13 @@ def serve(
     )
 
 
+program = typer.Typer(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+program.command()(serve)
+
 if __name__ == "__main__":
-    typer.run(serve)
+    program(prog_name="lathe-jobs serve")

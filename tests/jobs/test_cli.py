@@ -54,7 +54,9 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def commands() -> list[str]:
-    return [str(info.name) for info in cli.app.registered_commands]
+    """All but `serve`, which becomes another program."""
+    names = [str(info.name) for info in cli.app.registered_commands]
+    return [name for name in names if name != "serve"]
 
 
 HELP = """
@@ -82,7 +84,14 @@ def test_every_help_is_there_without_torch_and_within_a_second_of_cpu() -> None:
     for name, (code, cpu_s, text) in found.items():
         assert (code, cpu_s < 1.0) == (0, True), (name, cpu_s)
         assert f"Usage: lathe-jobs {name}" in text
-        assert ("--json" in text) == (name != "export"), name  # a text for another tool is no JSON
+        # a text for another tool and a token are no JSON
+        assert ("--json" in text) == (name not in ("export", "token")), name
+
+
+def test_the_help_of_the_service_calls_it_by_the_name_that_was_typed() -> None:
+    done = run("-m", "jobs", "serve", "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().startswith("Usage: lathe-jobs serve [OPTIONS]")
 
 
 @pytest.mark.parametrize("argv", [["-h"], ["--help"], [], ["submit", "-h"]])
@@ -386,7 +395,7 @@ def test_stdout_of_every_json_command_is_json_alone(place: Make) -> None:
         "logs": [name, "--tail", "1", *base],
         "reset": [name, "--yes", *base],
     }
-    assert set(lines) | {"submit", "export"} == set(commands())
+    assert set(lines) | {"submit", "export", "token"} == set(commands())
     for command, more in lines.items():
         done = run("-m", "jobs", command, *more)
         assert done.returncode == 0, (command, done.stderr)

@@ -89,8 +89,10 @@ def test_a_dry_run_shows_everything_and_makes_no_run_folder(folder: Path, tmp_pa
     tiny = EXP_GROUPS["crossattn_tiny"][0]
     unreachable = vary(tiny, base="/no/such/folder")
     launcher = Launcher(folder, tmp_path, mine=[tiny, unreachable])
-    output = launcher.run("-e", "mine", "--dry_run")
-    first, second = output.split(f"experiment  {exp_id(unreachable)}")
+    done = launcher.start("-e", "mine", "--dry_run").finish()
+    assert done.returncode == 2, "a run of the second would be refused"
+    assert f"{exp_id(unreachable)}: base='/no/such/folder'" in done.stderr
+    first, second = done.stdout.split(f"experiment  {exp_id(unreachable)}")
     train = tiny["train"]
     assert exp_id(tiny) in first
     for part in (first, second):

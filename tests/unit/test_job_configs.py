@@ -157,6 +157,6 @@ def test_a_fault_of_the_file_is_named_with_its_place(
 def test_what_is_no_python_file_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "configs.txt").write_text("JOB_CONFIGS = {}")
     with pytest.raises(
-        ConfigError, match=r"--job_configs .*: want the path of a Python file \(\.py\)"
+        ConfigError, match=r"--job_configs .*; want the path of a Python file \(\.py\)"
     ):
         job_values("sweep", tmp_path / name, {})

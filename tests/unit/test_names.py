@@ -38,7 +38,7 @@ def test_a_key_that_one_has_alone_is_named_where_it_is_and_much_is_not_listed() 
     many = {f"key{number}": number for number in range(5)}
     assert told_apart([PLAIN, {**PLAIN, **many}]) == ["", ""]
     long = {**PLAIN, "base": "/a/very/long/path/of/a/model/on/some/disk"}
-    assert told_apart([PLAIN, long])[1] == "base=/a/very/long/path/of/a…"
+    assert told_apart([PLAIN, long])[1] == "base=/a/very/long/path/of/a/…"
 
 
 def test_names_say_group_and_place_and_are_what_wandb_shows(tmp_path: Path) -> None:

@@ -292,9 +292,16 @@ def check_base(folder: Path, fingerprint: str) -> None:
     if not path.is_file():
         return
     said = validate(_TrainedOn, json.loads(path.read_text()), source=str(path)).base_fingerprint
-    if said != fingerprint:
+    refuse_another_base(folder, said, fingerprint)
+
+
+def refuse_another_base(folder: Path, trained_on: str | None, fingerprint: str) -> None:
+    """ConfigError when two fingerprints differ: of the base that the adapters in a folder were
+    trained on, and of an experiment's.
+    """
+    if trained_on != fingerprint:
         raise ConfigError(
-            f"{folder}: its adapters were trained on base {said}, but this experiment's is "
+            f"{folder}: its adapters were trained on base {trained_on}, but this experiment's is "
             f"{fingerprint}.\nPut the old base back: they mean nothing in another one."
         )
 

@@ -97,7 +97,9 @@ class Task(TokenTask[Config]):
         if lora is None:
             model = self._both(str(folder), how, None)
         else:
-            self._check_base(folder)
+            said = export.read_description(folder)
+            if said is not None:
+                adapters.refuse_another_base(folder, said.base_fingerprint, self.fingerprint())
             model = self._both(self.cfg.base, how, lora)
             for side, place in sides.items():
                 adapters.load(getattr(model, side), place)
@@ -161,15 +163,6 @@ class Task(TokenTask[Config]):
                 changed,
             )
             self.tokens = Tokens(self.tokenizer, self.cfg.data.model_copy(update=changed))
-
-    def _check_base(self, folder: Path) -> None:
-        said = export.read_description(folder)
-        if said is not None and said.base_fingerprint != self.fingerprint():
-            raise ConfigError(
-                f"{folder}: its adapters were trained on base {said.base_fingerprint}, but this "
-                "experiment's is "
-                f"{self.fingerprint()}.\nPut the old base back: they mean nothing in another one."
-            )
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         names = [export.QUERY] if self.cfg.encoder.tied else [export.QUERY, export.PASSAGE]
