@@ -23,6 +23,7 @@ from trainer.config.userfile import kind
 from trainer.config.version import Version
 from trainer.errors import EXIT_OK, ConfigError, LatheError
 
+_NO_BASE = "-sb/--savedir_base is required: the folder that holds all runs. For example -sb results"
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -209,10 +210,7 @@ def main(
 
     def command() -> int:
         if savedir_base is None:
-            raise ConfigError(
-                "-sb/--savedir_base is required: the folder that holds all runs. For example -sb "
-                "results"
-            )
+            raise ConfigError(_NO_BASE)
         experiments = _experiments(exp_group, exp_id, exp_configs, savedir_base, steps)
         options = {
             "savedir_base": savedir_base,

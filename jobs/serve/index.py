@@ -53,7 +53,7 @@ class Page:
 
 
 @dataclass(frozen=True)
-class Cut:
+class PageRequest:
     """Which part of a list is wanted. owner: None for everybody's."""
 
     owner: str | None
@@ -170,7 +170,9 @@ class Index:
         found = row.fetchone()
         return None if found is None else json.loads(found[0])
 
-    def jobs(self, cut: Cut, metadata: Mapping[str, str] | None, *, has_none: bool = False) -> Page:
+    def jobs(
+        self, cut: PageRequest, metadata: Mapping[str, str] | None, *, has_none: bool = False
+    ) -> Page:
         """Jobs, the newest first; with `metadata`, those that have these entries. has_none: those
         without metadata. KeyError for an unknown `after`.
         """
@@ -206,7 +208,7 @@ class Index:
 
     # Events
 
-    def events(self, job_id: str, cut: Cut) -> Page:
+    def events(self, job_id: str, cut: PageRequest) -> Page:
         """Events of a job, the newest first. KeyError for an unknown `after`."""
         values: list[Any] = [job_id]
         where = "job = ?"
@@ -239,7 +241,7 @@ class Index:
         """Forget files that were deleted."""
         self.connection.executemany("delete from uploads where id = ?", [(one,) for one in ids])
 
-    def uploads(self, cut: Cut, purpose: str | None, *, is_rising: bool = False) -> Page:
+    def uploads(self, cut: PageRequest, purpose: str | None, *, is_rising: bool = False) -> Page:
         """Files that were handed in, the newest first unless is_rising. KeyError as `jobs`."""
         where, values = _owned(cut.owner)
         if purpose is not None:
@@ -277,7 +279,13 @@ class Index:
         return [row[0] for row in self.connection.execute(query, values)]
 
     def _page(
-        self, table: str, cut: Cut, where: list[str], values: list[Any], *, is_rising: bool = False
+        self,
+        table: str,
+        cut: PageRequest,
+        where: list[str],
+        values: list[Any],
+        *,
+        is_rising: bool = False,
     ) -> Page:
         if cut.after is not None:
             query = f"select created from {table} where id = ?"

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from jobs.record.times import now
 from jobs.serve import uploads
-from jobs.serve.index import Cut, Page
+from jobs.serve.index import Page, PageRequest
 from jobs.serve.job_view import FINAL, checkpoints, results_csv
 from jobs.serve.offers import Asked, Offer, fill, kinds_of, num_held_out
 from jobs.serve.requests import (
@@ -67,7 +67,7 @@ async def create_file(request: Request) -> Response:
 def list_files(request: Request) -> Response:
     keeper, asked = keeper_of(request), page_asked(request, usual=10_000, most=10_000)
     order = one_of(request, "order", ("asc", "desc"), "desc")
-    cut = Cut(client_of(request).owner, asked.after, asked.limit)
+    cut = PageRequest(client_of(request).owner, asked.after, asked.limit)
     purpose = request.query_params.get("purpose")
     page = _page(lambda: keeper.index.uploads(cut, purpose, is_rising=order == "asc"), asked.after)
     data = [uploads.file_object(Upload.model_validate(body)) for body in page.data]
@@ -269,7 +269,7 @@ def _refuse_above_quota(keeper: Keeper, client: Client) -> None:
 def list_jobs(request: Request) -> Response:
     keeper, asked = keeper_of(request), page_asked(request, usual=20, most=100)
     metadata, has_none = metadata_asked(request)
-    cut = Cut(client_of(request).owner, asked.after, asked.limit)
+    cut = PageRequest(client_of(request).owner, asked.after, asked.limit)
     page = _page(lambda: keeper.index.jobs(cut, metadata, has_none=has_none), asked.after)
     return JSONResponse(list_object(page.data, has_more=page.has_more))
 
@@ -292,7 +292,7 @@ def visible_job(request: Request) -> dict[str, Any]:
 def list_events(request: Request) -> Response:
     keeper, asked = keeper_of(request), page_asked(request, usual=20, most=1000)
     job = visible_job(request)
-    cut = Cut(None, asked.after, asked.limit)
+    cut = PageRequest(None, asked.after, asked.limit)
     page = _page(lambda: keeper.index.events(job["id"], cut), asked.after)
     return JSONResponse(list_object(page.data, has_more=page.has_more))
 

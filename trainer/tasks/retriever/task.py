@@ -23,7 +23,7 @@ from trainer.models import adapters, base_model
 from trainer.models.gradcache import PoolScope, pooled_losses
 from trainer.runtime import distributed
 from trainer.tasks.abilities import Side, Uncut
-from trainer.tasks.protocol import DRAW, EPOCH, Batch, Cut, Encoded, Places, Row, Text
+from trainer.tasks.protocol import DRAW, EPOCH, Batch, Encoded, Places, Row, Text
 from trainer.tasks.retriever import export, losses, metrics, rows, selection, sentence_folder
 from trainer.tasks.retriever.config import Config, Data, Encoder
 from trainer.tasks.retriever.model import Retriever, is_causal, pooler_of
@@ -212,15 +212,10 @@ class Task(TokenTask[Config]):
             },
             is_truncated=is_cut,
             cuts={
-                "queries": self._cut_of(whole["query"], "query"),
-                "passages": self._cut_of(whole["passage"], "passage"),
+                "queries": self.tokens.cut_of(whole["query"], "query"),
+                "passages": self.tokens.cut_of(whole["passage"], "passage"),
             },
         )
-
-    def _cut_of(self, plain: Sequence[Sequence[int]], side: Side) -> Cut:
-        around = len(self.tokens.before) + len(self.tokens.after)
-        lengths = [len(ids) + around for ids in plain]
-        return Cut(f"data.{side}_tokens", self.tokens.limit(side), lengths)
 
     def untruncated(self, row: Row) -> dict[str, Uncut]:
         """query; passages: positives and negatives, each with its special tokens."""

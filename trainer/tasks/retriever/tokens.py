@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
+from trainer.tasks.protocol import Cut
 
 if TYPE_CHECKING:
     from trainer.tasks.abilities import Side
@@ -45,6 +46,12 @@ class Tokens:
         """Ids without special ones as `ids` gives them: within the side's limit, with those."""
         room = self.limit(side) - len(self.before) - len(self.after)
         return [[*self.before, *tokens[:room], *self.after] for tokens in plain]
+
+    def cut_of(self, plain: Sequence[Sequence[int]], side: Side) -> Cut:
+        """What `cut` takes off ids without special ones."""
+        around = len(self.before) + len(self.after)
+        lengths = [len(ids) + around for ids in plain]
+        return Cut(f"data.{side}_tokens", self.limit(side), lengths)
 
     def plain_ids(self, texts: Sequence[str | Row | Sequence[int]], side: Side) -> list[list[int]]:
         """The same ids, cut nowhere and without special ones."""
