@@ -337,11 +337,11 @@ def test_an_evaluation_is_told_to_the_run_in_wandb(
 def test_half_of_where_wandb_is_is_refused_before_anything_is_read(
     values: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="want both"):
+    with pytest.raises(ConfigError, match="the entity alone"):
         evaluated(
             values,
             folder,
             tmp_path / "nowhere",
             tmp_path / "p.jsonl",
-            {"wandb_project": "something"},
+            {"wandb_entity": "someone"},
         )

@@ -278,6 +278,7 @@ def test_a_trained_t5_v11_is_exported_with_its_unscaled_output(
         values,
         base={"config": config, "seed": 1},
         train={"steps": 2, "eval_every": 2, "save_every": 2},
+        schedule={"warmup_steps": 1},
     )
     (run_folder,) = run_on_ranks(1, _exported_v11, values, folder, tmp_path)
     task = tasks.load(tasks.parse(values), Places(folder, folder / "cache", tmp_path))
@@ -327,6 +328,7 @@ def test_an_output_layer_of_its_own_survives_zero3(folder: Path, tmp_path: Path)
         values,
         base=str(tmp_path / "base"),
         train={"steps": 3, "log_every": 1, "answers": None, "best": None},
+        schedule={"warmup_steps": 3},
     )
     zero0, zero3 = run_on_ranks(2, _two_stages, values, folder, tmp_path / "runs")[0]
     assert len(zero0) == 3

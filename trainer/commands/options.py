@@ -159,3 +159,12 @@ def set_up_logging() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     # an unreachable Hub ends in one ConfigError of ours
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def log_to_stderr() -> None:
+    """Messages of ours on standard error from now on: standard output is for results alone."""
+    from rich.console import Console
+
+    from trainer.telemetry.console import ConsoleHandler
+
+    logging.getLogger().handlers = [ConsoleHandler(Console(stderr=True))]

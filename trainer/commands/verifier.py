@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from dataclasses import asdict
@@ -149,8 +148,7 @@ def score(
     from trainer.evaluation.run import Question, opened
     from trainer.training.options import Options
 
-    for handler in logging.getLogger().handlers:
-        handler.setStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue] (standard output is for scores)
+    options.log_to_stderr()  # standard output is for scores
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("score runs on one device: start it with python, not with torchrun.")
     values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)

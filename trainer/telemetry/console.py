@@ -27,12 +27,17 @@ def screen() -> Console:
 
 
 class ConsoleHandler(logging.Handler):
-    """Log records as lines of the console, each with the time of day."""
+    """Log records as lines of a console, each with the time of day."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        """console: None for the one of this process, on standard output."""
+        super().__init__()
+        self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one record."""
         try:
-            _print(screen(), f"{clock()}  {self.format(record)}")
+            _print(self._console or screen(), f"{clock()}  {self.format(record)}")
         except RecursionError:  # as logging.StreamHandler does (CPython issue 36272)
             raise
         except Exception:  # any: a line that cannot be shown must not end a run
