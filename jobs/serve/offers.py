@@ -18,7 +18,6 @@ from pydantic import Field
 
 from jobs.config import JobConfig
 from jobs.serve.rows import KINDS
-from service import SERVICE
 from trainer import tasks
 from trainer.config import userfile
 from trainer.config.schema import Fraction, Positive, Strict, validate
@@ -28,6 +27,8 @@ Values = dict[str, Any]
 Auto = Literal["auto"]
 ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 MEBIBYTE = 1 << 20
+# Read by its path: other packages may have a module of this name.
+BUILT_IN = Path(__file__).resolve().parents[2] / "service.py"
 
 
 class Offer(Strict):
@@ -83,9 +84,8 @@ class Filled:
 
 def read(file: Path | None) -> ServiceConfig:
     """The checked SERVICE of a Python file, or of service.py. ConfigError names every mistake."""
-    values: Any = SERVICE
-    if file is not None:
-        values = userfile.execute(file, flag="--service_config", defines="SERVICE").get("SERVICE")
+    chosen = BUILT_IN if file is None else file
+    values = userfile.execute(chosen, flag="--service_config", defines="SERVICE").get("SERVICE")
     source = f"{file or 'service.py'}: SERVICE"
     if not isinstance(values, dict):
         raise ConfigError(f"{source} is {userfile.kind(values)}. Want a dictionary.")

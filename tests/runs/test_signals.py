@@ -34,6 +34,8 @@ IN_MAKE_TEST = [("evaluation", signal.SIGINT), ("encoding", signal.SIGHUP)]
 
 def _signal_in(place: str, call: int, number: signal.Signals, times: int) -> None:
     """From now on this process gets a signal (so many times) as it begins that call of a function."""
+    if signal.getsignal(number) is signal.SIG_IGN:  # tests under nohup: a run would ignore it, too
+        signal.signal(number, signal.SIG_DFL)
     module, _, path = place.partition(":")
     owner: Any = importlib.import_module(module)
     *outer, name = path.split(".")

@@ -37,6 +37,8 @@ def _onto_terminal(name: str, columns: int) -> None:
         os.dup2(terminal, descriptor)
     os.close(terminal)
     os.environ["TERM"] = "xterm"
+    for name in ("COLUMNS", "LINES"):  # of the terminal that the tests were started at
+        os.environ.pop(name, None)
 
 
 class Terminal:

@@ -21,7 +21,6 @@ from jobs.serve import offers
 from jobs.serve.access import Gate, add_token, gate
 from jobs.serve.app import make_app, make_keeper
 from jobs.serve.keeper import Keeper, Send
-from service import SERVICE
 from tests.jobs.conftest import queue, wait_until
 
 __all__ = ["queue", "wait_until"]
@@ -208,4 +207,4 @@ def until_status(
 
 def offered() -> list[str]:
     """Names of the models that the repository's own file offers."""
-    return sorted(SERVICE["models"])
+    return sorted(offers.read(None).models)
