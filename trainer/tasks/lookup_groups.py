@@ -87,11 +87,11 @@ VERA_LOOKUP: Values = {
     "tokenizer": TOKENIZER,
     "train": {
         **{key: FID_COPIES["train"][key] for key in ("global_batch", "micro_batch", "eval_batch")},
-        "steps": 1200,
+        "steps": 2400,
         "precision": "fp32",
         "log_every": 50,
-        "eval_every": 150,
-        "save_every": 150,
+        "eval_every": 300,
+        "save_every": 300,
         "best": "valid/auroc/all",
         "best_is": "max",
     },
@@ -196,7 +196,7 @@ SUMMARISE_TWO = vary(SUMMARISE_LOOKUP, train={"steps": 600}, data=TWO_FACTS)
 EASY_STATEMENTS = ["arithmetic", "membership"]
 VERA_TWO = vary(
     VERA_LOOKUP,
-    train={"steps": 450},
+    train={"steps": 450, "eval_every": 150, "save_every": 150},
     data={"train_tasks": EASY_STATEMENTS, "valid_tasks": EASY_STATEMENTS},
 )
 
