@@ -205,6 +205,16 @@ def until_status(
     return wait_until(look, lambda job: job["status"] in wanted, within_s=within_s)
 
 
+@contextmanager
+def own_queue(folder: Path) -> Iterator[None]:
+    """Inside, jobs of this machine wait in a queue of their own, four processors wide."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LATHE_QUEUE", str(folder))
+        patch.setenv("LATHE_QUEUE_CPUS", "4")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
+
+
 def offered() -> list[str]:
     """Names of the models that the repository's own file offers."""
     return sorted(offers.read(None).models)

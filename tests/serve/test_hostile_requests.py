@@ -137,7 +137,7 @@ CASES: list[Case] = [
     ("a path as a suffix", "POST", JOBS, {"json": {**GOOD, "suffix": "../../x"}}, {400}),
     ("an option as a suffix of a shell", "POST", JOBS, {"json": {**GOOD, "suffix": "$(touch x)"}}, {400}),
     ("a script as a suffix", "POST", JOBS, {"json": {**GOOD, "suffix": SCRIPT}}, {400}),
-    ("a folder as a model", "POST", JOBS, {"json": {**GOOD, "model": "/root/model"}}, {404}),
+    ("a folder as a model", "POST", JOBS, {"json": {**GOOD, "model": "/some/model"}}, {404}),
     ("a Hub id as a model", "POST", JOBS, {"json": {**GOOD, "model": "evil/with-code"}}, {404}),
     # What a request may not state
     ("an experiment", "POST", JOBS, {"json": {**GOOD, "experiment": {"base": "/x"}}}, {400}),

@@ -13,7 +13,16 @@ from typer.testing import CliRunner
 
 from jobs.cli import app as command
 from jobs.serve.lathe_routes import strange_texts
-from tests.serve.conftest import CHAT, Service, Stub, jsonl, serving, until_status, wait_until
+from tests.serve.conftest import (
+    CHAT,
+    Service,
+    Stub,
+    jsonl,
+    own_queue,
+    serving,
+    until_status,
+    wait_until,
+)
 from trainer.config.identity import exp_id
 
 BY_HAND = {"task": "causal_lm", "train": {"steps": 2}}
@@ -30,18 +39,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, T
     (run / "status.json").write_text('{"state": "succeeded", "step": 2, "total": 2}')
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
     (run / "memory_plan.json").write_text('{"peak_gib": 1.5}')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LATHE_QUEUE", str(folder / "queue"))
-        patch.setenv("LATHE_QUEUE_CPUS", "4")
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        with serving(folder / "base", python=stub.python) as running:
-            client = running.client()
-            file = client.files.create(file=("a.jsonl", jsonl(CHAT)), purpose="fine-tune")
-            job = client.fine_tuning.jobs.create(model="tiny-chat", training_file=file.id)
-            done = until_status(client, job.id, "succeeded")
-            here = TestClient(running.app, base_url=running.url)
-            wait_until(lambda: states(here), lambda found: found == {"succeeded"})
-            yield running, here, done
+    with own_queue(folder / "queue"), serving(folder / "base", python=stub.python) as running:
+        client = running.client()
+        file = client.files.create(file=("a.jsonl", jsonl(CHAT)), purpose="fine-tune")
+        job = client.fine_tuning.jobs.create(model="tiny-chat", training_file=file.id)
+        done = until_status(client, job.id, "succeeded")
+        here = TestClient(running.app, base_url=running.url)
+        wait_until(lambda: states(here), lambda found: found == {"succeeded"})
+        yield running, here, done
 
 
 def states(here: TestClient) -> set[str]:

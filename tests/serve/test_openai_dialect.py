@@ -18,6 +18,7 @@ from tests.serve.conftest import (
     Stub,
     jsonl,
     offered,
+    own_queue,
     serving,
     until_status,
     wait_until,
@@ -30,26 +31,22 @@ from tests.serve.conftest import (
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, Stub, OpenAI, Any]]:
     folder = tmp_path_factory.mktemp("service")
     stub = Stub(folder / "stub")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LATHE_QUEUE", str(folder / "queue"))
-        patch.setenv("LATHE_QUEUE_CPUS", "4")
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        with serving(folder / "base", python=stub.python) as running:
-            client = running.client()
-            file = client.files.create(file=("chat.jsonl", jsonl(CHAT)), purpose="fine-tune")
-            job = client.fine_tuning.jobs.create(
-                model="tiny-chat",
-                training_file=file.id,
-                suffix="first",
-                seed=7,
-                metadata={"team": "lathe", "run": "1"},
-                method={
-                    "type": "supervised",
-                    "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto"}},
-                },
-            )
-            until_status(client, job.id, "succeeded")
-            yield running, stub, client, job
+    with own_queue(folder / "queue"), serving(folder / "base", python=stub.python) as running:
+        client = running.client()
+        file = client.files.create(file=("chat.jsonl", jsonl(CHAT)), purpose="fine-tune")
+        job = client.fine_tuning.jobs.create(
+            model="tiny-chat",
+            training_file=file.id,
+            suffix="first",
+            seed=7,
+            metadata={"team": "lathe", "run": "1"},
+            method={
+                "type": "supervised",
+                "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": "auto"}},
+            },
+        )
+        until_status(client, job.id, "succeeded")
+        yield running, stub, client, job
 
 
 def uploaded(client: OpenAI, rows: list[dict[str, Any]] = CHAT) -> str:
