@@ -137,6 +137,7 @@ def test_a_signal_at_any_moment_changes_nothing_of_the_result(
 ) -> None:
     undisturbed = straight
     if moment == "compiling":
+        (tmp_path / "twin").mkdir()
         twin = launcher(folder, tmp_path / "twin", _stage_of(moment))
         twin.run("-e", "mine")
         undisturbed = twin.savedir
