@@ -7,7 +7,7 @@ ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCH_EXTENSIONS_DIR=$(CUR
 KERNEL := $(ENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c \
 	'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)' >/dev/null
 
-.PHONY: setup demo test test-long mutants check bench families scifact learns clean
+.PHONY: setup demo test test-long mutants check bench families scifact learns site clean
 
 setup: $(STAMP)
 
@@ -56,5 +56,9 @@ scifact: setup
 learns: setup
 	$(BIN)/python benchmarks/learns.py
 
+# docs/ as a site, in site/; a link that leads nowhere ends it.
+site: setup
+	$(BIN)/python -m zensical build --strict --clean
+
 clean:
-	rm -rf .venv results out tmp-cache build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv results out site tmp-cache build *.egg-info .pytest_cache .ruff_cache .hypothesis

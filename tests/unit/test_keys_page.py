@@ -1,14 +1,8 @@
-"""docs/keys.md and `python -m trainer keys` say of every key of a dictionary what its schema says.
-
-`LATHE_WRITE_KEYS=1 pytest tests/unit/test_keys_page.py` writes the page anew.
-"""
+"""docs/keys.md and `python -m trainer keys` say of every key of a dictionary what its schema says."""
 
 from __future__ import annotations
 
 import json
-import os
-import textwrap
-from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
@@ -19,9 +13,8 @@ from trainer import tasks
 from trainer.__main__ import app
 from trainer.config import reference
 from trainer.config.schema import Experiment
+from tests.unit.pages import assert_made, wrapped
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "keys.md"
 HEAD = """# Every key of an experiment's dictionary
 
 Made from the schemas by `tests/unit/test_keys_page.py`, which also says how to make it anew. The
@@ -29,11 +22,6 @@ keys of the first section are those of every experiment. `python -m trainer keys
 same in a terminal, and `--json_schema` writes it for editors and other programs.
 """
 EXPERIMENTS = [values for group in EXP_GROUPS.values() for values in group]
-
-
-def wrapped(text: str) -> list[str]:
-    """An entry of a list as lines that a terminal shows."""
-    return textwrap.wrap(text, 110, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def section(title: str, keys: list[reference.Key]) -> list[str]:
@@ -61,11 +49,7 @@ def command(*arguments: str) -> Result:
 
 
 def test_the_page_of_keys_is_up_to_date() -> None:
-    if os.environ.get("LATHE_WRITE_KEYS"):
-        PAGE.write_text(page())
-    assert PAGE.read_text() == page(), "make it anew: LATHE_WRITE_KEYS=1 pytest " + str(
-        Path(__file__).relative_to(ROOT)
-    )
+    assert_made("keys.md", page(), __file__)
 
 
 @pytest.mark.parametrize("task", tasks.names())

@@ -1,4 +1,4 @@
-"""What a dense retriever's experiment states. Imports no torch. docs/retriever.md maps Tevatron's
+"""What a dense retriever's experiment states. Imports no torch. docs/tasks/retriever.md maps Tevatron's
 argument names.
 """
 
