@@ -18,7 +18,15 @@ from trainer.config import deepspeed_config
 from trainer.data.order import Sharding
 from trainer.data.token_store import TokenStore, open_store
 from trainer.memory import advice, plan
-from trainer.memory.measure import Measured, MeasureRequest, Moment, changed, measure
+from trainer.memory.measure import (
+    Measured,
+    MeasureRequest,
+    MeasuringError,
+    Moment,
+    changed,
+    measure,
+    measuring,
+)
 from trainer.memory.planned_rows import binding_limit
 from trainer.memory.subject import Subject, subject_of
 from trainer.tasks.abilities import Answers, ShowsCuts, question_of
@@ -142,7 +150,13 @@ def test_every_task_is_planned_for_without_data(folder: Path, tmp_path: Path) ->
                 MeasureRequest(subject.values, "answer", rows, raw, answer_tokens=tokens)
                 for tokens in (4, 8)
             ]
-    steps = measure(requests, Places(None, tmp_path, tmp_path))
+    places = Places(None, tmp_path, tmp_path)
+    with measuring():  # one process, and a new one behind one that died
+        with pytest.raises(MeasuringError, match="exit code 1"):
+            measure([replace(requests[0], experiment={"task": "none"})], places)
+        steps = measure(requests, places)
+        (again,) = measure(requests[:1], places)
+    assert replace(again, seconds=steps[0].seconds) == steps[0]
     peaks = [(request, step.peak.total) for request, step in zip(requests, steps, strict=True)]
     assert all(total > 0 for _, total in peaks)
     answers = [total for request, total in peaks if request.kind == "answer"]

@@ -1,4 +1,4 @@
-"""docs/keys.md and `python -m trainer keys` say of every key of a dictionary what its schema says."""
+"""docs/keys.md and `python -m trainer keys` say of every key what its schema says."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jsonschema import Draft202012Validator
 from typer.testing import CliRunner, Result
 
 from exp_configs import EXP_GROUPS
+from tests.unit.pages import assert_made, wrapped
 from trainer import tasks
 from trainer.__main__ import app
 from trainer.config import reference
 from trainer.config.schema import Experiment
-from tests.unit.pages import assert_made, wrapped
 
 HEAD = """# Every key of an experiment's dictionary
 

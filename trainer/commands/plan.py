@@ -55,6 +55,7 @@ def plan(
     """
     from trainer.memory import launch, plan_text
     from trainer.memory.advice import advise
+    from trainer.memory.measure import measuring
     from trainer.memory.plan import make
     from trainer.training.options import Options
 
@@ -72,8 +73,9 @@ def plan(
     target = launch.device(device)
     cublas = launch.cublas(target)
     subject = _subject(values, given, ranks)
-    made = make(subject, cublas=cublas)
-    advice = advise(subject, made, target, cublas=cublas)
+    with measuring():
+        made = make(subject, cublas=cublas)
+        advice = advise(subject, made, target, cublas=cublas)
     if as_json:
         typer.echo(json.dumps({"plan": made.plan.plain(), "advice": advice.plain()}, indent=1))
     else:

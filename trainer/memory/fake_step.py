@@ -1,6 +1,7 @@
 """Steps run under fake tensors, in a process of their own: `measure()` of measure.py starts it.
 
-It reads requests as JSON from standard input and writes what was measured to standard output.
+It reads requests, a line of JSON at a time, from standard input, and writes what was measured to
+standard output, until the input ends.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr  # whoever prints must not spoil the answer
     from trainer.tasks.protocol import Places
 
-    job = json.load(sys.stdin)
-    given = {name: None if path is None else Path(path) for name, path in job["places"].items()}
-    places = Places(**cast("dict[str, Any]", given))
-    json.dump(
-        [_measured(MeasureRequest(**one), places).plain() for one in job["requests"]], answers
-    )
-    answers.flush()
+    for line in sys.stdin:
+        job = json.loads(line)
+        given = {name: None if path is None else Path(path) for name, path in job["places"].items()}
+        places = Places(**cast("dict[str, Any]", given))
+        found = [_measured(MeasureRequest(**one), places).plain() for one in job["requests"]]
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
     # torch's threads hold Python objects of the fake device, which the interpreter's own way out
     # would meet half freed
     os._exit(0)

@@ -21,7 +21,7 @@ from trainer.errors import ConfigError, DoesNotFitError
 from trainer.files.atomic import read_json, write_json
 from trainer.memory import plan_text
 from trainer.memory.advice import advise, largest_divisor, largest_rows
-from trainer.memory.measure import MeasuringError
+from trainer.memory.measure import MeasuringError, measuring
 from trainer.memory.plan import MemoryPlan, make
 from trainer.memory.planned_rows import StoredRows
 from trainer.memory.subject import Subject
@@ -92,6 +92,7 @@ class UpcomingRun:
         )
 
 
+@measuring()
 def before_launch(
     launch: UpcomingRun, folder: Path, *, name: str | None, is_forced: bool
 ) -> dict[str, Any] | None:

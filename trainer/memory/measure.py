@@ -4,12 +4,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -115,17 +120,110 @@ class MeasuringError(LatheError):
     """The step could not be run under fake tensors."""
 
 
+_kept: ContextVar[_Measurer | None] = ContextVar("_kept", default=None)
+
+
+@contextmanager
+def measuring() -> Iterator[None]:
+    """Inside, every measure() asks one and the same process, which takes seconds to start and half
+    a GiB of the host until the end. Outside, each starts its own.
+    """
+    if _kept.get() is not None:
+        yield
+        return
+    measurer = _Measurer()
+    token = _kept.set(measurer)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
+        measurer.close()
+
+
 def measure(requests: Sequence[MeasureRequest], places: Places) -> list[Measured]:
     """What each request needs.
 
     MeasuringError, with the process's own words, when a step cannot be run.
     """
-    job = {
-        "requests": [asdict(request) for request in requests],
-        "places": {
-            name: None if path is None else str(path) for name, path in asdict(places).items()
-        },
-    }
+    with measuring():
+        measurer = _kept.get()
+        assert measurer is not None
+        return measurer.answer(requests, places)
+
+
+class _Measurer:
+    """The process that runs steps under fake tensors: a line of JSON in, a line out."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._said = None  # what it writes to standard error
+
+    def answer(self, requests: Sequence[MeasureRequest], places: Places) -> list[Measured]:
+        job = {
+            "requests": [asdict(request) for request in requests],
+            "places": {
+                name: None if path is None else str(path) for name, path in asdict(places).items()
+            },
+        }
+        process = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        is_late = threading.Event()
+        timer = threading.Timer(TIME_LIMIT_S, lambda: (is_late.set(), process.kill()))
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        if line:
+            return [Measured.of(values) for values in json.loads(line)]
+        raise self._failed(process, is_late=is_late.is_set())
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        if self._said is not None:
+            self._said.close()
+        self._process = self._said = None
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (close)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trainer.memory.fake_step"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                text=True,
+                env=_environment(),
+            )
+        return self._process
+
+    def _failed(self, process: subprocess.Popen[str], *, is_late: bool) -> MeasuringError:
+        code = process.wait()
+        assert self._said is not None
+        self._said.seek(0)
+        words = "\n".join(self._said.read().strip().splitlines()[-_SHOWN_LINES:])
+        self.close()  # the next one gets a new process
+        if is_late:
+            return MeasuringError(
+                f"measuring memory took more than {TIME_LIMIT_S:.0f} s and was given up"
+            )
+        return MeasuringError(f"memory could not be measured (exit code {code}):\n{words}")
+
+
+def _environment() -> dict[str, str]:
     # no GPU: the plan must not open a context on it; one thread: fake tensors compute nothing
     environment = {
         **os.environ,
@@ -136,24 +234,4 @@ def measure(requests: Sequence[MeasureRequest], places: Places) -> list[Measured
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         environment.pop(name, None)
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "trainer.memory.fake_step"]
-    try:
-        done = subprocess.run(
-            command,
-            input=json.dumps(job),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TIME_LIMIT_S,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired:
-        raise MeasuringError(
-            f"measuring memory took more than {TIME_LIMIT_S:.0f} s and was given up"
-        ) from None
-    if done.returncode:
-        words = "\n".join(done.stderr.strip().splitlines()[-_SHOWN_LINES:])
-        raise MeasuringError(
-            f"memory could not be measured (exit code {done.returncode}):\n{words}"
-        )
-    return [Measured.of(values) for values in json.loads(done.stdout)]
+    return environment

@@ -1,5 +1,5 @@
-"""What a dense retriever's experiment states. Imports no torch. docs/tasks/retriever.md maps Tevatron's
-argument names.
+"""What a dense retriever's experiment states. Imports no torch. docs/tasks/retriever.md maps
+Tevatron's argument names.
 """
 
 from __future__ import annotations
