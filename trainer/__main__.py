@@ -36,6 +36,7 @@ def _about(version: Version = False) -> None:
 app.command("import")(models.import_)
 app.command()(models.export)
 app.command()(evaluate.evaluate)
+app.command()(prepare.fetch)
 app.command()(prepare.prepare)
 app.command()(retrieval.encode)
 app.command()(retrieval.search)

@@ -9,7 +9,7 @@ import typer
 
 from trainer.commands import options
 from trainer.commands.options import CacheDir, DataPath, ExpConfigs, ExpGroup, ExpId, NumProc, Steps
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, LatheError
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -112,3 +112,51 @@ def _by_name(given: list[str] | None) -> dict[str, str]:
             f"--source {wrong[0]}: want NAME=FOLDER_OR_HUB_ID, such as squad_v2=rajpurkar/squad_v2."
         )
     return {name: place for name, _, place in pairs}
+
+
+@options.guarded
+def fetch(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="nq, scifact, ..., or tokenizers; without it all of them are listed."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The folder to write; of a set it must be new.")
+    ] = None,
+    mirror: Annotated[
+        str | None,
+        typer.Option("--mirror", help="An address or a folder that has SET/FILE instead."),
+    ] = None,
+) -> None:
+    """Fetch a public set into the layout that the built-in groups read, checked by its digests."""
+    from trainer.public_sets import catalogue
+
+    if name is None:
+        for each, public in catalogue.SETS.items():
+            groups = f"; read by {', '.join(public.groups)}" if public.groups else ""
+            typer.echo(f"{each}: {public.about}. Licence: {public.licence}{groups}")
+        typer.echo(f"tokenizers: {', '.join(catalogue.TOKENIZERS)}, of the built-in groups")
+        return
+    if out is None:
+        raise ConfigError("--out is missing: name the folder to write.")
+    _fetch(name, out, mirror)
+
+
+def _fetch(name: str, out: Path, mirror: str | None) -> None:
+    from trainer.files import hub
+    from trainer.files.atomic import refuse_existing
+    from trainer.public_sets import fetching
+
+    if name == "tokenizers":
+        hub.use_cache_where_unreachable()
+        missing = fetching.fetch_tokenizers(out)
+        if missing:
+            told = "; ".join(f"{each} ({why})" for each, why in missing.items())
+            raise LatheError(f"not had: {told}. Put such a folder at {out} by hand.")
+        return
+    public = fetching.known(name)
+    refuse_existing(out)
+    if mirror is not None and Path(mirror).is_dir():
+        mirror = Path(mirror).resolve().as_uri()
+    fetching.fetch(name, out, mirror=mirror)
+    typer.echo(f"{out}: {public.about}. Licence: {public.licence}")

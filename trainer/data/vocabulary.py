@@ -70,6 +70,8 @@ def load_tokenizer(
             reason = "it is a file, and the folder that holds it is wanted"
         elif data_path is None:
             reason += "; it is also looked for below --data_path, which was not given"
+        if Path(spec).parent.name == "tokenizers":  # as the built-in groups name theirs
+            reason += "; `python -m trainer fetch tokenizers --out DIR` brings those of our groups"
         raise _not_found(named, tried, reason=reason)
     hub.use_cache_where_unreachable()
     return _pretrained(spec, named, tried=[*tried, f"Hub id {spec}"])
