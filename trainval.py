@@ -109,6 +109,10 @@ Project = Annotated[
 RunName = Annotated[
     str | None, typer.Option("--wandb_run_name", help="Shown name; the id is the exp_id.")
 ]
+Trackers = Annotated[
+    str | None,
+    typer.Option("--trackers", help="Besides wandb: tensorboard, mlflow, or both, by a comma."),
+]
 LogGradients = Annotated[
     str,
     typer.Option(
@@ -189,6 +193,7 @@ def main(
     wandb_project_name: Project = None,
     wandb_run_name: RunName = None,
     wandb_log_gradients: LogGradients = "false",
+    trackers: Trackers = None,
     do_extra_evals: ExtraEvals = "false",
     generation_eval_max_sample_size: SampleSize = 100,
     push_to_hub: PushToHub = "false",
@@ -228,6 +233,7 @@ def main(
             "device": device,
             "force": force,
             "num_proc": num_proc,
+            "trackers": trackers,
         }
         if job_scheduler in (None, "None", "0"):
             options["names"] = _names(exp_group, exp_configs, steps)

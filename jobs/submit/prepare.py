@@ -35,6 +35,7 @@ FLAGS = (
     "wandb_project_name",
     "wandb_run_name",
     "wandb_log_gradients",
+    "trackers",
     "push_to_hub",
     "do_extra_evals",
     "generation_eval_max_sample_size",

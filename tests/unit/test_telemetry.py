@@ -492,6 +492,18 @@ def test_without_a_key_wandb_is_offline(
     assert list(tmp_path.glob("wandb/offline-run-*"))
 
 
+def test_wandb_keeps_the_console_and_the_requirements_unless_that_is_switched_off(
+    tmp_path: Path, offline: WandbSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for switch, name in (("auto", "on"), ("off", "off")):
+        monkeypatch.setenv("WANDB_CONSOLE", switch)
+        live = run(tmp_path / name, wandb=offline)
+        print("a line of the console")
+        live.close()
+        files = {file.name for file in (tmp_path / name).glob("wandb/offline-run-*/files/*")}
+        assert files == {"requirements.txt"} | ({"output.log"} if name == "on" else set())
+
+
 # ---------------------------------------------------------------- speed, memory and the signal to stop
 
 

@@ -1,16 +1,32 @@
-"""Folders inside installed Python packages, named "package:NAME/FOLDER". A package's code is never
-run: its folder alone is looked up.
+"""Optional packages, and folders inside installed ones, named "package:NAME/FOLDER": there a
+package's code is never run, its folder alone is looked up.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import ConfigError, nearest
 
 PREFIX = "package:"
 _DEEP = 2  # levels of folders that an error lists
+
+
+def extra(module: str, name: str) -> Any:
+    """An optional package; ConfigError that says how to install it."""
+    require(module, name)
+    return importlib.import_module(module)
+
+
+def require(module: str, name: str) -> None:
+    """ConfigError unless the optional package is installed; nothing is imported."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(
+            f"{module} is not installed. It comes with the extra: pip install 'lathe[{name}]'."
+        )
 
 
 def is_packaged(name: str) -> bool:

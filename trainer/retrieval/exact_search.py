@@ -11,17 +11,16 @@ keys differ, so equal scores stand in the order of the passages.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError
+from trainer.files.packages import extra
 from trainer.runtime import distributed
 
 QUERY_BLOCK, PASSAGE_BLOCK = (
@@ -104,16 +103,6 @@ def faiss_search(
         built.add(blocks[number] if blocks else np.ascontiguousarray(block, dtype=np.float32))
     scores, rows = built.search(np.ascontiguousarray(queries, dtype=np.float32), depth)
     return Hits(rows.astype(np.int64), np.where(rows < 0, -np.inf, scores).astype(np.float32))
-
-
-def extra(module: str, name: str) -> Any:
-    """An optional package; ConfigError that says how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"{module} is not installed. It comes with the extra: pip install 'lathe[{name}]'."
-        ) from error
 
 
 def _check(queries: np.ndarray, passages: Sequence[np.ndarray], depth: int) -> None:

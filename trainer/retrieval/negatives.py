@@ -17,8 +17,8 @@ import numpy as np
 from trainer.data.readers.rankings import Hit, Qrels, Run
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import refusals
+from trainer.files.packages import extra
 from trainer.retrieval.answer_recall import AnswerFinder
-from trainer.retrieval.exact_search import extra
 
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query

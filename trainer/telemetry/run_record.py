@@ -1,4 +1,4 @@
-"""What a run tells: console, metrics.jsonl, score_list.json, status.json and wandb.
+"""What a run tells: console, metrics.jsonl, score_list.json, status.json, wandb and others.
 
 Every rank makes a `RunRecord` and calls the same methods; ranks other than 0 write nothing.
 """
@@ -11,7 +11,7 @@ import math
 import pickle
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from numbers import Integral
 from pathlib import Path
@@ -59,7 +59,9 @@ class RunRecord:
         wandb: WandbSettings | None = None,
         name: str = "",
         console: Console | None = None,
+        others: Callable[[], Sequence[Sink]] = tuple,
     ) -> None:
+        """others: makes what else is told the scalars; called where they are written."""
         self.folder, self.total, self.step = folder, total, 0
         self._name = name
         self._state: State = "running"
@@ -78,6 +80,7 @@ class RunRecord:
         if wandb is not None:
             self._wandb = WandbRun(wandb, folder)
             self._sinks.append(self._wandb)
+        self._sinks += others()
 
     def log(self, step: int, **scalars: Number) -> None:
         """The same keys, in the order given, on the console, in metrics.jsonl and in wandb.

@@ -173,11 +173,7 @@ def _init_wandb(settings: WandbSettings, folder: Path, mode: str) -> Any:
         resume="allow",
         mode=cast(Any, mode),
         settings=wandb.Settings(
-            console="off",
             silent=True,
-            disable_git=True,
-            disable_code=True,
-            x_save_requirements=False,
             init_timeout=settings.init_timeout_s,
             finish_timeout=FINISH_S,  # without a network; the rows are on the disk for `wandb sync`
             # its default of 15 s loses a preempted run's last rows (0.31)

@@ -10,6 +10,7 @@ from typing import Any
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
 from trainer.tasks.protocol import Places
+from trainer.telemetry.trackers import named
 from trainer.telemetry.wandb_run import WandbSettings
 
 
@@ -33,6 +34,10 @@ class Options:
     names: Mapping[str, str] = field(default_factory=dict[str, str])  # by id, for people
     force: bool = False  # run what does not fit by the plan
     num_proc: int | None = None  # processes that encode rows; None: by their number
+    trackers: str | None = None  # besides wandb, by commas: of trackers.TRACKERS
+
+    def __post_init__(self) -> None:
+        named(self.trackers)  # on every rank, before anything begins
 
     def wandb(self, values: dict[str, Any]) -> WandbSettings | None:
         """Where the run of an experiment appears in wandb; None: nowhere."""

@@ -27,6 +27,7 @@ from trainer.runtime.preemption import Preemption, Stopped
 from trainer.statistics.opening import told
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
+from trainer.telemetry.trackers import named, tracked_runs
 from trainer.training import checkpoint, engine, preflight, run_folder
 from trainer.training.engine import Engine
 from trainer.training.loop import Cadence, Progress, Session, fit, refuse_unknown_best
@@ -60,6 +61,13 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
             total=plan.cfg.train.steps,
             wandb=options.wandb(plan.values),
             name=plan.name,
+            others=lambda: tracked_runs(
+                named(options.trackers),
+                plan.folder,
+                name=plan.name,
+                exp_id=plan.id,
+                values=plan.values,
+            ),
         )
         try:
             finished = _train_or_stop(plan, options, telemetry, preemption, lock)
