@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -48,6 +48,9 @@ class Case:
     )  # in DeepSpeed's file
     stop_rank: int | None = None  # the rank that is asked to stop, after the step below
     stop_after: int = 0
+    train: dict[str, Any] = field(default_factory=dict)  # more keys of the experiment's block
+    spoilt_rank: int | None = None  # the rank whose losses are spoilt; None: all of them
+    resume_after: int | None = None  # once this step is saved, the run dies and goes on from there
     is_rehearsed: bool = (
         False  # the heaviest batches come first, as in a run whose memory is planned
     )
@@ -66,6 +69,7 @@ class Outcome:
     )  # whether the model was in training mode, by window
     lines: list[dict[str, Any]] = field(default_factory=list)  # of metrics.jsonl
     all_saved_are_finite: bool = True
+    weights: dict[str, Tensor] = field(default_factory=dict)  # at the end
 
 
 class _SpoiltGradient(torch.autograd.Function):
@@ -106,7 +110,13 @@ class Regression:
             outputs = model(torch.sin(batch["row"][:, None] + torch.arange(6.0)).to(dtype))
             if step in self.case.spoilt_gradient:
                 outputs = _SpoiltGradient.apply(outputs, self.case.spoilt_gradient[step])
-            yield (outputs.float() - 1.0).square().sum() * self.case.spoilt_loss.get(step, 1.0)
+            factor = self.case.spoilt_loss.get(step, 1.0) if self._is_spoilt() else 1.0
+            yield (outputs.float() - 1.0).square().sum() * factor
+
+    def _is_spoilt(self) -> bool:
+        from trainer.runtime import distributed
+
+        return self.case.spoilt_rank in (None, distributed.rank())
 
     def scores(self, model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
         from trainer.evaluation.mergeable import Ratio
@@ -140,6 +150,7 @@ def experiment(case: Case) -> Experiment:
             "precision": case.precision,
             "order": "as_given",
             "best_is": case.best_is,
+            **case.train,
         },
         "optim": {"lr": 0.01, "clip": case.clip},
         "schedule": case.schedule,
@@ -147,12 +158,12 @@ def experiment(case: Case) -> Experiment:
     return validate(Experiment, values)
 
 
-def _engine(case: Case, cfg: Experiment) -> Any:
+def _engine(case: Case, cfg: Experiment, weights: Mapping[str, Tensor] | None) -> Any:
     from deepspeed.accelerator import get_accelerator
 
     from trainer.config import deepspeed_config
     from trainer.runtime import distributed
-    from trainer.training.engine import Engine
+    from trainer.training.engine import Engine, load_weights
 
     # Nothing of what is tested here depends on the device; DeepSpeed alone thinks that a CPU has no
     # fp16.
@@ -160,6 +171,8 @@ def _engine(case: Case, cfg: Experiment) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 1))
+    if weights is not None:
+        load_weights(net, weights)
     file = deepspeed_config.read(f"zero{case.stage}")
     file["fp16"] |= case.fp16
     file["zero_optimization"] |= {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
@@ -168,16 +181,19 @@ def _engine(case: Case, cfg: Experiment) -> Any:
     return Engine(net, deepspeed_config.for_engine(ds), cfg.optim)
 
 
-def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
+def _session(
+    case: Case, folder: Path, outcome: Outcome, weights: Mapping[str, Tensor] | None = None
+) -> Any:
     from trainer.data.order import Sharding
     from trainer.memory.launch import rehearse
     from trainer.runtime import distributed
     from trainer.telemetry.meter import Meter
     from trainer.telemetry.run_record import RunRecord
+    from trainer.training import run
     from trainer.training.loop import Cadence, Progress, Session
 
     cfg = experiment(case)
-    live, asked, rank = _engine(case, cfg), Asked(), distributed.rank()
+    live, asked, rank = _engine(case, cfg, weights), Asked(), distributed.rank()
     take_step = live.step
 
     def step(lr: float, watch: Any = None) -> None:
@@ -187,11 +203,14 @@ def _session(case: Case, folder: Path, outcome: Outcome) -> Any:
 
     def save(progress: Progress) -> None:
         outcome.saved.append(progress.step)
+        if case.resume_after is not None:
+            run._save(plan, live, progress)
         weights = live.weights(lambda k: True).values()
         outcome.all_saved_are_finite &= all(
             bool(torch.isfinite(weight).all()) for weight in weights
         )
 
+    plan: Any = SimpleNamespace(folder=folder, values={}, cfg=cfg)
     live.step = step
     stores: Any = {"train": Rows(case.steps * GLOBAL_BATCH), "valid": Rows(distributed.world())}
     if case.is_rehearsed:
@@ -222,16 +241,44 @@ def _fit(cases: dict[str, Case], root: Path) -> dict[str, Outcome]:
         outcome = outcomes[name] = Outcome()
         torch.manual_seed(7)
         session = _session(case, root / str(number), outcome)
+        progress = Progress()
+        if case.resume_after is not None:
+            session, progress = _killed(case, root / str(number), session)
         try:
-            outcome.result = "finished" if fit(session, Progress()) else "stopped"
+            outcome.result = "finished" if fit(session, progress) else "stopped"
         except LatheError as error:
             outcome.result = f"{type(error).__name__}: {error}"
         outcome.modes = session.task.modes
+        outcome.weights = session.engine.weights(lambda k: True)
         session.run.close()
         session.engine.destroy()
         if (file := root / str(number) / "metrics.jsonl").exists():
             outcome.lines = [json.loads(line) for line in file.read_text().splitlines()]
     return outcomes
+
+
+def _killed(case: Case, folder: Path, session: Any) -> tuple[Any, Any]:
+    """A session and the progress of a run that died after a save, and was started again."""
+    from trainer.training import checkpoint, run
+    from trainer.training.loop import Progress, fit
+
+    save = session.save
+
+    def dying(progress: Progress) -> None:
+        save(progress)
+        if progress.step == case.resume_after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(replace(session, save=dying), Progress())
+    session.run.close()
+    session.engine.destroy()
+    newest = checkpoint.resume_point(folder / "checkpoints")
+    assert newest is not None
+    again = _session(case, folder, Outcome(), dict(checkpoint.read_tensors(newest, "weights")))
+    progress = run._restore(again.engine, newest, seed=0)
+    again.run.resume(progress.step, progress.bad.steps)
+    return again, progress
 
 
 def fit_all(cases: dict[str, Case], *, world: int = 1) -> list[dict[str, Outcome]]:
@@ -397,3 +444,113 @@ def test_a_rehearsal_of_the_heaviest_batches_changes_nothing_even_with_dropout()
         )
         assert len(plain) == 6
         assert rehearsed == plain
+
+
+# Steps that are left out
+# --------------------------------------------------------------------------------------------------
+
+SKIP = {"on_bad_step": "skip"}
+BAD = 4  # the step that is spoilt
+FAULTS: dict[str, tuple[str, dict[str, Any]]] = {  # what is spoilt, and how it is then called
+    "a row": ("loss", {"spoilt_loss": {BAD: NAN}}),
+    "a rank": ("loss", {"spoilt_loss": {BAD: INF}, "spoilt_rank": 1}),
+    "an overflow": ("gradient", {"spoilt_gradient": {BAD: HUGE}}),
+    "a gradient": ("gradient", {"spoilt_gradient": {BAD: NAN}}),
+}
+
+
+def _twin(steps: int, without: set[int]) -> dict[str, Tensor]:
+    """The weights after the same run on one rank in plain torch, in fp32: an update is a line."""
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 1))
+    optim = experiment(Case()).optim
+    groups = [
+        {
+            "params": [p for p in net.parameters() if p.dim() > 1],
+            "weight_decay": optim.weight_decay,
+        },
+        {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=optim.betas, eps=optim.eps)
+    torch.manual_seed(7)
+    for step in range(steps):
+        rows = torch.arange(GLOBAL_BATCH * step, GLOBAL_BATCH * (step + 1))
+        optimizer.zero_grad()
+        for half in rows.split(2):
+            outputs = net(torch.sin(half[:, None] + torch.arange(6.0)))
+            ((outputs - 1.0).square().sum() / GLOBAL_BATCH).backward()
+        if step + 1 not in without:
+            optimizer.step()
+    return {name: value.detach().clone() for name, value in net.named_parameters()}
+
+
+def test_a_step_that_is_left_out_changes_nothing_at_any_stage() -> None:
+    """A run without that update, in plain torch; also of a spike, which is finite, and of a rank's
+    own loss that no other rank has.
+    """
+    spike = {"spoilt_loss": {20: 500.0}, "train": {**SKIP, "spike_z": 20, "spike_window": 8}}
+    cases = {
+        f"zero{stage} {name}": Case(stage=stage, train=SKIP, steps=8, log_every=1, **spoilt)
+        for stage in range(4)
+        for name, (_, spoilt) in FAULTS.items()
+        # deepspeed 0.19.8 takes the norm in fp64 at stage 3, where a gradient of HUGE has one
+        if name != "a rank" and (stage, name) != (3, "an overflow")
+    }
+    cases |= {f"zero{stage} spike": Case(stage=stage, steps=22, **spike) for stage in range(4)}
+    for name, outcome in fit_all(cases)[0].items():
+        is_spike = "spike" in name
+        assert outcome.result == "finished", name
+        events = [line for line in outcome.lines if "bad_step" in line]
+        assert len(events) == 1, (name, outcome.lines)
+        (event,) = events
+        kind = "spike" if is_spike else FAULTS[name.partition(" ")[2]][0]
+        assert (event["step"], event["bad_step"]) == (20 if is_spike else BAD, kind), name
+        twin = _twin(22 if is_spike else 8, {20 if is_spike else BAD})
+        for weight, value in outcome.weights.items():
+            torch.testing.assert_close(value, twin[weight], rtol=2e-5, atol=2e-6, msg=name)
+
+
+def test_a_run_that_leaves_steps_out_resumes_to_the_same_bits() -> None:
+    """On two ranks, killed before the spoilt step and behind it; what a spike is told by is kept."""
+    faults = {name: spoilt for name, (_, spoilt) in FAULTS.items()}
+    faults["a spike"] = {"spoilt_loss": {12: 900.0}, "train": {"spike_z": 20, "spike_window": 8}}
+    cases: dict[str, Case] = {}
+    for (name, spoilt), stage in zip(faults.items(), (0, 1, 2, 3, 3), strict=True):
+        own = {**spoilt, "train": {**SKIP, **spoilt.get("train", {})}}
+        bad = 12 if name == "a spike" else BAD
+        for resumed in (None, bad - 1, bad):
+            cases[f"{name}, {resumed}"] = Case(
+                stage=stage, steps=bad + 3, log_every=1, resume_after=resumed, **own
+            )
+    for by_case in fit_all(cases, world=2):
+        for name, outcome in by_case.items():
+            straight = by_case[f"{name.partition(',')[0]}, None"]
+            assert outcome.result == "finished", name
+            assert [line.get("bad_steps") for line in outcome.lines].count(1) == (
+                1 if outcome.lines else 0
+            ), name
+            for weight, value in outcome.weights.items():
+                assert torch.equal(value, straight.weights[weight]), f"{name}: {weight}"
+            assert [(line["step"], line.get("loss")) for line in outcome.lines] == [
+                (line["step"], line.get("loss")) for line in straight.lines
+            ], name
+
+
+def test_too_many_bad_steps_stop_the_run_and_so_does_a_spike_where_nothing_is_left_out() -> None:
+    few = {**SKIP, "bad_steps_allowed": 2, "bad_steps_among": 5}
+    cases = {
+        "three of five": Case(steps=12, train=few, spoilt_loss={2: NAN, 4: NAN, 6: NAN}),
+        "three of six": Case(steps=12, train=few, spoilt_loss={2: NAN, 4: NAN, 7: NAN}),
+        "spike": Case(steps=12, train={"spike_z": 20, "spike_window": 8}, spoilt_loss={10: 900.0}),
+    }
+    outcomes = fit_all(cases)[0]
+    assert "at step 6 (" in outcomes["three of five"].result
+    assert "so were steps 2, 4: more than train.bad_steps_allowed=2" in (
+        outcomes["three of five"].result
+    )
+    assert outcomes["three of five"].saved[-1] == 5
+    assert outcomes["three of six"].result == "finished"
+    assert outcomes["spike"].result.startswith("DivergedError: the loss is ")
+    assert "deviations above its like at step 10 (" in outcomes["spike"].result
+    assert outcomes["spike"].saved[-1] == 9

@@ -149,6 +149,36 @@ class Train(Strict):
     """Whether the lowest or the highest value of `best` is the best."""
     max_lost_labels: Fraction = 0.05
     """Share of a split's label tokens that limits may cut off; more is refused."""
+    on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
+    """What a loss or gradient that is not finite does, or a spike (spike_z). skip: that update is
+    left out. rollback: back to the last checkpoint, and that window is left out.
+    """
+    bad_steps_allowed: Positive = 10
+    """So many bad steps may be left out among the last bad_steps_among; one more stops the run."""
+    bad_steps_among: Positive = 1000
+    """The steps among which bad ones are counted."""
+    spike_z: Annotated[float, Field(gt=0)] | None = None
+    """A loss so many robust deviations above the median of the window is a spike; None: none is."""
+    spike_window: Annotated[int, Field(ge=8)] = 100
+    """Losses of good steps that a spike is told by; before there are so many, none is."""
+
+    @model_validator(mode="after")
+    def _limits_of_bad_steps_fit_what_is_done(self) -> Train:
+        given = self.model_fields_set
+        counted = [key for key in ("bad_steps_allowed", "bad_steps_among") if key in given]
+        if self.on_bad_step == "stop" and counted:
+            raise ValueError(
+                f'{", ".join(counted)} with on_bad_step="stop", which stops at the first: leave '
+                'it out, or on_bad_step="skip" or "rollback"'
+            )
+        if self.spike_z is None and "spike_window" in given:
+            raise ValueError("spike_window without spike_z: leave it out, or give spike_z, say 10")
+        if self.spike_z is not None and self.spike_window >= self.steps:
+            raise ValueError(
+                f"spike_window={self.spike_window} with steps={self.steps}: no step would be "
+                "judged. Give a spike_window below steps, or leave spike_z out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_given_order_is_kept(self) -> Train:

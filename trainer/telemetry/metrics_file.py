@@ -40,7 +40,7 @@ class MetricsFile:
             self._file: Any = self._path.open("a+b", buffering=0)
             self._size = os.fstat(self._file.fileno()).st_size
 
-    def log(self, step: int, scalars: Mapping[str, Number]) -> None:
+    def log(self, step: int, scalars: Mapping[str, Number | str]) -> None:
         """Write one line. StorageError when the disk refuses, or the file is not as it was left."""
         line = (json.dumps({"step": step, **scalars, AT: _now()}) + "\n").encode()
         with refusals(self._path):

@@ -64,6 +64,7 @@ class RunRecord:
         """others: makes what else is told the scalars; called where they are written."""
         self.folder, self.total, self.step = folder, total, 0
         self._name = name
+        self._bad_steps: list[int] = []
         self._state: State = "running"
         self._status_at = 0.0
         self._is_writer = distributed.is_main()
@@ -126,6 +127,20 @@ class RunRecord:
             if isinstance(sink, (MetricsFile, WandbRun)):
                 sink.log(step, finite)
 
+    def bad_step(
+        self, step: int, kind: str, steps: Sequence[int], numbers: Mapping[str, Number]
+    ) -> None:
+        """A step whose update was left out: a line in metrics.jsonl and wandb, and from now on
+        bad_steps in status.json. kind: loss, gradient or spike; steps: all of the run so far.
+        """
+        self._bad_steps = list(steps)
+        log.warning("step %d: update left out (%s)", step, kind)
+        for sink in self._sinks:
+            if isinstance(sink, MetricsFile):
+                sink.log(step, {"bad_step": kind, **numbers, "bad_steps": len(steps)})
+            elif isinstance(sink, WandbRun):
+                sink.log(step, {**numbers, "bad_steps": len(steps)})
+
     def score(self, step: int, **scores: Number) -> None:
         """Add one evaluation to score_list.json, and to score_list.pkl as haven reads it.
 
@@ -169,6 +184,8 @@ class RunRecord:
             "error": error,
             "process": process.facts(),
         }
+        if self._bad_steps:
+            values["bad_steps"] = self._bad_steps
         if self._name:
             values["name"] = self._name
         try:
@@ -179,12 +196,12 @@ class RunRecord:
             # A full disk holds no second file, but the room that this one has is its own.
             overwrite_json(self.folder / STATUS, values | {"error": error and error[:MAX_ERROR]})
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, bad_steps: Sequence[int] = ()) -> None:
         """Cut metrics.jsonl, score_list and answers/ back to `step`.
 
-        Then they go on as those of an undisturbed run.
+        Then they go on as those of an undisturbed run. bad_steps: left out until then.
         """
-        self.step = step
+        self.step, self._bad_steps = step, list(bad_steps)
         if not self._is_writer:
             return
         lines = self._sinks[0]

@@ -15,7 +15,8 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,6 +146,10 @@ class Engine:
         )
         self._own_clip = self.stage == 0 and dtype_of(self._parameters) == torch.float32
         self._norm: Tensor | float | None = None
+        self._is_left_out = False
+        # fp32 at stage 0 too then leaves out an update that is not finite, as DeepSpeed does
+        # elsewhere; it waits for the device
+        self.leaves_out_unsound = False
         self._world = distributed.world()
         if self.stage == 0:
             # step() below reduces once per window, and not at all alone
@@ -176,6 +181,7 @@ class Engine:
         watch: given (name, full fp32 gradient) of every trainable parameter, reduced over ranks and
         not clipped yet; it must consume them all on every rank, since each one is gathered.
         """
+        self._is_left_out = False
         for group in self.model.optimizer.param_groups:
             group["lr"] = lr
         if self.stage == 0 and self._world > 1:
@@ -184,8 +190,20 @@ class Engine:
             watch(self._gradients())
         if self._own_clip:
             self._norm = self._clip()
+            if self.leaves_out_unsound and not torch.isfinite(self._norm):
+                return self.leave_out()
         with self._watched(watch if self.stage > 0 else None):
             self.model.step()
+
+    def leave_out(self) -> None:
+        """Drop the gradient of this window: nothing is updated, and step_was_skipped() says so.
+
+        All ranks call it instead of step(). DeepSpeed is made to find an overflow, since it alone
+        knows where its gradients are; a loss scale does not hear of it.
+        """
+        with _every_gradient_refused(self.model.optimizer):
+            self.model.step()
+        self._is_left_out = True
 
     def grad_norm(self) -> float:
         """Global L2 norm of the last step's gradient, before clipping; nan if not finite."""
@@ -208,9 +226,9 @@ class Engine:
         """True when DeepSpeed left the last update out: the gradient was not finite. The same on
         all ranks.
 
-        It does so in every precision, but for fp32 at stage 0.
+        It does so in every precision, but for fp32 at stage 0; leave_out() does it in all.
         """
-        return not self.model.was_step_applied()
+        return self._is_left_out or not self.model.was_step_applied()
 
     def loss_scale(self) -> tuple[float, float] | None:
         """What fp16 multiplies its loss with, and its least value; None in another precision."""
@@ -323,6 +341,36 @@ class Engine:
         ]
         if wrong:
             raise ConfigError("DeepSpeed does not do what it was told: " + "; ".join(wrong))
+
+
+@contextmanager
+def _every_gradient_refused(optimizer: Any) -> Iterator[None]:
+    """Inside, DeepSpeed's optimizers take every gradient for one that overflowed: they drop it.
+
+    deepspeed 0.19.8: stage_1_and_2.step asks check_overflow, stage3.step asks
+    _overflow_check_and_loss_scale_update, FP16_UnfusedOptimizer.step its overflow_checker; at stage
+    0 in fp32 the optimizer is torch's.
+    """
+
+    def refuse(*_: Any, **__: Any) -> bool:
+        optimizer.overflow = True
+        return True
+
+    asked = {
+        "check_grad_overflow": True,
+        "check_overflow": refuse,
+        "_overflow_check_and_loss_scale_update": refuse,
+        "_update_scale": lambda *_, **__: None,
+        "overflow_checker": SimpleNamespace(check=refuse),
+    }
+    if isinstance(optimizer, torch.optim.Optimizer):
+        asked = {"step": lambda *_, **__: None}
+    with ExitStack() as stack:
+        for name, value in asked.items():
+            if hasattr(optimizer, name):
+                stack.callback(setattr, optimizer, name, getattr(optimizer, name))
+                setattr(optimizer, name, value)
+        yield
 
 
 def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.optim.Optimizer:

@@ -20,6 +20,7 @@ from trainer.runtime.batch import named_when_out_of_memory, to_device
 from trainer.runtime.preemption import Stopped
 from trainer.tasks.abilities import Answers
 from trainer.training import schedule
+from trainer.training.bad_steps import BadSteps, RolledBack, Trouble
 from trainer.training.schedule import Plateau
 from trainer.training.skipped_steps import SkippedSteps
 
@@ -55,14 +56,18 @@ class Progress:
     owes_evaluation: bool = False  # a signal ended that of this step: it is done again
     plateau: Plateau = field(default_factory=Plateau)
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
+    bad: BadSteps = field(default_factory=BadSteps)
 
     def state(self) -> dict[str, Any]:
-        return {**self.__dict__, "plateau": self.plateau.state(), "skipped": self.skipped.state()}
+        own = {"plateau": self.plateau.state(), "skipped": self.skipped.state()}
+        return {**self.__dict__, **own, "bad": self.bad.state()}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Progress:
-        skipped = SkippedSteps(**state.get("skipped", {}))  # older checkpoints have none
-        return cls(**{**state, "plateau": Plateau.of(state["plateau"]), "skipped": skipped})
+        # older checkpoints have neither of these
+        skipped, bad = SkippedSteps(**state.get("skipped", {})), BadSteps(**state.get("bad", {}))
+        own = {"plateau": Plateau.of(state["plateau"]), "skipped": skipped, "bad": bad}
+        return cls(**{**state, **own})
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,14 @@ class Session:
     log_gradients: bool = False
     # the first validation rows, answered by generation at each evaluation
     questions: Sequence[Row] = ()
+    left_out: Mapping[int, str] = field(default_factory=dict[int, str])  # by rollbacks: step, why
+    # writes down that a window is to be left out from now on; a collective
+    roll_back: Callable[[int, Trouble], None] | None = None
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the loss of every step is looked at before it updates anything."""
+        return self.cfg.train.on_bad_step != "stop" or self.cfg.train.spike_z is not None
 
 
 @dataclass(frozen=True)
@@ -95,17 +108,20 @@ class Step:
     units: int  # over all ranks
     stop: bool  # some rank was asked to stop
     diverged: bool  # some rank's previous step was not sound
-    # () bool: this rank's loss is finite, and so is the gradient unless fp16 left it out
+    # () bool: this rank's loss is finite, and so is the gradient unless the update was left out
     is_sound: Tensor
+    trouble: Trouble | None = None  # why this update was left out, of a run that looks
 
 
 def fit(session: Session, progress: Progress) -> bool:
     """Train from `progress` to the end. True when all steps are done, False when preempted (a
     checkpoint is saved).
 
-    Raises DivergedError when the loss or the gradient norm stops being finite, or when fp16's loss
-    scale leaves out too many updates; earlier checkpoints stay.
+    Raises DivergedError when the loss or the gradient norm stops being finite and that stops the
+    run, or when fp16's loss scale leaves out too many updates; earlier checkpoints stay. RolledBack
+    when a run goes back to its last checkpoint.
     """
+    session.engine.leaves_out_unsound = session.is_judged
     cfg, steps = session.cfg.train, session.cfg.train.steps
     source = windows(
         session.train,
@@ -133,20 +149,25 @@ def fit(session: Session, progress: Progress) -> bool:
                 lr=rate * progress.plateau.factor,
                 bad=bad,
                 watch=session.log_gradients and log_now,
+                progress=progress,
             )
-        progress.step, progress.units = window.step + 1, progress.units + step.units
+        progress.step = window.step + 1
+        progress.units += 0 if step.trouble else step.units
         session.meter.add(step.units)
         session.run.move(progress.step)
         bad = (~step.is_sound).long()
         if step.diverged:
             raise _diverged("loss or gradient norm", float("nan"), progress.step - 1, window)
-        _count_skipped(session, progress, window)
+        if step.trouble:
+            _treat(session, progress, step.trouble, window)
+        else:
+            _count_skipped(session, progress, window)
         evaluate_now = _due(progress.step, session.cadence.evaluate, steps)
         save_now = step.stop or _due(progress.step, session.cadence.save, steps)
         if log_now or evaluate_now or save_now:
             loss = _sound_loss(session, step, progress, window)
             if log_now:
-                _log(session, progress, loss, rate * progress.plateau.factor)
+                _log(session, progress, step, loss, rate * progress.plateau.factor)
         elif progress.step == 1:
             loss = _sound_loss(session, step, progress, window)
             session.run.say(1, loss=loss, lr=rate)
@@ -162,9 +183,15 @@ def fit(session: Session, progress: Progress) -> bool:
 
 
 def train_step(
-    session: Session, window: StepBatches, *, lr: float, bad: Tensor, watch: bool = False
+    session: Session,
+    window: StepBatches,
+    *,
+    lr: float,
+    bad: Tensor,
+    progress: Progress,
+    watch: bool = False,
 ) -> Step:
-    """Run one window through the task's losses and update once.
+    """Run one window through the task's losses and update once, unless the loss says not to.
 
     Every yielded loss is a sum, divided here by the units of all micro-batches on all ranks: the
     gradient is that of one mean, whatever the padding, the accumulation or the world size. The stop
@@ -177,20 +204,39 @@ def train_step(
     counts = distributed.total(asked)
     host = _HostCopy(counts)
     loss = torch.zeros((), dtype=torch.float64, device=device)
+    if window.step + 1 in session.left_out:
+        units, stop, diverged = host.read()
+        again = Trouble(session.left_out[window.step + 1], math.nan, is_rolled_back=True)
+        return Step(loss, units, stop > 0, diverged > 0, torch.isfinite(loss), again)
     with named_when_out_of_memory(window.batches):
         batches = [to_device(batch) for batch in window.batches]
         for summed in session.task.losses(engine.model, batches):
             mean = summed / counts[0]
             engine.backward(mean)
             loss += mean.detach()
-    engine.step(
-        lr, (lambda named: session.run.gradients(window.step + 1, named)) if watch else None
-    )
+    trouble = None
+    if session.is_judged:
+        trouble = progress.bad.judge(float(distributed.total(loss)), session.cfg.train)
+    if trouble:
+        engine.leave_out()
+    else:
+        engine.step(
+            lr, (lambda named: session.run.gradients(window.step + 1, named)) if watch else None
+        )
+        if session.is_judged and engine.step_was_skipped() and engine.loss_scale() is None:
+            trouble = Trouble("gradient", math.nan)
     is_sound = torch.isfinite(loss)
     if not engine.step_was_skipped():
         is_sound = is_sound & engine.has_finite_gradient()
     units, stop, diverged = host.read()
-    return Step(loss=loss, units=units, stop=stop > 0, diverged=diverged > 0, is_sound=is_sound)
+    return Step(
+        loss,
+        units,
+        stop > 0,
+        diverged > 0,
+        is_sound=is_sound if trouble is None else torch.ones_like(is_sound),
+        trouble=trouble,
+    )
 
 
 def refuse_unknown_best(session: Session) -> None:
@@ -288,6 +334,19 @@ def _scores(session: Session, step: int) -> dict[str, float]:
     return scores
 
 
+def _treat(session: Session, progress: Progress, trouble: Trouble, window: StepBatches) -> None:
+    """Count a step whose update was left out and say so. DivergedError when the run stops at it,
+    RolledBack when it goes back to before it.
+    """
+    train = session.cfg.train
+    progress.bad.count(progress.step, trouble, train, rows=_first_rows(window))
+    if train.on_bad_step == "rollback" and not trouble.is_rolled_back:
+        assert session.roll_back is not None, "run() gives it"
+        session.roll_back(progress.step, trouble)
+        raise RolledBack
+    session.run.bad_step(progress.step, trouble.kind, progress.bad.steps, trouble.numbers())
+
+
 def _count_skipped(session: Session, progress: Progress, window: StepBatches) -> None:
     """DivergedError for an update that was left out and is not coming back: in fp16 too many, in
     other precisions one.
@@ -310,6 +369,8 @@ def _sound_loss(session: Session, step: Step, progress: Progress, window: StepBa
     DivergedError when the step was not sound: it is neither logged, scored nor saved.
     """
     loss, norm = float(distributed.total(step.loss)), session.engine.grad_norm()
+    if step.trouble:
+        return math.nan if step.trouble.is_rolled_back else loss
     if not math.isfinite(loss):
         raise _diverged("loss", loss, progress.step, window)
     if not math.isfinite(norm) and not session.engine.step_was_skipped():
@@ -317,10 +378,12 @@ def _sound_loss(session: Session, step: Step, progress: Progress, window: StepBa
     return loss
 
 
-def _log(session: Session, progress: Progress, loss: float, lr: float) -> None:
+def _log(session: Session, progress: Progress, step: Step, loss: float, lr: float) -> None:
     scalars: dict[str, float | int] = {"loss": loss, "lr": lr, session.task.unit: progress.units}
-    if not session.engine.step_was_skipped():
+    if step.trouble is None and not session.engine.step_was_skipped():
         scalars["grad_norm"] = session.engine.grad_norm()
+    if progress.bad.steps:
+        scalars["bad_steps"] = len(progress.bad.steps)
     scale = session.engine.loss_scale()
     if scale is not None:
         scalars |= {"loss_scale": scale[0], "skipped_steps": progress.skipped.total}
@@ -328,12 +391,16 @@ def _log(session: Session, progress: Progress, loss: float, lr: float) -> None:
 
 
 def _diverged(what: str, value: float, step: int, window: StepBatches) -> DivergedError:
-    rows = ", ".join(str(int(row)) for rows in window.rows for row in rows[:4])
     return DivergedError(
-        f"{what} is {value} at step {step} (this rank's rows of that window begin with {rows}).\n"
+        f"{what} is {value} at step {step} ({_first_rows(window)}).\n"
         "The last good checkpoint is kept. Look at these rows; lower optim.lr, lengthen the "
         "warm-up, or clip harder (optim.clip)."
     )
+
+
+def _first_rows(window: StepBatches) -> str:
+    rows = ", ".join(str(int(row)) for rows in window.rows for row in rows[:4])
+    return f"this rank's rows of that window begin with {rows}"
 
 
 def _due(step: int, every: int, last: int) -> bool:

@@ -28,7 +28,8 @@ from trainer.statistics.opening import told
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.trackers import named, tracked_runs
-from trainer.training import checkpoint, engine, preflight, run_folder
+from trainer.training import bad_steps, checkpoint, engine, preflight, run_folder
+from trainer.training.bad_steps import RolledBack, Trouble
 from trainer.training.engine import Engine
 from trainer.training.loop import Cadence, Progress, Session, fit, refuse_unknown_best
 from trainer.training.options import Options
@@ -88,13 +89,16 @@ def _train_or_stop(
     plan: RunPlan, options: Options, telemetry: RunRecord, preemption: Preemption, lock: HeldLock
 ) -> bool:
     """True when all steps are done, False when a signal came: before the first step, or later."""
-    try:
-        with preemption.nothing_to_save():
-            ready = _ready(plan, options, telemetry, preemption, lock)
-    except Stopped:
-        distributed.leave_alone()  # the others may be anywhere: they were asked as well, or fail
-        return False
-    return _train(plan, options, ready)
+    while True:
+        try:
+            with preemption.nothing_to_save():
+                ready = _ready(plan, options, telemetry, preemption, lock)
+        except Stopped:
+            # the others may be anywhere: they were asked as well, or fail
+            distributed.leave_alone()
+            return False
+        with contextlib.suppress(RolledBack):  # then the run is made ready again, as at a resume
+            return _train(plan, options, ready)
 
 
 def run_group(plans: Sequence[RunPlan], options: Options) -> int:
@@ -189,7 +193,7 @@ def _ready(
         )
     )
     live, progress = _engine(plan, task, newest)
-    telemetry.resume(progress.step)
+    telemetry.resume(progress.step, progress.bad.steps)
     telemetry.status("running", step=progress.step)
     meter = Meter()
 
@@ -201,6 +205,14 @@ def _ready(
     def export(name: str) -> None:
         on_main(lock.check)
         run_folder.export(plan, task, live, name)
+
+    def roll_back(step: int, trouble: Trouble) -> None:
+        on_main(lambda: bad_steps.leave_out_from_now_on(plan.folder, step, trouble.kind))
+        logger.warning(
+            "step %d: %s; back to the last good checkpoint, without that window",
+            step,
+            trouble.text(),
+        )
 
     session = Session(
         cfg=cfg,
@@ -217,6 +229,8 @@ def _ready(
         export_best=lambda: export("best"),
         log_gradients=options.log_gradients,
         questions=questions,
+        left_out=bad_steps.left_out(plan.folder),
+        roll_back=roll_back,
     )
     return _Ready(session, progress, launch, memory, export)
 

@@ -2,7 +2,7 @@
 the tests.
 """
 
-from tests.mutants.faults import data, jobs, loop, serve, tasks, terminal, training
+from tests.mutants.faults import data, jobs, loop, reliability, serve, tasks, terminal, training
 
 FAULTS = [
     *loop.FAULTS,
@@ -12,4 +12,5 @@ FAULTS = [
     *data.FAULTS,
     *serve.FAULTS,
     *terminal.FAULTS,
+    *reliability.FAULTS,
 ]

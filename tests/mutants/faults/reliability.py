@@ -1,0 +1,46 @@
+"""Faults in what keeps a run going or proves it: bad steps, the chain, saving behind the training."""
+
+from tests.mutants.fault import Fault
+
+BAD = "trainer/training/bad_steps.py"
+LOOP = "trainer/training/loop.py"
+FIT = "tests/numerics/test_fit.py -k 'left_out or leaves_steps or too_many'"
+ROLLED = "tests/runs/test_bad_steps.py"
+
+FAULTS = [
+    Fault(
+        BAD,
+        "self.losses = [*self.losses, loss][-train.spike_window :]",
+        "self.losses = [*self.losses, loss]",
+        why="the window of losses grows, and after it has passed its length no spike is seen",
+        tests=FIT,
+    ),
+    Fault(
+        BAD,
+        "if earlier > first",
+        "if earlier > 0",
+        why="bad steps of long ago stop the run",
+        tests=FIT,
+    ),
+    Fault(
+        LOOP,
+        '"bad": self.bad.state()',
+        '"bad": {}',
+        why="a resumed run has forgotten the losses that a spike is told by",
+        tests=FIT,
+    ),
+    Fault(
+        "trainer/training/engine.py",
+        '"_overflow_check_and_loss_scale_update": refuse,',
+        "",
+        why="at stage 3 the update of a spike is made all the same",
+        tests=FIT,
+    ),
+    Fault(
+        LOOP,
+        "if window.step + 1 in session.left_out:",
+        "if window.step in session.left_out:",
+        why="a rollback leaves out the window behind the bad one",
+        tests=ROLLED,
+    ),
+]

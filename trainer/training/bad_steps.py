@@ -1,0 +1,134 @@
+"""Steps whose numbers go wrong: what is one, and what a run does about it (train.on_bad_step)."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import DivergedError, ResumeError
+from trainer.files.atomic import write_json
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Train
+
+FILE = "bad_steps.json"  # of a run folder: the windows that rollbacks have left out
+
+# The median absolute deviation of a normal distribution is its standard deviation over this.
+# Source: Rousseeuw & Croux 1993, "Alternatives to the Median Absolute Deviation", section 1.
+NORMAL = 1.4826
+# Losses that hardly vary would make a spike of rounding; less than this share of the median is
+# taken for no deviation.
+LEAST_SHARE = 1e-3
+
+
+class RolledBack(Exception):
+    """The run goes back to its last good checkpoint; the window to leave out is on the disk."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What is wrong with a step."""
+
+    kind: str  # "loss" or "gradient": not finite; "spike": the loss is far above its like
+    loss: float  # over all ranks
+    deviations: float | None = None  # of a spike: from the median of the window
+    is_rolled_back: bool = False  # known from an earlier pass: the window was not even looked at
+
+    def numbers(self) -> dict[str, float]:
+        """What a line of metrics.jsonl says of it, besides its kind."""
+        known = {"bad_loss": self.loss, "deviations": self.deviations}
+        return {k: v for k, v in known.items() if v is not None and math.isfinite(v)}
+
+    def text(self) -> str:
+        """In words, for a message."""
+        if self.kind == "spike":
+            return f"the loss is {self.loss:.6g}, {self.deviations:.1f} deviations above its like"
+        return f"the {self.kind} is not finite"
+
+
+@dataclass
+class BadSteps:
+    """The bad steps of a run so far, and the losses that a spike is told by. Saved with every
+    checkpoint, so that a resumed run judges as the undisturbed one does.
+    """
+
+    steps: list[int] = field(default_factory=list[int])  # counted from 1
+    losses: list[float] = field(default_factory=list[float])  # of the latest good steps
+
+    def judge(self, loss: float, train: Train) -> Trouble | None:
+        """What is wrong with this loss, over all ranks; a good one is remembered."""
+        if not math.isfinite(loss):
+            return Trouble("loss", loss)
+        if train.spike_z is None:
+            return None
+        if len(self.losses) == train.spike_window:
+            deviations = robust_z(loss, self.losses)
+            if deviations > train.spike_z:
+                return Trouble("spike", loss, deviations)
+        self.losses = [*self.losses, loss][-train.spike_window :]
+        return None
+
+    def count(self, step: int, trouble: Trouble, train: Train, *, rows: str) -> None:
+        """Take in a bad step. DivergedError when the run stops at one, or there are too many.
+
+        rows: this rank's first rows of the window, for the message.
+        """
+        if train.on_bad_step == "stop":
+            raise DivergedError(
+                f"{trouble.text()} at step {step} ({rows}).\nThe last good checkpoint is kept. "
+                "Look at these rows, lower optim.lr or clip harder (optim.clip); or let the run "
+                'leave such steps out (train.on_bad_step="skip").'
+            )
+        first = step - train.bad_steps_among
+        recent = [*(earlier for earlier in self.steps if earlier > first), step]
+        if len(recent) > train.bad_steps_allowed:
+            raise DivergedError(
+                f"{trouble.text()} at step {step} ({rows}); so were steps "
+                f"{', '.join(map(str, recent[:-1]))}: more than train.bad_steps_allowed="
+                f"{train.bad_steps_allowed} in {train.bad_steps_among} steps.\n"
+                "The last good checkpoint is kept. Look at these rows, lower optim.lr, lengthen "
+                "the warm-up, or clip harder (optim.clip)."
+            )
+        self.steps = [*self.steps, step]
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def robust_z(value: float, sample: list[float]) -> float:
+    """How many standard deviations `value` lies above the median of `sample`, by the median
+    absolute deviation, which a few spikes in the sample do not move.
+    """
+    median = statistics.median(sample)
+    spread = NORMAL * statistics.median(abs(one - median) for one in sample)
+    return (value - median) / max(spread, LEAST_SHARE * abs(median), 1e-30)
+
+
+def left_out(folder: Path) -> dict[int, str]:
+    """{step: kind} of the windows that this run's rollbacks have left out, steps counted from 1.
+
+    ResumeError when the file is there and does not hold what a run writes.
+    """
+    path = folder / FILE
+    try:
+        events = json.loads(path.read_text())
+        return {int(event["step"]): str(event["kind"]) for event in events}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ResumeError(
+            f"{path} (the windows that rollbacks left out): got what cannot be read ({error}), "
+            'want a list of {"step", "kind"}. Put it back from a copy, or start over with -r 1 '
+            "(the old folder is moved aside)."
+        ) from None
+
+
+def leave_out_from_now_on(folder: Path, step: int, kind: str) -> None:
+    """Write down that the window of `step` is left out, before the run goes back. Rank 0 alone."""
+    events = {**left_out(folder), step: kind}
+    write_json(folder / FILE, [{"step": at, "kind": what} for at, what in sorted(events.items())])
