@@ -20,9 +20,8 @@ from trainer.runtime.batch import named_when_out_of_memory, to_device
 from trainer.runtime.preemption import Stopped
 from trainer.tasks.abilities import Answers
 from trainer.training import schedule
-from trainer.training.bad_steps import BadSteps, RolledBack, Trouble
+from trainer.training.bad_steps import BadSteps, RolledBack, SkippedSteps, Trouble
 from trainer.training.schedule import Plateau
-from trainer.training.skipped_steps import SkippedSteps
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
@@ -232,8 +231,8 @@ def train_step(
     return Step(
         loss,
         units,
-        stop > 0,
-        diverged > 0,
+        stop=stop > 0,
+        diverged=diverged > 0,
         is_sound=is_sound if trouble is None else torch.ones_like(is_sound),
         trouble=trouble,
     )

@@ -59,7 +59,7 @@ FAULTS = [
     Fault(
         FILE,
         "stop=stop > 0",
-        "stop=session.preemption.requested",
+        "stop=bool(session.preemption.requested)",
         why="one rank stops and the others wait for it until the job is killed",
         tests=FIT,
     ),
@@ -93,8 +93,8 @@ FAULTS = [
     ),
     Fault(
         FILE,
-        "progress.units + step.units",
-        "step.units",
+        "progress.units += 0 if step.trouble else step.units",
+        "progress.units = step.units",
         why="the units trained on so far are forgotten at every step",
         tests=FIT,
     ),
