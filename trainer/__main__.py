@@ -13,6 +13,7 @@ from trainer.commands import (
     models,
     plan,
     prepare,
+    proof,
     retrieval,
     stats,
     verifier,
@@ -49,6 +50,7 @@ app.command()(verifier.calibrate)
 app.command()(verifier.score)
 app.command()(stats.stats)
 app.command()(plan.plan)
+app.command()(proof.verify)
 app.command()(keys.keys)
 app.command()(groups.groups)
 

@@ -10,6 +10,7 @@ LatheError             1  something went wrong that no dictionary can mend
 │   ├── StorageError      the disk: full, read-only, or not there
 │   └── DoesNotFitError   a device has less memory than the run needs
 ├── CheckpointError    1  a checkpoint that is torn or altered
+├── ProofError         1  a run's record, or an engine, does not do what it says
 └── DivergedError      1  the loss or the gradient is not a finite number any more
 """
 
@@ -56,6 +57,10 @@ class DoesNotFitError(UserError):
 
 class CheckpointError(LatheError):
     """A checkpoint is torn or altered."""
+
+
+class ProofError(LatheError):
+    """A run's record is not what the run computes, or an engine not what plain torch computes."""
 
 
 class DivergedError(LatheError):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import run_alone
 from trainer.errors import ResumeError, StorageError
 from trainer.files import atomic
 from trainer.files.build_once import build_once
@@ -181,3 +182,28 @@ def test_a_lock_whose_file_was_removed_is_lost_to_whoever_holds_it(tmp_path: Pat
     second.release()
     third.acquire()
     third.check()
+
+
+def _locks(path: Path, folder: Path) -> str:
+    lock = HeldLock(path, what="results/1")
+    lock.acquire()
+    try:
+        lock.hold(folder)
+    except ResumeError as error:
+        return str(error)
+    return "held"
+
+
+def test_a_held_folder_keeps_another_process_out_though_the_lock_file_was_removed(
+    tmp_path: Path,
+) -> None:
+    path, folder = tmp_path / ".lock", tmp_path / "run"
+    folder.mkdir()
+    lock = HeldLock(path, what="results/1")
+    lock.acquire()
+    lock.hold(folder)
+    path.unlink()
+    said = run_alone(_locks, path, folder)
+    assert "another process is training this experiment" in said
+    lock.release()
+    assert run_alone(_locks, path, folder) == "held"

@@ -5,6 +5,7 @@ happened.
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import json
 import logging
@@ -48,9 +49,10 @@ def run(folder: Path, **options: Any) -> RunRecord:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says, without the moment of each line."""
+    """What metrics.jsonl says, without the moment of each line, and without its seal."""
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [entry.pop("at") for entry in entries] == [NOW] * len(entries)
+    assert len({entry.pop("seal") for entry in entries}) == len(entries)
     return entries
 
 
@@ -65,9 +67,9 @@ def time_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_line_holds_the_step_and_the_scalars_in_the_order_given(tmp_path: Path) -> None:
     run(tmp_path).log(3, loss=0.1, lr=3e-4, tokens=12)
-    assert (
-        tmp_path / "metrics.jsonl"
-    ).read_text() == f'{{"step": 3, "loss": 0.1, "lr": 0.0003, "tokens": 12, "at": "{NOW}"}}\n'
+    text = f'{{"step": 3, "loss": 0.1, "lr": 0.0003, "tokens": 12, "at": "{NOW}"'
+    seal = hashlib.sha256(f"{text}}}".encode()).hexdigest()[:16]
+    assert (tmp_path / "metrics.jsonl").read_text() == f'{text}, "seal": "{seal}"}}\n'
 
 
 def test_a_line_is_on_the_disk_when_log_returns(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -17,23 +19,42 @@ class HeldLock:
     next process makes another one of the same name, locks that, and nothing on the disk tells it
     that the first still runs. So the holder looks, before it writes anything that lasts, whether
     the name still leads to its own file; when it does not, the holder is the one that gives way.
+    A folder that is held besides keeps that next process out from the beginning.
     """
 
     def __init__(self, path: Path, *, what: str) -> None:
         """what: for messages, such as a run folder."""
         self._lock, self._path, self._what = FileLock(path, timeout=0), path, what
         self._identity: tuple[int, int] | None = None
+        self._folder: int | None = None
 
     def acquire(self) -> None:
         """Take the lock. ResumeError at once when another process has it."""
         try:
             self._lock.acquire()
         except Timeout:
-            raise ResumeError(
-                f"{self._what}: another process is training this experiment (it holds "
-                f"{self._path}). Wait for it, or stop it."
-            ) from None
+            raise self._is_held(self._path) from None
         self._identity = self._at_the_path()
+
+    def hold(self, folder: Path) -> None:
+        """Lock a folder itself too. ResumeError when another process has it, whatever became of
+        the file. Where a file system cannot lock folders, the file alone counts.
+        """
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise self._is_held(folder) from None
+            return  # NFS asks for a file that is open for writing, which no folder can be
+        self._folder = descriptor
+
+    def _is_held(self, path: Path) -> ResumeError:
+        return ResumeError(
+            f"{self._what}: another process is training this experiment (it holds {path}). Wait "
+            "for it, or stop it."
+        )
 
     def check(self) -> None:
         """ResumeError when the name does not lead to the locked file any more."""
@@ -47,6 +68,9 @@ class HeldLock:
     def release(self) -> None:
         """Give the lock back. Without it, nothing."""
         self._identity = None
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
         self._lock.release()
 
     def _at_the_path(self) -> tuple[int, int] | None:

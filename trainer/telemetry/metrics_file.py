@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import StorageError
 from trainer.files.atomic import refusals, replace_file
+from trainer.telemetry.chain import DOUBLED, damage, seal_of, sealed
 
 if TYPE_CHECKING:
     from trainer.telemetry.console import Number
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+LONGEST = 1 << 20  # bytes of a line: with the norm of every gradient
+EVALUATED = "valid/"  # what the keys of an evaluation begin with
 AT = "at"  # the key of when a line was written: UTC, ISO 8601
 
 
@@ -39,25 +42,56 @@ class MetricsFile:
         with refusals(self._path):
             self._file: Any = self._path.open("a+b", buffering=0)
             self._size = os.fstat(self._file.fileno()).st_size
+            self._seal = self._last_seal()
+
+    def _last_seal(self) -> str:
+        last = os.pread(self._file.fileno(), LONGEST, max(self._size - LONGEST, 0))
+        return seal_of(last[last[:-1].rfind(b"\n") + 1 :])
 
     def log(self, step: int, scalars: Mapping[str, Number | str]) -> None:
         """Write one line. StorageError when the disk refuses, or the file is not as it was left."""
-        line = (json.dumps({"step": step, **scalars, AT: _now()}) + "\n").encode()
+        line, seal = sealed({"step": step, **scalars, AT: _now()}, self._seal)
         with refusals(self._path):
             self._keep()
             written = self._file.write(line)
             self._size += written
             if written != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._seal = seal
 
     def cut(self, step: int) -> None:
-        """Drop the lines past `step` and every torn one, byte for byte keeping the others."""
+        """Drop the lines past `step`, every torn one and every one that stands there twice.
+
+        The others are kept byte for byte. What is not as the run wrote it is warned of.
+        """
         self._file.close()
         content = self._path.read_bytes()
-        kept = b"".join(line for line in content.splitlines(keepends=True) if _belongs(line, step))
+        lines = content.splitlines(keepends=True)
+        whole = lines if content.endswith(b"\n") else lines[:-1]
+        doubled: set[int] = set()
+        for number, problem in damage(whole):
+            log.warning("%s: line %d %s", self._path, number, problem)
+            if problem == DOUBLED:
+                doubled.add(number)
+        kept = b"".join(
+            line
+            for number, line in enumerate(lines, start=1)
+            if number not in doubled and _belongs(line, step)
+        )
         if kept != content:
             replace_file(self._path, kept)
         self._open()
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """{"step", "valid/..."} of every evaluation, the last one of each step."""
+        by_step: dict[int, dict[str, Any]] = {}
+        for line in self._path.read_bytes().splitlines():
+            entry = json.loads(line)
+            scores = {key: entry[key] for key in entry if key.startswith(EVALUATED)}
+            if scores:
+                by_step.pop(entry["step"], None)
+                by_step[entry["step"]] = {"step": entry["step"], **scores}
+        return list(by_step.values())
 
     def close(self, exit_code: int) -> None:
         """Put the file back if it was removed since the last line, and close it."""

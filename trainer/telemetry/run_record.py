@@ -23,6 +23,7 @@ from torch import Tensor
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.files.atomic import overwrite_json, refusals, replace_file, write_json
 from trainer.runtime import distributed, process
+from trainer.telemetry.chain import PROOF
 from trainer.telemetry.console import Bar, Lines, Number, screen
 from trainer.telemetry.metrics_file import MetricsFile
 from trainer.telemetry.wandb_run import ANSWERS, WandbRun, WandbSettings
@@ -65,6 +66,7 @@ class RunRecord:
         self.folder, self.total, self.step = folder, total, 0
         self._name = name
         self._bad_steps: list[int] = []
+        self._proof = ""
         self._state: State = "running"
         self._status_at = 0.0
         self._is_writer = distributed.is_main()
@@ -83,6 +85,10 @@ class RunRecord:
             self._sinks.append(self._wandb)
         self._sinks += others()
 
+    def prove(self, proof: str) -> None:
+        """The next line of metrics.jsonl carries this proof of the steps up to it (chain.py)."""
+        self._proof = proof
+
     def log(self, step: int, **scalars: Number) -> None:
         """The same keys, in the order given, on the console, in metrics.jsonl and in wandb.
 
@@ -93,8 +99,12 @@ class RunRecord:
         if not self._is_writer:
             return
         finite = self._finite(scalars)
+        proof, self._proof = self._proof, ""
         for sink in self._sinks:
-            sink.log(step, finite)
+            if proof and isinstance(sink, MetricsFile):
+                sink.log(step, {**finite, PROOF: proof})
+            else:
+                sink.log(step, finite)
         if time.monotonic() - self._status_at > HEARTBEAT_S:
             self.status("running")
 
@@ -207,10 +217,9 @@ class RunRecord:
         lines = self._sinks[0]
         assert isinstance(lines, MetricsFile), "metrics.jsonl is the first sink"
         lines.cut(step)
-        if (self.folder / SCORES).exists():
-            self._write_scores(
-                [entry for entry in _read_scores(self.folder / SCORES) if entry["step"] <= step]
-            )
+        scores = self._known_scores(lines)
+        if scores or (self.folder / SCORES).exists():
+            self._write_scores([entry for entry in scores if entry["step"] <= step])
         for path in (self.folder / ANSWERS).glob("step-*.jsonl"):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
@@ -235,6 +244,21 @@ class RunRecord:
             )
         self._unfit |= unfit
         return {name: _plain(value) for name, value in scalars.items() if name not in unfit}
+
+    def _known_scores(self, lines: MetricsFile) -> list[dict[str, Number]]:
+        """The evaluations of score_list.json; of metrics.jsonl where that is torn or gone."""
+        path = self.folder / SCORES
+        try:
+            scores = _read_scores(path)
+            is_ours = all(type(entry["step"]) is int for entry in scores)
+            if is_ours and path.exists():
+                return scores
+        except (OSError, ValueError, TypeError, KeyError):
+            pass
+        logged = lines.evaluations()
+        if logged or path.exists():
+            log.warning("%s: not as a run writes it; made again from metrics.jsonl", path)
+        return logged
 
     def _write_scores(self, scores: list[dict[str, Number]]) -> None:
         text = json.dumps(scores, indent=1) + "\n"

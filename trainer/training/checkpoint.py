@@ -241,7 +241,7 @@ def newest_good(root: Path) -> Path | None:
 
     Each damaged newer one is warned of by name.
     """
-    for _, folder in reversed(_candidates(root)):
+    for _, folder in reversed(candidates(root)):
         wrong = problems(folder)
         if not wrong:
             return folder
@@ -267,11 +267,11 @@ def prune(
     last = _step_of(newest_good(root)) if written is None else written
     if last is None:
         return []
-    candidates = _candidates(root)
-    whole = [step for step, folder in candidates if not _contents(folder)[1]]
+    present = candidates(root)
+    whole = [step for step, folder in present if not _contents(folder)[1]]
     recent = [step for step in whole if step <= last][-keep_last:] if keep_last > 0 else []
     kept = {*recent, *keep, last, *(step for step in whole if step > last)}
-    removed = [(step, folder) for step, folder in candidates if step not in kept]
+    removed = [(step, folder) for step, folder in present if step not in kept]
     for _, folder in removed:
         with refusals(folder):
             _remove(folder)
@@ -307,7 +307,7 @@ def _contents(folder: Path) -> tuple[list[WrittenFile], list[str]]:
     ]
 
 
-def _candidates(root: Path) -> list[tuple[int, Path]]:
+def candidates(root: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every checkpoint, oldest first; a set-aside one stands in where its
     replacement never came.
     """

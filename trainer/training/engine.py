@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -207,18 +206,24 @@ class Engine:
 
     def grad_norm(self) -> float:
         """Global L2 norm of the last step's gradient, before clipping; nan if not finite."""
+        norm = float(self.norm())
+        return float("nan") if norm < 0 else norm
+
+    def norm(self) -> Tensor | float:
+        """What grad_norm() reads, where it is: the device is not waited for. nan where there is
+        none; -1, by DeepSpeed 0.19.8, for what is not finite.
+        """
         norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
-        return float("nan") if norm is None or norm < 0 else float(norm)
+        return float("nan") if norm is None else norm
 
     def has_finite_gradient(self) -> Tensor:
         """() bool on this device: whether the last step's gradient norm is finite.
 
         Does not wait for the device.
         """
-        norm = self._norm if self._own_clip else self.model.get_global_grad_norm()
+        norm = self.norm()
         if not torch.is_tensor(norm):
-            norm = torch.full((), math.nan if norm is None else norm, device=distributed.device())
-        # deepspeed 0.19.8 gives -1 for what is not finite
+            norm = torch.full((), norm, device=distributed.device())
         is_finite = torch.isfinite(norm) & (norm >= 0)
         return is_finite.to(distributed.device(), non_blocking=True)
 

@@ -19,6 +19,7 @@ from trainer.runtime import distributed
 from trainer.runtime.batch import named_when_out_of_memory, to_device
 from trainer.runtime.preemption import Stopped
 from trainer.tasks.abilities import Answers
+from trainer.telemetry.chain import StepChain
 from trainer.training import schedule
 from trainer.training.bad_steps import BadSteps, RolledBack, SkippedSteps, Trouble
 from trainer.training.schedule import Plateau
@@ -56,6 +57,7 @@ class Progress:
     plateau: Plateau = field(default_factory=Plateau)
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
     bad: BadSteps = field(default_factory=BadSteps)
+    links: list[str] = field(default_factory=list[str])  # of the chain, by rank (chain.py)
 
     def state(self) -> dict[str, Any]:
         own = {"plateau": self.plateau.state(), "skipped": self.skipped.state()}
@@ -89,6 +91,7 @@ class Session:
     # the first validation rows, answered by generation at each evaluation
     questions: Sequence[Row] = ()
     left_out: Mapping[int, str] = field(default_factory=dict[int, str])  # by rollbacks: step, why
+    chain: StepChain = field(default_factory=StepChain)  # what proves the steps, from here on
     # writes down that a window is to be left out from now on; a collective
     roll_back: Callable[[int, Trouble], None] | None = None
 
@@ -112,9 +115,9 @@ class Step:
     trouble: Trouble | None = None  # why this update was left out, of a run that looks
 
 
-def fit(session: Session, progress: Progress) -> bool:
-    """Train from `progress` to the end. True when all steps are done, False when preempted (a
-    checkpoint is saved).
+def fit(session: Session, progress: Progress, *, until: int | None = None) -> bool:
+    """Train from `progress` to the end, or to step `until`. True when that is reached, False when
+    preempted (a checkpoint is saved).
 
     Raises DivergedError when the loss or the gradient norm stops being finite and that stops the
     run, or when fp16's loss scale leaves out too many updates; earlier checkpoints stay. RolledBack
@@ -128,7 +131,7 @@ def fit(session: Session, progress: Progress) -> bool:
         session.sharding,
         seed=cfg.seed,
         start_step=progress.step,
-        stop_step=steps,
+        stop_step=min(steps, until or steps),
         is_shuffled=cfg.order == "shuffled",
     )
     bad = torch.zeros((), dtype=torch.int64, device=distributed.device())
@@ -153,6 +156,8 @@ def fit(session: Session, progress: Progress) -> bool:
         progress.step = window.step + 1
         progress.units += 0 if step.trouble else step.units
         session.meter.add(step.units)
+        norm = math.nan if step.trouble else session.engine.norm()
+        session.chain.add(progress.step, window.rows, step.loss, norm)
         session.run.move(progress.step)
         bad = (~step.is_sound).long()
         if step.diverged:
@@ -386,6 +391,7 @@ def _log(session: Session, progress: Progress, step: Step, loss: float, lr: floa
     scale = session.engine.loss_scale()
     if scale is not None:
         scalars |= {"loss_scale": scale[0], "skipped_steps": progress.skipped.total}
+    session.run.prove(session.chain.proof())
     session.run.log(progress.step, **scalars, **session.meter.read(session.task.unit))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from trainer.runtime import distributed, rng
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption, Stopped
 from trainer.statistics.opening import told
+from trainer.telemetry.chain import StepChain
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.trackers import named, tracked_runs
@@ -92,13 +94,13 @@ def _train_or_stop(
     while True:
         try:
             with preemption.nothing_to_save():
-                ready = _ready(plan, options, telemetry, preemption, lock)
+                made_ready = ready(plan, options, telemetry, preemption, lock)
         except Stopped:
             # the others may be anywhere: they were asked as well, or fail
             distributed.leave_alone()
             return False
         with contextlib.suppress(RolledBack):  # then the run is made ready again, as at a resume
-            return _train(plan, options, ready)
+            return _train(plan, options, made_ready)
 
 
 def run_group(plans: Sequence[RunPlan], options: Options) -> int:
@@ -156,7 +158,7 @@ def _launch(plan: RunPlan, options: Options, task: Task, *, answers: bool) -> pl
 
 
 @dataclass(frozen=True)
-class _Ready:
+class Ready:
     """A run before its next step."""
 
     session: Session
@@ -166,9 +168,9 @@ class _Ready:
     export: Callable[[str], None]
 
 
-def _ready(
+def ready(
     plan: RunPlan, options: Options, telemetry: RunRecord, preemption: Preemption, lock: HeldLock
-) -> _Ready:
+) -> Ready:
     """Rows encoded, memory planned, the engine built and the newest checkpoint read. Nothing is
     saved yet. A collective.
     """
@@ -182,7 +184,7 @@ def _ready(
     launch = _launch(plan, options, task, answers=bool(questions))
     stores = launch.stores
     newest = checkpoint.resume_point(plan.folder / "checkpoints")
-    check_identity(plan, task, stores)
+    identity = check_identity(plan, task, stores, newest)
     _say_padding(plan, sizes_of(stores["train"], task))
     for split in ("train", "valid"):
         logger.info("%s", told(stores[split]))
@@ -195,12 +197,13 @@ def _ready(
     live, progress = _engine(plan, task, newest)
     telemetry.resume(progress.step, progress.bad.steps)
     telemetry.status("running", step=progress.step)
-    meter = Meter()
+    meter, chain = Meter(), StepChain.of(progress.links)
 
     def save(progress: Progress) -> None:
         with meter.paused():
             on_main(lock.check)
-            _save(plan, live, progress)
+            progress.links = chain.links()
+            _save(plan, live, progress, identity)
 
     def export(name: str) -> None:
         on_main(lock.check)
@@ -229,13 +232,14 @@ def _ready(
         export_best=lambda: export("best"),
         log_gradients=options.log_gradients,
         questions=questions,
+        chain=chain,
         left_out=bad_steps.left_out(plan.folder),
         roll_back=roll_back,
     )
-    return _Ready(session, progress, launch, memory, export)
+    return Ready(session, progress, launch, memory, export)
 
 
-def _train(plan: RunPlan, options: Options, ready: _Ready) -> bool:
+def _train(plan: RunPlan, options: Options, ready: Ready) -> bool:
     """Every step that is left, and the export. False when a signal came before the last one."""
     live = ready.session.engine
     try:
@@ -302,7 +306,7 @@ def _say_padding(plan: RunPlan, sizes: Sizes) -> None:
     )
 
 
-def _save(plan: RunPlan, live: Engine, progress: Progress) -> None:
+def _save(plan: RunPlan, live: Engine, progress: Progress, identity: Mapping[str, Any]) -> None:
     world, rank = distributed.world(), distributed.rank()
 
     def own(k: int) -> bool:
@@ -319,10 +323,20 @@ def _save(plan: RunPlan, live: Engine, progress: Progress) -> None:
             "engine": live.optimizer.scalars(),
             "world": world,
             "digest": digest(plan.values),
+            "identity": identity,
+            "made_with": made_with(),
         },
         keep_last=plan.cfg.train.keep_last,
         keep={progress.best_step} if progress.best_step else set(),
     )
+
+
+def made_with() -> dict[str, str]:
+    """What the bits of a step depend on besides the dictionary: versions and the device."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    versions = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
+    threads = {} if torch.cuda.is_available() else {"threads": str(torch.get_num_threads())}
+    return {**versions, "device": device, **threads}
 
 
 def _restore(live: Engine, folder: Path, *, seed: int) -> Progress:

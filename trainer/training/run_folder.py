@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.identity import digest
+from trainer.config.userfile import kind
 from trainer.errors import ConfigError, ResumeError, StorageError
 from trainer.files.atomic import refusals, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
+from trainer.training import checkpoint
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
@@ -57,6 +59,7 @@ def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
         os.replace(plan.folder, aside)
         logger.info("reset: the old folder is now %s", aside)
     plan.folder.mkdir(exist_ok=True)
+    lock.hold(plan.folder)
     for name in WRITTEN_AGAIN:  # what a killed process was writing aside
         for left in plan.folder.glob(f".{name}.*.tmp"):
             left.unlink(missing_ok=True)
@@ -77,46 +80,62 @@ def _make_base(base: Path) -> None:
         base.mkdir(parents=True, exist_ok=True)
 
 
-# What a run reads again when it goes on: whether a value has the shape that a run wrote, and what
-# the file is for where it has another.
-_READ_AGAIN: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "exp_dict.json": (lambda value: isinstance(value, dict), "the dictionary of this experiment"),
-    "data.json": (
-        lambda value: isinstance(value, dict) and isinstance(value.get("identity"), dict),
-        "which data and base the run began with",
-    ),
-    "score_list.json": (
-        lambda value: (
-            isinstance(value, list)
-            and all(isinstance(entry, dict) and type(entry.get("step")) is int for entry in value)
-        ),
-        "its evaluations, which metrics.jsonl holds too",
-    ),
-}
-
-
 def _check_files(plan: RunPlan) -> None:
-    """ResumeError that names every file of an earlier start that does not hold what a run writes.
+    """ResumeError that names every file of an earlier start that does not hold what a run writes
+    and cannot be made again. None of them is touched.
 
-    None of them is touched.
+    exp_dict.json is made again when resolved.json is of this very experiment; data.json from a
+    checkpoint, if there is one (check_identity); score_list.json from metrics.jsonl, and
+    status.json with the next line (RunRecord).
     """
     problems: list[str] = []
-    for name, (is_ours, content) in _READ_AGAIN.items():
-        path = plan.folder / name
-        try:
-            problem = "" if is_ours(_stored(path)) else "is not as a run writes it"
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            problem = f"cannot be read ({error})"
-        if problem:
-            problems.append(f"{path} ({content}) {problem}.")
+    problem = _problem(plan.folder / "exp_dict.json", lambda value: isinstance(value, dict))
+    if problem and _is_resolved(plan):
+        logger.warning("%s: it is made again, for resolved.json is of this experiment", problem)
+        os.replace(plan.folder / "exp_dict.json", plan.folder / "exp_dict.json.damaged")
+    elif problem:
+        problems.append(f"{problem}; want the dictionary of this experiment.")
+    problem = _problem(plan.folder / "data.json", _is_identity)
+    if problem and not any((plan.folder / "checkpoints").glob("step-*")):
+        problems.append(f"{problem}; want which data and base the run began with.")
     if problems:
-        raise ResumeError(
-            "\n".join(problems) + "\n"
-            "Put it back from a copy, or remove it when nothing has changed since the run began: "
-            "it is written anew. Or start over with -r 1 (the old folder is moved aside)."
-        )
+        raise ResumeError("\n".join([*problems, MEND]))
+
+
+MEND = (
+    "Put it back from a copy, or remove it when nothing has changed since the run began: it is "
+    "written anew. Or start over with -r 1 (the old folder is moved aside)."
+)
+
+
+def _problem(path: Path, is_ours: Callable[[Any], bool]) -> str:
+    """What is wrong with a file of the run folder; "" for one that is right, or not there."""
+    try:
+        value = _stored(path)
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        return f"{path}: got what cannot be read ({error})"
+    return "" if is_ours(value) else f"{path}: got {kind(value)} that no run writes there"
+
+
+def _is_identity(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("identity"), dict)
+
+
+def _is_resolved(plan: RunPlan) -> bool:
+    """Whether resolved.json says of every key that it has what this experiment says."""
+    try:
+        stored = _stored(plan.folder / "resolved.json")
+    except (OSError, ValueError):
+        return False
+    return bool(stored) and _agrees(stored, plan.cfg.model_dump(mode="json"))
+
+
+def _agrees(stored: Any, now: Any) -> bool:
+    if not isinstance(stored, dict) or not isinstance(now, dict):
+        return stored == now
+    return all(key in now and _agrees(stored[key], now[key]) for key in stored)
 
 
 def _stored(path: Path) -> Any:
@@ -142,32 +161,49 @@ def _check_dictionary(plan: RunPlan) -> None:
     )
 
 
-def check_identity(plan: RunPlan, task: Task, stores: dict[str, TokenStore]) -> None:
-    """Data and base model must be those that the run began with."""
+def check_identity(
+    plan: RunPlan, task: Task, stores: dict[str, TokenStore], newest: Path | None
+) -> dict[str, str]:
+    """Data and base model must be those that the run began with; their digests. A collective.
+
+    newest: the checkpoint that the run goes on from, which knows them where data.json is damaged.
+    """
     facts = {split: store.summary() for split, store in stores.items()}
 
-    def check() -> None:
+    def check() -> dict[str, str]:
         now = {
             "base": task.fingerprint(),
             **{split: store.digest for split, store in stores.items()},
         }
         path = plan.folder / "data.json"
-        if path.exists():
-            began = _stored(path)["identity"]
-            changed = [
-                f"{key} (was {began.get(key)!r}, is {now[key]!r})"
-                for key in now
-                if began.get(key) != now[key]
-            ]
-            if changed:
-                raise ResumeError(
-                    f"{plan.folder}: cannot resume, these changed since the run began: "
-                    f"{'; '.join(changed)}.\n"
-                    "Put them back, or start over with -r 1 (the old folder is moved aside)."
-                )
+        began = _beginning(path, newest)
+        changed = [
+            f"{key} (was {began.get(key)!r}, is {now[key]!r})"
+            for key in now
+            if began and began.get(key) != now[key]
+        ]
+        if changed:
+            raise ResumeError(
+                f"{plan.folder}: cannot resume, these changed since the run began: "
+                f"{'; '.join(changed)}.\n"
+                "Put them back, or start over with -r 1 (the old folder is moved aside)."
+            )
         write_json(path, {"identity": now, "splits": facts})
+        return now
 
-    on_main(check)
+    return on_main(check)
+
+
+def _beginning(path: Path, newest: Path | None) -> dict[str, Any] | None:
+    """The digests that a run began with; None for one that begins now."""
+    problem = _problem(path, _is_identity)
+    if not problem:
+        return _stored(path)["identity"] if path.exists() else None
+    identity = checkpoint.read_json(newest).get("identity") if newest else None
+    if not identity:
+        raise ResumeError(f"{problem}; want which data and base the run began with.\n{MEND}")
+    logger.warning("%s: it is made again from %s", problem, newest)
+    return identity
 
 
 def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:

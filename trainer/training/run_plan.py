@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from trainer.runtime.gpus import device_of
 
 if TYPE_CHECKING:
     from trainer.training.options import Options
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,5 +82,9 @@ def _check_places(options: Options) -> None:
 
 
 def is_finished(plan: RunPlan) -> bool:
-    """True when an earlier run of the same dictionary reached its end."""
-    return (read_json(plan.folder / "status.json") or {}).get("state") == "succeeded"
+    """True when an earlier run of the same dictionary reached its end and left final/."""
+    has_ended = (read_json(plan.folder / "status.json") or {}).get("state") == "succeeded"
+    has_export = any((plan.folder / "final").glob("*"))
+    if has_ended and not has_export:
+        logger.warning('%s says "succeeded", but there is no final/: it goes on', plan.folder)
+    return has_ended and has_export

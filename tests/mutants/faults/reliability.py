@@ -6,6 +6,8 @@ BAD = "trainer/training/bad_steps.py"
 LOOP = "trainer/training/loop.py"
 FIT = "tests/numerics/test_fit.py -k 'left_out or leaves_steps or too_many'"
 ROLLED = "tests/runs/test_bad_steps.py"
+CHAIN = "trainer/telemetry/chain.py"
+VERIFY = "tests/runs/test_verify.py"
 
 FAULTS = [
     Fault(
@@ -42,5 +44,33 @@ FAULTS = [
         "if window.step in session.left_out:",
         why="a rollback leaves out the window behind the bad one",
         tests=ROLLED,
+    ),
+    Fault(
+        CHAIN,
+        "        if (seal or previous) and _seal(content, previous) != seal:",
+        "        if seal and _seal(content, seal) == seal:",
+        why="a line whose bits were changed is taken as it is",
+        tests=VERIFY,
+    ),
+    Fault(
+        CHAIN,
+        "            return cls(links[distributed.rank()])",
+        "            return cls(links[0][1:])",
+        why="the chain of a resumed run is another one",
+        tests=VERIFY,
+    ),
+    Fault(
+        "trainer/training/run_plan.py",
+        "    return has_ended and has_export",
+        "    return has_ended",
+        why="a run that lost its weights is taken for finished",
+        tests=VERIFY,
+    ),
+    Fault(
+        "trainer/training/run_folder.py",
+        "    if problem and _is_resolved(plan):",
+        "    if problem:",
+        why="a torn dictionary is made again where nothing says that it was this one",
+        tests="tests/runs/test_unclear_input.py -k torn",
     ),
 ]

@@ -142,7 +142,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/checkpoint.py",
-        "for _, folder in reversed(_candidates(root)):",
+        "for _, folder in reversed(candidates(root)):",
         "for _, folder in _candidates(root):",
         why="a run resumes from its oldest checkpoint",
         tests=CHECKPOINT,

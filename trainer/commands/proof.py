@@ -1,0 +1,137 @@
+"""What is checked rather than believed: a run (verify)."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainer.commands import options
+from trainer.commands.options import CacheDir, DataPath
+from trainer.errors import ConfigError, ProofError
+
+if TYPE_CHECKING:
+    from trainer.training.options import Options
+
+Run = Annotated[Path, typer.Argument(help="Folder of the run: SAVEDIR_BASE/<exp_id>.")]
+Steps = Annotated[
+    int | None, typer.Option("--replay", min=1, help="Do so many steps again and compare.")
+]
+Start = Annotated[
+    int | None,
+    typer.Option("--from", min=0, help="Replay behind this checkpoint; 0: from the beginning."),
+]
+_NAMED = ("loss", "grad_norm", "lr")  # what is shown of a step that differs
+
+
+@options.guarded
+def verify(
+    run: Run,
+    replay: Steps = None,
+    start: Start = None,
+    data_path: DataPath = None,
+    cache_dir: CacheDir = Path("tmp-cache"),
+) -> None:
+    """Check that metrics.jsonl is as the run wrote it, and that its steps come out again: exit code
+    1 names the first that does not. Under torchrun, on as many ranks as the run had.
+    """
+    from trainer.training.options import Options
+
+    module = _replays()
+    recorded = module.read(run)
+    lines, proofs = recorded.lines, recorded.proofs
+    _say(f"{run}: {len(lines)} lines, {len(proofs)} with a proof")
+    for first, last, ranks in module.worlds(proofs):
+        _say(f"steps {first} to {last}: {ranks} rank(s)")
+    if replay is not None or start is not None:
+        given = Options(run.resolve().parent, data_path=data_path, cache_dir=cache_dir)
+        _replay(run.resolve(), recorded, given, steps=replay or 1, start=start)
+    if recorded.problems:
+        raise ProofError(
+            f"{run / 'metrics.jsonl'} is not as the run wrote it: "
+            + "; ".join(recorded.problems)
+            + ". Where a copy has these lines, put it back; the weights do not depend on them."
+        )
+    _say("every line is as the run wrote it, behind those that it was written behind")
+
+
+def _replay(folder: Path, recorded: Any, given: Options, *, steps: int, start: int | None) -> None:
+    from trainer.runtime import distributed
+    from trainer.runtime.distributed import on_main
+    from trainer.training.run_plan import plan
+
+    replay = _replays()
+    values = options.experiment(None, folder.name, None, folder.parent, None)
+    distributed.init()
+    world = distributed.world()
+    stretches = [
+        (first, last) for first, last, ranks in replay.worlds(recorded.proofs) if ranks == world
+    ]
+    possible = [
+        at
+        for at in replay.starts(folder, world=world)
+        if any(first <= at + 1 <= last or (at == 0 and first == 1) for first, last in stretches)
+    ]
+    if not possible or (start is not None and start not in possible):
+        raise ConfigError(
+            f"{folder}: no replay on {world} rank(s) behind step {start}. Got checkpoints for a "
+            f"replay behind {', '.join(map(str, possible)) or 'no step'}; the run had "
+            f"{', '.join(sorted({str(r) for _, _, r in replay.worlds(recorded.proofs)}))} rank(s). "
+            "Give --from one of these, under torchrun --nproc-per-node RANKS -m trainer verify."
+        )
+    begin = max(possible) if start is None else start
+    end = max(last for first, last in stretches if first <= begin + 1)
+    planned = replay.as_it_ran(plan(values, given, world=world, rank=distributed.rank()))
+    with tempfile.TemporaryDirectory(prefix="verify-") as own:
+        scratch = Path(on_main(functools.partial(str, own)))
+        found = replay.replay(planned, given, scratch, start=begin, stop=min(begin + steps, end))
+        with suppress(RuntimeError):
+            distributed.barrier()  # before rank 0 removes it
+    _tell(folder, found)
+
+
+def _replays() -> Any:
+    """trainer/proof/replay.py, imported when it is needed: it stands on the whole of training."""
+    return importlib.import_module("trainer.proof.replay")
+
+
+def _tell(folder: Path, found: Any) -> None:
+    """What a replay showed. ProofError when a step came out otherwise."""
+    _say(f"replayed steps {found.start + 1} to {found.stop}: {len(found.agreed)} proof(s) agree")
+    if not found.differing:
+        if not found.agreed:
+            _say("no line of these steps has a proof: give a larger --replay")
+        return
+    step, theirs, ours = found.differing[0]
+    before = max((at for at in found.agreed if at < step), default=found.start)
+    numbers = [
+        f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}"
+        for key in _NAMED
+        if theirs.get(key) != ours.get(key)
+    ]
+    changed = [
+        f"{key} was {found.then[key]}, is {found.now.get(key)}"
+        for key in found.then
+        if found.then[key] != found.now.get(key)
+    ]
+    known = "; ".join(changed) or (
+        "versions and device are those of the checkpoint"
+        if found.then
+        else "what it was made with is not known, for no checkpoint is at the start"
+    )
+    raise ProofError(
+        f"{folder}: step {step} comes out otherwise ({before} is the last that does not). "
+        f"{'; '.join(numbers) or 'The numbers shown agree: its rows or random state do not'}.\n"
+        f"Known: {known}. On a GPU, kernels that add in any order differ in the last bits."
+    )
+
+
+def _say(text: str) -> None:
+    import logging
+
+    logging.getLogger(__name__).info("%s", text)

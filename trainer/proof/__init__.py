@@ -1,0 +1,1 @@
+"""What is believed only once it was seen: a run replayed, an engine examined."""

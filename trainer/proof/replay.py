@@ -1,0 +1,197 @@
+"""A stretch of a run once more, beside its folder, to see whether its steps come out the same."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.config.auto import with_micro_batch
+from trainer.errors import CheckpointError, ConfigError
+from trainer.files.held_lock import HeldLock
+from trainer.memory import launch as planning
+from trainer.runtime.distributed import on_main
+from trainer.runtime.preemption import Preemption
+from trainer.telemetry.chain import PROOF, damage
+from trainer.telemetry.run_record import METRICS, RunRecord
+from trainer.training import bad_steps, checkpoint
+from trainer.training.loop import Cadence, fit
+from trainer.training.options import Options
+from trainer.training.run import made_with, ready
+from trainer.training.run_plan import RunPlan
+
+NEVER = 2**62  # steps
+
+
+@dataclass(frozen=True)
+class Record:
+    """What metrics.jsonl of a run says, and what is wrong with the file."""
+
+    lines: list[dict[str, Any]]
+    problems: list[str]  # one for each damaged line
+
+    @property
+    def proofs(self) -> dict[int, str]:
+        """{step: proof} of every line that has one."""
+        return {line["step"]: line[PROOF] for line in self.lines if PROOF in line}
+
+
+def read(folder: Path) -> Record:
+    """metrics.jsonl of a run folder. ConfigError when there is none."""
+    path = folder / METRICS
+    try:
+        raw = path.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}. Give the folder of a run: SAVEDIR_BASE/<exp_id>."
+        ) from None
+    whole = [line for line in raw if line.endswith(b"\n")]
+    problems = [f"line {number} {problem}" for number, problem in damage(whole)]
+    lines: list[dict[str, Any]] = []
+    for line in whole:
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+                lines.append(entry)
+    steps = [line["step"] for line in lines if PROOF in line]
+    problems += [
+        f"step {later} stands behind step {earlier}"
+        for earlier, later in itertools.pairwise(steps)
+        if later <= earlier
+    ]
+    return Record(lines, problems)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How a stretch of steps came out once more."""
+
+    start: int  # the steps behind this one were done again
+    stop: int
+    agreed: list[int]  # steps whose proof is that of the run
+    differing: list[list[Any]]  # [step, the run's line, this one's] of the others, in order
+    then: dict[str, str]  # what the checkpoint was made with
+    now: dict[str, str]
+
+
+def starts(folder: Path, *, world: int) -> list[int]:
+    """The steps that a replay on `world` ranks may begin behind: the start, and its checkpoints."""
+    found = [
+        step
+        for step, path in checkpoint.candidates(folder / "checkpoints")
+        if checkpoint.saved_world(path) == world
+    ]
+    return [0, *found]
+
+
+def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: int) -> Replay:
+    """Steps start+1 to stop of the run in plan.folder again, in `scratch`, against its proofs.
+
+    plan: with the DeepSpeed dictionary of the run. Nothing is written to plan.folder. A collective.
+    """
+    recorded = read(plan.folder)
+    on_main(lambda: _lay_out(plan.folder, scratch, start))
+    settled = replace(plan, folder=scratch)
+    record = RunRecord(scratch, total=plan.cfg.train.steps)
+    lock, preemption = HeldLock(scratch / ".lock", what=str(scratch)), Preemption()
+    on_main(lock.acquire)
+    try:
+        again = ready(settled, options, record, preemption, lock)
+        session = replace(
+            again.session,
+            cadence=Cadence(log=1, evaluate=_evaluations(plan, recorded), save=NEVER),
+            save=lambda progress: None,
+            export_best=lambda: None,
+            questions=(),
+        )
+        then = _made_with(scratch, start)
+        try:
+            with planning.obeyed(again.memory, session.engine, again.launch, scratch):
+                fit(session, again.progress, until=stop)
+        finally:
+            session.engine.destroy()
+    finally:
+        record.close()
+        preemption.close()
+        lock.release()
+    steps, differing = on_main(lambda: _compared(recorded, scratch, start, stop))
+    return Replay(start, stop, steps, differing, then, made_with())
+
+
+def _compared(recorded: Record, scratch: Path, start: int, stop: int) -> list[Any]:
+    """Steps whose proofs agree, and [step, the run's line, this one's] of the others."""
+    ours, theirs = (
+        {line["step"]: line for line in record.lines if PROOF in line}
+        for record in (read(scratch), recorded)
+    )
+    steps = [step for step in sorted(theirs) if start < step <= stop]
+    agreed = [step for step in steps if ours[step][PROOF] == theirs[step][PROOF]]
+    return [agreed, [[step, theirs[step], ours[step]] for step in steps if step not in agreed]]
+
+
+def _lay_out(folder: Path, scratch: Path, start: int) -> None:
+    """What the stretch begins with: data.json, what rollbacks left out, and the checkpoint."""
+    for name in ("data.json", bad_steps.FILE):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(folder / name, scratch / name)
+    if start:
+        (scratch / "checkpoints").mkdir()
+        name = f"step-{start}"
+        os.symlink((folder / "checkpoints" / name).resolve(), scratch / "checkpoints" / name)
+        wrong = checkpoint.problems(scratch / "checkpoints" / name)
+        if wrong:
+            raise CheckpointError(f"{folder / 'checkpoints' / name}: {'; '.join(wrong)}.")
+
+
+def _evaluations(plan: RunPlan, recorded: Record) -> int:
+    """Every how many steps the run was evaluated, where that changes what is trained."""
+    if plan.cfg.schedule.shape != "reduce_on_plateau":
+        return NEVER
+    evaluated = [line["step"] for line in recorded.lines if "valid/loss" in line]
+    return plan.cfg.train.eval_every or min(evaluated, default=NEVER)
+
+
+def _made_with(scratch: Path, start: int) -> dict[str, str]:
+    if not start:
+        return {}
+    return checkpoint.read_json(scratch / "checkpoints" / f"step-{start}").get("made_with", {})
+
+
+def as_it_ran(plan: RunPlan) -> RunPlan:
+    """The plan with the DeepSpeed dictionary and the micro-batch that the run had, whatever flags
+    it was started with. ConfigError when its folder does not say.
+    """
+    try:
+        ds = json.loads((plan.folder / "ds_config.json").read_text())
+        rows = json.loads((plan.folder / "resolved.json").read_text())["train"]["micro_batch"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{plan.folder}: ds_config.json or resolved.json cannot be read ({error}). Put them "
+            "back from a copy, or check the lines alone (without --replay)."
+        ) from None
+    cfg = with_micro_batch(plan.cfg, rows)
+    world = plan.sharding.world  # the file is of the last start, which may have had others
+    accumulation = ds["train_batch_size"] // (ds["train_micro_batch_size_per_gpu"] * world)
+    ds["gradient_accumulation_steps"] = accumulation
+    return replace(plan, cfg=cfg, ds=ds, sharding=replace(plan.sharding, micro_batch=rows))
+
+
+def worlds(proofs: dict[int, str]) -> Iterator[tuple[int, int, int]]:
+    """(first step, last step, ranks) of the stretches that a run had the same ranks for."""
+    stretch: tuple[int, int, int] | None = None
+    for step, proof in sorted(proofs.items()):
+        ranks = int(proof.rpartition("/")[2])
+        if stretch and stretch[2] == ranks:
+            stretch = (stretch[0], step, ranks)
+            continue
+        if stretch:
+            yield stretch
+        stretch = (step, step, ranks)
+    if stretch:
+        yield stretch
