@@ -337,9 +337,11 @@ def for_engine(config: Config) -> Config:
     gradients are not copied into buckets (two of reduce_bucket_size elements, at stages 1 and 2) to
     be sent.
 
-    The optimizer and the schedule are ours. Gradients of a bf16 model accumulate in fp32, except at
-    stage 0, where DeepSpeed raises NotImplementedError. In fp32 at stage 0 DeepSpeed keeps the norm
-    to itself, so the engine clips and gradient_clipping is 0.0 here.
+    DeepSpeed's throughput timer waits for the whole device before every forward, and nobody reads
+    it: it is off unless the file says otherwise. The optimizer and the schedule are ours. Gradients
+    of a bf16 model accumulate in fp32, except at stage 0, where DeepSpeed raises
+    NotImplementedError. In fp32 at stage 0 DeepSpeed keeps the norm to itself, so the engine clips
+    and gradient_clipping is 0.0 here.
     """
     engine = {key: copy.deepcopy(value) for key, value in config.items() if key not in _OURS}
     zero: Config = engine["zero_optimization"]
@@ -347,6 +349,7 @@ def for_engine(config: Config) -> Config:
     engine["train_batch_size"] = config["train_batch_size"] // config["gradient_accumulation_steps"]
     engine["gradient_accumulation_steps"] = 1
     engine["zero_allow_untested_optimizer"] = True
+    engine.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     world = config["train_batch_size"] // (
         config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
     )

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError, DataError
+from trainer.runtime import distributed
 from trainer.tasks.abilities import Packs, Shapes
 from trainer.tasks.protocol import DRAW, EPOCH, Batch, Task
 
@@ -328,10 +329,7 @@ class _Collation:
         units = torch.stack(
             [self.task.units(batch).to("cpu", torch.int64) for batch in batches]
         ).sum()
-        if torch.cuda.is_available():
-            batches = [
-                {name: tensor.pin_memory() for name, tensor in batch.items()} for batch in batches
-            ]
+        batches = [distributed.pinned(batch) for batch in batches]
         return StepBatches(step=step, batches=batches, rows=rows, units=units)
 
     def _row(self, step: int, index: int) -> dict[str, np.ndarray]:

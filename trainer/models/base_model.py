@@ -23,7 +23,7 @@ from trainer.config.schema import Base, Experiment, ExperimentBase, RandomBase
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
 from trainer.files import hub, packages, safetensors_file
-from trainer.models import adapters, families, weight_files
+from trainer.models import adapters, families, masks, weight_files
 from trainer.models.t5_encoder_weights import encoder_source
 
 if TYPE_CHECKING:
@@ -116,6 +116,7 @@ def load(
     A random base is built in fp32 under its own seed, so that every rank and every run has the same
     weights. ConfigError when transformers has no model of this kind for the base.
     """
+    masks.keep_masks_of_devices()
     source = resolve(base, places)
     build = _model_class(config := config_of(base, places), kind)
     options = _body_options(build, kind)
@@ -262,6 +263,7 @@ def _unpartitioned() -> Iterator[None]:
 
 def skeleton(base: Base, places: Places, *, kind: Kind = "causal_lm") -> PreTrainedModel:
     """The model of a base without storage (meta device): names and shapes only."""
+    masks.keep_masks_of_devices()
     config = config_of(base, places)
     build = _model_class(config, kind)
     with torch.device("meta"), _buildable(config):

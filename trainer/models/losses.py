@@ -34,19 +34,33 @@ def token_cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, smoothing: floa
     )
 
 
+def scored_before(labels_BT: Tensor) -> Tensor:
+    """(N,) int64: which positions of the flat (B * T,) have a label behind them.
+
+    Collation works it out, for on a device it would be waited for.
+    """
+    is_scored_BT = torch.nn.functional.pad(labels_BT[:, 1:] != IGNORED, (0, 1))
+    return is_scored_BT.flatten().nonzero()[:, 0]
+
+
 def next_token_loss(
-    hidden_BTD: Tensor, labels_BT: Tensor, loss_of: Callable[[Tensor, Tensor], Tensor]
+    hidden_BTD: Tensor,
+    labels_BT: Tensor,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    *,
+    scored_N: Tensor | None = None,
 ) -> Tensor:
     """() fp32: the SUM of next-token cross-entropies; position t is scored against the label of t +
     1.
 
     loss_of: (N, D) states, (N,) targets -> (). It sees the scored positions only, so prompts and
     pads cost no logits. It is called even when nothing is scored, because under ZeRO-3 every rank
-    must make the same calls.
+    must make the same calls. scored_N: scored_before(labels_BT), where it is known.
     """
-    targets_BT = labels_BT[:, 1:]
-    scored_BT = targets_BT != IGNORED
-    return loss_of(hidden_BTD[:, :-1][scored_BT], targets_BT[scored_BT])
+    if scored_N is None:
+        scored_N = scored_before(labels_BT)
+    targets_N = labels_BT.flatten().index_select(0, scored_N + 1)
+    return loss_of(hidden_BTD.flatten(0, 1).index_select(0, scored_N), targets_N)
 
 
 # In chunks

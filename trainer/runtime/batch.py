@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +17,94 @@ def to_device(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: tensor.to(distributed.device(), non_blocking=True) for name, tensor in batch.items()
     }
+
+
+def numbers_on_device(numbers: Sequence[int]) -> Tensor:
+    """(N,) int64 on this rank's device; nobody waits for it."""
+    return to_device(distributed.pinned({"numbers": torch.tensor(numbers)}))["numbers"]
+
+
+class OnDevice(Sequence[dict[str, Tensor]]):
+    """The micro-batches of a window on the device, two at a time: the one that was asked for, and
+    the one behind it, which is copied by a stream of its own while the first one is computed with.
+
+    So a window takes the memory of two micro-batches, however many it has; one that is asked for
+    again (GradCache) is copied again.
+    """
+
+    def __init__(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
+        """batches: pinned, on the host."""
+        self._host = batches
+        self._copies: dict[int, _Copy] = {}
+
+    def __len__(self) -> int:
+        return len(self._host)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[dict[str, Tensor]]: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return OnDevice(self._host[index])
+        index = range(len(self))[index]
+        if not distributed.is_gpu():
+            return to_device(self._host[index])
+        self._copies = {
+            place: self._copies.get(place) or _Copy(self._host[place])
+            for place in (index, index + 1)
+            if place < len(self)
+        }
+        return self._copies[index].arrived()
+
+
+class _Copy:
+    """A micro-batch that a stream of its own copies."""
+
+    _stream: Any = None  # of this process, made when the first copy is
+
+    def __init__(self, batch: Mapping[str, Tensor]) -> None:
+        if _Copy._stream is None:
+            _Copy._stream = torch.cuda.Stream(distributed.device())
+        with torch.cuda.stream(_Copy._stream):
+            self._batch = to_device(batch)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def arrived(self) -> dict[str, Tensor]:
+        """The batch, for the current stream: what is computed there waits for the copy, the host
+        does not.
+        """
+        here = torch.cuda.current_stream()
+        here.wait_event(self._event)
+        for tensor in self._batch.values():
+            # its memory belongs to the other stream, and must not be used again too early
+            tensor.record_stream(here)
+        return self._batch
+
+
+class HostCopy:
+    """Small numbers on their way to the host while the device works.
+
+    Reading them waits for the copy only.
+    """
+
+    def __init__(self, counts: Tensor) -> None:
+        self._event = None
+        if not distributed.is_gpu():
+            self._host = counts
+            return
+        self._host = torch.empty(counts.shape, dtype=counts.dtype).pin_memory()
+        self._host.copy_(counts, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def read(self) -> list[int]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -51,6 +51,18 @@ def local_rank() -> int:
 def device() -> torch.device:
     """The device of this process: its CUDA device, or the CPU where there is none."""
     return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def is_gpu() -> bool:
+    """Whether this process computes on a CUDA device, which works while the host goes on."""
+    return torch.cuda.is_available()
+
+
+def pinned(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch in memory that a GPU reads by itself; as it is where there is none."""
+    if not is_gpu():
+        return dict(batch)
+    return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
 
 def is_main() -> bool:

@@ -9,13 +9,13 @@ and any world size.
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
-from types import SimpleNamespace
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,6 +160,8 @@ class Engine:
             # loop counts skips.
             scaler.raise_error_at_min_scale = False
         self._check_that_deepspeed_agrees(ds)
+        if distributed.is_gpu():
+            self._wait_less(offload=ds["zero_optimization"].get("offload_optimizer") or {})
 
     def train(self) -> None:
         self.model.train()
@@ -191,7 +193,7 @@ class Engine:
             self._norm = self._clip()
             if self.leaves_out_unsound and not torch.isfinite(self._norm):
                 return self.leave_out()
-        with self._watched(watch if self.stage > 0 else None):
+        with self._watched(watch if self.stage > 0 else None), NumbersMadeThere():
             self.model.step()
 
     def leave_out(self) -> None:
@@ -200,7 +202,7 @@ class Engine:
         All ranks call it instead of step(). DeepSpeed is made to find an overflow, since it alone
         knows where its gradients are; a loss scale does not hear of it.
         """
-        with _every_gradient_refused(self.model.optimizer):
+        with every_gradient_refused(self.model.optimizer):
             self.model.step()
         self._is_left_out = True
 
@@ -317,6 +319,24 @@ class Engine:
                     kept[name] = parameter.detach().to("cpu", copy=True).contiguous()
         return kept
 
+    # The host runs ahead of a GPU
+    # ---------------------------------------------------------------------------------------
+
+    def _wait_less(self, offload: Mapping[str, Any]) -> None:
+        """Spare the host those waits for the device that DeepSpeed (0.19.8) need not do."""
+        optimizer: Any = self.model.optimizer
+        if self.stage == 0 and hasattr(optimizer, "fp32_groups"):
+            # FP16_UnfusedOptimizer, which is bf16's, too: three waits for every weight
+            optimizer.step = functools.partial(step_of_whole_weights, optimizer)
+        elif self.stage in (1, 2) and hasattr(optimizer, "unscale_and_clip_grads"):
+            # its own asks for each group whether the norm is finite, which step() has just done
+            optimizer.unscale_and_clip_grads = functools.partial(unscale_and_clip, optimizer)
+        stream = getattr(optimizer, "reduce_and_partition_stream", None)
+        if stream is not None and offload.get("device", "none") == "none":
+            # stage 3 waits on the host for every micro-batch's reduction. What follows reads the
+            # sums on the device; only an offloaded optimizer reads them on the host.
+            stream.synchronize = lambda: torch.cuda.current_stream().wait_stream(stream)
+
     def _undo_initial_step(self) -> None:
         # deepspeed 0.19.8, FP16_UnfusedOptimizer.initialize_optimizer_states: runs a real AdamW
         # step on zero gradients while it is built, which would count one step too many (the weights
@@ -346,36 +366,6 @@ class Engine:
         ]
         if wrong:
             raise ConfigError("DeepSpeed does not do what it was told: " + "; ".join(wrong))
-
-
-@contextmanager
-def _every_gradient_refused(optimizer: Any) -> Iterator[None]:
-    """Inside, DeepSpeed's optimizers take every gradient for one that overflowed: they drop it.
-
-    deepspeed 0.19.8: stage_1_and_2.step asks check_overflow, stage3.step asks
-    _overflow_check_and_loss_scale_update, FP16_UnfusedOptimizer.step its overflow_checker; at stage
-    0 in fp32 the optimizer is torch's.
-    """
-
-    def refuse(*_: Any, **__: Any) -> bool:
-        optimizer.overflow = True
-        return True
-
-    asked = {
-        "check_grad_overflow": True,
-        "check_overflow": refuse,
-        "_overflow_check_and_loss_scale_update": refuse,
-        "_update_scale": lambda *_, **__: None,
-        "overflow_checker": SimpleNamespace(check=refuse),
-    }
-    if isinstance(optimizer, torch.optim.Optimizer):
-        asked = {"step": lambda *_, **__: None}
-    with ExitStack() as stack:
-        for name, value in asked.items():
-            if hasattr(optimizer, name):
-                stack.callback(setattr, optimizer, name, getattr(optimizer, name))
-                setattr(optimizer, name, value)
-        yield
 
 
 def _optimizer(parameters: Any, ds: Mapping[str, Any], optim: Optim) -> torch.optim.Optimizer:

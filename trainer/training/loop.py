@@ -16,7 +16,12 @@ from trainer.data.order import Sharding, StepBatches, windows
 from trainer.errors import ConfigError, DivergedError, nearest
 from trainer.evaluation.scoring import answer, evaluate
 from trainer.runtime import distributed
-from trainer.runtime.batch import named_when_out_of_memory, to_device
+from trainer.runtime.batch import (
+    HostCopy,
+    OnDevice,
+    named_when_out_of_memory,
+    numbers_on_device,
+)
 from trainer.runtime.preemption import Stopped
 from trainer.tasks.abilities import Answers
 from trainer.telemetry.chain import StepChain
@@ -203,18 +208,17 @@ def train_step(
     at the same step.
     """
     engine, device = session.engine, distributed.device()
-    asked = torch.tensor([int(window.units), int(session.preemption.requested), 0], device=device)
+    asked = numbers_on_device([int(window.units), int(session.preemption.requested), 0])
     asked[2] = bad
     counts = distributed.total(asked)
-    host = _HostCopy(counts)
+    host = HostCopy(counts)
     loss = torch.zeros((), dtype=torch.float64, device=device)
     if window.step + 1 in session.left_out:
         units, stop, diverged = host.read()
         again = Trouble(session.left_out[window.step + 1], math.nan, is_rolled_back=True)
         return Step(loss, units, stop > 0, diverged > 0, torch.isfinite(loss), again)
     with named_when_out_of_memory(window.batches):
-        batches = [to_device(batch) for batch in window.batches]
-        for summed in session.task.losses(engine.model, batches):
+        for summed in session.task.losses(engine.model, OnDevice(window.batches)):
             mean = summed / counts[0]
             engine.backward(mean)
             loss += mean.detach()
@@ -410,25 +414,3 @@ def _first_rows(window: StepBatches) -> str:
 
 def _due(step: int, every: int, last: int) -> bool:
     return step % every == 0 or step == last
-
-
-class _HostCopy:
-    """Small counts on their way to the host while the device works.
-
-    Reading them waits for the copy only.
-    """
-
-    def __init__(self, counts: Tensor) -> None:
-        self._event = None
-        if counts.device.type == "cpu":
-            self._host = counts
-            return
-        self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        self._host.copy_(counts, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def read(self) -> list[int]:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.tolist()

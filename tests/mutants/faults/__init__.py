@@ -2,7 +2,17 @@
 the tests.
 """
 
-from tests.mutants.faults import data, jobs, loop, reliability, serve, tasks, terminal, training
+from tests.mutants.faults import (
+    data,
+    device,
+    jobs,
+    loop,
+    reliability,
+    serve,
+    tasks,
+    terminal,
+    training,
+)
 
 FAULTS = [
     *loop.FAULTS,
@@ -10,6 +20,7 @@ FAULTS = [
     *tasks.FAULTS,
     *jobs.FAULTS,
     *data.FAULTS,
+    *device.FAULTS,
     *serve.FAULTS,
     *terminal.FAULTS,
     *reliability.FAULTS,

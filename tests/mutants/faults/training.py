@@ -91,8 +91,8 @@ FAULTS = [
     # Losses and metrics that tasks share
     Fault(
         "trainer/models/losses.py",
-        "hidden_BTD[:, :-1][scored_BT]",
-        "hidden_BTD[:, 1:][scored_BT]",
+        "hidden_BTD.flatten(0, 1).index_select(0, scored_N)",
+        "hidden_BTD.flatten(0, 1).index_select(0, scored_N + 1)",
         why="a language model is asked for the token that it has just read",
         tests=STEPS,
     ),

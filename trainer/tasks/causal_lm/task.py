@@ -12,7 +12,7 @@ from trainer.data.padding import pad_right
 from trainer.data.readers import questions
 from trainer.errors import ConfigError
 from trainer.models.head import OutputLayer
-from trainer.models.losses import IGNORED, next_token_loss
+from trainer.models.losses import IGNORED, next_token_loss, scored_before
 from trainer.tasks.abilities import Uncut
 from trainer.tasks.causal_lm.chat import ChatTemplate, meets
 from trainer.tasks.causal_lm.chat_rows import chats
@@ -32,15 +32,23 @@ class CausalLM(nn.Module):
         self.base = base
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        labels: Tensor,
+        scored: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """(B, T) ids, mask and labels -> {"loss": () fp32, the sum over labelled tokens}."""
+        """(B, T) ids, mask and labels -> {"loss": () fp32, the sum over labelled tokens}.
+
+        scored: losses.scored_before(labels); None works it out, which waits for the device.
+        """
         body = getattr(self.base, self.base.base_model_prefix)
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
         hidden_BTD = body(
             input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         ).last_hidden_state
-        return {"loss": next_token_loss(hidden_BTD, labels, OutputLayer(self.base).loss)}
+        loss_of = OutputLayer(self.base).loss
+        return {"loss": next_token_loss(hidden_BTD, labels, loss_of, scored_N=scored)}
 
 
 class Task(TokenTask[Config]):
@@ -170,10 +178,12 @@ class Task(TokenTask[Config]):
         is_label = mask
         if self._is_on_answers or self.chat is not None:
             is_label, _ = pad_right([row["scored"] for row in rows], 0)
+        labels = ids.masked_fill(is_label == 0, IGNORED)
         return {
             "input_ids": ids,
             "attention_mask": mask,
-            "labels": ids.masked_fill(is_label == 0, IGNORED),
+            "labels": labels,
+            "scored": scored_before(labels),
         }
 
     def units(self, batch: Batch) -> Tensor:

@@ -19,7 +19,7 @@ from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio, answer_scores
 from trainer.models import adapters, base_model
 from trainer.models.decoder.packed_attention import REPLACED
-from trainer.models.losses import IGNORED
+from trainer.models.losses import IGNORED, scored_before
 from trainer.runtime import distributed
 from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered
 from trainer.tasks.cross_attention.config import Config
@@ -174,9 +174,9 @@ class Task(TokenTask[Config]):
         """Streams of real tokens (streams.py), where this is packed and every row has a context, or
         rectangles:
 
-        input_ids, attention_mask, labels (B, T), and the context: context_input_ids and
-        context_attention_mask, (B, L) or (B, C, L), or encoder_hidden_states (B, L, D) and
-        encoder_attention_mask (B, L).
+        input_ids, attention_mask, labels (B, T), scored_flat (N,), and the context:
+        context_input_ids and context_attention_mask, (B, L) or (B, C, L), or encoder_hidden_states
+        (B, L, D) and encoder_attention_mask (B, L).
         """
         fields = ["context", *([_OTHER] if _OTHER in rows[0] else [])]
         if self.is_packed and can_be_streams(rows, fields):
@@ -190,6 +190,7 @@ class Task(TokenTask[Config]):
             "input_ids": ids,
             "attention_mask": mask,
             "labels": labels,
+            "scored_flat": scored_before(labels),
             **self.prompts.contexts(rows, "context"),
         }
         if _OTHER not in rows[0]:

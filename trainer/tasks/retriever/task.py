@@ -348,7 +348,8 @@ class Task(TokenTask[Config]):
             (cfg.query_chunk, cfg.passage_chunk) if cfg.query_chunk or cfg.passage_chunk else None
         )
         how = PoolScope(own=_OWN, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
-        for pool in [window] if cfg.pool == "window" else [[batch] for batch in window]:
+        # one micro-batch after the other: a list of them would lie on the device as a whole
+        for pool in [window] if cfg.pool == "window" else ([batch] for batch in window):
             self._tell(pool)
             yield from pooled_losses(
                 lambda batch: self._represented(model, batch, chunks), pool, self._of_pool, how

@@ -33,14 +33,16 @@ class Summariser(nn.Module):
         attention_mask: Tensor,
         labels: Tensor,
         *,
+        scored: Tensor | None = None,
         generation: Any = None,
         **stream: Tensor,
     ) -> dict[str, Tensor]:
         """(B, S) ids and mask, (B, T) labels -> {"loss": () fp32, the sum over labelled tokens}.
 
         stream: source_stream() of the same ids, of a base with T5's encoder, which then runs on
-        real tokens alone. generation: arguments of `generate`; then {"tokens": (rows * answers, G)
-        with the start token}. The loss is smoothed in training mode only.
+        real tokens alone. scored: (N,) where labels are among all B * T; None works it out, which
+        waits for the device. generation: arguments of `generate`; then {"tokens": (rows * answers,
+        G) with the start token}. The loss is smoothed in training mode only.
         """
         if generation is not None:
             source: dict[str, Any] = {"input_ids": input_ids}
@@ -50,10 +52,13 @@ class Summariser(nn.Module):
             return {"tokens": tokens}
         hidden_BTD = self._decoded(input_ids, attention_mask, labels, stream)
         # without the pads: a vocabulary of logits for each of them would cost most
-        scored_BT = labels != IGNORED
+        if scored is None:
+            scored = (labels.flatten() != IGNORED).nonzero()[:, 0]
+        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, scored)
         smoothing = self.label_smoothing if self.training else 0.0
         layer = OutputLayer(self.base)
-        return {"loss": layer.loss(hidden_BTD[scored_BT], labels[scored_BT], smoothing=smoothing)}
+        targets_N = labels.flatten().index_select(0, scored)
+        return {"loss": layer.loss(hidden_ND, targets_N, smoothing=smoothing)}
 
     def _encoded(self, input_ids: Tensor, stream: Mapping[str, Tensor]) -> BaseModelOutput:
         """(B, S, D) states of the sources, 0 where there is no token."""

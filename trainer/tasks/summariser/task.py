@@ -165,17 +165,19 @@ class Task(TokenTask[Config]):
         return len(encoded["source"]) + max(map(int, encoded["targets_lengths"]), default=0)
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """input_ids, attention_mask (B, S) and labels (B, T); for a base with T5's encoder also
-        where the real tokens lie (model.source_stream).
+        """input_ids, attention_mask (B, S) and labels (B, T), and scored (N,), where those are; for
+        a base with T5's encoder also where the real tokens lie (model.source_stream).
 
         S and T are the longest of the rows, rounded up to multiples of 8.
         """
         ids, mask = pad_right([row["source"] for row in rows], self.pad)
         targets, is_target = pad_right([self._target(row) for row in rows], self.pad)
+        labels = _aligned(targets.masked_fill(is_target == 0, IGNORED), IGNORED)
         batch = {
             "input_ids": _aligned(ids, self.pad),
             "attention_mask": _aligned(mask, 0),
-            "labels": _aligned(targets.masked_fill(is_target == 0, IGNORED), IGNORED),
+            "labels": labels,
+            "scored": (labels.flatten() != IGNORED).nonzero()[:, 0],
         }
         if not self._has_t5_encoder:
             return batch

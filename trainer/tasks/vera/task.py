@@ -351,24 +351,21 @@ class Task(TokenTask[Config]):
 
 def _represented(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Pooled states and logits of a batch, with what says how its statements belong together."""
-    found = model(**layout_of(batch))
-    kind_S = batch["is_multiple_choice"][batch["group"]]
     return {
-        **found,
+        **model(**layout_of(batch)),
         "column": batch["column"],
         "is_gold": batch["is_gold"],
-        "is_multiple_choice": kind_S,
+        "is_multiple_choice": batch["is_multiple_choice"],
     }
 
 
 def _statements(pool: Mapping[str, Tensor]) -> losses.Statements:
     """Statements of many batches, one after the other: every column 0 begins a group."""
-    is_first_S = pool["column"] == 0
     return losses.Statements(
         logits_S=pool["logits"],
         hidden_SD=pool["hidden"],
-        group_S=is_first_S.cumsum(0) - 1,
+        group_S=(pool["column"] == 0).cumsum(0) - 1,
         column_S=pool["column"],
         is_gold_S=pool["is_gold"],
-        is_multiple_choice_G=pool["is_multiple_choice"][is_first_S],
+        is_multiple_choice_G=pool["is_multiple_choice"],
     )

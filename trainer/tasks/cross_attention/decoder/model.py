@@ -265,6 +265,7 @@ class CrossAttentionModel(nn.Module):
         encoder_hidden_states: Tensor | Sequence[Tensor] | None = None,
         encoder_attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
+        scored_flat: Tensor | None = None,
         key_masks: Mapping[int, Tensor] | None = None,
         record: Record | None = None,
         position_ids: Tensor | None = None,
@@ -282,20 +283,19 @@ class CrossAttentionModel(nn.Module):
         attention_mask is (B, S) over all tokens so far. With fewer contexts than rows, each serves
         as many rows, which follow one another. position_ids (B, T), context_position_ids (B, L):
         None: what the masks say, see `positions`; the published Llama and Mistral count pads as
-        well in training. labels: (B, T), -100 where nothing is scored; shifted in here. key_masks:
-        block index -> (B, L), True for keys to use, in place of the random draw. record: receives
-        `block_out.<i>`, `cross_attn_out.<i>` and `cross_block_out.<i>`. Raises ConfigError for a
-        sequence longer than the base's positions. packed: all of this as streams of real tokens
-        (packed_batch.py); then only key_masks may be given besides, (1, K).
+        well in training. labels: (B, T), -100 where nothing is scored; shifted in here.
+        scored_flat: losses.scored_before(labels). key_masks: block index -> (B, L), True for keys
+        to use, in place of the random draw. record: receives `block_out.<i>`, `cross_attn_out.<i>`
+        and `cross_block_out.<i>`. Raises ConfigError for a sequence longer than the base's
+        positions. packed: all of this as streams (packed_batch.py); then only key_masks, (1, K).
         """
         if packed is not None:
             return Output(loss=self._packed_loss(packed, key_masks), logits=None)
-        assert input_ids is not None, "the decoder's tokens are given"
-        assert attention_mask is not None, "their mask is given"
+        assert input_ids is not None
+        assert attention_mask is not None, "the decoder's tokens are given with their mask"
         self.check_lengths(attention_mask.shape[1], 0)
-        cache = DynamicCache(config=self.backbone.config) if use_cache else None
-        if past is not None:
-            cache = past.cache
+        fresh = DynamicCache(config=self.backbone.config) if use_cache else None
+        cache = fresh if past is None else past.cache
         context = self._context_of(
             past,
             _Source(context_input_ids, context_attention_mask),
@@ -318,7 +318,8 @@ class CrossAttentionModel(nn.Module):
             )
         hidden_BTD = self._decode(embedded_BTD, this, is_cached=cache is not None)
         if labels is not None:
-            return Output(loss=next_token_loss(hidden_BTD, labels, self.backbone.loss), logits=None)
+            given = hidden_BTD, labels, self.backbone.loss
+            return Output(loss=next_token_loss(*given, scored_N=scored_flat), logits=None)
         logits = self.backbone.head(hidden_BTD[:, -1:] if last_logits_only else hidden_BTD)
         return Output(
             loss=None, logits=logits, past=None if cache is None else Past(cache, context)

@@ -1,0 +1,51 @@
+"""Faults that only a GPU would show: waits for it, and copies to it."""
+
+from tests.mutants.fault import Fault
+
+WAITS = "tests/runs/test_device_waits.py -m 'not long'"
+OF_A_STEP = f"{WAITS} -k 'causal_lm or more_micro or saves_a_wait'"
+
+FAULTS = [
+    Fault(
+        "trainer/runtime/batch.py",
+        "for place in (index, index + 1)",
+        "for place in (index,)",
+        why="a micro-batch is copied only when the device already waits for it",
+        tests=f"{WAITS} -k window",
+    ),
+    Fault(
+        "trainer/runtime/batch.py",
+        "with torch.cuda.stream(_Copy._stream):",
+        "with torch.cuda.stream(torch.cuda.current_stream()):",
+        why="a copy stands in the way of what is computed",
+        tests=OF_A_STEP,
+    ),
+    Fault(
+        "trainer/data/order.py",
+        "batches = [distributed.pinned(batch) for batch in batches]",
+        "batches = list(batches)",
+        why="every tensor of a batch is waited for",
+        tests=OF_A_STEP,
+    ),
+    Fault(
+        "trainer/config/deepspeed_config.py",
+        'setdefault("throughput", {}).setdefault("enabled", False)',
+        'setdefault("throughput", {}).setdefault("enabled", True)',
+        why="DeepSpeed drains the device before every forward, for a number that nobody reads",
+        tests=OF_A_STEP,
+    ),
+    Fault(
+        "trainer/training/engine.py",
+        "scale = torch.clamp(clip, min=1.0) * optimizer.loss_scale",
+        "scale = clip * optimizer.loss_scale",
+        why="on a GPU a small gradient is blown up to the clipping norm",
+        tests=OF_A_STEP,
+    ),
+    Fault(
+        "trainer/models/masks.py",
+        "is_on_device = isinstance(tensor, torch.Tensor) and tensor.device != _CPU",
+        "is_on_device = False",
+        why="the host looks into every mask on the device",
+        tests=OF_A_STEP,
+    ),
+]

@@ -1,0 +1,100 @@
+"""What DeepSpeed's optimizers (0.19.8) are made to do otherwise, where they know no other way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+@contextmanager
+def every_gradient_refused(optimizer: Any) -> Iterator[None]:
+    """Inside, DeepSpeed's optimizers take every gradient for one that overflowed: they drop it.
+
+    deepspeed 0.19.8: stage_1_and_2.step asks check_overflow, stage3.step asks
+    _overflow_check_and_loss_scale_update, FP16_UnfusedOptimizer.step skips by itself; at stage 0 in
+    fp32 the optimizer is torch's.
+    """
+
+    def refuse(*_: Any, **__: Any) -> bool:
+        optimizer.overflow = True
+        return True
+
+    asked = {
+        "check_grad_overflow": True,
+        "check_overflow": refuse,
+        "_overflow_check_and_loss_scale_update": refuse,
+        "_update_scale": lambda *_, **__: None,
+    }
+    if isinstance(optimizer, torch.optim.Optimizer):
+        asked = {"step": lambda *_, **__: None}
+    elif hasattr(optimizer, "_skip_invalid_grad_norm"):  # also where step() is ours
+        asked["step"] = lambda *_, **__: optimizer._skip_invalid_grad_norm()
+    with ExitStack() as stack:
+        for name, value in asked.items():
+            if hasattr(optimizer, name):
+                stack.callback(setattr, optimizer, name, getattr(optimizer, name))
+                setattr(optimizer, name, value)
+        yield
+
+
+class NumbersMadeThere(TorchFunctionMode):
+    """Inside, torch.tensor(-1.0, device=GPU) fills a tensor there; by itself, it copies one from
+    the host and waits for that.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and isinstance(args[0], float) and kwargs.get("device") is not None:
+            return torch.full((), args[0], **{"dtype": torch.get_default_dtype(), **kwargs})
+        return func(*args, **kwargs)
+
+
+def step_of_whole_weights(optimizer: Any, closure: None = None) -> bool:
+    """What FP16_UnfusedOptimizer.step does for bf16, by the same arithmetic, with one wait: for
+    whether the norm is finite. True when the update is left out.
+    """
+    squares: list[Tensor] = []
+    for halves, wholes in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        gradients = [x.grad for x in halves if x.grad is not None]
+        if gradients:
+            norms = [gradient.float().norm(2.0) ** 2.0 for gradient in gradients]
+            of_group = functools.reduce(torch.add, norms)
+            squares.append((of_group.double() ** 0.5) ** 2.0)
+        for half, whole in zip(halves, wholes, strict=True):
+            whole.grad = torch.zeros_like(whole) if half.grad is None else half.grad.float()
+    norm = functools.reduce(torch.add, squares).sqrt()
+    optimizer.overflow = not bool(torch.isfinite(norm))
+    optimizer._global_grad_norm = norm
+    if optimizer.overflow:
+        return optimizer._skip_invalid_grad_norm()
+    optimizer._update_scale(False)
+    if optimizer.clip_grad > 0:
+        factor = 1.0 / torch.clamp((norm + 1e-6) / optimizer.clip_grad, min=1.0)
+        for group in optimizer.fp32_groups:
+            for whole in group:
+                whole.grad.mul_(factor)
+    optimizer.optimizer.step()
+    for halves, wholes in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for half, whole in zip(halves, wholes, strict=True):
+            whole.grad = None
+            half.data.copy_(whole.data)
+    return False
+
+
+def unscale_and_clip(optimizer: Any, gradients: list[Tensor], norm: Tensor | None) -> None:
+    """What DeepSpeedZeroOptimizer.unscale_and_clip_grads does with a norm that is finite."""
+    scale = optimizer.loss_scale
+    if optimizer.clip_grad > 0:
+        assert norm is not None, "DeepSpeed 0.19.8 computes the norm where it clips"
+        clip = ((norm / optimizer.loss_scale) + 1e-6) / optimizer.clip_grad
+        scale = torch.clamp(clip, min=1.0) * optimizer.loss_scale
+    elif scale == 1.0:
+        return
+    for gradient in gradients:
+        gradient.data.mul_(1.0 / scale)
