@@ -368,6 +368,9 @@ def _stored(savedir_base: Path, exp_id: str) -> dict[str, Any]:
 
 
 def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
+    from trainer.runtime import device_defaults
+
+    device_defaults.before_torch()
     from trainer.runtime import distributed
     from trainer.training.options import Options
     from trainer.training.run import run_group

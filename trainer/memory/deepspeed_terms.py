@@ -261,8 +261,9 @@ def _step_copies(step: Measured, zero: Zero) -> int:
     if zero.stage == 0:
         return own + (4 * P if e < 4 else 0)  # fp32 copies of all gradients
     if zero.stage == 1 and zero.is_bf16:
-        # flattened in fp32, then cast to the dtype of communication
-        return (4 + 2) * min(P, _REDUCED_AT_ONCE)
+        # small groups are flattened in fp32 and cast to what is sent; a group of more elements
+        # than a bucket is one tensor, which is neither flattened nor split
+        return (4 + 2) * P if P <= _REDUCED_AT_ONCE else 2 * P
     if zero.stage == 3:
         return 4 * min(P // w, zero.sub_group)
     return 4 * P // w if e == 4 or zero.stage == 1 else 8 * step.largest

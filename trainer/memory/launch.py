@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainer.config.auto import AUTO, presets_of
 from trainer.config.identity import digest
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FILE = "memory_plan.json"
+FILLED = 0.95  # of the device, where the run itself chooses: what lies about unused is not planned
 
 
 def device(name: str | None) -> Device | None:
@@ -161,9 +163,8 @@ def chosen(launch: UpcomingRun, asked: str, *, name: str | None) -> tuple[str, i
     train, world = launch.cfg.train, launch.sharding.world
     presets = presets_of(launch.cfg) if asked == AUTO else (asked,)
     picks_rows = launch.values["train"]["micro_batch"] == AUTO
-    fitting = largest_rows(
-        launch.subject(), presets, usable=target.usable(world), cublas=target.cublas_nbytes
-    )
+    usable = int(FILLED * target.usable(world))
+    fitting = largest_rows(launch.subject(), presets, usable=usable, cublas=target.cublas_nbytes)
     for preset, rows in fitting.items():
         if rows >= (1 if picks_rows else train.micro_batch):
             found = (
@@ -231,8 +232,10 @@ def rehearse(engine: Engine, task: Task, stores: dict[str, TokenStore], plan: Me
     trained = task.collate(rows)
     with named_when_out_of_memory([trained]):
         for loss in task.losses(module, [to_device(trained)]):
-            # not backward(): DeepSpeed's hooks would add what it gives to the first step's gradient
-            torch.autograd.grad(loss, weights, allow_unused=True)
+            with _dropped(weights):
+                # not backward(): DeepSpeed's hooks would add what it gives to the first step's
+                # gradient
+                torch.autograd.grad(loss, weights, allow_unused=True)
             del loss
     engine.eval()
     evaluated = task.collate([stores["valid"][row] for row in plan.heaviest_evaluated])
@@ -240,6 +243,22 @@ def rehearse(engine: Engine, task: Task, stores: dict[str, TokenStore], plan: Me
         task.scores(engine.model, to_device(evaluated))
     engine.train()
     rng.restore(state)
+
+
+@contextmanager
+def _dropped(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, autograd.grad keeps no gradient of these: all of them at once are as large as the
+    model, and from ZeRO-2 on no step holds them.
+    """
+    hooks = [
+        weight.register_hook(lambda gradient: gradient.new_zeros(()).expand_as(gradient))
+        for weight in weights
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def compare(plan: MemoryPlan, folder: Path) -> None:

@@ -13,14 +13,16 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import (
     HashStore,  # what torch.distributed.HashStore is, as type checkers see it
 )
+from torch.distributed import distributed_c10d
 
 from trainer import errors
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, StorageError
 from trainer.files.atomic import refusals
+from trainer.runtime.device_defaults import GROUP_TIMEOUT_S
 
 T = TypeVar("T")
 
@@ -65,12 +67,17 @@ def pinned(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
 
+def must_keep_step(model: nn.Module) -> bool:
+    """Whether ranks must make equally many forwards: each gathers weights (ZeRO-3)."""
+    return world() > 1 and any(hasattr(weight, "ds_id") for weight in model.parameters())
+
+
 def is_main() -> bool:
     """Whether this is rank 0, the one that writes and talks."""
     return rank() == 0
 
 
-def init(timeout_s: float = 1800.0) -> None:
+def init(timeout_s: float = GROUP_TIMEOUT_S) -> None:
     """Join the process group: of the launcher (torchrun, deepspeed) when there is one, else a group
     of one.
 
@@ -89,6 +96,8 @@ def init(timeout_s: float = 1800.0) -> None:
         )
     os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed asserts on it, also in a group of one
     backend, timeout = _backend(), timedelta(seconds=timeout_s)
+    # what groups get that others make without saying so
+    setattr(distributed_c10d, "default_pg_nccl_timeout", timeout)  # noqa: B010
     if is_launched:
         dist.init_process_group(backend, timeout=timeout)
     else:  # no port, no host name: deepspeed would otherwise look for MPI

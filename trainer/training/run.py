@@ -22,7 +22,7 @@ from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.evaluation.scoring import first_questions
 from trainer.memory import launch as planning
 from trainer.models.freezing import trainable_report
-from trainer.runtime import distributed, rng
+from trainer.runtime import device_defaults, distributed, rng
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption, Stopped
 from trainer.statistics.opening import told
@@ -57,6 +57,7 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     on.
     """
     logger.info("experiment %s", f"{plan.name}, {plan.id}" if plan.name else plan.id)
+    device_defaults.settle(plan.cfg.train.precision, optimizer=plan.cfg.optim.name)
     plan = _settled(plan, options)
     with claimed(plan, options) as lock:
         telemetry = RunRecord(

@@ -48,4 +48,18 @@ FAULTS = [
         why="the host looks into every mask on the device",
         tests=OF_A_STEP,
     ),
+    Fault(
+        "trainer/memory/launch.py",
+        "weight.register_hook(lambda gradient: gradient.new_zeros(()).expand_as(gradient))",
+        "weight.register_hook(lambda gradient: gradient)",
+        why="a rehearsal needs the whole model's gradient, and refuses runs that fit",
+        tests="tests/unit/test_device_defaults.py -k rehearsal",
+    ),
+    Fault(
+        "trainer/runtime/device_defaults.py",
+        "torch.backends.cuda.enable_cudnn_sdp(False)",
+        "torch.backends.cuda.enable_cudnn_sdp(True)",
+        why="cuDNN plans 30 ms for every shape that it has not met",
+        tests="tests/unit/test_device_defaults.py -k cudnn",
+    ),
 ]

@@ -291,7 +291,8 @@ class Task(TokenTask[Config]):
         """Answers of at most data.answer_tokens tokens; em, f1, precision, recall and recall_em of
         the best ones.
         """
-        how: dict[str, Any] = {"device": distributed.device(), "is_synced": distributed.world() > 1}
+        is_synced = distributed.must_keep_step(model)
+        how: dict[str, Any] = {"device": distributed.device(), "is_synced": is_synced}
         n_best = self.prompts.answers(model, rows, search=search, max_tokens=max_tokens, **how)
         return answered(n_best, raw, search, answer_scores)
 

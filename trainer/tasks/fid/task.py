@@ -278,7 +278,7 @@ class Task(TokenTask[Config]):
             max_tokens or self.answer_tokens(),
             num_beams=search.num_beams,
             num_answers=search.num_answers,
-            is_synced=distributed.world() > 1,
+            is_synced=distributed.must_keep_step(model),
         )
         tokens = model(generation=how, **self._on_device(rows))["tokens"][:, 1:].tolist()
         texts = [self.prompts.answer(ids) for ids in tokens]

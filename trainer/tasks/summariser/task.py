@@ -228,9 +228,8 @@ class Task(TokenTask[Config]):
         if max_tokens is not None:
             how = how.model_copy(update={"max_tokens": max_tokens, "min_tokens": 0})
         beams = max(search.num_beams, search.num_answers) if search != GREEDY else how.num_beams
-        told = arguments(
-            how, num_beams=beams, num_answers=search.num_answers, is_synced=distributed.world() > 1
-        )
+        is_synced = distributed.must_keep_step(model)
+        told = arguments(how, num_beams=beams, num_answers=search.num_answers, is_synced=is_synced)
         tokens = model(**to_device(self.collate(rows)), generation=told)["tokens"][:, 1:]
         texts = [self._text(ids) for ids in tokens.tolist()]
         return answered(by_row(texts, search), raw, search, self._rouge)

@@ -1,0 +1,137 @@
+"""What is decided for a GPU, and what one rehearses there."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+from tests.facts import experiment, write_facts
+from tests.fake_cuda import install
+from tests.forked import ROOT, TRAINVAL, run
+from tests.ranks import run_alone
+from trainer.runtime.device_defaults import DeviceDefaults
+
+
+def chosen(precision: str, **environment: str) -> DeviceDefaults:
+    return DeviceDefaults.chosen(
+        precision, optimizer="adamw", has_triton=False, environment=environment
+    )
+
+
+def test_fp32_multiplies_by_tf32_unless_it_is_told_not_to() -> None:
+    assert chosen("fp32").allows_tf32
+    assert not chosen("fp32", LATHE_TF32="0").allows_tf32
+    assert not chosen("bf16").allows_tf32
+
+
+def test_a_run_on_a_gpu_says_what_was_chosen_and_one_on_a_cpu_has_nothing_to_say(
+    tmp_path: Path,
+) -> None:
+    facts = write_facts(tmp_path / "facts")
+    values = experiment("causal_lm", facts, train={"steps": 1, "precision": "bf16"})
+    (tmp_path / "groups.py").write_text(f"EXP_GROUPS = {{'one': [{values!r}]}}\n")
+    how = [*TRAINVAL, "-e", "one", "--exp_configs", str(tmp_path / "groups.py")]
+    how += ["--data_path", str(facts), "--cache_dir", str(tmp_path / "cache"), "-sb"]
+    gpu = run(
+        *how, str(tmp_path / "gpu"), first=functools.partial(install, tmp_path / "waits.jsonl")
+    )
+    cpu = run(*how, str(tmp_path / "cpu"))
+    assert (gpu.returncode, cpu.returncode) == (0, 0), gpu.stderr
+    said = gpu.stdout + gpu.stderr
+    for word in ("masters in fp32", "not cuDNN's", "fused AdamW", "expandable_segments", "30 min"):
+        assert f"{word}" in said, said
+    assert "device:" not in cpu.stdout + cpu.stderr
+
+
+def test_a_gpu_attends_without_cudnn_and_multiplies_by_tf32_in_fp32() -> None:
+    assert run_alone(_settled, "fp32") == [False, True]
+    assert run_alone(_settled, "bf16") == [False, False]
+
+
+def _settled(precision: str) -> list[bool]:
+    import torch
+
+    from trainer.runtime import device_defaults, distributed
+
+    assert device_defaults.settle(precision, optimizer="adamw") is None
+    distributed.is_gpu = lambda: True
+    assert device_defaults.settle(precision, optimizer="adamw") is not None
+    return [torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.matmul.allow_tf32]
+
+
+def test_the_allocator_is_told_before_torch_starts_and_a_word_of_the_user_stays() -> None:
+    code = "from trainer.runtime import device_defaults as d; d.before_torch(); import os, sys;"
+    code += "print(os.environ['PYTORCH_CUDA_ALLOC_CONF'], 'torch' in sys.modules)"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTORCH_CUDA_ALLOC_CONF"}
+    for given, want in (
+        ({}, "expandable_segments:True False"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native False"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=environment | given,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == want
+
+
+def test_groups_that_deepspeed_makes_wait_as_long_as_ours() -> None:
+    assert run_alone(_timeouts) == [1800.0, 77.0]
+
+
+def _timeouts() -> list[float]:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import Backend, _get_default_timeout
+
+    from trainer.runtime import distributed
+
+    found: list[float] = []
+    for how in ({}, {"timeout_s": 77.0}):
+        distributed.init(**how)
+        found.append(_get_default_timeout(Backend("nccl")).total_seconds())
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_rehearsal_holds_no_two_gradients_of_a_deep_model() -> None:
+    """Ten layers alike: backward holds the one that it makes, not one a layer."""
+    assert 1 <= run_alone(_most_alive) <= 2
+
+
+def _most_alive() -> int:
+    import torch
+    from torch import nn
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter
+
+    from trainer.memory.launch import _dropped
+
+    alive: dict[int, Any] = {}
+    most = [0]
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            for tensor in tree_iter(out):
+                storage = tensor.untyped_storage()
+                key = storage._cdata
+                if storage.nbytes() == 4 * 128 * 128 and key not in own:
+                    alive[key] = weakref.ref(storage, lambda _, key=key: alive.pop(key, None))
+            most[0] = max(most[0], len(alive))
+            return out
+
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(10)))
+    weights = list(model.parameters())
+    own = {weight.untyped_storage()._cdata for weight in weights}
+    loss = model(torch.randn(2, 128)).sum()
+    with Watching(), _dropped(weights):
+        torch.autograd.grad(loss, weights)
+    return most[0]

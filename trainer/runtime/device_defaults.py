@@ -1,0 +1,88 @@
+"""What fits a GPU and is no part of an experiment, decided in one place, and told.
+
+Imports torch only where it is needed: the allocator must be told before torch starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+# What a group waits for a rank that does not come. DeepSpeed (0.19.8) makes groups of its own,
+# which would have NCCL's 10 minutes.
+GROUP_TIMEOUT_S = 1800.0
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+_TF32 = "LATHE_TF32"
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """What is switched on, or left off, on the GPU of this process."""
+
+    precision: str  # of the experiment
+    allows_tf32: bool
+    allocator: str
+    has_triton: bool  # long rows of a T5 attend in the stream
+    optimizer: str
+
+    @classmethod
+    def chosen(
+        cls, precision: str, *, optimizer: str, has_triton: bool, environment: Mapping[str, str]
+    ) -> DeviceDefaults:
+        """From the experiment's precision and optimizer, and what is installed.
+
+        environment: LATHE_TF32=0 keeps fp32 products exact; PYTORCH_CUDA_ALLOC_CONF stays as it is.
+        """
+        allows_tf32 = precision == "fp32" and environment.get(_TF32, "1") != "0"
+        allocator = environment.get(_ALLOCATOR, "torch's own")
+        return cls(precision, allows_tf32, allocator, has_triton, optimizer)
+
+    def lines(self) -> list[str]:
+        """What a person is told."""
+        masters = {"bf16": ", masters in fp32", "fp16": ", masters in fp32, scaled loss"}
+        products = " by TF32 (LATHE_TF32=0: exact)" if self.allows_tf32 else ""
+        streams = "Triton's kernels" if self.has_triton else "grids, for Triton is not installed"
+        is_fused = {"adamw": "torch's fused AdamW", "adafactor": "torch's Adafactor"}
+        return [
+            f"numbers: {self.precision}{masters.get(self.precision, products)}",
+            "attention: torch's flash or memory-efficient kernel, not cuDNN's, which plans anew "
+            f"for each shape; long rows of a T5: {streams}",
+            f"optimizer: {is_fused[self.optimizer]}; blocks are not compiled",
+            f"copies: pinned, on a stream of their own; allocator: {self.allocator}",
+            f"ranks wait {GROUP_TIMEOUT_S / 60:.0f} min for each other",
+        ]
+
+
+def before_torch() -> None:
+    """Tell the allocator of CUDA, which reads it once, to grow segments: packed shapes hardly ever
+    repeat, and blocks of fixed size would lie about unused.
+
+    Whatever the environment says already stays.
+    """
+    os.environ.setdefault(_ALLOCATOR, "expandable_segments:True")
+
+
+def settle(precision: str, *, optimizer: str) -> DeviceDefaults | None:
+    """Switch torch to what fits this process's GPU, and say what was chosen; None without one."""
+    import importlib.util
+
+    import torch
+
+    from trainer.runtime import distributed
+
+    if not distributed.is_gpu():
+        return None
+    has_triton = importlib.util.find_spec("triton") is not None
+    chosen = DeviceDefaults.chosen(
+        precision, optimizer=optimizer, has_triton=has_triton, environment=os.environ
+    )
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.matmul.allow_tf32 = chosen.allows_tf32
+    torch.backends.cudnn.allow_tf32 = chosen.allows_tf32
+    for line in chosen.lines():
+        logger.info("device: %s", line)
+    return chosen
