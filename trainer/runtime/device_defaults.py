@@ -12,9 +12,6 @@ from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
-# What a group waits for a rank that does not come. DeepSpeed (0.19.8) makes groups of its own,
-# which would have NCCL's 10 minutes.
-GROUP_TIMEOUT_S = 1800.0
 _ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 _TF32 = "LATHE_TF32"
 
@@ -53,7 +50,6 @@ class DeviceDefaults:
             f"for each shape; long rows of a T5: {streams}",
             f"optimizer: {is_fused[self.optimizer]}; blocks are not compiled",
             f"copies: pinned, on a stream of their own; allocator: {self.allocator}",
-            f"ranks wait {GROUP_TIMEOUT_S / 60:.0f} min for each other",
         ]
 
 
@@ -83,6 +79,7 @@ def settle(precision: str, *, optimizer: str) -> DeviceDefaults | None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.matmul.allow_tf32 = chosen.allows_tf32
     torch.backends.cudnn.allow_tf32 = chosen.allows_tf32
-    for line in chosen.lines():
+    minutes = f"ranks wait {distributed.GROUP_TIMEOUT_S / 60:.0f} min for each other"
+    for line in [*chosen.lines(), minutes]:
         logger.info("device: %s", line)
     return chosen

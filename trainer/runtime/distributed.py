@@ -22,11 +22,13 @@ from torch.distributed import distributed_c10d
 from trainer import errors
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, StorageError
 from trainer.files.atomic import refusals
-from trainer.runtime.device_defaults import GROUP_TIMEOUT_S
 
 T = TypeVar("T")
 
 _leaves_alone = False
+# What a group waits for a rank that does not come. DeepSpeed (0.19.8) makes groups of its own,
+# which would have NCCL's 10 minutes.
+GROUP_TIMEOUT_S = 1800.0
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
