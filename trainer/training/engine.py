@@ -32,6 +32,12 @@ from deepspeed.utils import safe_get_full_grad  # noqa: E402
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 from trainer.files.compilation import compiling  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
+from trainer.runtime.deepspeed_optimizers import (  # noqa: E402
+    NumbersMadeThere,
+    every_gradient_refused,
+    step_of_whole_weights,
+    unscale_and_clip,
+)
 from trainer.runtime.host_memory import returned_at_once  # noqa: E402
 from trainer.training import optimizers  # noqa: E402
 from trainer.training.optimizer_state import OptimizerState, dtype_of, shape_of  # noqa: E402
