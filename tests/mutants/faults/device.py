@@ -35,7 +35,7 @@ FAULTS = [
         tests=OF_A_STEP,
     ),
     Fault(
-        "trainer/training/engine.py",
+        "trainer/runtime/deepspeed_optimizers.py",
         "scale = torch.clamp(clip, min=1.0) * optimizer.loss_scale",
         "scale = clip * optimizer.loss_scale",
         why="on a GPU a small gradient is blown up to the clipping norm",

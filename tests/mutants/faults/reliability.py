@@ -32,7 +32,7 @@ FAULTS = [
         tests=FIT,
     ),
     Fault(
-        "trainer/training/engine.py",
+        "trainer/runtime/deepspeed_optimizers.py",
         '"_overflow_check_and_loss_scale_update": refuse,',
         "",
         why="at stage 3 the update of a spike is made all the same",
