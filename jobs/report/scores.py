@@ -121,10 +121,17 @@ def _result(folder: RunFolder, prefixes: tuple[str, ...]) -> ExperimentScores | 
         folder.path.name,
         job.group if job else "",
         flattened(values),
-        _scores(folder, prefixes, _directions(values)),
+        best_scores(folder, values, prefixes),
         int(step) if step is not None else (read_json(folder.status) or {}).get("step"),
         math.fsum(start.hours for start in starts) * 3600 if starts else None,
     )
+
+
+def best_scores(
+    folder: RunFolder, experiment: Mapping[str, Any], prefixes: tuple[str, ...] = ("valid/",)
+) -> dict[str, Score]:
+    """The scores of one run by metric; the direction of `train.best` is as its dictionary says."""
+    return _scores(folder, prefixes, _directions(experiment))
 
 
 def _directions(values: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -26,6 +27,7 @@ from starlette.types import Send as SendMessage
 from jobs.answers import routes as answer_routes
 from jobs.answers.workers import Workers
 from jobs.commands.options import BackendName, Base, PythonBinary, guarded
+from jobs.live import routes as live_routes
 from jobs.record.paths import BaseFolder, check_base
 from jobs.serve import lathe_routes, offers, openai_routes
 from jobs.serve.access import Gate, gate
@@ -40,7 +42,8 @@ ONCE = ("host", "authorization", "origin", "content-length", "content-type", "id
 # Nothing from elsewhere, nothing framed, no script but our own files.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = {
     "content-security-policy": POLICY,
@@ -97,14 +100,26 @@ class Door:
         if wait_s:
             text = f"Too many requests: at most {self.gate.requests_per_minute} a minute."
             raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=wait_s)
-        is_page = scope["path"] in PUBLIC_PATHS
+        is_page = scope["path"] in PUBLIC_PATHS or scope["path"].startswith("/live/")
         if client is None and not is_page:
             text = "Authorization: want a token of this server: Bearer lathe-..."
             raise Refusal(401, text, code="invalid_api_key")
         scope.setdefault("state", {})["client"] = client
 
 
-PUBLIC_PATHS = ("/healthz",)  # what holds nothing of anybody
+class Server(uvicorn.Server):
+    """Ends the streams of pages first, for it waits until every answer is whole."""
+
+    def __init__(self, options: uvicorn.Config, keeper: Keeper) -> None:
+        super().__init__(options)
+        self._keeper = keeper
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._keeper.stop()
+        await super().shutdown(sockets)
+
+
+PUBLIC_PATHS = ("/healthz", "/", "/live")  # what holds nothing of anybody: the page is empty
 
 
 def health(request: Request) -> Response:
@@ -159,7 +174,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
         Exception: on_fault,
     }
     routes = [Route("/healthz", health), *openai_routes.ROUTES, *lathe_routes.ROUTES]
-    routes += answer_routes.ROUTES
+    routes += [*answer_routes.ROUTES, *live_routes.PAGE_ROUTES, *live_routes.ROUTES]
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=life)
     app.router.redirect_slashes = False
     app.state.keeper = keeper
@@ -213,7 +228,7 @@ def serve(
     )
     send = Send(job_scheduler, python_binary, allow_dirty)
     keeper = make_keeper(savedir_base, config, send, every)
-    uvicorn.run(
+    options = uvicorn.Config(
         make_app(keeper, entrance),
         host=host,
         port=port,
@@ -228,6 +243,9 @@ def serve(
         ssl_certfile=None if tls_cert is None else str(tls_cert),
         ssl_keyfile=None if tls_key is None else str(tls_key),
     )
+    server = Server(options, keeper)
+    with contextlib.suppress(KeyboardInterrupt):
+        server.run()
 
 
 program = typer.Typer(

@@ -15,18 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs.live.cards import job_card
 from jobs.serve.job_view import FINAL, JobEvent, event_object
 
-VERSION = 1  # of the tables: an index of another version is made anew
+VERSION = 2  # of the tables: an index of another version is made anew
 WAIT_S = 30.0  # for another server's transaction
-CACHE_KIB = 4096
+CACHE_KIB = 1024  # of each thread
 TABLES = """
 create table if not exists jobs (
     id text primary key, created real not null, owner text not null, exp_id text not null,
     model text not null, status text not null, is_open integer not null,
     is_deleted integer not null, facts text not null,
     metrics_end integer not null default 0, metrics_mark text not null default '',
-    body text not null);
+    body text not null, tick integer not null, card text not null);
 create index if not exists jobs_by_time on jobs (created, id);
 create index if not exists jobs_by_model on jobs (model);
 create index if not exists jobs_by_run on jobs (exp_id);
@@ -38,8 +39,22 @@ create table if not exists uploads (
     id text primary key, created real not null, owner text not null, purpose text not null,
     bytes integer not null, body text not null);
 create table if not exists runs (
-    exp_id text primary key, facts text not null, state text not null, body text not null);
+    exp_id text primary key, facts text not null, state text not null, body text not null,
+    grp text not null, name text not null, experiment text not null, tick integer not null,
+    card text not null);
+create table if not exists clock (tick integer not null);
+insert into clock select 0 where not exists (select 1 from clock);
 """
+
+TICK = "(select tick from clock)"  # grows with every change that pages are told of
+# A run whose line is as it was keeps its tick.
+PUT_RUN = f"""
+insert into runs values (:exp_id, :facts, :state, :body, :group, :name, :experiment, {TICK}, :card)
+on conflict (exp_id) do update set facts = :facts, state = :state, body = :body, name = :name,
+    tick = iif(card = :card, tick, {TICK}), card = :card"""
+NAME_RUN = f"""
+update runs set name = ?1, card = json_set(card, '$.name', ?1), tick = {TICK},
+    body = json_set(body, '$.name', ?1) where exp_id = ?2 and name <> ?1"""
 
 log = logging.getLogger(__name__)
 
@@ -138,11 +153,15 @@ class Index:
             place.end,
             place.mark,
             json.dumps(body),
+            json.dumps(job_card(body)),
         )
         told = [(event.id, body["id"], json.dumps(event_object(event))) for event in events]
         with self.connection as connection:
             connection.execute("begin immediate")
-            connection.execute(f"insert or replace into jobs values ({_marks(values)})", values)
+            connection.execute("update clock set tick = tick + 1")
+            connection.execute(
+                f"insert or replace into jobs values ({_marks(values[:-1])}, {TICK}, ?)", values
+            )
             connection.executemany(
                 "insert or ignore into events (id, job, body) values (?, ?, ?)", told
             )
@@ -263,14 +282,67 @@ class Index:
         query = "select exp_id from jobs where owner = ?"
         return {row[0] for row in self.connection.execute(query, (owner,))}
 
-    def put_run(self, exp_id: str, facts: str, state: str, body: Mapping[str, Any]) -> None:
-        """Replace what is known of a run."""
-        values = (exp_id, facts, state, json.dumps(body))
-        self.connection.execute("insert or replace into runs values (?, ?, ?, ?)", values)
+    def put_runs(self, entries: Iterable[Mapping[str, str]]) -> None:
+        """Replace what is known of runs: exp_id, facts, state, body, group, name, experiment and
+        card (JSON) of each.
+        """
+        self._change(PUT_RUN, list(entries))
+
+    def put_names(self, names: Mapping[str, str]) -> None:
+        """exp_id -> what tells a run from its siblings."""
+        self._change(NAME_RUN, [(name, exp_id) for exp_id, name in names.items()])
+
+    def _change(self, query: str, values: Sequence[Any]) -> None:
+        """Change what pages are told of, in one transaction."""
+        with self.connection as connection:
+            connection.execute("begin immediate")
+            connection.execute("update clock set tick = tick + 1")
+            connection.executemany(query, values)
+
+    def names(self) -> dict[str, str]:
+        """exp_id -> name, of every run."""
+        return dict(self.connection.execute("select exp_id, name from runs"))
+
+    def experiments_of(self, group: str) -> dict[str, str]:
+        """exp_id -> the JSON of its dictionary, of the runs that were sent with a group."""
+        query = (
+            "select exp_id, experiment from runs where grp = ? "
+            "and not json_extract(body, '$.by_hand') order by exp_id"
+        )
+        return dict(self.connection.execute(query, (group,)))
+
+    def experiment(self, exp_id: str) -> dict[str, Any]:
+        """A run's dictionary; empty where there is none."""
+        query = "select experiment from runs where exp_id = ?"
+        row = self.connection.execute(query, (exp_id,)).fetchone()
+        return {} if row is None else json.loads(row[0])
+
+    def tick(self) -> int:
+        """Grows with every change that pages are told of."""
+        return self.connection.execute("select tick from clock").fetchone()[0]
+
+    def board(self, since: int, owner: str | None) -> str:
+        """The JSON of what changed behind a tick: {"tick", "num_runs", "runs", "jobs"}, each a list
+        of lines. owner: None for everybody's.
+        """
+        whose, values = ("", []) if owner is None else ("where owner = ?", [owner])
+        own = f"exp_id in (select exp_id from jobs {whose})" if owner is not None else "1"
+        look = self.connection.execute
+        tick = self.tick()
+        (count,) = look(f"select count(*) from runs where {own}", values).fetchone()
+        behind = [*values, since]
+        runs = look(f"select card from runs where {own} and tick > ?", behind).fetchall()
+        where = f"{whose} and" if whose else "where"
+        jobs = look(f"select card from jobs {where} tick > ?", behind).fetchall()
+        lists = {"runs": runs, "jobs": jobs}
+        parts = [f'"{key}":[{",".join(row[0] for row in rows)}]' for key, rows in lists.items()]
+        return f'{{"tick":{tick},"num_runs":{count},{",".join(parts)}}}'
 
     def drop_runs(self, ids: Iterable[str]) -> None:
         """Forget runs whose folder is gone."""
-        self.connection.executemany("delete from runs where exp_id = ?", [(one,) for one in ids])
+        gone = [(one,) for one in ids]
+        if gone:
+            self._change("delete from runs where exp_id = ?", gone)
 
     def runs(self, only: str | None = None) -> list[str]:
         """The JSON of every run, or of one, by id."""

@@ -171,6 +171,7 @@ def _ours(facts: Facts) -> dict[str, Any]:
         "attempts": row.attempts if row is not None else 0,
         "gpu_hours": row.gpu_hours if row is not None else 0.0,
         "owner": facts.ticket.owner,
+        "suffix": facts.ticket.suffix,
     }
 
 

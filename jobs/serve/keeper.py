@@ -15,18 +15,17 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from jobs.backends import BackendCache
 from jobs.code.snapshot import Snapshot, take
 from jobs.config import JobConfig
 from jobs.job_state import ACTIVE, JobState
+from jobs.live.runs import mark, take_in
 from jobs.record.paths import RunFolder
 from jobs.record.row import Row
 from jobs.record.status import survey
 from jobs.record.times import now
-from jobs.report.table import as_json
 from jobs.serve import rows as uploaded_rows
 from jobs.serve.index import Index, MetricsPlace
 from jobs.serve.job_view import (
@@ -107,6 +106,11 @@ class Keeper:
         """Have the next turn begin at once."""
         self._poked.set()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the server ends."""
+        return self._is_stopped
+
     def stop(self) -> None:
         """End `run` after this turn. Jobs go on."""
         self._is_stopped = True
@@ -123,7 +127,7 @@ class Keeper:
         facts = self._look(changed)
         self._look([name for name in facts if self._advance(facts[name])])
         self._take_in_uploads()
-        self._take_in_runs()
+        take_in(self.index, self.folder.base, self.backend_of)
 
     def look(self, job_id: str) -> dict[str, Any] | None:
         """A job as its files say now, and the index from now on; None where there is none."""
@@ -197,7 +201,7 @@ class Keeper:
             return ""
         run = self.folder.base.run(exp_id)
         paths = (self.folder.tickets / job_id, run.record, run.status, run.metrics)
-        return " ".join(_mark(path) for path in paths)
+        return " ".join(map(mark, paths))
 
     def _take_in_uploads(self) -> None:
         there, known = set(self.folder.upload_ids()), self.index.upload_ids()
@@ -211,25 +215,6 @@ class Keeper:
                     owner=upload.owner,
                     created=seconds(upload.created_at),
                 )
-
-    def _take_in_runs(self) -> None:
-        """Read the runs that may have changed, those that were started by hand too."""
-        known, live = self.index.known_runs(), self.index.live_runs(ACTIVE)
-        marks = {
-            run.path.name: " ".join(map(_mark, (run.record, run.status, run.metrics)))
-            for run in self.folder.base.runs()
-        }
-        self.index.drop_runs(known.keys() - marks.keys())
-        changed = [name for name in marks if name in live or marks[name] != known.get(name)]
-        found = survey(
-            self.folder.base,
-            only=changed,
-            backend_of=self.backend_of,
-            record_changes=False,
-            include_unsubmitted=True,
-        )
-        for row, body in zip(found, as_json(found), strict=True):
-            self.index.put_run(row.exp_id, marks[row.exp_id], row.state, body)
 
     # Doing
 
@@ -397,14 +382,6 @@ def _told(name: str, file_id: str, report: uploaded_rows.RowReport) -> str:
     if more:
         lines.append(f"  and {more} more")
     return f"{name} {file_id}: {report.num_mistakes} mistake(s)\n" + "\n".join(lines)
-
-
-def _mark(path: Path) -> str:
-    try:
-        facts = path.stat()
-    except OSError:
-        return "-"
-    return f"{facts.st_mtime_ns:x}.{facts.st_size:x}"
 
 
 def told_metrics(

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 MAX_LINES = 5000  # of metrics in one answer
 MAX_TAIL = 2000  # lines of a log
 CODE_KEYS = ("trust_remote_code", "auto_map", "custom_pipelines")
+MEMORY_PLAN = "memory_plan.json"
 GROUP_OF_REQUESTS = "service_experiments"
 
 
@@ -61,7 +62,7 @@ def list_status(request: Request) -> Response:
     """Rows of `lathe-jobs status --json`, of a group or in a state."""
     keeper, wanted = keeper_of(request), request.query_params
     found = [json.loads(text) for text in keeper.index.runs()]
-    own = _own_runs(request)
+    own = own_runs(request)
     rows = [
         row
         for row in found
@@ -74,10 +75,14 @@ def list_status(request: Request) -> Response:
 
 def show_run(request: Request) -> Response:
     """A row of `status`, with the experiment's dictionary."""
-    keeper, folder = keeper_of(request), _run(request)
+    keeper, folder = keeper_of(request), run_asked(request)
     (text,) = keeper.index.runs(folder.path.name)
     job = keeper.index.job_of_run(folder.path.name)
-    more = {"experiment": read_json(folder.exp_dict), "job": None if job is None else job["id"]}
+    more = {
+        "experiment": read_json(folder.exp_dict),
+        "job": None if job is None else job["id"],
+        "has_memory_plan": (folder.path / MEMORY_PLAN).exists(),
+    }
     return JSONResponse({**json.loads(text), **more})
 
 
@@ -86,7 +91,7 @@ def show_metrics(request: Request) -> Response:
     text = request.query_params.get("since", "0")
     if not (text.isascii() and text.isdigit() and len(text) < 12):
         raise Refusal(400, f"since: got {shown(text)}, want a step, such as 100.", param="since")
-    lines = [line for line in metric_lines(_run(request).metrics) if _step(line) > int(text)]
+    lines = [line for line in metric_lines(run_asked(request).metrics) if _step(line) > int(text)]
     return JSONResponse({"metrics": lines[:MAX_LINES], "has_more": len(lines) > MAX_LINES})
 
 
@@ -98,13 +103,15 @@ def show_logs(request: Request) -> Response:
     if number is not None and not (number.isascii() and number.isdigit() and len(number) < 6):
         raise Refusal(400, f"attempt: got {shown(number)}, want a number.", param="attempt")
     attempt = None if number is None else int(number)
-    lines = logs.show(_run(request), None, attempt=attempt, err=wanted.get("err") == "1", tail=tail)
+    lines = logs.show(
+        run_asked(request), None, attempt=attempt, err=wanted.get("err") == "1", tail=tail
+    )
     return JSONResponse({"lines": list(lines)})
 
 
 def show_memory(request: Request) -> Response:
     """The memory plan of a run, with what was measured: memory_plan.json."""
-    plan = read_json(_run(request).path / "memory_plan.json")
+    plan = read_json(run_asked(request).path / MEMORY_PLAN)
     if plan is None:
         raise Refusal(404, "This run has no memory plan: it is made where there is a GPU.")
     return JSONResponse(plan)
@@ -112,7 +119,7 @@ def show_memory(request: Request) -> Response:
 
 def list_results(request: Request) -> Response:
     """What `lathe-jobs results --json` says, of a group or of everything."""
-    keeper, own = keeper_of(request), _own_runs(request)
+    keeper, own = keeper_of(request), own_runs(request)
     group = request.query_params.get("group")
     rows = [json.loads(text) for text in keeper.index.runs()]
     ids = [row["exp_id"] for row in rows if group in (None, row["group"])]
@@ -215,7 +222,7 @@ def _parts(keeper: Keeper, rows: list[Any]) -> tuple[Any, ...]:
 
 
 def _done_to(request: Request, act: Callable[[Keeper, list[Any]], list[ActionResult]]) -> Response:
-    client, keeper, folder = writer_of(request), keeper_of(request), _run(request)
+    client, keeper, folder = writer_of(request), keeper_of(request), run_asked(request)
     job = keeper.index.job_of_run(folder.path.name)
     if job is not None:
         text = f"It belongs to {job['id']}: use /v1/fine_tuning/jobs/{job['id']}."
@@ -237,17 +244,18 @@ def _refuse_others(request: Request) -> None:
         raise Refusal(403, "Only a token of the role admin may do this.")
 
 
-def _run(request: Request) -> RunFolder:
-    """The run that a path names. Refusal: there is none that this client sees."""
-    keeper, name = keeper_of(request), request.path_params["exp_id"]
-    own = _own_runs(request)
+def run_asked(request: Request, name: str | None = None) -> RunFolder:
+    """The run that the path names, or `name`. Refusal: there is none that this client sees."""
+    keeper = keeper_of(request)
+    name = str(request.path_params["exp_id"]) if name is None else name
+    own = own_runs(request)
     is_there = is_exp_id(name) and bool(keeper.index.runs(name))
     if not is_there or (own is not None and name not in own):
         raise Refusal(404, f"No such run: {shown(name)}.", param="exp_id")
     return keeper.folder.base.run(name)
 
 
-def _own_runs(request: Request) -> set[str] | None:
+def own_runs(request: Request) -> set[str] | None:
     """Ids of the runs that a client sees; None for all."""
     owner = client_of(request).owner
     return None if owner is None else keeper_of(request).index.run_ids_of(owner)
@@ -272,7 +280,8 @@ def refusal_of(error: LatheError) -> Refusal:
 def openapi(request: Request) -> Response:
     """What can be asked, as an OpenAPI document."""
     paths: dict[str, dict[str, Any]] = {}
-    for route in ROUTES:
+    routes: list[Route] = [one for one in request.app.routes if one.path.startswith("/lathe/v1/")]
+    for route in routes:
         for method in sorted(route.methods or ()):
             if method == "HEAD":
                 continue

@@ -19,7 +19,7 @@ from openai import OpenAI
 
 from jobs.serve import offers
 from jobs.serve.access import Gate, add_token, gate
-from jobs.serve.app import make_app, make_keeper
+from jobs.serve.app import Server, make_app, make_keeper
 from jobs.serve.keeper import Keeper, Send
 from tests.jobs.conftest import queue, wait_until
 
@@ -161,7 +161,8 @@ def serving(
             requests_per_minute=config.requests_per_minute,
         )
         app = make_app(keeper, entrance, has_keeper=has_keeper)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", http="h11", ws="none"))
+        options = uvicorn.Config(app, log_level="warning", http="h11", ws="none")
+        server = Server(options, keeper)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

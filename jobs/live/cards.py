@@ -1,0 +1,66 @@
+"""What the page shows of a run and of a job in a line: a thousand of them are sent at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from jobs.report.scores import best_scores
+
+if TYPE_CHECKING:
+    from jobs.record.paths import RunFolder
+    from jobs.record.row import Row
+
+MOST_METRICS = 40  # of one run
+LONGEST_REASON = 300  # letters
+
+
+def run_card(row: Row, folder: RunFolder, experiment: Mapping[str, Any]) -> dict[str, Any]:
+    """A run in a line. scores: metric -> [best value, whether the least is best]."""
+    scores = best_scores(folder, experiment)
+    metrics = {name: float(f"{value:.6g}") for name, value in row.metrics.items()}
+    return {
+        "id": row.exp_id,
+        "name": row.name,
+        "group": row.group,
+        "task": str(experiment.get("task", "")),
+        "state": row.state,
+        "reason": (row.reason or "")[:LONGEST_REASON],
+        "unseen": row.unseen_reason if row.unseen_since else None,
+        "step": row.step,
+        "total": row.total,
+        "eta_s": None if row.eta_s is None else round(row.eta_s),
+        "metrics": dict(list(metrics.items())[:MOST_METRICS]),
+        "scores": {
+            name: [score.best, score.is_least_best]
+            for name, score in list(scores.items())[:MOST_METRICS]
+        },
+        "attempts": row.attempts,
+        "gpu_hours": round(row.gpu_hours, 2),
+        "host": row.host,
+        "backend": row.backend,
+        "backend_id": row.job_id,
+        "by_hand": row.by_hand,
+        "created": row.created_at,
+        "submitted": row.submitted_at,
+        "started": row.started_at,
+        "ended": row.ended_at,
+    }
+
+
+def job_card(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A job of a client in a line, of the object that its dialect shows."""
+    ours = cast("dict[str, Any]", body["lathe"])
+    error = cast("dict[str, Any]", body["error"] or {})
+    return {
+        "id": body["id"],
+        "run": ours["exp_id"],
+        "model": body["model"],
+        "tuned": body["fine_tuned_model"],
+        "suffix": ours["suffix"],
+        "status": body["status"],
+        "is_paused": ours["is_paused"],
+        "owner": ours["owner"],
+        "created": body["created_at"],
+        "error": str(error.get("message", ""))[:LONGEST_REASON],
+    }

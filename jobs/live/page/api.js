@@ -1,0 +1,93 @@
+// What the page asks the server. The token stays in this module's memory: a reload asks for it again.
+
+let token = null;
+export const hasToken = () => token !== null;
+export const setToken = text => { token = text; };
+
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+function headers(more) {
+  return token === null ? { ...more } : { authorization: `Bearer ${token}`, ...more };
+}
+
+async function checked(answer) {
+  if (answer.ok) return answer;
+  let message = `The server answered ${answer.status}.`;
+  try {
+    message = (await answer.json()).error.message;
+  } catch { /* no JSON: a proxy's page */ }
+  throw new Refused(answer.status, message);
+}
+
+export async function get(path) {
+  return (await checked(await fetch(path, { headers: headers() }))).json();
+}
+
+export async function post(path, body, more = {}) {
+  const kind = body === undefined ? {} : { "content-type": "application/json" };
+  const answer = await fetch(path, {
+    method: "POST", headers: headers({ ...kind, ...more }),
+    body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  return (await checked(answer)).json();
+}
+
+export const newKey = () =>
+  [...crypto.getRandomValues(new Uint8Array(16))].map(one => one.toString(16).padStart(2, "0")).join("");
+
+// Server-sent events by fetch, for an EventSource cannot send a token. It connects again by itself,
+// and rests while nobody sees the page: a browser has few connections to one server.
+export class Stream {
+  constructor(path, onEvent, onLink) {
+    Object.assign(this, { path, onEvent, onLink, stopper: null, isOver: false });
+    this.onSight = () => { if (!document.hidden && !this.stopper) this.run(); else if (document.hidden) this.rest(); };
+    document.addEventListener("visibilitychange", this.onSight);
+    this.run();
+  }
+
+  rest() {
+    this.stopper?.abort();
+    this.stopper = null;
+  }
+
+  close() {
+    this.isOver = true;
+    document.removeEventListener("visibilitychange", this.onSight);
+    this.rest();
+  }
+
+  async run() {
+    const stopper = this.stopper = new AbortController();
+    while (!this.isOver && this.stopper === stopper) {
+      try {
+        const answer = await checked(await fetch(this.path(), { headers: headers(), signal: stopper.signal }));
+        this.onLink("live");
+        await this.read(answer.body.pipeThrough(new TextDecoderStream()).getReader());
+      } catch (error) {
+        if (stopper.signal.aborted) return;
+        this.onLink(error instanceof Refused ? error : "lost");
+        if (error instanceof Refused && error.status < 429) return;
+      }
+      await new Promise(done => setTimeout(done, 1500));
+    }
+  }
+
+  async read(reader) {
+    let rest = "";
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const fields = Object.fromEntries(part.split("\n").map(line => line.split(/: (.*)/s, 2)));
+        if (fields.event) this.onEvent(fields.event, JSON.parse(fields.data));
+      }
+    }
+  }
+}

@@ -1,0 +1,90 @@
+// The page: who one is, which part is shown, and the stream that keeps it up to date.
+
+import { ask } from "./actions.js";
+import { get, hasToken, Refused, setToken, Stream } from "./api.js";
+import { Board } from "./board.js";
+import { h } from "./dom.js";
+import { Overview } from "./overview.js";
+import { QueuePage } from "./queue.js";
+import { Compare, Run } from "./run.js";
+
+const content = document.getElementById("content");
+const link = document.getElementById("link");
+const board = new Board();
+let me = null, view = null, stream = null, turn = 0;
+
+async function login(message) {
+  const input = h("input", { id: "token", type: "password", autocomplete: "current-password", required: true });
+  const name = h("input", { type: "text", autocomplete: "username", value: location.host, hidden: true, "aria-hidden": "true", tabindex: "-1" });
+  const body = h("div", { class: "form" }, h("p", {}, message), name, h("label", { for: "token" }, h("span", {}, "Token of this server"), input));
+  const text = await ask("Who are you?", body, "Come in", () => input.value.trim());
+  setToken(text);
+}
+
+async function enter() {
+  for (;;) {
+    try {
+      me = await get("/lathe/v1/me");
+      break;
+    } catch (error) {
+      if (!(error instanceof Refused) || error.status !== 401) throw error;
+      await login(hasToken() ? "This token is not known here." : "It stays in this page's memory alone.");
+    }
+  }
+  document.getElementById("base").textContent = me.base;
+  document.getElementById("who").textContent = `${me.name} (${me.role})`;
+  listen(null);
+}
+
+function listen(curves) {
+  stream?.close();
+  const path = () => `/lathe/v1/stream?since=${board.tick}${curves ? `&watch=${curves.watched()}` : ""}`;
+  stream = new Stream(path, (kind, news) => {
+    if (kind === "metrics") return view?.curves?.grow(news);
+    const isLess = board.take(news);
+    if (!view) show();
+    else if (view.draw) view.draw();
+    else view.news();
+    if (isLess) {
+      board.runs.clear();
+      board.tick = -1;
+      listen(view.curves);
+    }
+  }, state => said(state));
+}
+
+function said(state) {
+  const words = { live: ["running", "live"], lost: ["failed", "the server does not answer"] };
+  const [colour, text] = words[state] ?? ["failed", state.message];
+  link.className = `dot s-${colour}`;
+  link.firstElementChild.textContent = text;
+  if (state.status === 401) enter();
+}
+
+async function show() {
+  const own = ++turn;
+  const [path] = location.hash.slice(1).split("?");
+  const [, kind, rest] = path.split("/");
+  if (kind === "run") view = new Run(board, rest, me);
+  else if (kind === "compare") view = new Compare(board, rest.split(","));
+  else if (kind === "queue") view = new QueuePage(board, me);
+  else view = new Overview(board);
+  for (const one of document.querySelectorAll("nav a"))
+    one.toggleAttribute("aria-current", one.hash === (kind === "queue" ? "#/queue" : "#/"));
+  content.replaceChildren(view.node);
+  document.title = `${view.node.querySelector("h1")?.firstChild?.textContent ?? "Runs"} · Lathe`;
+  if (!view.curves) return listen(null);
+  view.curves.onReload = () => listen(view.curves);
+  try {
+    await view.ready;
+    if (own === turn) listen(view.curves);
+  } catch (error) { content.append(h("p", { class: "s-failed", role: "alert" }, error.message)); }
+}
+
+addEventListener("hashchange", () => {
+  if (!me) return;
+  show();
+  content.focus();
+  scrollTo(0, 0);
+});
+enter().catch(error => said({ message: error.message }));

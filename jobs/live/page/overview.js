@@ -1,0 +1,164 @@
+// All runs: states, search, groups, sorted by any score, some of them chosen to be laid over each other.
+
+import { STATES, valueOf } from "./board.js";
+import { ago, clean, duration, h, number } from "./dom.js";
+
+const FIRST = 200, MOST_SCORES = 5, MOST_CHOSEN = 12;
+
+export class Overview {
+  constructor(board) {
+    this.board = board;
+    this.query = new URLSearchParams(location.hash.split("?")[1] ?? "");
+    this.states = new Set((this.query.get("state") ?? "").split(",").filter(Boolean));
+    this.chosen = new Set();
+    this.limit = FIRST;
+    this.rows = new Map();
+    const changed = () => this.draw();
+    this.search = h("input", { type: "search", id: "search", placeholder: "name, id, host, reason", oninput: changed });
+    this.search.value = this.query.get("text") ?? "";
+    this.group = h("select", { id: "group", onchange: changed });
+    this.sort = h("select", { id: "sort", onchange: changed });
+    this.chips = h("div", { class: "chipbar", role: "group", "aria-label": "States" });
+    this.compare = h("a", { class: "button", href: "#/", hidden: true }, "");
+    this.head = h("tr");
+    this.body = h("tbody");
+    this.more = h("button", { type: "button", hidden: true, onclick: () => { this.limit = Infinity; this.draw(); } });
+    this.count = h("p", { class: "soft small", role: "status" });
+    this.node = h("div", {}, h("h1", {}, "Runs"), this.chips,
+      h("div", { class: "tools" }, field("Search", this.search), field("Group", this.group), field("Sort by", this.sort), this.compare),
+      this.count, h("div", { class: "scroll tall", tabindex: "0", role: "group", "aria-label": "Runs" },
+        h("table", { class: "runs" }, h("thead", {}, this.head), this.body)), this.more);
+    this.draw();
+  }
+
+  draw() {
+    const lines = this.board.lines();
+    this.drawChoices(lines);
+    const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const shown = lines.filter(line => (!this.states.size || this.states.has(line.state))
+      && (!this.group.value || line.group === this.group.value.slice(1)) && words.every(word => textOf(line).includes(word)));
+    const scores = this.scoresOf(shown);
+    this.order(shown);
+    this.drawHead(scores);
+    const visible = shown.slice(0, this.limit);
+    const rows = visible.map(line => this.row(line, scores));
+    if (rows.length !== this.body.rows.length || rows.some((row, at) => row !== this.body.rows[at])) this.body.replaceChildren(...rows);
+    this.more.hidden = visible.length === shown.length;
+    this.more.textContent = `Show all ${shown.length}`;
+    this.count.textContent = lines.length ? `${shown.length} of ${lines.length} runs` : "Nothing was run here yet.";
+    this.remember();
+  }
+
+  drawChoices(lines) {
+    const counts = Object.groupBy(lines, line => line.state);
+    const states = STATES.filter(state => counts[state] || this.states.has(state));
+    const key = JSON.stringify(states.map(state => [state, counts[state]?.length ?? 0, this.states.has(state)]));
+    if (key !== this.chipsKey) {
+      this.chipsKey = key;
+      const at = [...this.chips.children].indexOf(document.activeElement);
+      this.chips.replaceChildren(...states.map(state => h("button", {
+        type: "button", class: `chip dot s-${state}`, "aria-pressed": String(this.states.has(state)),
+        onclick: () => { if (!this.states.delete(state)) this.states.add(state); this.draw(); },
+      }, h("span", {}, h("b", {}, String(counts[state]?.length ?? 0)), ` ${state}`))));
+      this.chips.children[at]?.focus();
+    }
+    const groups = [...new Set(lines.map(line => line.group))].sort();
+    options(this.group, [["", "all"], ...groups.map(group => [`=${group}`, group || "started by hand"])], this.query.get("group"));
+    const names = [...new Set(lines.flatMap(line => Object.keys(line.scores ?? {})))].sort();
+    options(this.sort, [["newest", "newest"], ["group", "group"], ["state", "state"], ["loss", "loss"],
+      ...names.map(name => [name, name])], this.query.get("sort"));
+  }
+
+  // The score that is sorted by, and those that most of what is shown has.
+  scoresOf(lines) {
+    const counts = new Map();
+    for (const line of lines) for (const name of Object.keys(line.scores ?? {})) counts.set(name, (counts.get(name) ?? 0) + 1);
+    const names = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a) || a.localeCompare(b)).slice(0, MOST_SCORES);
+    if (counts.has(this.sort.value) && !names.includes(this.sort.value)) names.splice(-1, 1, this.sort.value);
+    return names;
+  }
+
+  order(lines) {
+    const by = this.sort.value;
+    const isScore = !["newest", "group", "state"].includes(by);
+    const least = lines.find(line => line.scores?.[by])?.scores[by][1] ?? true;
+    const value = line => valueOf(line, by) ?? (least ? Infinity : -Infinity);
+    const newest = (a, b) => (b.created ?? "").localeCompare(a.created ?? "") || a.id.localeCompare(b.id);
+    if (isScore) lines.sort((a, b) => (least ? value(a) - value(b) : value(b) - value(a)) || newest(a, b));
+    else if (by === "group") lines.sort((a, b) => a.group.localeCompare(b.group) || a.label.localeCompare(b.label));
+    else if (by === "state") lines.sort((a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state) || newest(a, b));
+    else lines.sort(newest);
+  }
+
+  drawHead(scores) {
+    const key = scores.join("\n") + this.sort.value;
+    if (key === this.headKey) return;
+    this.headKey = key;
+    this.rows.clear();
+    const sortable = (name, by, kind) => h("th", { scope: "col", class: kind, "aria-sort": this.sort.value === by ? "other" : null },
+      h("button", { type: "button", onclick: () => { this.sort.value = by; this.draw(); } }, clean(name)));
+    this.head.replaceChildren(h("th", { scope: "col" }, h("span", { class: "hidden" }, "Chosen")),
+      sortable("run", "newest"), sortable("group", "group"), sortable("state", "state"), h("th", { scope: "col" }, "progress"),
+      sortable("loss", "loss", "num"), ...scores.map(name => sortable(name, name, "num")),
+      h("th", { scope: "col", class: "num" }, "GPU-h"), h("th", { scope: "col" }, "when"));
+  }
+
+  // A row, made anew only when its line has changed.
+  row(line, scores) {
+    const key = JSON.stringify(line);
+    const before = this.rows.get(line.id);
+    if (before?.key === key) return before.node;
+    const box = h("input", { type: "checkbox", "aria-label": `Choose ${clean(line.label)} ${line.id.slice(0, 8)}`, onchange: () => this.choose(line.id, box) });
+    box.checked = this.chosen.has(line.id);
+    const title = line.isWaiting ? h("span", {}, clean(line.label)) : h("a", { href: `#/run/${line.id}` }, clean(line.label));
+    const node = h("tr", {}, h("td", {}, line.isWaiting ? "" : box),
+      h("td", { class: "text", title: clean(line.label) }, title, h("span", { class: "soft mono under" }, `${line.id.slice(0, 8)}${line.owner && line.owner !== "local" ? ` of ${clean(line.owner)}` : ""}`)),
+      h("td", { class: "text", title: clean(line.group) }, line.group ? clean(line.group) : h("span", { class: "soft" }, "by hand")),
+      h("td", { class: `pill s-${line.state}`, title: clean(line.unseen ?? line.reason) }, line.job?.is_paused ? "paused" : line.state + (line.unseen ? "?" : "")),
+      h("td", {}, progress(line)), h("td", { class: "num" }, number(line.metrics.loss)),
+      ...scores.map(name => h("td", { class: "num" }, number(valueOf(line, name)))),
+      h("td", { class: "num" }, line.gpu_hours ? line.gpu_hours.toFixed(1) : ""), h("td", { class: "soft" }, ago(line.ended ?? line.started ?? line.created)));
+    this.rows.set(line.id, { key, node });
+    return node;
+  }
+
+  choose(id, box) {
+    if (box.checked && this.chosen.size >= MOST_CHOSEN) box.checked = false;
+    if (box.checked) this.chosen.add(id); else this.chosen.delete(id);
+    this.compare.hidden = this.chosen.size < 2;
+    this.compare.href = `#/compare/${[...this.chosen].join(",")}`;
+    this.compare.textContent = `Lay ${this.chosen.size} runs over each other`;
+  }
+
+  // What is looked at stands in the address, so that it can be passed on.
+  remember() {
+    const query = new URLSearchParams();
+    if (this.states.size) query.set("state", [...this.states].join(","));
+    if (this.search.value) query.set("text", this.search.value);
+    if (this.group.value) query.set("group", this.group.value);
+    if (this.sort.value !== "newest") query.set("sort", this.sort.value);
+    const text = query.toString();
+    this.query = query;
+    history.replaceState(null, "", `#/${text ? `?${text}` : ""}`);
+  }
+}
+
+const field = (label, node) => h("label", { for: node.id }, h("span", { class: "soft small" }, label), node);
+const textOf = line => `${line.label} ${line.id} ${line.group} ${line.task} ${line.state} ${line.host ?? ""} ${line.reason ?? ""} ${line.owner} ${line.job?.id ?? ""}`.toLowerCase();
+
+function options(select, pairs, wanted) {
+  const key = JSON.stringify(pairs);
+  if (select.dataset.key === key) return;
+  const value = wanted ?? select.value;
+  select.dataset.key = key;
+  select.replaceChildren(...pairs.map(([name, text]) => h("option", { value: name }, clean(text))));
+  if (pairs.some(([name]) => name === value)) select.value = value;
+}
+
+export function progress(line) {
+  if (line.step === null || line.step === undefined) return h("span", { class: "soft" }, "–");
+  const share = line.total ? Math.min(1, line.step / line.total) : 0;
+  const words = `${line.step}${line.total ? `/${line.total}` : ""}${line.eta_s ? `, ${duration(line.eta_s)} left` : ""}`;
+  return h("span", { class: "progressbox" }, h("progress", { max: 1, value: share, "aria-label": `step ${words}`, class: `s-${line.state}` }),
+    h("span", { class: "small soft" }, words));
+}

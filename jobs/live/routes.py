@@ -1,0 +1,144 @@
+"""What the page asks for: its own files, who one is, the stream, curves, answers, differences."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from jobs.live.series import Place, answers_of, curves_of, place_of
+from jobs.live.stream import Watch
+from jobs.report.page import STYLE
+from jobs.serve.lathe_routes import run_asked
+from jobs.serve.requests import Refusal, client_of, keeper_of, shown
+from trainer.config.differences import differing, flattened, short_names, written
+
+FOLDER = Path(__file__).with_name("page")
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+MOST_RUNS = 12  # laid over each other
+LONGEST_VALUE = 2000  # letters
+
+
+def _files() -> dict[str, tuple[bytes, str]]:
+    """Name -> content and type of the page's files: a request only picks one of them."""
+    found = {
+        path.name: (path.read_bytes(), TYPES[path.suffix])
+        for path in FOLDER.iterdir()
+        if path.suffix in TYPES
+    }
+    style, kind = found["page.css"]
+    return {**found, "page.css": (STYLE.encode() + style, kind)}
+
+
+FILES = _files()
+
+
+def show_page(request: Request) -> Response:
+    """The page itself."""
+    return _file("index.html")
+
+
+def show_file(request: Request) -> Response:
+    """A script or the style of the page."""
+    return _file(request.path_params["name"])
+
+
+def _file(name: str) -> Response:
+    if name not in FILES:
+        raise Refusal(404, f"The page has no file {shown(name)}.")
+    content, kind = FILES[name]
+    return Response(content, media_type=f"{kind}; charset=utf-8")
+
+
+def go_to_page(request: Request) -> Response:
+    """From the root to the page."""
+    return RedirectResponse("/live")
+
+
+def show_me(request: Request) -> Response:
+    """The name and the role of who asks, and which backend and models there are."""
+    client, keeper = client_of(request), keeper_of(request)
+    return JSONResponse(
+        {
+            "name": client.name,
+            "role": client.role,
+            "base": keeper.folder.base.path.name,
+            "backend": keeper.send.backend,
+            "models": sorted(keeper.config.models),
+        }
+    )
+
+
+def show_stream(request: Request) -> Response:
+    """Server-sent events: `board` with the lines that changed behind the tick `since`, `metrics`
+    with new lines of the runs in `watch` (ID:PLACE,...; a place is from `curves`).
+    """
+    asked = request.query_params
+    since, watched = asked.get("since", "-1"), asked.get("watch", "")
+    if not since.removeprefix("-").isdecimal() or len(since) > 18:
+        raise Refusal(400, f"since: got {shown(since)}, want a tick.", param="since")
+    words = [word for word in watched.split(",") if word]
+    runs: dict[Path, Place] = {}
+    for word in words[:MOST_RUNS]:
+        name, _, place = word.partition(":")
+        with contextlib.suppress(ValueError):
+            runs[run_asked(request, name).metrics] = place_of(place)
+    if len(runs) != len(words):
+        raise Refusal(400, f"watch: want at most {MOST_RUNS} times ID:PLACE.", param="watch")
+    watch = Watch(keeper_of(request), client_of(request).owner, int(since), runs)
+    return StreamingResponse(watch.events(), media_type="text/event-stream")
+
+
+def show_curves(request: Request) -> Response:
+    """Every metric of a run: [step, seconds, mean, low, high] of neighbouring steps."""
+    return JSONResponse(curves_of(run_asked(request).metrics))
+
+
+def show_answers(request: Request) -> Response:
+    """Generated answers of a run at a `step`, the last one unless given."""
+    text = request.query_params.get("step")
+    if text is not None and not (text.isascii() and text.isdigit() and len(text) < 12):
+        raise Refusal(400, f"step: got {shown(text)}, want a number.", param="step")
+    return JSONResponse(answers_of(run_asked(request).path, None if text is None else int(text)))
+
+
+def show_differences(request: Request) -> Response:
+    """In which keys of their dictionaries some runs differ: short names, and values as texts."""
+    names = [name for name in request.query_params.get("runs", "").split(",") if name]
+    if not 1 <= len(names) <= MOST_RUNS:
+        raise Refusal(400, f"runs: want 1 to {MOST_RUNS} ids.", param="runs")
+    index = keeper_of(request).index
+    flat = [flattened(index.experiment(run_asked(request, name).path.name)) for name in names]
+    keys = differing(flat)
+    rows = [
+        {
+            "key": key,
+            "name": name,
+            "values": [_written(values[key]) if key in values else None for values in flat],
+        }
+        for key, name in zip(keys, short_names(keys), strict=True)
+    ]
+    return JSONResponse({"runs": names, "keys": rows})
+
+
+def _written(value: object) -> str:
+    text = written(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
+
+
+RUN = "/lathe/v1/runs/{exp_id}"
+PAGE_ROUTES = [
+    Route("/", go_to_page),
+    Route("/live", show_page),
+    Route("/live/{name}", show_file),
+]
+ROUTES = [
+    Route("/lathe/v1/me", show_me),
+    Route("/lathe/v1/stream", show_stream),
+    Route("/lathe/v1/differences", show_differences),
+    Route(f"{RUN}/curves", show_curves),
+    Route(f"{RUN}/answers", show_answers),
+]
