@@ -64,8 +64,15 @@ class Browser:
         self.ask("/url", {"url": url})
 
     def run(self, script: str, *values: Any) -> Any:
-        """What a script, the body of an asynchronous function, returns."""
-        text = f"const done = arguments[arguments.length - 1]; (async (...args) => {{{script}}})(...arguments).then(done, error => done('Error: ' + error));"
+        """What a script, the body of an asynchronous function, returns. AssertionError: its own."""
+        value, error = self._run(script, *values)
+        assert error is None, f"{script}: {error}"
+        return value
+
+    def _run(self, script: str, *values: Any) -> list[Any]:
+        call = f"(async (...args) => {{{script}}})(...arguments)"
+        ends = ".then(value => done([value, null]), error => done([null, String(error)]))"
+        text = f"const done = arguments[arguments.length - 1]; {call}{ends}"
         return self.ask("/execute/async", {"script": text, "args": list(values)})
 
     def texts(self, selector: str) -> list[str]:
@@ -78,7 +85,7 @@ class Browser:
         """What a script returns as soon as that is true; fails with the page's text."""
 
         def look() -> Any:
-            return self.run(script, *values)
+            return self._run(script, *values)[0]
 
         try:
             return wait_until(look, bool, within_s=within_s)

@@ -154,7 +154,7 @@ def test_runs_are_laid_over_each_other_and_told_apart(browser: Browser, world: S
     browser.until("return document.querySelectorAll('td.mono').length > 0")
     assert browser.texts("td.mono") == ["label", "train.seed"]
     lines = "return document.querySelector('.chartbox').querySelectorAll('polyline').length"
-    assert browser.run(lines) == 2
+    browser.until(lines.replace(".querySelectorAll", "?.querySelectorAll") + " === 2")
     assert browser.texts(".chartbox .readout")[0].split() == ["hand-3", "3", "hand-4", "4"]
 
 
