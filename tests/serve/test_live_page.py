@@ -335,3 +335,39 @@ def test_axe_finds_nothing_wrong_in_light_or_dark(
         assert violations(browser) == []
     finally:
         browser.prefer("light")
+
+
+@pytest.mark.long
+def test_a_real_training_is_watched_in_light_and_dark(browser: Browser, tmp_path: Path) -> None:
+    """LATHE_SHOTS names a folder for the pictures."""
+    shots = Path(os.environ.get("LATHE_SHOTS", tmp_path))
+    with own_queue(tmp_path / "queue"), serving(tmp_path / "base") as real:
+        client = real.client()
+        file = client.files.create(file=("a.jsonl", jsonl(CHAT * 4)), purpose="fine-tune")
+        options: Any = {"hyperparameters": {"n_epochs": 60}, "suffix": "watched"}
+        job = client.fine_tuning.jobs.create(model="tiny-chat", training_file=file.id, **options)
+        run = client.fine_tuning.jobs.retrieve(job.id).lathe["exp_id"]
+        opened(browser, real)
+        browser.until("return document.body.innerText.includes('running')", within_s=120)
+        browser.run("location.hash = '#/run/' + args[0]", run)
+        count = "return document.querySelector('.chartbox polyline')?.points.length"
+        seen: list[int] = []
+        for scheme in ("light", "dark"):
+            browser.prefer(scheme)
+            before = seen[-1] if seen else 0
+            seen.append(
+                browser.until(f"const it = {count[7:]}; return it > {before} && it", within_s=120)
+            )
+            browser.shoot(shots / f"training_{scheme}.png")
+        until_status(client, job.id, "succeeded", within_s=300)
+        browser.until("return document.querySelector('h1').innerText.includes('succeeded')")
+        browser.until(
+            "return document.querySelector('section[aria-label=Log] pre').innerText.includes('finished')"
+        )
+        assert 0 < seen[0] < seen[1] <= browser.run(count)
+        browser.shoot(shots / "ended.png")
+        browser.prefer("light")
+        browser.press("Runs")
+        browser.until("return document.querySelectorAll('.runs tbody tr').length === 1")
+        browser.shoot(shots / "overview.png")
+        assert not browser.complaints()

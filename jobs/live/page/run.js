@@ -130,8 +130,8 @@ export class Run {
     const rows = full.history.map(sent => {
       const starts = full.starts.filter(start => start.attempt === sent.number);
       const spans = starts.map(start => `${day(start.began_at)} to ${day(start.ended_at)} on ${start.host}${start.code === null ? "" : `, code ${start.code}`}`);
-      return h("tr", {}, h("td", {}, String(sent.number)), h("td", { class: `pill s-${sent.state}` }, sent.state), h("td", {}, clean(`${sent.backend} ${sent.id ?? ""}`)),
-        h("td", {}, clean(spans.join("; ") || sent.reason || "")));
+      return h("tr", {}, h("td", {}, String(sent.number)), h("td", { class: `pill s-${sent.state}` }, sent.state), h("td", { class: "wrap" }, clean(`${sent.backend} ${sent.id ?? ""}`)),
+        h("td", { class: "wrap" }, clean(spans.join("; ") || sent.reason || "")));
     });
     this.attempts.fill(rows.length ? table("Attempts", ["attempt", "state", "where", "when"], rows)
       : h("p", { class: "empty" }, "It was started by hand: nothing was submitted."));
@@ -219,11 +219,12 @@ class Log {
 
   update(line) {
     if (line.by_hand) this.text.textContent = "It was started by hand: it printed to its own terminal.";
-    else if (Date.now() - this.at > LOG_EVERY_MS) this.load();
+    else this.timer ??= setTimeout(() => this.load(), Math.max(0, this.at + LOG_EVERY_MS - Date.now()));
   }
 
   async load() {
     this.at = Date.now();
+    this.timer = undefined;
     try {
       const { lines } = await get(`/lathe/v1/runs/${this.id}/logs?limit=${LOG_LINES}${this.isErr.checked ? "&err=1" : ""}`);
       const isAtEnd = this.text.scrollTop + this.text.clientHeight >= this.text.scrollHeight - 8;
