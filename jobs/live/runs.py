@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,13 @@ from trainer.config.differences import told_apart
 from trainer.files.atomic import read_json
 
 if TYPE_CHECKING:
-    from jobs.backends import BackendCache
+    from jobs.protocol import Backend
     from jobs.record.paths import BaseFolder
     from jobs.record.row import Row
     from jobs.serve.index import Index
 
 
-def take_in(index: Index, base: BaseFolder, backend_of: BackendCache) -> None:
+def take_in(index: Index, base: BaseFolder, backend_of: Callable[[str], Backend]) -> None:
     """Read the runs that may have changed, and forget those whose folder is gone."""
     known, live = index.known_runs(), index.live_runs(ACTIVE)
     marks = {

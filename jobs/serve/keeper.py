@@ -23,6 +23,7 @@ from jobs.config import JobConfig
 from jobs.job_state import ACTIVE, JobState
 from jobs.live.runs import mark, take_in
 from jobs.record.paths import RunFolder
+from jobs.record.patience import PatientBackends
 from jobs.record.row import Row
 from jobs.record.status import survey
 from jobs.record.times import now
@@ -75,6 +76,7 @@ class Keeper:
     send: Send
     every_s: float = 1.0
     backend_of: BackendCache = field(default_factory=BackendCache)
+    observed_by: PatientBackends = field(default_factory=lambda: PatientBackends(BackendCache()))
     _poked: threading.Event = field(default_factory=threading.Event)
     _is_stopped: bool = False
     _looking: threading.Lock = field(default_factory=threading.Lock)
@@ -93,11 +95,18 @@ class Keeper:
         return take(prepare.PROJECT, self.folder.base, allow_dirty=self.send.allow_dirty)
 
     def run(self) -> None:
-        """Take a turn every so often, until `stop`."""
+        """Take a turn every so often, until `stop`. What is done has a thread of its own, for a
+        scheduler may let it wait.
+        """
+        doing: threading.Thread | None = None
         while not self._is_stopped:
             self._poked.clear()
             try:
-                self.turn()
+                facts = self._see()
+                if doing is None or not doing.is_alive():
+                    doing = threading.Thread(target=self._act, args=(facts,), daemon=True)
+                    doing.start()
+                    doing.join(self.every_s)
             except Exception:  # any: one bad folder must not end the service
                 log.exception("a turn failed; the next one is in %s s", self.every_s)
             self._poked.wait(self.every_s)
@@ -118,6 +127,10 @@ class Keeper:
 
     def turn(self) -> None:
         """Look at everything that may have changed, and do what is to be done."""
+        self._act(self._see())
+
+    def _see(self) -> dict[str, Facts]:
+        """Look at everything that may have changed; the jobs of it."""
         known, waiting = self.index.known_jobs(), self.index.open_jobs()
         changed = [
             name
@@ -125,9 +138,13 @@ class Keeper:
             if name not in known or name in waiting or self._marks(name) != known[name]
         ]
         facts = self._look(changed)
-        self._look([name for name in facts if self._advance(facts[name])])
         self._take_in_uploads()
-        take_in(self.index, self.folder.base, self.backend_of)
+        take_in(self.index, self.folder.base, self.observed_by)
+        return facts
+
+    def _act(self, facts: Mapping[str, Facts]) -> None:
+        """Do what is to be done for jobs, and look at those for which anything was."""
+        self._look([name for name in facts if self._advance(facts[name])])
 
     def look(self, job_id: str) -> dict[str, Any] | None:
         """A job as its files say now, and the index from now on; None where there is none."""
@@ -146,7 +163,7 @@ class Keeper:
 
     def rows(self, exp_ids: Collection[str]) -> dict[str, Row]:
         """How these experiments stand, of those that were sent."""
-        found = survey(self.folder.base, only=exp_ids, backend_of=self.backend_of)
+        found = survey(self.folder.base, only=exp_ids, backend_of=self.observed_by)
         return {row.exp_id: row for row in found}
 
     def _look(self, job_ids: Collection[str]) -> dict[str, Facts]:

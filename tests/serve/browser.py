@@ -124,7 +124,9 @@ class Browser:
         self.cdp("Emulation.setDeviceMetricsOverride", {**WIDE, "height": 900})
         height = self.run("return document.documentElement.scrollHeight")
         self.cdp("Emulation.setDeviceMetricsOverride", {**WIDE, "height": min(height, 4000)})
-        self.run("await new Promise(done => setTimeout(done, 300))")  # what came into sight is drawn
+        self.run(
+            "await new Promise(done => setTimeout(done, 300))"
+        )  # what came into sight is drawn
         path.write_bytes(base64.b64decode(self.cdp("Page.captureScreenshot", {})["data"]))
         self.cdp("Emulation.clearDeviceMetricsOverride", {})
 
