@@ -12,6 +12,7 @@ import typer
 
 from trainer.commands import options
 from trainer.errors import ConfigError
+from trainer.files.atomic import refusals
 
 TaskName = Annotated[
     str, typer.Argument(metavar="TASK", help="The system, as experiments name it: fid.")
@@ -74,6 +75,20 @@ def export(
 
         adapters.refuse(folder, because="which other programs do not read")
     write(folder, out=out)
+    _describe(folder, out)
+
+
+def _describe(source: Path, out: Path) -> None:
+    """Write the record and the card of what was exported, where its source has a record."""
+    from trainer.exports import card, record
+
+    said = record.read(source)
+    if said is None:
+        return
+    with refusals(out):
+        made = said.model_copy(update={"files": record.digests(out)})
+        record.write(out, made)
+        card.write(out, made)
 
 
 def _refuse_what_is_ready(task: str, folder: Path) -> None:

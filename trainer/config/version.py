@@ -14,7 +14,12 @@ _NAMED = ("torch", "transformers", "deepspeed")
 def version_text() -> str:
     """Such as: lathe 0.1.0 (Python 3.11.7, torch 2.13.0, transformers 5.23.0, deepspeed 0.19.8)."""
     others = [f"Python {platform.python_version()}", *(f"{n} {_version(n)}" for n in _NAMED)]
-    return f"lathe {_version('lathe')} ({', '.join(others)})"
+    return f"lathe {lathe_version()} ({', '.join(others)})"
+
+
+def lathe_version() -> str:
+    """Such as 0.1.0."""
+    return _version("lathe")
 
 
 def _version(package: str) -> str:

@@ -130,6 +130,18 @@ def eos_id(tokenizer: PreTrainedTokenizerFast) -> int:
     return end
 
 
+def opening_of(tokenizer: Any) -> list[int]:
+    """The beginning-of-text token, as a list.
+
+    Empty unless the tokenizer puts one before every text by itself, as Llama's does.
+    """
+    bos = tokenizer.bos_token_id
+    plain, opened = (
+        tokenizer("a", add_special_tokens=is_added)["input_ids"] for is_added in (False, True)
+    )
+    return [bos] if bos is not None and opened[: len(plain) + 1] == [bos, *plain] else []
+
+
 def check_fits(tokenizer: PreTrainedTokenizerFast, num_embeddings: int) -> None:
     """ConfigError when the tokenizer can produce an id that the embedding has no row for."""
     largest = max(tokenizer.get_vocab().values())

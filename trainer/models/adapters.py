@@ -341,3 +341,17 @@ def _peft() -> Any:
             'lora needs the package peft. Install it: pip install "lathe[lora]".'
         ) from None
     return peft
+
+
+def loading(kind: str, folder: Path) -> str:
+    """Python that makes `model` of what FOLDER, which is `folder`, holds, for a model card.
+
+    kind: an Auto class of transformers.
+    """
+    if not are_in(folder):
+        return f"model = {kind}.from_pretrained(FOLDER).eval()"
+    base = json.loads((folder / ADAPTER).read_text())["base_model_name_or_path"]
+    return (
+        f"from peft import PeftModel\n\nbase = {kind}.from_pretrained({base!r})\n"
+        "model = PeftModel.from_pretrained(base, FOLDER).merge_and_unload().eval()"
+    )

@@ -221,3 +221,13 @@ class ShowsCuts(Protocol):
     def untruncated(self, row: Row) -> dict[str, Uncut]:
         """Everything that `encode` cuts of a raw row, by field."""
         ...
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How others load what a task exports, for its model card."""
+
+    library: str  # as the Hub calls it: "transformers", "sentence-transformers", "peft"
+    # (heading, Python), which loads the folder that it names FOLDER; the first is what most want
+    programs: list[tuple[str, str]]
+    limits: list[str]  # whole sentences

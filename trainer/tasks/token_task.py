@@ -22,7 +22,7 @@ from trainer.config.schema import Base, Experiment, Lora
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio
-from trainer.models import adapters, base_model
+from trainer.models import adapters, base_model, generation_file
 from trainer.models.head import HEAD_FILE, load_head, write_head
 from trainer.models.losses import IGNORED
 from trainer.tasks.protocol import Batch, Places, Text
@@ -139,6 +139,8 @@ class TokenTask(ABC, Generic[C]):
             config = self.exported_config()
             config.dtype = next(iter(base.values())).dtype
             base_model.export_folder(folder, config, self.tokenizer, base)
+            if said := self.generation():
+                generation_file.write(folder, config, **said)
         if head:
             write_head(folder, head)
 
@@ -165,8 +167,15 @@ class TokenTask(ABC, Generic[C]):
         )
 
     def exported_config(self) -> Any:
-        """The config.json of an export."""
-        return base_model.config_of(self.cfg.base, self.places)
+        """The config.json of an export, with the name of the class that is trained."""
+        config = base_model.config_of(self.cfg.base, self.places)
+        skeleton = base_model.skeleton(self.cfg.base, self.places, kind=self.kind)
+        config.architectures = [type(skeleton).__name__]
+        return config
+
+    def generation(self) -> dict[str, Any]:
+        """What generation_config.json of an export says; {}: it has none."""
+        return {}
 
     # Data
     # ----------------------------------------------------------------------------------------------

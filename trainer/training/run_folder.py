@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.identity import digest
 from trainer.config.userfile import kind
 from trainer.errors import ConfigError, ResumeError, StorageError
+from trainer.exports import card, record
 from trainer.files.atomic import refusals, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
@@ -216,6 +217,11 @@ def export(plan: RunPlan, task: Task, live: Engine, name: str) -> None:
         try:
             with refusals(target):
                 task.export(weights, temporary)
+                made = record.of_run(
+                    temporary, values=plan.values, task=task, run_folder=plan.folder
+                )
+                record.write(temporary, made)
+                card.write(temporary, made)
                 old = plan.folder / f".{name}.old"
                 shutil.rmtree(old, ignore_errors=True)
                 if target.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from trainer.data import lookup, stdlib_docs
 from trainer.data.padding import pad_right
 from trainer.data.readers import questions
 from trainer.errors import ConfigError
+from trainer.models import base_model, generation_file
 from trainer.models.head import OutputLayer
 from trainer.models.losses import IGNORED, next_token_loss, scored_before
 from trainer.tasks.abilities import Uncut
@@ -70,6 +72,35 @@ class Task(TokenTask[Config]):
             )
         self.recompute(base)
         return CausalLM(base)
+
+    def generation(self) -> dict[str, Any]:
+        """As the base's own file says, but that a text ends with its end, and an answer of a
+        conversation with the token that ends a turn.
+        """
+        said = generation_file.of_base(base_model.resolve(self.cfg.base, self.places))
+        of_base = said.get("eos_token_id", [])
+        ends = [self.turn_end, self.end, *(of_base if isinstance(of_base, list) else [of_base])]
+        ends = list(dict.fromkeys(ends))
+        return {
+            **said,
+            "eos_token_id": ends[0] if len(ends) == 1 else ends,
+            "pad_token_id": self.pad,
+        }
+
+    @cached_property
+    def turn_end(self) -> int:
+        """What follows an answer: in a conversation what ends a turn, else the end of a text."""
+        if self.chat is None:
+            return self.end
+        said = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        made = self.chat.tokens({"messages": said}, self.end)
+        return next(
+            token
+            for token, is_scored in zip(
+                reversed(made["ids"]), reversed(made["scored"]), strict=True
+            )
+            if is_scored
+        )
 
     def rows(self, split: str) -> Iterable[Row]:
         if self.chat is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 from trainer.files.atomic import new_folder, refuse_existing
@@ -13,7 +12,8 @@ log = logging.getLogger(__name__)
 
 
 def export_model(folder: Path, *, out: Path, merge: bool = False) -> None:
-    """Write a best/ or final/ folder of a run as a folder that `reader.Reader` opens.
+    """Write a best/ or final/ folder of a run as one that `reader.Reader` and plain transformers
+    open.
 
     merge: with the base's weights in it, so that nothing else is needed. ConfigError when the
     folder is no export of ours or `out` exists, ResumeError when its base is another by now;
@@ -22,8 +22,6 @@ def export_model(folder: Path, *, out: Path, merge: bool = False) -> None:
     refuse_existing(out)
     export.described(folder)
     with new_folder(out) as made:
-        if merge:
-            export.merge(folder, made, export.places_of(folder, cache_dir=Path("tmp-cache")))
-        else:
-            shutil.copytree(folder, made, dirs_exist_ok=True)
+        write = export.merge if merge else export.copy
+        write(folder, made, export.places_of(folder, cache_dir=Path("tmp-cache")))
     log.info("wrote %s", out)

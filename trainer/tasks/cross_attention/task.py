@@ -23,7 +23,7 @@ from trainer.models.losses import IGNORED, scored_before
 from trainer.runtime import distributed
 from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered
 from trainer.tasks.cross_attention.config import Config
-from trainer.tasks.cross_attention.decoder import export
+from trainer.tasks.cross_attention.decoder import export, foreign
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 from trainer.tasks.cross_attention.decoder.packed_batch import (
     can_be_streams,
@@ -97,13 +97,20 @@ class Task(TokenTask[Config]):
         return base_model.fingerprint(self.cfg.base, self.places)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        export.write(
+        content = export.write(
             folder, weights, self.cfg, fingerprint=self.fingerprint(), tokenizer=self.tokenizer
         )
         if self.cfg.lora is not None:
             below = f"{self.base_name}."
             names = [name for name in weights if name.startswith(below)]
             self.export_adapters({n.removeprefix(below): weights[n] for n in names}, folder)
+        foreign.write(
+            folder,
+            content,
+            base_model.skeleton(self.cfg.base, self.places),
+            source=base_model.resolve(self.cfg.base, self.places),
+            tokenizer=self.tokenizer,
+        )
 
     def exported(self, folder: Path) -> nn.Module:
         return export.load(folder, self.places, precision=self.cfg.train.precision)

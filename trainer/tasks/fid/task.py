@@ -97,11 +97,14 @@ class Task(TokenTask[Config]):
         return super().exported(folder)
 
     def exported_config(self) -> Any:
-        skeleton = base_model.skeleton(self.cfg.base, self.places, kind=self.kind)
         config = fido.described(super().exported_config(), self.cfg.reader)
-        is_fido = config.model_type == fido.MODEL_TYPE
-        config.architectures = [(fido.FiDOT5 if is_fido else type(skeleton)).__name__]
+        if config.model_type == fido.MODEL_TYPE:
+            config.architectures = [fido.FiDOT5.__name__]
         return config
+
+    def generation(self) -> dict[str, Any]:
+        ends = {"eos_token_id": self.end, "pad_token_id": self.pad}
+        return {"max_length": self.answer_tokens(), "num_beams": 1, "do_sample": False, **ends}
 
     # Data
     # ----------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def arguments(
         "num_beams": num_beams,
         "num_return_sequences": num_answers,
         "max_new_tokens": how.max_tokens,
-        "min_new_tokens": how.min_tokens or None,
+        "min_new_tokens": how.min_tokens,
         "no_repeat_ngram_size": how.no_repeat_ngram,
         "do_sample": False,
         "synced_gpus": is_synced,

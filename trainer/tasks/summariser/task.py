@@ -92,10 +92,11 @@ class Task(TokenTask[Config]):
             weights = {**frozen, **weights}
         super().export(weights, folder)
 
-    def exported_config(self) -> Any:
-        config = super().exported_config()
-        config.architectures = [type(self.skeleton().base).__name__]
-        return config
+    def generation(self) -> dict[str, Any]:
+        how = self.cfg.generation
+        told = arguments(how, num_beams=how.num_beams, num_answers=1, is_synced=False)
+        del told["synced_gpus"], told["num_return_sequences"]
+        return {**told, "eos_token_id": self.end, "pad_token_id": self.pad}
 
     # Data
     # ----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from trainer.errors import ConfigError
 from trainer.files import safetensors_file
 from trainer.files.atomic import new_folder, refuse_existing
 from trainer.models.head import HEAD_FILE, write_head
-from trainer.tasks.vera.model import read_temperature, write_temperature
+from trainer.tasks.vera.model import read_temperature, write_description
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def import_model(source: Path, *, out: Path, tokenizer: str | None = None) -> No
     with new_folder(out) as folder:
         _write(folder, config, tensors)
         write_head(folder, head)
-        write_temperature(folder, temperature)
+        write_description(folder, temperature)
         _copy_tokenizer(source, folder, tokenizer)
     log.info("wrote %s (temperature %.4f)", out, temperature)
 

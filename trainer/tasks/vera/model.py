@@ -103,9 +103,9 @@ def layout_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def write_temperature(folder: Path, temperature: float) -> None:
-    """Say beside a verifier what its logits are divided by."""
-    (folder / DESCRIPTION).write_text(json.dumps({"temperature": temperature}) + "\n")
+def write_description(folder: Path, temperature: float, **more: Any) -> None:
+    """Say beside a verifier what its logits are divided by, and what else is to be known."""
+    (folder / DESCRIPTION).write_text(json.dumps({"temperature": temperature, **more}) + "\n")
 
 
 def read_temperature(folder: Path) -> float:

@@ -5,6 +5,7 @@ false ones.
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,13 +26,14 @@ from trainer.tasks.protocol import DRAW, Batch, Cut, Encoded, Places, Row
 from trainer.tasks.token_task import TokenTask
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Config, Part
+from trainer.tasks.vera.exported import plausibility
 from trainer.tasks.vera.metrics import LOGIT, Kind, statement_metrics
 from trainer.tasks.vera.model import (
     Verifier,
     layout_of,
     read_by,
     read_temperature,
-    write_temperature,
+    write_description,
 )
 
 log = logging.getLogger(__name__)
@@ -79,15 +81,13 @@ class Task(TokenTask[Config]):
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         super().export(weights, folder)
-        write_temperature(folder, 1.0)
+        write_description(folder, 1.0, max_tokens=self.cfg.data.max_tokens)
+        shutil.copyfile(plausibility.__file__, folder / Path(plausibility.__file__).name)
 
     def exported_config(self) -> Any:
         """As it came; but of a decoder, which may come as a language model, the body is named."""
-        config = super().exported_config()
-        if config.model_type in DECODERS:
-            body = base_model.skeleton(self.cfg.base, self.places, kind=self.kind)
-            config.architectures = [type(body).__name__]
-        return config
+        config = base_model.config_of(self.cfg.base, self.places)
+        return super().exported_config() if config.model_type in DECODERS else config
 
     # Data
     # ----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from trainer.errors import ConfigError, ResumeError
 from trainer.files import safetensors_file
 from trainer.models import adapters, base_model
 from trainer.tasks.cross_attention.config import Config, Layers
+from trainer.tasks.cross_attention.decoder import foreign
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 from trainer.tasks.cross_attention.decoder.weights import PREFIX, load_added, read_added
 from trainer.tasks.protocol import Places
@@ -35,8 +36,11 @@ class Reference(Strict):
 
 def write(
     folder: Path, weights: Mapping[str, Tensor], cfg: Config, *, fingerprint: str, tokenizer: Any
-) -> None:
-    """Write model.safetensors (published names), cross_attention.json and the tokenizer's files."""
+) -> dict[str, Any]:
+    """Write model.safetensors (published names), cross_attention.json and the tokenizer's files.
+
+    It returns what cross_attention.json says.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     added = {name: tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
     safetensors_file.write_tensors(folder, "model.safetensors", added)
@@ -45,6 +49,7 @@ def write(
     content |= {"base_fingerprint": fingerprint, "precision": cfg.train.precision}
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
     tokenizer.save_pretrained(folder)
+    return content
 
 
 def load(folder: Path, places: Places, *, precision: str = "fp32") -> CrossAttentionModel:
@@ -118,3 +123,16 @@ def merge(folder: Path, out: Path, places: Places) -> None:
     fingerprint = base_model.fingerprint(str(out / MERGED), places)
     content |= {"base": MERGED, "base_fingerprint": fingerprint}
     (out / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
+    foreign.write(out, content, model.base, source=MERGED, tokenizer=tokenizer)
+
+
+def copy(folder: Path, out: Path, places: Places) -> None:
+    """Write the export in `folder` once more into the empty folder `out`, with its base by name."""
+    content = described(folder)
+    shutil.copytree(folder, out, dirs_exist_ok=True)
+    tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=places.cache_dir)
+    base = base_of(folder, content)
+    is_within = content["base"] == MERGED
+    source = MERGED if is_within else base_model.resolve(base, places)
+    stock = base_model.skeleton(base, places)
+    foreign.write(out, content, stock, source=source, tokenizer=tokenizer)

@@ -37,7 +37,7 @@ class Prompts:
         self.tokenizer, self.data, self._states = tokenizer, data, states
         self.pad = vocabulary.pad_id(tokenizer)
         self.eos = vocabulary.eos_id(tokenizer)
-        self.opening = _opening(tokenizer)
+        self.opening = vocabulary.opening_of(tokenizer)
 
     def encode(self, row: Row, *, predicts_context: bool = False) -> Encoded:
         """Token ids: decoder text with its end and EOS, and the context's chunks, each cut to its
@@ -194,18 +194,6 @@ class Prompts:
             kept, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return templates.answered(str(text), self.data.template)
-
-
-def _opening(tokenizer: Any) -> list[int]:
-    """The beginning-of-text token, as a list.
-
-    Empty unless the tokenizer puts one before every text by itself, as Llama's does.
-    """
-    bos = tokenizer.bos_token_id
-    plain, opened = (
-        tokenizer("a", add_special_tokens=is_added)["input_ids"] for is_added in (False, True)
-    )
-    return [bos] if bos is not None and opened[: len(plain) + 1] == [bos, *plain] else []
 
 
 def _seed(seed: int, ids_BT: Tensor) -> int:

@@ -1,0 +1,1 @@
+"""What an exported folder says about itself: lathe.json for programs, README.md for people."""

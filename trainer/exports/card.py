@@ -1,0 +1,143 @@
+"""README.md of an export: a model card that says what lathe.json knows, and nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer import tasks
+from trainer.data.vocabulary import may_be_hub_id
+from trainer.exports.record import NAME, Record
+from trainer.tasks.abilities import Answers, Usage
+
+CARD = "README.md"
+_RUN_HERE = """\
+import json
+
+EXP_GROUPS = {"this": [json.load(open("FOLDER/lathe.json"))["experiment"]]}
+"""
+
+
+def write(folder: Path, record: Record) -> None:
+    """Write README.md into an export whose record is `record`."""
+    (folder / CARD).write_text(text(folder, record), encoding="utf-8")
+
+
+def text(folder: Path, record: Record) -> str:
+    """The card of the export in `folder`."""
+    cfg = tasks.parse(record.experiment, source=str(folder / NAME))
+    use = _usage(cfg, folder)
+    what = type(cfg).model_fields["task"].description
+    parts = [
+        _front_matter(record, use),
+        f"# {cfg.task} {record.exp_id[:8]}\n\n{what} Trained with Lathe {record.lathe}; this card "
+        "was written by it, from what the run recorded. What it does not say is unknown to it.",
+        "## How to load it\n\n" + _programs(use),
+        "## Limits\n\n" + "\n".join(f"- {limit}" for limit in [*use.limits, *_always(record)]),
+        "## Base\n\n" + _base(record),
+        "## Data\n\n" + _data(record),
+        "## Scores\n\n" + _scores(record),
+        "## Dictionary\n\n```json\n" + json.dumps(record.experiment, indent=2) + "\n```",
+        "## Files\n\n"
+        + _table(["file", "sha256"], [[f"`{n}`", d] for n, d in record.files.items()]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _usage(cfg: Any, folder: Path) -> Usage:
+    """What the task says of its exports; a task that says nothing has none but Lathe's commands."""
+    path = Path(tasks.__file__).parent / cfg.task / "usage.py"
+    if not path.is_file():
+        return Usage("lathe", [], ["How other programs load it is not known."])
+    return importlib.import_module(f"trainer.tasks.{cfg.task}.usage").usage(cfg, folder)
+
+
+def _front_matter(record: Record, use: Usage) -> str:
+    """What the Hub reads of a card."""
+    lines = ["---", f"library_name: {use.library}"]
+    if record.licence is not None:
+        lines.append(f"license: {record.licence}")
+    base = _named(record)
+    if base is not None and may_be_hub_id(base) and "/" in base:
+        lines.append(f"base_model: {base}")
+    return "\n".join([*lines, "tags:", "- lathe", f"- {record.experiment['task']}", "---"])
+
+
+def _programs(use: Usage) -> str:
+    own = "In Lathe: `python -m trainer predict FOLDER --data_path ROWS.jsonl --out ANSWERS.jsonl`."
+    shown = [f"{heading}:\n\n```python\n{code}```" for heading, code in use.programs]
+    return "\n\n".join([*shown, own])
+
+
+def _always(record: Record) -> list[str]:
+    return [
+        "Nothing was measured but what stands under Scores: not on other data, not for bias, not "
+        "for safety."
+    ]
+
+
+def _named(record: Record) -> str | None:
+    base = record.experiment["base"]
+    return base if isinstance(base, str) else None
+
+
+def _base(record: Record) -> str:
+    base, named = record.experiment["base"], _named(record)
+    if named is not None:
+        told = f"`{named}`, as the dictionary names it."
+    elif "experiment" in base:
+        told = f"What another run trained (task {base['experiment'].get('task')}), see Dictionary."
+    else:
+        told = f"Random weights of a {base['config'].get('model_type')}: no model was pretrained."
+    frozen = f" Its weights: `{record.base_fingerprint}`." if record.base_fingerprint else ""
+    licence = record.licence or "unknown to this card"
+    if named is None and "experiment" not in base:
+        licence = "it has none"
+    return f"{told}{frozen} Its licence: {licence}."
+
+
+def _data(record: Record) -> str:
+    if not record.data:
+        return "Unknown: the run recorded none."
+    rows = [
+        [name, str(said.get("rows")), _tokens(said), str(said.get("digest"))]
+        for name, said in record.data.items()
+    ]
+    return (
+        _table(["split", "rows", "tokens", "digest of the rows as they were read"], rows)
+        + "\n\nWhere they come from is in the dictionary under `data`, as far as it says; their "
+        "licence is unknown to this card."
+    )
+
+
+def _tokens(said: dict[str, Any]) -> str:
+    counted = said.get("tokens")
+    return "unknown" if not isinstance(counted, dict) else f"{sum(counted.values()):,}"
+
+
+def _scores(record: Record) -> str:
+    if not record.scores:
+        return "None: the run had no evaluation before this export."
+    step = int(record.scores["step"])
+    rows = [[f"`{name}`", f"{x:.6g}"] for name, x in record.scores.items() if name != "step"]
+    task = importlib.import_module(f"trainer.tasks.{record.experiment['task']}.task").Task
+    train = "python trainval.py -e this --exp_configs this.py -sb results --data_path DATA"
+    judge = "python -m trainer evaluate -e this --exp_configs this.py -sb results --data_path DATA "
+    judge += "--model FOLDER"
+    repeated = f"The same training gives them again:\n\n{_fenced(train)}"
+    what = "these answers are scored" if issubclass(task, Answers) else "this folder has them"
+    repeated += f"\n\nand of the validation rows {what} by\n\n{_fenced(judge)}"
+    shown = _table(["name", "value"], rows)
+    where = f"Of the validation rows, at step {step}. With `this.py`:"
+    return "\n\n".join([shown, where, _fenced(_RUN_HERE.strip(), "python"), repeated])
+
+
+def _fenced(code: str, language: str = "") -> str:
+    return f"```{language}\n{code}\n```"
+
+
+def _table(names: list[str], rows: list[list[str]]) -> str:
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -1,0 +1,30 @@
+"""generation_config.json of an export: where `generate` of transformers ends, and how it writes
+unless it is told otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig
+
+from trainer.models.weight_files import find_file
+
+NAME = "generation_config.json"
+
+
+def write(folder: Path, model_config: Any, **said: Any) -> None:
+    """What transformers takes from the model's config, with `said` in the place of it."""
+    values = GenerationConfig.from_model_config(model_config).to_diff_dict()
+    values.pop("_from_model_config", None)
+    # not save_pretrained: it refuses what published bases say (a temperature that nothing reads)
+    (folder / NAME).write_text(json.dumps(values | said, indent=2, sort_keys=True) + "\n")
+
+
+def of_base(source: Any) -> dict[str, Any]:
+    """What the file of a base says, a folder or Hub id; {} when it has none."""
+    file = find_file(source, NAME) if isinstance(source, str) else None
+    values = {} if file is None else json.loads(file.read_text())
+    return {name: value for name, value in values.items() if name != "transformers_version"}

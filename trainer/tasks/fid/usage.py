@@ -1,0 +1,66 @@
+"""How others load an exported reader, for its card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.models.adapters import loading
+from trainer.tasks.abilities import Usage
+from trainer.tasks.fid.config import Config
+
+_FUSE = """\
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.modeling_outputs import BaseModelOutput
+
+FOLDER = "."  # of this card
+{loading}
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+
+
+@torch.no_grad()
+def answer(question, passages):
+    states = []
+    for title, text in passages:  # the encoder reads one passage at a time, ...
+        prompt = f"question: {{question}} title: {{title}} context: {{text}}"
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"][:{passage_tokens}]
+        states.append(model.get_encoder()(input_ids=torch.tensor([ids])).last_hidden_state)
+    fused = torch.cat(states, dim=1)  # ... and the decoder reads all of them together
+    mask = torch.ones(fused.shape[:2], dtype=torch.long)
+    encoded = BaseModelOutput(last_hidden_state=fused)
+    made = model.generate(encoder_outputs=encoded, attention_mask=mask, {most})
+    return tokenizer.decode(made[0], skip_special_tokens=True)
+
+
+passages = [("Ada", "Ada keeps the red key in the cellar."), ("attic", "The attic is empty.")]
+print(answer("Where does Ada keep the red key?", passages))
+"""
+
+
+def usage(cfg: Config, folder: Path) -> Usage:
+    """Programs and limits of the export in `folder`."""
+    reader, data = cfg.reader, cfg.data
+    limits = [
+        f"It was trained on at most {data.contexts} passages a question, each with its question at "
+        f"most {data.passage_tokens} tokens; what it answers may be wrong.",
+    ]
+    if (folder / "pytorch_model.bin").is_file():
+        limits.append("This folder is for facebookresearch/FiD: FiDT5.from_pretrained(FOLDER).")
+        return Usage("transformers", [], limits)
+    if reader.cross_attention_every > 1 or reader.cross_attention_multi_query:
+        limits.append(
+            "Plain transformers cannot load it: its decoder has less cross-attention than a T5 "
+            "(FiDO). `python -m trainer predict FOLDER` runs it."
+        )
+        return Usage("transformers", [], limits)
+    if reader.compat_cross_bias:
+        limits.append(
+            "Its cross-attention has a table of position biases, as transformers before 4.0 had; "
+            "later ones leave it out, and their answers differ."
+        )
+    code = _FUSE.format(
+        loading=loading("AutoModelForSeq2SeqLM", folder),
+        passage_tokens=data.passage_tokens,
+        most=f"max_length={data.answer_tokens}",
+    )
+    return Usage("transformers", [("Load it, and fuse the passages", code)], limits)

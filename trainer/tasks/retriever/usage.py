@@ -1,0 +1,122 @@
+"""How others load an exported retriever, for its card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trainer.models import adapters
+from trainer.models.families import T5
+from trainer.tasks.abilities import Usage
+from trainer.tasks.retriever import export, sentence_folder
+from trainer.tasks.retriever.config import Config
+
+_SENTENCES = """\
+from sentence_transformers import SentenceTransformer
+
+FOLDER = "."  # of this card
+model = SentenceTransformer(FOLDER, device="cpu")
+queries = model.encode_query(["Where is the red key?"])
+passages = model.encode_document(["Ada keeps the red key in the cellar."])
+print(model.similarity(queries, passages))
+"""
+_PLAIN = """\
+import torch
+from torch.nn.functional import linear, normalize
+from transformers import {kind}, AutoTokenizer
+
+FOLDER = "."  # of this card
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+{models}
+prefix = {prefixes!r}
+most = {limits!r}
+pooler = {pooler}
+
+
+@torch.no_grad()
+def embed(texts, side):
+    ids = [tokenizer(prefix[side] + text, truncation=True, max_length=most[side])["input_ids"]
+           for text in texts]
+{ended}    rows = [torch.tensor(row) for row in ids]
+    padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()
+    states = models[side](input_ids=padded, attention_mask=mask).last_hidden_state.float()
+    vectors = {pooled}
+{projected}    return {vectors}
+
+
+queries = embed(["Where is the red key?"], "query")
+passages = embed(["Ada keeps the red key in the cellar."], "passage")
+print(queries @ passages.T)
+"""
+_POOLED = {
+    "cls": "states[:, 0]",
+    "mean": "(states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)",
+    "eos": "states[torch.arange(len(rows)), lengths - 1]",
+}
+_PROJECTED = """\
+    layer = "linear_q" if side == "query" else "linear_p"
+    weight, bias = (pooler[f"{layer}.{name}"].float() for name in ("weight", "bias"))
+    vectors = linear(vectors, weight, bias)
+"""
+_ENDED = """\
+    ids = [row[: most[side] - 1] + [tokenizer.eos_token_id] for row in ids]
+"""
+
+
+def usage(cfg: Config, folder: Path) -> Usage:
+    """Programs and limits of the export in `folder`."""
+    data = cfg.data
+    plain = ("In plain transformers", _plain(cfg, folder))
+    limits = [
+        f"Of a query it reads the first {data.query_tokens} tokens, of a passage the first "
+        f"{data.passage_tokens}. A passage with a title was read as title, {data.separator!r}, "
+        "text.",
+        "Relevance is the dot product of two vectors of this model, and of no other.",
+    ]
+    if not (folder / sentence_folder.MODULES).is_file():
+        limits.append(
+            "sentence-transformers has no words for it: adapters without their base, an encoder "
+            "for each side, or an end that its tokenizer does not add."
+        )
+        library = "peft" if cfg.exports_adapters else "transformers"
+        return Usage(library, [plain], limits)
+    if data.query_tokens != data.passage_tokens:
+        limits.append(
+            "sentence-transformers knows one limit for both sides: the longer one of the two."
+        )
+    return Usage("sentence-transformers", [("In sentence-transformers", _SENTENCES), plain], limits)
+
+
+def _plain(cfg: Config, folder: Path) -> str:
+    how, data = cfg.encoder, cfg.data
+    has_pooler = (folder / export.POOLER).is_file()
+    kind = "AutoModelForTextEncoding" if _is_t5(folder) else "AutoModel"
+    return _PLAIN.format(
+        kind=kind,
+        models=_models(cfg, folder, kind),
+        prefixes={"query": data.query_prefix, "passage": data.passage_prefix},
+        limits={"query": data.query_tokens, "passage": data.passage_tokens},
+        pooler=f'torch.load(f"{{FOLDER}}/{export.POOLER}")' if has_pooler else "None",
+        ended=_ENDED if data.append_eos else "",
+        pooled=_POOLED[how.pooling],
+        projected=_PROJECTED if has_pooler else "",
+        vectors="normalize(vectors, dim=-1)" if how.normalize else "vectors",
+    )
+
+
+def _models(cfg: Config, folder: Path, kind: str) -> str:
+    if cfg.encoder.tied:
+        return adapters.loading(kind, folder) + '\nmodels = {"query": model, "passage": model}'
+    lines = ["models = {}"]
+    for side, name in (("query", export.QUERY), ("passage", export.PASSAGE)):
+        made = adapters.loading(kind, folder / name)
+        of_side = f'f"{{FOLDER}}/{name}"'
+        lines += [made.replace("FOLDER", of_side), f'models["{side}"] = model']
+    return "\n".join(lines)
+
+
+def _is_t5(folder: Path) -> bool:
+    path = folder / "config.json"
+    return path.is_file() and json.loads(path.read_text()).get("model_type") in T5

@@ -1,0 +1,1 @@
+"""Code that is written beside an exported verifier."""
