@@ -5,6 +5,7 @@ Floors of trainer/ (a room is a folder; what is named stands higher or lower tha
 4  training/, retrieval/, memory/, statistics/, public_sets/, evaluation/run.py
 4  training/, proof/, retrieval/, memory/, statistics/, evaluation/run.py
 4  training/, retrieval/, memory/, statistics/, exports/, evaluation/run.py
+4  training/, retrieval/, memory/, statistics/, exports/, evaluation/{run,predict}.py
 3  tasks/<name>/
 2  models/, data/, telemetry/, evaluation/, tasks/{protocol,abilities,token_task}.py
 1  runtime/, files/
@@ -49,6 +50,7 @@ FLOORS = {
     "trainer.tasks.protocol": 2,
     "trainer.tasks.abilities": 2,
     "trainer.tasks.token_task": 2,
+    "trainer.evaluation.predict": 4,
     "trainer.evaluation.run": 4,
     "trainer.exports": 4,
     "trainer.memory": 4,

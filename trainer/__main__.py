@@ -12,6 +12,7 @@ from trainer.commands import (
     keys,
     models,
     plan,
+    predict,
     prepare,
     proof,
     retrieval,
@@ -38,6 +39,7 @@ app.command("import")(models.import_)
 app.command()(models.export)
 app.command()(evaluate.evaluate)
 app.command()(prepare.fetch)
+app.command()(predict.predict)
 app.command()(prepare.prepare)
 app.command()(retrieval.encode)
 app.command()(retrieval.search)

@@ -48,10 +48,10 @@ def text(folder: Path, record: Record) -> str:
 
 def _usage(cfg: Any, folder: Path) -> Usage:
     """What the task says of its exports; a task that says nothing has none but Lathe's commands."""
-    path = Path(tasks.__file__).parent / cfg.task / "usage.py"
+    path = Path(tasks.__file__).parent / cfg.task / "trained.py"
     if not path.is_file():
         return Usage("lathe", [], ["How other programs load it is not known."])
-    return importlib.import_module(f"trainer.tasks.{cfg.task}.usage").usage(cfg, folder)
+    return importlib.import_module(f"trainer.tasks.{cfg.task}.trained").usage(cfg, folder)
 
 
 def _front_matter(record: Record, use: Usage) -> str:

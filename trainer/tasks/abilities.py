@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trainer.evaluation.mergeable import Ratio
     from trainer.tasks.protocol import Row
 
@@ -221,6 +223,45 @@ class ShowsCuts(Protocol):
     def untruncated(self, row: Row) -> dict[str, Uncut]:
         """Everything that `encode` cuts of a raw row, by field."""
         ...
+
+
+class Trained(Protocol):
+    """What trainer/tasks/<task>/trained.py may offer: what becomes of a trained model."""
+
+    def usage(self, cfg: Any, folder: Path) -> Usage:
+        """How others load the export in `folder`."""
+        ...
+
+    def unanswered(self, task: Any, raw: Row, place: str) -> Row:
+        """The row to predict that an object in our names gives, whose answers are not read.
+
+        DataError names its place.
+        """
+        ...
+
+    def predicted(
+        self, task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
+    ) -> list[dict[str, Any]]:
+        """What the model says of each row, as JSON values by name."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """How rows are predicted."""
+
+    search: Search = GREEDY
+    max_tokens: int | None = None  # of a text; None: what the experiment says
+
+
+def predicted_texts(task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction) -> Any:
+    """`predicted` of a task that answers: {"prediction"}, and "n_best" where several are wanted."""
+    encoded = [task.encode(row) for row in rows]
+    raw = [{"question": "", "answers": []}] * len(rows)
+    found = task.answers(model, encoded, raw, search=how.search, max_tokens=how.max_tokens)
+    if found.n_best is None:
+        return [{"prediction": text} for text in found.predictions]
+    return [{"prediction": texts[0], "n_best": texts} for texts in found.n_best]
 
 
 @dataclass(frozen=True)

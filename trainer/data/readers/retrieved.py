@@ -91,6 +91,12 @@ def _first(ctxs: list[Row], contexts: int, sort_by_score: bool) -> list[Row]:
     return ctxs[:contexts]
 
 
+def question_with_passages(raw: Row, place: str, *, contexts: int, sort_by_score: bool) -> Row:
+    """The row that an object in our names gives, which need not know an answer."""
+    row = _question(raw, place, index=0, split="test")
+    return {**row, "ctxs": _first(_passages(raw, place), contexts, sort_by_score)}
+
+
 # The sources: rows with all passages that the file has, in its order
 
 

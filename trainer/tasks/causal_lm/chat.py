@@ -101,6 +101,10 @@ class ChatTemplate:
         is_last = not whole[last:].strip() and not whole[:last].endswith(self._ends)
         return Spoken(whole, spans, needs_end=is_last)
 
+    def opened(self, row: Row) -> str:
+        """A conversation as text, up to where the assistant begins to speak."""
+        return self._written(row["messages"], row.get("tools"), is_opened=True)
+
     def _span(self, messages: Sequence[Message], tools: Any, number: int, whole: str) -> Span:
         """Where the assistant's turn `number` stands, up to the token that ends it."""
         if number == 0:

@@ -48,6 +48,23 @@ def chats(
         yield {"messages": messages, **_tools(raw, place)}
 
 
+def opened(raw: Row, place: str) -> Row:
+    """The conversation of an object in our names, up to where the assistant is to speak: its last
+    turns are left out, if they are there. DataError names the place of what is wrong.
+    """
+    if raw.get("messages") is None and raw.get("prompt") is not None:
+        raw = {**raw, "completion": ""}
+    values = _values(raw, place)
+    if not isinstance(values, list):
+        raise DataError(f"{place}: 'messages' is {shown(values)}, want a list of objects.")
+    messages = [_message(one, f"{place}: messages[{n}]") for n, one in enumerate(values)]
+    while messages and messages[-1]["role"] == ASSISTANT:
+        del messages[-1]
+    if not messages:
+        raise DataError(f"{place}: nobody but the assistant speaks. Give a turn of the user.")
+    return {"messages": messages, **_tools(raw, place)}
+
+
 def _values(raw: Row, place: str) -> Any:
     """The messages of a row; of one with prompt and completion, a question and its answer."""
     if raw.get("messages") is not None:

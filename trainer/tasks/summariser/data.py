@@ -40,6 +40,11 @@ def rows(data: Data, places: Places, split: str) -> Iterator[Row]:
         yield _row(raw, data, place=place, number=line if line.isdecimal() else str(number))
 
 
+def unsummarised(raw: Row, data: Data, place: str) -> Row:
+    """The row of an object whose summaries, if any, are not read."""
+    return _row({**raw, **dict.fromkeys(data.summaries)}, data, place=place, number="0")
+
+
 def _row(raw: Row, data: Data, *, place: str, number: str) -> Row:
     columns = [data.document, *data.summaries]
     missing = [column for column in columns if column not in raw and column not in data.columns]

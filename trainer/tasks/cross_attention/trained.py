@@ -1,12 +1,22 @@
-"""How others load an exported model of this task, for its card."""
+"""A trained model of this task: how others load it, and what it answers to rows of no answer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from trainer.data.readers.questions import question_row
 from trainer.models import adapters
-from trainer.tasks.abilities import Usage
+from trainer.runtime import distributed
+from trainer.tasks.abilities import Prediction, Usage
 from trainer.tasks.cross_attention.config import Config
+from trainer.tasks.cross_attention.text.prompts import Prompts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.tasks.protocol import Row
 
 _READ = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -46,3 +56,24 @@ def usage(cfg: Config, folder: Path) -> Usage:
             "local folder: download one from the Hub with `huggingface_hub.snapshot_download`."
         )
     return Usage("transformers", [("Load it", code)], limits)
+
+
+def unanswered(task: Any, raw: Row, place: str) -> Row:
+    """question, with context, contexts or ctxs."""
+    given = {name: value for name, value in raw.items() if name not in ("answer", "answers")}
+    return {**question_row({**given, "answers": ["?"]}, place), "answers": [""]}
+
+
+def predicted(
+    task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
+) -> list[dict[str, Any]]:
+    """{"prediction"}, and "n_best" where several are wanted. Contexts are encoded here, whatever
+    the experiment prepared: these are others.
+    """
+    prompts = Prompts(task.tokenizer, task.cfg.data)
+    encoded = [prompts.encode(row) for row in rows]
+    options: dict[str, Any] = {"max_tokens": how.max_tokens, "device": distributed.device()}
+    found = prompts.answers(model, encoded, search=how.search, **options)
+    if how.search.num_answers == 1:
+        return [{"prediction": texts[0]} for texts in found]
+    return [{"prediction": texts[0], "n_best": texts} for texts in found]

@@ -1,15 +1,25 @@
-"""How others load an exported retriever, for its card."""
+"""A trained retriever: how others load it, and how it scores the passages of a query."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from trainer.data.readers import fields
 from trainer.models import adapters
 from trainer.models.families import T5
-from trainer.tasks.abilities import Usage
+from trainer.tasks.abilities import Prediction, Usage
 from trainer.tasks.retriever import export, sentence_folder
 from trainer.tasks.retriever.config import Config
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.tasks.protocol import Row
 
 _SENTENCES = """\
 from sentence_transformers import SentenceTransformer
@@ -120,3 +130,37 @@ def _models(cfg: Config, folder: Path, kind: str) -> str:
 def _is_t5(folder: Path) -> bool:
     path = folder / "config.json"
     return path.is_file() and json.loads(path.read_text()).get("model_type") in T5
+
+
+def unanswered(task: Any, raw: Row, place: str) -> Row:
+    """query, perhaps with the passages that are to be scored: ctxs, contexts or context."""
+    name, query = fields.first_given(raw, fields.QUESTIONS)
+    row: Row = {"query": fields.text(query, place, name)}
+    if raw.get("ctxs") is None:
+        return {**row, "ctxs": fields.contexts(raw, place)}
+    values = raw["ctxs"] if isinstance(raw["ctxs"], list) else []
+    passages = [fields.passage(one, place, f"ctxs[{n}]") for n, one in enumerate(values)]
+    for number, passage in enumerate(passages):
+        fields.text(passage.get("text"), place, f"ctxs[{number}].text")
+    return {**row, "ctxs": passages or None}
+
+
+@torch.no_grad()
+def predicted(
+    task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
+) -> list[dict[str, Any]]:
+    """{"scores"}, one for each passage of the query; of a query without passages its {"vector"}."""
+    queries = task.ids([{"text": row["query"]} for row in rows], side="query")
+    passages = [passage for row in rows for passage in row["ctxs"] or ()]
+    vectors = task.embed(model, queries, side="query").cpu()
+    given = iter(())
+    if passages:
+        ids = task.ids(passages, side="passage")
+        given = iter(task.embed(model, ids, side="passage").cpu())
+    said: list[dict[str, Any]] = []
+    for row, vector in zip(rows, vectors, strict=True):
+        if row["ctxs"] is None:
+            said.append({"vector": vector.tolist()})
+        else:
+            said.append({"scores": [float(vector @ next(given)) for _ in row["ctxs"]]})
+    return said

@@ -1,12 +1,19 @@
-"""How others load an exported summariser, for its card."""
+"""A trained summariser: how others load it, and what it makes of documents of no summary."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainer.models.adapters import loading
-from trainer.tasks.abilities import Usage
+from trainer.tasks.abilities import Usage, predicted_texts
+from trainer.tasks.summariser import data as documents
 from trainer.tasks.summariser.config import Config
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
+
+predicted = predicted_texts
 
 _WRITE = """\
 import torch
@@ -37,3 +44,8 @@ def usage(cfg: Config, folder: Path) -> Usage:
         "summary may say what the document does not.",
     ]
     return Usage("transformers", [("Load it", code)], limits)
+
+
+def unanswered(task: Any, raw: Row, place: str) -> Row:
+    """The column of the document; those of summaries are not read."""
+    return documents.unsummarised(raw, task.cfg.data, place)

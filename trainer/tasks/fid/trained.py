@@ -1,12 +1,19 @@
-"""How others load an exported reader, for its card."""
+"""A trained reader: how others load it, and what it answers to rows of no answer."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from trainer.data.readers import retrieved
 from trainer.models.adapters import loading
-from trainer.tasks.abilities import Usage
+from trainer.tasks.abilities import Usage, predicted_texts
 from trainer.tasks.fid.config import Config
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Row
+
+predicted = predicted_texts
 
 _FUSE = """\
 import torch
@@ -64,3 +71,10 @@ def usage(cfg: Config, folder: Path) -> Usage:
         most=f"max_length={data.answer_tokens}",
     )
     return Usage("transformers", [("Load it, and fuse the passages", code)], limits)
+
+
+def unanswered(task: Any, raw: Row, place: str) -> Row:
+    """question, with ctxs or contexts."""
+    data = task.cfg.data
+    wanted: dict[str, Any] = {"contexts": data.contexts, "sort_by_score": data.sort_by_score}
+    return retrieved.question_with_passages(raw, place, **wanted)

@@ -1,0 +1,165 @@
+"""`python -m trainer predict`: rows without answers, in their order, on any number of ranks, gone on
+with after a kill, by a model that has left the house it was trained in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import exported, forked
+from tests.facts import LLAMA, TINY_T5, experiment, facts, write_facts
+from tests.ranks import run_on_ranks
+
+SHORT = {"steps": 2, "eval_every": 2, "save_every": 2, "best": None, "eval_batch": 2}
+QUESTIONS = {"question": "asked", "contexts": "read"}
+ROWS = 37  # three pieces of 16 rows, the last one not full
+
+
+def values_of(name: str, folder: Path) -> dict[str, Any]:
+    own: dict[str, Any] = {"train": SHORT, "optim": {"lr": 1e-3}}
+    if name == "cross_attention":
+        own |= {"data": {"answer_tokens": 5}}
+    if name == "fid":
+        own |= {"base": {**TINY_T5, "seed": 3}}
+    if name == "causal_lm":
+        chat = {"source": "chat", "chat_template": "plain", "files": {"train": "chat.jsonl"}}
+        own |= {"base": LLAMA, "data": chat | {"valid_share": 0.3}}
+    return experiment(name, folder, **own)
+
+
+TASKS = ("cross_attention", "causal_lm", "summariser", "fid", "retriever", "vera")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = write_facts(tmp_path_factory.mktemp("facts"))
+    chats = [{"prompt": row["question"], "completion": row["answer"]} for row in facts(0, 40)]
+    (made / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    return made
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By task: the folder of a run whose facts, tokenizer and all, are gone by now."""
+    values = {name: values_of(name, folder) for name in TASKS}
+    (made,) = run_on_ranks(1, exported.trained, values, folder, tmp_path_factory.mktemp("runs"))
+    folder.rename(folder.with_name("gone"))
+    return {name: run for name, (run, _) in made.items()}
+
+
+def row_of(task: str, number: int) -> dict[str, Any]:
+    fact = facts(number, number + 1)[0]
+    if task in ("vera", "summariser"):
+        name = "statement" if task == "vera" else "context"
+        return {"id": f"q{number}", name: fact["context"]}
+    if task == "causal_lm":
+        return {"id": f"q{number}", "messages": [{"role": "user", "content": fact["question"]}]}
+    return {"question": fact["question"], "contexts": [fact["context"], "The attic is empty."]}
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def arguments(model: Path, rows: Path, out: Path, *more: str) -> list[str]:
+    said = ["predict", str(model), "--data_path", str(rows), "--out", str(out)]
+    return [*forked.TRAINER, *said, "--cache_dir", str(rows.parent / "cache"), *more]
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_rows_without_answers_are_predicted_by_every_task(
+    task: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    rows = written(tmp_path / "rows.jsonl", [row_of(task, n) for n in range(5)])
+    done = forked.run(*arguments(runs[task], rows, tmp_path / "out.jsonl", "--max_tokens", "6"))
+    assert done.returncode == 0, done.stderr
+    said = lines(tmp_path / "out.jsonl")
+    named = task in ("vera", "summariser", "causal_lm")
+    assert [line["id"] for line in said] == [f"q{n}" if named else n for n in range(5)]
+    name = {"retriever": "scores", "vera": "score"}.get(task, "prediction")
+    assert all(set(line) == {"id", name} for line in said)
+    assert not list(tmp_path.glob(".*.parts"))
+    again = forked.run(*arguments(runs[task], rows, tmp_path / "out.jsonl"))
+    assert again.returncode == 2
+    assert "exists already, and nothing is overwritten" in again.stderr
+
+
+def test_what_is_predicted_does_not_depend_on_what_stands_beside_it(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """Foreign names, one row or many, a table or lines, an export at another place: the same."""
+    model = Path(shutil.copytree(runs["cross_attention"] / "final", tmp_path / "moved"))
+    record = json.loads((model / "lathe.json").read_text())
+    record["experiment"]["data"]["columns"] = QUESTIONS
+    (model / "lathe.json").write_text(json.dumps(record))
+    facts_of = [row_of("cross_attention", n) for n in range(ROWS)]
+    ours = written(tmp_path / "ours.jsonl", facts_of)
+    theirs = written(
+        tmp_path / "theirs.jsonl",
+        [{"asked": row["question"], "read": row["contexts"]} for row in facts_of],
+    )
+    told: list[list[dict[str, Any]]] = []
+    for place, rows in ((runs["cross_attention"], ours), (model, theirs)):
+        out = tmp_path / f"{rows.stem}.out"
+        done = forked.run(*arguments(place, rows, out))
+        assert done.returncode == 0, done.stderr
+        told.append(lines(out))
+    assert told[0] == told[1]
+    assert [line["id"] for line in told[0]] == list(range(ROWS))
+    assert len({line["prediction"] for line in told[0]}) > 1
+
+
+def test_two_ranks_and_a_kill_leave_the_bytes_of_one(runs: dict[str, Path], tmp_path: Path) -> None:
+    model = runs["cross_attention"]
+    rows = written(tmp_path / "r.jsonl", [row_of("cross_attention", n) for n in range(ROWS)])
+    whole = forked.run(*arguments(model, rows, tmp_path / "one"))
+    ranks = forked.run_ranks(2, *arguments(model, rows, tmp_path / "two"))
+    assert [one.returncode for one in [whole, *ranks]] == [0, 0, 0], ranks[0].stderr
+    assert (tmp_path / "two").read_bytes() == (tmp_path / "one").read_bytes()
+    killed = forked.start(*arguments(model, rows, tmp_path / "three"))
+    parts = tmp_path / ".three.parts"
+    _wait_for(lambda: (parts / "0000000.jsonl").exists())
+    os.kill(killed.pid, signal.SIGKILL)
+    assert killed.finish().returncode == -9
+    assert not (tmp_path / "three").exists()
+    first = (parts / "0000000.jsonl").stat().st_mtime_ns
+    other = forked.run(*arguments(model, rows, tmp_path / "three", "--num_beams", "2"))
+    assert other.returncode == 2
+    assert "pieces of a command with another search" in other.stderr
+    assert (parts / "0000000.jsonl").stat().st_mtime_ns == first, "nothing is lost"
+    again = forked.run_ranks(2, *arguments(model, rows, tmp_path / "three"))
+    assert [one.returncode for one in again] == [0, 0]
+    assert (tmp_path / "three").read_bytes() == (tmp_path / "one").read_bytes()
+
+
+def _wait_for(is_there: Any) -> None:
+    deadline = time.monotonic() + 120
+    while not is_there():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_what_is_no_model_or_no_row_is_told(runs: dict[str, Path], tmp_path: Path) -> None:
+    rows = written(tmp_path / "rows.jsonl", [{"id": 1, "text": " "}])
+    for arguments_, told in (
+        ((tmp_path, rows, tmp_path / "out"), "neither a run folder with best/ or final/ in it"),
+        ((runs["vera"], rows, tmp_path / "no" / "out"), "its folder does not exist"),
+        ((runs["vera"], rows, tmp_path / "out"), "rows.jsonl, line 1: 'statement' is missing"),
+    ):
+        done = forked.run(*arguments(*arguments_))
+        assert done.returncode == 2, done.stdout
+        assert told in done.stderr
+        assert not (tmp_path / "out").exists()

@@ -1,0 +1,56 @@
+"""A trained model over rows that nobody has answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainer.commands import options
+from trainer.commands.evaluate import Seed, Temperature, TopP
+from trainer.commands.options import BatchSize, CacheDir, NumAnswers, NumBeams
+from trainer.errors import ConfigError
+
+Trained = Annotated[
+    Path,
+    typer.Argument(metavar="RUN_OR_EXPORT", help="results/ID, its final/, or what export wrote."),
+]
+Rows = Annotated[
+    Path, typer.Option("--data_path", help="A file of rows, or a folder of them; no answers.")
+]
+Out = Annotated[Path, typer.Option("--out", help="JSON lines to write, a row each, in order.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max_tokens", min=1, help="Of a text; default: what the experiment says."),
+]
+
+
+@options.guarded
+def predict(
+    model: Trained,
+    data_path: Rows,
+    out: Out,
+    batch: BatchSize = None,
+    max_tokens: MaxTokens = None,
+    num_beams: NumBeams = 1,
+    num_answers: NumAnswers = 1,
+    temperature: Temperature = None,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    cache_dir: CacheDir = Path("tmp-cache"),
+) -> None:
+    """Write what a trained model says of each row of a file; under torchrun, on all its ranks. The
+    same command again goes on where a killed one was.
+    """
+    from trainer.evaluation import predict as prediction
+    from trainer.tasks.abilities import Prediction, Search
+
+    if temperature is None and num_answers > num_beams:
+        raise ConfigError(
+            f"--num_answers {num_answers} with --num_beams {num_beams}: that many beams end in no "
+            f"more answers. Use --num_beams {num_answers} or more, or --temperature."
+        )
+    how = Prediction(Search(num_beams, num_answers, temperature, top_p, seed), max_tokens)
+    asked = prediction.RowsToPredict(model, data_path, out, how, batch=batch, cache_dir=cache_dir)
+    typer.echo(f"{prediction.predict(asked)} rows in {out}")

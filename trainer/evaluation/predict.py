@@ -1,0 +1,216 @@
+"""What a trained model says of rows that nobody has answered: files of rows in, JSON lines out.
+
+The rows are cut into pieces, which depend on nothing but the rows and the batch; each piece is the
+work of one rank, written whole beside the output, and kept until all are there. So a killed command
+goes on where it was, and the output has the same bytes on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.config.own_rows import Layout
+from trainer.data.readers import fields, row_files
+from trainer.data.readers.columns import in_our_names
+from trainer.errors import ConfigError
+from trainer.evaluation.run import Question, opened
+from trainer.exports import record
+from trainer.files.atomic import aside, create_json, read_json, refusals, replace_file, sha256_of
+from trainer.models import adapters
+from trainer.retrieval.embeddings import fingerprint
+from trainer.runtime import distributed
+from trainer.tasks.abilities import Prediction, Trained
+from trainer.training.options import Options
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer.tasks.protocol import Row, Task
+
+logger = logging.getLogger(__name__)
+
+_BATCHES = 8  # of a piece: what a kill costs a rank at most
+_EXPORTS = ("best", "final")
+# Ranks meet when they are done, and one may have much more to do than another.
+_PATIENCE_S = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class RowsToPredict:
+    """What is predicted, and where it is written."""
+
+    model: Path  # a run folder, or an exported one
+    rows: Path  # a file of rows, or a folder of such files
+    out: Path
+    how: Prediction
+    batch: int | None = None  # rows of one forward; None: train.eval_batch
+    cache_dir: Path = Path("tmp-cache")
+
+
+def predict(asked: RowsToPredict) -> int:
+    """Write what the model says of each row, in their order; how many there are.
+
+    Every rank of a launcher calls it. ConfigError and DataError for a model that is not there, rows
+    that are none, an output that is there already; what was predicted so far stays.
+    """
+    parts = asked.out.with_name(f".{asked.out.name}.parts")
+    _check_output(asked.out, parts)
+    rank, world = (int(os.environ.get(name, other)) for name, other in _RANKS.items())
+    if torch.cuda.is_available():
+        torch.cuda.set_device(distributed.device())
+    values, folder = found(asked.model)
+    places = folder.resolve().parent.parent
+    data = asked.rows if asked.rows.is_dir() else asked.rows.parent
+    options = Options(places, data_path=data, cache_dir=asked.cache_dir)
+    task, model, _ = opened(Question(values, model=str(folder)), options)
+    batch = asked.batch or task.cfg.train.eval_batch or task.cfg.train.micro_batch
+    _begin(parts, _plan(asked, folder, task, batch))
+    count = _write_pieces(parts, asked, task, model, batch=batch, rank=rank, world=world)
+    # not before: ranks have other numbers of forwards, and must not wait for one another in them
+    distributed.init(timeout_s=_PATIENCE_S)
+    distributed.barrier()
+    distributed.on_main(lambda: _finish(parts, asked.out, -(-count // (batch * _BATCHES))))
+    return count
+
+
+_RANKS = {"RANK": "0", "WORLD_SIZE": "1"}
+
+
+def found(model: Path) -> tuple[dict[str, Any], Path]:
+    """The dictionary and the folder of an exported model; of a run folder its best/, else final/.
+
+    What lies in the folder itself (tokenizer, whole weights) is taken from there, wherever the
+    experiment had it from.
+    """
+    folder = next((model / name for name in _EXPORTS if (model / name).is_dir()), model)
+    said = record.read(folder)
+    values = said.experiment if said else read_json(folder.parent / "exp_dict.json")
+    if values is None:
+        raise ConfigError(
+            f"{model}: got neither a run folder with best/ or final/ in it, nor an exported folder "
+            f"with {record.NAME}. Give results/ID, or results/ID/final."
+        )
+    if said is None:
+        return values, folder
+    values = {**values, "tokenizer": str(folder)}
+    if (folder / "base").is_dir():
+        values["base"] = str(folder / "base")
+    elif not said.base_fingerprint and not adapters.are_in(folder):
+        values["base"] = str(folder)
+    return values, folder
+
+
+def _check_output(out: Path, parts: Path) -> None:
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: its folder does not exist. Make it, or write elsewhere.")
+    if out.exists() and not parts.is_dir():
+        raise ConfigError(
+            f"--out {out}: exists already, and nothing is overwritten. Give another name."
+        )
+
+
+def _plan(asked: RowsToPredict, folder: Path, task: Task, batch: int) -> dict[str, Any]:
+    files = row_files.files_in(asked.rows) if asked.rows.is_dir() else [asked.rows]
+    with refusals(asked.rows):
+        digests = [sha256_of(file) for file in files]
+    return {
+        "format": 1,
+        "model": fingerprint(folder, task.fingerprint()),
+        "rows": hashlib.sha256(" ".join(digests).encode()).hexdigest(),
+        "batch": batch,
+        **asdict(asked.how),
+    }
+
+
+def _begin(parts: Path, plan: dict[str, Any]) -> None:
+    """The folder of pieces, made or gone on with. ConfigError when it was begun with another
+    plan.
+    """
+    with refusals(parts):
+        parts.mkdir(exist_ok=True)
+    path = parts / "plan.json"
+    if create_json(path, plan):
+        return
+    begun = read_json(path) or {}
+    changed = [name for name in plan if begun.get(name) != plan[name]]
+    if changed:
+        raise ConfigError(
+            f"{parts} holds pieces of a command with another {' and '.join(changed)}. Give it "
+            "again as it was to go on, or delete that folder to begin anew."
+        )
+
+
+def _rows(asked: RowsToPredict, task: Any) -> Iterator[tuple[Any, str, Row]]:
+    """(id, place, object in our names) of every row, in their order."""
+    data = task.cfg.data
+    layout = data.layout() or Layout(())
+    placed = row_files.placed_rows(asked.rows)
+    are_cells = row_files.is_table(asked.rows)
+    for number, (place, raw) in enumerate(
+        in_our_names(placed, data.columns, layout, are_cells=are_cells)
+    ):
+        given = fields.first_given(raw, fields.QUESTION_IDS)[1]
+        yield number if given is None else given, place, raw
+
+
+def _write_pieces(
+    parts: Path,
+    asked: RowsToPredict,
+    task: Any,
+    model: nn.Module,
+    *,
+    batch: int,
+    rank: int,
+    world: int,
+) -> int:
+    """Write the pieces of this rank that are missing; how many rows there are in all."""
+    trained: Trained = importlib.import_module(f"trainer.tasks.{task.cfg.task}.trained")  # type: ignore
+    rows, piece, count = _rows(asked, task), 0, 0
+    while block := list(islice(rows, batch * _BATCHES)):
+        path = parts / f"{piece:07d}.jsonl"
+        if piece % world == rank and not path.is_file():
+            given = [trained.unanswered(task, raw, place) for _, place, raw in block]
+            said = _said(trained, task, model, given, asked.how, batch)
+            lines = [
+                json.dumps({"id": name, **one}, ensure_ascii=False) + "\n"
+                for (name, *_), one in zip(block, said, strict=True)
+            ]
+            replace_file(path, "".join(lines).encode(), is_durable=False)
+        piece, count = piece + 1, count + len(block)
+        logger.info("%d rows", count)
+    return count
+
+
+def _said(
+    trained: Trained, task: Any, model: nn.Module, rows: list[Row], how: Prediction, batch: int
+) -> list[dict[str, Any]]:
+    """What is said of each row, rows of like length together."""
+    order = sorted(range(len(rows)), key=lambda n: len(json.dumps(rows[n])), reverse=True)
+    said: dict[int, dict[str, Any]] = {}
+    for start in range(0, len(order), batch):
+        numbers = order[start : start + batch]
+        with torch.no_grad():
+            found = trained.predicted(task, model, [rows[n] for n in numbers], how)
+        said.update(zip(numbers, found, strict=True))
+    return [said[n] for n in range(len(rows))]
+
+
+def _finish(parts: Path, out: Path, pieces: int) -> None:
+    with aside(out) as part, part.open("wb") as file:
+        for piece in range(pieces):
+            with (parts / f"{piece:07d}.jsonl").open("rb") as content:
+                shutil.copyfileobj(content, file)
+    shutil.rmtree(parts)
+    logger.info("wrote %s", out)
