@@ -16,7 +16,10 @@ import pytest
 
 from tests import exported, forked
 from tests.facts import LLAMA, TINY_T5, experiment, facts, write_facts
+from tests.numerics.tiny_cross_attention import counted_calls
 from tests.ranks import run_on_ranks
+from trainer.tasks.abilities import Search
+from trainer.tasks.cross_attention.reader import Reader
 
 SHORT = {"steps": 2, "eval_every": 2, "save_every": 2, "best": None, "eval_batch": 2}
 QUESTIONS = {"question": "asked", "contexts": "read"}
@@ -163,3 +166,49 @@ def test_what_is_no_model_or_no_row_is_told(runs: dict[str, Path], tmp_path: Pat
         assert done.returncode == 2, done.stdout
         assert told in done.stderr
         assert not (tmp_path / "out").exists()
+
+
+# What a reader has read
+# --------------------------------------------------------------------------------------------------
+
+
+def asked_of(model: Path, folder: Path) -> tuple[Any, list[str], list[str]]:
+    """A reader, questions, and texts."""
+    rows = facts(0, 12)
+    questions, contexts = ([row[name] for row in rows] for name in ("question", "context"))
+    return Reader(model / "final", cache_dir=folder / "cache"), questions, contexts
+
+
+def test_a_context_is_read_once_and_asked_often(runs: dict[str, Path], tmp_path: Path) -> None:
+    model = runs["cross_attention"]
+    reader, questions, contexts = asked_of(model, tmp_path)
+    want = [[reader.answer(asked, context) for asked in questions] for context in contexts[:2]]
+    assert len(set(want[0])) > 1
+    readings = [reader.read(context) for context in contexts[:2]]
+    with counted_calls(reader.model) as calls:
+        assert [[one.answer(asked) for asked in questions] for one in readings] == want
+        assert [["".join(one.stream(asked)) for asked in questions] for one in readings] == want
+    assert calls, "it is counted"
+    assert not [name for name in calls if name.endswith((".k_attn", ".v_attn"))]
+    beams = Search(num_beams=3)
+    once = readings[1].answer(questions[0], search=beams)
+    assert once == reader.answer(questions[0], contexts[1], search=beams)
+    (tmp_path / "context.txt").write_text(contexts[1])
+    words = [*forked.TRAINER, "read", str(model), "--context", str(tmp_path / "context.txt")]
+    words += [word for question in questions for word in ("--question", question)]
+    done = forked.run(*words, "--cache_dir", str(tmp_path / "cache"))
+    assert (done.returncode, done.stdout) == (0, "".join(f"{text}\n" for text in want[1]))
+    wrong = forked.run(*forked.TRAINER, "read", str(runs["vera"]), "--context", __file__)
+    assert wrong.returncode == 2
+    assert "task 'vera' has nothing to read texts with" in wrong.stderr
+
+
+def test_a_question_that_stands_before_the_context_is_read_with_it(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    reader, questions, contexts = asked_of(runs["cross_attention"], tmp_path)
+    changed = {"question_on_context": True}
+    reader.prompts.data = reader.prompts.data.model_copy(update=changed)
+    reading = reader.read(contexts[0])
+    for question in questions[:3]:
+        assert reading.answer(question) == reader.answer(question, contexts[0])

@@ -74,7 +74,7 @@ def test_a_bare_answer_has_the_tokens_that_it_has_in_its_context(folder: Path) -
         encoded["context"][place : place + len(answer)] == answer
         for place in range(len(encoded["context"]))
     )
-    assert task.prompts._text(encoded["decoder"][start:]) == "in the attic"  # pyright: ignore[reportPrivateUsage]
+    assert task.prompts.text(encoded["decoder"][start:]) == "in the attic"
 
 
 def test_a_chunked_context_as_target_is_its_useful_chunks(folder: Path) -> None:

@@ -1,7 +1,10 @@
-"""A trained model over rows that nobody has answered."""
+"""A trained model over rows that nobody has answered, and one that is asked about what it has
+read.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -54,3 +57,45 @@ def predict(
     how = Prediction(Search(num_beams, num_answers, temperature, top_p, seed), max_tokens)
     asked = prediction.RowsToPredict(model, data_path, out, how, batch=batch, cache_dir=cache_dir)
     typer.echo(f"{prediction.predict(asked)} rows in {out}")
+
+
+Contexts = Annotated[
+    list[Path], typer.Option("--context", help="A text file to read; several for several.")
+]
+Questions = Annotated[
+    list[str] | None,
+    typer.Option("--question", help="Several for several; without one, a line each of the input."),
+]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")]
+
+
+@options.guarded
+def read(
+    model: Trained,
+    context: Contexts,
+    question: Questions = None,
+    device: Device = "cpu",
+    cache_dir: CacheDir = Path("tmp-cache"),
+) -> None:
+    """Read texts once with a model of cross_attention, and answer questions about them, a line
+    each, as they are written.
+    """
+    from trainer.evaluation.predict import found
+
+    options.log_to_stderr()  # standard output is for answers
+    texts: list[str] = []
+    for file in context:
+        try:
+            texts.append(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--context {file}: cannot be read ({error}). Give a text file in UTF-8."
+            ) from None
+    values, folder = found(model)
+    reader = options.module_of(values["task"], "reader", "read texts with")
+    reading = reader.Reader(folder, device=device, cache_dir=cache_dir).read(texts)
+    for asked in question or (line.strip() for line in sys.stdin):
+        if asked:
+            for piece in reading.stream(asked):
+                typer.echo(piece, nl=False)
+            typer.echo()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import DynamicCache
 
 from trainer.config.schema import validate
 from trainer.data import vocabulary
@@ -13,7 +15,14 @@ from trainer.errors import ConfigError, DataError
 from trainer.tasks.abilities import GREEDY, Search
 from trainer.tasks.cross_attention.config import Data
 from trainer.tasks.cross_attention.decoder import export
+from trainer.tasks.cross_attention.decoder.context import Context, Past
+from trainer.tasks.cross_attention.decoder.generation import most_prompt_tokens, streamed
 from trainer.tasks.cross_attention.text.prompts import Prompts
+
+if TYPE_CHECKING:
+    from trainer.tasks.protocol import Encoded
+
+_TORN = "\ufffd"  # of a letter whose bytes are several tokens, before the last of them
 
 
 class Reader:
@@ -75,13 +84,10 @@ class Reader:
                 f"{len(questions)} questions and {len(contexts)} contexts: give one list of "
                 "contexts for each question."
             )
-        given = [[texts] if isinstance(texts, str) else list(texts) for texts in contexts]
-        for question, texts in zip(questions, given, strict=True):
-            if not any(text.strip() for text in texts):
-                raise DataError(
-                    f"question {question!r} has no context that is not blank: this model reads "
-                    "its answers out of one. Give a text, or a list of them."
-                )
+        given = [
+            _checked(texts, f"question {question!r}")
+            for question, texts in zip(questions, contexts, strict=True)
+        ]
         rows = [
             {"question": q, "contexts": c, "answers": [""]}
             for q, c in zip(questions, given, strict=True)
@@ -93,6 +99,80 @@ class Reader:
                 self.model, encoded, search=search, device=self.device
             )
         ]
+
+    def read(self, contexts: str | Sequence[str]) -> Reading:
+        """One context, or several that belong together, encoded once and kept on the device."""
+        return Reading(self, _checked(contexts, "what is to be read"))
+
+
+class Reading:
+    """A context that a reader has read, to be asked any number of questions."""
+
+    def __init__(self, reader: Reader, contexts: list[str]) -> None:
+        self._reader, self._contexts = reader, contexts
+        # which depends on the question where that is written before the context
+        self._kept = None if reader.prompts.data.question_on_context else self._encoded("")
+
+    def answer(self, question: str, *, search: Search = GREEDY) -> str:
+        """The best answer to one question; nothing is encoded again."""
+        reader = self._reader
+        how: dict[str, Any] = {"search": search, "device": reader.device}
+        past = self._past(question)
+        ((best, *_),) = reader.prompts.answers(
+            reader.model, [self._row(question)], past=past, **how
+        )
+        return best
+
+    def stream(self, question: str) -> Iterator[str]:
+        """The most likely answer in pieces, as it is written."""
+        reader = self._reader
+        prompts, most = reader.prompts, reader.prompts.data.answer_tokens
+        asked = prompts.asked([self._row(question)], most_prompt_tokens(reader.model, most))
+        made: list[int] = []
+        told, text = 0, ""
+        for token in streamed(
+            reader.model,
+            **{name: ids.to(reader.device) for name, ids in asked.items()},
+            past=self._past(question),
+            max_new_tokens=most,
+            eos_token_id=prompts.eos,
+        ):
+            made.append(token)
+            text = prompts.text(made)
+            sure = len(text.rstrip(_TORN))
+            if sure > told:
+                yield text[told:sure]
+                told = sure
+        if text[told:]:
+            yield text[told:]
+
+    def _row(self, question: str) -> Encoded:
+        row = {"question": question, "contexts": self._contexts, "answers": [""]}
+        return self._reader.prompts.encode(row)
+
+    def _encoded(self, question: str) -> Context:
+        reader = self._reader
+        batch = reader.prompts.contexts([self._row(question)], "context")
+        ids, mask = (
+            batch[f"context_{name}"].to(reader.device) for name in ("input_ids", "attention_mask")
+        )
+        with torch.no_grad():
+            return reader.model.context(*reader.model.encode(ids, mask))
+
+    def _past(self, question: str) -> Past:
+        context = self._encoded(question) if self._kept is None else self._kept
+        return Past(DynamicCache(config=self._reader.model.backbone.config), context)
+
+
+def _checked(contexts: str | Sequence[str], what: str) -> list[str]:
+    """The texts as a list; DataError when all are blank."""
+    texts = [contexts] if isinstance(contexts, str) else list(contexts)
+    if not any(text.strip() for text in texts):
+        raise DataError(
+            f"{what} has no context that is not blank: this model reads its answers out of one. "
+            "Give a text, or a list of them."
+        )
+    return texts
 
 
 def _device(name: str) -> torch.device:

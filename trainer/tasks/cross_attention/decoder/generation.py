@@ -7,7 +7,7 @@ and draws are those of transformers' `generate`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ def greedy(
     context_attention_mask: Tensor | None = None,
     encoder_hidden_states: Tensor | Sequence[Tensor] | None = None,
     encoder_attention_mask: Tensor | None = None,
+    past: Past | None = None,
     max_new_tokens: int,
     pad_token_id: int,
     eos_token_id: int | None = None,
@@ -54,10 +55,10 @@ def greedy(
     max_new_tokens of them.
 
     model: a CrossAttentionModel in evaluation mode, or the engine around it; only its forward is
-    called. eos_token_id: a row stops there; None: no row stops early. always_steps: make exactly
-    max_new_tokens forwards even when every row has stopped, as ZeRO-3 wants of all ranks. Raises
-    ConfigError for right-padded prompts, a model in training mode, or more tokens than the base has
-    positions.
+    called. past: a context that is projected already, with an empty cache. eos_token_id: a row
+    stops there; None: no row stops early. always_steps: make exactly max_new_tokens forwards even
+    when every row has stopped, as ZeRO-3 wants of all ranks. Raises ConfigError for right-padded
+    prompts, a model in training mode, or more tokens than the base has positions.
     """
     check_prompts(model, attention_mask, max_new_tokens)
     arguments: dict[str, Any] = {
@@ -65,17 +66,15 @@ def greedy(
         "context_attention_mask": context_attention_mask,
         "encoder_hidden_states": encoder_hidden_states,
         "encoder_attention_mask": encoder_attention_mask,
+        "past": past,
         "use_cache": True,
     }
     stopped_B = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    one_B1 = torch.ones_like(attention_mask[:, :1])
     tokens: list[Tensor] = []
     logits: list[Tensor] = []
-    for _ in range(max_new_tokens):
-        output = model(
-            input_ids=input_ids, attention_mask=attention_mask, last_logits_only=True, **arguments
-        )
-        logits_BV = output.logits[:, -1]
+    writing = _writing(model, input_ids, attention_mask, arguments)
+    logits_BV = next(writing)
+    for made in range(1, max_new_tokens + 1):
         next_B = logits_BV.argmax(dim=-1).masked_fill(stopped_B, pad_token_id)
         tokens.append(next_B)
         if return_logits:
@@ -84,16 +83,55 @@ def greedy(
             stopped_B = stopped_B | (next_B == eos_token_id)
             if not always_steps and bool(stopped_B.all()):
                 break
-        input_ids, attention_mask = next_B[:, None], torch.cat([attention_mask, one_B1], dim=1)
-        arguments = {"past": output.past}
+        if made < max_new_tokens:
+            logits_BV = writing.send(next_B)
     return Generated(
         torch.stack(tokens, dim=1), torch.stack(logits, dim=1) if return_logits else None
     )
 
 
+def _writing(
+    model: nn.Module, input_ids: Tensor, attention_mask: Tensor, arguments: dict[str, Any]
+) -> Generator[Tensor, Tensor, None]:
+    """(B, V) logits of what follows; each time it is sent the (B,) tokens that were chosen."""
+    one_B1 = torch.ones_like(attention_mask[:, :1])
+    while True:
+        output = model(
+            input_ids=input_ids, attention_mask=attention_mask, last_logits_only=True, **arguments
+        )
+        next_B = yield output.logits[:, -1]
+        input_ids, attention_mask = next_B[:, None], torch.cat([attention_mask, one_B1], dim=1)
+        arguments = {"past": output.past}
+
+
+def streamed(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    past: Past,
+    max_new_tokens: int,
+    eos_token_id: int,
+) -> Iterator[int]:
+    """The tokens of `greedy` for one prompt, (1, T), each as soon as it is known, without the
+    end.
+    """
+    check_prompts(model, attention_mask, max_new_tokens)
+    writing = _writing(model, input_ids, attention_mask, {"past": past})
+    with torch.no_grad():
+        token_1 = next(writing).argmax(dim=-1)
+    for made in range(1, max_new_tokens + 1):
+        if int(token_1) == eos_token_id:
+            return
+        yield int(token_1)
+        if made < max_new_tokens:
+            with torch.no_grad():
+                token_1 = writing.send(token_1).argmax(dim=-1)
+
+
 def searched(
     model: nn.Module,
-    prompts: Mapping[str, Tensor],
+    prompts: Mapping[str, Any],
     search: Search,
     *,
     max_new_tokens: int,
@@ -145,7 +183,7 @@ class _Spoken(PreTrainedModel, GenerationMixin):
 
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True  # it computes nothing itself
 
-    def __init__(self, model: nn.Module, context: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, context: Mapping[str, Any]) -> None:
         super().__init__(_inner(model).base.config)
         self._called = [model]  # a list, for a module would become part of this one
         self._context = context
@@ -177,10 +215,10 @@ class _Spoken(PreTrainedModel, GenerationMixin):
         Beams of a row stay next to one another, so that the context's keys and values are never
         reordered.
         """
-        if self._past is None:
-            more: dict[str, Any] = {**self._context, "use_cache": True}
-        else:
-            more = {"past": Past(past_key_values, self._past.context)}
+        known = self._past or self._context.get("past")
+        more: dict[str, Any] = {**self._context, "use_cache": True}
+        if known is not None:
+            more = {"past": Past(past_key_values, known.context)}
         output = self._called[0](
             input_ids=input_ids, attention_mask=attention_mask, last_logits_only=True, **more
         )

@@ -13,6 +13,7 @@ from trainer.data import vocabulary
 from trainer.data.padding import pad_right
 from trainer.errors import DataError
 from trainer.tasks.abilities import GREEDY, Search, by_row
+from trainer.tasks.cross_attention.decoder.context import Past
 from trainer.tasks.cross_attention.decoder.generation import greedy, most_prompt_tokens, searched
 from trainer.tasks.cross_attention.text import questions, templates
 from trainer.tasks.cross_attention.text.contexts import state_batch, token_batch
@@ -101,24 +102,29 @@ class Prompts:
         device: torch.device,
         is_synced: bool = False,
         max_tokens: int | None = None,
+        past: Past | None = None,
     ) -> list[list[str]]:
         """The answers to each encoded row, the best first, of at most max_tokens tokens; None:
         data.answer_tokens.
 
         is_synced: the ranks of a launcher answer different rows, and make equally many forwards.
+        past: the one context of all rows, instead of their own.
         """
         most = self.data.answer_tokens if max_tokens is None else max_tokens
-        ids, mask = self._prompts(rows, most_prompt_tokens(model, most))
-        prompts = {"input_ids": ids, "attention_mask": mask, **self.contexts(rows, "context")}
+        prompts = self.asked(rows, most_prompt_tokens(model, most))
+        if past is None:
+            prompts |= self.contexts(rows, "context")
         prompts = {name: tensor.to(device) for name, tensor in prompts.items()}
+        if past is not None:
+            prompts["past"] = past
         texts = [
-            self._text(tokens)
+            self.text(tokens)
             for tokens in self._generated(model, prompts, search, most, is_synced).tolist()
         ]
         return by_row(texts, search)
 
     def _generated(
-        self, model: nn.Module, prompts: Batch, search: Search, most: int, is_synced: bool
+        self, model: nn.Module, prompts: dict[str, Any], search: Search, most: int, is_synced: bool
     ) -> Tensor:
         """(B*N, G) tokens."""
         how: dict[str, Any] = {
@@ -179,15 +185,16 @@ class Prompts:
         opening = self.opening if is_opened else []
         return [*opening, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
-    def _prompts(self, rows: Sequence[Mapping[str, Any]], most: int) -> tuple[Tensor, Tensor]:
-        """(B, T) ids and mask of what stands before the answers, padded on the left; at most the
-        last `most` tokens.
+    def asked(self, rows: Sequence[Mapping[str, Any]], most: int) -> dict[str, Any]:
+        """input_ids and attention_mask (B, T) of what stands before the answers, padded on the
+        left; at most the last `most` tokens.
         """
         prompts = [row["decoder"][: int(row["answer_start"][0])][-most:] for row in rows]
         ids, mask = pad_right([list(prompt)[::-1] for prompt in prompts], self.pad)
-        return ids.flip(1), mask.flip(1)
+        return {"input_ids": ids.flip(1), "attention_mask": mask.flip(1)}
 
-    def _text(self, tokens: list[int]) -> str:
+    def text(self, tokens: list[int]) -> str:
+        """The answer that generated tokens are, up to their end."""
         end = tokens.index(self.eos) if self.eos in tokens else len(tokens)
         kept = tokens[:end]
         text = self.tokenizer.decode(
