@@ -7,9 +7,8 @@ from __future__ import annotations
 import typer
 
 from trainer.commands import (
+    dictionaries,
     evaluate,
-    groups,
-    keys,
     models,
     plan,
     predict,
@@ -54,8 +53,8 @@ app.command()(verifier.score)
 app.command()(stats.stats)
 app.command()(plan.plan)
 app.command()(proof.verify)
-app.command()(keys.keys)
-app.command()(groups.groups)
+app.command()(dictionaries.keys)
+app.command()(dictionaries.groups)
 
 if __name__ == "__main__":
     app(prog_name="python -m trainer")

@@ -30,7 +30,7 @@ NEVER = 2**62  # steps
 
 
 @dataclass(frozen=True)
-class Record:
+class RecordedRun:
     """What metrics.jsonl of a run says, and what is wrong with the file."""
 
     lines: list[dict[str, Any]]
@@ -42,7 +42,7 @@ class Record:
         return {line["step"]: line[PROOF] for line in self.lines if PROOF in line}
 
 
-def read(folder: Path) -> Record:
+def read(folder: Path) -> RecordedRun:
     """metrics.jsonl of a run folder. ConfigError when there is none."""
     path = folder / METRICS
     try:
@@ -65,7 +65,7 @@ def read(folder: Path) -> Record:
         for earlier, later in itertools.pairwise(steps)
         if later <= earlier
     ]
-    return Record(lines, problems)
+    return RecordedRun(lines, problems)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
     return Replay(start, stop, steps, differing, then, made_with())
 
 
-def _compared(recorded: Record, scratch: Path, start: int, stop: int) -> list[Any]:
+def _compared(recorded: RecordedRun, scratch: Path, start: int, stop: int) -> list[Any]:
     """Steps whose proofs agree, and [step, the run's line, this one's] of the others."""
     ours, theirs = (
         {line["step"]: line for line in record.lines if PROOF in line}
@@ -149,7 +149,7 @@ def _lay_out(folder: Path, scratch: Path, start: int) -> None:
             raise CheckpointError(f"{folder / 'checkpoints' / name}: {'; '.join(wrong)}.")
 
 
-def _evaluations(plan: RunPlan, recorded: Record) -> int:
+def _evaluations(plan: RunPlan, recorded: RecordedRun) -> int:
     """Every how many steps the run was evaluated, where that changes what is trained."""
     if plan.cfg.schedule.shape != "reduce_on_plateau":
         return NEVER

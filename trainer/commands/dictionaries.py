@@ -1,17 +1,20 @@
-"""What may stand in an experiment's dictionary."""
+"""What may stand in an experiment's dictionary, and which groups of them there are."""
 
 from __future__ import annotations
 
 import json
+import pprint
 import textwrap
-from typing import Annotated
+from collections import Counter
+from typing import Annotated, Any
 
 import typer
 
-from trainer.commands.options import guarded
+from trainer.commands.options import ExpConfigs, guarded, id_of
 from trainer.config import reference
 from trainer.errors import ConfigError, nearest
 
+Experiments = list[dict[str, Any]]
 WIDTH = 100  # columns
 
 
@@ -58,3 +61,47 @@ def _chosen(all_keys: list[reference.Key], key: str | None) -> list[reference.Ke
             f"{key}: no such key. " + (f"Is {' or '.join(same_end)} meant?" if same_end else hint)
         )
     return chosen
+
+
+# Groups
+# --------------------------------------------------------------------------------------------------
+
+
+@guarded
+def groups(
+    name: Annotated[
+        str | None, typer.Argument(help="A group, shown whole; or a part of the names to list.")
+    ] = None,
+    exp_configs: ExpConfigs = None,
+) -> None:
+    """The groups that -e takes: their tasks and steps, or one of them as dictionaries."""
+    from exp_configs import read_groups
+
+    known = read_groups(exp_configs)
+    if name in known:
+        typer.echo(whole(known[name]))
+        return
+    chosen = [group for group in known if name is None or name in group]
+    if not chosen:
+        raise ConfigError(f"{name}: no such group. {nearest(str(name), sorted(known))}")
+    width = max(map(len, chosen))
+    for group in sorted(chosen):
+        typer.echo(f"{group:{width}}  {summary(known[group])}")
+
+
+def summary(experiments: Experiments) -> str:
+    """One line: how many experiments of which tasks, and their steps."""
+    tasks = Counter(str(values.get("task")) for values in experiments)
+    counts = ", ".join(f"{count} {task}" for task, count in tasks.items())
+    steps = [values.get("train", {}).get("steps") for values in experiments]
+    return f"{counts}; steps {', '.join(map(str, dict.fromkeys(steps)))}"
+
+
+def whole(experiments: Experiments) -> str:
+    """Every dictionary of a group with its id, as Python."""
+    texts = [
+        f"# {place} of {len(experiments)}: {id_of(values)}\n"
+        + pprint.pformat(values, width=WIDTH, sort_dicts=False)
+        for place, values in enumerate(experiments, start=1)
+    ]
+    return "\n\n".join(texts)
