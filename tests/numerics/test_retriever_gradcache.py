@@ -134,7 +134,7 @@ def test_the_last_chunk_of_passages_is_encoded_once_and_all_others_twice(folder:
     assert seen == [2, 2, 1, 3], "what was computed last comes first, without the last passage"
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_cached_gradients_are_the_plain_ones_at_every_stage(world: int, folder: Path) -> None:
     ((wanted_loss, wanted),) = run_on_ranks(1, every_cut, folder, "fp32", (0,), [PLAIN[1]])[
         0

@@ -59,7 +59,7 @@ def told(folder: Path) -> dict[str, dict[int, float]]:
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         for name, value in values.items():
-            if name not in NOT_TOLD:
+            if name not in NOT_TOLD and not isinstance(value, str):
                 found.setdefault(name, {})[values["step"]] = value
     return found
 

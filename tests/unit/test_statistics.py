@@ -281,6 +281,7 @@ def test_collated_padding_counts_the_pads_of_the_batches(folder: Path, tmp_path:
     assert task.unit == "tokens"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not SCITLDR.is_dir() or not T5.is_dir(), reason="../shared/data has no SciTLDR or T5 vocabulary"
 )
