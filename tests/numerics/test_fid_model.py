@@ -448,7 +448,7 @@ def test_a_decoder_of_more_blocks_than_the_encoder_answers(how: Any, beams: int)
     config = T5Config(**SIZES | {"num_decoder_layers": 5})
     torch.manual_seed(3)
     stock: Any = lively(T5ForConditionalGeneration(config))
-    with pytest.raises(IndexError):  # when this passes, _cache_of may go
+    with pytest.raises(IndexError):  # when this passes, cache_of may go
         stock.generate(torch.tensor([[5, 6]]), max_length=4, do_sample=False)
     model = FiD(stock, Reader(**how)).eval()
     batch = packed()

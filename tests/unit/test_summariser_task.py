@@ -145,9 +145,16 @@ def test_a_row_without_a_summary_trains_nothing(folder: Path) -> None:
     assert float(loss.detach()) == 0.0
 
 
-@pytest.mark.parametrize("family", ["t5", "t5gemma2"])
-def test_summaries_are_those_of_transformers_and_score_by_rouge(family: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("t5", {}), ("t5", {"num_decoder_layers": 5}), ("t5gemma2", {})],
+    ids=["t5", "t5 with a deeper decoder", "t5gemma2"],
+)
+def test_summaries_are_those_of_transformers_and_score_by_rouge(
+    family: str, sizes: dict[str, int], folder: Path
+) -> None:
     base = base_of("summariser", family, vocab_size=384)
+    base = {**base, "config": {**base["config"], **sizes}}
     generation = {"num_beams": 3, "length_penalty": 0.6, "max_tokens": 7}
     task = load(folder, base=base, generation=generation)
     model = task.model().eval()
@@ -158,6 +165,7 @@ def test_summaries_are_those_of_transformers_and_score_by_rouge(family: str, fol
     for row in rows:
         ids = torch.tensor([row["source"]])
         told = {"num_beams": 3, "length_penalty": 0.6, "max_new_tokens": 7, "do_sample": False}
+        told |= {"use_cache": not sizes}  # its own cache has as many blocks as the encoder
         made = model.base.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **told)[
             0, 1:
         ]

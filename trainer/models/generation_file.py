@@ -1,5 +1,5 @@
-"""generation_config.json of an export: where `generate` of transformers ends, and how it writes
-unless it is told otherwise.
+"""What `generate` of transformers is told: a cache that fits, and generation_config.json of an
+export: where it ends, and how it writes unless it is told otherwise.
 """
 
 from __future__ import annotations
@@ -21,6 +21,20 @@ def write(folder: Path, model_config: Any, **said: Any) -> None:
     values.pop("_from_model_config", None)
     # not save_pretrained: it refuses what published bases say (a temperature that nothing reads)
     (folder / NAME).write_text(json.dumps(values | said, indent=2, sort_keys=True) + "\n")
+
+
+def cache_of(config: Any) -> Any:
+    """A cache for a T5's decoder of any depth; None where generate() makes a right one itself.
+
+    transformers 5.23, DynamicCache(config): takes num_layers, which is the encoder's, for the
+    decoder's, so that a decoder of more blocks fails at the first token.
+    """
+    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+    blocks = getattr(config, "num_decoder_layers", None)  # a T5Gemma says it elsewhere
+    if blocks is None or blocks <= config.num_layers:
+        return None
+    return EncoderDecoderCache(DynamicCache(), DynamicCache())
 
 
 def of_base(source: Any) -> dict[str, Any]:

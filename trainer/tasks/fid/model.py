@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.models import base_model
+from trainer.models import base_model, generation_file
 from trainer.models.head import OutputLayer
 from trainer.models.packed import t5_encoder
 from trainer.models.packed.attention import flex
@@ -119,7 +119,7 @@ class FiD(nn.Module):
             num_beams=how.num_beams,
             num_return_sequences=how.num_answers,
             do_sample=False,
-            past_key_values=_cache_of(self.t5.config),
+            past_key_values=generation_file.cache_of(self.t5.config),
             synced_gpus=how.is_synced,
             return_dict_in_generate=True,
             output_scores=how.num_beams > 1,
@@ -170,19 +170,6 @@ class FiD(nn.Module):
             first.compute_bias(1, 1, first.q.weight.device).float().sum()
             * self.t5.config.num_decoder_layers
         )
-
-
-def _cache_of(config: Any) -> Any:
-    """A cache for a decoder of any depth; None where generate() makes a right one itself.
-
-    transformers 5.23, DynamicCache(config): takes num_layers, which is the encoder's, for the
-    decoder's, so that a decoder of more blocks fails at the first token.
-    """
-    from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-
-    if config.num_decoder_layers <= config.num_layers:
-        return None
-    return EncoderDecoderCache(DynamicCache(), DynamicCache())
 
 
 def _summed_queries(q_B1I: Tensor, k_BSI: Tensor) -> Tensor:

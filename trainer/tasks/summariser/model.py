@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from trainer.models import generation_file
 from trainer.models.head import OutputLayer
 from trainer.models.losses import IGNORED
 from trainer.models.packed import t5_encoder
@@ -48,6 +49,7 @@ class Summariser(nn.Module):
             source: dict[str, Any] = {"input_ids": input_ids}
             if stream:
                 source = {"encoder_outputs": self._encoded(input_ids, stream)}
+            source["past_key_values"] = generation_file.cache_of(self.base.config)
             tokens = self.base.generate(attention_mask=attention_mask, **source, **generation)
             return {"tokens": tokens}
         hidden_BTD = self._decoded(input_ids, attention_mask, labels, stream)
