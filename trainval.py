@@ -234,6 +234,7 @@ def main(
             "force": force,
             "num_proc": num_proc,
             "trackers": trackers,
+            "is_shortened": steps is not None,
         }
         if job_scheduler in (None, "None", "0"):
             options["names"] = _names(exp_group, exp_configs, steps)

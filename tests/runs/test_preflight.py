@@ -37,6 +37,16 @@ def found(values: dict[str, Any], data: Path, savedir: Path) -> Findings:
     return look(plan(values, options, world=1, rank=0), options)
 
 
+def test_a_group_that_is_looked_at_for_a_few_steps_may_have_a_longer_warm_up(
+    folder: Path, tmp_path: Path
+) -> None:
+    values = vary(experiment("causal_lm", folder), schedule={"warmup_steps": 7})
+    options = Options(tmp_path, data_path=folder, cache_dir=folder / "cache", is_shortened=True)
+    findings = look(plan(values, options, world=1, rank=0), options)
+    assert findings.problems == []
+    assert "warmup_steps=7 is longer than the run of train.steps=6" in findings.warnings[0]
+
+
 def changed_copy(folder: Path, target: Path, name: str, lines: list[str]) -> Path:
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("cache"))
     (target / name).write_text("".join(f"{line}\n" for line in lines))

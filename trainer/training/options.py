@@ -34,6 +34,7 @@ class Options:
     names: Mapping[str, str] = field(default_factory=dict[str, str])  # by id, for people
     force: bool = False  # run what does not fit by the plan
     num_proc: int | None = None  # processes that encode rows; None: by their number
+    is_shortened: bool = False  # its steps are those of --steps
     trackers: str | None = None  # besides wandb, by commas: of trackers.TRACKERS
 
     def __post_init__(self) -> None:

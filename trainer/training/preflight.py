@@ -62,7 +62,8 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
 
     is_awaited: the base is trained by an earlier experiment of the same group.
     """
-    found = Findings([*_of_schedule(plan), *_of_best(plan), *_of_folder(plan)])
+    found = Findings([*_of_best(plan), *_of_folder(plan)])
+    (found.warnings if options.is_shortened else found.problems).extend(_of_schedule(plan))
     try:
         task = tasks.load(plan.cfg, options.places)
         found.parameters, problems = _of_model(plan, options.places, task)
@@ -125,11 +126,16 @@ def _marked(segments: list[Segment]) -> str:
     )
 
 
-def refuse_early(plan: RunPlan, places: Places, task: Task) -> None:
+def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
     """Raise what is wrong before a row is read; every problem at once. On one rank."""
-    problems = [*_of_schedule(plan), *_of_best(plan), *_of_folder(plan)]
+    problems = [*_of_best(plan), *_of_folder(plan)]
+    for problem in _of_schedule(plan):
+        if options.is_shortened:  # a quick look at a group, whose schedule is for all of its steps
+            log.warning("%s", problem)
+        else:
+            problems.append(problem)
     if not has_begun(plan):
-        problems += _of_model(plan, places, task)[1]
+        problems += _of_model(plan, options.places, task)[1]
     if problems:
         raise ConfigError("\n".join(problems))
 

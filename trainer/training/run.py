@@ -180,7 +180,7 @@ def ready(
         on_main(check_hub)
     rng.seed_everything(cfg.train.seed, distributed.rank())
     task = tasks.load(cfg, options.places)
-    on_main(lambda: preflight.refuse_early(plan, options.places, task))
+    on_main(lambda: preflight.refuse_early(plan, options, task))
     questions = first_questions(task, cfg.train.answers or options.extra_evals)
     launch = _launch(plan, options, task, answers=bool(questions))
     stores = launch.stores
