@@ -206,7 +206,7 @@ def _session(
         outcome.saved.append(progress.step)
         if case.resume_after is not None:
             progress.links = chain.links()
-            run._save(plan, live, progress, {})
+            run._snapshot(plan, live, progress, {})()
         weights = live.weights(lambda k: True).values()
         outcome.all_saved_are_finite &= all(
             bool(torch.isfinite(weight).all()) for weight in weights

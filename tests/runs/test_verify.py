@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ STEPS = 8
 
 
 def _die_at(step: int) -> None:
-    """From now on this process kills itself as it begins its `step`-th step."""
+    """From now on this process kills itself as it begins its `step`-th step, once what it saves is
+    written.
+    """
+    from trainer.runtime import beside
     from trainer.training import loop
 
     train_step, begun = loop.train_step, []
@@ -32,6 +36,9 @@ def _die_at(step: int) -> None:
     def dying(*args: Any, **how: Any) -> Any:
         begun.append(1)
         if len(begun) == step:
+            for thread in threading.enumerate():
+                if thread.name == beside.NAME:
+                    thread.join()
             os.kill(os.getpid(), signal.SIGKILL)
         return train_step(*args, **how)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -29,6 +31,9 @@ _leaves_alone = False
 # What a group waits for a rank that does not come. DeepSpeed (0.19.8) makes groups of its own,
 # which would have NCCL's 10 minutes.
 GROUP_TIMEOUT_S = 1800.0
+_timeout = timedelta(seconds=GROUP_TIMEOUT_S)  # of collectives; init() sets it
+_side_group: dist.ProcessGroup | None = None
+_thread = threading.local()
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -97,7 +102,9 @@ def init(timeout_s: float = GROUP_TIMEOUT_S) -> None:
             "Start with torchrun or deepspeed, or unset RANK and WORLD_SIZE to train on one device."
         )
     os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed asserts on it, also in a group of one
-    backend, timeout = _backend(), timedelta(seconds=timeout_s)
+    global _timeout
+    backend = _backend()
+    timeout = _timeout = timedelta(seconds=timeout_s)
     # what groups get that others make without saying so
     setattr(distributed_c10d, "default_pg_nccl_timeout", timeout)  # noqa: B010
     if is_launched:
@@ -119,11 +126,36 @@ def _backend() -> str:
     return "nccl"
 
 
+def make_side_group() -> None:
+    """Make, once, the gloo group for exchanges beside the run. A collective."""
+    global _side_group
+    if world() > 1 and _side_group is None:
+        made = dist.new_group(backend="gloo", timeout=_timeout)
+        assert isinstance(made, dist.ProcessGroup), "every rank belongs to it"
+        _side_group = made
+
+
+@contextlib.contextmanager
+def on_side_group() -> Iterator[None]:
+    """Inside, this thread's gather() and barrier() go over the group of make_side_group()."""
+    _thread.is_beside = True
+    try:
+        yield
+    finally:
+        _thread.is_beside = False
+
+
+def _group() -> dist.ProcessGroup | None:
+    return _side_group if getattr(_thread, "is_beside", False) else None
+
+
 def barrier() -> None:
     """Wait until every rank is here."""
     if world() == 1:
         return
-    if dist.get_backend() == "nccl":
+    if _group() is not None:
+        dist.barrier(_group())
+    elif dist.get_backend() == "nccl":
         # without it nccl guesses the device from the global rank
         dist.barrier(device_ids=[local_rank()])
     else:
@@ -150,11 +182,11 @@ def gather(value: Any) -> list[Any]:
         return [json.loads(text)]
     own = _bytes_on_wire(text)
     sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(world())]
-    dist.all_gather(sizes, torch.tensor([own.numel()], device=own.device))
+    dist.all_gather(sizes, torch.tensor([own.numel()], device=own.device), group=_group())
     lengths = [int(size) for size in sizes]
     padded = torch.nn.functional.pad(own, (0, max(lengths) - own.numel()))
     parts = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(parts, padded)
+    dist.all_gather(parts, padded, group=_group())
     return [_from_wire(part[:length]) for part, length in zip(parts, lengths, strict=True)]
 
 
@@ -188,7 +220,7 @@ def broadcast(value: Any) -> Any:
 
 
 def _wire_device() -> torch.device:
-    return device() if dist.get_backend() == "nccl" else torch.device("cpu")
+    return device() if dist.get_backend(_group()) == "nccl" else torch.device("cpu")
 
 
 def _bytes_on_wire(text: str) -> Tensor:

@@ -33,6 +33,7 @@ class Options:
     device: str | None = None  # that memory is planned for; None: the GPU of this process
     names: Mapping[str, str] = field(default_factory=dict[str, str])  # by id, for people
     force: bool = False  # run what does not fit by the plan
+    saves_behind: bool = True  # checkpoints are written while the steps behind them are made
     num_proc: int | None = None  # processes that encode rows; None: by their number
     is_shortened: bool = False  # its steps are those of --steps
     trackers: str | None = None  # besides wandb, by commas: of trackers.TRACKERS
