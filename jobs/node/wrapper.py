@@ -295,6 +295,8 @@ def environment_of(
     The key is stored nowhere else.
     """
     found = {
+        # how long torchrun lets ranks save: 30 s by itself (torch 2.13, --shutdown_timeout)
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec["job"]["grace_s"]),
         **inherited,
         **spec["environment"],
         "PYTHONUNBUFFERED": "1",

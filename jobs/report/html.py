@@ -194,6 +194,8 @@ def _progress(row: Row) -> str:
     facts += [f"{duration(row.eta_s)} left"] if row.eta_s is not None else []
     facts += [f"{row.metrics['step_s']:.3g} s a step"] if "step_s" in row.metrics else []
     facts += [f"peak {row.metrics['peak_gib']:.3g} GiB"] if "peak_gib" in row.metrics else []
+    useful = row.metrics.get("goodput")
+    facts += [f"{useful:.0%} of its time in steps"] if useful is not None else []
     bad = row.metrics.get("bad_steps")
     facts += [f"{bad:.0f} bad step{'s' if bad > 1 else ''} left out"] if bad else []
     facts += [f"{row.gpu_hours:.1f} GPU-hours"] if row.gpu_hours else []

@@ -27,7 +27,7 @@ EVERY_ENTRY = [(world, stage) for world in WORLDS for stage in STAGES]
 # The retriever, which goes backward many times in a step, is followed through every stage by
 # tests/parity/test_retriever.py.
 ALL_STAGES_MATTER = ("causal_lm",)
-TIMINGS = ("at", "step_s", "peak_gib", "seal")
+TIMINGS = ("at", "step_s", "peak_gib", "goodput", "seal")
 ADAPTERS = "adapters, "  # in front of a kind of runs
 # What needs most of the base: its weights when it is made and in every forward.
 DORA: dict[str, Any] = {"r": 4, "alpha": 8, "targets": "all-linear", "dora": True}

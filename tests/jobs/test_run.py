@@ -126,6 +126,12 @@ def test_the_reason_is_the_error_that_the_training_told(folder: Path) -> None:
     assert outcome(folder)["reason"] == "DataError: line 3"
 
 
+def test_torchrun_waits_for_a_save_as_long_as_the_job_may_take(folder: Path) -> None:
+    spec(folder, "import os; open('s', 'w').write(os.environ['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])")
+    run.run(folder, 1)
+    assert (folder / "s").read_text() == "5"
+
+
 def test_a_program_that_does_not_exist_is_a_failure_and_not_a_crash(folder: Path) -> None:
     spec(folder, "", launcher=["/no/such/python"])
     assert run.run(folder, 1) == 1

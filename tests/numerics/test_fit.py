@@ -238,6 +238,7 @@ def _session(
 
 def _fit(cases: dict[str, Case], root: Path) -> dict[str, Outcome]:
     from trainer.errors import LatheError
+    from trainer.runtime import distributed
     from trainer.training.loop import Progress, fit
 
     outcomes: dict[str, Outcome] = {}
@@ -256,6 +257,8 @@ def _fit(cases: dict[str, Case], root: Path) -> dict[str, Outcome]:
         outcome.weights = session.engine.weights(lambda k: True)
         session.run.close()
         session.engine.destroy()
+        if outcome.result == "finished":
+            distributed.barrier()  # rank 0 alone writes what all of them read
         if (file := root / str(number) / "metrics.jsonl").exists():
             outcome.lines = [json.loads(line) for line in file.read_text().splitlines()]
     return outcomes

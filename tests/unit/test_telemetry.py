@@ -212,6 +212,7 @@ def test_status_says_state_step_total_host_time_and_error(tmp_path: Path) -> Non
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", status.pop("updated_at"))
     assert status.pop("host")
     assert process.life(status.pop("process")) == "alive"
+    assert status.pop("goodput")["share"] == 0
     assert status == {
         "state": "failed",
         "step": 7,

@@ -126,6 +126,17 @@ def _backend() -> str:
     return "nccl"
 
 
+def give_every_group_the_timeout() -> None:
+    """Let the groups that DeepSpeed made wait as long as ours.
+
+    deepspeed 0.19.8, utils/groups.py _clone_world_group: dist.new_group without a timeout, which
+    is 10 minutes for NCCL.
+    """
+    c10d = torch.distributed.distributed_c10d
+    for group in list(c10d._world.pg_map):
+        c10d._set_pg_timeout(_timeout, group)
+
+
 def make_side_group() -> None:
     """Make, once, the gloo group for exchanges beside the run. A collective."""
     global _side_group

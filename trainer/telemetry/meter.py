@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.runtime import distributed
 from trainer.runtime.gpus import peak_flops
+from trainer.telemetry.goodput import KEY, Goodput
 
 
 class Meter:
@@ -23,7 +24,8 @@ class Meter:
     `paused()`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, goodput: Goodput | None = None) -> None:
+        self._goodput = goodput
         self._peak_flops, self._counted_flops, self._flops_per_unit = peak_flops(), 0, 0.0
         self._start, self._units, self._steps = time.monotonic(), 0, 0
         self._memory = _Memory()
@@ -50,17 +52,18 @@ class Meter:
         self._steps += 1
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time of a block out of the speed."""
+    def paused(self, kind: str = "evaluation") -> Iterator[None]:
+        """Leave the time of a block out of the speed; it counts as `kind` of goodput.py."""
         start = time.monotonic()
         try:
-            yield
+            with self._goodput.spending(kind) if self._goodput else nullcontext():
+                yield
         finally:
             self._start += time.monotonic() - start
 
     def read(self, unit: str) -> dict[str, float]:
         """`<unit>_per_s` over all ranks, `step_s`, `peak_gib` of this rank since the start, `mfu`
-        if known.
+        if known, `goodput` of a run.
 
         Counted since the last read. mfu: achieved over peak bf16 FLOP/s; left out on a CPU and on
         an unknown GPU.
@@ -74,6 +77,8 @@ class Meter:
         }
         if self._flops_per_unit and self._peak_flops is not None:
             found["mfu"] = rate * self._flops_per_unit / (self._peak_flops * distributed.world())
+        if self._goodput is not None:
+            found[KEY] = self._goodput.now()["share"]
         self._start, self._units, self._steps = time.monotonic(), 0, 0
         return found
 

@@ -25,6 +25,7 @@ from trainer.files.atomic import overwrite_json, refusals, replace_file, write_j
 from trainer.runtime import distributed, process
 from trainer.telemetry.chain import PROOF
 from trainer.telemetry.console import Bar, Lines, Number, screen
+from trainer.telemetry.goodput import KEY, Goodput
 from trainer.telemetry.metrics_file import MetricsFile
 from trainer.telemetry.wandb_run import ANSWERS, WandbRun, WandbSettings
 
@@ -67,6 +68,7 @@ class RunRecord:
         self._name = name
         self._bad_steps: list[int] = []
         self._proof = ""
+        self.goodput = Goodput.of(folder)
         self._state: State = "running"
         self._status_at = 0.0
         self._is_writer = distributed.is_main()
@@ -193,6 +195,7 @@ class RunRecord:
             "updated_at": now,
             "error": error,
             "process": process.facts(),
+            KEY: self.goodput.now(),
         }
         if self._bad_steps:
             values["bad_steps"] = self._bad_steps
@@ -212,6 +215,7 @@ class RunRecord:
         Then they go on as those of an undisturbed run. bad_steps: left out until then.
         """
         self.step, self._bad_steps = step, list(bad_steps)
+        self.goodput.resume(step)
         if not self._is_writer:
             return
         lines = self._sinks[0]

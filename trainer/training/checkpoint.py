@@ -46,6 +46,7 @@ from trainer.runtime import distributed
 MANIFEST, STATE = "manifest.json", "state.json"
 VERSION = 1  # of the layout above
 JSON_ROOM = 2**20  # bytes set aside for state.json, manifest.json and the folder itself
+DAMAGED = "%s is damaged and passed over: %s"
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -216,15 +217,15 @@ def _sync_folder(folder: Path) -> None:
 # ---------------------------------------------------------------- finding and keeping
 
 
-def problems(folder: Path) -> list[str]:
+def problems(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
     """What is wrong with a checkpoint, one line per file: missing, extra, size, checksum.
 
-    Empty when it is good.
+    Empty when it is good. part: of `parts` that share the checksums; each looks at names and sizes.
     """
     records, wrong = _contents(folder)
     suspects = [
         record
-        for record in records
+        for record in records[part::parts]
         if not any(line.startswith(f"{record.name}:") for line in wrong)
     ]
     # sha256 releases the interpreter lock
@@ -245,14 +246,23 @@ def newest_good(root: Path) -> Path | None:
         wrong = problems(folder)
         if not wrong:
             return folder
-        log.warning("%s is damaged and passed over: %s", folder, "; ".join(wrong))
+        log.warning(DAMAGED, folder, "; ".join(wrong))
     return None
 
 
 def resume_point(root: Path) -> Path | None:
-    """`newest_good` as rank 0 finds it, on every rank. A collective."""
-    name = distributed.broadcast(_name_of(newest_good(root)) if distributed.is_main() else None)
-    return root / name if name else None
+    """`newest_good` of what rank 0 sees, on every rank; each checks its share. A collective."""
+    names = (
+        [folder.name for _, folder in reversed(candidates(root))] if distributed.is_main() else 0
+    )
+    for name in distributed.broadcast(names):
+        own = problems(root / name, part=distributed.rank(), parts=distributed.world())
+        wrong = [line for lines in distributed.gather(own) for line in lines]
+        if not wrong:
+            return root / name
+        if distributed.is_main():
+            log.warning(DAMAGED, root / name, "; ".join(dict.fromkeys(wrong)))
+    return None
 
 
 def prune(
@@ -326,10 +336,6 @@ def candidates(root: Path) -> list[tuple[int, Path]]:
 def _step_of(folder: Path | None) -> int | None:
     match = re.fullmatch(r"\.?step-(\d+)(\.old)?", folder.name) if folder else None
     return int(match[1]) if match else None
-
-
-def _name_of(folder: Path | None) -> str | None:
-    return folder.name if folder else None
 
 
 def _visible(root: Path, step: int) -> Path:

@@ -136,6 +136,8 @@ class Engine:
             )
         # before the next lines: whoever waits for a compiler, or presses Ctrl-C, reads what is said
         optimizer = _optimizer(self._parameters.values(), ds, optim)
+        # a rank that loads for long must not abort the others' first exchange
+        distributed.barrier()
         # bf16 at stage 1 prints 15 lines of memory, whatever the log level
         with redirect_stdout(io.StringIO()):
             engine, *_ = deepspeed.initialize(
@@ -145,6 +147,7 @@ class Engine:
                 config=dict(ds),
                 dist_init_required=False,
             )
+        distributed.give_every_group_the_timeout()
         self.model: Any = engine
         self.optimizer = OptimizerState(
             engine, stage=self.stage, parameters=self._parameters, optim=optim

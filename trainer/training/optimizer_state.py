@@ -144,7 +144,7 @@ class OptimizerState:
         return value
 
     def _set(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        value = value.to(distributed.device())
+        # a view of the checkpoint's file: only what this rank keeps of it is read
         if self._stage == 0:
             master = self._unsharded_master(parameter)
             target = master.data if key == MASTER else self.inner().state[master][key]
@@ -226,5 +226,5 @@ def _local_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
     """
     size = parameter.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
     start = distributed.rank() * size
-    piece = value.flatten()[start : start + size]
+    piece = value.flatten()[start : start + size].to(distributed.device())
     return nn.functional.pad(piece, (0, size - piece.numel()))

@@ -201,10 +201,10 @@ def ready(
     live, progress = _engine(plan, task, newest)
     telemetry.resume(progress.step, progress.bad.steps)
     telemetry.status("running", step=progress.step)
-    meter, chain, saves = Meter(), StepChain.of(progress.links), Beside()
+    meter, chain, saves = Meter(telemetry.goodput), StepChain.of(progress.links), Beside()
 
     def save(progress: Progress) -> None:
-        with meter.paused():
+        with meter.paused("saving"):
             on_main(lock.check)
             progress.links = chain.links()
             write = _snapshot(plan, live, progress, identity)
@@ -215,14 +215,6 @@ def ready(
     def export(name: str) -> None:
         on_main(lock.check)
         run_folder.export(plan, task, live, name)
-
-    def roll_back(step: int, trouble: Trouble) -> None:
-        on_main(lambda: bad_steps.leave_out_from_now_on(plan.folder, step, trouble.kind))
-        logger.warning(
-            "step %d: %s; back to the last good checkpoint, without that window",
-            step,
-            trouble.text(),
-        )
 
     session = Session(
         cfg=cfg,
@@ -241,9 +233,16 @@ def ready(
         questions=questions,
         chain=chain,
         left_out=bad_steps.left_out(plan.folder),
-        roll_back=roll_back,
+        roll_back=functools.partial(_roll_back, plan),
     )
     return Ready(session, progress, launch, memory, export, saves)
+
+
+def _roll_back(plan: RunPlan, step: int, trouble: Trouble) -> None:
+    on_main(lambda: bad_steps.leave_out_from_now_on(plan.folder, step, trouble.kind))
+    logger.warning(
+        "step %d: %s; back to the last good checkpoint, without that window", step, trouble.text()
+    )
 
 
 def _train(plan: RunPlan, options: Options, ready: Ready) -> bool:
@@ -252,12 +251,13 @@ def _train(plan: RunPlan, options: Options, ready: Ready) -> bool:
     try:
         with planning.obeyed(ready.memory, live, ready.launch, plan.folder):
             refuse_unknown_best(ready.session)
+            ready.session.run.goodput.begin_steps()
             finished = fit(ready.session, ready.progress)
         if finished:
             ready.export("final")
             if options.push_to_hub:
                 on_main(lambda: push(plan))
-        with ready.session.meter.paused():
+        with ready.session.meter.paused("saving"):
             ready.saves.wait()
         return finished
     except BaseException as error:
