@@ -7,7 +7,7 @@ ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCH_EXTENSIONS_DIR=$(CUR
 KERNEL := $(ENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c \
 	'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)' >/dev/null
 
-.PHONY: setup demo test test-long mutants check bench families scifact learns site clean
+.PHONY: setup demo test test-long mutants check bench families scifact learns site gpu clean
 
 setup: $(STAMP)
 
@@ -59,6 +59,11 @@ learns: setup
 # docs/ as a site, in site/; a link that leads nowhere ends it.
 site: setup
 	$(BIN)/python -m zensical build --strict --clean
+
+# Everything that wants measuring on a GPU, in 25 minutes; REHEARSE=1 tries it on the CPU, tiny.
+gpu: setup
+	$(ENV) $(BIN)/python benchmarks/gpu.py --out $(or $(OUT),gpu_results) $(if $(REHEARSE),--rehearse)
+	$(BIN)/python benchmarks/gpu_report.py --out $(or $(OUT),gpu_results)
 
 clean:
 	rm -rf .venv results out site tmp-cache build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -96,7 +96,7 @@ def test_no_stage_and_no_precision_waits_more(
         ("cross_attention", {"data": {"packed": False}}),
         ("cross_attention", {"base": LLAMA}),
         ("vera", {"base": LLAMA}),
-        ("retriever", {"base": LLAMA, "encoder": {"pooling": "last"}}),
+        ("retriever", {"base": LLAMA, "encoder": {"pooling": "eos"}}),
         ("causal_lm", {"base": LLAMA, "train": {"gradient_checkpointing": True}}),
     ],
 )

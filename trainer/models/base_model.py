@@ -23,7 +23,7 @@ from trainer.config.schema import Base, Experiment, ExperimentBase, RandomBase
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
 from trainer.files import hub, packages, safetensors_file
-from trainer.models import adapters, families, masks, weight_files
+from trainer.models import adapters, families, fused, masks, weight_files
 from trainer.models.t5_encoder_weights import encoder_source
 
 if TYPE_CHECKING:
@@ -126,7 +126,9 @@ def load(
             # not from_config: under ZeRO-3 that partitions while it initialises, and draws other
             # numbers
             with _buildable(config):
-                return build(config, **options)
+                model = build(config, **options)
+        fused.fuse(model)
+        return model
     if kind == "encoder" and config.model_type in families.T5:
         source = encoder_source(source, places.cache_dir)
     with _reading(source), _tied_as_saved(build, config, source), _pooler_unread(build, options):
@@ -138,6 +140,7 @@ def load(
             **options,
         )
     _refuse_mostly_new(model, set(told["missing_keys"]), source)
+    fused.fuse(model)
     return model
 
 
@@ -267,7 +270,9 @@ def skeleton(base: Base, places: Places, *, kind: Kind = "causal_lm") -> PreTrai
     config = config_of(base, places)
     build = _model_class(config, kind)
     with torch.device("meta"), _buildable(config):
-        return build(config, **_body_options(build, kind))
+        model = build(config, **_body_options(build, kind))
+    fused.fuse(model)
+    return model
 
 
 def _body_options(build: Any, kind: Kind) -> dict[str, bool]:

@@ -43,7 +43,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/masks.py",
-        "is_on_device = isinstance(tensor, torch.Tensor) and tensor.device != _CPU",
+        "is_on_device = isinstance(tensor, Tensor) and tensor.device != _CPU",
         "is_on_device = False",
         why="the host looks into every mask on the device",
         tests=OF_A_STEP,

@@ -15,6 +15,7 @@ from trainer.errors import ConfigError
 from trainer.models import base_model, generation_file
 from trainer.models.head import OutputLayer
 from trainer.models.losses import IGNORED, next_token_loss, scored_before
+from trainer.models.masks import of_right_padded
 from trainer.tasks.abilities import Uncut
 from trainer.tasks.causal_lm.chat import ChatTemplate, meets
 from trainer.tasks.causal_lm.chat_rows import chats
@@ -46,8 +47,9 @@ class CausalLM(nn.Module):
         """
         body = getattr(self.base, self.base.base_model_prefix)
         position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
+        mask = of_right_padded(attention_mask, self.base.config)
         hidden_BTD = body(
-            input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+            input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
         ).last_hidden_state
         loss_of = OutputLayer(self.base).loss
         return {"loss": next_token_loss(hidden_BTD, labels, loss_of, scored_N=scored)}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigError
+from trainer.models.masks import of_right_padded
 
 if TYPE_CHECKING:
     from trainer.tasks.abilities import Side
@@ -111,7 +112,8 @@ class Retriever(nn.Module):
         return self._vectors(model, ids_NL, mask_NL, "passage")
 
     def _vectors(self, model: nn.Module, ids_NL: Tensor, mask_NL: Tensor, side: Side) -> Tensor:
-        states_NLD = model(input_ids=ids_NL, attention_mask=mask_NL).last_hidden_state
+        seen = of_right_padded(mask_NL, model.config)
+        states_NLD = model(input_ids=ids_NL, attention_mask=seen).last_hidden_state
         vectors_NE = pooled(states_NLD, mask_NL, self.how.pooling)
         if self.pooler is not None:
             vectors_NE = self.pooler(vectors_NE, side)

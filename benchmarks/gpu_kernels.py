@@ -1,0 +1,234 @@
+"""What `benchmarks/gpu.py` measures without a run: versions, kernels of attention, the output
+layer, and the device's rates. Every function is called in a process of its own.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# N rows, H heads, L tokens, C width of a head, V vocabulary
+
+_ROUNDS = 5
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _dtype() -> torch.dtype:
+    return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Callable[[], object], rounds: int = _ROUNDS) -> dict[str, float]:
+    """The first call, and the median of those behind it; GiB at the peak."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    for _ in range(rounds + 1):
+        _wait()
+        started = time.perf_counter()
+        work()
+        _wait()
+        times.append(time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    return {"first_s": times[0], "s": sorted(times[1:])[rounds // 2], "peak_gib": peak}
+
+
+def environment(is_rehearsed: bool) -> dict[str, Any]:
+    """Versions, and which kernel of attention torch would take first."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("transformers", "deepspeed", "triton", "peft", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+        found["cudnn"] = torch.backends.cudnn.version()
+        found["sdp_priority"] = [str(x) for x in torch._C._get_sdp_priority_order()]  # pyright: ignore
+    return found
+
+
+def attention(is_rehearsed: bool) -> dict[str, Any]:
+    """T5's attention with position biases, forward and backward, by every way there is."""
+    lengths = (32, 64) if is_rehearsed else (250, 512, 1024, 2048, 4096, 8192, 16384)
+    tokens = 128 if is_rehearsed else 16384
+    found: dict[str, Any] = {}
+    for length in lengths:
+        for name, make in _WAYS.items():
+            try:
+                work = make(max(1, tokens // length), length)
+                found[f"{name}-{length}"] = seconds_of(work, 2 if is_rehearsed else _ROUNDS)
+            except (RuntimeError, ImportError, NotImplementedError) as error:
+                found[f"{name}-{length}"] = {"missing": str(error).splitlines()[0][:200]}
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+    return {"attention": found}
+
+
+def _heads(rows: int, length: int, heads: int = 12, width: int = 64) -> list[Tensor]:
+    shape = (rows, heads, length, width)
+    how: dict[str, Any] = {"device": _device(), "dtype": _dtype(), "requires_grad": True}
+    return [torch.randn(shape, **how) for _ in range(3)]
+
+
+def _both_ways(of: Callable[..., Tensor], qkv: Sequence[Tensor]) -> Callable[[], None]:
+    gradient = torch.randn_like(of(*qkv))
+
+    def work() -> None:
+        torch.autograd.grad(of(*qkv), list(qkv), gradient)
+
+    return work
+
+
+def _bias(length: int, heads: int = 12) -> Tensor:
+    return torch.randn(1, heads, length, length, device=_device(), dtype=_dtype())
+
+
+def _eager(rows: int, length: int) -> Callable[[], None]:
+    bias = _bias(length)
+
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.transpose(-1, -2) + bias).softmax(-1) @ v
+
+    return _both_ways(of, _heads(rows, length))
+
+
+def _sdpa(rows: int, length: int) -> Callable[[], None]:
+    bias = _bias(length)
+
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+
+    return _both_ways(of, _heads(rows, length))
+
+
+def _causal(rows: int, length: int) -> Callable[[], None]:
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return _both_ways(of, _heads(rows, length))
+
+
+def _stream(rows: int, length: int) -> Callable[[], None]:
+    from trainer.models.packed.stream_attention import Biases, Rows, attend
+
+    starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=_device())
+    table = torch.randn(32, 12, device=_device(), dtype=_dtype())
+    buckets = torch.arange(257, device=_device(), dtype=torch.int32) % 32
+    of_rows = Rows(starts, starts, length)
+    flat = [x.detach().transpose(1, 2).flatten(0, 1).contiguous() for x in _heads(rows, length)]
+    qkv = [x.requires_grad_() for x in flat]
+
+    def of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, of_rows, biases=Biases(table, buckets))
+
+    return _both_ways(of, qkv)
+
+
+def _flex(rows: int, length: int) -> Callable[[], None]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if not torch.cuda.is_available():
+        raise NotImplementedError("torch's FlexAttention has no backward on the CPU")
+    bias = torch.randn(12, 2 * length, device=_device(), dtype=_dtype())
+
+    def score(x: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return x + bias[head, key - query + length]
+
+    run: Any = torch.compile(flex_attention, dynamic=True)
+    return _both_ways(lambda *qkv: run(*qkv, score_mod=score, scale=1.0), _heads(rows, length))
+
+
+_WAYS = {"eager": _eager, "sdpa": _sdpa, "causal": _causal, "stream": _stream, "flex": _flex}
+
+
+def new_shapes(is_rehearsed: bool) -> dict[str, Any]:
+    """Milliseconds a call of causal attention whose shape is new each time, with cuDNN's kernel and
+    without: what a plan for each shape costs.
+    """
+    count, start = (3, 16) if is_rehearsed else (60, 300)
+    found: dict[str, Any] = {}
+    for name, is_allowed in (("with_cudnn", True), ("without_cudnn", False)):
+        torch.backends.cuda.enable_cudnn_sdp(is_allowed)
+        for place in range(-1, count):  # the first one starts up the library
+            if place == 0:
+                _wait()
+                begun = time.perf_counter()
+            q, k, v = _heads(2, start + 8 * place)
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+        _wait()
+        found[name] = 1000 * (time.perf_counter() - begun) / count
+    return {"ms_a_call": found}
+
+
+def head(is_rehearsed: bool) -> dict[str, Any]:
+    """The loss of an output layer in chunks against that of all logits at once."""
+    sizes = [(64, 500, 32)] if is_rehearsed else [(16384, 49152, 2816), (16384, 151936, 1024)]
+    return {"head": {"x".join(map(str, size)): _head_of(*size) for size in sizes}}
+
+
+def _head_of(positions: int, vocabulary: int, width: int) -> dict[str, Any]:
+    from torch import nn
+
+    from trainer.models.losses import Scorer, Scoring, chunked_cross_entropy, positions_of_chunk
+
+    layer = nn.Linear(width, vocabulary, bias=False, device=_device(), dtype=_dtype())
+    hidden = torch.randn(positions, width, device=_device(), dtype=_dtype(), requires_grad=True)
+    targets = torch.randint(vocabulary, (positions,), device=_device())
+    scoring = Scoring(targets, positions_of_chunk(vocabulary), lambda logits: logits)
+    inputs = [hidden, layer.weight]
+
+    def whole() -> None:
+        loss = F.cross_entropy(layer(hidden).float(), targets, reduction="sum")
+        torch.autograd.grad(loss, inputs)
+
+    def chunks() -> None:
+        loss = chunked_cross_entropy(hidden, Scorer(layer.weight), scoring)
+        torch.autograd.grad(loss, inputs)
+
+    return {"whole": seconds_of(whole), "chunks": seconds_of(chunks)}
+
+
+def calibration(is_rehearsed: bool) -> dict[str, Any]:
+    """The device's rates: products, copies on it and to it, and the cost of a launch."""
+    size, nbytes = (128, 1 << 16) if is_rehearsed else (8192, 1 << 30)
+    left, right = (torch.randn(size, size, device=_device(), dtype=_dtype()) for _ in range(2))
+    product = seconds_of(lambda: left @ right)["s"]
+    block = torch.empty(nbytes, dtype=torch.uint8, device=_device())
+    target = torch.empty_like(block)
+    copied = seconds_of(lambda: target.copy_(block))["s"]
+    host = torch.empty(nbytes, dtype=torch.uint8)
+    rates = {"pageable_to_device": seconds_of(lambda: block.copy_(host))["s"]}
+    if torch.cuda.is_available():
+        pinned = host.pin_memory()
+        rates["pinned_to_device"] = seconds_of(lambda: block.copy_(pinned, non_blocking=True))["s"]
+        rates["pinned_to_host"] = seconds_of(lambda: pinned.copy_(block, non_blocking=True))["s"]
+    number = torch.zeros((), device=_device())
+    calls = 100 if is_rehearsed else 2000
+    _wait()
+    started = time.perf_counter()
+    for _ in range(calls):
+        number.add_(1)
+    queued = time.perf_counter() - started
+    _wait()
+    return {
+        "product_flops": 2 * size**3 / product,
+        "copy_bytes_per_s": 2 * nbytes / copied,
+        **{f"{name}_bytes_per_s": nbytes / seconds for name, seconds in rates.items()},
+        "launch_s": queued / calls,
+    }

@@ -1,0 +1,69 @@
+"""One kernel in the place of a formula: the same numbers, on the pretended GPU of
+tests/fake_cuda.py, and rounded no worse.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.activations import NewGELUActivation
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from tests.facts import LLAMA, TINY_T5, experiment, write_facts
+from tests.runs.test_device_waits import trained
+from trainer.models.fused import fuse, rms_norm
+
+DEVICE = torch.device("meta")  # any that is not the CPU
+
+
+@pytest.mark.parametrize("of_family", [T5LayerNorm, LlamaRMSNorm])
+def test_a_fused_norm_is_the_familys_and_rounds_no_worse(of_family: Any) -> None:
+    norm = of_family(64, eps=1e-5).double()
+    torch.nn.init.normal_(norm.weight, 1.0, 0.2)
+    exact = torch.randn(32, 64, dtype=torch.float64) * 3
+    stock = norm(exact)
+    eps = norm.variance_epsilon
+    fused = rms_norm(exact, norm.weight, eps)
+    assert torch.allclose(fused, stock, rtol=1e-6, atol=1e-7)  # the family's takes its mean in fp32
+    half = norm.bfloat16()
+    rounded = exact.bfloat16()
+    want = rms_norm(rounded.double(), half.weight.double(), eps)
+    ours = (rms_norm(rounded, half.weight, eps).double() - want).abs().mean()
+    theirs = (half(rounded).double() - want).abs().mean()
+    assert ours <= theirs
+
+
+def test_on_the_cpu_modules_stay_as_they_are() -> None:
+    model = torch.nn.Sequential(T5LayerNorm(8), NewGELUActivation())
+    hidden = torch.randn(4, 8)
+    before = model(hidden)
+    fuse(model)
+    assert torch.equal(model(hidden), before)
+    assert model.to(DEVICE)(hidden.to(DEVICE)).shape == before.shape
+
+
+@pytest.mark.parametrize(
+    ("task", "base"),
+    [
+        ("causal_lm", LLAMA),
+        (
+            "summariser",
+            {**TINY_T5, "config": TINY_T5["config"] | {"feed_forward_proj": "gated-gelu"}},
+        ),
+    ],
+)
+def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(
+    task: str, base: dict[str, Any], tmp_path: Path
+) -> None:
+    """Norms and activations fused, pads hidden by causality alone."""
+    facts = write_facts(tmp_path / "facts")
+    values = experiment(task, facts) | {"base": base}
+    here = trained(values, facts, tmp_path / "gpu", 2, tmp_path / "waits.jsonl")
+    there = trained(values, facts, tmp_path / "cpu", 2, None)
+    losses = [[line["loss"] for line in run if "loss" in line] for run in (here, there)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < losses[0][0]
