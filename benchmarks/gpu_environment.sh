@@ -31,7 +31,7 @@ case "${1:-}" in
     du -sh "$2" ;;
   install)
     SECONDS=0
-    "$python" -m pip install -q --no-index --no-deps --find-links "$2" "$2"/*.whl
+    "$python" -m pip install -q --no-compile --no-index --no-deps --find-links "$2" "$2"/*.whl
     echo "installed in $SECONDS s" ;;
   check)
     SECONDS=0
