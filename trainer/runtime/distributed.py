@@ -194,7 +194,7 @@ def gather(value: Any) -> list[Any]:
     own = _bytes_on_wire(text)
     sizes = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(world())]
     dist.all_gather(sizes, torch.tensor([own.numel()], device=own.device), group=_group())
-    lengths = [int(size) for size in sizes]
+    lengths: list[int] = torch.cat(sizes).tolist()
     padded = torch.nn.functional.pad(own, (0, max(lengths) - own.numel()))
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group=_group())
@@ -208,7 +208,7 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
     wire = rows.detach().to(_wire_device()).contiguous()
     sizes = [torch.zeros(1, dtype=torch.int64, device=wire.device) for _ in range(world())]
     dist.all_gather(sizes, torch.tensor([len(wire)], device=wire.device))
-    counts = [int(size) for size in sizes]
+    counts: list[int] = torch.cat(sizes).tolist()  # one wait for a GPU, not one a rank
     padded = wire.new_zeros(max(counts), *wire.shape[1:])
     padded[: len(wire)] = wire
     parts = [torch.empty_like(padded) for _ in counts]
