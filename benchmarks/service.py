@@ -1,8 +1,10 @@
 """What the service costs: answers over finished runs, memory, cold starts. Trains nothing.
 
-    python benchmarks/service.py [--runs 1000] [--asks 300]
+    python benchmarks/service.py [--runs 1000] [--asks 300] [--pages 50 --minutes 10]
 
-The run folders are made up, with the files that a job through the service leaves.
+The run folders are made up, with the files that a job through the service leaves. --pages: so many
+pages (their streams) are open at once, beside 10 runs that log a line a second; and, where there is
+a Chromium, how long one page takes to show all runs.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -29,6 +32,8 @@ from jobs.record.times import now  # noqa: E402
 from jobs.serve import offers  # noqa: E402
 from jobs.serve.tickets import FILE, JOB, ServiceFolder, Ticket, new_id  # noqa: E402
 from trainer.config.identity import digest, exp_id  # noqa: E402
+from trainer.files.atomic import write_json  # noqa: E402
+from trainer.runtime.process import facts  # noqa: E402
 
 STEPS = 60
 
@@ -155,6 +160,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--asks", type=int, default=300)
+    parser.add_argument("--pages", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=10.0)
     asked = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="lathe-service-"))
     os.environ["LATHE_QUEUE"] = str(folder / "queue")
@@ -162,7 +169,10 @@ def main() -> None:
         service = ServiceFolder(BaseFolder(folder / "base"))
         service.make()
         ids = [finished(service) for _ in range(asked.runs)]
-        show(folder / "base", ids, asked.asks)
+        if asked.pages:
+            show_pages(folder / "base", asked.pages, asked.minutes * 60)
+        else:
+            show(folder / "base", ids, asked.asks)
     finally:
         shutil.rmtree(folder)
 
@@ -192,6 +202,131 @@ def show(base: Path, ids: list[str], asks: int) -> None:
         print(f"p95 of {kind}: {server.p95_ms(paths):.1f} ms")
     print(f"resident: {server.resident_mb():.0f} MB; torch in it: {server.has_torch()}")
     server.stop()
+
+
+NUM_LIVE = 10
+
+
+class Live(threading.Thread):
+    """Runs that were started by hand, of this process, and log a line a second each."""
+
+    def __init__(self, base: Path) -> None:
+        super().__init__(daemon=True)
+        self.folders: list[Path] = []
+        self.is_over = False
+        for seed in range(NUM_LIVE):
+            values = {"task": "causal_lm", "label": "live", "train": {"steps": 9999, "seed": seed}}
+            folder = base / exp_id(values)
+            folder.mkdir()
+            (folder / "exp_dict.json").write_text(json.dumps(values))
+            self.folders.append(folder)
+
+    def run(self) -> None:
+        step = 0
+        while not self.is_over:
+            step += 1
+            for folder in self.folders:
+                line = {"step": step, "loss": 5 / step, "sent_at": time.time(), "at": now()}
+                with (folder / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                status = {"state": "running", "step": step, "total": 9999, "host": "here"}
+                status |= {"updated_at": now(), "process": facts()}
+                write_json(folder / "status.json", status, is_durable=False)
+            time.sleep(1)
+
+
+class Reader(threading.Thread):
+    """A page that is open: its stream, read as it comes, watching one run."""
+
+    def __init__(self, server: Server, run: Path) -> None:
+        super().__init__(daemon=True)
+        place = server.ask(f"/lathe/v1/runs/{run.name}/curves")["place"]
+        path = f"/lathe/v1/stream?since=-1&watch={run.name}:{place}"
+        self.answer = urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=60)
+        self.num_bytes, self.lags_s, self.error = 0, list[float](), ""
+
+    def run(self) -> None:
+        try:
+            for line in self.answer:
+                self.num_bytes += len(line)
+                if line.startswith(b'data: {"id"'):
+                    for one in json.loads(line[6:])["lines"]:
+                        self.lags_s.append(time.time() - one["sent_at"])
+        except (OSError, ValueError) as error:
+            self.error = repr(error)
+
+
+def show_pages(base: Path, count: int, seconds: float) -> None:
+    """Print what open pages cost, and how far behind they are."""
+    live, server = Live(base), Server(base)
+    live.start()
+    runs = len(list(BaseFolder(base).runs()))
+    server.until_it_knows(runs)
+    before_s = server.cpu_s()
+    time.sleep(10)
+    print(f"CPU of the server without a page: {10 * (server.cpu_s() - before_s):.0f} %")
+    readers = [Reader(server, live.folders[number % NUM_LIVE]) for number in range(count)]
+    for reader in readers:
+        reader.start()
+    time.sleep(5)  # every page has its first, whole board by then
+    before_s, began, told = server.cpu_s(), time.monotonic(), sum(r.num_bytes for r in readers)
+    kinds = ["/v1/fine_tuning/jobs?limit=20", "/lathe/v1/me"]
+    asked_ms: list[float] = []
+    while time.monotonic() - began < seconds:
+        asked_ms.append(server.p95_ms(kinds * 5))
+        time.sleep(2)
+    spent_s = time.monotonic() - began
+    lags = [lag for reader in readers for lag in reader.lags_s]
+    share = 100 * (server.cpu_s() - before_s) / spent_s
+    rate = (sum(reader.num_bytes for reader in readers) - told) / spent_s / count
+    print(
+        f"{count} pages, {NUM_LIVE} live runs, {runs} in all, {spent_s:.0f} s: CPU {share:.0f} %, "
+        f"{rate / 1000:.1f} kB/s a page, resident {server.resident_mb():.0f} MB, "
+        f"pages that lost their stream: {sum(bool(reader.error) for reader in readers)}"
+    )
+    print(
+        f"a line of metrics is on the page after {statistics.median(lags):.2f} s (median), "
+        f"{statistics.quantiles(lags, n=20)[-1]:.2f} s (p95); "
+        f"other requests: p95 {statistics.median(asked_ms):.0f} ms; {len(lags)} lines came"
+    )
+    show_browser(server, runs)
+    live.is_over = True
+    server.stop()
+
+
+def show_browser(server: Server, runs: int) -> None:
+    """Print how long a page takes to show all runs, to find one, and to sort."""
+    from tests.serve.browser import browsing, missing
+
+    if missing() is not None:
+        print(missing())
+        return
+    with tempfile.TemporaryDirectory() as folder, browsing(Path(folder)) as browser:
+        for _ in range(3):
+            browser.open("about:blank")
+            began = time.monotonic()
+            browser.open(f"http://127.0.0.1:{server.port}/live")
+            text = f"{runs} of {runs} runs"
+            browser.until("return document.body.innerText.includes(args[0])", text)
+            shown_s = time.monotonic() - began
+        script = (
+            "const began = performance.now(); const it = document.getElementById(args[0]);"
+            "it.value = args[1]; it.dispatchEvent(new Event(args[2])); document.body.offsetHeight;"
+            "return performance.now() - began"
+        )
+        sorted_ms = browser.run(script, "sort", "loss", "change")
+        found_ms = browser.run(script, "search", "tiny", "input")
+        browser.run(script, "search", "", "input")
+        all_ms = browser.run(
+            "const began = performance.now();"
+            "const all = [...document.querySelectorAll('button')];"
+            "all.find(one => one.innerText.startsWith('Show all'))?.click();"
+            "document.body.offsetHeight; return performance.now() - began"
+        )
+        print(
+            f"a page shows {runs} runs after {shown_s:.2f} s; sorts in {sorted_ms:.0f} ms, "
+            f"searches in {found_ms:.0f} ms, draws every row in {all_ms:.0f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ import json
 import secrets
 import struct
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
@@ -19,9 +21,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jobs.answers.workers import CannotAnswer, Overloaded, Workers
-from jobs.serve.requests import Body, Refusal, client_of, keeper_of, read_body, shown
+from jobs.serve.requests import Body, Refusal, keeper_of, read_body, tuned_job
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096
+READERS = ("cross_attention", "fid", "summariser")  # each answers a question at once
 Text = Annotated[str, Field(min_length=1, max_length=200_000)]
 ModelId = Annotated[str, Field(max_length=256)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
@@ -39,16 +42,17 @@ class AskEmbeddings(Body):
 
 
 class AskText(Body):
-    """How a text is to go on."""
+    """How a text is to go on, or a question is answered. contexts: what a reader reads with it."""
 
     model: ModelId
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    temperature: Temperature = 1.0
+    temperature: Temperature | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stop: Stop | None = None
     stream: bool = False
     n: Literal[1] = 1
     user: str | None = None
+    contexts: Annotated[list[Text], Field(max_length=MAX_TEXTS)] | None = None
 
 
 class AskCompletion(AskText):
@@ -71,12 +75,18 @@ class AskChat(AskText):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
 
 
+class AskScores(Body):
+    """Statements whose plausibility is wanted."""
+
+    model: ModelId
+    statements: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
+
+
 async def embeddings(request: Request) -> Response:
     """Vectors of texts, by a tuned retriever."""
     body = await read_body(request, AskEmbeddings, keeper_of(request).config)
     texts = [body.input] if isinstance(body.input, str) else body.input
-    asked = {"texts": texts, "side": body.side}
-    (answer,) = [one async for one in _asked(request, body.model, asked, last="vectors")]
+    answer = await _asked_once(request, body.model, {"texts": texts, "side": body.side})
     data = [
         {"object": "embedding", "index": index, "embedding": _vector(values, body.encoding_format)}
         for index, values in enumerate(answer["vectors"])
@@ -89,6 +99,13 @@ def _vector(values: list[float], form: str) -> list[float] | str:
     if form == "float":
         return values
     return base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
+
+
+async def score(request: Request) -> Response:
+    """How plausible statements are, 0 to 1, by a tuned verifier."""
+    body = await read_body(request, AskScores, keeper_of(request).config)
+    answer = await _asked_once(request, body.model, {"statements": body.statements})
+    return JSONResponse({"model": body.model, "scores": answer["scores"]})
 
 
 async def completions(request: Request) -> Response:
@@ -111,7 +128,13 @@ async def _answer(request: Request, body: AskText, begun: dict[str, Any], most: 
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     seed = secrets.randbelow(2**31) if body.seed is None else body.seed
     asked = {**begun, "max_tokens": most, "temperature": body.temperature}
-    pieces = _asked(request, body.model, {**asked, "seed": seed, "stop": stop}, last="finish")
+    asked |= {"seed": seed, "stop": stop}
+    if _task_of(request, body.model) in READERS:
+        pieces = _read(request, body, asked)
+    elif body.contexts is None:
+        pieces = _asked(request, body.model, asked, last="finish")
+    else:
+        raise Refusal(400, f"{body.model} reads no contexts. Leave them out.", param="contexts")
     head = _head(body.model, is_chat=is_chat, is_stream=body.stream)
     if body.stream:
         first = await anext(pieces)  # a refusal is an answer of its own, before the stream begins
@@ -170,20 +193,53 @@ async def _streamed(
     yield "data: [DONE]\n\n"
 
 
+async def _read(
+    request: Request, body: AskText, asked: dict[str, Any]
+) -> AsyncGenerator[dict[str, Any]]:
+    """A reader's answer to a prompt, or to the last message of the user, in one piece."""
+    messages = cast("list[dict[str, str]]", asked.pop("messages", []))
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    question = asked.pop("prompt", None) or (said[-1] if said else "")
+    asked |= {"question": question, "contexts": body.contexts or []}
+    answer = await _asked_once(request, body.model, asked)
+    yield {"text": answer["text"]}
+    yield {"finish": "stop", "prompt_tokens": answer["prompt_tokens"], "tokens": answer["tokens"]}
+
+
 async def _asked(
     request: Request, model: str, question: dict[str, Any], *, last: str
 ) -> AsyncGenerator[dict[str, Any]]:
-    """What the model's worker answers. Refusal."""
-    keeper, client = keeper_of(request), client_of(request)
-    job = keeper.index.job_of_model(model)
-    if job is None or not client.sees(job["lathe"]["owner"]):
-        text = f"The model {shown(model)} is none that was tuned here, or is not yours."
-        raise Refusal(404, text, param="model", code="model_not_found")
-    workers = cast("Workers", request.app.state.workers)
-    try:
-        worker = await workers.of(keeper.folder.base.run(job["lathe"]["exp_id"]).path)
+    """What the model's worker answers, piece by piece. Refusal."""
+    run = _run_of(request, model)
+    with _refusals(model):
+        worker = await cast("Workers", request.app.state.workers).of(run)
         async for answer in worker.ask(question, last=last):
             yield answer
+
+
+async def _asked_once(request: Request, model: str, question: dict[str, Any]) -> dict[str, Any]:
+    """The model's answer to a question that has one. Refusal."""
+    run = _run_of(request, model)
+    with _refusals(model):
+        worker = await cast("Workers", request.app.state.workers).of(run)
+        return await worker.ask_once(question)
+
+
+def _task_of(request: Request, model: str) -> str:
+    return keeper_of(request).index.experiment(_run_of(request, model).name).get("task", "")
+
+
+def _run_of(request: Request, model: str) -> Path:
+    """The run folder of a tuned model that this client sees. Refusal."""
+    keeper = keeper_of(request)
+    return keeper.folder.base.run(tuned_job(request, model)["lathe"]["exp_id"]).path
+
+
+@contextmanager
+def _refusals(model: str) -> Generator[None]:
+    """What goes wrong at a worker, as a Refusal."""
+    try:
+        yield
     except Overloaded:
         text = "As many models or requests as there may be are at work. Ask again."
         raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=5) from None
@@ -195,4 +251,5 @@ ROUTES = [
     Route("/v1/embeddings", embeddings, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/lathe/v1/score", score, methods=["POST"]),
 ]

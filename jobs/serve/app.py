@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -193,6 +194,21 @@ def make_keeper(base: Path, config: offers.ServiceConfig, send: Send, every_s: f
     return Keeper(folder, config, send, every_s)
 
 
+def check_tls(cert: Path | None, key: Path | None) -> None:
+    """Return when the files of a certificate and of its key go together, or there are none.
+    ConfigError.
+    """
+    if cert is None and key is None:
+        return
+    if cert is None or key is None:
+        raise ConfigError("--tls_cert and --tls_key: give both, or none.")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
+    except OSError as error:  # an SSLError is one
+        reason = error.strerror or "want PEM files that belong together"
+        raise ConfigError(f"--tls_cert {cert}, --tls_key {key}: {reason}. Give others.") from None
+
+
 @guarded
 def serve(
     savedir_base: Base,
@@ -216,8 +232,7 @@ def serve(
     """A fine-tuning service over the run folders of a savedir_base, for OpenAI's clients."""
     check_base(savedir_base)
     config = offers.read(service_config)
-    if (tls_cert is None) != (tls_key is None):
-        raise ConfigError("--tls_cert and --tls_key: give both, or none.")
+    check_tls(tls_cert, tls_key)
     entrance = gate(
         host=host,
         port=port,

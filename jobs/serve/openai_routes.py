@@ -28,6 +28,7 @@ from jobs.serve.requests import (
     page_asked,
     read_body,
     shown,
+    tuned_job,
     writer_of,
 )
 from jobs.serve.tickets import (
@@ -393,15 +394,6 @@ def delete_model(request: Request) -> Response:
                 os.rename(run.path / part, aside / part)
     keeper.look(job["id"])
     return JSONResponse({"id": name, "object": "model", "deleted": True})
-
-
-def tuned_job(request: Request, name: str) -> dict[str, Any]:
-    """The job that made a model which this client sees. Refusal for any other name."""
-    job = keeper_of(request).index.job_of_model(name)
-    if job is None or not client_of(request).sees(job["lathe"]["owner"]):
-        text = f"The model {shown(name)} does not exist, or is not yours."
-        raise Refusal(404, text, param="model", code="model_not_found")
-    return job
 
 
 def _tuned(job: dict[str, Any]) -> dict[str, Any]:

@@ -291,3 +291,12 @@ def writer_of(request: Request) -> Client:
     if client.role == "read":
         raise Refusal(403, f"{client.name} may only read. Use a token of the role run or admin.")
     return client
+
+
+def tuned_job(request: Request, name: str) -> dict[str, Any]:
+    """The job that made a model which this client sees. Refusal for any other name."""
+    job = keeper_of(request).index.job_of_model(name)
+    if job is None or not client_of(request).sees(job["lathe"]["owner"]):
+        text = f"The model {shown(name)} does not exist, or is not yours."
+        raise Refusal(404, text, param="model", code="model_not_found")
+    return job

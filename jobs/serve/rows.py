@@ -261,8 +261,40 @@ def _document_problems(row: Row) -> Iterator[tuple[str, str]]:
     yield from _texts(row, "document", "summary")
 
 
+def _label(row: Row) -> str | None:
+    """ "true" or "false", of a label that says so; None for any other."""
+    text = str(row["label"]).strip().lower()
+    return {"true": "true", "1": "true", "false": "false", "0": "false"}.get(text)
+
+
+def _statement_problems(row: Row) -> Iterator[tuple[str, str]]:
+    yield from _texts(row, "statement")
+    if _label(row) is None:
+        yield f"label={_shown(row['label'])}", "label as true or false"
+
+
+def _statement_row(row: Row, number: int) -> Row:
+    return {"statement": row["statement"], "label": _label(row)}
+
+
+def _group_problems(row: Row) -> Iterator[tuple[str, str]]:
+    yield from _lists(row, "golds", "distractors")
+    if len(_as_list(row["golds"])) > 1:
+        yield f"{len(_as_list(row['golds']))} golds", "one gold"
+
+
+def _group_row(row: Row, number: int) -> Row:
+    return {name: _as_list(row[name]) for name in ("golds", "distractors")}
+
+
 def _as_it_is(row: Row, number: int) -> Row:
     return row
+
+
+def _verifier(*boolean: str) -> dict[str, dict[str, Any]]:
+    """What makes vera read its rows as one task of our own."""
+    names = {"train_tasks": ["statements"], "valid_tasks": ["statements"], "test_tasks": []}
+    return {"vera": {"source": "files", **names, "boolean": list(boolean)}}
 
 
 # The first whose keys a row has counts.
@@ -309,6 +341,13 @@ KINDS: dict[str, Kind] = {
             }
         },
     ),
+    "statement": Kind(
+        ("statement", "label"),
+        _statement_problems,
+        _statement_row,
+        _verifier("statements"),
+    ),
+    "group": Kind(("golds", "distractors"), _group_problems, _group_row, _verifier()),
     "text": Kind(
         ("text",),
         _text_problems,

@@ -14,10 +14,17 @@ from trainer.commands.answer import _unsure
 
 # A worker that says how often its process was asked; "end" ends it, "mute" says nothing more.
 STANDIN = """
-import json, sys, time
+import json, os, sys, time
 print(json.dumps({"ready": True}), flush=True)
 for number, line in enumerate(sys.stdin):
-    asked = json.loads(line)["prompt"]
+    asked = json.loads(line)
+    if "many" in asked:
+        while any(one["text"] == "slow" for one in asked["many"]) and not os.path.exists("go"):
+            time.sleep(0.01)
+        told = [{"error": "bad"} if one["text"] == "bad" else {**one, "line": number} for one in asked["many"]]
+        print(json.dumps({"many": told}), flush=True)
+        continue
+    asked = asked["prompt"]
     if asked == "end":
         sys.exit(1)
     while asked == "mute":
@@ -68,6 +75,28 @@ def test_a_worker_that_ends_or_is_stuck_is_replaced_for_the_next_request(
         return numbers
 
     assert asyncio.run(story()) == [0, 1, 0, 0, 0]
+
+
+def test_what_waits_is_asked_together_and_each_gets_its_own_answer(standin: Path) -> None:
+    async def story() -> None:
+        worker = Worker(standin, standin)
+        first = asyncio.create_task(worker.ask_once({"text": "slow"}))
+        while worker._together or not worker._turn.locked():
+            await asyncio.sleep(0.01)
+        texts = ["a", "bad", "b", "left"]
+        rest = [asyncio.create_task(worker.ask_once({"text": text})) for text in texts]
+        await asyncio.sleep(0)
+        rest[3].cancel()  # a client that leaves
+        (standin / "go").touch()
+        found = await asyncio.gather(first, *rest, return_exceptions=True)
+        assert found[0] == {"text": "slow", "line": 0}
+        assert [found[1], found[3]] == [{"text": text, "line": 1} for text in "ab"]
+        assert isinstance(found[2], CannotAnswer)
+        assert isinstance(found[4], asyncio.CancelledError)
+        assert not worker.is_busy
+        await worker.stop()
+
+    asyncio.run(story())
 
 
 def test_the_least_recently_asked_model_makes_room_and_a_busy_one_does_not(standin: Path) -> None:

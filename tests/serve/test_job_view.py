@@ -158,6 +158,8 @@ KINDS = {
     "triple": {"query": "a", "positive": ["b"], "negative": "c"},
     "question": {"question": "a", "contexts": ["b"], "answers": "c"},
     "document": {"document": "a", "summary": "b"},
+    "statement": {"statement": "a", "label": False},
+    "group": {"golds": "a", "distractors": ["b", "c"]},
 }
 
 
@@ -185,6 +187,8 @@ def test_rows_of_every_kind_are_known_and_written_as_their_tasks_read_them(
             "contexts": ["b"],
             "ctxs": [{"title": "", "text": "b"}],
         },
+        "statement": {"statement": "a", "label": "false"},
+        "group": {"golds": ["a"], "distractors": ["b", "c"]},
     }
     assert json.loads(line) == wanted.get(kind, KINDS[kind])
 

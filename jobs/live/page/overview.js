@@ -91,10 +91,10 @@ export class Overview {
   }
 
   drawHead(scores) {
-    const key = scores.join("\n") + this.sort.value;
+    const columns = scores.join("\n"), key = columns + this.sort.value;
     if (key === this.headKey) return;
-    this.headKey = key;
-    this.rows.clear();
+    if (columns !== this.columns) this.rows.clear();
+    Object.assign(this, { columns, headKey: key });
     const sortable = (name, by, kind) => h("th", { scope: "col", class: kind, "aria-sort": this.sort.value === by ? "other" : null },
       h("button", { type: "button", onclick: () => { this.sort.value = by; this.draw(); } }, clean(name)));
     this.head.replaceChildren(h("th", { scope: "col" }, h("span", { class: "hidden" }, "Chosen")),
