@@ -38,6 +38,7 @@ class Fort:
     tokens: dict[str, str]
     file_id: str
     job_id: str
+    run_id: str = ""
 
     def ask(
         self, method: str, path: str, *, who: str | None = "anna", **options: Any
@@ -104,7 +105,12 @@ def fort(tmp_path_factory: pytest.TempPathFactory) -> Fort:
     body = {"model": "tiny-chat", "training_file": here.file_id, "seed": 1}
     status, job, _ = here.ask("POST", "/v1/fine_tuning/jobs", json=body)
     assert status == 200, job
-    here.job_id = job["id"]
+    here.job_id, here.run_id = job["id"], job["lathe"]["exp_id"]
+    ran = keeper.folder.base.run(here.run_id)
+    ran.path.mkdir()
+    for file, values in ((ran.exp_dict, {"task": "causal_lm"}), (ran.status, {"state": "failed"})):
+        file.write_text(json.dumps(values))
+    keeper.turn()
     return here
 
 
@@ -291,6 +297,19 @@ OTHERS: list[tuple[str, str, str, dict[str, Any], int]] = [
     ("adam", "POST", ASK, {"json": {}}, 400),
     ("adam", "GET", "/lathe/v1/runs/..%2f..", {}, 404),
     ("adam", "GET", "/lathe/v1/runs/" + "0" * 32 + "/logs", {}, 404),
+    ("ben", "GET", "/lathe/v1/runs/RUN_ID/curves", {}, 404),
+    ("ben", "GET", "/lathe/v1/runs/RUN_ID/answers", {}, 404),
+    ("ben", "GET", "/lathe/v1/differences?runs=RUN_ID", {}, 404),
+    ("ben", "GET", "/lathe/v1/stream?watch=RUN_ID:0.0", {}, 404),
+    ("anna", "GET", "/lathe/v1/runs/RUN_ID/curves", {}, 200),
+    ("anna", "GET", "/lathe/v1/runs/RUN_ID/answers?step=-1", {}, 400),
+    ("anna", "GET", "/lathe/v1/stream?since=1%20or%201", {}, 400),
+    ("anna", "GET", "/lathe/v1/stream?watch=RUN_ID:0.0/../x", {}, 400),
+    ("anna", "GET", "/lathe/v1/stream?watch=..%2f..:0.0", {}, 404),
+    ("anna", "GET", "/lathe/v1/differences?runs=" + "RUN_ID," * 13, {}, 400),
+    ("anna", "GET", "/live/..%2f..%2f..%2fservice.py", {}, 404),
+    ("anna", "GET", "/live/routes.py", {}, 404),
+    ("ben", "POST", "/lathe/v1/score", {"json": {"model": "ft:x", "statements": ["a"]}}, 404),
     ("rita", "GET", f"{JOBS}/JOB_ID", {}, 200),
     ("adam", "GET", "/v1/files/FILE_ID/content", {}, 200),
     ("anna", "GET", f"{JOBS}/JOB_ID", {}, 200),
@@ -303,6 +322,7 @@ def test_a_token_reaches_what_its_role_and_its_owner_allow(
 ) -> None:
     before = fort.files()
     path = path.replace("FILE_ID", fort.file_id).replace("JOB_ID", fort.job_id)
+    path = path.replace("RUN_ID", fort.run_id)
     status, answer, _ = fort.ask(method, path, who=who, **_filled(options, fort))
     assert status == wanted, answer
     assert fort.files() == before

@@ -4,6 +4,7 @@ from tests.mutants.fault import Fault
 
 VIEW = "tests/serve/test_job_view.py"
 HOSTILE = "tests/serve/test_hostile_requests.py"
+STREAM = "tests/serve/test_live_stream.py"
 
 FAULTS = [
     Fault(
@@ -54,5 +55,47 @@ FAULTS = [
         "    if False:\n",
         why="half of an upload is kept as a file",
         tests=HOSTILE,
+    ),
+    Fault(
+        "jobs/live/stream.py",
+        "            self.since = tick\n",
+        "            pass\n",
+        why="pages are sent every line every second",
+        tests=STREAM,
+    ),
+    Fault(
+        "jobs/live/series.py",
+        "is_other = facts.st_ino != place.file or facts.st_size < place.end",
+        "is_other = facts.st_size < place.end",
+        why="the curves of a run that resumed have steps that it took back",
+        tests=STREAM,
+    ),
+    Fault(
+        "jobs/live/runs.py",
+        "row.exp_id not in names",
+        "False",
+        why="nothing tells the runs of a group apart on the page",
+        tests=STREAM,
+    ),
+    Fault(
+        "jobs/serve/index.py",
+        'whose, values = ("", []) if owner is None else ("where owner = ?", [owner])',
+        'whose, values = "", []\n        owner = None',
+        why="the page shows a token what others run",
+        tests=STREAM,
+    ),
+    Fault(
+        "jobs/record/patience.py",
+        "is_known = last is not None and set(ids) <= set(last.ids)",
+        "is_known = last is not None",
+        why="a job of which a slow scheduler has said nothing yet counts as lost",
+        tests="tests/serve/test_patience.py",
+    ),
+    Fault(
+        "jobs/answers/workers.py",
+        "            if waiting.done():\n                continue\n",
+        "",
+        why="a client that leaves takes the answers of the others with it",
+        tests="tests/serve/test_answers.py",
     ),
 ]
