@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,12 +19,15 @@ from typing import Any, TypeVar
 
 import pytest
 import uvicorn
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
+from jobs.code.snapshot import Snapshot, take
+from jobs.record.paths import BaseFolder
 from jobs.serve import offers
 from jobs.serve.access import Gate, add_token, gate
 from jobs.serve.app import Server, make_app, make_keeper
 from jobs.serve.keeper import Keeper, Send
+from jobs.submit import prepare
 from tests.jobs.conftest import queue, wait_until
 
 __all__ = ["queue", "wait_until"]
@@ -128,12 +135,22 @@ class Service:
     def client(self, token: str = "none", **options: Any) -> OpenAI:
         """OpenAI's own client, which accepts nothing but its own types."""
         options = {"max_retries": 0, "timeout": 400, **options}
+        # no certificate is looked at, and the system's are not read for each client
+        options.setdefault("http_client", DefaultHttpxClient(verify=False))
         return OpenAI(
             base_url=f"{self.url}/v1",
             api_key=token,
             _strict_response_validation=True,
             **options,
         )
+
+
+@functools.cache
+def our_code() -> Snapshot:
+    """The project, stored once for all services whose trainings are stand-ins."""
+    folder = Path(tempfile.mkdtemp(prefix="lathe-code-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return take(prepare.PROJECT, BaseFolder(folder), allow_dirty=True)
 
 
 @contextmanager
@@ -150,6 +167,8 @@ def serving(
     send = Send("local", python_binary=str(python or ""), allow_dirty=True)
     base.mkdir(parents=True, exist_ok=True)
     keeper = make_keeper(base, config, send, every_s=0.1)
+    if python is not None:  # a stand-in runs no code of ours
+        keeper.snapshot = our_code()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         entrance = gate(

@@ -91,11 +91,4 @@ FAULTS = [
         why="a job of which a slow scheduler has said nothing yet counts as lost",
         tests="tests/serve/test_patience.py",
     ),
-    Fault(
-        "jobs/answers/workers.py",
-        "            if waiting.done():\n                continue\n",
-        "",
-        why="a client that leaves takes the answers of the others with it",
-        tests="tests/serve/test_answers.py",
-    ),
 ]
