@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -46,6 +50,14 @@ MAX_TAIL = 2000  # lines of a log
 CODE_KEYS = ("trust_remote_code", "auto_map", "custom_pipelines")
 MEMORY_PLAN = "memory_plan.json"
 GROUP_OF_REQUESTS = "service_experiments"
+GROUPS_FILE = """import json
+from pathlib import Path
+
+EXP_GROUPS = json.loads(Path(__file__).with_suffix(".json").read_text())
+"""
+DRY_RUN_S = 600.0
+MAX_TOLD = 100_000  # letters of a dry run
+ONE_DRY_RUN = threading.Lock()
 
 
 class AskExperiment(Body):
@@ -55,7 +67,7 @@ class AskExperiment(Body):
     group: Annotated[str, Field(max_length=128)] | None = None
     steps: Annotated[int, Field(ge=1)] | None = None
     data_path: Annotated[str, Field(max_length=4096)] | None = None
-    action: Literal["plan", "submit"] = "plan"
+    action: Literal["plan", "dry_run", "submit"] = "plan"
 
 
 def list_status(request: Request) -> Response:
@@ -157,7 +169,9 @@ def reconcile(request: Request) -> Response:
 
 
 async def ask_experiments(request: Request) -> Response:
-    """Plan or submit an experiment's dictionary, or a group of the repository."""
+    """Plan, try without training (dry_run) or submit an experiment's dictionary, or a group of the
+    repository.
+    """
     keeper = keeper_of(request)
     _refuse_others(request)
     body = await read_body(request, AskExperiment, keeper.config)
@@ -184,12 +198,42 @@ def _plan_or_submit(keeper: Keeper, body: AskExperiment) -> Response:
     flags = {"cache_dir": str(keeper.folder.cache)}
     if body.data_path is not None:
         flags["data_path"] = body.data_path
+    if body.action == "dry_run":
+        return _dry_run(keeper, experiments, flags)
     group = body.group or GROUP_OF_REQUESTS
     job = prepare.job_config(group, None, keeper.send.python_binary)
     is_plan = body.action == "plan"
     request = keeper.request(experiments, group, job, flags, is_plan=is_plan)
     act = group_of_jobs.preview if is_plan else group_of_jobs.submit
     return _results(act(request))
+
+
+def _dry_run(keeper: Keeper, experiments: list[dict[str, Any]], flags: dict[str, str]) -> Response:
+    """What `trainval.py --dry_run` says, and its exit code: torch is in its process alone."""
+    if not ONE_DRY_RUN.acquire(blocking=False):
+        raise Refusal(429, "Another dry run is being made. Ask again.", retry_after_s=10)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "groups.py"
+            file.write_text(GROUPS_FILE)
+            file.with_suffix(".json").write_text(json.dumps({GROUP_OF_REQUESTS: experiments}))
+            words = ["-e", GROUP_OF_REQUESTS, "--exp_configs", str(file), "--dry_run"]
+            words += ["-sb", str(keeper.folder.base.path)]
+            words += [f"--{name}={value}" for name, value in flags.items()]
+            done = subprocess.run(
+                [sys.executable, str(prepare.PROJECT / "trainval.py"), *words],
+                cwd=prepare.PROJECT,
+                capture_output=True,
+                text=True,
+                timeout=DRY_RUN_S,
+            )
+    except subprocess.TimeoutExpired:
+        text = f"The dry run took more than {DRY_RUN_S:.0f} s. Run trainval.py --dry_run by hand."
+        raise Refusal(504, text) from None
+    finally:
+        ONE_DRY_RUN.release()
+    told = {"code": done.returncode, "text": done.stdout[-MAX_TOLD:]}
+    return JSONResponse({**told, "error": done.stderr[-MAX_TOLD:] if done.returncode else None})
 
 
 def strange_texts(value: Any, roots: list[str], place: str = "") -> Iterator[str]:

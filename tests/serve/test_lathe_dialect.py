@@ -106,6 +106,20 @@ def test_a_group_is_planned_submitted_and_shown(world: Any) -> None:
     assert (again["action"], again["text"]) == ("skip", "it is done")
 
 
+@pytest.mark.long
+def test_a_dry_run_says_what_trainval_says(world: Any) -> None:
+    running, here, _ = world
+    folders = {path.name for path in running.base.iterdir()}
+    ask = {"group": "causal_lm_tiny", "steps": 30, "action": "dry_run"}
+    good = here.post("/lathe/v1/experiments", json=ask).json()
+    assert (good["code"], good["error"]) == (0, None), good
+    assert '"steps": 30' in good["text"]
+    bad = here.post("/lathe/v1/experiments", json={**ask, "steps": 1}).json()
+    assert bad["code"] == 2
+    assert "warmup_steps" in bad["error"]
+    assert {path.name for path in running.base.iterdir()} == folders
+
+
 def test_the_backend_is_looked_at_and_the_dialect_describes_itself(world: Any) -> None:
     _, here, _ = world
     assert {finding["name"] for finding in here.get("/lathe/v1/doctor").json()} >= {"queue"}
