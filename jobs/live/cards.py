@@ -51,6 +51,11 @@ def run_card(row: Row, folder: RunFolder, experiment: Mapping[str, Any]) -> dict
 def job_card(body: Mapping[str, Any]) -> dict[str, Any]:
     """A job of a client in a line, of the object that its dialect shows."""
     ours = cast("dict[str, Any]", body["lathe"])
+    used = cast("dict[str, Any]", body["hyperparameters"])
+    numbers = (
+        f"{used['n_epochs']} epochs, batch {used['batch_size']}, "
+        f"lr ×{used['learning_rate_multiplier']:g}, seed {body['seed']}"
+    )
     error = cast("dict[str, Any]", body["error"] or {})
     return {
         "id": body["id"],
@@ -58,6 +63,7 @@ def job_card(body: Mapping[str, Any]) -> dict[str, Any]:
         "model": body["model"],
         "tuned": body["fine_tuned_model"],
         "suffix": ours["suffix"],
+        "numbers": numbers,  # what a request fills in: it tells a model's jobs apart
         "status": body["status"],
         "is_paused": ours["is_paused"],
         "owner": ours["owner"],

@@ -42,7 +42,7 @@ export class Board {
   line(run) {
     const job = this.jobOfRun.get(run.id);
     const own = job ? `${job.model}${job.suffix ? " · " + job.suffix : ""}` : "";
-    return { ...run, job, label: own || run.name || run.task || "run", owner: job?.owner ?? "" };
+    return { ...run, job, label: own || run.name || run.task || "run", differs: job?.numbers ?? "", owner: job?.owner ?? "" };
   }
 
   waiting(job) {
@@ -50,7 +50,7 @@ export class Board {
     const created = new Date(job.created * 1000).toISOString();
     return { id: job.run, group: "service", task: "", state, reason: job.error, metrics: {}, scores: {}, step: null,
       attempts: 0, gpu_hours: 0, created, job, label: `${job.model}${job.suffix ? " · " + job.suffix : ""}`,
-      owner: job.owner, isWaiting: true };
+      differs: job.numbers, owner: job.owner, isWaiting: true };
   }
 }
 

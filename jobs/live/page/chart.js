@@ -2,7 +2,7 @@
 
 import { clean, duration, h, number, svg } from "./dom.js";
 
-const WIDTH = 460, HEIGHT = 190, LEFT = 46, RIGHT = 10, TOP = 10, BOTTOM = 22;
+const WIDTH = 460, HEIGHT = 190, LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 22;
 const LOG_FROM = 40;
 export const MOST_POINTS = 1200;
 

@@ -112,7 +112,8 @@ export class Overview {
     box.checked = this.chosen.has(line.id);
     const title = line.isWaiting ? h("span", {}, clean(line.label)) : h("a", { href: `#/run/${line.id}` }, clean(line.label));
     const node = h("tr", {}, h("td", {}, line.isWaiting ? "" : box),
-      h("td", { class: "text", title: clean(line.label) }, title, h("span", { class: "soft mono under" }, `${line.id.slice(0, 8)}${line.owner && line.owner !== "local" ? ` of ${clean(line.owner)}` : ""}`)),
+      h("td", { class: "text", title: clean(line.label) }, title, h("span", { class: "soft small under" }, h("span", { class: "mono" }, line.id.slice(0, 8)),
+          [line.differs, line.owner && line.owner !== "local" ? `of ${line.owner}` : ""].filter(Boolean).map(word => ` · ${clean(word)}`))),
       h("td", { class: "text", title: clean(line.group) }, line.group ? clean(line.group) : h("span", { class: "soft" }, "by hand")),
       h("td", { class: `pill s-${line.state}`, title: clean(line.unseen ?? line.reason) }, line.job?.is_paused ? "paused" : line.state + (line.unseen ? "?" : "")),
       h("td", {}, progress(line)), h("td", { class: "num" }, number(line.metrics.loss)),
@@ -144,7 +145,7 @@ export class Overview {
 }
 
 const field = (label, node) => h("label", { for: node.id }, h("span", { class: "soft small" }, label), node);
-const textOf = line => `${line.label} ${line.id} ${line.group} ${line.task} ${line.state} ${line.host ?? ""} ${line.reason ?? ""} ${line.owner} ${line.job?.id ?? ""}`.toLowerCase();
+const textOf = line => `${line.label} ${line.id} ${line.group} ${line.task} ${line.state} ${line.host ?? ""} ${line.reason ?? ""} ${line.owner} ${line.differs} ${line.job?.id ?? ""}`.toLowerCase();
 
 function options(select, pairs, wanted) {
   const key = JSON.stringify(pairs);

@@ -110,7 +110,7 @@ export class Run {
     Object.assign(this, { key, line });
     this.title.replaceChildren(clean(line.label), h("span", { class: `pill dot s-${line.state}` }, h("span", {}, line.job?.is_paused ? "paused" : line.state)));
     const rate = Object.entries(line.metrics).filter(([name]) => name.endsWith("_per_s"));
-    const words = [line.group ? `group ${line.group}` : "started by hand", line.task, line.job ? `job ${line.job.id}` : null, `id ${line.id}`,
+    const words = [line.group ? `group ${line.group}` : "started by hand", line.task, line.job ? `job ${line.job.id}` : null, line.differs, `id ${line.id}`,
       line.host, line.backend ? `${line.backend} ${line.backend_id ?? ""}` : null, line.eta_s ? `${duration(line.eta_s)} left` : null,
       ...rate.map(([name, value]) => `${number(value)} ${name.replace("_per_s", "/s")}`),
       line.metrics.mfu ? `MFU ${(100 * line.metrics.mfu).toFixed(1)} %` : null, line.metrics.step_s ? `${number(line.metrics.step_s)} s a step` : null,
