@@ -191,6 +191,7 @@ def test_everything_of_a_run_is_shown(browser: Browser, world: Service) -> None:
 
 def test_what_a_run_says_is_never_a_script(browser: Browser, world: Service) -> None:
     name = exp_id(experiment(HOSTILE, 9))
+    browser.complaints()  # of the tests before
     opened(browser, world)
     browser.until("return document.body.innerText.includes('onerror')")
     opened(browser, world, f"/run/{name}")
@@ -340,6 +341,7 @@ def test_axe_finds_nothing_wrong_in_light_or_dark(
 @pytest.mark.long
 def test_a_real_training_is_watched_in_light_and_dark(browser: Browser, tmp_path: Path) -> None:
     """LATHE_SHOTS names a folder for the pictures."""
+    browser.complaints()  # of the tests before
     shots = Path(os.environ.get("LATHE_SHOTS", tmp_path))
     with own_queue(tmp_path / "queue"), serving(tmp_path / "base") as real:
         client = real.client()
