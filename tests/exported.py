@@ -7,13 +7,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.contract.runs import from_folder
+from tests.facts import LLAMA, TINY_T5, experiment
 from tests.families import runs
 from trainer import tasks
 from trainer.data.padding import pad_right
@@ -26,6 +28,35 @@ PASSAGES = [
     {"title": "Ada", "text": "Ada keeps the red key in the cellar."},
     {"title": "attic", "text": "The attic is empty."},
 ]
+SHORT = {"steps": 2, "eval_every": 2, "save_every": 2, "best": None}
+NAMES = ("cross_attention", "rotary", "causal_lm", "summariser", "fid", "retriever", "vera")
+LIMIT = {"query_tokens": 32, "passage_tokens": 32}  # sentence-transformers knows one for both
+ADAPTED = (  # with LoRA, whose base is a folder
+    "cross_attention with adapters",
+    "causal_lm with adapters",
+    "fid with adapters",
+    "vera with adapters",
+)
+
+
+def values_of(name: str, folder: Path) -> dict[str, Any]:
+    """The experiment that is called so, on the facts in `folder`."""
+    if name in ADAPTED:
+        values = values_of(name.partition(" ")[0], folder)
+        lora = {"r": 4, "targets": "all-linear"}
+        return from_folder({**values, "lora": lora}, folder / "bases")
+    task = "cross_attention" if name == "rotary" else name
+    own: dict[str, Any] = {"train": SHORT, "optim": {"lr": 1e-3}}
+    if name == "rotary":
+        own |= {"base": LLAMA, "data": {"template": "plain", "chunked": True}}
+        own |= {"layers": {"stride": 1}}
+    if name == "fid":
+        own |= {"base": {**TINY_T5, "seed": 3}}
+    if name == "summariser":
+        own |= {"generation": {"min_tokens": 4, "num_beams": 2, "no_repeat_ngram": 2}}
+    if name == "retriever":
+        own |= {"data": LIMIT}
+    return experiment(task, folder, **own)
 
 
 def trained(
@@ -94,6 +125,23 @@ def said(task: Any, model: Any) -> str | None:
     with torch.no_grad():
         found = task.answers(model, encoded, [{**row, "answers": []} for row in asked])
     return "".join(f"{text}\n" for text in found.predictions)
+
+
+def both(
+    exports: Mapping[str, tuple[dict[str, Any], Path]], folder: Path, place: Path
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """By name, of (experiment, exported folder): what we make of an input, with what the card's
+    first program has to print as "said", and what strangers make of it.
+    """
+    own: dict[str, dict[str, Any]] = {}
+    asked_of: dict[str, Any] = {}
+    for name, (values, export) in exports.items():
+        task, model = loaded(values, folder, export)
+        given = asked(task)
+        own[name] = ours(task, model, given) | {"said": said(task, model)}
+        asked_of[name] = (values["task"], export, given)
+    theirs = told(asked_of, place)
+    return {name: (own[name], theirs[name]) for name in own}
 
 
 # Inputs

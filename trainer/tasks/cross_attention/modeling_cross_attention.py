@@ -13,6 +13,7 @@ Source of the arithmetic: XC-Cache (ServiceNow), as published for each family of
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -410,6 +411,8 @@ def _base_of(name: Any, config: Any, hub: dict[str, Any], how: dict[str, Any]) -
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.base["seed"])
             base = AutoModelForCausalLM.from_config(config.get_text_config())
+    elif config.base == _WITHIN and os.path.isdir(name):  # with subfolder, adapters would be sought
+        base = AutoModelForCausalLM.from_pretrained(os.path.join(name, "base"), **how)
     elif config.base == _WITHIN:
         base = AutoModelForCausalLM.from_pretrained(name, subfolder="base", **hub, **how)
     else:
