@@ -73,6 +73,8 @@ def fid(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
 def retriever(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
     from sentence_transformers import SentenceTransformer
 
+    if not Path(folder, "modules.json").is_file():
+        return {}
     model = SentenceTransformer(folder, device="cpu")
     how = {"convert_to_tensor": True}
     return {
@@ -89,16 +91,22 @@ def vera(folder: str, asked: dict[str, Any]) -> dict[str, Any]:
     return {"scores": torch.tensor(scorer(asked["texts"]))}
 
 
-def shown(folder: Path) -> list[str]:
-    """What each program of a card prints, run in its folder."""
+def shown(folder: Path) -> dict[str, Any]:
+    """What each program of a card prints, run in its folder; of a retriever's last one "plain",
+    the vectors of its query and its passage.
+    """
     (part,) = PROGRAM.findall((folder / "README.md").read_text())
     printed: list[str] = []
+    names: dict[str, Any] = {}
     os.chdir(folder)
     for code in CODE.findall(part):
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            exec(compile(code, f"{folder.name}'s card", "exec"), {})
+            names: dict[str, Any] = {}
+            exec(compile(code, f"{folder.name}'s card", "exec"), names)
         printed.append(out.getvalue())
-    return printed
+    if isinstance(names.get("queries"), Tensor):
+        return {"shown": printed, "plain": torch.cat([names["queries"], names["passages"]])}
+    return {"shown": printed}
 
 
 def main(folder: Path) -> None:
@@ -109,7 +117,7 @@ def main(folder: Path) -> None:
         place, task = Path(one.pop("folder")), one.pop("task")
         with torch.no_grad():
             found: dict[str, Tensor] = globals()[task](str(place), one)
-        told[name] = {**found, "shown": shown(place)}
+        told[name] = {**found, **shown(place)}
     torch.save(told, folder / "told.pt")
 
 

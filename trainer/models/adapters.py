@@ -351,7 +351,13 @@ def loading(kind: str, folder: Path) -> str:
     if not are_in(folder):
         return f"model = {kind}.from_pretrained(FOLDER).eval()"
     base = json.loads((folder / ADAPTER).read_text())["base_model_name_or_path"]
-    return (
-        f"from peft import PeftModel\n\nbase = {kind}.from_pretrained({base!r})\n"
-        "model = PeftModel.from_pretrained(base, FOLDER).merge_and_unload().eval()"
-    )
+    lines = [
+        "from peft import PeftModel",
+        "",
+        f"base = {kind}.from_pretrained({base!r})",
+        "model = PeftModel.from_pretrained(base, FOLDER).merge_and_unload().eval()",
+    ]
+    if (folder / "generation_config.json").is_file():
+        lines[:1] = ["from peft import PeftModel", "from transformers import GenerationConfig"]
+        lines.append("model.generation_config = GenerationConfig.from_pretrained(FOLDER)")
+    return "\n".join(lines)

@@ -275,6 +275,13 @@ def skeleton(base: Base, places: Places, *, kind: Kind = "causal_lm") -> PreTrai
     return model
 
 
+def exported_config(base: Base, places: Places, *, kind: Kind) -> PretrainedConfig:
+    """The config of a base, with the name of the class whose weights are exported."""
+    config = config_of(base, places)
+    config.architectures = [type(skeleton(base, places, kind=kind)).__name__]
+    return config
+
+
 def _body_options(build: Any, kind: Kind) -> dict[str, bool]:
     """A body of BERT's family is built without its own pooler, whose output nobody reads and
     nothing would train.

@@ -132,15 +132,15 @@ class TokenTask(ABC, Generic[C]):
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         weights = self.whole(weights, [self.base_name])
         base, head = _below(weights, self.base_name), _below(weights, "head")
+        config, said = self.exported_config(), self.generation()
         if self.cfg.exports_adapters:
             self.export_adapters(base, folder)
             self.tokenizer.save_pretrained(folder)
         else:
-            config = self.exported_config()
             config.dtype = next(iter(base.values())).dtype
             base_model.export_folder(folder, config, self.tokenizer, base)
-            if said := self.generation():
-                generation_file.write(folder, config, **said)
+        if said:
+            generation_file.write(folder, config, **said)
         if head:
             write_head(folder, head)
 
@@ -168,10 +168,7 @@ class TokenTask(ABC, Generic[C]):
 
     def exported_config(self) -> Any:
         """The config.json of an export, with the name of the class that is trained."""
-        config = base_model.config_of(self.cfg.base, self.places)
-        skeleton = base_model.skeleton(self.cfg.base, self.places, kind=self.kind)
-        config.architectures = [type(skeleton).__name__]
-        return config
+        return base_model.exported_config(self.cfg.base, self.places, kind=self.kind)
 
     def generation(self) -> dict[str, Any]:
         """What generation_config.json of an export says; {}: it has none."""

@@ -35,7 +35,7 @@ def answer(question, passages):
     fused = torch.cat(states, dim=1)  # ... and the decoder reads all of them together
     mask = torch.ones(fused.shape[:2], dtype=torch.long)
     encoded = BaseModelOutput(last_hidden_state=fused)
-    made = model.generate(encoder_outputs=encoded, attention_mask=mask, {most})
+    made = model.generate(encoder_outputs=encoded, attention_mask=mask)
     return tokenizer.decode(made[0], skip_special_tokens=True)
 
 
@@ -68,7 +68,6 @@ def usage(cfg: Config, folder: Path) -> Usage:
     code = _FUSE.format(
         loading=loading("AutoModelForSeq2SeqLM", folder),
         passage_tokens=data.passage_tokens,
-        most=f"max_length={data.answer_tokens}",
     )
     return Usage("transformers", [("Load it, and fuse the passages", code)], limits)
 

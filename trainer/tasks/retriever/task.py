@@ -167,7 +167,9 @@ class Task(TokenTask[Config]):
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         names = [export.QUERY] if self.cfg.encoder.tied else [export.QUERY, export.PASSAGE]
         configs = {
-            side: base_model.config_of(self._side(self.cfg.base, side), self.places)
+            side: base_model.exported_config(
+                self._side(self.cfg.base, side), self.places, kind=self.kind
+            )
             for side in names
         }
         own = {"configs": configs, "tokenizer": self.tokenizer, "fingerprint": self.fingerprint()}

@@ -25,19 +25,18 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 document = "Ada keeps the red key in the cellar. The attic is empty."
 ids = tokenizer({prefix!r} + document, add_special_tokens=False)["input_ids"]
 ids = torch.tensor([ids[:{room}] + [tokenizer.eos_token_id]])
-made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens={most})
+made = model.generate(ids, attention_mask=torch.ones_like(ids))
 print(tokenizer.decode(made[0], skip_special_tokens=True).strip())
 """
 
 
 def usage(cfg: Config, folder: Path) -> Usage:
     """Programs and limits of the export in `folder`."""
-    data, how = cfg.data, cfg.generation
+    data = cfg.data
     code = _WRITE.format(
         loading=loading("AutoModelForSeq2SeqLM", folder),
         prefix=data.prefix,
         room=data.source_tokens - 1,
-        most=how.max_tokens,
     )
     limits = [
         f"Of a document it reads the first {data.source_tokens} tokens, the prefix among them; a "
