@@ -28,7 +28,7 @@ PASSAGES = [
     {"title": "Ada", "text": "Ada keeps the red key in the cellar."},
     {"title": "attic", "text": "The attic is empty."},
 ]
-SHORT = {"steps": 2, "eval_every": 2, "save_every": 2, "best": None}
+SHORT = {"steps": 2, "eval_every": 1, "save_every": 2, "best": None}
 NAMES = ("cross_attention", "rotary", "causal_lm", "summariser", "fid", "retriever", "vera")
 LIMIT = {"query_tokens": 32, "passage_tokens": 32}  # sentence-transformers knows one for both
 ADAPTED = (  # with LoRA, whose base is a folder

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from trainer.config.own_rows import OwnRows
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.causal_lm.chat import ChatTemplate
-from trainer.tasks.causal_lm.chat_rows import chats
+from trainer.tasks.causal_lm.chat_rows import chats, opened
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
 
 TURNS = [
@@ -223,3 +223,29 @@ def test_rows_of_openai_and_of_sharegpt_are_conversations(tmp_path: Path) -> Non
 def test_a_wrong_conversation_is_refused_by_its_line(line: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"train\.jsonl, line 2: {said}"):
         rows(tmp_path, {"messages": TURNS}, line)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (BUILT_IN["chatml"], "<|im_end|>"),
+        (LLAMA_3, "<|eot_id|>"),
+        (MARKED, "<|im_end|>"),
+        (BUILT_IN["plain"], "<|endoftext|>"),
+        ("{{ raise_exception('no') }}", "<|endoftext|>"),
+    ],
+)
+def test_generation_ends_where_a_turn_of_the_assistant_does(template: str, end: str) -> None:
+    made = tokenizer(template)
+    chat = ChatTemplate.of(made, None, None)
+    assert made.convert_ids_to_tokens(chat.turn_end(made.eos_token_id)) == end
+
+
+def test_what_is_to_be_answered_ends_before_the_assistant_speaks() -> None:
+    chat = ChatTemplate.of(tokenizer(BUILT_IN["chatml"]), None, None)
+    asked = {"messages": TURNS[:4]}
+    assert chat.opened(opened({"messages": TURNS}, "here")) == chat.opened(asked)
+    assert chat.opened(asked).endswith("Two?<|im_end|>\n<|im_start|>assistant\n")
+    assert opened({"prompt": "One?"}, "here") == {"messages": [TURNS[1]]}
+    with pytest.raises(DataError, match="here: nobody but the assistant speaks"):
+        opened({"messages": [TURNS[2]]}, "here")

@@ -13,6 +13,7 @@ from tests.mutants.faults import (
     terminal,
     training,
 )
+from tests.mutants.faults import data, exports, jobs, loop, serve, tasks, terminal, training
 
 FAULTS = [
     *loop.FAULTS,
@@ -24,4 +25,5 @@ FAULTS = [
     *serve.FAULTS,
     *terminal.FAULTS,
     *reliability.FAULTS,
+    *exports.FAULTS,
 ]

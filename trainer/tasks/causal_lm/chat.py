@@ -101,6 +101,18 @@ class ChatTemplate:
         is_last = not whole[last:].strip() and not whole[:last].endswith(self._ends)
         return Spoken(whole, spans, needs_end=is_last)
 
+    def turn_end(self, end: int) -> int:
+        """The token that ends a turn of the assistant; `end` where none does, or the template does
+        not tell.
+        """
+        said = [{"role": role, "content": "a"} for role in ("user", ASSISTANT)]
+        try:
+            made = self.tokens({"messages": said}, end)
+        except DataError:
+            return end
+        scored = [n for n, is_scored in zip(made["ids"], made["scored"], strict=True) if is_scored]
+        return scored[-1]
+
     def opened(self, row: Row) -> str:
         """A conversation as text, up to where the assistant begins to speak."""
         return self._written(row["messages"], row.get("tools"), is_opened=True)

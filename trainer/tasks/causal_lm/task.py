@@ -92,17 +92,7 @@ class Task(TokenTask[Config]):
     @cached_property
     def turn_end(self) -> int:
         """What follows an answer: in a conversation what ends a turn, else the end of a text."""
-        if self.chat is None:
-            return self.end
-        said = [{"role": role, "content": "a"} for role in ("user", "assistant")]
-        made = self.chat.tokens({"messages": said}, self.end)
-        return next(
-            token
-            for token, is_scored in zip(
-                reversed(made["ids"]), reversed(made["scored"]), strict=True
-            )
-            if is_scored
-        )
+        return self.end if self.chat is None else self.chat.turn_end(self.end)
 
     def rows(self, split: str) -> Iterable[Row]:
         if self.chat is not None:

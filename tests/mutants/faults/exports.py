@@ -1,0 +1,66 @@
+"""Faults in what leaves the house: exports, their cards, predictions."""
+
+from tests.mutants.fault import Fault
+
+EXPORTS = "tests/runs/test_exports.py"
+PREDICT = "tests/runs/test_predict.py"
+CHAT = "tests/unit/test_chat.py"
+
+FAULTS = [
+    Fault(
+        "trainer/tasks/cross_attention/modeling_cross_attention.py",
+        "        middle = x + self.crossattention(self.ln_1(x), keys_values, now)",
+        "        middle = x",
+        why="elsewhere the model does not read its context",
+        tests=EXPORTS,
+    ),
+    Fault(
+        "trainer/tasks/cross_attention/modeling_cross_attention.py",
+        "            self.base.disable_adapters()",
+        "            pass",
+        why="elsewhere contexts are read with the adapters of the decoder",
+        tests=EXPORTS,
+    ),
+    Fault(
+        "trainer/tasks/vera/exported/plausibility.py",
+        ".double() / self.temperature",
+        ".double()",
+        why="elsewhere scores are not calibrated",
+        tests=EXPORTS,
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/chat.py",
+        "        return scored[-1]",
+        "        return end",
+        why="generation runs on behind the end of the assistant's turn",
+        tests=CHAT,
+    ),
+    Fault(
+        "trainer/exports/record.py",
+        "entries[-1].items()",
+        "entries[0].items()",
+        why="a card tells the scores of another evaluation",
+        tests=EXPORTS,
+    ),
+    Fault(
+        "trainer/evaluation/predict.py",
+        "if piece % world == rank and not path.is_file():",
+        "if piece % world == rank:",
+        why="a killed prediction begins anew",
+        tests=PREDICT,
+    ),
+    Fault(
+        "trainer/evaluation/predict.py",
+        "    return [said[n] for n in range(len(rows))]",
+        "    return list(said.values())",
+        why="predictions stand in the order of their lengths",
+        tests=PREDICT,
+    ),
+    Fault(
+        "trainer/tasks/cross_attention/reader.py",
+        "context = self._encoded(question) if self._kept is None else self._kept",
+        "context = self._encoded(question)",
+        why="a context is read again for every question",
+        tests=PREDICT,
+    ),
+]
