@@ -207,8 +207,7 @@ def main(
     version: Version = False,
 ) -> None:
     """Train every experiment of a group, in order, each in its own folder SAVEDIR_BASE/<exp_id>."""
-    # Launch scripts of this lineage pass it; the launcher's environment decides.
-    del dist_url, version
+    del dist_url, version  # launch scripts pass the one; the launcher's environment decides
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
     set_up_logging()
@@ -223,10 +222,10 @@ def main(
             "cache_dir": cache_dir,
             "reset": bool(reset) and not _is_restart(),
             "log_every": log_every,
-            "deepspeed": None if deepspeed in (None, "None", "none") else deepspeed,
-            "wandb_entity": None if wandb_entity_name == "None" else wandb_entity_name,
-            "wandb_project": None if wandb_project_name == "None" else wandb_project_name,
-            "wandb_run_name": None if wandb_run_name == "None" else wandb_run_name,
+            "deepspeed": _given(deepspeed),
+            "wandb_entity": _given(wandb_entity_name),
+            "wandb_project": _given(wandb_project_name),
+            "wandb_run_name": _given(wandb_run_name),
             "log_gradients": _SWITCHES[wandb_log_gradients],
             "extra_evals": generation_eval_max_sample_size if _SWITCHES[do_extra_evals] else 0,
             "push_to_hub": _SWITCHES[push_to_hub],
@@ -246,6 +245,11 @@ def main(
         return submit_group(exp_group, experiments, options, **job)
 
     _end(command)
+
+
+def _given(text: str | None) -> str | None:
+    """What launch scripts of this lineage mean by "None"."""
+    return None if text in ("None", "none") else text
 
 
 def _end(command: Callable[[], int]) -> NoReturn:

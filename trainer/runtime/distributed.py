@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import (
     HashStore,  # what torch.distributed.HashStore is, as type checkers see it
 )
-from torch.distributed import distributed_c10d
 
 from trainer import errors
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, StorageError
@@ -28,8 +27,7 @@ from trainer.files.atomic import refusals
 T = TypeVar("T")
 
 _leaves_alone = False
-# What a group waits for a rank that does not come. DeepSpeed (0.19.8) makes groups of its own,
-# which would have NCCL's 10 minutes.
+# What a group waits for a rank that does not come.
 GROUP_TIMEOUT_S = 1800.0
 _timeout = timedelta(seconds=GROUP_TIMEOUT_S)  # of collectives; init() sets it
 _side_group: dist.ProcessGroup | None = None
@@ -105,8 +103,6 @@ def init(timeout_s: float = GROUP_TIMEOUT_S) -> None:
     global _timeout
     backend = _backend()
     timeout = _timeout = timedelta(seconds=timeout_s)
-    # what groups get that others make without saying so
-    setattr(distributed_c10d, "default_pg_nccl_timeout", timeout)  # noqa: B010
     if is_launched:
         dist.init_process_group(backend, timeout=timeout)
     else:  # no port, no host name: deepspeed would otherwise look for MPI

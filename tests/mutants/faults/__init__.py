@@ -5,6 +5,7 @@ the tests.
 from tests.mutants.faults import (
     data,
     device,
+    exports,
     jobs,
     loop,
     reliability,
@@ -13,7 +14,6 @@ from tests.mutants.faults import (
     terminal,
     training,
 )
-from tests.mutants.faults import data, exports, jobs, loop, serve, tasks, terminal, training
 
 FAULTS = [
     *loop.FAULTS,
