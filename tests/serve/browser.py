@@ -154,8 +154,10 @@ def browsing(folder: Path) -> Iterator[Browser]:
                 assert time.monotonic() - began < 60, "chromedriver does not answer"
                 time.sleep(0.05)
         browser.session = f"/session/{made['sessionId']}"
-        yield browser
-        browser.ask("", method="DELETE")
+        try:
+            yield browser
+        finally:
+            browser.ask("", method="DELETE")  # the browser's own processes end with it
     finally:
         process.terminate()
         process.wait()
