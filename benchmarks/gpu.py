@@ -94,7 +94,8 @@ def profile_of(shape: Shape, limit_s: float, place: Place) -> dict[str, Any]:
 
 def resumed(task: str, limit_s: float, place: Place) -> dict[str, Any]:
     """Whether a repeated and a killed and resumed run give equal bits, and what switches cost."""
-    return gpu_steps.repeated(task, place.folder / "resume", limit_s)
+    is_short = place.is_rehearsed and task != gpu_steps.TASKS[0]
+    return gpu_steps.repeated(task, place.folder / "resume", limit_s, is_short=is_short)
 
 
 def parts(is_rehearsed: bool) -> list[Part]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Results = dict[str, dict[str, Any]]
+_EQUAL = ("repeats", "resumes")
 
 
 def read(folder: Path) -> Results:
@@ -74,16 +75,17 @@ def kernels(results: Results) -> str:
     return table(["tokens a row", *ways], rows)
 
 
+def _yes(is_equal: bool) -> str:
+    return "yes" if is_equal else "**no**"
+
+
 def bits(results: Results) -> str:
     rows = []
     for name, found in _of(results, "resume-").items():
-        plain, fixed = found["as it is"], found["deterministic"]
-        says = [
-            "yes" if one[key] else "**no**"
-            for one in (plain, fixed)
-            for key in ("repeats", "resumes")
-        ]
-        rows.append([name, *says, f"{fixed['seconds'] / plain['seconds']:.2f}"])
+        plain, fixed = found["as it is"], found.get("deterministic")
+        says = [_yes(one[key]) if one else "-" for one in (plain, fixed) for key in _EQUAL]
+        times = f"{fixed['seconds'] / plain['seconds']:.2f}" if fixed else "-"
+        rows.append([name, *says, times])
     heads = ["task", "repeats", "resumes", "repeats, deterministic", "resumes", "time"]
     return table(heads, rows)
 

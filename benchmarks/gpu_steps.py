@@ -177,15 +177,19 @@ def _profiled(step: Callable[[], Any], file: Path) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
-def repeated(task: str, folder: Path, limit_s: float) -> dict[str, Any]:
+def repeated(task: str, folder: Path, limit_s: float, *, is_short: bool) -> dict[str, Any]:
     """A run with dropout, the same again, and once more killed and resumed: whether all numbers and
-    weights are equal, as they come and with torch's deterministic algorithms; and seconds a step.
+    weights are equal, as they come and, unless this `is_short`, with torch's deterministic
+    algorithms; and seconds a run.
     """
     found: dict[str, Any] = {}
     rows = write_facts(folder / "facts")
     train = {"steps": _STEPS, "precision": "bf16", "save_every": 4, "eval_every": _STEPS}
     values = {**with_dropout(experiment(task, rows, train=train)), "deepspeed": "zero2"}
-    for name, switch in (("as it is", None), ("deterministic", _deterministic)):
+    ways: dict[str, Callable[[], None] | None] = {"as it is": None}
+    if not is_short:
+        ways["deterministic"] = _deterministic
+    for name, switch in ways.items():
         runs = [Run(values, folder / task / f"{name[:3]}-{number}", rows) for number in range(3)]
         started = time.monotonic()
         for one in runs[:2]:
