@@ -57,7 +57,7 @@ def test_the_time_of_all_attempts_is_accounted_for(
             "startup": 20,
             "evaluation": 0,
             "saving": 6,
-            "waiting": 100 - 8,
+            "waiting": 100,
         },
     }
 

@@ -136,6 +136,8 @@ def guarded(function: Callable[P, None]) -> Callable[P, None]:
         except LatheError as error:
             typer.echo(f"{type(error).__name__}: {error}", err=True)
             code = error.exit_code
+        except typer.Exit:
+            raise
         except Exception:
             logging.exception("failed")
             code = EXIT_FAILED

@@ -1,9 +1,13 @@
-"""What is checked rather than believed: a run (verify)."""
+"""What is checked rather than believed: a run (verify), and the engine itself (doctor)."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import os
+import socket
+import subprocess
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -129,6 +133,49 @@ def _tell(folder: Path, found: Any) -> None:
         f"{'; '.join(numbers) or 'The numbers shown agree: its rows or random state do not'}.\n"
         f"Known: {known}. On a GPU, kernels that add in any order differ in the last bits."
     )
+
+
+@options.guarded
+def doctor() -> None:
+    """Train small networks on two ranks at ZeRO 0 to 3 (accumulation, a module used twice, tied
+    weights, a frozen base, GradCache, bf16 masters, clipping, uneven ranks) against plain torch:
+    exit code 1 names what comes out otherwise with the versions installed here.
+    """
+    if "RANK" not in os.environ:
+        raise typer.Exit(_on_two_ranks())
+    from trainer.runtime import distributed
+
+    distributed.init()
+    module = importlib.import_module("trainer.proof.doctor")
+    found = list(module.examine())
+    if distributed.is_main():
+        typer.echo("\n".join(module.table(found)))
+    wrong = module.named(found)
+    if wrong:
+        raise ProofError(
+            f"DeepSpeed {module.version('deepspeed')} does not do what plain torch does: {wrong}.\n"
+            "Do not train with these at these stages; install another version (constraints.txt "
+            "names one that was examined)."
+        )
+
+
+def _on_two_ranks() -> int:
+    """The exit code of this command as two ranks on the CPU, which every machine has."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    path = os.pathsep.join(part for part in (os.environ.get("PYTHONPATH"), os.getcwd()) if part)
+    common = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    common |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "trainer", "doctor"],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=None if rank == 0 else subprocess.DEVNULL,
+        )
+        for rank in range(2)
+    ]
+    return max(rank.wait() for rank in ranks)
 
 
 def _say(text: str) -> None:

@@ -197,7 +197,7 @@ def train_step(
     *,
     lr: float,
     bad: Tensor,
-    progress: Progress,
+    progress: Progress | None = None,
     watch: bool = False,
 ) -> Step:
     """Run one window through the task's losses and update once, unless the loss says not to.
@@ -224,6 +224,7 @@ def train_step(
             loss += mean.detach()
     trouble = None
     if session.is_judged:
+        assert progress is not None, "a loss is judged by those before"
         trouble = progress.bad.judge(float(distributed.total(loss)), session.cfg.train)
     if trouble:
         engine.leave_out()

@@ -1,0 +1,229 @@
+"""An engine examined before it is trusted: steps under DeepSpeed against ten lines of torch.
+
+Every case is a small network trained for STEPS steps on two ranks (gloo) at ZeRO 0 to 3, beside the
+same steps in plain torch on one rank. What differs by more than rounding is a finding.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import deepspeed_config
+from trainer.config.schema import Experiment, validate
+from trainer.runtime import distributed
+from trainer.training.engine import Engine
+
+STEPS, WIDTH, LR = 4, 8, 0.01
+# Largest difference of a weight below 1 after STEPS steps: some last places of fp32, and two
+# of bf16's, in which weights are kept beside fp32 masters. Measured here: 6e-8 and 1.6e-3.
+TOLERANCE = {"fp32": 2e-6, "bf16": 8e-3}
+# Relative, of the gradient's norm. Measured here: 1.7e-7 and 1.3e-3.
+NORM_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is special about a run."""
+
+    name: str
+    clip: float = 0.0
+    precision: str = "fp32"
+    micro_batches: tuple[int, ...] = (1, 1)  # of each rank, in a step
+    is_twice: bool = False  # a layer is used twice in a forward
+    is_tied: bool = False  # two layers share a weight
+    is_frozen: bool = False  # the first layer does not train
+    is_retained: bool = False  # the forward is done again for each part, as GradCache does
+
+
+CASES = (
+    Case("plain"),
+    Case("accumulation", micro_batches=(3, 3)),
+    Case("module used twice", is_twice=True),
+    Case("tied weights", is_tied=True),
+    Case("frozen base", is_frozen=True),
+    Case("GradCache", is_retained=True, micro_batches=(2, 2)),
+    Case("bf16 masters", precision="bf16"),
+    Case("clipping", clip=0.1),
+    Case("uneven ranks", micro_batches=(1, 3)),
+)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """How a case came out at a stage."""
+
+    case: str
+    stage: int
+    weights: float  # the largest difference of a weight
+    norm: float  # the largest relative difference of a gradient's norm
+    is_sound: bool
+    error: str = ""
+
+    def text(self) -> str:
+        """In words: how far off, or what was raised."""
+        return self.error or f"weights {self.weights:.1e}, norm {self.norm:.1e} off"
+
+
+class Net(nn.Module):
+    """Three layers, of which a case ties, freezes or repeats some."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.first, self.middle = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        if case.is_tied:
+            self.last.weight = self.first.weight
+        for parameter in self.first.parameters() if case.is_frozen else ():
+            parameter.requires_grad = False
+
+    def forward(self, inputs_BD: Tensor) -> Tensor:
+        hidden_BD = torch.tanh(self.first(inputs_BD))
+        hidden_BD = torch.tanh(self.middle(hidden_BD))
+        if self.case.is_twice:
+            hidden_BD = torch.tanh(self.middle(hidden_BD))
+        return self.last(hidden_BD)
+
+
+def examine(stages: Sequence[int] = STAGES) -> Iterator[Examined]:
+    """One finding for each case and stage. A collective of two ranks."""
+    for case in CASES:
+        twin = _twin(case)
+        for stage in stages:
+            yield _compared(case, stage, twin)
+
+
+def table(findings: Sequence[Examined]) -> list[str]:
+    """A line for each case, a column for each stage: how far the weights are off, or WRONG."""
+    stages = sorted({one.stage for one in findings})
+    versions = ", ".join(f"{name} {version(name)}" for name in ("deepspeed", "torch"))
+    lines = [f"{versions}; {distributed.world()} ranks, {distributed.device()}"]
+    lines += [f"{'':20}" + "".join(f"{f'ZeRO-{stage}':>12}" for stage in stages)]
+    for case in dict.fromkeys(one.case for one in findings):
+        cells = [
+            f"{one.weights:.1e}" if one.is_sound else "CANNOT RUN" if one.error else "WRONG"
+            for one in findings
+            if one.case == case
+        ]
+        lines.append(f"{case:20}" + "".join(f"{cell:>12}" for cell in cells))
+    return lines
+
+
+def named(findings: Sequence[Examined]) -> str:
+    """What is not sound: each thing that went wrong with the cases and stages that it befell."""
+    places: dict[str, list[str]] = {}
+    for one in findings:
+        if not one.is_sound:
+            # what was raised befalls many alike, figures do not
+            key = one.error or f"{one.case}, {one.text()}"
+            place = f"{one.case} at ZeRO-{one.stage}" if one.error else f"ZeRO-{one.stage}"
+            places.setdefault(key, []).append(place)
+    return "; ".join(f"{what} ({', '.join(where)})" for what, where in places.items())
+
+
+def _compared(case: Case, stage: int, twin: tuple[dict[str, Tensor], list[float]]) -> Examined:
+    weights, norms = twin
+    try:
+        ours, our_norms = _under_deepspeed(case, stage)
+    except Exception as error:
+        # any: a version of DeepSpeed that cannot do it is what is looked for
+        return Examined(case.name, stage, float("nan"), float("nan"), False, _said(error))
+    off = max(float((ours[name].float() - weights[name]).abs().max()) for name in weights)
+    norm = max(abs(a - b) / b for a, b in zip(our_norms, norms, strict=True))
+    is_sound = off <= TOLERANCE[case.precision] and norm <= NORM_TOLERANCE[case.precision]
+    return Examined(case.name, stage, off, norm, is_sound)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def _net(case: Case) -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return Net(case)
+
+
+def _rows(case: Case, step: int) -> list[list[Tensor]]:
+    """(2, WIDTH) inputs by rank and micro-batch: the same on every rank."""
+    made = torch.Generator().manual_seed(100 + step)
+    return [
+        [torch.randn(2, WIDTH, generator=made) for _ in range(count)]
+        for count in case.micro_batches
+    ]
+
+
+def _loss(outputs_BD: Tensor) -> Tensor:
+    return (outputs_BD.float() - 1.0).square().sum()
+
+
+def _twin(case: Case) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights by name and the norms of the gradients, of plain torch on all rows at once."""
+    net = _net(case)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
+    norms: list[float] = []
+    for step in range(STEPS):
+        inputs_BD = torch.cat([rows for own in _rows(case, step) for rows in own])
+        (_loss(net(inputs_BD)) / len(inputs_BD)).backward()
+        norm = nn.utils.clip_grad_norm_(trained, case.clip or float("inf"))
+        norms.append(float(norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}, norms
+
+
+def _under_deepspeed(case: Case, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    values = {
+        "task": "doctor",
+        "base": "none",
+        "train": {
+            "steps": STEPS, "global_batch": 4, "micro_batch": 2, "precision": case.precision,
+        },
+        "optim": {"lr": LR, "clip": case.clip, "weight_decay": 0.0},
+    }  # fmt: skip
+    cfg = validate(Experiment, values)
+    ds = deepspeed_config.build(
+        deepspeed_config.read(f"zero{stage}"),
+        train=cfg.train,
+        optim=cfg.optim,
+        world=distributed.world(),
+        source="doctor",
+    )
+    dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
+    engine = Engine(copy.deepcopy(_net(case)).to(dtype), deepspeed_config.for_engine(ds), cfg.optim)
+    try:
+        norms = [_step(case, engine, step, dtype) for step in range(STEPS)]
+        return engine.weights(lambda k: True), norms
+    finally:
+        engine.destroy()
+
+
+def _step(case: Case, engine: Engine, step: int, dtype: torch.dtype) -> float:
+    """One step of this rank's rows; the gradient's norm. As the loop and GradCache do it."""
+    rows = _rows(case, step)
+    count = sum(len(batch) for own in rows for batch in own)
+    own = [batch.to(distributed.device(), dtype) for batch in rows[distributed.rank()]]
+    # every rank goes forward as often as the others: ZeRO-3 gathers weights on all of them
+    most = max(case.micro_batches)
+    scales = [1.0] * len(own) + [0.0] * (most - len(own))
+    own += [own[-1]] * (most - len(own))
+    for batch, scale in zip(own, scales, strict=True):
+        if case.is_retained:
+            with torch.no_grad():
+                held_BD = engine.model(batch)
+            leaf_BD = held_BD.detach().requires_grad_()
+            (gradient_BD,) = torch.autograd.grad(_loss(leaf_BD) * scale / count, leaf_BD)
+            engine.backward((engine.model(batch) * gradient_BD).sum())
+        else:
+            engine.backward(_loss(engine.model(batch)) * scale / count)
+    engine.step(LR)
+    return engine.grad_norm()
