@@ -56,8 +56,6 @@ app.command()(proof.verify)
 app.command()(dictionaries.keys)
 app.command()(dictionaries.groups)
 app.command()(proof.doctor)
-app.command()(keys.keys)
-app.command()(groups.groups)
 
 if __name__ == "__main__":
     app(prog_name="python -m trainer")
