@@ -214,7 +214,8 @@ def _ours_of_seq2seq(task: Any, model: Any, given: dict[str, Any]) -> dict[str, 
             for ids, mask in zip(given["input_ids"], given["attention_mask"], strict=True)
         ]
     )
-    return {"loss": _mean(model(**{**stream, "labels": given["labels"]})["loss"], given["labels"])}
+    stream |= {"labels": given["labels"], "scored": None}
+    return {"loss": _mean(model(**stream)["loss"], given["labels"])}
 
 
 def _ours_of_passages(task: Any, model: Any, given: dict[str, Any]) -> dict[str, Tensor]:

@@ -174,7 +174,8 @@ def _content(run_folder: Path) -> dict[str, Any]:
         if path.name == "metrics.jsonl":
             found[name] = untimed(path)
         elif path.name == "status.json":
-            found[name] = {**json.loads(path.read_text()), "updated_at": None, "process": None}
+            timed = dict.fromkeys(("updated_at", "process", "goodput"))
+            found[name] = {**json.loads(path.read_text()), **timed}
         elif path.is_file():
             found[name] = path.read_bytes()
     return found
