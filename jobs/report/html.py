@@ -103,7 +103,7 @@ def _table(rows: Sequence[Row], found: dict[str, ExperimentScores], results: Res
             if place < MOST_CARDS
             else _text(name)
         )
-        cells = [f'<td class="mono">{name}</td>']
+        cells = [f'<td class="mono" title="{_text(row.name)}">{name}</td>']
         cells += (
             [f'<td class="text" title="{_text(row.group)}">{_text(row.group)}</td>']
             if has_groups
@@ -173,7 +173,7 @@ def _card(row: Row, result: ExperimentScores | None, results: Results, now: str)
     parts = [
         f'<article class="card" id="x{_text(row.exp_id)}">',
         f'<header><h3 class="mono" title="{_text(row.exp_id)}">{_text(row.exp_id[:8])}</h3>'
-        f'<span class="group soft small" title="{_text(row.group)}">{_text(row.group)}</span>'
+        f'<span class="group soft small" title="{_text(_called(row))}">{_text(_called(row))}</span>'
         f'<span class="pill dot s-{row.state}">{_state(row)}</span></header>',
         _progress(row),
         _chips(result, results),
@@ -184,6 +184,11 @@ def _card(row: Row, result: ExperimentScores | None, results: Results, now: str)
         "</article>",
     ]
     return "".join(parts)
+
+
+def _called(row: Row) -> str:
+    """What people call it: group, place and what differs; else the group alone."""
+    return row.name or row.group
 
 
 def _progress(row: Row) -> str:

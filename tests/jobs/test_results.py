@@ -318,6 +318,7 @@ def test_no_text_becomes_markup(base: BaseFolder, text: str) -> None:
     start = Start(1, 1, "2026-01-01T00:00:00+00:00", "2026-01-01T01:00:00+00:00", text, 1, 1)
     facts = {
         "group": text,
+        "name": text,
         "reason": text,
         "host": text,
         "attempt": 1,
@@ -337,6 +338,16 @@ def test_no_text_becomes_markup(base: BaseFolder, text: str) -> None:
     assert not [name for name, _ in Page(html).attributes if name.startswith("on")]
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]", html)
     html.encode()
+
+
+def test_the_report_says_what_people_call_an_experiment(base: BaseFolder) -> None:
+    for number, exp_id in enumerate(IDS[:2], start=1):
+        experiment(base, exp_id, {"seed": number})
+    rows = [row(base, IDS[0], name="sweep 1/2 seed=1"), row(base, IDS[1], group="of old")]
+    page = Page(report(base, rows, gather(base)))
+    assert "sweep 1/2 seed=1" in page.text
+    assert ("title", "sweep 1/2 seed=1") in page.attributes
+    assert "of old" in page.text
 
 
 def test_a_failed_experiment_shows_why_and_the_end_of_its_log(base: BaseFolder) -> None:
