@@ -19,6 +19,7 @@ from tests.facts import LLAMA, TINY_T5, experiment, facts, write_facts
 from tests.numerics.tiny_cross_attention import counted_calls
 from tests.ranks import run_on_ranks
 from trainer.tasks.abilities import Search
+from trainer.tasks.causal_lm.chat_templates import BUILT_IN
 from trainer.tasks.cross_attention.reader import Reader
 
 SHORT = {"steps": 2, "eval_every": 2, "save_every": 2, "best": None, "eval_batch": 2}
@@ -33,7 +34,7 @@ def values_of(name: str, folder: Path) -> dict[str, Any]:
     if name == "fid":
         own |= {"base": {**TINY_T5, "seed": 3}}
     if name == "causal_lm":
-        chat = {"source": "chat", "chat_template": "plain", "files": {"train": "chat.jsonl"}}
+        chat = {"source": "chat", "chat_template": "own.jinja", "files": {"train": "chat.jsonl"}}
         own |= {"base": LLAMA, "data": chat | {"valid_share": 0.3}}
     return experiment(name, folder, **own)
 
@@ -45,6 +46,7 @@ TASKS = ("cross_attention", "causal_lm", "summariser", "fid", "retriever", "vera
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = write_facts(tmp_path_factory.mktemp("facts"))
     chats = [{"prompt": row["question"], "completion": row["answer"]} for row in facts(0, 40)]
+    (made / "own.jinja").write_text(BUILT_IN["plain"])
     (made / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     return made
 

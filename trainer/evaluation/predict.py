@@ -105,6 +105,9 @@ def found(model: Path) -> tuple[dict[str, Any], Path]:
     if said is None:
         return values, folder
     values = {**values, "tokenizer": str(folder)}
+    template = folder / "chat_template.jinja"
+    if values["data"].get("chat_template") is not None and template.is_file():
+        values["data"] = {**values["data"], "chat_template": str(template)}
     if (folder / "base").is_dir():
         values["base"] = str(folder / "base")
     elif not said.base_fingerprint and not adapters.are_in(folder):
