@@ -69,7 +69,9 @@ def kernels(results: Results) -> str:
 
     def cell(way: str, length: int) -> str:
         one = found[f"{way}-{length}"]
-        return f"{1000 * one['s']:.1f} ms, {one['peak_gib']:.1f} GiB" if "s" in one else "-"
+        if "failed" in one:
+            return f"failed: {one['failed'][:60]}"
+        return f"{1000 * one['s']:.1f} ms, {one['peak_gib']:.1f} GiB"
 
     rows = [[str(n), *(cell(way, n) for way in ways)] for n in lengths]
     return table(["tokens a row", *ways], rows)

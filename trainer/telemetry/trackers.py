@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ class TrackedRun(ABC):
     @abstractmethod
     def _close(self, exit_code: int) -> None: ...
 
-    def _tolerate(self, act: Any) -> None:
+    def _tolerate(self, act: Callable[[], None]) -> None:
         if self._is_lost:
             return
         try:
@@ -83,8 +83,8 @@ class TrackedRun(ABC):
 
 
 class TensorBoardRun(TrackedRun):
-    """Scalars as event files in the run folder; those behind the step that a resume goes back to
-    are taken away.
+    """Scalars as event files in the run folder, of which TensorBoard leaves out those behind the
+    step that a resume goes back to.
     """
 
     def __init__(self, folder: Path) -> None:
