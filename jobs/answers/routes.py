@@ -11,7 +11,7 @@ import secrets
 import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -132,7 +132,7 @@ async def _answer(request: Request, body: AskText, begun: dict[str, Any], most: 
     if _task_of(request, body.model) in READERS:
         pieces = _read(request, body, asked)
     elif body.contexts is None:
-        pieces = _asked(request, body.model, asked, last="finish")
+        pieces = _asked(request, body.model, asked)
     else:
         raise Refusal(400, f"{body.model} reads no contexts. Leave them out.", param="contexts")
     head = _head(body.model, is_chat=is_chat, is_stream=body.stream)
@@ -207,22 +207,21 @@ async def _read(
 
 
 async def _asked(
-    request: Request, model: str, question: dict[str, Any], *, last: str
+    request: Request, model: str, question: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any]]:
     """What the model's worker answers, piece by piece. Refusal."""
     run = _run_of(request, model)
     with _refusals(model):
         worker = await cast("Workers", request.app.state.workers).of(run)
-        async for answer in worker.ask(question, last=last):
-            yield answer
+        async with aclosing(worker.ask(question)) as pieces:
+            async for piece in pieces:
+                yield piece
 
 
 async def _asked_once(request: Request, model: str, question: dict[str, Any]) -> dict[str, Any]:
     """The model's answer to a question that has one. Refusal."""
-    run = _run_of(request, model)
-    with _refusals(model):
-        worker = await cast("Workers", request.app.state.workers).of(run)
-        return await worker.ask_once(question)
+    (answer,) = [piece async for piece in _asked(request, model, question)]
+    return answer
 
 
 def _task_of(request: Request, model: str) -> str:

@@ -18,11 +18,10 @@ from typing import Any
 from jobs.submit.prepare import PROJECT
 
 MAX_WAITING = 32  # requests for one model
-MAX_TOGETHER = 16  # questions of one answer each that wait and are answered in one go
+MAX_TOGETHER = 16  # questions that wait and are answered in one go
 ANSWER_BYTES = 64 << 20  # of one line of a worker
 START_S, ANSWER_S = 300.0, 300.0  # a worker that is silent for so long is ended
 GONE = "the model's process has ended, or is stuck"
-Waiting = tuple[dict[str, Any], "asyncio.Future[dict[str, Any]]"]
 
 
 class CannotAnswer(Exception):
@@ -33,91 +32,110 @@ class Overloaded(Exception):
     """So many requests wait for this model that another one would wait for ever."""
 
 
+@dataclass(eq=False)
+class Waiting:
+    """A question, and the pieces of its answer as they come; None after the last."""
+
+    question: dict[str, Any]
+    pieces: asyncio.Queue[dict[str, Any] | None] = field(
+        default_factory=asyncio.Queue[dict[str, Any] | None]
+    )
+    is_answered: bool = False
+    has_left: bool = False  # whoever asked: its pieces go nowhere
+
+    def end(self, error: str = "") -> None:
+        """No further piece comes."""
+        if error:
+            self.pieces.put_nowait({"error": error})
+        self.is_answered = True
+        self.pieces.put_nowait(None)
+
+
 @dataclass
 class Worker:
-    """One model that answers, one request after the other."""
+    """One model that answers; questions that wait while it does are then answered together."""
 
     run: Path
     cache: Path
     _process: Process | None = None
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _waiting: int = 0
-    _together: list[Waiting] = field(default_factory=list["Waiting"])
-    _sending: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
+    _together: list[Waiting] = field(default_factory=list[Waiting])
+    _sending: dict[asyncio.Task[None], list[Waiting]] = field(
+        default_factory=dict["asyncio.Task[None]", list[Waiting]]
+    )
 
     @property
     def is_busy(self) -> bool:
         """Whether it answers somebody."""
         return bool(self._waiting)
 
-    async def ask_once(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Its one answer, given together with those that wait. CannotAnswer, Overloaded."""
+    async def ask(self, question: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """Pieces of its answer, made together with those that wait. CannotAnswer, Overloaded."""
         if self._waiting >= MAX_WAITING:
             raise Overloaded
+        one = Waiting(question)
         self._waiting += 1
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._together.append((question, answer))
+        self._together.append(one)
         if len(self._together) == 1:
             self._send()
         try:
-            return await answer
+            while (piece := await one.pieces.get()) is not None:
+                if "error" in piece:
+                    raise CannotAnswer(piece["error"])
+                yield piece
         finally:
             self._waiting -= 1
+            one.has_left = True
+            self._leave()
 
     def _send(self) -> None:
-        """Have what waits asked as soon as the worker is free, whoever of them leaves."""
-        task = asyncio.create_task(self._ask_together())
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        """Have what waits asked as soon as the worker is free."""
+        asked: list[Waiting] = []
+        task = asyncio.create_task(self._ask_together(asked))
+        self._sending[task] = asked
+        task.add_done_callback(self._sending.pop)
 
-    async def _ask_together(self) -> None:
+    def _leave(self) -> None:
+        """End an exchange of which nobody waits for what is still to come."""
+        for task, asked in self._sending.items():
+            is_over = all(one.is_answered for one in asked)
+            if not is_over and all(one.has_left for one in asked):
+                task.cancel()
+
+    async def _ask_together(self, asked: list[Waiting]) -> None:
         async with self._turn:
-            asked, self._together = self._together[:MAX_TOGETHER], self._together[MAX_TOGETHER:]
+            self._together = [one for one in self._together if not one.has_left]
+            asked += self._together[:MAX_TOGETHER]
+            self._together = self._together[MAX_TOGETHER:]
             if self._together:
                 self._send()
-            question = {"many": [one for one, _ in asked]}
+            error = GONE
             try:
-                (answer,) = [one async for one in self._exchange(question, last="many")]
-                answers: list[dict[str, Any]] = answer["many"]
-            except CannotAnswer as error:
-                answers = [{"error": str(error)}] * len(asked)
-        for (_, waiting), one in zip(asked, answers, strict=True):
-            if waiting.done():
-                continue
-            if "error" in one:
-                waiting.set_exception(CannotAnswer(one["error"]))
-            else:
-                waiting.set_result(one)
+                if asked:
+                    await self._exchange(asked)
+            except CannotAnswer as reason:
+                error = str(reason)
+            finally:
+                for one in asked:
+                    if not one.is_answered:
+                        one.end(error)
 
-    async def ask(self, question: dict[str, Any], *, last: str) -> AsyncGenerator[dict[str, Any]]:
-        """Its answers, up to the one that has the key `last`. CannotAnswer, Overloaded."""
-        if self._waiting >= MAX_WAITING:
-            raise Overloaded
-        self._waiting += 1
-        try:
-            answers = self._exchange(question, last=last)
-            async with self._turn, contextlib.aclosing(answers):
-                async for answer in answers:
-                    yield answer
-        finally:
-            self._waiting -= 1
-
-    async def _exchange(
-        self, question: dict[str, Any], *, last: str
-    ) -> AsyncGenerator[dict[str, Any]]:
-        """The answers to one line. Whoever calls has the turn. CannotAnswer."""
+    async def _exchange(self, asked: list[Waiting]) -> None:
+        """Ask, and hand each piece to who waits for it. The caller has the turn. CannotAnswer."""
         is_whole = False
         try:
             process = await self._started()
             assert process.stdin is not None, "it was made with a pipe"
-            process.stdin.write(json.dumps(question).encode() + b"\n")
+            line = json.dumps({"many": [one.question for one in asked]})
+            process.stdin.write(line.encode() + b"\n")
             await process.stdin.drain()
             while not is_whole:
-                answer = await self._line(process, ANSWER_S)
-                is_whole = last in answer or "error" in answer
-                if "error" in answer:
-                    raise CannotAnswer(answer["error"])
-                yield answer
+                piece = await self._line(process, ANSWER_S)
+                is_whole = "done" in piece
+                if not is_whole:
+                    number: int = piece.pop("of")
+                    _hand(asked[number], piece)
         except OSError:
             raise CannotAnswer(GONE) from None
         finally:
@@ -156,6 +174,13 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+def _hand(one: Waiting, piece: dict[str, Any]) -> None:
+    """A text grows by pieces of nothing but text; any other piece is the last."""
+    one.pieces.put_nowait(piece)
+    if piece.keys() != {"text"}:
+        one.end()
 
 
 @dataclass

@@ -10,35 +10,30 @@ import pytest
 
 from jobs.answers import workers
 from jobs.answers.workers import CannotAnswer, Overloaded, Worker, Workers
-from trainer.commands.answer import _unsure
 
 # A worker that says how often its process was asked; "end" ends it, "mute" says nothing more.
 STANDIN = """
 import json, os, sys, time
-print(json.dumps({"ready": True}), flush=True)
+
+def say(**piece):
+    print(json.dumps(piece), flush=True)
+
+say(ready=True)
 for number, line in enumerate(sys.stdin):
-    asked = json.loads(line)
-    if "many" in asked:
-        while any(one["text"] == "slow" for one in asked["many"]) and not os.path.exists("go"):
-            time.sleep(0.01)
-        told = [{"error": "bad"} if one["text"] == "bad" else {**one, "line": number} for one in asked["many"]]
-        print(json.dumps({"many": told}), flush=True)
-        continue
-    asked = asked["prompt"]
-    if asked == "end":
+    texts = [one["text"] for one in json.loads(line)["many"]]
+    if "end" in texts:
         sys.exit(1)
-    while asked == "mute":
+    while "mute" in texts or "slow" in texts and not os.path.exists("go"):
         time.sleep(0.01)
-    print(json.dumps({"text": asked}), flush=True)
-    print(json.dumps({"finish": "stop", "number": number}), flush=True)
+    for of, text in enumerate(texts):
+        say(of=of, **({"error": "bad"} if text == "bad" else {"text": text}))
+    while "long" in texts:
+        time.sleep(0.01)
+    for of, text in enumerate(texts):
+        if text != "bad":
+            say(of=of, finish="stop", line=number)
+    say(done=True)
 """
-
-
-def test_letters_that_may_become_a_stop_text_are_held_back() -> None:
-    assert _unsure("It is", ["s over"]) == 1
-    assert _unsure("It is", ["is it", "t is i"]) == 4
-    assert _unsure("It is", []) == 0
-    assert _unsure("It \ufffd\ufffd", ["x"]) == 2
 
 
 @pytest.fixture
@@ -51,8 +46,8 @@ def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-async def told(worker: Worker, prompt: str) -> list[dict[str, Any]]:
-    return [answer async for answer in worker.ask({"prompt": prompt}, last="finish")]
+async def told(worker: Worker, text: str) -> list[dict[str, Any]]:
+    return [piece async for piece in worker.ask({"text": text})]
 
 
 def test_a_worker_that_ends_or_is_stuck_is_replaced_for_the_next_request(
@@ -62,37 +57,50 @@ def test_a_worker_that_ends_or_is_stuck_is_replaced_for_the_next_request(
 
     async def story() -> list[int]:
         worker = Worker(standin, standin)
-        numbers = [(await told(worker, "a"))[-1]["number"] for _ in range(2)]
-        for prompt in ("end", "mute"):
+        lines = [(await told(worker, "a"))[-1]["line"] for _ in range(2)]
+        for text in ("end", "mute"):
             with pytest.raises(CannotAnswer, match="has ended, or is stuck"):
-                await told(worker, prompt)
-            numbers.append((await told(worker, "a"))[-1]["number"])
-        leaver = worker.ask({"prompt": "b"}, last="finish")
-        assert (await anext(leaver))["text"] == "b"
-        await leaver.aclose()  # a client that leaves in the middle
-        numbers.append((await told(worker, "c"))[-1]["number"])
+                await told(worker, text)
+            lines.append((await told(worker, "a"))[-1]["line"])
         await worker.stop()
-        return numbers
+        return lines
 
-    assert asyncio.run(story()) == [0, 1, 0, 0, 0]
+    assert asyncio.run(story()) == [0, 1, 0, 0]
+
+
+def test_an_answer_that_everybody_has_left_is_given_up(standin: Path) -> None:
+    async def story() -> list[int]:
+        worker = Worker(standin, standin)
+        first, second = worker.ask({"text": "long"}), worker.ask({"text": "b"})
+        pieces = await asyncio.gather(anext(first), anext(second))
+        assert [piece["text"] for piece in pieces] == ["long", "b"]
+        await first.aclose()
+        assert worker._process is not None, "somebody still waits"
+        await second.aclose()
+        line = (await told(worker, "c"))[-1]["line"]
+        await worker.stop()
+        return [line]
+
+    assert asyncio.run(story()) == [0]  # of another process
 
 
 def test_what_waits_is_asked_together_and_each_gets_its_own_answer(standin: Path) -> None:
     async def story() -> None:
         worker = Worker(standin, standin)
-        first = asyncio.create_task(worker.ask_once({"text": "slow"}))
+        first = asyncio.create_task(told(worker, "slow"))
         while worker._together or not worker._turn.locked():
             await asyncio.sleep(0.01)
         texts = ["a", "bad", "b", "left"]
-        rest = [asyncio.create_task(worker.ask_once({"text": text})) for text in texts]
+        rest = [asyncio.create_task(told(worker, text)) for text in texts]
         await asyncio.sleep(0)
         rest[3].cancel()  # a client that leaves
         (standin / "go").touch()
-        found = await asyncio.gather(first, *rest, return_exceptions=True)
-        assert found[0] == {"text": "slow", "line": 0}
-        assert [found[1], found[3]] == [{"text": text, "line": 1} for text in "ab"]
-        assert isinstance(found[2], CannotAnswer)
-        assert isinstance(found[4], asyncio.CancelledError)
+        answers = await asyncio.gather(first, *rest, return_exceptions=True)
+        assert answers[0] == [{"text": "slow"}, {"finish": "stop", "line": 0}]
+        for number, text in ((1, "a"), (3, "b")):
+            assert answers[number] == [{"text": text}, {"finish": "stop", "line": 1}]
+        assert isinstance(answers[2], CannotAnswer)
+        assert isinstance(answers[4], asyncio.CancelledError)
         assert not worker.is_busy
         await worker.stop()
 

@@ -1,14 +1,14 @@
 """One trained model that answers, for the service: `python -m trainer.commands.answer RUN CACHE`.
 
-A line of JSON in, a line of JSON out or, of a text, several as it grows. Meant to look at a model.
+A line of JSON in: `{"many": [questions]}`, those that wait. Lines of JSON out, each with the number
+of its question (`of`), at last `{"done": true}`. Meant to look at a model.
 
     {"texts": ["..."], "side": "query"}                 -> {"vectors": [[...]], "tokens": 5}
-    {"prompt": "...", "max_tokens": 9, "temperature": 0, "seed": 1, "stop": []}
-                        -> {"text": "..."} ..., {"finish": "stop", "prompt_tokens": 4, "tokens": 7}
     {"statements": ["..."]}                             -> {"scores": [0.9]}
     {"question": "...", "contexts": ["..."], "max_tokens": 9, "temperature": null, "stop": []}
                         -> {"text": "...", "prompt_tokens": 4, "tokens": 7}
-    {"many": [questions that have one answer]}          -> {"many": [answers or errors]}
+    {"prompt": "...", "max_tokens": 9, "temperature": 0, "seed": 1, "stop": []}
+                        -> {"text": "..."} ..., {"finish": "stop", "prompt_tokens": 4, "tokens": 7}
     {"messages": [{"role": "user", "content": "..."}], ...}     as with a prompt
     whatever cannot be done                             -> {"error": "..."}
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -26,18 +26,16 @@ from typing import IO, Any
 import jinja2
 import numpy as np
 import torch
-from torch import Tensor
 
 from trainer.commands.options import module_of
 from trainer.errors import ConfigError, LatheError
 from trainer.evaluation.mergeable import cut_at
 from trainer.evaluation.run import Question, opened
+from trainer.evaluation.texts import GrowingText, begun, grown
 from trainer.files.atomic import read_json
 from trainer.tasks.abilities import GREEDY, Answers, Embeds, Search
 from trainer.tasks.causal_lm.task import CausalLM
 from trainer.training.options import Options
-
-TORN = "\ufffd"  # of a letter whose bytes are several tokens, before the last of them
 
 
 def main() -> int:
@@ -58,11 +56,9 @@ def main() -> int:
         return error.exit_code
     _say(out, {"ready": True})
     for line in sys.stdin:
-        try:
-            for answer in answers(model_of_run, json.loads(line)):
-                _say(out, answer)
-        except LatheError as error:
-            _say(out, {"error": str(error)})
+        for piece in answers(model_of_run, json.loads(line)["many"]):
+            _say(out, piece)
+        _say(out, {"done": True})
     return 0
 
 
@@ -81,31 +77,39 @@ class Opened:
 
 
 @torch.inference_mode()
-def answers(opened_run: Opened, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The answers to one line. ConfigError for what the model cannot do."""
+def answers(opened_run: Opened, questions: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Pieces of the answers to questions that wait together, each with its question's number."""
     task, model = opened_run.task, opened_run.model
-    if "many" in asked:
-        yield {"many": _together(opened_run, asked["many"])}
-    elif isinstance(model, CausalLM):
-        prompt = asked["prompt"] if "prompt" in asked else _opened_chat(task, asked["messages"])
-        yield from _grown(task, model.base, prompt, asked)
-    else:
-        raise ConfigError(f"a model of the task {task.cfg.task!r} makes no texts")
-
-
-def _together(opened_run: Opened, questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An answer, or an error, for each of the questions that wait: alike ones in one forward."""
-    alike: dict[str, list[int]] = {}
+    texts: dict[int, GrowingText] = {}
+    others: list[int] = []
     for number, one in enumerate(questions):
+        if not isinstance(model, CausalLM) or not ("prompt" in one or "messages" in one):
+            others.append(number)
+            continue
+        try:
+            prompt = one["prompt"] if "prompt" in one else _opened_chat(task, one["messages"])
+            texts[number] = begun(task, model.base, prompt, one)
+        except LatheError as error:
+            yield {"of": number, "error": str(error)}
+    for group in _alike(questions, others):
+        found = _answered(opened_run, [questions[number] for number in group])
+        yield from ({"of": number, **one} for number, one in zip(group, found, strict=True))
+    numbers = list(texts)
+    if texts:
+        for row, piece in grown(task, model.base, list(texts.values())):
+            yield {"of": numbers[row], **piece}
+
+
+def _alike(questions: list[dict[str, Any]], numbers: list[int]) -> Iterable[list[int]]:
+    """Numbers of questions, in groups that one forward answers."""
+    alike: dict[str, list[int]] = {}
+    for number in numbers:
+        one = questions[number]
         shape = [sorted(one), *(one.get(key) for key in ("side", "max_tokens", "temperature"))]
         is_drawn = bool(one.get("temperature"))
         key = json.dumps([*shape, one.get("seed") if is_drawn else None])
         alike.setdefault(key, []).append(number)
-    found: dict[int, dict[str, Any]] = {}
-    for numbers in alike.values():
-        group = [questions[number] for number in numbers]
-        found.update(zip(numbers, _answered(opened_run, group), strict=True))
-    return [found[number] for number in range(len(questions))]
+    return alike.values()
 
 
 def _answered(opened_run: Opened, group: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -190,55 +194,6 @@ def _opened_chat(task: Any, messages: list[dict[str, Any]]) -> str:
         )
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"its chat template refuses these messages: {error}") from None
-
-
-def _grown(task: Any, base: Any, begun: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A text as it grows, a token at a time, up to its end, a stop text or max_tokens."""
-    limit: int = getattr(base.config, "max_position_embeddings", None) or 1 << 20
-    prompt: list[int] = task.tokenizer(begun, add_special_tokens=False)["input_ids"]
-    if not prompt or len(prompt) >= limit:
-        raise ConfigError(f"the prompt has {len(prompt)} tokens, want 1 to {limit - 1}")
-    temperature = 1.0 if asked["temperature"] is None else asked["temperature"]
-    chance = torch.Generator().manual_seed(asked["seed"])
-    made: list[int] = []
-    text, told, finish, cache = "", 0, "length", None
-    step = torch.tensor([prompt])
-    while finish == "length" and len(made) < min(asked["max_tokens"], limit - len(prompt)):
-        out = base(input_ids=step.to(base.device), past_key_values=cache, use_cache=True)
-        cache, token = out.past_key_values, _drawn(out.logits[0, -1], temperature, chance)
-        if token == task.end:
-            finish = "stop"
-            break
-        made.append(token)
-        step = torch.tensor([[token]])
-        text = task.tokenizer.decode(made)
-        end = min((text.find(stop) for stop in asked["stop"] if stop in text), default=None)
-        if end is not None:
-            text, finish = text[:end], "stop"
-        sure = len(text) - (_unsure(text, asked["stop"]) if end is None else 0)
-        if sure > told:
-            yield {"text": text[told:sure]}
-            told = sure
-    if text[told:]:
-        yield {"text": text[told:]}
-    yield {"finish": finish, "prompt_tokens": len(prompt), "tokens": len(made)}
-
-
-def _unsure(text: str, stops: list[str]) -> int:
-    """How many letters at the end may still change, or become a stop text that is not told."""
-    torn = len(text) - len(text.rstrip(TORN))
-    begun = [
-        length for stop in stops for length in range(1, len(stop)) if text.endswith(stop[:length])
-    ]
-    return max([torn, *begun])
-
-
-def _drawn(logits_V: Tensor, temperature: float, chance: torch.Generator) -> int:
-    """(V,) logits -> a token: the likeliest at temperature 0, else drawn."""
-    if not temperature:
-        return int(logits_V.argmax())
-    chances_V = (logits_V.float().cpu() / temperature).softmax(-1)
-    return int(torch.multinomial(chances_V, 1, generator=chance))
 
 
 if __name__ == "__main__":
