@@ -1,10 +1,11 @@
-"""What the service costs: answers over finished runs, memory, cold starts. Trains nothing.
+"""What the service costs: answers over finished runs, memory, cold starts.
 
-    python benchmarks/service.py [--runs 1000] [--asks 300] [--pages 50 --minutes 10]
+    python benchmarks/service.py [--runs 1000] [--asks 300] [--pages 50 --minutes 10 [--trained]]
 
 The run folders are made up, with the files that a job through the service leaves. --pages: so many
-pages (their streams) are open at once, beside 10 runs that log a line a second; and, where there is
-a Chromium, how long one page takes to show all runs.
+pages (their streams) are open at once, beside 10 runs that log a line a second (--trained: that are
+trainings: ten processes of `trainval.py`, at a lower priority than the server on the same cores);
+and, where there is a Chromium, how long one page takes to show all runs.
 """
 
 from __future__ import annotations
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--asks", type=int, default=300)
     parser.add_argument("--pages", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--trained", action="store_true", help="the live runs train for real")
     asked = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="lathe-service-"))
     os.environ["LATHE_QUEUE"] = str(folder / "queue")
@@ -177,7 +179,7 @@ def main() -> None:
         service.make()
         ids = [finished(service) for _ in range(asked.runs)]
         if asked.pages:
-            show_pages(folder / "base", asked.pages, asked.minutes * 60)
+            show_pages(folder / "base", asked.pages, asked.minutes * 60, is_trained=asked.trained)
         else:
             show(folder / "base", ids, asked.asks)
     finally:
@@ -215,7 +217,7 @@ def show(base: Path, ids: list[str], asks: int) -> None:
 NUM_LIVE = 10
 
 
-class Live(threading.Thread):
+class MadeUp(threading.Thread):
     """Runs that were started by hand, of this process, and log a line a second each."""
 
     def __init__(self, base: Path) -> None:
@@ -234,13 +236,86 @@ class Live(threading.Thread):
         while not self.is_over:
             step += 1
             for folder in self.folders:
-                line = {"step": step, "loss": 5 / step, "sent_at": time.time(), "at": now()}
+                line = {"step": step, "loss": 5 / step, "at": now()}
                 with (folder / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
                 status = {"state": "running", "step": step, "total": 9999, "host": "here"}
                 status |= {"updated_at": now(), "process": facts()}
                 write_json(folder / "status.json", status, is_durable=False)
             time.sleep(1)
+
+    def stop(self) -> None:
+        """Write no more."""
+        self.is_over = True
+
+
+class Trained:
+    """Runs that train: tiny language models, each a `trainval.py` started by hand."""
+
+    def __init__(self, base: Path) -> None:
+        configs = base.parent / "live.py"
+        configs.write_text(
+            "from exp_configs import CAUSAL_LM_TINY, vary\n"
+            "EXP_GROUPS = {\n"
+            "    f'live_{seed}': [vary(CAUSAL_LM_TINY, train={'steps': 10**6, 'seed': seed,\n"
+            "        'log_every': 2, 'eval_every': 1000, 'save_every': 1000})]\n"
+            f"    for seed in range({NUM_LIVE})\n"
+            "}\n"
+        )
+        argv = ["nice", "-n", "10", sys.executable, str(ROOT / "trainval.py")]
+        argv += ["--exp_configs", str(configs)]
+        before = set(BaseFolder(base).runs())
+        self.log = (base.parent / "live.log").open("w")
+        self.processes = [
+            subprocess.Popen(
+                [*argv, "-e", f"live_{seed}", "-sb", str(base)],
+                cwd=ROOT,
+                stdout=self.log,
+                stderr=self.log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for seed in range(NUM_LIVE)
+        ]
+        atexit.register(self.stop)
+        self._base, self._before = base, before
+
+    @property
+    def folders(self) -> list[Path]:
+        """Their run folders."""
+        return [run.path for run in BaseFolder(self._base).runs() if run not in self._before]
+
+    def start(self) -> None:
+        """Wait until each has logged a line."""
+        while len(self.folders) < NUM_LIVE or not all(
+            (folder / "metrics.jsonl").exists() for folder in self.folders
+        ):
+            if any(process.poll() is not None for process in self.processes):
+                sys.exit(Path(self.log.name).read_text()[-2000:])
+            time.sleep(1)
+
+    def stop(self) -> None:
+        """End them."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+class Watcher(threading.Thread):
+    """Notes when each line of the live runs' metrics stands in its file."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        super().__init__(daemon=True)
+        self.files = {folder.name: (folder / "metrics.jsonl").open() for folder in folders}
+        self.written: dict[tuple[str, int], float] = {}
+
+    def run(self) -> None:
+        while True:
+            for name, file in self.files.items():
+                text = file.read()
+                for line in text.splitlines():
+                    step = line.partition('"step": ')[2].partition(",")[0]
+                    self.written.setdefault((name, int(step or -1)), time.time())
+            time.sleep(0.02)
 
 
 class Reader(threading.Thread):
@@ -251,30 +326,36 @@ class Reader(threading.Thread):
         place = server.ask(f"/lathe/v1/runs/{run.name}/curves")["place"]
         path = f"/lathe/v1/stream?since=-1&watch={run.name}:{place}"
         self.answer = urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=60)
-        self.num_bytes, self.lags_s, self.error = 0, list[float](), ""
+        self.num_bytes, self.error, self.name_of_run = 0, "", run.name
+        self.came: list[tuple[int, float]] = []  # step, and when
 
     def run(self) -> None:
         try:
             for line in self.answer:
                 self.num_bytes += len(line)
                 if line.startswith(b'data: {"id"'):
-                    for one in json.loads(line[6:])["lines"]:
-                        self.lags_s.append(time.time() - one["sent_at"])
+                    at = time.time()
+                    self.came += [(one["step"], at) for one in json.loads(line[6:])["lines"]]
         except (OSError, ValueError) as error:
             self.error = repr(error)
 
 
-def show_pages(base: Path, count: int, seconds: float) -> None:
+def show_pages(base: Path, count: int, seconds: float, *, is_trained: bool) -> None:
     """Print what open pages cost, and how far behind they are."""
-    live, server = Live(base), Server(base)
-    atexit.register(server.stop)
+    live = Trained(base) if is_trained else MadeUp(base)
     live.start()
+    server = Server(base)
+    atexit.register(server.stop)
     runs = len(list(BaseFolder(base).runs()))
     server.until_it_knows(runs)
     before_s = server.cpu_s()
     time.sleep(10)
     print(f"CPU of the server without a page: {10 * (server.cpu_s() - before_s):.0f} %")
-    readers = [Reader(server, live.folders[number % NUM_LIVE]) for number in range(count)]
+    folders = live.folders
+    watcher = Watcher(folders)
+    watcher.start()
+    time.sleep(1)
+    readers = [Reader(server, folders[number % NUM_LIVE]) for number in range(count)]
     for reader in readers:
         reader.start()
     time.sleep(5)  # every page has its first, whole board by then
@@ -285,13 +366,18 @@ def show_pages(base: Path, count: int, seconds: float) -> None:
         asked_ms.append(server.p95_ms(kinds * 5))
         time.sleep(2)
     spent_s = time.monotonic() - began
-    lags = [lag for reader in readers for lag in reader.lags_s]
+    lags: list[float] = []
+    for reader in readers:
+        for step, at in reader.came:
+            written_at = watcher.written.get((reader.name_of_run, step))
+            lags += [] if written_at is None else [at - written_at]
     share = 100 * (server.cpu_s() - before_s) / spent_s
     rate = (sum(reader.num_bytes for reader in readers) - told) / spent_s / count
     print(
-        f"{count} pages, {NUM_LIVE} live runs, {runs} in all, {spent_s:.0f} s: CPU {share:.0f} %, "
-        f"{rate / 1000:.1f} kB/s a page, resident {server.resident_mb():.0f} MB, "
-        f"pages that lost their stream: {sum(bool(reader.error) for reader in readers)}"
+        f"{count} pages, {NUM_LIVE} live runs ({type(live).__name__}), {runs} in all, "
+        f"{spent_s:.0f} s: CPU {share:.0f} %, {rate / 1000:.1f} kB/s a page, "
+        f"resident {server.resident_mb():.0f} MB, pages that lost their stream: "
+        f"{sum(bool(reader.error) for reader in readers)}"
     )
     print(
         f"a line of metrics is on the page after {statistics.median(lags):.2f} s (median), "
@@ -299,7 +385,7 @@ def show_pages(base: Path, count: int, seconds: float) -> None:
         f"other requests: p95 {statistics.median(asked_ms):.0f} ms; {len(lags)} lines came"
     )
     show_browser(server, runs)
-    live.is_over = True
+    live.stop()
     server.stop()
 
 
