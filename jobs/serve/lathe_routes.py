@@ -321,6 +321,10 @@ def refusal_of(error: LatheError) -> Refusal:
     return Refusal(500, str(error))
 
 
+_SCHEMA = {"schema": {"$ref": "#/components/schemas/AskExperiment"}}
+_TAKES_EXPERIMENT = {"requestBody": {"required": True, "content": {"application/json": _SCHEMA}}}
+
+
 def openapi(request: Request) -> Response:
     """What can be asked, as an OpenAPI document."""
     paths: dict[str, dict[str, Any]] = {}
@@ -335,6 +339,7 @@ def openapi(request: Request) -> Response:
             paths.setdefault(route.path, {})[method.lower()] = {
                 "summary": text,
                 "operationId": endpoint.__name__,
+                **(_TAKES_EXPERIMENT if endpoint is ask_experiments else {}),
                 "parameters": [
                     {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
                     for name in names

@@ -187,6 +187,8 @@ def test_everything_of_a_run_is_shown(browser: Browser, world: Service) -> None:
     browser.until("return document.body.innerText.includes('tiny-chat · slow')")
     browser.until("return document.body.innerText.includes('good')")
     assert "tiny-chat · done" not in browser.run(body)
+    browser.press("API")
+    browser.until("return document.body.innerText.includes('/lathe/v1/runs/{exp_id}/metrics')")
 
 
 def test_what_a_run_says_is_never_a_script(browser: Browser, world: Service) -> None:
@@ -249,7 +251,7 @@ def test_the_keyboard_reaches_everything(browser: Browser, world: Service) -> No
                 "return document.activeElement.className || document.activeElement.innerText"
             )
         )
-    assert reached[:4] == ["skip", "home", "Runs", "Queue"]
+    assert reached[:5] == ["skip", "home", "Runs", "Queue", "API"]
     assert "plot" in reached
     browser.run("document.querySelector('.plot').focus()")
     browser.keys("\ue012", "\ue012")  # left, twice
@@ -319,6 +321,7 @@ def test_axe_finds_nothing_wrong_in_light_or_dark(
         f"/run/{run}": "return document.querySelectorAll('.plot svg, #other').length > 1",
         f"/compare/{run},{hand}": "return document.querySelectorAll('td.mono').length > 0",
         "/queue": "return document.body.innerText.includes('good')",
+        "/api": "return document.body.innerText.includes('/lathe/v1/status')",
     }
     try:
         for scheme in ("light", "dark"):

@@ -2,6 +2,7 @@
 
 import { ask } from "./actions.js";
 import { get, hasToken, Refused, setToken, Stream } from "./api.js";
+import { AskingPage } from "./asking.js";
 import { Board } from "./board.js";
 import { h } from "./dom.js";
 import { Overview } from "./overview.js";
@@ -68,9 +69,10 @@ async function show() {
   if (kind === "run") view = new Run(board, rest, me);
   else if (kind === "compare") view = new Compare(board, rest.split(","));
   else if (kind === "queue") view = new QueuePage(board, me);
+  else if (kind === "api") view = new AskingPage();
   else view = new Overview(board);
   for (const one of document.querySelectorAll("nav a"))
-    one.toggleAttribute("aria-current", one.hash === (kind === "queue" ? "#/queue" : "#/"));
+    one.toggleAttribute("aria-current", one.hash === (["queue", "api"].includes(kind) ? `#/${kind}` : "#/"));
   content.replaceChildren(view.node);
   document.title = `${view.node.querySelector("h1")?.firstChild?.textContent ?? "Runs"} · Lathe`;
   if (!view.curves) return listen(null);
