@@ -109,10 +109,12 @@ def test_an_export_of_adapters_reads_back_with_the_metrics_of_its_run(
     assert again == pytest.approx(metrics, rel=1e-5)
 
 
-def _run_and_read(values: dict, folder: Path, savedir: Path) -> tuple[Path, dict, dict]:
+def _run_and_read(
+    values: dict, folder: Path, savedir: Path, stage: int = 0
+) -> tuple[Path, dict, dict]:
     from tests.contract.runs import train
 
-    run_folder, lines = train(values, folder, savedir)
+    run_folder, lines = train(values, folder, savedir, stage)
     last = {
         key.removeprefix("valid/"): value
         for key, value in lines[-1].items()

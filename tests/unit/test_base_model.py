@@ -72,20 +72,20 @@ def test_code_that_comes_with_a_base_or_a_tokenizer_is_never_run_and_nobody_is_a
 
 
 @pytest.mark.parametrize(
-    ("quantization", "package"),
+    ("quantization", "method"),
     [
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-        ({"quant_method": "gptq"}, "optimum"),
+        ({"quant_method": "gptq"}, "gptq"),
     ],
 )
-def test_a_quantized_base_without_its_package_is_refused(
-    quantization: dict[str, Any], package: str, saved: Path, tmp_path: Path
+def test_a_base_whose_weights_are_packed_already_is_refused(
+    quantization: dict[str, Any], method: str, saved: Path, tmp_path: Path
 ) -> None:
     values = {"quantization_config": {"bits": 4, **quantization}}
     base = changed(shutil.copytree(saved / "base", tmp_path / "base"), "config.json", values)
     text = refusal_of_base(base)
-    assert package in text
-    assert "quantization_config" in text
+    assert f"quantization_config ({method})" in text
+    assert "train.base_bits" in text
 
 
 def test_weights_that_are_no_tensors_torn_or_missing_are_refused(

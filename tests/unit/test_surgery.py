@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.models.freezing import freeze_except, load_into, trainable_report
+from trainer.models.frozen.freezing import freeze_except, load_into, trainable_report
 
 
 class Tied(nn.Module):

@@ -27,6 +27,8 @@ def placeholder(name: str, cfg: Experiment) -> str:
 
 def presets_of(cfg: Experiment) -> tuple[str, ...]:
     """The files that "auto" chooses among."""
+    if cfg.train.base_bits is not None:
+        return tuple(name for name in PRESETS if name.startswith("zero2"))
     return ("zero0",) if cfg.optim.name == "adafactor" else PRESETS
 
 

@@ -106,6 +106,7 @@ def build(
             *_optimizer(config, optim),
             *_scheduler(config, source),
             *_stage(config),
+            *_packed_weights(config, train),
             *_whole_weights(config, optim),
             *_bucket_sizes(config["zero_optimization"], hidden_size),
             *_grad_accum_dtype(config, train),
@@ -258,6 +259,16 @@ def _stage(config: Config) -> list[str]:
             "loss scale that it never applied. Use --deepspeed zero1, or train.precision='bf16'."
         )
     return problems
+
+
+def _packed_weights(config: Config, train: Train) -> list[str]:
+    """Packed weights are buffers, which ZeRO-3 would neither share out nor gather."""
+    if train.base_bits is None or config["zero_optimization"]["stage"] < 3:
+        return []
+    return [
+        f"train.base_bits={train.base_bits} needs ZeRO stage 0, 1 or 2, got stage=3: every device "
+        "holds the packed base whole. Use --deepspeed zero2, or leave base_bits out."
+    ]
 
 
 def _whole_weights(config: Config, optim: Optim) -> list[str]:

@@ -127,6 +127,10 @@ class Train(Strict):
     """Rows per device and forward in evaluation; None: micro_batch."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Of weights and activations; optimizers keep fp32 masters beside bf16 and fp16."""
+    base_bits: Literal[4, 8] | None = None
+    """Of a frozen base's linear layers: 8 (rows of int8) or 4 (NF4, as QLoRA); None: as `precision`
+    says. Not at ZeRO-3.
+    """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
     seed: Annotated[int, Field(ge=0)] = 42
@@ -307,6 +311,20 @@ class Experiment(Strict):
     """ZeRO and the rest: ds_configs/<name>.json, or a path. The flag --deepspeed overrides it and
     never changes the id.
     """
+
+    @model_validator(mode="after")
+    def _only_a_frozen_base_is_quantized(self) -> Experiment:
+        if self.train.base_bits is not None and not self.freezes_base:
+            raise ValueError(
+                f"train.base_bits={self.train.base_bits}: the weights of the base train, and need "
+                'all their bits. Freeze it by "lora": {}, or leave base_bits out'
+            )
+        return self
+
+    @property
+    def freezes_base(self) -> bool:
+        """Whether the base's own weights stay as they are."""
+        return self.lora is not None
 
     @property
     def exports_adapters(self) -> bool:

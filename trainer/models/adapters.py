@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainer.config.schema import Lora, Strict, validate
 from trainer.errors import ConfigError, nearest
 from trainer.files import safetensors_file
-from trainer.models.freezing import load_into
+from trainer.models.frozen.freezing import load_into
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

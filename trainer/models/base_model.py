@@ -24,6 +24,7 @@ from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
 from trainer.files import hub, packages, safetensors_file
 from trainer.models import adapters, families, fused, masks, weight_files
+from trainer.models.frozen import quantized
 from trainer.models.t5_encoder_weights import encoder_source
 
 if TYPE_CHECKING:
@@ -109,9 +110,14 @@ def config_of(base: Base, places: Places) -> PretrainedConfig:
 
 
 def load(
-    base: Base, places: Places, *, precision: str, kind: Kind = "causal_lm"
+    base: Base,
+    places: Places,
+    *,
+    precision: str,
+    kind: Kind = "causal_lm",
+    bits: quantized.Bits | None = None,
 ) -> PreTrainedModel:
-    """The model of a base, in the dtype of `precision`.
+    """The model of a base, in the dtype of `precision`; its linear layers in `bits`, if given.
 
     A random base is built in fp32 under its own seed, so that every rank and every run has the same
     weights. ConfigError when transformers has no model of this kind for the base.
@@ -127,8 +133,8 @@ def load(
             # numbers
             with _buildable(config):
                 model = build(config, **options)
-        fused.fuse(model)
-        return model
+        return _finished(model, bits, precision)
+    weight_files.refuse_quantized(config, source)
     if kind == "encoder" and config.model_type in families.T5:
         source = encoder_source(source, places.cache_dir)
     with _reading(source), _tied_as_saved(build, config, source), _pooler_unread(build, options):
@@ -139,23 +145,18 @@ def load(
             output_loading_info=True,
             **options,
         )
-    _refuse_mostly_new(model, set(told["missing_keys"]), source)
+    weight_files.refuse_mostly_new(model, set(told["missing_keys"]), source)
+    return _finished(model, bits, precision)
+
+
+def _finished(
+    model: PreTrainedModel, bits: quantized.Bits | None, precision: str
+) -> PreTrainedModel:
+    """The same model as tasks take it."""
+    if bits is not None:
+        quantized.quantize(model, bits, DTYPES[precision])
     fused.fuse(model)
     return model
-
-
-def _refuse_mostly_new(model: PreTrainedModel, missing: set[str], source: str) -> None:
-    """ConfigError when the files hold at most half of a base's weights: the others are drawn at
-    random, and what is fine-tuned is then no pretrained model. A few are said by transformers.
-    """
-    names = {name for name, _ in model.named_parameters()} - set(model.all_tied_weights_keys)
-    new = names & missing
-    if 2 * len(new) >= len(names):
-        raise ConfigError(
-            f"base={source!r}: its files lack {len(new)} of the {len(names)} weights of a "
-            f"{model.config.model_type}, such as {min(new)}. They are of another model than "
-            "config.json says, or of a part of it. Copy the folder again, or name the right one."
-        )
 
 
 @contextlib.contextmanager
@@ -183,14 +184,6 @@ def _reading(source: str) -> Iterator[None]:
             "pickle is never run.\n"
             "Copy the folder again, or save its weights as safetensors: "
             "model.save_pretrained(FOLDER)."
-        ) from error
-    except (
-        ImportError
-    ) as error:  # a quantized base needs a package of its own: bitsandbytes, kernels, optimum
-        raise ConfigError(
-            f"base={source!r}: {_first_line(error)}\nIts config.json has a quantization_config: "
-            "install what it needs, "
-            "or use weights that are not quantized."
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(weight_files.unreadable(source, error)) from error
@@ -264,15 +257,16 @@ def _unpartitioned() -> Iterator[None]:
         integration._hf_deepspeed_config_weak_ref = before
 
 
-def skeleton(base: Base, places: Places, *, kind: Kind = "causal_lm") -> PreTrainedModel:
+def skeleton(
+    base: Base, places: Places, *, kind: Kind = "causal_lm", bits: quantized.Bits | None = None
+) -> PreTrainedModel:
     """The model of a base without storage (meta device): names and shapes only."""
     masks.keep_masks_of_devices()
     config = config_of(base, places)
     build = _model_class(config, kind)
     with torch.device("meta"), _buildable(config):
         model = build(config, **_body_options(build, kind))
-    fused.fuse(model)
-    return model
+    return _finished(model, bits, "fp32")
 
 
 def exported_config(base: Base, places: Places, *, kind: Kind) -> PretrainedConfig:

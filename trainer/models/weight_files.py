@@ -20,6 +20,7 @@ from trainer.files.atomic import refusals, replace_file, sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _KINDS = ("model.safetensors", "pytorch_model.bin")  # the first that is there is read
 
@@ -169,3 +170,31 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
         raise ConfigError(
             f"{path}: a pickle of more than tensors, which could run code. Use safetensors."
         ) from error
+
+
+def refuse_mostly_new(model: PreTrainedModel, missing: set[str], source: str) -> None:
+    """ConfigError when the files hold at most half of a base's weights: the others are drawn at
+    random, and what is fine-tuned is then no pretrained model. A few are said by transformers.
+    """
+    names = {name for name, _ in model.named_parameters()} - set(model.all_tied_weights_keys)
+    new = names & missing
+    if 2 * len(new) >= len(names):
+        raise ConfigError(
+            f"base={source!r}: its files lack {len(new)} of the {len(names)} weights of a "
+            f"{model.config.model_type}, such as {min(new)}. They are of another model than "
+            "config.json says, or of a part of it. Copy the folder again, or name the right one."
+        )
+
+
+def refuse_quantized(config: PretrainedConfig, source: str) -> None:
+    """ConfigError for a base whose files hold packed weights: layers of another package would
+    compute with them, and not all of those have a gradient.
+    """
+    how = getattr(config, "quantization_config", None)
+    if how is not None:
+        method = how.get("quant_method") if isinstance(how, dict) else type(how).__name__
+        raise ConfigError(
+            f"base={source!r}: its config.json has a quantization_config ({method}): its weights "
+            "are packed already. Use the weights that they were made of; train.base_bits packs a "
+            "frozen base here, in 8 or 4 bits."
+        )

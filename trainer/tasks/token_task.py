@@ -23,6 +23,7 @@ from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio
 from trainer.models import adapters, base_model, generation_file
+from trainer.models.frozen.quantized import Bits
 from trainer.models.head import HEAD_FILE, load_head, write_head
 from trainer.models.losses import IGNORED
 from trainer.tasks.protocol import Batch, Places, Text
@@ -65,10 +66,11 @@ class TokenTask(ABC, Generic[C]):
         """The task's module around a base, which may be on the meta device."""
 
     def model(self) -> nn.Module:
-        return self.loaded(self.cfg.base, self.cfg.lora)
+        return self.loaded(self.cfg.base, self.cfg.lora, bits=self.cfg.train.base_bits)
 
     def skeleton(self) -> nn.Module:
-        base = base_model.skeleton(self.cfg.base, self.places, kind=self.kind)
+        bits = self.cfg.train.base_bits
+        base = base_model.skeleton(self.cfg.base, self.places, kind=self.kind, bits=bits)
         return self.operated(base, self.cfg.lora)
 
     def exported(self, folder: Path) -> nn.Module:
@@ -80,7 +82,7 @@ class TokenTask(ABC, Generic[C]):
             model = self.loaded(str(folder), None)
         else:
             adapters.check_base(folder, base_model.fingerprint(self.cfg.base, self.places))
-            model = self.loaded(self.cfg.base, lora)
+            model = self.loaded(self.cfg.base, lora, bits=self.cfg.train.base_bits)
             adapters.load(model.get_submodule(self.base_name), folder)
         head = _head_of(model)
         if head is not None and not load_head(head, str(folder)):
@@ -90,14 +92,12 @@ class TokenTask(ABC, Generic[C]):
             )
         return model
 
-    def loaded(self, base: Base, lora: Lora | None) -> nn.Module:
+    def loaded(self, base: Base, lora: Lora | None, *, bits: Bits | None = None) -> nn.Module:
         """The task's module with the weights of a base, and of the head beside it, if any; with new
-        adapters, if any.
+        adapters, if any. bits: of the base's linear layers.
         """
-        precision = self.cfg.train.precision
-        model = self.operated(
-            base_model.load(base, self.places, precision=precision, kind=self.kind), lora
-        )
+        how: Any = {"precision": self.cfg.train.precision, "kind": self.kind, "bits": bits}
+        model = self.operated(base_model.load(base, self.places, **how), lora)
         source, head = base_model.resolve(base, self.places), _head_of(model)
         if head is not None and isinstance(source, str):
             log.info(
@@ -150,8 +150,16 @@ class TokenTask(ABC, Generic[C]):
         """
         if self.cfg.lora is None or self.cfg.exports_adapters:
             return weights
-        model = self.model().to(base_model.DTYPES[self.cfg.train.precision])
+        model = self.unquantized().to(base_model.DTYPES[self.cfg.train.precision])
         return adapters.merged_weights(model, weights, bases=bases)
+
+    def unquantized(self) -> nn.Module:
+        """The module as the run began with it, all bits of its base there."""
+        if self.cfg.train.base_bits is None:
+            return self.model()
+        train = self.cfg.train.model_copy(update={"base_bits": None})
+        cfg = self.cfg.model_copy(update={"train": train})
+        return type(self)(cfg, self.places).model()
 
     def export_adapters(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the adapters of one base, by their names in it."""

@@ -23,7 +23,7 @@ from trainer.config import deepspeed_config
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
 from trainer.models import base_model, weight_files
-from trainer.models.freezing import trainable_report
+from trainer.models.frozen.freezing import trainable_report
 from trainer.statistics.examples import Segment, texts
 from trainer.statistics.ledger import refuse_lost_labels
 from trainer.tasks.protocol import DRAW, EPOCH, Encoded, Places

@@ -22,7 +22,7 @@ from trainer.data.token_store import store_of
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.evaluation.scoring import first_questions
 from trainer.memory import launch as planning
-from trainer.models.freezing import trainable_report
+from trainer.models.frozen.freezing import trainable_report
 from trainer.runtime import device_defaults, distributed, rng
 from trainer.runtime.beside import Beside
 from trainer.runtime.distributed import on_main

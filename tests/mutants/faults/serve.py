@@ -8,6 +8,20 @@ STREAM = "tests/serve/test_live_stream.py"
 
 FAULTS = [
     Fault(
+        "trainer/evaluation/texts.py",
+        "positions_RL = (mask_RL.cumsum(-1) - 1).clamp(min=0)[:, -step_RL.shape[1] :]",
+        "positions_RL = (mask_RL * 0 + 1).cumsum(-1)[:, -step_RL.shape[1] :] - 1",
+        why="a text that waits beside a longer one is another than alone",
+        tests="tests/numerics/test_texts.py",
+    ),
+    Fault(
+        "jobs/answers/workers.py",
+        "if not is_over and all(one.has_left for one in asked):",
+        "if not is_over and any(one.has_left for one in asked):",
+        why="a client that leaves ends the answers of those beside it",
+        tests="tests/serve/test_answers.py",
+    ),
+    Fault(
         "jobs/serve/job_view.py",
         'is_too_late = cancel is None or (row.ended_at or "") <= cancel.at',
         "is_too_late = True",

@@ -111,6 +111,10 @@ class Config(Experiment):
     init_from: str | None = None
     """A folder with added layers to start from: a published checkpoint or our own final/."""
 
+    @property
+    def freezes_base(self) -> bool:
+        return True
+
     @model_validator(mode="after")
     def _contexts_are_read_without_adapters(self) -> Config:
         if self.lora is not None and self.lora.export == "merged":

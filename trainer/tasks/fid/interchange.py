@@ -31,7 +31,7 @@ from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
 from trainer.files import safetensors_file
 from trainer.files.atomic import new_folder, refuse_existing
-from trainer.models.freezing import load_into
+from trainer.models.frozen.freezing import load_into
 from trainer.tasks.fid import fido
 from trainer.tasks.fid.transformers_302 import config_302, refuse_newer
 from trainer.tasks.fid.weights import CROSS_BIAS

@@ -23,6 +23,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.evaluation.mergeable import answer_scores
 from trainer.models import adapters, base_model, weight_files
 from trainer.models.families import T5, check_family
+from trainer.models.frozen.quantized import Bits
 from trainer.models.losses import IGNORED
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
@@ -53,8 +54,8 @@ class Task(TokenTask[Config]):
     # Model
     # ----------------------------------------------------------------------------------------------
 
-    def loaded(self, base: Base, lora: Lora | None) -> nn.Module:
-        model: Any = super().loaded(base, lora)
+    def loaded(self, base: Base, lora: Lora | None, *, bits: Bits | None = None) -> nn.Module:
+        model: Any = super().loaded(base, lora, bits=bits)
         if self.cfg.reader.compat_cross_bias:
             add_cross_bias(model.t5, base_model.resolve(base, self.places))
         return model

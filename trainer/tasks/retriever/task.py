@@ -1,6 +1,4 @@
-"""Queries and passages in, vectors out: trained so that a query's vector is nearest to its own
-passage's.
-"""
+"""Queries and passages become vectors, a query's nearest to its own passage's."""
 
 from __future__ import annotations
 
@@ -108,9 +106,10 @@ class Task(TokenTask[Config]):
         return model.eval()
 
     def skeleton(self) -> nn.Module:
+        how: Any = {"kind": "encoder", "bits": self.cfg.train.base_bits}
+
         def side(name: str) -> Any:
-            source = self._side(self.cfg.base, name)
-            encoder = base_model.skeleton(source, self.places, kind="encoder")
+            encoder = base_model.skeleton(self._side(self.cfg.base, name), self.places, **how)
             with torch.device("meta"):
                 return self.operated(encoder, self.cfg.lora)
 
@@ -119,11 +118,11 @@ class Task(TokenTask[Config]):
 
     def _both(self, base: Base, how: Encoder, lora: Lora | None) -> Retriever:
         """The encoders of both sides, or the one for both, with new adapters, if any."""
-        precision = self.cfg.train.precision
+        loaded: Any = {"precision": self.cfg.train.precision, "kind": "encoder"}
+        loaded["bits"] = None if lora is None else self.cfg.train.base_bits
 
         def side(name: str) -> Any:
-            source = self._side(base, name)
-            encoder = base_model.load(source, self.places, precision=precision, kind="encoder")
+            encoder = base_model.load(self._side(base, name), self.places, **loaded)
             return self.operated(encoder, lora)
 
         return self._retriever(side, how)

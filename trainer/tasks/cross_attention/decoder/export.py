@@ -47,14 +47,19 @@ def write(
     described = cfg.model_dump(mode="json")
     content = {name: described[name] for name in ("base", "layers", "data")}
     content |= {"base_fingerprint": fingerprint, "precision": cfg.train.precision}
+    if cfg.train.base_bits is not None:
+        content["base_bits"] = cfg.train.base_bits
     (folder / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
     tokenizer.save_pretrained(folder)
     return content
 
 
-def load(folder: Path, places: Places, *, precision: str = "fp32") -> CrossAttentionModel:
+def load(
+    folder: Path, places: Places, *, precision: str = "fp32", is_packed: bool = True
+) -> CrossAttentionModel:
     """The base that `folder` refers to, or holds, with its added layers, in evaluation mode.
 
+    is_packed: a base that was trained on in 8 or 4 bits has them here, too.
     Raises ConfigError when the folder is no export, ResumeError when the base is not the one that
     was trained on.
     """
@@ -68,7 +73,9 @@ def load(folder: Path, places: Places, *, precision: str = "fp32") -> CrossAtten
             "Put the old base back: these layers mean nothing on another one."
         )
     layers = validate(Layers, content["layers"], source=str(folder / DESCRIPTION))
-    stock, lora = base_model.load(base, places, precision=precision), adapters.read(folder)
+    bits = content.get("base_bits") if is_packed else None
+    stock = base_model.load(base, places, precision=precision, bits=bits)
+    lora = adapters.read(folder)
     if lora is not None:
         stock = adapters.adapted(stock, lora, seed=0)
     model = CrossAttentionModel(stock, layers)
@@ -112,7 +119,7 @@ def merge(folder: Path, out: Path, places: Places) -> None:
         if isinstance(base_of(folder, content), RandomBase)
         else content.get("precision", "fp32")
     )
-    model = load(folder, places, precision=precision)  # which checks the fingerprint
+    model = load(folder, places, precision=precision, is_packed=False)  # checks the fingerprint
     tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=places.cache_dir)
     adapters.remove(model.base)  # they lie in the folder, beside the base
     weights = {name: parameter.detach() for name, parameter in model.base.named_parameters()}
@@ -122,6 +129,7 @@ def merge(folder: Path, out: Path, places: Places) -> None:
             shutil.copy(file, out)
     fingerprint = base_model.fingerprint(str(out / MERGED), places)
     content |= {"base": MERGED, "base_fingerprint": fingerprint}
+    content.pop("base_bits", None)
     (out / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
     foreign.write(out, content, model.base, source=MERGED, tokenizer=tokenizer)
 

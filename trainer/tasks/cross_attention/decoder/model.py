@@ -21,7 +21,7 @@ from trainer.models import adapters
 from trainer.models.decoder.backbone import backbone_of
 from trainer.models.decoder.packed_attention import Rows
 from trainer.models.decoder.rotation import Rotation, rotation
-from trainer.models.freezing import freeze_except
+from trainer.models.frozen.freezing import freeze_except
 from trainer.models.losses import next_token_loss
 from trainer.tasks.cross_attention.decoder.attention import (
     KeysValues,

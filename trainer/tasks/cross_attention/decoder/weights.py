@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainer.errors import ConfigError
-from trainer.models.freezing import load_into
+from trainer.models.frozen.freezing import load_into
 
 if TYPE_CHECKING:
     from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel

@@ -65,8 +65,9 @@ def state_batch(rows: Sequence[Mapping[str, Any]], field: str, cache: StateCache
 
 def identity(cfg: Config, places: Places, tokenizer: Any) -> Identity:
     """All that the states of a context depend on besides its token ids, and what made them."""
-    data = cfg.data
+    data, bits = cfg.data, cfg.train.base_bits
     return {
+        **({} if bits is None else {"base_bits": bits}),
         "base": base_model.fingerprint(cfg.base, places),
         "tokenizer": vocabulary.tokenizer_id(tokenizer),
         "template": data.template,

@@ -1,0 +1,143 @@
+"""The linear layers of a frozen base in 8 or 4 bits: a quarter or an eighth of fp32's bytes.
+
+8: rows of int8 with a scale each, as LLM.int8() (Dettmers et al. 2022) has its weights, and plain
+torch. 4: NF4 in blocks of 64 (QLoRA, Dettmers et al. 2023), packed and unpacked by bitsandbytes. A
+product unpacks its weight, forward and backward, and keeps neither the weight nor its input.
+
+bitsandbytes' own layers are not used: in evaluation on a CPU with AVX-512 its 4-bit one (0.50.2)
+packs its weight anew, and the next training step has no gradient.
+"""
+
+# K inputs and N outputs of a layer
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Bits = Literal[4, 8]
+_BLOCK, _KIND = 64, "nf4"
+
+
+def quantize(model: PreTrainedModel, bits: Bits, dtype: torch.dtype) -> None:
+    """Put `bits` in the place of every linear layer of a model that is frozen, one after another.
+
+    Left as they are: the output layer, and what transformers itself keeps in fp32 (`wo` of a T5).
+    dtype: what products are computed in. It may lie on the meta device. ConfigError for a model
+    that has no such layer, and for 4 bits without bitsandbytes.
+    """
+    names = list(_names(model))
+    if not names:
+        raise ConfigError(
+            f"train.base_bits={bits}: a {model.config.model_type} has no linear layer that could "
+            "be quantized. Leave base_bits out."
+        )
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        model.set_submodule(name, QuantizedLinear(layer, bits, dtype))  # pyright: ignore[reportCallIssue]
+
+
+def _names(model: Any) -> Iterator[str]:
+    output = model.get_output_embeddings()
+    whole: set[str] = {*(getattr(model, "_keep_in_fp32_modules", None) or ())}
+    for name, module in model.named_modules():
+        is_plain = type(module) is nn.Linear and module is not output
+        if is_plain and not whole.intersection(name.split(".")):
+            yield name
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen linear layer whose weight is unpacked where it is read. Its packed weight and scales
+    are buffers: nothing of them trains, is saved, or is converted with the model.
+    """
+
+    packed: Tensor
+    scales: Tensor
+
+    def __init__(self, plain: nn.Linear, bits: Bits, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.bits: Bits = bits
+        self.dtype = dtype
+        packed, scales = _pack(plain.weight.detach(), bits)
+        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+        bias = plain.bias
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """(N, K), unpacked anew."""
+        return self.unpacked(self.dtype)
+
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """(N, K): the weight in `dtype`."""
+        if self.bits == 8:
+            return self.packed.to(dtype).mul_(self.scales.to(dtype)[:, None])
+        shape = [self.out_features, self.in_features]
+        if self.packed.device.type != "cuda" and self.packed.device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=self.packed.device)  # to be counted
+        unpack: Any = torch.ops.bitsandbytes.dequantize_4bit.default
+        return unpack(self.packed, self.scales, _BLOCK, _KIND, shape, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _Product.apply(input, self)  # pyright: ignore[reportReturnType]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
+        """Moves it, and changes what it computes in; scales stay in fp32."""
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.packed.device)).dtype
+        scales = self.scales
+        super()._apply(fn, recurse)
+        if self.scales.dtype != scales.dtype:
+            self.scales = scales.to(self.scales.device)
+        return self
+
+
+class _Product(torch.autograd.Function):
+    """input @ weight.T + bias, which holds on to the layer alone."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, layer: QuantizedLinear) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.layer = layer
+        bias = None if layer.bias is None else layer.bias.to(input.dtype)
+        return F.linear(input, layer.unpacked(input.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient @ ctx.layer.unpacked(gradient.dtype), None
+
+
+def _pack(weight_NK: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
+    """The packed weight, and fp32 scales: of rows in 8 bits, of blocks in 4."""
+    if bits == 8:
+        scales_N = weight_NK.float().abs().amax(1) / 127
+        steps_NK = weight_NK.float() / scales_N.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        return steps_NK.round().to(torch.int8), scales_N
+    functional, count = _bitsandbytes().functional, weight_NK.numel()
+    if weight_NK.device.type == "meta":
+        like: dict[str, Any] = {"device": "meta"}
+        scales = torch.empty(-(-count // _BLOCK), dtype=torch.float32, **like)
+        return torch.empty((count + 1) // 2, 1, dtype=torch.uint8, **like), scales
+    whole = weight_NK.contiguous()
+    packed, state = functional.quantize_4bit(whole, blocksize=_BLOCK, quant_type=_KIND)
+    return packed, state.absmax
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "train.base_bits=4 needs the package bitsandbytes. Install it: pip install "
+            '"lathe[bits]", or use 8, which needs none.'
+        ) from None
+    return bitsandbytes
