@@ -8,7 +8,6 @@ it is whole or invisible.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.data.content import Content, RowHasher, content_of, content_of_rows
 from trainer.data.encoding import encoded_rows, usable_processes
 from trainer.errors import DataError
 from trainer.files.build_once import build_once
@@ -146,8 +146,18 @@ class TokenStore:
         return self._ids.get(field, np.zeros(len(self), np.int32))
 
 
-def store_of(task: Task, split: str, cache_dir: Path, *, num_proc: int | None = None) -> TokenStore:
-    """The encoded rows of a task's split, from the cache or built (`open_store`)."""
+def store_of(
+    task: Task,
+    split: str,
+    cache_dir: Path,
+    *,
+    num_proc: int | None = None,
+    content: Content | None = None,
+) -> TokenStore:
+    """The encoded rows of a task's split, from the cache or built (`open_store`).
+
+    content: what content_of() said of them; None: it is asked.
+    """
     return open_store(
         lambda: task.rows(split),
         task.encode,
@@ -156,6 +166,7 @@ def store_of(task: Task, split: str, cache_dir: Path, *, num_proc: int | None = 
         cache_dir=cache_dir,
         length=task.length,
         num_proc=num_proc,
+        content=content or content_of(task, split, cache_dir),
     )
 
 
@@ -168,23 +179,25 @@ def open_store(
     cache_dir: Path,
     length: Callable[[Mapping[str, Any]], int],
     num_proc: int | None = None,
+    content: Content | None = None,
 ) -> TokenStore:
     """The store of `rows()` under `encode`, from `cache_dir` when it is there, else built.
 
     Any number of processes may call it at the same time: the first builds, the others wait and map.
-    Every call reads the raw rows once to find the key (sha256 over them and `encoding_id`), so
-    changed data gives another folder and a stale one is never used; only the build encodes.
+    The key is a sha256 over the raw rows and `encoding_id`, so changed data gives another folder
+    and a stale one is never used; only the build encodes. content: the key and the number of rows
+    where they are known (content_of); None: the rows are read for them.
     num_proc: processes that encode, which changes no byte; None: by the number of rows
     (`usable_processes`). Memory stays bounded. Raises DataError for no rows, rows that change
     between two readings, or an encoding that is not lists of ids; StorageError when the disk
     refuses.
     """
-    digest, num_rows = _digest(rows(), encoding_id, split)
+    digest, num_rows = content or content_of_rows(rows, encoding_id, split)
 
     def build(temporary: Path) -> None:
         processes = num_proc or usable_processes(num_rows)
         with _Writer(temporary) as writer:
-            hasher = _RowHasher(encoding_id)
+            hasher = RowHasher(encoding_id)
             found = encoded_rows(hasher.passed(rows()), encode, num_proc=processes)
             for index, encoded in enumerate(_reported(found, split, num_rows, processes)):
                 writer.add(index, encoded, length)
@@ -197,38 +210,6 @@ def open_store(
 
     folder = cache_dir / "tokens" / f"{split}-{digest[:32]}-v{_FORMAT}"
     return TokenStore(build_once(folder, build, is_whole=_is_whole))
-
-
-class _RowHasher:
-    """sha256 over an encoding id and rows in their order, whatever the order of a row's keys."""
-
-    def __init__(self, encoding_id: str) -> None:
-        self._sha = hashlib.sha256(f"{encoding_id}\n".encode())
-        self.rows = 0
-
-    def add(self, row: Row) -> None:
-        self._sha.update(json.dumps(row, sort_keys=True).encode())
-        self._sha.update(b"\n")
-        self.rows += 1
-
-    def passed(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """The same rows, each of them added."""
-        for row in rows:
-            self.add(row)
-            yield row
-
-    def hexdigest(self) -> str:
-        return self._sha.hexdigest()
-
-
-def _digest(rows: Iterable[Row], encoding_id: str, split: str) -> tuple[str, int]:
-    """The digest of a split, and how many rows it has."""
-    hasher = _RowHasher(encoding_id)
-    for row in rows:
-        hasher.add(row)
-    if hasher.rows == 0:
-        raise DataError(f"the {split} split has no rows. Give it at least one.")
-    return hasher.hexdigest(), hasher.rows
 
 
 class _Array:

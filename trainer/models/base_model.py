@@ -23,6 +23,7 @@ from trainer.config.schema import Base, Experiment, ExperimentBase, RandomBase
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
 from trainer.files import hub, packages, safetensors_file
+from trainer.files.remembered import remembered_sha256
 from trainer.models import adapters, families, fused, masks, weight_files
 from trainer.models.frozen import quantized
 from trainer.models.t5_encoder_weights import encoder_source
@@ -82,7 +83,7 @@ def named(name: str, cache_dir: Path) -> str:
     if packages.is_packaged(source):
         source = str(packages.folder_of(source))
     if _DIGEST in name:
-        weight_files.check_digest(source, digest, cache_dir / "fingerprints")
+        weight_files.check_digest(source, digest, lambda path: remembered_sha256(path, cache_dir))
     return source
 
 
@@ -411,7 +412,7 @@ def _digest_of_files(folder: Path, cache: Path) -> str:
     files = sorted({path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)})
     total = hashlib.sha256()
     for path in files:
-        total.update(f"{path.name}:{weight_files.remembered_sha256(path, cache)};".encode())
+        total.update(f"{path.name}:{remembered_sha256(path, cache)};".encode())
     return total.hexdigest()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Set
+from collections.abc import Callable, Set
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING
@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.errors import ConfigError
-from trainer.files.atomic import refusals, replace_file, sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,11 +103,11 @@ def check_whole(source: str) -> None:
         raise ConfigError(unreadable(source, SafetensorError("not as long as its header says")))
 
 
-def check_digest(source: str, digest: str, cache: Path) -> None:
+def check_digest(source: str, digest: str, sha256_of: Callable[[Path], str]) -> None:
     """ConfigError when a folder's weights have another sha256.
 
     One file: its own. Shards: that of the lines that `sha256sum model-*` prints, in the order of
-    their names. Digests of files are remembered in `cache`.
+    their names.
     """
     if not Path(source).is_dir():
         raise ConfigError(
@@ -121,7 +120,7 @@ def check_digest(source: str, digest: str, cache: Path) -> None:
             f"base={source!r}: the folder itself holds no weights that a digest could be of. Leave "
             "#sha256=... out."
         )
-    found = [remembered_sha256(path, cache) for path in files]
+    found = [sha256_of(path) for path in files]
     lines = [f"{each}  {path.name}\n" for each, path in zip(found, files, strict=True)]
     got = found[0] if len(files) == 1 else hashlib.sha256("".join(lines).encode()).hexdigest()
     if got != digest.lower():
@@ -130,20 +129,6 @@ def check_digest(source: str, digest: str, cache: Path) -> None:
             f"{'' if len(files) == 1 else f' and {len(files) - 1} more'}) have the sha256 {got}, "
             f"but the experiment wants {digest}. Get the right files, or state their digest."
         )
-
-
-def remembered_sha256(path: Path, cache: Path) -> str:
-    """sha256 of a file's content; remembered in `cache` by path, size and time of change."""
-    about = path.stat()
-    key = json.dumps([str(path.resolve()), about.st_size, about.st_mtime_ns])
-    known = cache / hashlib.sha256(key.encode()).hexdigest()
-    if known.is_file():
-        return known.read_text()
-    digest = sha256_of(path)
-    with refusals(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-    replace_file(known, digest.encode(), is_durable=False)
-    return digest
 
 
 def tensors(source: str, names: Set[str]) -> dict[str, Tensor]:

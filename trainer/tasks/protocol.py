@@ -114,7 +114,9 @@ class Task(Protocol):
     def rows(self, split: str) -> Iterable[Row]:
         """Raw rows of "train" or "valid", always in the same order.
 
-        DataError names file and line.
+        DataError names file and line. A task with `rows_are_of_files = True` says that they follow
+        from its dictionary without train, optim and schedule, from its places, and from files that
+        Python opens: a start then reads them only when one of those has changed.
         """
         ...
 

@@ -17,8 +17,9 @@ import torch
 from trainer import tasks
 from trainer.config import auto, deepspeed_config
 from trainer.config.identity import digest
+from trainer.data.content import Content, content_of
 from trainer.data.order import Sizes, padding_share, sizes_of
-from trainer.data.token_store import store_of
+from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.evaluation.scoring import first_questions
 from trainer.memory import launch as planning
@@ -140,7 +141,11 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
     def choose() -> list[Any]:
         task = tasks.load(plan.cfg, options.places)
         return list(
-            planning.chosen(_launch(plan, options, task, answers=False), asked, name=options.device)
+            planning.chosen(
+                _launch(plan, options, task, _stores(options, task, content_of), answers=False),
+                asked,
+                name=options.device,
+            )
         )
 
     preset, rows = on_main(choose)
@@ -149,15 +154,34 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
     return replace(plan, cfg=cfg, ds=ds, sharding=replace(plan.sharding, micro_batch=rows))
 
 
-def _launch(plan: RunPlan, options: Options, task: Task, *, answers: bool) -> planning.UpcomingRun:
-    # the smaller one first, so that what is wrong with its rows is said before the other is encoded
-    stores = {
-        split: store_of(task, split, options.cache_dir, num_proc=options.num_proc)
-        for split in ("valid", "train")
-    }
+def _launch(
+    plan: RunPlan, options: Options, task: Task, stores: dict[str, TokenStore], *, answers: bool
+) -> planning.UpcomingRun:
     return planning.UpcomingRun(
         plan.values, plan.cfg, plan.ds, plan.sharding, task, options.places, stores, answers
     )
+
+
+def _stores(
+    options: Options, task: Task, content: Callable[[Task, str, Path], Content]
+) -> dict[str, TokenStore]:
+    # the smaller one first, so that what is wrong with its rows is said before the other is encoded
+    return {
+        split: store_of(
+            task,
+            split,
+            options.cache_dir,
+            num_proc=options.num_proc,
+            content=content(task, split, options.cache_dir),
+        )
+        for split in ("valid", "train")
+    }
+
+
+def _shared_content(task: Task, split: str, cache_dir: Path) -> Content:
+    """content_of, read by rank 0 for all. A collective."""
+    digest, count = on_main(lambda: content_of(task, split, cache_dir))
+    return digest, count
 
 
 @dataclass(frozen=True)
@@ -185,8 +209,8 @@ def ready(
     task = tasks.load(cfg, options.places)
     on_main(lambda: preflight.refuse_early(plan, options, task))
     questions = first_questions(task, cfg.train.answers or options.extra_evals)
-    launch = _launch(plan, options, task, answers=bool(questions))
-    stores = launch.stores
+    stores = _stores(options, task, _shared_content)
+    launch = _launch(plan, options, task, stores, answers=bool(questions))
     newest = checkpoint.resume_point(plan.folder / "checkpoints")
     identity = check_identity(plan, task, stores, newest)
     _say_padding(plan, sizes_of(stores["train"], task))

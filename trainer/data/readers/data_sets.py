@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import ConfigError, DataError
+from trainer.files.opened import unseen
 
 _INSTALL = "Install it: pip install 'lathe[datasets]'."
 _SAVED = ("dataset_dict.json", "state.json")  # of save_to_disk
@@ -30,6 +31,7 @@ def data_set(
         raise ConfigError(
             f"data.dataset={name!r} needs the package datasets, which is not here. {_INSTALL}"
         ) from None
+    unseen()  # Arrow maps its files without Python
     below = (folder or Path()) / name
     place = below if below.is_dir() else Path(name)
     datasets.disable_progress_bars()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -57,6 +57,8 @@ class CausalLM(nn.Module):
 
 class Task(TokenTask[Config]):
     """Texts in, a language model out."""
+
+    rows_are_of_files: ClassVar[bool] = True
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)

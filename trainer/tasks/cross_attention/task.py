@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -59,6 +59,8 @@ class Task(TokenTask[Config]):
 
     Its context is behind the cross-attention.
     """
+
+    rows_are_of_files: ClassVar[bool] = True
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)

@@ -15,6 +15,7 @@ from torch import nn
 from trainer.config.identity import canonical_json
 from trainer.config.schema import Base, Lora
 from trainer.data import vocabulary
+from trainer.data.content import content_of_rows
 from trainer.data.padding import pad_right
 from trainer.data.readers import retrieved
 from trainer.data.readers.passages import corpus_passages
@@ -46,6 +47,7 @@ class Task(TokenTask[Config]):
     kind: ClassVar[base_model.Kind] = "seq2seq_lm"
     base_name: ClassVar[str] = "t5"
     is_packed: ClassVar[bool] = True
+    rows_are_of_files: ClassVar[bool] = True
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
@@ -129,14 +131,24 @@ class Task(TokenTask[Config]):
         file = self.cfg.data.corpus
         if file is None:
             return None
+
+        def passages() -> Iterable[Row]:
+            return corpus_passages(self.places.data_path, file)
+
+        encoding_id = canonical_json({"task": "fid", "corpus": self._passages_id()})
+        cache, split = self.places.cache_dir, "corpus"
+        settings = canonical_json({"data_path": str(self.places.data_path), "corpus": file})
         return open_store(
-            lambda: corpus_passages(self.places.data_path, file),
+            passages,
             lambda row: Encoded({"ids": self.prompts.passages([row])[0]}),
-            encoding_id=canonical_json({"task": "fid", "corpus": self._passages_id()}),
-            split="corpus",
-            cache_dir=self.places.cache_dir,
+            encoding_id=encoding_id,
+            split=split,
+            cache_dir=cache,
             length=lambda encoded: len(encoded["ids"]),
             num_proc=self.places.num_proc,
+            content=content_of_rows(
+                passages, encoding_id, split, settings=settings, cache_dir=cache
+            ),
         )
 
     def _passages_id(self) -> dict[str, Any]:

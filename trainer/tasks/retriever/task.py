@@ -30,8 +30,7 @@ from trainer.tasks.token_task import TokenTask
 
 log = logging.getLogger(__name__)
 
-# What a rank keeps to itself of a pool: its queries meet all passages, so that no rank computes
-# another one's scores.
+# What a rank keeps to itself of a pool: its queries meet all passages, no rank computes another's.
 _OWN = ("queries", "counts", "positive_ids", "positive_counts", "teacher")
 _DESCRIBED = (
     "separator",
@@ -48,6 +47,7 @@ class Task(TokenTask[Config]):
 
     unit: ClassVar[str] = "queries"
     kind: ClassVar[base_model.Kind] = "encoder"
+    rows_are_of_files: ClassVar[bool] = True
     base_name: ClassVar[str] = ""  # operate() gives the base of one side as it is
 
     def __init__(self, cfg: Config, places: Places) -> None:

@@ -37,6 +37,7 @@ class Task(TokenTask[Config]):
     """A document in the encoder, its summary in the decoder."""
 
     kind: ClassVar[base_model.Kind] = "seq2seq_lm"
+    rows_are_of_files: ClassVar[bool] = True
 
     # Model
     # ----------------------------------------------------------------------------------------------

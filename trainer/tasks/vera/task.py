@@ -44,6 +44,7 @@ class Task(TokenTask[Config]):
 
     unit: ClassVar[str] = "groups"
     kind: ClassVar[base_model.Kind] = "encoder"
+    rows_are_of_files: ClassVar[bool] = True
     base_name: ClassVar[str] = "encoder"
     is_packed: ClassVar[bool] = True
 

@@ -1,0 +1,68 @@
+"""What was once read out of files, remembered for as long as none of them changes (opened.py)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import StorageError
+from trainer.files.atomic import read_json, sha256_of, write_json
+from trainer.files.opened import facts_of, is_same, reading
+
+FOLDER = "remembered"  # in the cache
+
+
+def remembered(
+    cache: Path, key: str, compute: Callable[[], Any], *, with_folders: bool = True
+) -> Any:
+    """The JSON value that `compute` gave under this key, while what it read is as it was; else what
+    it gives now.
+
+    with_folders: False where no file that appears could change the value.
+    """
+    place = cache / FOLDER / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+    known = _known(place)
+    if known is not None:
+        return known["value"]
+    # a cache on a disk that cannot be written serves what it holds, and remembers nothing
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)  # now: it may stand beside the data
+    with reading() as noted:
+        value = compute()
+    record = noted.record(with_folders=with_folders)
+    if record is not None:
+        with suppress(StorageError):
+            write_json(place, {"value": value, **record}, is_durable=False)
+    return value
+
+
+def remembered_sha256(path: Path, cache: Path) -> str:
+    """sha256 of a file's content, 64 hex characters; read only when the file has changed."""
+    resolved = path.resolve()
+    return remembered(
+        cache,
+        f"sha256 {resolved}",
+        lambda: sha256_of(resolved),
+        with_folders=False,
+    )
+
+
+def program() -> str:
+    """Names the sources of this program as they are on the disk: readers change, too."""
+    root = Path(__file__).resolve().parents[1]
+    about = [(str(path), *facts_of(str(path))[:2]) for path in sorted(root.rglob("*.py"))]
+    return hashlib.sha256(json.dumps([sys.version, about]).encode()).hexdigest()
+
+
+def _known(place: Path) -> dict[str, Any] | None:
+    """The record at `place`, if all that its value was read out of is as it was."""
+    record = read_json(place)
+    try:
+        return record if record is not None and "value" in record and is_same(record) else None
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError):
+        return None
