@@ -1,26 +1,32 @@
 """What a save costs the run that makes it, blocking against behind; and kills at random instants.
 
-    python benchmarks/faults.py bump [--megabytes 500] [--saves 4]
-    python benchmarks/faults.py kills [--kills 20]
+    python benchmarks/faults.py bump [--megabytes 500] [--saves 4] [--rows 256]
+    python benchmarks/faults.py kills [--kills 200] [--ranks 1]
 
 bump: a network of so many MB of trainable fp32 weights under the engine at ZeRO-0, as a run saves
-it: seconds that a save keeps the run waiting, and steps beside the writing. kills: a run that saves
-after every step is killed by signal 9 at random instants and started again until it ends; its
-weights and lines must be those of an undisturbed one. Exits 1 when they are not.
+it: seconds that a save keeps the run waiting, and by how much steps beside the writing are longer;
+in steps of so many rows. kills: a run that saves after every step is killed by signal 9 at random
+instants and started again until it ends, in part on a disk that is slow, and on one that is full
+after some writes; its weights and lines must be those of an undisturbed one. Exits 1 when they are
+not.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
+import functools
+import itertools
 import json
+import os
 import random
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +35,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a checkout that is not installed
 
 WIDTH = 2048
+EXIT_STORAGE = 2  # of a run whose disk refused
 TIMINGS = ("at", "step_s", "peak_gib", "goodput", "seal", "tokens_per_s")
 
 
-def bump(megabytes: int, saves: int) -> None:
+def bump(megabytes: int, saves: int, rows: int) -> None:
     """Print a line for each way to save."""
     import torch
     from torch import nn
@@ -40,10 +47,7 @@ def bump(megabytes: int, saves: int) -> None:
     from trainer.config import deepspeed_config
     from trainer.config.schema import Experiment, validate
     from trainer.runtime import distributed
-    from trainer.runtime.beside import Beside
-    from trainer.training import run
     from trainer.training.engine import Engine
-    from trainer.training.loop import Progress
 
     distributed.init()
     layers = max(megabytes * 2**20 // (4 * WIDTH * WIDTH), 1)
@@ -54,7 +58,7 @@ def bump(megabytes: int, saves: int) -> None:
     file = deepspeed_config.read("zero0")
     ds = deepspeed_config.build(file, train=cfg.train, optim=cfg.optim, world=1, source="bump")
     live = Engine(net, deepspeed_config.for_engine(ds), cfg.optim)
-    inputs = torch.randn(4, WIDTH)
+    inputs = torch.randn(rows, WIDTH)
 
     def step() -> float:
         start = time.monotonic()
@@ -62,30 +66,60 @@ def bump(megabytes: int, saves: int) -> None:
         live.step(1e-4)
         return time.monotonic() - start
 
+    step()
     quiet = statistics.median(step() for _ in range(5))
-    print(f"{layers * 4 * WIDTH * WIDTH / 2**20:.0f} MB trained, quiet step {quiet:.3f} s")
-    for is_behind in (False, True):
-        waited, beside, saver = [], [], Beside()
-        with tempfile.TemporaryDirectory(dir=ROOT) as root:
-            plan: Any = SimpleNamespace(folder=Path(root), values={}, cfg=cfg)
-            for number in range(saves):
-                start = time.monotonic()
-                saver.start(run._snapshot(plan, live, Progress(step=number + 1), {}))
-                if not is_behind:
-                    saver.wait()
-                waited.append(time.monotonic() - start)
-                while saver._thread is not None and saver._thread.is_alive():
-                    beside.append(step())
-            saver.wait()
-        said = f", steps beside it {statistics.median(beside):.3f} s" if beside else ""
-        name = "behind" if is_behind else "blocking"
-        print(f"{name}: the run waits {statistics.median(waited):.2f} s a save{said}")
+    size = f"{layers * 4 * WIDTH * WIDTH / 2**20:.0f} MB trained"
+    print(f"{size}, {torch.get_num_threads()} thread(s), quiet step {quiet:.3f} s", flush=True)
+    blocking = statistics.median(_saves(live, cfg, saves, quiet, step=None)[0])
+    print(f"blocking: the run waits {blocking:.2f} s a save", flush=True)
+    waits, held, longer = map(statistics.median, _saves(live, cfg, saves, quiet, step=step))
+    print(
+        f"behind: the run waits {waits:.3f} s a save and {held:.3f} s before its next update, "
+        f"{(waits + held) / blocking:.1%} of the blocking save\n"
+        f"all steps until it is written are {longer:.2f} s longer together ({longer / blocking:.1%}): "
+        "what copying, hashing and writing take of the cores"
+    )
+
+
+def _saves(
+    live: Any, cfg: Any, saves: int, quiet: float, *, step: Callable[[], float] | None
+) -> tuple[list[float], list[float], list[float]]:
+    """By save, in seconds: what the run waited, what its next update waited for the copy, and by how
+    much all steps until the save was written were longer. step: None for a run that waits.
+    """
+    from trainer.runtime.beside import Beside, StateCopy
+    from trainer.training import run
+    from trainer.training.loop import Progress
+
+    waited, held, all_longer, saver, copy_of = [], [], [], Beside(), StateCopy()
+
+    def wait() -> None:
+        start = time.monotonic()
+        copy_of.wait()
+        held[-1] += time.monotonic() - start
+
+    live.before_update = wait
+    with tempfile.TemporaryDirectory(dir=ROOT) as root:
+        plan: Any = SimpleNamespace(folder=Path(root), values={}, cfg=cfg)
+        for number in range(saves + 1):  # the first one meets memory that nobody has used
+            held.append(0.0)
+            start, longer = time.monotonic(), list[float]()
+            saver.start(run.snapshot(plan, live, copy_of, Progress(step=number + 1), {}))
+            if step is None:
+                saver.wait()
+            waited.append(time.monotonic() - start)
+            while step and (not longer or (saver._thread and saver._thread.is_alive())):
+                longer.append(step() - quiet)
+            all_longer.append(sum(longer))
+        saver.wait()
+        live.before_update = copy_of.wait
+    return waited[1:], held[1:], all_longer[1:]
 
 
 def _argv(folder: Path, savedir: Path, groups: Path) -> list[str]:
     flags = ["--exp_configs", str(groups), "-e", "mine", "-sb", str(savedir)]
     data = ["--data_path", str(folder), "--cache_dir", str(folder / "cache")]
-    return [sys.executable, str(ROOT / "trainval.py"), *flags, *data]
+    return [str(ROOT / "trainval.py"), *flags, *data]
 
 
 def _outcome(savedir: Path) -> tuple[bytes, list[dict[str, Any]]]:
@@ -95,41 +129,77 @@ def _outcome(savedir: Path) -> tuple[bytes, list[dict[str, Any]]]:
     return (folder / "final" / "model.safetensors").read_bytes(), untimed
 
 
-def kills(count: int) -> int:
+def _plant(disk: str, good_writes: int) -> None:
+    """From now on this process's checkpoints lie on a disk of that kind: slow, or full after so
+    many files.
+    """
+    from trainer.files import safetensors_file
+
+    sync, count = os.fsync, itertools.count(1)
+
+    def fsync(descriptor: int) -> None:
+        if disk == "slow":
+            time.sleep(0.1)
+        elif next(count) > good_writes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    safetensors_file.os = SimpleNamespace(fsync=fsync)  # pyright: ignore
+
+
+def kills(count: int, ranks: int) -> int:
     """Print how it went; 1 when anything differs."""
     from tests.facts import experiment, with_dropout, write_facts
+    from tests.forked import run_ranks
 
-    draw, torn = random.Random(0), 0
+    draw, torn, full = random.Random(0), 0, 0
     with tempfile.TemporaryDirectory(dir=ROOT) as place:
         root = Path(place)
         folder = write_facts(root / "facts")
-        train = {"steps": 150, "log_every": 1, "eval_every": 50, "save_every": 1}
-        values = with_dropout(experiment("causal_lm", folder, train=train, deepspeed="zero1"))
+        train = {"steps": 60, "log_every": 1, "eval_every": 20, "save_every": 1}
+        values = with_dropout(experiment("causal_lm", folder, train=train, deepspeed="zero2"))
         groups = root / "groups.py"
         groups.write_text(f"EXP_GROUPS = {{'mine': [{values!r}]}}\n")
-        start = time.monotonic()
-        subprocess.run(_argv(folder, root / "straight", groups), check=True, capture_output=True)
-        whole_s, wanted, killed = time.monotonic() - start, _outcome(root / "straight"), 0
+        for name in ("first", "straight"):  # the first one encodes the rows
+            start = time.monotonic()
+            done = run_ranks(ranks, *_argv(folder, root / name, groups))
+            assert not any(rank.returncode for rank in done), done[0].stderr
+        whole_s, wanted, killed, runs = time.monotonic() - start, _outcome(root / "straight"), 0, 0
+        print(f"undisturbed: {whole_s:.1f} s", flush=True)
         while killed < count:
             shutil.rmtree(root / "killed", ignore_errors=True)
-            while True:
-                child = subprocess.Popen(
-                    _argv(folder, root / "killed", groups),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-                try:
-                    # not in its imports, which write nothing
-                    child.wait(timeout=whole_s * draw.uniform(0.5, 0.95))
-                    break
-                except subprocess.TimeoutExpired:
-                    child.send_signal(signal.SIGKILL)
-                    child.wait()
-                    killed += 1
-            is_equal = child.returncode == 0 and _outcome(root / "killed") == wanted
+            codes = _until_it_ends(_argv(folder, root / "killed", groups), ranks, draw, whole_s)
+            killed += codes.count(-signal.SIGKILL)
+            full += codes.count(EXIT_STORAGE)
+            runs += 1
+            is_equal = codes[-1] == 0 and _outcome(root / "killed") == wanted
             torn += not is_equal
-            print(f"{killed} kills, {'equal' if is_equal else 'DIFFERENT'}", flush=True)
+            how = "equal" if is_equal else f"DIFFERENT: {codes}"
+            print(f"{killed} kills, {full} full disks, {runs} runs: {how}", flush=True)
     return min(torn, 1)
+
+
+def _until_it_ends(argv: list[str], ranks: int, draw: random.Random, whole_s: float) -> list[int]:
+    """Exit codes of rank 0 over the attempts, of which all but the last ones were disturbed."""
+    from tests.forked import start_ranks
+
+    codes: list[int] = []
+    while True:
+        disk = draw.choice(["good", "good", "good", "slow", "full"])
+        plant = functools.partial(_plant, disk, draw.randrange(80))
+        started = start_ranks(ranks, *argv, first=None if disk == "good" else plant)
+        given_up = time.monotonic() + whole_s * draw.uniform(0.1, 0.9)
+        alive = [rank.process for rank in started]
+        while alive and time.monotonic() < given_up:
+            alive = [process for process in alive if process.exitcode is None]
+            time.sleep(0.005)
+        if alive:  # any rank goes first, the others as a launcher ends them
+            draw.shuffle(alive)
+        for process in alive:
+            process.kill()
+        codes.append(started[0].finish().returncode)
+        if codes[-1] not in (-signal.SIGKILL, EXIT_STORAGE):
+            return codes
 
 
 def main() -> int:
@@ -137,11 +207,13 @@ def main() -> int:
     parser.add_argument("what", choices=("bump", "kills"))
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--saves", type=int, default=4)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--ranks", type=int, default=1)
     given = parser.parse_args()
     if given.what == "kills":
-        return kills(given.kills)
-    bump(given.megabytes, given.saves)
+        return kills(given.kills, given.ranks)
+    bump(given.megabytes, given.saves, given.rows)
     return 0
 
 

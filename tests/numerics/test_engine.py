@@ -4,6 +4,9 @@ save and restore.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ from tests.ranks import run_on_ranks
 from tests.tolerance import assert_all_close, assert_close, depth_of
 from trainer.config import deepspeed_config
 from trainer.config.schema import Optim, Train
+from trainer.runtime.beside import StateCopy
+from trainer.training import checkpoint
 
 STEPS, ROWS = 6, 8
 OPTIM = Optim(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, clip=0.5)
@@ -100,7 +105,7 @@ def ds_for(stage: int, precision: str, world: int, *, offload: bool = False) -> 
 def make(
     stage: int,
     precision: str,
-    weights: dict[str, torch.Tensor] | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
     *,
     offload: bool = False,
 ) -> Any:
@@ -256,6 +261,57 @@ def test_state_saved_at_one_stage_continues_at_another() -> None:
     for pair, result in run_on_ranks(2, _resumes, pairs, "fp32")[0].items():
         straight, resumed = result["losses"]
         assert_close(resumed[0], straight[0], of=f"stages {pair}", **LOSSES)
+
+
+def _written(root: Path, precision: str) -> dict[int, dict[str, torch.Tensor]]:
+    """Checkpoints of every stage, behind a step that goes on; and what they should hold."""
+    found = {}
+    for stage in STAGES:
+        live, copies = make(stage, precision), StateCopy()
+        train(live, range(2))
+        found[stage] = live.weights(lambda k: True) | live.optimizer.tensors(lambda k: True)
+        weights, optimizer = live.own_tensors()
+        copies.of({**weights, **optimizer})
+        live.before_update = copies.wait
+        made: list[dict[str, torch.Tensor]] = []
+        copying = threading.Timer(0.1, lambda made=made, copies=copies: made.append(copies.made()))
+        copying.start()
+        train(live, range(2, 4))
+        copying.join()
+        own = {name: made[0][name] for name in weights}, {n: made[0][n] for n in optimizer}
+        state = {"engine": live.optimizer.scalars()}
+        checkpoint.save(
+            root / str(stage), 2, weights=own[0], optimizer=own[1], rng={}, state=state, keep_last=1
+        )
+        live.destroy()
+    return found
+
+
+def _read_back(root: Path, precision: str, stages: list[int]) -> dict[int, Any]:
+    """What engines of each stage hold after they read the checkpoint of the stage before."""
+    found = {}
+    for stage in stages:
+        for saved in (stage, (stage + 1) % 4):
+            folder = root / str(saved) / "step-2"
+            live = make(stage, precision, checkpoint.read_tensors(folder, "weights"))
+            state = checkpoint.read_json(folder)["engine"]
+            live.optimizer.restore(checkpoint.read_tensors(folder, "optimizer"), state)
+            found[stage, saved] = live.weights(lambda k: True) | live.optimizer.tensors(
+                lambda k: True
+            )
+            live.destroy()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_pieces_written_behind_a_step_are_read_at_any_stage_and_number_of_ranks(
+    precision: str, tmp_path: Path
+) -> None:
+    wanted = run_on_ranks(2, _written, tmp_path, precision)[0]
+    for world, stages in ((2, [0, 1, 2, 3]), (1, [0, 3]), (4, [2, 3])):
+        for of_rank in run_on_ranks(world, _read_back, tmp_path, precision, stages):
+            for (stage, saved), tensors in of_rank.items():
+                assert _same_bits(tensors, wanted[saved]), (world, stage, saved)
 
 
 def _before_the_first_step() -> dict[int, dict[str, torch.Tensor]]:

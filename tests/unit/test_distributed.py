@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
-from trainer.errors import EXIT_PREEMPTED, ConfigError
+from trainer.errors import EXIT_PREEMPTED, ConfigError, LatheError
 from trainer.runtime import distributed
 
 UNEVEN = ["", {"a": [1, None, 0.1], "ä": "x" * 1000}]  # by rank: texts of very different length
@@ -215,3 +215,27 @@ def _children(functions: list[Callable[[], None]]) -> list[int]:
         os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         for child in [_fork(each) for each in functions]
     ]
+
+
+def _late(wait_s: float) -> list[float]:
+    """When this rank was let go, after rank 1 came so much later than a collective waits."""
+    distributed.init(timeout_s=5)
+    if distributed.rank() == 1:
+        time.sleep(wait_s)
+    distributed.wait_for_all()
+    distributed.wait_for_all()
+    return [time.monotonic()]
+
+
+def test_ranks_wait_for_one_that_loads_for_long_and_name_one_that_never_comes() -> None:
+    here, there = run_on_ranks(2, _late, 0.3)
+    assert here[0] > there[0] - 0.3 > 0.0
+    assert "waited 0 s for rank 1" in run_on_ranks(2, _abandoned)[0]
+
+
+def _abandoned() -> str:
+    if distributed.rank() == 1:
+        return ""
+    with pytest.raises(LatheError) as caught:
+        distributed.wait_for_all(patience_s=0.05)
+    return str(caught.value)

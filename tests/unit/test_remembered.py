@@ -139,9 +139,13 @@ def test_what_was_read_without_a_file_or_without_being_seen_is_not_remembered(
         calls.append("")
         return 1
 
-    for compute in (unseen, unseen, fileless, fileless):
+    def outer() -> int:
+        path.read_text()
+        return remembered(tmp_path / "c", "inner", unseen)
+
+    for compute in (unseen, unseen, fileless, fileless, outer, outer):
         assert remembered(tmp_path / "c", compute.__name__, compute) == 1
-    assert len(calls) == 4
+    assert len(calls) == 6
 
 
 def test_what_an_inner_value_was_read_out_of_counts_for_the_outer_one(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from tests.ranks import run_on_ranks
 from trainer.errors import StorageError
-from trainer.runtime import process
+from trainer.runtime import distributed, process
 from trainer.runtime.gpus import peak_flops
 from trainer.runtime.preemption import Preemption
 from trainer.telemetry import meter as meter_module
@@ -213,6 +213,7 @@ def test_status_says_state_step_total_host_time_and_error(tmp_path: Path) -> Non
     assert status.pop("host")
     assert process.life(status.pop("process")) == "alive"
     assert status.pop("goodput")["share"] == 0
+    assert status.pop("startup") == {}
     assert status == {
         "state": "failed",
         "step": 7,
@@ -612,3 +613,37 @@ def test_wandb_leaves_the_preemption_handler_in_place(
         assert preemption.requested
     finally:
         preemption.close()
+
+
+def test_the_time_to_the_first_step_is_told_once_with_its_parts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    live = run(tmp_path)
+    live.startup.lap("imports")
+    live.startup.lap("rows")
+    for step in (1, 2):
+        live.move(step)
+    (told,) = [line for line in caplog.messages if "first step done" in line]
+    assert re.search(r"done [\d.]+ s after the start: imports [\d.]+, rows [\d.]+, step", told)
+    live.status("running")
+    parts = json.loads((tmp_path / "status.json").read_text())["startup"]
+    assert list(parts) == ["imports", "rows", "step"]
+
+
+def _fail_on(rank: int, folder: Path) -> None:
+    live = RunRecord(folder, total=3)
+    live.status("running")
+    distributed.barrier()
+    for failing in (rank, 1 - rank):
+        if distributed.rank() == failing:
+            live.fail(MemoryError("no room") if failing == rank else RuntimeError("peer is gone"))
+        distributed.barrier()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_status_names_what_the_rank_that_failed_first_said(rank: int, tmp_path: Path) -> None:
+    run_on_ranks(2, _fail_on, rank, tmp_path)
+    status = json.loads((tmp_path / "status.json").read_text())
+    named = "rank 1: " if rank else ""
+    assert (status["state"], status["error"]) == ("failed", f"{named}MemoryError: no room")

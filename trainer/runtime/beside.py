@@ -1,12 +1,17 @@
 """Work beside the run: one piece at a time, on every rank, in a thread whose exchanges between
-ranks have a group of their own.
+ranks have a group of their own; and the memory that a save copies the training state to meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from trainer.runtime import distributed
 
@@ -63,3 +68,62 @@ class Beside:
                 work()
         except BaseException as error:
             self._error = error  # the next start() or wait() raises it
+
+
+class StateCopy:
+    """Host memory for the tensors that a checkpoint takes from this rank: the same for every save,
+    for the first use of memory costs more than the copy.
+
+    Weights and moments change in the engine's step alone. So the step that follows a save waits for
+    the copy, and what comes before it (a forward, a backward, an evaluation) runs beside it.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._live: dict[str, Tensor] = {}
+        self._is_made = threading.Event()
+        self._is_made.set()
+        self._after: Any = None  # of the device: what is to be done before the copy
+
+    def of(self, live: Mapping[str, Tensor]) -> None:
+        """From now on until made() has run, nobody may change these tensors: wait() says when."""
+        self._live = dict(live)
+        self._is_made.clear()
+        if distributed.is_gpu():
+            self._after = torch.cuda.current_stream().record_event()
+
+    def made(self) -> dict[str, Tensor]:
+        """The copies by name. Runs in a thread of its own."""
+        try:
+            with torch.cuda.stream(self._stream()):
+                return {name: self._copied(name, live) for name, live in self._live.items()}
+        finally:
+            self._live = {}
+            self._is_made.set()
+
+    def wait(self) -> None:
+        """Return when the tensors may change."""
+        self._is_made.wait()
+
+    def _stream(self) -> Any:
+        if not distributed.is_gpu():
+            return None
+        stream = torch.cuda.Stream()
+        stream.wait_event(self._after)
+        return stream
+
+    def _copied(self, name: str, live: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (live.shape, live.dtype):
+            buffer = torch.empty(live.shape, dtype=live.dtype, pin_memory=distributed.is_gpu())
+            self._buffers[name] = buffer
+        if live.is_cpu and live.is_contiguous():
+            # torch would copy with as many threads as the step computes with
+            np.copyto(_bytes(buffer), _bytes(live))
+        else:
+            buffer.copy_(live)
+        return buffer
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,8 @@ T = TypeVar("T")
 _leaves_alone = False
 # What a group waits for a rank that does not come.
 GROUP_TIMEOUT_S = 1800.0
+# What ranks wait for one that still loads: a corpus may be encoded for hours.
+PATIENCE_S = 24 * 3600.0
 _timeout = timedelta(seconds=GROUP_TIMEOUT_S)  # of collectives; init() sets it
 _side_group: dist.ProcessGroup | None = None
 _thread = threading.local()
@@ -167,6 +170,29 @@ def barrier() -> None:
         dist.barrier(device_ids=[local_rank()])
     else:
         dist.barrier()
+
+
+def wait_for_all(patience_s: float = PATIENCE_S) -> None:
+    """Wait until every rank is here, for longer than a collective may: they load rows and weights
+    at the speed of their disks.
+
+    LatheError that names the ranks which do not come.
+    """
+    if world() == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    own, began, pause_s = store.add(f"lathe/met/{rank()}", 1), time.monotonic(), 0.005
+    while True:
+        late = [other for other in range(world()) if store.add(f"lathe/met/{other}", 0) < own]
+        if not late:
+            return
+        if time.monotonic() - began > patience_s:
+            raise LatheError(
+                f"rank {rank()} waited {patience_s:.0f} s for rank {', '.join(map(str, late))}, "
+                "which did not come. Look at what it says; start again when it can load."
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
 
 
 def total(tensor: Tensor) -> Tensor:

@@ -20,13 +20,14 @@ from typing import Any, Literal, Protocol
 from rich.console import Console
 from torch import Tensor
 
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
-from trainer.files.atomic import overwrite_json, refusals, replace_file, write_json
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
+from trainer.files.atomic import overwrite_json, read_json, refusals, replace_file, write_json
 from trainer.runtime import distributed, process
 from trainer.telemetry.chain import PROOF
 from trainer.telemetry.console import Bar, Lines, Number, screen
 from trainer.telemetry.goodput import KEY, Goodput
 from trainer.telemetry.metrics_file import MetricsFile
+from trainer.telemetry.startup import Startup
 from trainer.telemetry.wandb_run import ANSWERS, WandbRun, WandbSettings
 
 State = Literal["queued", "running", "succeeded", "failed", "preempted", "cancelled"]
@@ -36,6 +37,7 @@ METRICS, SCORES, HAVEN_SCORES, STATUS = (
     "score_list.pkl",
     "status.json",
 )
+RANK = "rank"  # of status.json: the one that failed, where it is not 0
 MAX_ERROR = 2000  # characters of an error in the block that a full disk still has
 HEARTBEAT_S = 15.0  # at most this long between a log line and the status.json that knows of it
 
@@ -68,7 +70,7 @@ class RunRecord:
         self._name = name
         self._bad_steps: list[int] = []
         self._proof = ""
-        self.goodput = Goodput.of(folder)
+        self.goodput, self.startup = Goodput.of(folder), Startup()
         self._state: State = "running"
         self._status_at = 0.0
         self._is_writer = distributed.is_main()
@@ -113,6 +115,7 @@ class RunRecord:
     def move(self, step: int) -> None:
         """So many steps are done: the bar of a terminal moves; nothing is logged."""
         if self._is_writer:
+            self.startup.end()
             self._screen.move(step)
 
     def say(self, step: int, **scalars: Number) -> None:
@@ -196,6 +199,7 @@ class RunRecord:
             "error": error,
             "process": process.facts(),
             KEY: self.goodput.now(),
+            "startup": {name: round(took, 3) for name, took in self.startup.seconds.items()},
         }
         if self._bad_steps:
             values["bad_steps"] = self._bad_steps
@@ -208,6 +212,22 @@ class RunRecord:
                 raise
             # A full disk holds no second file, but the room that this one has is its own.
             overwrite_json(self.folder / STATUS, values | {"error": error and error[:MAX_ERROR]})
+
+    def fail(self, error: BaseException) -> None:
+        """The run ends by `error`, of this rank. What another rank ended by is what counts where
+        this one merely lost it; and where rank 0 is stuck, the other one says so itself.
+        """
+        text, path = f"{type(error).__name__}: {error}", self.folder / STATUS
+        told = read_json(path) or {}
+        if self._is_writer:
+            is_of_now = RANK in told and told.get("process") == process.facts()
+            is_lost = is_of_now and not isinstance(error, LatheError)
+            self.status("failed", error=told["error"] if is_lost else text)
+        elif told.get("state") == "running":
+            rank = distributed.rank()
+            write_json(
+                path, told | {"state": "failed", "error": f"rank {rank}: {text}", RANK: rank}
+            )
 
     def resume(self, step: int, bad_steps: Sequence[int] = ()) -> None:
         """Cut metrics.jsonl, score_list and answers/ back to `step`.
@@ -227,6 +247,18 @@ class RunRecord:
         for path in (self.folder / ANSWERS).glob("step-*.jsonl"):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
+
+    def scored(self, step: int) -> dict[str, Number] | None:
+        """The evaluation of a step that an earlier attempt logged; None when it did not get there.
+        It is in score_list.json afterwards. Rank 0 alone calls it.
+        """
+        lines = self._sinks[0]
+        assert isinstance(lines, MetricsFile), "metrics.jsonl is the first sink"
+        for entry in lines.evaluations():
+            if entry.pop("step") == step:
+                self.score(step, **entry)
+                return entry
+        return None
 
     def close(self) -> None:
         """End the progress bar, close the files and let wandb finish in the last state.

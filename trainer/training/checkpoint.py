@@ -1,8 +1,8 @@
 """Checkpoints that are whole or invisible: written aside, checksummed, committed by one rename,
 verified before use.
 
-    checkpoints/step-<n>/  weights-<rank>-of-<world>.safetensors     named full tensors, any rank
-                           may hold any name
+    checkpoints/step-<n>/  weights-<rank>-of-<world>.safetensors     named tensors or pieces of
+                           them (files/saved_tensors.py), any rank may hold any
                            optimizer-<rank>-of-<world>.safetensors
                            rng-<rank>-of-<world>.safetensors         the random state of that rank
                            alone
@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -41,10 +41,12 @@ from trainer.files.safetensors_file import (
     write_json,
     write_tensors,
 )
+from trainer.files.saved_tensors import SavedTensors
 from trainer.runtime import distributed
 
 MANIFEST, STATE = "manifest.json", "state.json"
-VERSION = 1  # of the layout above
+VERSION = 2  # of the layout above
+READABLE = (1, 2)  # 1: whole tensors alone
 JSON_ROOM = 2**20  # bytes set aside for state.json, manifest.json and the folder itself
 DAMAGED = "%s is damaged and passed over: %s"
 
@@ -301,7 +303,7 @@ def _contents(folder: Path) -> tuple[list[WrittenFile], list[str]]:
         return [], [f"{MANIFEST}: missing"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [], [f"{MANIFEST}: not readable ({error})"]
-    wrong = [] if version == VERSION else [f"{MANIFEST}: version {version}, want {VERSION}"]
+    wrong = [] if version in READABLE else [f"{MANIFEST}: version {version}, want {VERSION}"]
     if step != _step_of(folder):
         wrong.append(f"{MANIFEST}: of step {step}, but the folder is {folder.name}")
     for record in records:
@@ -366,23 +368,13 @@ def _remove(folder: Path) -> None:
 _WRAPPED = ".base_model.model."
 
 
-def read_tensors(folder: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """(name, CPU tensor) over the shards of all ranks that wrote `prefix` ("weights", "optimizer"),
-    whatever the world.
+def read_tensors(folder: Path, prefix: str) -> SavedTensors:
+    """The tensors of all ranks that wrote `prefix` ("weights", "optimizer") by name, whatever the
+    world; each is read when it is asked for, and of a part no more than that.
 
-    Tensors are views of the file, one alive at a time if the caller copies and drops them; `dict()`
-    takes them all. Raises CheckpointError when a shard is missing or two hold the same name.
+    Raises CheckpointError when a shard is missing or two hold the same elements.
     """
-    seen: set[str] = set()
-    for path in _shards(folder, prefix):
-        for name_in_file, tensor in tensors_of(path):
-            name = name_in_file.replace(_WRAPPED, ".")
-            if name in seen:
-                raise CheckpointError(
-                    f"{path}: {name!r} is in an earlier shard as well. Use another checkpoint."
-                )
-            seen.add(name)
-            yield name, tensor
+    return SavedTensors(_shards(folder, prefix), lambda name: name.replace(_WRAPPED, "."))
 
 
 def read_rng(folder: Path, rank: int) -> dict[str, Tensor]:

@@ -31,6 +31,7 @@ from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 from trainer.files.compilation import compiling  # noqa: E402
+from trainer.files.saved_tensors import piece_name  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.runtime.deepspeed_optimizers import (  # noqa: E402
     NumbersMadeThere,
@@ -40,7 +41,7 @@ from trainer.runtime.deepspeed_optimizers import (  # noqa: E402
 )
 from trainer.runtime.host_memory import returned_at_once  # noqa: E402
 from trainer.training import optimizers  # noqa: E402
-from trainer.training.optimizer_state import OptimizerState, dtype_of, shape_of  # noqa: E402
+from trainer.training.optimizer_state import OptimizerState, dtype_of, local_part, shape_of  # noqa: E402
 
 if TYPE_CHECKING:
     from trainer.config.schema import Optim
@@ -77,6 +78,8 @@ def partitioned_loading(ds: Mapping[str, Any]) -> Iterator[None]:
 
     # deepspeed 0.19.8: until its own communication is up, zero.Init takes the world for one rank
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    distributed.give_every_group_the_timeout()
+    distributed.wait_for_all()  # the first weight is an exchange
     keep_alive = HfDeepSpeedConfig(dict(ds))
     try:
         with returned_at_once():
@@ -87,8 +90,8 @@ def partitioned_loading(ds: Mapping[str, Any]) -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy named tensors into the trainable parameters, partitioned (ZeRO-3) or not. Every rank
-    calls it.
+    """Copy named tensors into the trainable parameters, partitioned (ZeRO-3) or not: each rank
+    reads what it keeps.
 
     CheckpointError when the names or shapes differ from the model's trainable parameters.
     """
@@ -107,10 +110,11 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
             raise CheckpointError(
                 f"checkpoint does not fit the model: {name} has shape {got}, wanted {want}"
             )
-    for name, parameter in parameters.items():
-        with torch.no_grad(), deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            # only the modifier rank's values are kept
-            if not hasattr(parameter, "ds_id") or distributed.is_main():
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if hasattr(parameter, "ds_tensor"):
+                parameter.ds_tensor.copy_(local_part(parameter, weights, name))  # pyright: ignore
+            else:
                 parameter.copy_(weights[name])
 
 
@@ -137,7 +141,7 @@ class Engine:
         # before the next lines: whoever waits for a compiler, or presses Ctrl-C, reads what is said
         optimizer = _optimizer(self._parameters.values(), ds, optim)
         # a rank that loads for long must not abort the others' first exchange
-        distributed.barrier()
+        distributed.wait_for_all()
         # bf16 at stage 1 prints 15 lines of memory, whatever the log level
         with redirect_stdout(io.StringIO()):
             engine, *_ = deepspeed.initialize(
@@ -155,6 +159,8 @@ class Engine:
         self._own_clip = self.stage == 0 and dtype_of(self._parameters) == torch.float32
         self._norm: Tensor | float | None = None
         self._is_left_out = False
+        # called when weights and moments are about to change
+        self.before_update: Callable[[], None] = lambda: None
         # fp32 at stage 0 too then leaves out an update that is not finite, as DeepSpeed does
         # elsewhere; it waits for the device
         self.leaves_out_unsound = False
@@ -202,6 +208,7 @@ class Engine:
             self._norm = self._clip()
             if self.leaves_out_unsound and not torch.isfinite(self._norm):
                 return self.leave_out()
+        self.before_update()
         with self._watched(watch if self.stage > 0 else None), NumbersMadeThere():
             self.model.step()
 
@@ -211,6 +218,7 @@ class Engine:
         All ranks call it instead of step(). DeepSpeed is made to find an overflow, since it alone
         knows where its gradients are; a loss scale does not hear of it.
         """
+        self.before_update()
         with every_gradient_refused(self.model.optimizer):
             self.model.step()
         self._is_left_out = True
@@ -327,6 +335,32 @@ class Engine:
                 if keep(k):
                     kept[name] = parameter.detach().to("cpu", copy=True).contiguous()
         return kept
+
+    def own_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Weights and optimizer tensors that a checkpoint takes from this rank, where they are: to
+        be copied before the next step. A collective only where NVMe holds them.
+        """
+        world, rank = distributed.world(), distributed.rank()
+        if self._is_on_nvme():  # what is there lies in memory for a moment only
+            return self.weights(lambda k: k % world == rank), self.optimizer.tensors(
+                lambda k: k % world == rank
+            )
+        weights: dict[str, Tensor] = {}
+        for k, (name, parameter) in enumerate(self._parameters.items()):
+            if hasattr(parameter, "ds_tensor"):
+                held: Tensor = parameter.ds_tensor  # pyright: ignore[reportAttributeAccessIssue]
+                shape, start = shape_of(parameter), rank * held.numel()
+                count = max(min(shape.numel() - start, held.numel()), 0)
+                if count:
+                    weights[piece_name(name, start, shape)] = held.detach().reshape(-1)[:count]
+            elif k % world == rank:
+                weights[name] = parameter.detach()
+        return weights, self.optimizer.own_tensors()
+
+    def _is_on_nvme(self) -> bool:
+        optimizer: Any = self.model.optimizer
+        flags = ("swap_optimizer", "params_in_nvme_and_cpu")
+        return any(getattr(optimizer, flag, False) for flag in flags)
 
     # The host runs ahead of a GPU
     # ---------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Progress:
     units: int = 0  # units trained on so far
     best: float | None = None
     best_step: int = 0
-    owes_evaluation: bool = False  # a signal ended that of this step: it is done again
+    owes_evaluation: bool = False  # that of this step is not done: a save comes before it
     plateau: Plateau = field(default_factory=Plateau)
     skipped: SkippedSteps = field(default_factory=SkippedSteps)
     bad: BadSteps = field(default_factory=BadSteps)
@@ -141,7 +141,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
     )
     bad = torch.zeros((), dtype=torch.int64, device=distributed.device())
     session.engine.train()
-    if progress.owes_evaluation and not _evaluated(session, progress):
+    if progress.owes_evaluation and not _pays_evaluation(session, progress):
         source.close()
         return False
     for window in source:
@@ -180,11 +180,12 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
         elif progress.step == 1:
             loss = _sound_loss(session, step, progress, window)
             session.run.say(1, loss=loss, lr=rate)
-        if evaluate_now and not _evaluated(session, progress, save_now=save_now):
+        progress.owes_evaluation = evaluate_now
+        if save_now:
+            session.save(progress)
+        if evaluate_now and not _evaluated(session, progress, is_saved=save_now):
             source.close()
             return False
-        if save_now and not evaluate_now:
-            session.save(progress)
         if step.stop and progress.step < steps:
             source.close()
             return False
@@ -272,19 +273,37 @@ def refuse_unknown_best(session: Session) -> None:
     raise ConfigError(f"train.best={best!r}: no such metric. {nearest(str(best), sorted(names))}")
 
 
-def _evaluated(session: Session, progress: Progress, *, save_now: bool = True) -> bool:
-    """Evaluate, and save where that is due or this is the best so far. False when a signal ended
-    the evaluation: a checkpoint that owes it is saved, and a resumed run begins with it.
+def _evaluated(session: Session, progress: Progress, *, is_saved: bool) -> bool:
+    """Evaluate a step that owes it, and save the best so far. False when a signal ended the
+    evaluation: a checkpoint that owes it is there, and a resumed run begins with it.
+
+    is_saved: there is a checkpoint of this step, which a run that ends here goes on from.
     """
-    progress.owes_evaluation = False
     try:
-        improved = _evaluate(session, progress)
+        with session.meter.paused():
+            improved = _is_best(session, progress, _evaluate(session, progress.step))
     except Stopped:
-        progress.owes_evaluation = True
-        session.save(progress)
+        if not is_saved:
+            session.save(progress)
         return False
-    if improved or save_now:
+    progress.owes_evaluation = False
+    if improved and not is_saved:
         session.save(progress)
+    return True
+
+
+def _pays_evaluation(session: Session, progress: Progress) -> bool:
+    """What _evaluated does, of a step that an earlier attempt saved: if it went on to log the
+    scores, they are taken.
+    """
+    known = distributed.on_main(lambda: session.run.scored(progress.step))
+    if known is None:
+        return _evaluated(session, progress, is_saved=True)
+    if session.cfg.train.best is not None:
+        known.setdefault(session.cfg.train.best, math.nan)  # what is not finite is not logged
+    with session.meter.paused():
+        _is_best(session, progress, known)
+    progress.owes_evaluation = False
     return True
 
 
@@ -294,32 +313,36 @@ def _stop_if_asked(session: Session) -> None:
         raise Stopped
 
 
-def _evaluate(session: Session, progress: Progress) -> bool:
-    """Score the validation split, log it, keep the best. True when this is the best so far."""
+def _evaluate(session: Session, step: int) -> dict[str, float]:
+    """Score the validation split and log it."""
+    scores = _scores(session, step)
+    named = {f"valid/{name}": value for name, value in scores.items()}
+    session.run.log(step, **named)
+    session.run.score(step, **named)
+    return named
+
+
+def _is_best(session: Session, progress: Progress, named: Mapping[str, float]) -> bool:
+    """True when these scores are the best so far, which then becomes best/. A collective."""
     train = session.cfg.train
-    with session.meter.paused():
-        scores = _scores(session, progress.step)
-        named = {f"valid/{name}": value for name, value in scores.items()}
-        session.run.log(progress.step, **named)
-        session.run.score(progress.step, **named)
-        if "valid/loss" in named:
-            progress.plateau.update(named["valid/loss"], session.cfg.schedule)
-        if train.best is None:
-            return False
-        if train.best not in named:
-            raise ConfigError(
-                f"train.best={train.best!r}: no such metric. {nearest(train.best, sorted(named))}"
-            )
-        value = named[train.best]
-        if math.isnan(value):
-            return False
-        if progress.best is not None and (
-            value >= progress.best if train.best_is == "min" else value <= progress.best
-        ):
-            return False
-        progress.best, progress.best_step = value, progress.step
-        session.export_best()
-        return True
+    if "valid/loss" in named:
+        progress.plateau.update(named["valid/loss"], session.cfg.schedule)
+    if train.best is None:
+        return False
+    if train.best not in named:
+        raise ConfigError(
+            f"train.best={train.best!r}: no such metric. {nearest(train.best, sorted(named))}"
+        )
+    value = named[train.best]
+    if math.isnan(value):
+        return False
+    if progress.best is not None and (
+        value >= progress.best if train.best_is == "min" else value <= progress.best
+    ):
+        return False
+    progress.best, progress.best_step = value, progress.step
+    session.export_best()
+    return True
 
 
 def _scores(session: Session, step: int) -> dict[str, float]:

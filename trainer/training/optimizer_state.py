@@ -7,21 +7,22 @@ used here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
 from torch import Tensor, nn
 
 from trainer.errors import CheckpointError
+from trainer.files.saved_tensors import part_of, piece_name
 from trainer.runtime import distributed
 from trainer.training import optimizers
 
@@ -63,6 +64,55 @@ class OptimizerState:
                     )
         return kept
 
+    def pieces(self) -> Iterator[tuple[str, str, int, Tensor]]:
+        """(parameter, key, start, values) of what this rank holds of every master and moment, where
+        it is: elements start, start + 1, ... of the full flat tensor. Over all ranks each element
+        comes once; below ZeRO-1 each rank gives the parameters that a checkpoint takes from it.
+        After the first step.
+        """
+        self._link_states()
+        world, rank = distributed.world(), distributed.rank()
+        for k, (name, parameter) in enumerate(self._parameters.items()):
+            for key in {MASTER: None, **self._state_shapes(parameter)}:
+                if self._stage == 0:
+                    if k % world == rank:
+                        yield name, key, 0, self._get(parameter, key)
+                elif self._stage == 3:
+                    size = parameter.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
+                    start = rank * size
+                    count = max(min(shape_of(parameter).numel() - start, size), 0)
+                    yield name, key, start, _local(parameter, key)[:count]
+                elif parameter._hp_mapping is not None:  # pyright: ignore[reportAttributeAccessIssue]
+                    held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+                    part = held.get_hp_fragment(None if key == MASTER else key)
+                    yield name, key, held.lp_fragment_address.start, part
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint takes from this rank, where it is: views, to be copied before the next
+        step. Named as SavedTensors reads them.
+        """
+        if self._stage > 0 and not self.inner().state:
+            self._make_empty_state()  # before the first step: DeepSpeed creates the moments lazily
+        found: dict[str, Tensor] = {}
+        for name, key, start, part in self.pieces():
+            shapes = self._state_shapes(self._parameters[name])
+            if key not in shapes:
+                continue  # in fp32 the weights say as much
+            whole, place = part.numel() == shapes[key].numel(), f"{name}|{key}"
+            if whole:
+                found[place] = part.detach().reshape(shapes[key])
+            elif part.numel():
+                found[piece_name(place, start, shapes[key])] = part.detach().reshape(-1)
+        return found
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """The names and shapes of what tensors() gives."""
+        return {
+            f"{name}|{key}": shape
+            for name, weight in self._parameters.items()
+            for key, shape in self._state_shapes(weight).items()
+        }
+
     def scalars(self) -> dict[str, float | int]:
         """What else an exact resume needs: the count of optimizer steps and, in fp16, the loss
         scaler's counters.
@@ -80,11 +130,7 @@ class OptimizerState:
 
         The weights were loaded before the engine was made.
         """
-        wanted = {
-            f"{name}|{key}"
-            for name, weight in self._parameters.items()
-            for key in self._state_shapes(weight)
-        }
+        wanted = set(self.shapes())
         if wanted != tensors.keys():
             missing, extra = sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted)
             raise CheckpointError(
@@ -94,7 +140,7 @@ class OptimizerState:
         self._link_states()
         for name, parameter in self._parameters.items():
             for key in self._state_shapes(parameter):
-                self._set(parameter, key, tensors[f"{name}|{key}"])
+                self._set(parameter, key, tensors, f"{name}|{key}")
         for state in self.inner().state.values():
             old = state["step"]
             count = int(scalars["optimizer_step"])
@@ -143,16 +189,26 @@ class OptimizerState:
         assert value is not None, "stages 1-3 map every trainable parameter"
         return value
 
-    def _set(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
-        # a view of the checkpoint's file: only what this rank keeps of it is read
+    def _set(
+        self, parameter: nn.Parameter, key: str, tensors: Mapping[str, Tensor], name: str
+    ) -> None:
+        # only what this rank keeps is read
         if self._stage == 0:
             master = self._unsharded_master(parameter)
             target = master.data if key == MASTER else self.inner().state[master][key]
-            target.copy_(value.reshape(target.shape))
-        elif key == MASTER:
-            _set_master(parameter, value)
+            target.copy_(tensors[name].reshape(target.shape))
+        elif self._stage == 3:
+            piece = local_part(parameter, tensors, name)
+            if key == MASTER:
+                safe_set_local_fp32_param(parameter, piece)
+            else:
+                safe_set_local_optimizer_state(parameter, piece, key)
         else:
-            _set_moment(parameter, value, key)
+            held = parameter._hp_mapping  # pyright: ignore[reportAttributeAccessIssue]
+            if held is not None:
+                at = held.lp_fragment_address
+                target = held.get_hp_fragment(None if key == MASTER else key)
+                target.data.copy_(part_of(tensors, name, at.start, at.numel))
 
     @torch.no_grad()
     def _make_empty_state(self) -> None:
@@ -204,27 +260,22 @@ def shape_of(parameter: nn.Parameter) -> torch.Size:
     return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape  # pyright: ignore
 
 
-def _set_master(parameter: nn.Parameter, value: Tensor) -> None:
-    if hasattr(parameter, "ds_id"):
-        safe_set_local_fp32_param(parameter, _local_part(parameter, value))
-    else:
-        safe_set_full_fp32_param(parameter, value)
+def _local(parameter: nn.Parameter, key: str) -> Tensor:
+    value = (
+        safe_get_local_fp32_param(parameter)
+        if key == MASTER
+        else safe_get_local_optimizer_state(parameter, key)
+    )
+    assert value is not None, "ZeRO-3 maps every trainable parameter"
+    return value
 
 
-def _set_moment(parameter: nn.Parameter, value: Tensor, key: str) -> None:
-    if hasattr(parameter, "ds_id"):
-        safe_set_local_optimizer_state(parameter, _local_part(parameter, value), key)
-    else:
-        safe_set_full_optimizer_state(parameter, value, key)
-
-
-def _local_part(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """This rank's piece of a full tensor under ZeRO-3, zero-padded to DeepSpeed's equal pieces.
+def local_part(parameter: nn.Parameter, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """This rank's piece of a tensor under ZeRO-3, zero-padded to DeepSpeed's equal pieces.
 
     deepspeed 0.19.8: the safe_set_full_* twins read past the end when the size does not divide by
     the world size.
     """
     size = parameter.ds_tensor.numel()  # pyright: ignore[reportAttributeAccessIssue]
-    start = distributed.rank() * size
-    piece = value.flatten()[start : start + size].to(distributed.device())
+    piece = part_of(tensors, name, distributed.rank() * size, size).to(distributed.device())
     return nn.functional.pad(piece, (0, size - piece.numel()))

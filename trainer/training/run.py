@@ -25,7 +25,7 @@ from trainer.evaluation.scoring import first_questions
 from trainer.memory import launch as planning
 from trainer.models.frozen.freezing import trainable_report
 from trainer.runtime import device_defaults, distributed, rng
-from trainer.runtime.beside import Beside
+from trainer.runtime.beside import Beside, StateCopy
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption, Stopped
 from trainer.statistics.opening import told
@@ -84,7 +84,7 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
             )
         except BaseException as error:
             with contextlib.suppress(StorageError):  # a full disk must not hide what went wrong
-                telemetry.status("failed", error=f"{type(error).__name__}: {error}")
+                telemetry.fail(error)
             raise
         finally:
             telemetry.close()
@@ -202,7 +202,8 @@ def ready(
     """Rows encoded, memory planned, the engine built and the newest checkpoint read. Nothing is
     saved yet. A collective.
     """
-    cfg = plan.cfg
+    cfg, lap = plan.cfg, telemetry.startup.lap
+    lap("imports")
     if options.push_to_hub:
         on_main(check_hub)
     rng.seed_everything(cfg.train.seed, distributed.rank())
@@ -210,6 +211,8 @@ def ready(
     on_main(lambda: preflight.refuse_early(plan, options, task))
     questions = first_questions(task, cfg.train.answers or options.extra_evals)
     stores = _stores(options, task, _shared_content)
+    distributed.wait_for_all()
+    lap("rows")
     launch = _launch(plan, options, task, stores, answers=bool(questions))
     newest = checkpoint.resume_point(plan.folder / "checkpoints")
     identity = check_identity(plan, task, stores, newest)
@@ -222,16 +225,19 @@ def ready(
             launch, plan.folder, name=options.device, is_forced=options.force
         )
     )
-    live, progress = _engine(plan, task, newest)
+    lap("checks")
+    live, progress = _engine(plan, task, newest, lap)
     telemetry.resume(progress.step, progress.bad.steps)
     telemetry.status("running", step=progress.step)
     meter, chain, saves = Meter(telemetry.goodput), StepChain.of(progress.links), Beside()
+    copy_of = StateCopy()
+    live.before_update = copy_of.wait
 
     def save(progress: Progress) -> None:
         with meter.paused("saving"):
             on_main(lock.check)
             progress.links = chain.links()
-            write = _snapshot(plan, live, progress, identity)
+            write = snapshot(plan, live, copy_of, progress, identity)
             saves.start(write)
             if not options.saves_behind:
                 saves.wait()
@@ -291,18 +297,26 @@ def _train(plan: RunPlan, options: Options, ready: Ready) -> bool:
         live.destroy()
 
 
-def _engine(plan: RunPlan, task: Task, newest: Path | None) -> tuple[Engine, Progress]:
+def _engine(
+    plan: RunPlan, task: Task, newest: Path | None, lap: Callable[[str], None]
+) -> tuple[Engine, Progress]:
     """The task's model under DeepSpeed, with the newest good checkpoint. A collective."""
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
         model = task.model()
+    lap("model")
     logger.info("run folder %s", plan.folder)
     logger.info("%s", trainable_report(model))
     if newest is None:
-        return Engine(model, ds, plan.cfg.optim), Progress()
-    engine.load_weights(model, dict(checkpoint.read_tensors(newest, "weights")))
+        live = Engine(model, ds, plan.cfg.optim)
+        lap("engine")
+        return live, Progress()
+    engine.load_weights(model, checkpoint.read_tensors(newest, "weights"))
     live = Engine(model, ds, plan.cfg.optim)
-    return live, _restore(live, newest, seed=plan.cfg.train.seed)
+    lap("engine")
+    progress = _restore(live, newest, seed=plan.cfg.train.seed)
+    lap("checkpoint")
+    return live, progress
 
 
 def _cadence(train: Train, options: Options) -> Cadence:
@@ -342,36 +356,41 @@ def _say_padding(plan: RunPlan, sizes: Sizes) -> None:
     )
 
 
-def _snapshot(
-    plan: RunPlan, live: Engine, progress: Progress, identity: Mapping[str, Any]
+def snapshot(
+    plan: RunPlan, live: Engine, copy_of: StateCopy, progress: Progress, identity: Mapping[str, Any]
 ) -> Callable[[], Path]:
-    """The present state in host memory, as a checkpoint that is still to be written; every rank
-    holds its own part, 12 to 14 bytes / world of a trainable parameter. A collective, and so is
-    what it returns.
+    """The present state as a checkpoint that is still to be written, in another thread; of weights
+    and moments this rank's own part, 12 to 14 bytes / world of a trainable parameter, which are
+    copied there as well. What it returns is a collective.
     """
-    world, rank = distributed.world(), distributed.rank()
-
-    def own(k: int) -> bool:
-        return k % world == rank
-
-    return functools.partial(
-        checkpoint.save,
-        plan.folder / "checkpoints",
-        progress.step,
-        weights=live.weights(own),
-        optimizer=live.optimizer.tensors(own),
-        rng=rng.capture(),
-        state={
+    weights, optimizer = live.own_tensors()
+    copy_of.of({**weights, **optimizer})
+    rest: dict[str, Any] = {
+        "rng": rng.capture(),
+        "state": {
             "progress": copy.deepcopy(progress.state()),
             "engine": live.optimizer.scalars(),
-            "world": world,
+            "world": distributed.world(),
             "digest": digest(plan.values),
             "identity": identity,
             "made_with": made_with(),
         },
-        keep_last=plan.cfg.train.keep_last,
-        keep={progress.best_step} if progress.best_step else set(),
-    )
+        "keep_last": plan.cfg.train.keep_last,
+        "keep": {progress.best_step} if progress.best_step else set(),
+    }
+
+    def write() -> Path:
+        made = copy_of.made()
+        return checkpoint.save(
+            plan.folder / "checkpoints",
+            progress_step,
+            weights={name: made[name] for name in weights},
+            optimizer={name: made[name] for name in optimizer},
+            **rest,
+        )
+
+    progress_step = progress.step
+    return write
 
 
 def made_with() -> dict[str, str]:
@@ -384,7 +403,7 @@ def made_with() -> dict[str, str]:
 
 def _restore(live: Engine, folder: Path, *, seed: int) -> Progress:
     state = checkpoint.read_json(folder)
-    live.optimizer.restore(dict(checkpoint.read_tensors(folder, "optimizer")), state["engine"])
+    live.optimizer.restore(checkpoint.read_tensors(folder, "optimizer"), state["engine"])
     if checkpoint.saved_world(folder) == distributed.world():
         rng.restore(checkpoint.read_rng(folder, distributed.rank()))
     else:

@@ -2,6 +2,7 @@
 
 from tests.mutants.fault import Fault
 
+OPENED = "trainer/files/opened.py"
 BAD = "trainer/training/bad_steps.py"
 LOOP = "trainer/training/loop.py"
 FIT = "tests/numerics/test_fit.py -k 'left_out or leaves_steps or too_many'"
@@ -72,5 +73,40 @@ FAULTS = [
         "    if problem:",
         why="a torn dictionary is made again where nothing says that it was this one",
         tests="tests/runs/test_unclear_input.py -k torn",
+    ),
+    Fault(
+        OPENED,
+        "return [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]",
+        "return [about.st_size, about.st_mtime_ns, about.st_mtime_ns, about.st_ino]",
+        why="a file of other content whose time was put back is taken for the old one",
+        tests="tests/unit/test_remembered.py",
+    ),
+    Fault(
+        OPENED,
+        "or _sample(path, facts[0]) != facts[4]",
+        "or False",
+        why="what a file system does not tell is not noticed",
+        tests="tests/unit/test_remembered.py",
+    ),
+    Fault(
+        OPENED,
+        "            outer.is_whole &= noted.is_whole",
+        "            pass",
+        why="rows of Arrow's files that were read on the way are remembered for ever",
+        tests="tests/unit/test_remembered.py",
+    ),
+    Fault(
+        LOOP,
+        "    progress.owes_evaluation = False\n    if improved",
+        "    if improved",
+        why="an evaluation that was done is done again by every resume",
+        tests="tests/runs/test_signals.py -m 'not long'",
+    ),
+    Fault(
+        "trainer/runtime/distributed.py",
+        'if store.add(f"lathe/met/{other}", 0) < own',
+        'if store.add(f"lathe/met/{other}", 0) < own - 1',
+        why="ranks do not wait for one that still loads",
+        tests="tests/unit/test_distributed.py",
     ),
 ]

@@ -397,7 +397,7 @@ FAULTS = [
         tests=WINDOWS,
     ),
     Fault(
-        "trainer/data/token_store.py",
+        "trainer/data/content.py",
         'hashlib.sha256(f"{encoding_id}\\n".encode())',
         "hashlib.sha256()",
         why="another tokenizer finds the tokens of the old one in the cache",
