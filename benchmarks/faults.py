@@ -76,16 +76,16 @@ def bump(megabytes: int, saves: int, rows: int) -> None:
     print(
         f"behind: the run waits {waits:.3f} s a save and {held:.3f} s before its next update, "
         f"{(waits + held) / blocking:.1%} of the blocking save\n"
-        f"all steps until it is written are {longer:.2f} s longer together ({longer / blocking:.1%}): "
-        "what copying, hashing and writing take of the cores"
+        f"all steps until it is written are {longer:.2f} s longer together "
+        f"({longer / blocking:.1%}): what copying, hashing and writing take of the cores"
     )
 
 
 def _saves(
     live: Any, cfg: Any, saves: int, quiet: float, *, step: Callable[[], float] | None
 ) -> tuple[list[float], list[float], list[float]]:
-    """By save, in seconds: what the run waited, what its next update waited for the copy, and by how
-    much all steps until the save was written were longer. step: None for a run that waits.
+    """By save, in seconds: what the run waited, what its next update waited for the copy, and by
+    how much all steps until the save was written were longer. step: None for a run that waits.
     """
     from trainer.runtime.beside import Beside, StateCopy
     from trainer.training import run
