@@ -87,24 +87,26 @@ def _saves(
     """By save, in seconds: what the run waited, what its next update waited for the copy, and by
     how much all steps until the save was written were longer. step: None for a run that waits.
     """
-    from trainer.runtime.beside import Beside, StateCopy
+    from trainer.runtime.beside import Beside
     from trainer.training import run
     from trainer.training.loop import Progress
 
-    waited, held, all_longer, saver, copy_of = [], [], [], Beside(), StateCopy()
+    waited, held, all_longer, saver = [], [], [], Beside()
+
+    wait_for_copy = live.state_copy.wait
 
     def wait() -> None:
         start = time.monotonic()
-        copy_of.wait()
+        wait_for_copy()
         held[-1] += time.monotonic() - start
 
-    live.before_update = wait
+    live.state_copy.wait = wait
     with tempfile.TemporaryDirectory(dir=ROOT) as root:
         plan: Any = SimpleNamespace(folder=Path(root), values={}, cfg=cfg)
         for number in range(saves + 1):  # the first one meets memory that nobody has used
             held.append(0.0)
             start, longer = time.monotonic(), list[float]()
-            saver.start(run.snapshot(plan, live, copy_of, Progress(step=number + 1), {}))
+            saver.start(run.snapshot(plan, live, Progress(step=number + 1), {}))
             if step is None:
                 saver.wait()
             waited.append(time.monotonic() - start)
@@ -112,7 +114,7 @@ def _saves(
                 longer.append(step() - quiet)
             all_longer.append(sum(longer))
         saver.wait()
-        live.before_update = copy_of.wait
+        live.state_copy.wait = wait_for_copy
     return waited[1:], held[1:], all_longer[1:]
 
 

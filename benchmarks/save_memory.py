@@ -63,7 +63,6 @@ def measured(stage: int, millions: int, root: Path) -> dict[str, int]:
     from trainer.config import deepspeed_config
     from trainer.config.schema import Experiment, validate
     from trainer.runtime import distributed
-    from trainer.runtime.beside import StateCopy
     from trainer.training import checkpoint, engine
 
     layers = max(millions * 10**6 // WIDTH**2, 1)
@@ -87,12 +86,12 @@ def measured(stage: int, millions: int, root: Path) -> dict[str, int]:
         )
 
     found = {"parameters": layers * WIDTH**2}
-    live, copies = engine.Engine(net(), ds, cfg.optim), StateCopy()
+    live = engine.Engine(net(), ds, cfg.optim)
     step(live)
     with _peak(found, "save"):
         weights, optimizer = live.own_tensors()
-        copies.of({**weights, **optimizer})
-        made = copies.made()
+        live.state_copy.of({**weights, **optimizer})
+        made = live.state_copy.made()
         checkpoint.save(
             root,
             1,
@@ -103,7 +102,7 @@ def measured(stage: int, millions: int, root: Path) -> dict[str, int]:
             keep_last=1,
         )
     live.destroy()
-    del live, copies, made, weights, optimizer
+    del live, made, weights, optimizer
     again = engine.Engine(net(), ds, cfg.optim)
     step(again)  # its moments are made
     with _peak(found, "resume"):

@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("LATHE_EXAMINE", "off")  # 2 CPU seconds of every run with a new cache
 if shutil.which("nvidia-smi") is None:  # before anything imports Triton, which looks once
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

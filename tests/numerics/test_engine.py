@@ -17,7 +17,6 @@ from tests.ranks import run_on_ranks
 from tests.tolerance import assert_all_close, assert_close, depth_of
 from trainer.config import deepspeed_config
 from trainer.config.schema import Optim, Train
-from trainer.runtime.beside import StateCopy
 from trainer.training import checkpoint
 
 STEPS, ROWS = 6, 8
@@ -267,12 +266,12 @@ def _written(root: Path, precision: str) -> dict[int, dict[str, torch.Tensor]]:
     """Checkpoints of every stage, behind a step that goes on; and what they should hold."""
     found = {}
     for stage in STAGES:
-        live, copies = make(stage, precision), StateCopy()
+        live = make(stage, precision)
         train(live, range(2))
         found[stage] = live.weights(lambda k: True) | live.optimizer.tensors(lambda k: True)
         weights, optimizer = live.own_tensors()
+        copies = live.state_copy
         copies.of({**weights, **optimizer})
-        live.before_update = copies.wait
         made: list[dict[str, torch.Tensor]] = []
         copying = threading.Timer(0.1, lambda made=made, copies=copies: made.append(copies.made()))
         copying.start()

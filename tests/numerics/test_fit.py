@@ -187,7 +187,6 @@ def _session(
     from trainer.data.order import Sharding
     from trainer.memory.launch import rehearse
     from trainer.runtime import distributed
-    from trainer.runtime.beside import StateCopy
     from trainer.telemetry.chain import StepChain
     from trainer.telemetry.meter import Meter
     from trainer.telemetry.run_record import RunRecord
@@ -207,7 +206,7 @@ def _session(
         outcome.saved.append(progress.step)
         if case.resume_after is not None:
             progress.links = chain.links()
-            run.snapshot(plan, live, StateCopy(), progress, {})()
+            run.snapshot(plan, live, progress, {})()
         weights = live.weights(lambda k: True).values()
         outcome.all_saved_are_finite &= all(
             bool(torch.isfinite(weight).all()) for weight in weights

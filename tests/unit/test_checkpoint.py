@@ -62,6 +62,54 @@ def test_adapters_saved_while_peft_stood_around_a_base_have_their_names_of_today
         assert name == f"{new}.0.q.lora_A.default.weight{rest}"
 
 
+def test_a_checkpoint_of_the_layout_before_pieces_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "VERSION", 1)
+        folder = save(tmp_path, 5)
+    assert_holds(folder, 5)
+    assert "manifest.json: version 3, want 2" in checkpoint.problems(_of_version_3(tmp_path))
+
+
+def _of_version_3(root: Path) -> Path:
+    folder = save(root, 6)
+    (folder / "manifest.json").write_text(
+        (folder / "manifest.json").read_text().replace('"version": 2', '"version": 3')
+    )
+    return folder
+
+
+PIECES = {"w@0/2x3": torch.arange(2.0), "w@2/2x3": torch.arange(2.0, 6.0)}
+
+
+def test_pieces_are_one_tensor_of_which_any_part_can_be_read(tmp_path: Path) -> None:
+    read = checkpoint.read_tensors(save(tmp_path, 1, optimizer=PIECES), "optimizer")
+    assert list(read) == ["w"]
+    assert torch.equal(read["w"], torch.arange(6.0).reshape(2, 3))
+    assert read.part("w", 1, 3).tolist() == [1.0, 2.0, 3.0]
+    assert read.part("w", 3, 2).tolist() == [3.0, 4.0]
+    assert read.part("w", 5, 9).tolist() == [5.0]
+    assert read.part("w", 6, 2).tolist() == []
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        {"w@2/2x3": torch.zeros(4)},
+        {"w@0/2x3": torch.zeros(4)},
+        {"w@0/2x3": torch.zeros(4), "w@2/2x3": torch.zeros(4)},
+        {"w@0/2x3": torch.zeros(1), "w@2/2x3": torch.zeros(4)},
+        {"w": torch.zeros(2, 3), "w@0/2x3": torch.zeros(6)},
+    ],
+)
+def test_pieces_that_leave_a_hole_or_overlap_are_refused(
+    pieces: dict[str, Tensor], tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="'w'"):
+        checkpoint.read_tensors(save(tmp_path, 1, optimizer=pieces), "optimizer")
+
+
 def in_child(function: Callable[[], Any]) -> int:
     """The exit code of `function` run in a forked process: 0, or 1 when it raised."""
     child = os.fork()

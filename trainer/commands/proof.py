@@ -136,20 +136,30 @@ def _tell(folder: Path, found: Any) -> None:
 
 
 @options.guarded
-def doctor() -> None:
+def doctor(
+    savedir_base: Annotated[
+        Path, typer.Option("--savedir_base", "-sb", help="Folder whose disk is examined.")
+    ] = Path("results"),
+) -> None:
     """Train small networks on two ranks at ZeRO 0 to 3 (accumulation, a module used twice, tied
-    weights, a frozen base, GradCache, bf16 masters, clipping, uneven ranks) against plain torch:
-    exit code 1 names what comes out otherwise with the versions installed here.
+    weights, a frozen base, GradCache, bf16 masters, clipping, uneven ranks) against plain torch,
+    and look at the disk that runs are saved on: exit code 1 names what is not as it should be.
     """
     if "RANK" not in os.environ:
-        raise typer.Exit(_on_two_ranks())
+        raise typer.Exit(_on_two_ranks(savedir_base))
     from trainer.runtime import distributed
 
     distributed.init()
-    module = importlib.import_module("trainer.proof.doctor")
-    found = list(module.examine())
+    place, module = (importlib.import_module(f"trainer.proof.{n}") for n in ("place", "doctor"))
+    facts, found = list(place.examine(savedir_base)), list(module.examine())
     if distributed.is_main():
-        typer.echo("\n".join(module.table(found)))
+        lines = [f"{fact.name:24}{fact.text}{'' if fact.is_sound else ': WRONG'}" for fact in facts]
+        typer.echo("\n".join([*lines, *module.table(found)]))
+    unfit = [f"{fact.name} {fact.text}" for fact in facts if not fact.is_sound]
+    if unfit:
+        raise ProofError(
+            f"{savedir_base}: {'; '.join(unfit)}: not so. Save on another disk, or mend its clock."
+        )
     wrong = module.named(found)
     if wrong:
         raise ProofError(
@@ -159,7 +169,7 @@ def doctor() -> None:
         )
 
 
-def _on_two_ranks() -> int:
+def _on_two_ranks(savedir_base: Path) -> int:
     """The exit code of this command as two ranks on the CPU, which every machine has."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -169,7 +179,7 @@ def _on_two_ranks() -> int:
     common |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "trainer", "doctor"],
+            [sys.executable, "-m", "trainer", "doctor", "--savedir_base", str(savedir_base)],
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=None if rank == 0 else subprocess.DEVNULL,
         )

@@ -1,22 +1,30 @@
 """An engine examined before it is trusted: steps under DeepSpeed against ten lines of torch.
 
-Every case is a small network trained for STEPS steps on two ranks (gloo) at ZeRO 0 to 3, beside the
-same steps in plain torch on one rank. What differs by more than rounding is a finding.
+Every case is a small network trained for STEPS steps on all ranks (two of gloo, for the command) at
+ZeRO 0 to 3, beside the same steps in plain torch on one rank. What differs by more than rounding is
+a finding. A run does so at its own stage when it is the first of its cache with these versions.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.config import deepspeed_config
+from trainer.config.identity import digest
 from trainer.config.schema import Experiment, validate
-from trainer.runtime import distributed
+from trainer.errors import ProofError
+from trainer.files.atomic import write_json
+from trainer.runtime import distributed, rng
 from trainer.training.engine import Engine
 
 STEPS, WIDTH, LR = 4, 8, 0.01
@@ -27,6 +35,9 @@ TOLERANCE = {"fp32": 2e-6, "bf16": 8e-3}
 NORM_TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}
 
 STAGES = (0, 1, 2, 3)
+SWITCH = "LATHE_EXAMINE"  # in the environment; "off": no run examines
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,17 +47,20 @@ class Case:
     name: str
     clip: float = 0.0
     precision: str = "fp32"
-    micro_batches: tuple[int, ...] = (1, 1)  # of each rank, in a step
+    micro_batches: tuple[int, int] = (1, 1)  # in a step, of ranks 0, 2, 4.. and of 1, 3, 5..
     is_twice: bool = False  # a layer is used twice in a forward
     is_tied: bool = False  # two layers share a weight
     is_frozen: bool = False  # the first layer does not train
     is_retained: bool = False  # the forward is done again for each part, as GradCache does
+    is_in_two_forwards: bool = False  # two forwards, one backward through both
 
 
 CASES = (
     Case("plain"),
     Case("accumulation", micro_batches=(3, 3)),
     Case("module used twice", is_twice=True),
+    Case("used twice, bf16", precision="bf16", is_twice=True),
+    Case("in two forwards, bf16", precision="bf16", is_in_two_forwards=True),
     Case("tied weights", is_tied=True),
     Case("frozen base", is_frozen=True),
     Case("GradCache", is_retained=True, micro_batches=(2, 2)),
@@ -94,11 +108,45 @@ class Net(nn.Module):
 
 
 def examine(stages: Sequence[int] = STAGES) -> Iterator[Examined]:
-    """One finding for each case and stage. A collective of two ranks."""
+    """One finding for each case and stage. A collective."""
     for case in CASES:
         twin = _twin(case)
         for stage in stages:
             yield _compared(case, stage, twin)
+
+
+def before_first_use(stage: int, cache_dir: Path) -> None:
+    """Examine the engine at this stage, unless `cache_dir` knows these versions. A collective.
+
+    ProofError for what does not do what plain torch does. Random state stays.
+    """
+    if os.environ.get(SWITCH) == "off":
+        return
+    facts = {name: version(name) for name in ("deepspeed", "torch")}
+    facts |= {"stage": str(stage), "device": distributed.device().type}
+    facts |= {"ranks": "several" if distributed.world() > 1 else "one"}
+    record = cache_dir / "examined" / f"{digest(facts)[:32]}.json"
+    if distributed.on_main(record.is_file):
+        return
+    before = rng.capture()
+    try:
+        findings = list(examine([stage]))
+    finally:
+        rng.restore(before)
+    wrong = next((text for text in distributed.gather(named(findings)) if text), "")
+    if wrong:
+        raise ProofError(
+            f"DeepSpeed {facts['deepspeed']} with torch {facts['torch']} does not do what plain "
+            f"torch does: {wrong}.\nInstall the versions of constraints.txt; `python -m trainer "
+            f"doctor` tells more. {SWITCH}=off in the environment trains all the same."
+        )
+
+    def remember() -> None:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_json(record, facts)
+
+    distributed.on_main(remember)
+    log.info("deepspeed %s examined at ZeRO-%d: sound", facts["deepspeed"], stage)
 
 
 def table(findings: Sequence[Examined]) -> list[str]:
@@ -156,13 +204,19 @@ def _rows(case: Case, step: int) -> list[list[Tensor]]:
     """(2, WIDTH) inputs by rank and micro-batch: the same on every rank."""
     made = torch.Generator().manual_seed(100 + step)
     return [
-        [torch.randn(2, WIDTH, generator=made) for _ in range(count)]
-        for count in case.micro_batches
+        [torch.randn(2, WIDTH, generator=made) for _ in range(case.micro_batches[rank % 2])]
+        for rank in range(distributed.world())
     ]
 
 
 def _loss(outputs_BD: Tensor) -> Tensor:
     return (outputs_BD.float() - 1.0).square().sum()
+
+
+def _of_forwards(case: Case, model: Any, inputs_BD: Tensor) -> Tensor:
+    """The loss of one forward, or of two that share their weights."""
+    loss = _loss(model(inputs_BD))
+    return loss + _loss(model(inputs_BD.flip(1))) if case.is_in_two_forwards else loss
 
 
 def _twin(case: Case) -> tuple[dict[str, Tensor], list[float]]:
@@ -173,7 +227,7 @@ def _twin(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     norms: list[float] = []
     for step in range(STEPS):
         inputs_BD = torch.cat([rows for own in _rows(case, step) for rows in own])
-        (_loss(net(inputs_BD)) / len(inputs_BD)).backward()
+        (_of_forwards(case, net, inputs_BD) / len(inputs_BD)).backward()
         norm = nn.utils.clip_grad_norm_(trained, case.clip or float("inf"))
         norms.append(float(norm))
         optimizer.step()
@@ -186,7 +240,8 @@ def _under_deepspeed(case: Case, stage: int) -> tuple[dict[str, Tensor], list[fl
         "task": "doctor",
         "base": "none",
         "train": {
-            "steps": STEPS, "global_batch": 4, "micro_batch": 2, "precision": case.precision,
+            "steps": STEPS, "global_batch": 2 * distributed.world(), "micro_batch": 2,
+            "precision": case.precision,
         },
         "optim": {"lr": LR, "clip": case.clip, "weight_decay": 0.0},
     }  # fmt: skip
@@ -224,6 +279,6 @@ def _step(case: Case, engine: Engine, step: int, dtype: torch.dtype) -> float:
             (gradient_BD,) = torch.autograd.grad(_loss(leaf_BD) * scale / count, leaf_BD)
             engine.backward((engine.model(batch) * gradient_BD).sum())
         else:
-            engine.backward(_loss(engine.model(batch)) * scale / count)
+            engine.backward(_of_forwards(case, engine.model, batch) * scale / count)
     engine.step(LR)
     return engine.grad_norm()

@@ -33,6 +33,7 @@ from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 from trainer.files.compilation import compiling  # noqa: E402
 from trainer.files.saved_tensors import piece_name  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
+from trainer.runtime.beside import StateCopy  # noqa: E402
 from trainer.runtime.deepspeed_optimizers import (  # noqa: E402
     NumbersMadeThere,
     every_gradient_refused,
@@ -159,8 +160,7 @@ class Engine:
         self._own_clip = self.stage == 0 and dtype_of(self._parameters) == torch.float32
         self._norm: Tensor | float | None = None
         self._is_left_out = False
-        # called when weights and moments are about to change
-        self.before_update: Callable[[], None] = lambda: None
+        self.state_copy = StateCopy()  # waited for when weights and moments are about to change
         # fp32 at stage 0 too then leaves out an update that is not finite, as DeepSpeed does
         # elsewhere; it waits for the device
         self.leaves_out_unsound = False
@@ -208,7 +208,7 @@ class Engine:
             self._norm = self._clip()
             if self.leaves_out_unsound and not torch.isfinite(self._norm):
                 return self.leave_out()
-        self.before_update()
+        self.state_copy.wait()
         with self._watched(watch if self.stage > 0 else None), NumbersMadeThere():
             self.model.step()
 
@@ -218,7 +218,7 @@ class Engine:
         All ranks call it instead of step(). DeepSpeed is made to find an overflow, since it alone
         knows where its gradients are; a loss scale does not hear of it.
         """
-        self.before_update()
+        self.state_copy.wait()
         with every_gradient_refused(self.model.optimizer):
             self.model.step()
         self._is_left_out = True

@@ -24,8 +24,9 @@ from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.evaluation.scoring import first_questions
 from trainer.memory import launch as planning
 from trainer.models.frozen.freezing import trainable_report
+from trainer.proof import doctor
 from trainer.runtime import device_defaults, distributed, rng
-from trainer.runtime.beside import Beside, StateCopy
+from trainer.runtime.beside import Beside
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption, Stopped
 from trainer.statistics.opening import told
@@ -225,19 +226,18 @@ def ready(
             launch, plan.folder, name=options.device, is_forced=options.force
         )
     )
+    doctor.before_first_use(plan.ds["zero_optimization"]["stage"], options.cache_dir)
     lap("checks")
     live, progress = _engine(plan, task, newest, lap)
     telemetry.resume(progress.step, progress.bad.steps)
     telemetry.status("running", step=progress.step)
     meter, chain, saves = Meter(telemetry.goodput), StepChain.of(progress.links), Beside()
-    copy_of = StateCopy()
-    live.before_update = copy_of.wait
 
     def save(progress: Progress) -> None:
         with meter.paused("saving"):
             on_main(lock.check)
             progress.links = chain.links()
-            write = snapshot(plan, live, copy_of, progress, identity)
+            write = snapshot(plan, live, progress, identity)
             saves.start(write)
             if not options.saves_behind:
                 saves.wait()
@@ -357,14 +357,14 @@ def _say_padding(plan: RunPlan, sizes: Sizes) -> None:
 
 
 def snapshot(
-    plan: RunPlan, live: Engine, copy_of: StateCopy, progress: Progress, identity: Mapping[str, Any]
+    plan: RunPlan, live: Engine, progress: Progress, identity: Mapping[str, Any]
 ) -> Callable[[], Path]:
     """The present state as a checkpoint that is still to be written, in another thread; of weights
     and moments this rank's own part, 12 to 14 bytes / world of a trainable parameter, which are
     copied there as well. What it returns is a collective.
     """
     weights, optimizer = live.own_tensors()
-    copy_of.of({**weights, **optimizer})
+    live.state_copy.of({**weights, **optimizer})
     rest: dict[str, Any] = {
         "rng": rng.capture(),
         "state": {
@@ -380,7 +380,7 @@ def snapshot(
     }
 
     def write() -> Path:
-        made = copy_of.made()
+        made = live.state_copy.made()
         return checkpoint.save(
             plan.folder / "checkpoints",
             progress_step,

@@ -109,4 +109,25 @@ FAULTS = [
         why="ranks do not wait for one that still loads",
         tests="tests/unit/test_distributed.py",
     ),
+    Fault(
+        "trainer/files/saved_tensors.py",
+        "max(start - place.start, 0) : stop - place.start",
+        "start - place.start : stop - place.start",
+        why="a rank of another world reads moments of other weights",
+        tests="tests/numerics/test_engine.py -k pieces",
+    ),
+    Fault(
+        "trainer/training/engine.py",
+        "        self.state_copy.wait()\n        with self._watched",
+        "        with self._watched",
+        why="an update runs into the copy of the state before it: a checkpoint of two steps",
+        tests="tests/numerics/test_engine.py -k pieces",
+    ),
+    Fault(
+        "trainer/proof/place.py",
+        "is_sound=not any(_held_elsewhere(lock))",
+        "is_sound=bool(_held_elsewhere(lock))",
+        why="a disk whose locks exclude nobody is called sound",
+        tests="tests/runs/test_doctor.py -k disk_whose",
+    ),
 ]

@@ -241,8 +241,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/run.py",
-        "keep={progress.best_step} if progress.best_step else set()",
-        "keep=set()",
+        "{progress.best_step} if progress.best_step else set()",
+        "set()",
         why="the checkpoint of the best evaluation is pruned",
         tests="tests/runs/test_features.py -k 'old_checkpoints_go'",
     ),

@@ -87,8 +87,7 @@ def write_states(cfg: Config, places: Places, wanted: Wanted) -> Prepared:
     # a tokenizer may lie below the old one
     task.places = replace(places, data_path=wanted.out)
     counts: dict[str, int] = questions.prepared(wanted.out)["rows"]
-    how = {"num_proc": places.num_proc}
-    stores = [store_of(task, split, places.cache_dir, **how) for split in counts]
+    stores = [store_of(task, split, places.cache_dir, num_proc=places.num_proc) for split in counts]
     found = writing.distinct(_met(stores), lambda place: _chunk(stores, place))
     identity = contexts.identity(cfg, places, task.tokenizer)
     width = base_model.config_of(cfg.base, places).hidden_size
