@@ -78,7 +78,7 @@ def test_the_sample_notices_where_a_file_system_tells_nothing(
     path = tmp_path / "data" / "rows"
     path.parent.mkdir()
     path.write_text("old")
-    monkeypatch.setattr(opened, "facts_of", lambda path: [os.stat(path).st_size, 1, 1, 1])
+    monkeypatch.setattr(opened, "_facts", lambda path: [os.stat(path).st_size, 1, 1, 1])
     reader = Reader(path)
     assert read(reader, tmp_path / "c") == "old"
     path.write_text("new")

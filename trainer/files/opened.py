@@ -42,7 +42,7 @@ class OpenedFiles:
         """One more. Modules that are imported on the way count by their source alone."""
         path = os.path.abspath(path)
         if path not in self.files and not path.endswith(".pyc") and os.path.isfile(path):
-            self.files[path] = facts_of(path)
+            self.files[path] = _facts(path)
 
     def record(self, *, with_folders: bool) -> dict[str, Any] | None:
         """What tells later whether all this is as it was; None when nothing could."""
@@ -50,7 +50,7 @@ class OpenedFiles:
         if not self.is_whole or not facts or _newest(facts) > self.began - SETTLED_S:
             return None
         try:
-            if any(facts_of(path) != was for path, was in self.files.items()):
+            if any(_facts(path) != was for path, was in self.files.items()):
                 return None
             files = {path: [*was, _sample(path, was[0])] for path, was in self.files.items()}
             above = {up for path in files for up in (Path(path).parent, Path(path).parent.parent)}
@@ -88,7 +88,7 @@ def is_same(record: Mapping[str, Any]) -> bool:
     """Whether all that a record names is as it was. OSError, KeyError, TypeError for no record."""
     files: dict[str, list[Any]] = record["files"]
     for path, facts in files.items():
-        if facts_of(path) != facts[:4] or _sample(path, facts[0]) != facts[4]:
+        if _facts(path) != facts[:4] or _sample(path, facts[0]) != facts[4]:
             return False
     if any(_names(Path(folder)) != names for folder, names in record["folders"].items()):
         return False
@@ -98,8 +98,8 @@ def is_same(record: Mapping[str, Any]) -> bool:
     return True
 
 
-def facts_of(path: str) -> list[int]:
-    """Size, times of change of content and inode in ns, and inode of a file. OSError."""
+def _facts(path: str) -> list[int]:
+    """Size, times of change of content and inode in ns, and inode."""
     about = os.stat(path)
     return [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
 

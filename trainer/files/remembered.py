@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.errors import StorageError
 from trainer.files.atomic import read_json, sha256_of, write_json
-from trainer.files.opened import facts_of, is_same, reading
+from trainer.files.opened import is_same, reading
 
 FOLDER = "remembered"  # in the cache
 
@@ -52,11 +52,14 @@ def remembered_sha256(path: Path, cache: Path) -> str:
     )
 
 
+@functools.cache
 def program() -> str:
-    """Names the sources of this program as they are on the disk: readers change, too."""
+    """Names the sources of this program by their content: readers change, too."""
+    digest = hashlib.sha256(sys.version.encode())
     root = Path(__file__).resolve().parents[1]
-    about = [(str(path), *facts_of(str(path))[:2]) for path in sorted(root.rglob("*.py"))]
-    return hashlib.sha256(json.dumps([sys.version, about]).encode()).hexdigest()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _known(place: Path) -> dict[str, Any] | None:

@@ -218,7 +218,8 @@ class RunRecord:
         this one merely lost it; and where rank 0 is stuck, the other one says so itself.
         """
         text, path = f"{type(error).__name__}: {error}", self.folder / STATUS
-        told = read_json(path) or {}
+        with refusals(path):
+            told = read_json(path) or {}
         if self._is_writer:
             is_of_now = RANK in told and told.get("process") == process.facts()
             is_lost = is_of_now and not isinstance(error, LatheError)
