@@ -36,13 +36,13 @@ from trainer.memory.fake_device import FAKE_GPU, fake_device
 # An H200's: dense bf16 of NVIDIA's data sheet, what copies reach of its memory, and what the host
 # takes for a kernel with torch's eager mode.
 PEAK_FLOPS, BYTES_PER_S, LAUNCH_S = 989.4e12, 4.3e12, 6e-6
-_FREE = ("detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view")
-_NAMED = {
+FREE = ("detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view")
+NAMED = {
     "cross_attention-15b": Shape(
         "cross_attention-15b", "cross_attention", bigcode(6144, 40, 48), SHAPES[1].blocks, 8
     )
 } | {shape.name: shape for shape in SHAPES}
-_DEFAULT = ("vera-xxl-encoder", "cross_attention-3b", "cross_attention-15b")
+DEFAULT = ("vera-xxl-encoder", "cross_attention-3b", "cross_attention-15b")
 
 
 @dataclass
@@ -77,10 +77,13 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.work = Work()
 
+    def prepare(self, model: Any) -> None:
+        """What is to be done to the model first."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         space, _, name = func._schema.name.partition("::")
-        computes = space == "aten" and not func.is_view and name not in _FREE
+        computes = space == "aten" and not func.is_view and name not in FREE
         if computes and next(iter(_here((out, args))), None) is not None:
             self._add(name, func, args, kwargs or {}, out)
         return out
@@ -100,31 +103,37 @@ def _here(values: Any) -> Iterable[Tensor]:
     return (x for x in tree_iter(values) if isinstance(x, Tensor) and x.device.type == FAKE_GPU)
 
 
-def counted(name: str, micro_batch: int | None) -> dict[str, Any]:
+def counted(name: str, micro_batch: int | None, counting: Counting | None = None) -> dict[str, Any]:
     """One micro-batch of a shape; in a process of its own."""
     from trainer import tasks
     from trainer.models.base_model import DTYPES
-    from trainer.tasks.protocol import DRAW, EPOCH, Places
+    from trainer.tasks.protocol import Places
 
-    shape = _NAMED[name]
+    counting = counting or Counting()
+    shape = NAMED[name]
     cfg = tasks.parse(shape.experiment(is_rehearsed=False))
     with tempfile.TemporaryDirectory() as folder:
         task = tasks.load(cfg, Places(None, Path(folder), Path(folder)))
         model: Any = task.skeleton().to(DTYPES[cfg.train.precision])
-        zero = np.zeros(1, dtype=np.int64)
-        encoded = {
-            k: np.asarray(v, dtype=np.int64) for k, v in task.encode(task.specimen()).items()
-        }
-        row = {**encoded, DRAW: zero, EPOCH: zero}
-        batch = task.collate([row] * (micro_batch or shape.micro_batch))
+        batch = batch_of(task, micro_batch or shape.micro_batch)
     model.train()
+    counting.prepare(model)
     with fake_device(FAKE_GPU) as device:
         device.place(model)
         window = [device.put(batch)]
-        with Counting() as counting:
+        with counting:
             for loss in task.losses(model, window):
                 loss.backward()
     return counting.work.plain()
+
+
+def batch_of(task: Any, rows: int) -> Any:
+    """A micro-batch of rows that fill the limits."""
+    from trainer.tasks.protocol import DRAW, EPOCH
+
+    zero = np.zeros(1, dtype=np.int64)
+    encoded = {k: np.asarray(v, dtype=np.int64) for k, v in task.encode(task.specimen()).items()}
+    return task.collate([{**encoded, DRAW: zero, EPOCH: zero}] * rows)
 
 
 def _apart(name: str, micro_batch: int | None) -> dict[str, Any]:
@@ -139,7 +148,7 @@ def _apart(name: str, micro_batch: int | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", nargs="*", default=list(_DEFAULT), choices=list(_NAMED))
+    parser.add_argument("--shape", nargs="*", default=list(DEFAULT), choices=list(NAMED))
     parser.add_argument("--micro_batch", type=int)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -217,8 +217,8 @@ def _session(
     live.step = step
     stores: Any = {"train": Rows(case.steps * GLOBAL_BATCH), "valid": Rows(distributed.world())}
     if case.is_rehearsed:
-        plan: Any = SimpleNamespace(heaviest=[0, 1], heaviest_evaluated=[0])
-        rehearse(live, Regression(case), stores, plan)  # pyright: ignore[reportArgumentType]
+        launch: Any = SimpleNamespace(task=Regression(case), stores=stores)
+        rehearse(live, launch, [0, 1], [0])
     return Session(
         cfg=cfg,
         task=Regression(case),

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
 
+from tests.contract.runs import untimed
 from tests.counted_collectives import install, sent
 from tests.facts import experiment, write_facts
 from tests.forked import TRAINVAL, run_ranks
+from trainer.config.deepspeed_config import read
 
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 _MICRO_BATCHES, _SMALL = 4, 512  # bytes of counts and norms
+# else weights as small as these stay whole on every rank
+_GATHERS_ALL = {"stage3_param_persistence_threshold": 0}
 
 
-def step_of(task: str, stage: int, world: int, folder: Path) -> tuple[Counter[str], int]:
-    """Bytes of the third step of a run in bf16, and how many weights it trains."""
+def step_of(
+    task: str, stage: int, world: int, folder: Path, frozen: str = "shard", **zero: int
+) -> tuple[Counter[str], int]:
+    """Bytes of the third step of a run in bf16, and how many weights it trains.
+
+    zero: keys of the DeepSpeed file's zero_optimization that are to be others.
+    """
     facts = write_facts(folder / "facts")
-    train = {"steps": 4, "precision": "bf16", "micro_batch": 1, "log_every": 4}
+    train = {"steps": 4, "precision": "bf16", "micro_batch": 1, "log_every": 4, "frozen": frozen}
     values = experiment(task, facts, train={**train, "eval_every": 4, "save_every": 4})
-    values["deepspeed"] = f"zero{stage}"
+    file = read(f"zero{stage}")
+    file["zero_optimization"] |= zero
+    (folder / "deepspeed.json").write_text(json.dumps(file))
+    values["deepspeed"] = str(folder / "deepspeed.json")
     (folder / "groups.py").write_text(f"EXP_GROUPS = {{'one': [{values!r}]}}\n")
     how = ["-e", "one", "--exp_configs", str(folder / "groups.py"), "-sb", str(folder / "out")]
     how += ["--data_path", str(facts), "--cache_dir", str(folder / "cache")]
@@ -42,3 +56,23 @@ def test_frozen_weights_are_never_reduced(stage: int, tmp_path: Path) -> None:
     reduced = sum(found[name] for name in _REDUCING)
     assert weights > 0
     assert 0 <= reduced - _MICRO_BATCHES * 2 * weights < _SMALL, (found, weights)
+
+
+def test_at_zero_3_a_frozen_base_that_every_rank_keeps_is_not_gathered_again(
+    tmp_path: Path,
+) -> None:
+    """The numbers are the same; what is left are the trained weights, once a step."""
+    found: dict[str, int] = {}
+    logged: dict[str, list[dict[str, Any]]] = {}
+    weights = 0
+    for frozen in ("shard", "replicate"):
+        folder = tmp_path / frozen
+        folder.mkdir()
+        counted, weights = step_of("cross_attention", 3, 2, folder, frozen, **_GATHERS_ALL)
+        (metrics,) = (folder / "out").glob("*/metrics.jsonl")
+        found[frozen], logged[frozen] = counted["all_gather_into"], untimed(metrics)
+    print(found, weights)
+    assert logged["replicate"] == logged["shard"]
+    # a rank's half of the trained weights, in forward and in backward
+    assert 0 < found["replicate"] <= _MICRO_BATCHES * 2 * weights + _SMALL
+    assert found["shard"] > 2 * found["replicate"]

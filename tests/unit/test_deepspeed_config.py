@@ -488,3 +488,11 @@ def test_the_summary_shows_the_batch_arithmetic_and_the_offload() -> None:
     assert lines["precision"] == "bf16"
     assert lines["ZeRO stage"].startswith("3 ")
     assert lines["clipping"] == "gradient norm at 0.5"
+
+
+def test_a_secondary_partition_is_of_the_ranks_of_a_node() -> None:
+    assert build(dc.read("zero3_hpz"))["zero_optimization"]["zero_hpz_partition_size"] == 8
+    said = refusal(zero(3, zero_hpz_partition_size=3))
+    assert "zero_hpz_partition_size=3 does not divide 8 ranks" in said
+    said = refusal(zero(2, zero_hpz_partition_size=2))
+    assert "zero_hpz_partition_size=2 needs stage 3, got stage=2" in said

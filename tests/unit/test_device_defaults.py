@@ -19,7 +19,7 @@ from trainer.runtime.device_defaults import DeviceDefaults
 
 def chosen(precision: str, **environment: str) -> DeviceDefaults:
     return DeviceDefaults.chosen(
-        precision, optimizer="adamw", has_triton=False, environment=environment
+        precision, optimizer="adamw", compiles=False, has_triton=False, environment=environment
     )
 
 
@@ -58,9 +58,9 @@ def _settled(precision: str) -> list[bool]:
 
     from trainer.runtime import device_defaults, distributed
 
-    assert device_defaults.settle(precision, optimizer="adamw") is None
+    assert device_defaults.settle(precision, optimizer="adamw", compiles=False) is None
     distributed.is_gpu = lambda: True
-    assert device_defaults.settle(precision, optimizer="adamw") is not None
+    assert device_defaults.settle(precision, optimizer="adamw", compiles=False) is not None
     return [torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.matmul.allow_tf32]
 
 

@@ -18,6 +18,11 @@ def with_micro_batch(cfg: Experiment, rows: int) -> Experiment:
     return cfg.model_copy(update={"train": cfg.train.model_copy(update={"micro_batch": rows})})
 
 
+def with_frozen(cfg: Experiment, how: str) -> Experiment:
+    """The experiment with `train.frozen` settled."""
+    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"frozen": how})})
+
+
 def placeholder(name: str, cfg: Experiment) -> str:
     """The DeepSpeed file that stands for "auto" until the plan has chosen."""
     if name != AUTO:

@@ -107,6 +107,8 @@ def build(
             *_scheduler(config, source),
             *_stage(config),
             *_packed_weights(config, train),
+            *_compiled(config, train),
+            *_secondary(config, world),
             *_whole_weights(config, optim),
             *_bucket_sizes(config["zero_optimization"], hidden_size),
             *_grad_accum_dtype(config, train),
@@ -268,6 +270,38 @@ def _packed_weights(config: Config, train: Train) -> list[str]:
     return [
         f"train.base_bits={train.base_bits} needs ZeRO stage 0, 1 or 2, got stage=3: every device "
         "holds the packed base whole. Use --deepspeed zero2, or leave base_bits out."
+    ]
+
+
+def _secondary(config: Config, world: int) -> list[str]:
+    """A second copy of the weights within each group of ranks, which DeepSpeed cuts from all ranks
+    without a look at whether they are so many, or ignores.
+    """
+    zero: Config = config["zero_optimization"]
+    size = zero.get("zero_hpz_partition_size", 1)
+    if size == 1:
+        return []
+    name = f"zero_optimization.zero_hpz_partition_size={size}"
+    if zero["stage"] < 3:
+        return [f"{name} needs stage 3, got stage={zero['stage']}. Delete the key."]
+    if size < 1 or world % size:
+        return [
+            f"{name} does not divide {world} ranks: it is the number of those that share a node, "
+            "whose weights are then gathered within it. Write that number, or use zero3."
+        ]
+    return []
+
+
+def _compiled(config: Config, train: Train) -> list[str]:
+    """Hooks of ZeRO-3 gather the weights of every layer of a block as it is called, and a graph
+    ends at each of them: nothing would be left to fuse.
+    """
+    stage = config["zero_optimization"]["stage"]
+    if not train.compile or stage < 3:
+        return []
+    return [
+        "train.compile=true needs ZeRO stage 0, 1 or 2, got stage=3: it gathers weights within the "
+        "blocks that would be compiled. Use --deepspeed zero2, or leave train.compile out."
     ]
 
 

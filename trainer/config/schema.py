@@ -133,6 +133,14 @@ class Train(Strict):
     """
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
+    compile: bool = False
+    """Blocks are compiled once for all lengths (torch.compile): fewer kernels, other rounding and
+    dropout. Not at ZeRO-3.
+    """
+    frozen: Literal["shard", "replicate", "auto"] = "shard"
+    """Frozen weights at ZeRO-3. shard: divided among ranks, gathered for every micro-batch.
+    replicate: gathered once, and kept whole. auto: whole where the memory plan says that they fit.
+    """
     seed: Annotated[int, Field(ge=0)] = 42
     """Of weights that are drawn, dropout and the order of rows."""
     order: Literal["shuffled", "as_given"] = "shuffled"

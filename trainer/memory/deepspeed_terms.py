@@ -59,9 +59,17 @@ class Zero:
     max_live: int = 1_000_000_000
     sub_group: int = 1_000_000_000
     overlaps: bool = False
+    keeps_frozen: bool = False  # whole on every rank at stage 3, beside its part of them
 
     @classmethod
-    def of(cls, ds: dict[str, Any], *, accumulates: bool, is_adafactor: bool) -> Zero:
+    def of(
+        cls,
+        ds: dict[str, Any],
+        *,
+        accumulates: bool,
+        is_adafactor: bool,
+        keeps_frozen: bool = False,
+    ) -> Zero:
         """From a complete dictionary (deepspeed_config.build)."""
         zero, precision = ds["zero_optimization"], deepspeed_config.precision(ds)
         micro, accumulation = (
@@ -85,6 +93,7 @@ class Zero:
             overlaps=bool(zero.get("overlap_comm", zero["stage"] == 3))
             and world > 1
             and zero["stage"] > 1,
+            keeps_frozen=keeps_frozen,
         )
 
     @property
@@ -152,6 +161,8 @@ def _held_between_steps(step: Measured, zero: Zero) -> Breakdown:
         # no copy).
         is_gathered = w > 1 or zero.offloads_weights
         gathered = min(whole, e * (zero.max_live + zero.prefetch_bucket)) if is_gathered else 0
+        if zero.keeps_frozen and is_gathered:
+            gathered = e * step.frozen + min(e * step.trainable, gathered)
         weights = (0 if zero.offloads_weights else step.weights // w) + gathered
         gradients = 0 if zero.offloads_optimizer else 4 * P // w
     elif zero.stage == 1 and zero.is_bf16 and not zero.offloads_optimizer:

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.config.auto import AUTO, presets_of
+from trainer.config.auto import AUTO, presets_of, with_frozen
 from trainer.config.identity import digest
 from trainer.config.schema import Experiment
 from trainer.errors import ConfigError, DoesNotFitError
@@ -87,6 +87,7 @@ class UpcomingRun:
         digests = {split: store.digest for split, store in self.stores.items()}
         versions = {"torch": version("torch"), "transformers": version("transformers")}
         shards = [self.sharding.world, self.sharding.micro_batch, self.answers]
+        shards.append(self.cfg.train.frozen)
         return digest(
             {"values": self.values, "ds": self.ds, "shards": shards, "device": target.name}
             | digests
@@ -185,6 +186,22 @@ def chosen(launch: UpcomingRun, asked: str, *, name: str | None) -> tuple[str, i
     )
 
 
+def frozen(launch: UpcomingRun, *, name: str | None) -> str:
+    """What train.frozen "auto" becomes: "replicate" where the run then fits its device."""
+    target = device(name)
+    if target is None or launch.ds["zero_optimization"]["stage"] < 3:
+        return "shard"
+    whole = replace(launch, cfg=with_frozen(launch.cfg, "replicate"))
+    try:
+        made = make(whole.subject(), cublas=target.cublas_nbytes)
+    except MeasuringError:
+        return "shard"
+    fits = made.plan.peak.peak.total <= FILLED * target.usable(launch.sharding.world)
+    how = "replicate" if fits else "shard"
+    logger.info("memory: frozen weights: %s (train.frozen is auto)", how)
+    return how
+
+
 # In the run
 # --------------------------------------------------------------------------------------------------
 
@@ -202,7 +219,11 @@ def obeyed(
     plan = MemoryPlan.of(memory) if memory is not None else None
     try:
         if plan is not None:
-            rehearse(engine, launch.task, launch.stores, plan)
+            rehearse(engine, launch, plan.heaviest, plan.heaviest_evaluated)
+        elif launch.cfg.train.compile:
+            # equal runs compile for the same rows, wherever they begin: equal kernels, equal bits
+            first = list(range(launch.sharding.micro_batch))
+            rehearse(engine, launch, first, first)
         yield
     except torch.OutOfMemoryError as error:
         raise out_of_memory(plan, engine, folder, error) from error
@@ -210,22 +231,25 @@ def obeyed(
         compare(plan, folder)
 
 
-def rehearse(engine: Engine, task: Task, stores: dict[str, TokenStore], plan: MemoryPlan) -> None:
-    """Run the micro-batch that needs most, and the evaluation batch that does, before step 1: now
-    is the time to fail.
+def rehearse(
+    engine: Engine, launch: UpcomingRun, trained_rows: Sequence[int], evaluated_rows: Sequence[int]
+) -> None:
+    """Run a micro-batch and an evaluation batch of these rows before step 1: now is the time to
+    fail, and to compile.
 
     Nothing that counts is changed: no optimizer step, gradients that no weight keeps, random state
     put back. Every rank calls it, for a forward may be a collective.
     """
     state = rng.capture()
     engine.train()
+    task, train, valid = launch.task, launch.stores["train"], launch.stores["valid"]
     rows = [
         {
-            **stores["train"][row],
+            **train[row % len(train)],
             DRAW: np.zeros(1, dtype=np.int64),
             EPOCH: np.zeros(1, dtype=np.int64),
         }
-        for row in plan.heaviest
+        for row in trained_rows
     ]
     module = engine.model.module
     weights = list(trainable(module).values())
@@ -238,7 +262,7 @@ def rehearse(engine: Engine, task: Task, stores: dict[str, TokenStore], plan: Me
                 torch.autograd.grad(loss, weights, allow_unused=True)
             del loss
     engine.eval()
-    evaluated = task.collate([stores["valid"][row] for row in plan.heaviest_evaluated])
+    evaluated = task.collate([valid[row % len(valid)] for row in evaluated_rows])
     with torch.no_grad(), named_when_out_of_memory([evaluated]):
         task.scores(engine.model, to_device(evaluated))
     engine.train()

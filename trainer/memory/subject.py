@@ -47,7 +47,12 @@ class Subject:
 
     def zero_of(self, ds: dict[str, Any]) -> Zero:
         accumulates = self.sharding.accumulation > 1 or self.sharding.micro_tokens is not None
-        return Zero.of(ds, accumulates=accumulates, is_adafactor=self.cfg.optim.name == "adafactor")
+        return Zero.of(
+            ds,
+            accumulates=accumulates,
+            is_adafactor=self.cfg.optim.name == "adafactor",
+            keeps_frozen=self.cfg.train.frozen == "replicate",
+        )
 
     def with_deepspeed(self, preset: str) -> dict[str, Any]:
         """The complete dictionary of another DeepSpeed file.

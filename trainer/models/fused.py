@@ -1,18 +1,26 @@
-"""Operators that stock transformers spells out, as the one kernel that a GPU has for them.
+"""Operators that stock transformers spells out, as the one kernel that a GPU has for them; and
+blocks compiled once for streams and rows of any length, by torch.compile.
 
 Eager mode reads and writes every step of a formula. T5's norm is five such steps and its gated GELU
 eight, which are a quarter of an encoder's time on an H200 by counting (docs/log.md). On the CPU the
 modules stay as they are, to the last bit.
+
+Where blocks are compiled, every norm, activation, dropout and residual is fused with its
+neighbours. Attention of streams is left out: it has kernels of its own, which know where rows
+begin. A graph ends before it and another one begins behind it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from trainer.models import masks
 
 _CPU = torch.device("cpu")
 # Those that multiply by their weight, not by 1 + weight as Gemma's do. Source: transformers 5.23.
@@ -32,18 +40,38 @@ def fuse(model: nn.Module) -> None:
     """From here on, RMS norms and the tanh form of GELU in `model` are one kernel each on a device
     that is not the CPU. The norm rounds once, behind the weight, where transformers rounds twice.
     """
+    masks.mend_attention(model)
     for module in model.modules():
-        name = type(module).__name__
-        if name in _NORMS:
-            module.forward = functools.partial(_norm, module, module.forward)
-        elif name == "NewGELUActivation":
-            module.forward = functools.partial(_gelu, module.forward)
+        forward = _FUSED.get(type(module).__name__)
+        if forward is not None and type(module).forward is not forward:
+            module.__class__ = _like(type(module), forward)
 
 
-def _norm(module: Any, stock: Any, hidden: Tensor) -> Tensor:
+@functools.cache
+def _like(stock: type[nn.Module], forward: Any) -> type[nn.Module]:
+    """The same class with another forward. Not a forward of every module's own: torch.compile would
+    compile the code around it anew for each of them.
+    """
+    return type(stock.__name__, (stock,), {"forward": forward})
+
+
+def _norm(self: Any, hidden: Tensor) -> Tensor:
     if hidden.device == _CPU:
-        return stock(hidden)
-    return rms_norm(hidden, module.weight, module.variance_epsilon)
+        return _stock(self).forward(self, hidden)
+    return rms_norm(hidden, self.weight, self.variance_epsilon)
+
+
+def _gelu(self: Any, hidden: Tensor) -> Tensor:
+    if hidden.device == _CPU:
+        return _stock(self).forward(self, hidden)
+    return F.gelu(hidden, approximate="tanh")
+
+
+def _stock(module: nn.Module) -> Any:
+    return type(module).__mro__[1]
+
+
+_FUSED = {**dict.fromkeys(_NORMS, _norm), "NewGELUActivation": _gelu}
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -56,5 +84,67 @@ def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(hidden, shape, weight, epsilon)
 
 
-def _gelu(stock: Any, hidden: Tensor) -> Tensor:
-    return stock(hidden) if hidden.device == _CPU else F.gelu(hidden, approximate="tanh")
+# Compiled blocks
+# --------------------------------------------------------------------------------------------------
+
+BACKEND: Any = "inductor"
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+def compile_blocks(model: nn.Module) -> int:
+    """From here on the blocks of `model` run compiled; returns how many there are.
+
+    Blocks of one kind share their code, for they differ in their weights alone. The first call of
+    one compiles it; torch.compile's cache on the disk spares most of that the next time.
+    """
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    # torch 2.13: else the graph of every caller ends too where attention ends one, and four pieces
+    # are made of two
+    _set(torch._dynamo.config, "nested_graph_breaks")
+    # blocks of several kinds may share a forward (transformers 5.23, modeling_layers.py), and each
+    # is compiled with and without a graph, for training and for evaluation
+    torch._dynamo.config.recompile_limit = 64
+    # no kernel is chosen by how long it took just now: equal runs are to have equal bits
+    _set(torch._inductor.config, "deterministic")
+    blocks = list(_blocks(model))
+    for block in blocks:
+        block.forward = _compiled(block.forward)
+    return len(blocks)
+
+
+def _set(config: Any, name: str) -> None:
+    """Switch it on where this version of torch has it."""
+    if hasattr(config, name):
+        setattr(config, name, True)
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost lists of a model: a stack's blocks, layers between them."""
+    for child in module.children():
+        yield from child.children() if isinstance(child, _LISTS) else _blocks(child)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, backend=BACKEND)
+
+
+@functools.cache
+def of_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of a block and its input, which stands in for the block's forward: compiled where
+    the block is.
+    """
+    compiled = _compiled(function)
+
+    def run(block: nn.Module, *given: Any) -> Any:
+        is_compiled = hasattr(block.forward, "get_compiler_config")
+        return (compiled if is_compiled else function)(block, *given)
+
+    return run
+
+
+@torch.compiler.disable
+def apart(function: Callable[..., Any], *given: Any) -> Any:
+    """function(*given), never compiled: a graph ends before it."""
+    return function(*given)

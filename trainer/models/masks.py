@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils.import_utils import is_tracing
@@ -35,6 +35,21 @@ def of_right_padded(mask_BT: Tensor, config: Any) -> Tensor | None:
     reads_ahead = getattr(config, "use_bidirectional_attention", False)
     is_known = config.model_type in DECODERS and not reads_ahead
     return None if is_known and mask_BT.device != _CPU else mask_BT
+
+
+def mend_attention(model: nn.Module) -> None:
+    """Attention that transformers gets wrong in silence before 5.23, as that version does it.
+
+    In 5.17 torch's kernel leaves out the cap on Gemma 2's scores, and umT5's decoder looks ahead
+    wherever rows have no pads and so no mask.
+    """
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")  # pyright: ignore
+    for module in model.modules():
+        if type(module).__name__ == "UMT5LayerSelfAttention":
+            attention: Any = module.SelfAttention
+            attention.is_causal = attention.is_decoder
 
 
 def _is_kept(tensor: Any = None) -> bool:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -98,3 +98,15 @@ def unscale_and_clip(optimizer: Any, gradients: list[Tensor], norm: Tensor | Non
         return
     for gradient in gradients:
         gradient.data.mul_(1.0 / scale)
+
+
+def keep_frozen_whole(model: nn.Module) -> None:
+    """From here on weights that do not train stay whole on every rank at ZeRO-3, once a forward has
+    gathered them; below, they are.
+
+    deepspeed 0.19.8, partitioned_param_coordinator.py: what is persistent is not released once the
+    order of the modules is known; only optimized weights are gathered anew after a step.
+    """
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_persist") and not parameter.requires_grad:
+            vars(parameter)["ds_persist"] = True

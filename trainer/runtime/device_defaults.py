@@ -25,18 +25,25 @@ class DeviceDefaults:
     allocator: str
     has_triton: bool  # long rows of a T5 attend in the stream
     optimizer: str
+    compiles: bool
 
     @classmethod
     def chosen(
-        cls, precision: str, *, optimizer: str, has_triton: bool, environment: Mapping[str, str]
+        cls,
+        precision: str,
+        *,
+        optimizer: str,
+        compiles: bool,
+        has_triton: bool,
+        environment: Mapping[str, str],
     ) -> DeviceDefaults:
-        """From the experiment's precision and optimizer, and what is installed.
+        """From the experiment's precision, optimizer and `compile`, and what is installed.
 
         environment: LATHE_TF32=0 keeps fp32 products exact; PYTORCH_CUDA_ALLOC_CONF stays as it is.
         """
         allows_tf32 = precision == "fp32" and environment.get(_TF32, "1") != "0"
         allocator = environment.get(_ALLOCATOR, "torch's own")
-        return cls(precision, allows_tf32, allocator, has_triton, optimizer)
+        return cls(precision, allows_tf32, allocator, has_triton, optimizer, compiles)
 
     def lines(self) -> list[str]:
         """What a person is told."""
@@ -44,11 +51,12 @@ class DeviceDefaults:
         products = " by TF32 (LATHE_TF32=0: exact)" if self.allows_tf32 else ""
         streams = "Triton's kernels" if self.has_triton else "grids, for Triton is not installed"
         is_fused = {"adamw": "torch's fused AdamW", "adafactor": "torch's Adafactor"}
+        blocks = "compiled once for all lengths" if self.compiles else "not compiled"
         return [
             f"numbers: {self.precision}{masters.get(self.precision, products)}",
             "attention: torch's flash or memory-efficient kernel, not cuDNN's, which plans anew "
             f"for each shape; long rows of a T5: {streams}",
-            f"optimizer: {is_fused[self.optimizer]}; blocks are not compiled",
+            f"optimizer: {is_fused[self.optimizer]}; blocks are {blocks}",
             f"copies: pinned, on a stream of their own; allocator: {self.allocator}",
         ]
 
@@ -62,7 +70,7 @@ def before_torch() -> None:
     os.environ.setdefault(_ALLOCATOR, "expandable_segments:True")
 
 
-def settle(precision: str, *, optimizer: str) -> DeviceDefaults | None:
+def settle(precision: str, *, optimizer: str, compiles: bool) -> DeviceDefaults | None:
     """Switch torch to what fits this process's GPU, and say what was chosen; None without one."""
     import importlib.util
 
@@ -74,7 +82,11 @@ def settle(precision: str, *, optimizer: str) -> DeviceDefaults | None:
         return None
     has_triton = importlib.util.find_spec("triton") is not None
     chosen = DeviceDefaults.chosen(
-        precision, optimizer=optimizer, has_triton=has_triton, environment=os.environ
+        precision,
+        optimizer=optimizer,
+        compiles=compiles,
+        has_triton=has_triton,
+        environment=os.environ,
     )
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.matmul.allow_tf32 = chosen.allows_tf32

@@ -24,9 +24,13 @@ class Meter:
     `paused()`.
     """
 
-    def __init__(self, goodput: Goodput | None = None) -> None:
+    def __init__(self, goodput: Goodput | None = None, *, counts_flops: bool = True) -> None:
+        """counts_flops: mfu is told. torch 2.13 counts no compiled block: that step would run as if
+        none was, and differ in its last bits.
+        """
         self._goodput = goodput
-        self._peak_flops, self._counted_flops, self._flops_per_unit = peak_flops(), 0, 0.0
+        self._peak_flops = peak_flops() if counts_flops else None
+        self._counted_flops, self._flops_per_unit = 0, 0.0
         self._start, self._units, self._steps = time.monotonic(), 0, 0
         self._memory = _Memory()
 

@@ -24,9 +24,11 @@ from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.evaluation.scoring import first_questions
 from trainer.memory import launch as planning
 from trainer.models.frozen.freezing import trainable_report
+from trainer.models.fused import compile_blocks
 from trainer.proof import doctor
 from trainer.runtime import device_defaults, distributed, rng
 from trainer.runtime.beside import Beside
+from trainer.runtime.deepspeed_optimizers import keep_frozen_whole
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption, Stopped
 from trainer.statistics.opening import told
@@ -61,8 +63,12 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     on.
     """
     logger.info("experiment %s", f"{plan.name}, {plan.id}" if plan.name else plan.id)
-    device_defaults.settle(plan.cfg.train.precision, optimizer=plan.cfg.optim.name)
-    plan = _settled(plan, options)
+    device_defaults.settle(
+        plan.cfg.train.precision,
+        optimizer=plan.cfg.optim.name,
+        compiles=plan.cfg.train.compile,
+    )
+    plan = _frozen_settled(_settled(plan, options), options)
     with claimed(plan, options) as lock:
         telemetry = RunRecord(
             plan.folder,
@@ -155,6 +161,20 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
     return replace(plan, cfg=cfg, ds=ds, sharding=replace(plan.sharding, micro_batch=rows))
 
 
+def _frozen_settled(plan: RunPlan, options: Options) -> RunPlan:
+    """The plan with what train.frozen "auto" leaves open chosen by memory. A collective."""
+    if plan.cfg.train.frozen != auto.AUTO:
+        return plan
+
+    def choose() -> str:
+        task = tasks.load(plan.cfg, options.places)
+        stores = _stores(options, task, content_of)
+        launch = _launch(plan, options, task, stores, answers=False)
+        return planning.frozen(launch, name=options.device)
+
+    return replace(plan, cfg=auto.with_frozen(plan.cfg, on_main(choose)))
+
+
 def _launch(
     plan: RunPlan, options: Options, task: Task, stores: dict[str, TokenStore], *, answers: bool
 ) -> planning.UpcomingRun:
@@ -231,7 +251,8 @@ def ready(
     live, progress = _engine(plan, task, newest, lap)
     telemetry.resume(progress.step, progress.bad.steps)
     telemetry.status("running", step=progress.step)
-    meter, chain, saves = Meter(telemetry.goodput), StepChain.of(progress.links), Beside()
+    meter = Meter(telemetry.goodput, counts_flops=not cfg.train.compile)
+    chain, saves = StepChain.of(progress.links), Beside()
 
     def save(progress: Progress) -> None:
         with meter.paused("saving"):
@@ -304,19 +325,28 @@ def _engine(
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
         model = task.model()
+    if plan.cfg.train.compile:
+        logger.info("%d blocks are compiled", compile_blocks(model))
     lap("model")
     logger.info("run folder %s", plan.folder)
     logger.info("%s", trainable_report(model))
     if newest is None:
-        live = Engine(model, ds, plan.cfg.optim)
+        live = _made(plan, model, ds)
         lap("engine")
         return live, Progress()
     engine.load_weights(model, checkpoint.read_tensors(newest, "weights"))
-    live = Engine(model, ds, plan.cfg.optim)
+    live = _made(plan, model, ds)
     lap("engine")
     progress = _restore(live, newest, seed=plan.cfg.train.seed)
     lap("checkpoint")
     return live, progress
+
+
+def _made(plan: RunPlan, model: Any, ds: dict[str, Any]) -> Engine:
+    live = Engine(model, ds, plan.cfg.optim)
+    if plan.cfg.train.frozen == "replicate":
+        keep_frozen_whole(model)
+    return live
 
 
 def _cadence(train: Train, options: Options) -> Cadence:

@@ -62,4 +62,32 @@ FAULTS = [
         why="cuDNN plans 30 ms for every shape that it has not met",
         tests="tests/unit/test_device_defaults.py -k cudnn",
     ),
+    Fault(
+        "trainer/models/fused.py",
+        "torch.compile(function, dynamic=True, backend=BACKEND)",
+        "torch.compile(function, dynamic=False, backend=BACKEND)",
+        why="blocks are compiled anew for every length",
+        tests="tests/numerics/test_compiled.py -m 'not long' -k lengths",
+    ),
+    Fault(
+        "trainer/config/deepspeed_config.py",
+        "if not train.compile or stage < 3:",
+        "if not train.compile or stage < 4:",
+        why="blocks are compiled at ZeRO-3, where nothing is left to fuse",
+        tests="tests/numerics/test_compiled.py -m 'not long' -k refuses",
+    ),
+    Fault(
+        "trainer/runtime/deepspeed_optimizers.py",
+        'vars(parameter)["ds_persist"] = True',
+        'vars(parameter)["ds_persist"] = False',
+        why="frozen weights that were to stay are gathered for every micro-batch",
+        tests="tests/runs/test_communication.py -k keeps",
+    ),
+    Fault(
+        "trainer/config/deepspeed_config.py",
+        "if size < 1 or world % size:",
+        "if size < 1:",
+        why="ranks that do not fill a node divide weights among ranks that are not there",
+        tests="tests/unit/test_deepspeed_config.py -k secondary",
+    ),
 ]

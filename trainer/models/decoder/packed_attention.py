@@ -73,6 +73,7 @@ def _window(length: int, window: int | None, like: Tensor) -> Tensor:
     return (distance_LL >= 0) & (distance_LL < window)
 
 
+@torch.compiler.disable  # see models/fused.py
 def attention(
     module: nn.Module,
     query: Tensor,

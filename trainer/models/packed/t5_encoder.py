@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from trainer.models.fused import apart, of_blocks
 from trainer.models.packed.attention import Attend, AttendBy, in_grids, in_streams
 from trainer.models.packed.layout import grids_of
 
@@ -44,12 +45,13 @@ def encode(
     # In umT5 every block has a table of position biases, else the first one for all.
     is_shared = not encoder.block[-1].layer[0].SelfAttention.has_relative_attention_bias
     shared = attend_by(encoder.block[0].layer[0].SelfAttention) if is_shared else None
+    run = of_blocks(_encoder_block)
     for number, block in enumerate(encoder.block):
         given = (block, hidden_MD, shared, attend_by)
         if recompute_every and encoder.training and number % recompute_every == 0:
-            hidden_MD = checkpoint(_encoder_block, *given, use_reentrant=False)
+            hidden_MD = checkpoint(run, *given, use_reentrant=False)
         else:
-            hidden_MD = _encoder_block(*given)
+            hidden_MD = run(*given)
     return encoder.dropout(encoder.final_layer_norm(hidden_MD))
 
 
@@ -79,8 +81,8 @@ def _encoder_block(
     """
     first, feed_forward = block.layer[0], block.layer[-1]
     normed_MD, heads = first.layer_norm(hidden_MD), first.SelfAttention
-    attend = attend_by(heads) if shared is None else shared
-    mixed_MI = attend(heads.q(normed_MD), heads.k(normed_MD), heads.v(normed_MD))
+    attend = apart(attend_by, heads) if shared is None else shared
+    mixed_MI = apart(attend, heads.q(normed_MD), heads.k(normed_MD), heads.v(normed_MD))
     hidden_MD = _within_fp16(hidden_MD + first.dropout(heads.o(mixed_MI)))
     return _within_fp16(feed_forward(hidden_MD))
 

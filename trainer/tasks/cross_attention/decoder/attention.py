@@ -112,6 +112,7 @@ class Pairs:
             self, masks=[key_mask(cells.view_as(grid), grid) for cells, grid in laid_out]
         )
 
+    @torch.compiler.disable  # see models/fused.py
     def attended(self, queries_1HTK: Tensor, keys_values: KeysValues, *, dropout: float) -> Tensor:
         """(1, H, T, K) queries of the stream -> (1, T, H*K)."""
         queries = self._laid_out(queries_1HTK, self.query_cells_T, self.query_shapes)
