@@ -83,6 +83,7 @@ class Shape:
     blocks: dict[str, Values] = field(default_factory=dict)  # of the dictionary
     micro_batch: int = 8
     is_prepared: bool = False  # encoder states are computed and stored first
+    train: Values = field(default_factory=dict)  # of that block
 
     def experiment(self, *, is_rehearsed: bool, **train: Any) -> Values:
         config = self.config
@@ -104,7 +105,10 @@ class Shape:
             "task": self.task,
             "base": {"config": config, "seed": 1},
             "tokenizer": {"vocab_size": VOCABULARY},
-            "train": plain | {"eval_batch": 4, "seed": 5, "max_lost_labels": 0.99} | train,
+            "train": plain
+            | {"eval_batch": 4, "seed": 5, "max_lost_labels": 0.99}
+            | self.train
+            | train,
             "optim": {"lr": 1e-4, "weight_decay": 0.1},
             "schedule": {"shape": "cosine", "warmup_steps": 2},
             "deepspeed": "zero2",
@@ -176,6 +180,7 @@ SHAPES = (
     _summariser("summariser-t5-3b-512", _T5_3B, 512, 16),
     _summariser("summariser-t5-3b-4096", _T5_3B, 4096, 2),
 )
+COMPILED = ("vera-xxl-encoder", "cross_attention-3b")  # with compiled blocks besides
 ONE_OF_EACH = (
     "causal_lm-1b-4096",
     "cross_attention-1b",
