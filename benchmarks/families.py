@@ -7,8 +7,8 @@ All are tiny, with random weights (tests/bases.py). The columns:
 - loads: the base is read as it was written from one file, shards, pytorch_model.bin alone, and
   bf16; how many of the four are.
 - loss = stock: the loss (vera: states, retriever: vectors) against stock transformers' own.
-- packed = padded: the same of packed rows against padded ones. Tasks that pad (marked *): of rows
-  together against each alone.
+- packed = padded: the same of packed rows against padded ones. Of a base whose rows are
+  padded (marked *): of rows together against each alone.
 - ZeRO-3: the largest difference between four losses on two ranks at ZeRO-3, from a folder of shards
   with a padded vocabulary, and those on one rank at ZeRO-0.
 - plan: the peak of a training step that the plan predicts, against what is really allocated.
@@ -90,7 +90,7 @@ class Family:
     def _compared(self, column: str, function: str) -> Cell:
         got, want = run_alone(getattr(families, function), self.task, self.name)
         cell = Cell.of(column, _distance(got, want))
-        is_padded = column == "packed = padded" and self.task in families.PADDED
+        is_padded = column == "packed = padded" and families.is_padded(self.task, self.name)
         return Cell(f"{cell.text}*" if is_padded else cell.text, cell.is_good)
 
     def _trained(self) -> dict[str, Cell]:

@@ -36,6 +36,9 @@ from torch import Tensor, nn
 
 from trainer.models import losses
 from trainer.models.base_model import DTYPES
+from trainer.models.decoder.streams import reader_of
+from trainer.models.packed.layout import pack as pack_rows
+from trainer.models.packed.layout import pack_labelled, pack_targets
 from trainer.tasks.causal_lm.task import CausalLM
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
@@ -104,11 +107,10 @@ def _ids(size: Size, more: int) -> Tensor:
 
 def causal_lm(size: Size) -> tuple[nn.Module, dict[str, Any]]:
     ids = _ids(size, 1)
-    return CausalLM(_decoder(size)), {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "labels": ids,
-    }
+    base = _decoder(size)
+    rows = ids.tolist()
+    streams = pack_labelled(rows, [[1] * len(row) for row in rows])
+    return CausalLM(base, reader_of(base.transformer)), streams
 
 
 def cross_attention(size: Size) -> tuple[nn.Module, dict[str, Any]]:
@@ -126,13 +128,13 @@ def cross_attention(size: Size) -> tuple[nn.Module, dict[str, Any]]:
 def fid(size: Size) -> tuple[nn.Module, dict[str, Any]]:
     passages = [[row] for row in _ids(size, 0)[:, :16].tolist()]
     batch = pack(passages, bucketed=True, cross_width=None)
-    return FiD(_t5(size), Reader()), {**batch, "labels": _ids(size, 0)}
+    return FiD(_t5(size), Reader()), batch | pack_targets(_ids(size, 0).tolist())
 
 
 def summariser(size: Size) -> tuple[nn.Module, dict[str, Any]]:
-    ids = _ids(size, 0)[:, :16]
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": _ids(size, 0)}
-    return Summariser(_t5(size), label_smoothing=0.0), batch
+    batch = pack_rows(_ids(size, 0)[:, :16].tolist(), bucketed=True)
+    targets = pack_targets(_ids(size, 0).tolist())
+    return Summariser(_t5(size), label_smoothing=0.0), batch | targets
 
 
 TASKS: dict[str, Callable[[Size], tuple[nn.Module, dict[str, Any]]]] = {

@@ -27,16 +27,18 @@ from trainer import tasks
 from trainer.config.schema import RandomBase
 from trainer.data.padding import pad_right
 from trainer.models import base_model
-from trainer.models.losses import IGNORED
+from trainer.models.decoder.streams import reader_of, why_not
+from trainer.models.losses import IGNORED, scored_before
+from trainer.models.packed.layout import pack, pack_labelled, pack_targets
 from trainer.tasks.causal_lm.task import CausalLM
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 from trainer.tasks.fid.config import Reader
-from trainer.tasks.fid.fused_layout import pack
+from trainer.tasks.fid.fused_layout import pack as fused
 from trainer.tasks.fid.model import FiD
 from trainer.tasks.protocol import DRAW, EPOCH, Places
 from trainer.tasks.retriever.config import Encoder
-from trainer.tasks.retriever.model import Retriever, is_causal
+from trainer.tasks.retriever.model import Retriever, is_causal, packed
 from trainer.tasks.summariser.model import Summariser
 from trainer.tasks.vera.model import Verifier, read_by
 
@@ -100,6 +102,23 @@ def _decoder_batch() -> dict[str, Tensor]:
     }
 
 
+def padded_for_causal_lm() -> dict[str, Tensor]:
+    """As the task pads rows of a base that reads no streams."""
+    batch = _decoder_batch()
+    return batch | {"scored": scored_before(batch["labels"])}
+
+
+def streams_for_causal_lm() -> dict[str, Tensor]:
+    """The same rows as one stream."""
+    ids = ids_of(LENGTHS, 3)
+    return pack_labelled(ids, [[1] * len(row) for row in ids])
+
+
+def streaming(stock: Any) -> CausalLM:
+    """A causal LM that reads streams, and rows with pads as well."""
+    return CausalLM(stock, reader_of(getattr(stock, stock.base_model_prefix)))
+
+
 def _stock_loss(stock: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """The summed loss as a stock causal LM computes it."""
     places = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -117,8 +136,8 @@ def _cross_attention_with_stock(stock: Any) -> Pair:
 
 
 def _causal_lm_with_stock(stock: Any) -> Pair:
-    batch = _decoder_batch()
-    return CausalLM(stock)(**batch)["loss"], _stock_loss(stock, batch)
+    want = _stock_loss(stock, _decoder_batch())
+    return streaming(stock)(**streams_for_causal_lm())["loss"], want
 
 
 def _vera_with_stock(stock: Any) -> Pair:
@@ -132,13 +151,25 @@ def _vera_with_stock(stock: Any) -> Pair:
 
 def _retriever(stock: Any) -> Retriever:
     pooling = "eos" if is_causal(stock.config) else "mean"
-    return Retriever(stock, None, how=Encoder(pooling=pooling, normalize=True)).eval()
+    how = Encoder(pooling=pooling, normalize=True)
+    if why_not(stock.config) is not None:
+        return Retriever(stock, None, how=how).eval()
+    read = reader_of(stock)
+    return Retriever(stock, None, how=how, read={"query": read, "passage": read}).eval()
+
+
+def texts_for_retriever(stock: Any, *, is_packed: bool) -> dict[str, Tensor]:
+    """Queries as the task lays them out."""
+    if is_packed and why_not(stock.config) is None:
+        return packed(ids_of(LENGTHS, 3), "query", size=2)
+    ids, mask = pad_right(ids_of(LENGTHS, 3), PAD)
+    return {"query_ids": ids, "query_mask": mask}
 
 
 def _retriever_with_stock(stock: Any) -> Pair:
     """Stock: decoders read rows padded on the left, as Qwen3-Embedding's card does."""
     ids, mask = pad_right(ids_of(LENGTHS, 3), PAD)
-    found_BD = _retriever(stock)(query_ids=ids, query_mask=mask)["queries"]
+    found_BD = _retriever(stock)(**texts_for_retriever(stock, is_packed=True))["queries"]
     if is_causal(stock.config):
         ids, mask = (padded_left(ids_of(LENGTHS, 3), x) for x in (PAD, None))
     states_BLD = stock(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -168,15 +199,29 @@ def _seq2seq_batch() -> dict[str, Tensor]:
 
 
 def _summariser_with_stock(stock: Any) -> Pair:
-    batch = _seq2seq_batch()
-    want = stock(**batch).loss * sum(TARGETS)
-    return Summariser(stock, label_smoothing=0.0).eval()(**batch)["loss"], want
+    want = stock(**_seq2seq_batch()).loss * sum(TARGETS)
+    return _summed(stock, streams_for_summariser(stock)), want
+
+
+def _summed(stock: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    return Summariser(stock, label_smoothing=0.0).eval()(**batch)["loss"]
+
+
+def streams_for_summariser(stock: Any) -> dict[str, Tensor]:
+    """Rows as the task lays them out."""
+    if why_not(stock.config) is not None:
+        return _seq2seq_batch()
+    return pack(ids_of(LENGTHS, 3), bucketed=True) | targets_for_decoder()
+
+
+def targets_for_decoder() -> dict[str, Tensor]:
+    return pack_targets(ids_of(TARGETS, 5))
 
 
 def _fid_with_stock(stock: Any) -> Pair:
     """A question with one passage is a row of an encoder-decoder."""
-    packed = pack([[ids] for ids in ids_of(LENGTHS, 3)], bucketed=True)
-    found = FiD(stock, Reader()).eval()(**packed, labels=_targets())["loss"]
+    batch = fused([[ids] for ids in ids_of(LENGTHS, 3)], bucketed=True)
+    found = FiD(stock, Reader()).eval()(**batch, **targets_for_decoder())["loss"]
     return found, stock(**_seq2seq_batch()).loss * sum(TARGETS)
 
 
@@ -192,12 +237,16 @@ _WITH_STOCK: dict[str, Callable[[Any], Pair]] = {
 # Packed against padded
 # --------------------------------------------------------------------------------------------------
 
-# Tasks whose rows are padded: there, rows together are held against each row alone.
-PADDED = ("causal_lm", "retriever", "summariser")
+
+def is_padded(task: str, name: str) -> bool:
+    """Whether rows are padded: there, rows together are held against each row alone."""
+    places = Places(None, Path("unused"), Path("unused"))
+    config = base_model.config_of(RandomBase(**base_of(task, name)), places)
+    return why_not(config) is not None
 
 
 def with_padded(task: str, name: str) -> Pair:
-    """What a packed batch gives and what a padded one does; of a task in PADDED, rows together and
+    """What a packed batch gives and what a padded one does; where is_padded(), rows together and
     each alone.
     """
     with torch.no_grad():
@@ -214,6 +263,11 @@ def _cross_attention_with_padded(stock: Any) -> Pair:
     return packed, padded
 
 
+def _causal_lm_with_padded(stock: Any) -> Pair:
+    model = streaming(stock)
+    return model(**streams_for_causal_lm())["loss"], model(**padded_for_causal_lm())["loss"]
+
+
 def _vera_with_padded(stock: Any) -> Pair:
     model = Verifier(stock, seed=3).eval()
     ids, mask = pad_right(ids_of(LENGTHS, 3), PAD)
@@ -227,8 +281,8 @@ def _fid_with_padded(stock: Any) -> Pair:
     side.
     """
     questions = [ids_of(lengths, 7 + at) for at, lengths in enumerate(PASSAGES)]
-    packed = pack(questions, bucketed=True)
-    found = FiD(stock, Reader()).eval()(**packed, labels=_targets())["loss"]
+    batch = fused(questions, bucketed=True)
+    found = FiD(stock, Reader()).eval()(**batch, **targets_for_decoder())["loss"]
     ids, mask = pad_right([passage for question in questions for passage in question], PAD)
     states = stock.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state
     given = {
@@ -243,34 +297,34 @@ def _side_by_side(x: Tensor) -> Tensor:
     return x.unflatten(0, (len(PASSAGES), -1)).flatten(1, 2)
 
 
-def _sum_with_alone(model: nn.Module, batch: Mapping[str, Tensor]) -> Pair:
-    """The summed loss of rows together, and of each without its pads."""
-    alone: list[Tensor] = []
-    for row, length in enumerate(LENGTHS):
-        own = {name: x[row : row + 1] for name, x in batch.items()}
-        cut = {"input_ids": length, "attention_mask": length, "labels": length}
-        if batch["labels"].shape[1] != batch["input_ids"].shape[1]:
-            cut["labels"] = TARGETS[row]
-        alone.append(model(**{name: x[:, : cut[name]] for name, x in own.items()})["loss"])
-    return model(**batch)["loss"], torch.stack(alone).sum()
-
-
-def _retriever_with_alone(stock: Any) -> Pair:
-    model, texts = _retriever(stock), ids_of(LENGTHS, 3)
-    ids, mask = pad_right(texts, PAD)
-    lone = [torch.tensor([text]) for text in texts]
+def _retriever_with_padded(stock: Any) -> Pair:
+    model = _retriever(stock)
+    padded = model(**texts_for_retriever(stock, is_packed=False))["queries"]
+    if why_not(stock.config) is None:
+        return model(**texts_for_retriever(stock, is_packed=True))["queries"], padded
+    lone = [torch.tensor([text]) for text in ids_of(LENGTHS, 3)]
     alone = [model(query_ids=x, query_mask=torch.ones_like(x))["queries"][0] for x in lone]
-    return model(query_ids=ids, query_mask=mask)["queries"], torch.stack(alone)
+    return padded, torch.stack(alone)
+
+
+def _summariser_with_padded(stock: Any) -> Pair:
+    batch = _seq2seq_batch()
+    if why_not(stock.config) is None:
+        return _summed(stock, streams_for_summariser(stock)), _summed(stock, batch)
+    alone: list[Tensor] = []
+    for row, widths in enumerate(zip(LENGTHS, LENGTHS, TARGETS, strict=True)):
+        names = ("input_ids", "attention_mask", "labels")
+        own = {n: batch[n][row : row + 1, :width] for n, width in zip(names, widths, strict=True)}
+        alone.append(_summed(stock, own))
+    return _summed(stock, batch), torch.stack(alone).sum()
 
 
 _WITH_PADDED: dict[str, Callable[[Any], Pair]] = {
     "cross_attention": _cross_attention_with_padded,
-    "causal_lm": lambda stock: _sum_with_alone(CausalLM(stock), _decoder_batch()),
+    "causal_lm": _causal_lm_with_padded,
     "vera": _vera_with_padded,
-    "retriever": _retriever_with_alone,
-    "summariser": lambda stock: _sum_with_alone(
-        Summariser(stock, label_smoothing=0.0).eval(), _seq2seq_batch()
-    ),
+    "retriever": _retriever_with_padded,
+    "summariser": _summariser_with_padded,
     "fid": _fid_with_padded,
 }
 

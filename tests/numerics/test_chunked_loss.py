@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.families import base
+from tests.families import base, streaming
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_all_close, assert_close
 from trainer.config import deepspeed_config
@@ -18,8 +18,8 @@ from trainer.config.schema import Lora, Optim, Train
 from trainer.models import adapters, head, losses
 from trainer.models.head import OutputLayer
 from trainer.models.losses import IGNORED
+from trainer.models.packed.layout import pack_labelled
 from trainer.runtime import distributed
-from trainer.tasks.causal_lm.task import CausalLM
 from trainer.training.engine import Engine
 
 WIDTH, VOCABULARY, POSITIONS, CHUNK = 16, 50, 45, 7
@@ -125,12 +125,9 @@ def test_gradients_computed_in_the_forward_are_given_away_once() -> None:
 
 def _batch(rows: slice) -> dict[str, Tensor]:
     """Two rows, of which the first has few labels and the second many."""
-    ids = torch.randint(2, 96, (2, 21), generator=torch.Generator().manual_seed(4))
-    labels = ids.clone()
-    labels[0, 5:] = IGNORED
-    mask = torch.ones_like(ids)
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    return {name: tensor[rows] for name, tensor in batch.items()}
+    ids = torch.randint(2, 96, (2, 21), generator=torch.Generator().manual_seed(4)).tolist()
+    is_label = [[1] * 5 + [0] * 16, [1] * 21]
+    return pack_labelled(ids[rows], is_label[rows])
 
 
 def _run(stage: int, adapts_head: bool) -> tuple[list[float], int]:
@@ -148,7 +145,7 @@ def _run(stage: int, adapts_head: bool) -> tuple[list[float], int]:
     optim = Optim(lr=0.05)
     preset = deepspeed_config.read(f"zero{stage}")
     ds = deepspeed_config.build(preset, train=train, optim=optim, world=world, source="test")
-    engine = Engine(CausalLM(stock), deepspeed_config.for_engine(ds), optim)
+    engine = Engine(streaming(stock), deepspeed_config.for_engine(ds), optim)
     calls: list[int] = []
     layer: Any = stock.get_output_embeddings()
     getattr(layer, "base_layer", layer).register_forward_pre_hook(lambda *_: calls.append(1))

@@ -71,7 +71,7 @@ def test_new_layers_change_neither_the_loss_nor_the_gradients_of_the_base(name: 
         base.requires_grad_(True)
     given = batch()
     loss = model(**given).loss
-    want = CausalLM(stock)(**tensors(("input_ids", "attention_mask", "labels")))["loss"]
+    want = CausalLM(stock)(**families.padded_for_causal_lm())["loss"]
     assert_close(loss, want, **LOSS)
     loss.backward()
     want.backward()
@@ -103,6 +103,19 @@ def test_a_packed_step_is_the_padded_one(name: str) -> None:
     padded = stepped(model, **batch())
     packed = stepped(model, packed=packed_of(*rows(), labels_from=[0, 0, 0]))
     assert_same_step(packed, padded, depth=DEPTH, loss=0.1, gradients=1.5)
+
+
+@pytest.mark.parametrize("name", families.supported()["causal_lm"])
+def test_a_language_models_step_on_a_stream_is_the_padded_one(name: str) -> None:
+    model = families.streaming(families.base("causal_lm", name))
+    steps = []
+    for given in (families.streams_for_causal_lm(), families.padded_for_causal_lm()):
+        model.zero_grad()
+        loss = model(**given)["loss"] / len(given["scored"])
+        loss.backward()
+        gradients = {of: x.grad.clone() for of, x in model.named_parameters() if x.grad is not None}
+        steps.append((float(loss.detach()), gradients))
+    assert_same_step(*steps, depth=DEPTH, loss=0.1, gradients=3.0)
 
 
 @every_family

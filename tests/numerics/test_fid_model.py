@@ -21,6 +21,7 @@ from trainer.config.schema import Optim
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.models.losses import IGNORED
+from trainer.models.packed.layout import pack_targets
 from trainer.tasks.fid.config import Reader
 from trainer.tasks.fid.fused_layout import pack
 from trainer.tasks.fid.model import FiD, Generation
@@ -129,7 +130,7 @@ def labels(targets: Sequence[Sequence[int]] = LABELS) -> Tensor:
 def packed(
     asked: Questions | None = None, targets: Sequence[Sequence[int]] = LABELS, **how: Any
 ) -> Batch:
-    return {**pack(asked or questions(), **{"bucketed": True, **how}), "labels": labels(targets)}
+    return pack(asked or questions(), **{"bucketed": True, **how}) | pack_targets(targets)
 
 
 # The twin

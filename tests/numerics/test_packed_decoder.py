@@ -31,8 +31,8 @@ from tests.tolerance import assert_close, assert_equal_step, assert_same_step, d
 from trainer import tasks
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
-from trainer.models.decoder.packed_attention import Rows
 from trainer.models.losses import IGNORED
+from trainer.models.packed.stock import Rows
 from trainer.tasks.cross_attention import preparation
 from trainer.tasks.cross_attention.decoder.attention import CrossAttention, KeyMask
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
@@ -478,7 +478,7 @@ def test_every_token_of_a_layout_has_a_cell_of_its_own_in_its_row() -> None:
             {key.removeprefix(name): x for key, x in batch.items() if key.startswith(name)}
         )
         assert sorted(rows.cells_M.tolist()) == sorted(set(rows.cells_M.tolist()))
-        assert int(rows.cells_M.max()) < sum(height * width for height, width in rows.shapes)
+        assert int(rows.cells_M.max()) < sum(grid.numel() for grid in rows.grids)
         firsts = np.cumsum([0, *lengths])[:-1]
         steps = rows.cells_M.diff() == 1
         assert all(steps[i] for i in range(sum(lengths) - 1) if i + 1 not in firsts), (

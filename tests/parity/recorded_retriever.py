@@ -229,6 +229,7 @@ def batch_of(queries: range, passages: int) -> Batch:
         "passage_ids": found["passage_input_ids"][passage].long(),
         "passage_mask": found["passage_attention_mask"][passage].long(),
         "counts": torch.full((len(queries),), passages),
+        "identities": torch.zeros(len(queries) * passages, dtype=torch.int64),
     }
 
 

@@ -22,8 +22,10 @@ from tests.tolerance import assert_close
 from trainer import tasks
 from trainer.config.schema import Schedule
 from trainer.runtime import distributed
+from trainer.tasks.abilities import Side
 from trainer.tasks.protocol import DRAW, EPOCH, Batch, Places
 from trainer.tasks.retriever import losses, selection
+from trainer.tasks.retriever.model import rows_of_streams
 from trainer.training import schedule
 
 # As tests/tolerance.py means them: the products of every layer, six in each and sums over the
@@ -493,9 +495,8 @@ def _arrays(encoded: Mapping[str, Any]) -> dict[str, Any]:
     return {name: np.asarray(values, dtype=np.int32) for name, values in encoded.items()}
 
 
-def _ids(batch: Batch, side: str) -> list[list[int]]:
-    texts = zip(batch[f"{side}_ids"], batch[f"{side}_mask"], strict=True)
-    return [ids[: int(mask.sum())].tolist() for ids, mask in texts]
+def _ids(batch: Batch, side: Side) -> list[list[int]]:
+    return [ids.tolist() for ids in rows_of_streams(batch, side)]
 
 
 def test_texts_and_their_pretokenised_form_are_the_same_rows(tmp_path: Path) -> None:

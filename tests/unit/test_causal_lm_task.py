@@ -14,6 +14,7 @@ from tests.facts import experiment, write_facts
 from tests.tolerance import assert_close
 from trainer import tasks
 from trainer.data import lookup
+from trainer.data.padding import pad_right
 from trainer.errors import ConfigError, DataError
 from trainer.models.losses import IGNORED
 from trainer.tasks.protocol import Places
@@ -38,8 +39,9 @@ def load(folder: Path, **data: Any) -> Any:
 
 
 def labelled(task: Any, row: dict[str, Any]) -> str:
-    (labels,) = task.collate([task.encode(row)])["labels"]
-    return task.decode(labels[labels != IGNORED].tolist())
+    encoded = task.encode(row)
+    pairs = zip(encoded["ids"], encoded["scored"], strict=True)
+    return task.decode([token for token, is_scored in pairs if is_scored])
 
 
 def test_the_labels_of_a_line_are_its_completion_and_the_end(folder: Path) -> None:
@@ -65,26 +67,24 @@ def test_the_made_up_corpus_is_scored_on_its_answers(folder: Path) -> None:
     for row in islice(lookup.texts("valid"), 20):
         answers = [row["text"][first:stop] for first, stop in row["answer_spans"]]
         assert all(row["text"].count(answer) == 2 for answer in answers), "told, then answered"
-        fields = {"ids": [], "scored": []}
-        for piece in range(9):
-            encoded = task.encode({**row, "piece": piece})
-            for name, values in fields.items():
-                values += encoded[name]
-        pairs = zip(fields["ids"], fields["scored"], strict=True)
-        said = task.decode([token for token, is_scored in pairs if is_scored])
+        said = "".join(labelled(task, {**row, "piece": piece}) for piece in range(9))
         assert said == "".join(answers) + "<|endoftext|>"
 
 
 def test_the_loss_is_over_the_answers_alone(folder: Path) -> None:
     task = load(folder)
     model = task.model().eval()
-    batch = task.collate([task.encode(row) for row in task.rows("train")])
+    rows = [task.encode(row) for row in task.rows("train")]
+    batch = task.collate(rows)
+    ids, mask = pad_right([row["ids"] for row in rows], 0)
+    is_label, _ = pad_right([row["scored"] for row in rows], 0)
+    labels = ids.masked_fill(is_label == 0, IGNORED)
+    stock = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     with torch.no_grad():
         (got,) = task.losses(model, [batch])
-        want = model.base(**batch, num_items_in_batch=torch.tensor(1)).loss
+        want = model.base(**stock, num_items_in_batch=torch.tensor(1)).loss
     assert_close(got, want, what="loss", depth=6 * 2 * 64, margin=0.1)
-    scored = (batch["labels"] != IGNORED).sum()
-    assert 0 < task.units(batch) == scored < (batch["attention_mask"].sum())
+    assert 0 < task.units(batch) == is_label.sum() < mask.sum()
 
 
 def test_a_line_without_a_completion_is_refused(folder: Path) -> None:

@@ -146,8 +146,9 @@ def test_places_are_int64_and_masks_are_booleans(layout: tuple[list[list[int]], 
     batch = pack(numbered(layout[0]), bucketed=layout[1])
     masks = {name for name in batch if name.startswith("grid_") or name == "fused_mask"}
     assert {batch[name].dtype for name in masks} == {torch.bool}
-    assert batch["starts"].dtype == torch.int32  # as kernels of variable lengths want them
-    assert {batch[name].dtype for name in batch.keys() - masks - {"starts"}} == {torch.int64}
+    starts = {"starts", "question_starts"}
+    assert {batch[name].dtype for name in starts} == {torch.int32}  # as kernels want them
+    assert {batch[name].dtype for name in batch.keys() - masks - starts} == {torch.int64}
 
 
 def test_more_than_ten_grids_keep_their_order() -> None:

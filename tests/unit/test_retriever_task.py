@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.bases import base_of
 from tests.facts import LLAMA, TINY_BASE, TINY_BERT, experiment, write_facts
 from trainer import tasks
 from trainer.errors import ConfigError
@@ -47,9 +48,7 @@ def training_rows(task: Any, count: int, epoch: int = 0) -> list[dict[str, Any]]
 
 
 def texts(batch: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: batch[name] for name in ("query_ids", "query_mask", "passage_ids", "passage_mask")
-    }
+    return {name: x for name, x in batch.items() if name.startswith(("query_", "passage_"))}
 
 
 # Tokens
@@ -83,11 +82,13 @@ def test_an_end_is_appended_once_within_the_limit(folder: Path) -> None:
 
 
 def test_batches_are_padded_to_a_multiple_but_never_beyond_the_limit(folder: Path) -> None:
-    task = loaded(folder, data={"query_tokens": 13, "pad_to_multiple_of": 8})
-    assert task._padded([[5] * 3], "query")[0].shape == (1, 8)
-    ids, mask = task._padded([[5] * 12, [5]], "query")
-    assert ids.shape == (2, 13)
-    assert mask.sum(-1).tolist() == [12, 1]
+    base = base_of("retriever", "mpnet", vocab_size=384)
+    task = loaded(folder, base=base, data={"query_tokens": 13, "pad_to_multiple_of": 8})
+    assert not task.is_packed, "an MPNet has biases of positions: it is padded"
+    assert task._laid_out([[5] * 3], "query")["query_ids"].shape == (1, 8)
+    made = task._laid_out([[5] * 12, [5]], "query")
+    assert made["query_ids"].shape == (2, 13)
+    assert made["query_mask"].sum(-1).tolist() == [12, 1]
 
 
 # Choices

@@ -270,8 +270,11 @@ def test_a_micro_batch_left_to_the_plan_counts_as_the_whole_step(
 
 
 def test_collated_padding_counts_the_pads_of_the_batches(folder: Path, tmp_path: Path) -> None:
-    values = experiment("causal_lm", folder, train={"global_batch": 8, "micro_batch": 8})
+    padded = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    train = {"global_batch": 8, "micro_batch": 8}
+    values = experiment("causal_lm", folder, base={"config": padded}, train=train)
     task = tasks.load(tasks.parse(values), Places(folder, tmp_path, folder))
+    assert not task.is_packed
     padding = of(values, folder, tmp_path)["splits"]["train"]["padding"]
     assert padding["collated"] == pytest.approx(padding["by_length"]), (
         "one field: both say the same"

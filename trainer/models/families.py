@@ -13,6 +13,8 @@ from trainer.errors import ConfigError
 # positions are learnt.
 ROTARY = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma2", "gemma3_text")
 DECODERS = ("gpt_bigcode", *ROTARY)
+# Others that packed/stock.py reads as streams. What is in none of these lists is padded.
+STOCK = ("bert", "roberta", "xlm-roberta", "distilbert", "modernbert", "granite", "cohere")
 # Those with T5's encoder, which packed/t5_encoder.py runs on streams. T5 v1.1, flan-T5 and ByT5 are
 # of the first one.
 T5 = ("t5", "mt5", "umt5")

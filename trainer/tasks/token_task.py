@@ -23,6 +23,7 @@ from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio
 from trainer.models import adapters, base_model, generation_file
+from trainer.models.decoder import streams
 from trainer.models.frozen.quantized import Bits
 from trainer.models.head import HEAD_FILE, load_head, write_head
 from trainer.models.losses import IGNORED
@@ -114,6 +115,29 @@ class TokenTask(ABC, Generic[C]):
         model = self.operate(adapters.adapted(base, lora, seed=self.cfg.train.seed))
         adapters.freeze_rest(model.get_submodule(self.base_name))
         return model
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether micro-batches are streams of real tokens: where the base can read them."""
+        configs = [base_model.config_of(base, self.places) for base in self.bases()]
+        reasons = [reason for reason in map(streams.why_not, configs) if reason is not None]
+        if reasons:
+            log.info("rows are padded, for the base reads no streams: %s", reasons[0])
+        return not reasons
+
+    def bases(self) -> list[Base]:
+        """What the model is made of."""
+        return [self.cfg.base]
+
+    def reader(self, body: Any) -> streams.Read | None:
+        """How a body reads streams, recomputed where train.gradient_checkpointing says so; None
+        where rows are padded.
+        """
+        if not self.is_packed:
+            self.recompute(body)
+            return None
+        every = 1 if self.cfg.train.gradient_checkpointing else None
+        return streams.reader_of(body, recompute_every=every)
 
     def recompute(self, base: Any) -> None:
         """Compute the base's blocks again in the backward pass, where train.gradient_checkpointing

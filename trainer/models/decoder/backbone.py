@@ -14,19 +14,16 @@ from transformers import Cache, PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from trainer.errors import ConfigError
-from trainer.models.decoder.packed_attention import Rows, attending
 from trainer.models.decoder.rotation import rotation
 from trainer.models.families import DECODERS, ROTARY, check_family
 from trainer.models.head import OutputLayer
+from trainer.models.packed.stock import Rows, attending
 
 # B batch, T tokens, S tokens seen so far (T + cached), D width, V vocabulary
 
 # Those whose frequencies depend on nothing but the config; "dynamic" and "longrope" change them
 # with the length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-RowsByWindow = Mapping[int | None, Rows]
 
 
 class Backbone(Protocol):
@@ -56,15 +53,14 @@ class Backbone(Protocol):
     def surroundings(
         self,
         hidden_BTD: Tensor,
-        attention_mask_BS: Tensor | RowsByWindow,
+        attention_mask_BS: Tensor | Rows,
         positions_BT: Tensor,
         cache: Cache | None,
     ) -> dict[str, Any]:
         """What the blocks are called with besides the states: for each window a causal mask, blind
         to pads; their positions.
 
-        Rows for each window in the place of a mask: the states are a stream of such rows,
-        (1, M, D).
+        Rows in the place of a mask: the states are a stream of them, (1, M, D).
         """
         ...
 
@@ -130,7 +126,7 @@ class GPTBigCodeBackbone:
     def surroundings(
         self,
         hidden_BTD: Tensor,
-        attention_mask_BS: Tensor | RowsByWindow,
+        attention_mask_BS: Tensor | Rows,
         positions_BT: Tensor,
         cache: Cache | None,
     ) -> dict[str, Any]:
@@ -213,7 +209,7 @@ class RotaryBackbone:
     def surroundings(
         self,
         hidden_BTD: Tensor,
-        attention_mask_BS: Tensor | RowsByWindow,
+        attention_mask_BS: Tensor | Rows,
         positions_BT: Tensor,
         cache: Cache | None,
     ) -> dict[str, Any]:
@@ -285,11 +281,11 @@ def _check_rope(rope_type: str) -> None:
 
 
 def _causal_masks(
-    backbone: Backbone, hidden_BTD: Tensor, mask_BS: Tensor | RowsByWindow, cache: Cache | None
+    backbone: Backbone, hidden_BTD: Tensor, mask_BS: Tensor | Rows, cache: Cache | None
 ) -> Mapping[int | None, Any]:
     """What the blocks of each window get as their mask."""
-    if not isinstance(mask_BS, Tensor):
-        return mask_BS
+    if isinstance(mask_BS, Rows):
+        return dict.fromkeys(backbone.windows, mask_BS)
     given: dict[str, Any] = {
         "config": backbone.config,
         "inputs_embeds": hidden_BTD,

@@ -70,11 +70,15 @@ def in_streams(table: Any, batch: Mapping[str, Tensor], *, dropout: float) -> At
 
     How long the longest row is, its grid says: the lengths themselves are on the device.
     """
-    buckets = torch.arange(table.relative_attention_num_buckets, device=batch["starts"].device)
+    longest = max(grid.shape[1] for grid in grids_of(batch))
+    return in_rows(table, Rows(batch["starts"], batch["starts"], longest), dropout=dropout)
+
+
+def in_rows(table: Any, rows: Rows, *, dropout: float) -> Attend:
+    """The same inside rows; of a decoder's table, where they are causal."""
+    buckets = torch.arange(table.relative_attention_num_buckets, device=rows.queries.device)
     # called as a module, for under ZeRO-3 a call gathers the table
     biases = Biases(table.relative_attention_bias(buckets), _buckets_of_distances(table, buckets))
-    longest = max(grid.shape[1] for grid in grids_of(batch))
-    rows = Rows(batch["starts"], batch["starts"], longest)
 
     def attend(q_MI: Tensor, k_MI: Tensor, v_MI: Tensor) -> Tensor:
         q, k, v = (x.unflatten(-1, (table.n_heads, -1)) for x in (q_MI, k_MI, v_MI))
@@ -141,7 +145,7 @@ def _buckets(table: Any, length: int, device: torch.device) -> Tensor:
         return table._relative_position_bucket(distances)
     return table._relative_position_bucket(
         distances,
-        bidirectional=True,
+        bidirectional=not table.is_decoder,
         num_buckets=table.relative_attention_num_buckets,
         max_distance=table.relative_attention_max_distance,
     )

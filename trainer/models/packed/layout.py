@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.data.padding import pad_right
+from trainer.models.losses import IGNORED
+
 if TYPE_CHECKING:
     from trainer.tasks.protocol import Batch
 
@@ -46,6 +49,34 @@ def pack(rows: Sequence[Sequence[int]], *, bucketed: bool) -> Batch:
         **{f"grid_{number}": grid for number, grid in enumerate(grids)},
     }
     return {name: torch.from_numpy(values) for name, values in batch.items()}
+
+
+def pack_labelled(rows: Sequence[Sequence[int]], is_label: Sequence[Sequence[int]]) -> Batch:
+    """pack's of N rows without `passage`, and for a model that predicts the next token:
+
+    labels (M,): the ids, IGNORED where `is_label` is 0 and at every row's first; scored (N,): the
+    places whose next token has a label.
+    """
+    packed = pack(rows, bucketed=True)
+    del packed["passage"]
+    flags = np.concatenate([np.asarray(row, dtype=bool) for row in is_label])
+    is_ignored = torch.from_numpy(~flags) | (packed["position"] == 0)
+    labels = packed["tokens"].masked_fill(is_ignored, IGNORED)
+    return {**packed, "labels": labels, "scored": (labels != IGNORED).nonzero()[:, 0] - 1}
+
+
+def pack_targets(targets: Sequence[Sequence[int]]) -> Batch:
+    """What B decoders write, some of it perhaps empty: labels (B, T), IGNORED where there is none;
+    scored (N,), where labels are among all B * T; target_starts (B + 1,) int32, where those of each
+    row begin among the scored.
+    """
+    ids, mask = pad_right(targets, 0)
+    lengths = torch.tensor([0, *map(len, targets)])
+    return {
+        "labels": ids.masked_fill(mask == 0, IGNORED),
+        "scored": mask.flatten().nonzero()[:, 0],
+        "target_starts": lengths.cumsum(0).to(torch.int32),
+    }
 
 
 def pack_pairs(query_lengths: Sequence[int], key_lengths: Sequence[int]) -> Batch:

@@ -137,7 +137,7 @@ def _backward(
     saved: Saved, gradient: Tensor, rows: Rows, biases: Biases | None, drop: Dropout | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     q, k, v = saved.q_MHC, saved.k_SHC, saved.v_SHC
-    of_q, of_k, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     of_table = None if biases is None else torch.zeros_like(biases.table_KH, dtype=torch.float32)
     # the sum over keys of share x gradient of the share
     means_MH = (gradient.float() * saved.mixed_MHC.float()).sum(-1)
@@ -307,5 +307,7 @@ def _rows(
 ) -> Iterator[_Row]:
     queries, keys = (list(pairwise(starts.tolist())) for starts in (rows.queries, rows.keys))
     for own, others in zip(queries, keys, strict=True):
+        if own[0] == own[1]:
+            continue  # a document without a summary
         row = _Row(q, k, v, (slice(*own), slice(*others)), is_causal=rows.is_causal)
         yield row.biased(biases).dropping(drop)

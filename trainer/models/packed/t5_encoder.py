@@ -83,11 +83,11 @@ def _encoder_block(
     normed_MD, heads = first.layer_norm(hidden_MD), first.SelfAttention
     attend = apart(attend_by, heads) if shared is None else shared
     mixed_MI = apart(attend, heads.q(normed_MD), heads.k(normed_MD), heads.v(normed_MD))
-    hidden_MD = _within_fp16(hidden_MD + first.dropout(heads.o(mixed_MI)))
-    return _within_fp16(feed_forward(hidden_MD))
+    hidden_MD = within_fp16(hidden_MD + first.dropout(heads.o(mixed_MI)))
+    return within_fp16(feed_forward(hidden_MD))
 
 
-def _within_fp16(hidden: Tensor) -> Tensor:
+def within_fp16(hidden: Tensor) -> Tensor:
     """T5 overflows fp16; transformers clamps behind every sub-layer, and so it is done here."""
     if hidden.dtype != torch.float16:
         return hidden

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from trainer.data import lookup, stdlib_docs
@@ -13,9 +14,11 @@ from trainer.data.padding import pad_right
 from trainer.data.readers import questions
 from trainer.errors import ConfigError
 from trainer.models import base_model, generation_file
+from trainer.models.decoder.streams import Read
 from trainer.models.head import OutputLayer
-from trainer.models.losses import IGNORED, next_token_loss, scored_before
+from trainer.models.losses import IGNORED, scored_before
 from trainer.models.masks import of_right_padded
+from trainer.models.packed.layout import pack_labelled
 from trainer.tasks.abilities import Uncut
 from trainer.tasks.causal_lm.chat import ChatTemplate, meets
 from trainer.tasks.causal_lm.chat_rows import chats
@@ -30,29 +33,33 @@ class CausalLM(nn.Module):
     The head runs on labelled positions only.
     """
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Any, read: Read | None = None) -> None:
+        """read: how streams are read, of its body (streams.reader_of); None: rows have pads."""
         super().__init__()
-        self.base = base
+        self.base, self._read = base, read
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        labels: Tensor,
-        scored: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """(B, T) ids, mask and labels -> {"loss": () fp32, the sum over labelled tokens}.
-
-        scored: losses.scored_before(labels); None works it out, which waits for the device.
+    def forward(self, labels: Tensor, scored: Tensor, **batch: Tensor) -> dict[str, Tensor]:
+        """Rows as packing.pack_labelled lays them out, or (B, T) input_ids, attention_mask and
+        labels with scored = losses.scored_before(labels) -> {"loss": () fp32, the sum over labelled
+        tokens}.
         """
+        hidden_MD = self._states(**batch).index_select(0, scored)
+        targets_N = labels.flatten().index_select(0, scored + 1)
+        return {"loss": OutputLayer(self.base).loss(hidden_MD, targets_N)}
+
+    def _states(self, **batch: Tensor) -> Tensor:
+        """(M, D) of a stream; (B * T, D) of padded rows."""
+        if "tokens" in batch:
+            assert self._read is not None
+            return self._read(batch)
+        mask_BT = batch["attention_mask"]
         body = getattr(self.base, self.base.base_model_prefix)
-        position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)
-        mask = of_right_padded(attention_mask, self.base.config)
-        hidden_BTD = body(
-            input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
-        loss_of = OutputLayer(self.base).loss
-        return {"loss": next_token_loss(hidden_BTD, labels, loss_of, scored_N=scored)}
+        return body(
+            input_ids=batch["input_ids"],
+            attention_mask=of_right_padded(mask_BT, self.base.config),
+            position_ids=(mask_BT.cumsum(1) - 1).clamp(min=0),
+            use_cache=False,
+        ).last_hidden_state.flatten(0, 1)
 
 
 class Task(TokenTask[Config]):
@@ -74,8 +81,7 @@ class Task(TokenTask[Config]):
                 f"data.max_tokens={self.cfg.data.max_tokens} is longer than the model's "
                 f"{positions} positions. Use at most {positions}."
             )
-        self.recompute(base)
-        return CausalLM(base)
+        return CausalLM(base, self.reader(getattr(base, base.base_model_prefix)))
 
     def generation(self) -> dict[str, Any]:
         """As the base's own file says, but that a text ends with its end, and an answer of a
@@ -199,10 +205,15 @@ class Task(TokenTask[Config]):
         return len(encoded["ids"])
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        """packing.pack_labelled's of the rows; of a base that reads no streams, input_ids,
+        attention_mask and labels (B, T), and scored (N,).
+        """
+        has_labels = self._is_on_answers or self.chat is not None
+        flags = [row["scored"] if has_labels else [1] * len(row["ids"]) for row in rows]
+        if self.is_packed:
+            return pack_labelled([row["ids"] for row in rows], flags)
         ids, mask = pad_right([row["ids"] for row in rows], self.pad)
-        is_label = mask
-        if self._is_on_answers or self.chat is not None:
-            is_label, _ = pad_right([row["scored"] for row in rows], 0)
+        is_label, _ = pad_right(flags, 0)
         labels = ids.masked_fill(is_label == 0, IGNORED)
         return {
             "input_ids": ids,
@@ -212,4 +223,4 @@ class Task(TokenTask[Config]):
         }
 
     def units(self, batch: Batch) -> Tensor:
-        return (batch["labels"][:, 1:] != IGNORED).sum()
+        return torch.tensor(len(batch["scored"]), device=batch["scored"].device)

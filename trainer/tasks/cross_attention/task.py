@@ -18,8 +18,8 @@ from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio, answer_scores
 from trainer.models import adapters, base_model
-from trainer.models.decoder.packed_attention import REPLACED
 from trainer.models.losses import IGNORED, scored_before
+from trainer.models.packed.stock import REPLACED
 from trainer.runtime import distributed
 from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered
 from trainer.tasks.cross_attention.config import Config

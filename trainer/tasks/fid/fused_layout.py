@@ -23,8 +23,9 @@ def pack(
     """The passages of B questions, each a list of token ids, as packing.pack returns them, and in
     addition:
 
-    question (P,) the question of each passage; fused_mask (B, S) bool and fused (M,): where each
-    token lies among all those of its question.
+    question (P,) the question of each passage; question_starts (B + 1,) int32, where the tokens of
+    each question begin, and where those of the last one end; fused_mask (B, S) bool and fused (M,):
+    where each token lies among all those of its question.
 
     cross_width: None puts the tokens of a question close together; a number leaves every passage
     that much room, which is the references' layout. A question needs at least one passage, and a
@@ -38,7 +39,10 @@ def pack(
     fused_mask, fused = _fused(
         lengths, question, batch["passage"].numpy(), batch["position"].numpy(), cross_width
     )
-    placed = {"question": question, "fused": fused, "fused_mask": fused_mask}
+    of_questions = np.bincount(question, weights=lengths).astype(np.int32)
+    starts = np.concatenate([[0], np.cumsum(of_questions)]).astype(np.int32)
+    placed = {"question": question, "question_starts": starts}
+    placed |= {"fused": fused, "fused_mask": fused_mask}
     return batch | {name: torch.from_numpy(values) for name, values in placed.items()}
 
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from trainer.models import base_model, generation_file
 from trainer.models.head import OutputLayer
-from trainer.models.packed import t5_encoder
+from trainer.models.packed import t5_decoder, t5_encoder
 from trainer.models.packed.attention import flex
+from trainer.models.packed.stream_attention import Rows
 from trainer.tasks.fid import fido
 
 if TYPE_CHECKING:
@@ -67,15 +68,31 @@ class FiD(nn.Module):
         (B * num_answers, G) with the start token, "scores": (B * num_answers,) of beams}.
         score_passages: {"passage_scores": (P,) fp32}.
         """
-        fused_BSD = self.fuse(self.encode(batch), batch)
+        states_MD = self.encode(batch)
+        if generation is None and not score_passages and not self.reader.compat_cross_bias:
+            return {"loss": self._loss(states_MD, batch)}
+        fused_BSD = self.fuse(states_MD, batch)
         if score_passages:
             return {"passage_scores": self._passage_scores(fused_BSD, batch)}
         if generation is not None:
             return self._generate(fused_BSD, batch["fused_mask"], generation)
         hidden_BTD = self.decode(fused_BSD, batch["fused_mask"], batch["labels"])
-        # pads too: picking the scored positions would wait for the device, and targets are short
         loss = OutputLayer(self.t5).loss(hidden_BTD.flatten(0, 1), batch["labels"].flatten())
         return {"loss": loss}
+
+    def _loss(self, states_MD: Tensor, batch: Batch) -> Tensor:
+        """() fp32 of a decoder that reads the tokens of its question, and no pads."""
+        labels_BT, scored_N = batch["labels"], batch["scored"]
+        written_BT = self.t5.prepare_decoder_input_ids_from_labels(labels_BT)
+        longest = max(labels_BT.shape[1], batch["fused_mask"].shape[1])
+        hidden_ND = t5_decoder.decode(
+            self.t5.decoder,
+            written_BT.flatten().index_select(0, scored_N),
+            states_MD,
+            Rows(batch["target_starts"], batch["question_starts"], longest),
+        )
+        targets_N = labels_BT.flatten().index_select(0, scored_N)
+        return OutputLayer(self.t5).loss(hidden_ND, targets_N)
 
     def encode(self, batch: Batch) -> Tensor:
         """(M, D) encoder states of the real tokens, after the final norm and dropout."""

@@ -16,7 +16,6 @@ from trainer.config.identity import canonical_json
 from trainer.config.schema import Base, Lora
 from trainer.data import vocabulary
 from trainer.data.content import content_of_rows
-from trainer.data.padding import pad_right
 from trainer.data.readers import retrieved
 from trainer.data.readers.passages import corpus_passages
 from trainer.data.token_store import TokenStore, open_store
@@ -25,7 +24,7 @@ from trainer.evaluation.mergeable import answer_scores
 from trainer.models import adapters, base_model, weight_files
 from trainer.models.families import T5, check_family
 from trainer.models.frozen.quantized import Bits
-from trainer.models.losses import IGNORED
+from trainer.models.packed.layout import pack_targets
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
 from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
@@ -46,12 +45,15 @@ class Task(TokenTask[Config]):
 
     kind: ClassVar[base_model.Kind] = "seq2seq_lm"
     base_name: ClassVar[str] = "t5"
-    is_packed: ClassVar[bool] = True
     rows_are_of_files: ClassVar[bool] = True
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
         self.prompts = Prompts(self.tokenizer, cfg.data)
+
+    @cached_property
+    def is_packed(self) -> bool:
+        return True
 
     # Model
     # ----------------------------------------------------------------------------------------------
@@ -258,17 +260,17 @@ class Task(TokenTask[Config]):
         ]
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """A packed batch of the rows' passages (packing.pack), and labels (B, T)."""
+        """A packed batch of the rows' passages (packing.pack), and their targets
+        (packing.pack_targets).
+        """
         data, reader = self.cfg.data, self.cfg.reader
         batch = pack(
             [self._prompts_of(row) for row in rows],
             bucketed=reader.attention == "bucketed",
             cross_width=data.passage_tokens if reader.compat_cross_bias else None,
         )
-        ids, mask = pad_right(
-            [drawn_target(row if data.sample_targets else _undrawn(row)) for row in rows], 0
-        )
-        return {**batch, "labels": ids.masked_fill(mask == 0, IGNORED)}
+        targets = [drawn_target(row if data.sample_targets else _undrawn(row)) for row in rows]
+        return batch | pack_targets(targets)
 
     # Answers
     # ----------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Data(OwnRows):
     append_eos: bool = False
     """Whether texts end with the tokenizer's end-of-sequence token."""
     pad_to_multiple_of: Positive = 8
-    """Rows are padded to a multiple of it, but never beyond the limits above."""
+    """Where rows are padded: to a multiple of it, but never beyond the limits above."""
 
     def layout(self) -> Layout | None:
         if self.source in ("files", "fid"):

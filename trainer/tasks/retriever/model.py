@@ -5,7 +5,7 @@ normalised.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,14 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigError
 from trainer.models.masks import of_right_padded
+from trainer.models.packed.layout import pack
+from trainer.tasks.abilities import Side
+from trainer.tasks.protocol import Text
 
 if TYPE_CHECKING:
-    from trainer.tasks.abilities import Side
+    from trainer.models.decoder.streams import Read
     from trainer.tasks.retriever.config import Encoder, Projection
 
-# N texts, L tokens of the longest, D width of a state, E width of a vector
+# N texts, L tokens of the longest, M tokens of all of them, D width of a state, E width of a vector
 
-_Encode = Callable[[Tensor, Any], Tensor]  # (N, L) ids and mask -> (N, E)
+_VECTORS: dict[Side, str] = {"query": "queries", "passage": "passages"}
 
 
 class Pooler(nn.Module):
@@ -62,77 +65,113 @@ class Retriever(nn.Module):
         *,
         how: Encoder,
         pooler: Pooler | None = None,
+        read: Mapping[str, Read | None] | None = None,
     ) -> None:
-        """passage_model: None where one encoder serves both sides."""
+        """passage_model: None where one encoder serves both sides. read: how the encoder of each
+        side reads streams (streams.reader_of); None: rows have pads.
+        """
         super().__init__()
         for model in (query_model, passage_model):
             if model is not None:
                 model.config.use_cache = False  # a decoder's body would fill one in training
         self.query_model, self.passage_model, self.pooler = query_model, passage_model, pooler
-        self.how = how
+        self.how, self._read = how, read or {}
 
     def forward(
-        self,
-        query_ids: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        passage_ids: Tensor | None = None,
-        passage_mask: Tensor | None = None,
-        chunks: tuple[int | None, int | None] | None = None,
+        self, chunks: tuple[int | None, int | None] | None = None, **batch: Tensor
     ) -> dict[str, Tensor]:
-        """(N, L) right-padded ids and masks -> {"queries": (Q, E), "passages": (P, E)} of what was
-        given, in fp32.
+        """Texts as packed() lays them out, or (N, L) right-padded query_ids, query_mask,
+        passage_ids and passage_mask -> {"queries": (Q, E), "passages": (P, E)} of what was given,
+        in fp32.
 
-        chunks: so many queries and so many passages (None: all) are encoded at a time; no
-        activations are kept, the backward pass encodes every chunk again with the same random
-        numbers. The last chunk alone keeps them, for the backward pass comes to it first.
+        chunks: so many queries and so many passages (None: all) are encoded at a time, or as many
+        as packed() was told; no activations are kept, the backward pass encodes every chunk again
+        with the same random numbers. The last chunk alone keeps them, for the backward pass comes
+        to it first.
         """
+        pieces: dict[Side, list[dict[str, Tensor]]] = {
+            side: _pieces(batch, side, size)
+            for side, size in zip(_VECTORS, chunks or (None, None), strict=True)
+            if any(name.startswith(side) for name in batch)
+        }
+        last = [*pieces][-1]
         found: dict[str, Tensor] = {}
-        query_chunk, passage_chunk = chunks or (None, None)
-        if query_ids is not None:
-            encode = (
-                self._queries
-                if chunks is None
-                else _in_chunks(self._queries, query_chunk, passage_ids is None)
-            )
-            found["queries"] = encode(query_ids, query_mask)
-        if passage_ids is not None:
-            encode = (
-                self._passages
-                if chunks is None
-                else _in_chunks(self._passages, passage_chunk, True)
-            )
-            found["passages"] = encode(passage_ids, passage_mask)
+        for side, of_side in pieces.items():
+            again = 0 if chunks is None else len(of_side) - (side == last)
+            vectors = [
+                checkpoint(self._vectors, side, piece, use_reentrant=False)
+                for piece in of_side[:again]
+            ]
+            vectors += [self._vectors(side, piece) for piece in of_side[again:]]
+            found[_VECTORS[side]] = torch.cat(vectors)
         return found
 
-    def _queries(self, ids_NL: Tensor, mask_NL: Any) -> Tensor:
-        return self._vectors(self.query_model, ids_NL, mask_NL, "query")
-
-    def _passages(self, ids_NL: Tensor, mask_NL: Any) -> Tensor:
-        model = self.query_model if self.passage_model is None else self.passage_model
-        return self._vectors(model, ids_NL, mask_NL, "passage")
-
-    def _vectors(self, model: nn.Module, ids_NL: Tensor, mask_NL: Tensor, side: Side) -> Tensor:
-        seen = of_right_padded(mask_NL, model.config)
-        states_NLD = model(input_ids=ids_NL, attention_mask=seen).last_hidden_state
-        vectors_NE = pooled(states_NLD, mask_NL, self.how.pooling)
-        if self.pooler is not None:
-            vectors_NE = self.pooler(vectors_NE, side)
+    def _vectors(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
+        """(N, E) of the texts of one piece."""
+        states_ND = self._pooled(side, piece)
+        vectors_NE = states_ND if self.pooler is None else self.pooler(states_ND, side)
         return F.normalize(vectors_NE, dim=-1) if self.how.normalize else vectors_NE
 
+    def _pooled(self, side: Side, piece: Mapping[str, Tensor]) -> Tensor:
+        if "tokens" in piece:
+            read = self._read[side]
+            assert read is not None
+            return pooled_stream(read(piece), piece, self.how.pooling)
+        is_tied = self.passage_model is None
+        model: Any = self.query_model if side == "query" or is_tied else self.passage_model
+        seen = of_right_padded(piece["mask"], model.config)
+        states_NLD = model(input_ids=piece["ids"], attention_mask=seen).last_hidden_state
+        return pooled(states_NLD, piece["mask"], self.how.pooling)
 
-def _in_chunks(encode: _Encode, size: int | None, keeps_last: bool) -> _Encode:
-    """`encode`, so many texts at a time, whose activations are made again; but those of the last
-    may be kept.
+
+def packed(texts: Sequence[Sequence[int]], side: Side, *, size: int | None) -> dict[str, Tensor]:
+    """Texts of one side as streams, `size` of them in each; None: all in one. Their names
+    (packing.pack) begin with the side and the number of the stream.
     """
+    size = size or len(texts)
+    streams = [pack(texts[at : at + size], bucketed=True) for at in range(0, len(texts), size)]
+    return {
+        f"{side}_{number}_{name}": tensor
+        for number, stream in enumerate(streams)
+        for name, tensor in stream.items()
+    }
 
-    def run(ids_NL: Tensor, mask_NL: Any) -> Tensor:
-        count = size or len(ids_NL)
-        pieces = list(zip(ids_NL.split(count), mask_NL.split(count), strict=True))
-        again = pieces[:-1] if keeps_last else pieces
-        vectors = [checkpoint(encode, ids, mask, use_reentrant=False) for ids, mask in again]
-        return torch.cat([*vectors, *(encode(ids, mask) for ids, mask in pieces[len(again) :])])
 
-    return run
+def _pieces(batch: Mapping[str, Tensor], side: Side, size: int | None) -> list[dict[str, Tensor]]:
+    """The texts of a side as they are encoded together."""
+    if f"{side}_ids" in batch:
+        ids, mask = batch[f"{side}_ids"], batch[f"{side}_mask"]
+        cut = zip(ids.split(size or len(ids)), mask.split(size or len(ids)), strict=True)
+        return [{"ids": own, "mask": seen} for own, seen in cut]
+    pieces: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in batch.items():
+        of_side, _, rest = name.partition("_")
+        number, _, own = rest.partition("_")
+        if of_side == side:
+            pieces.setdefault(number, {})[own] = tensor
+    return [pieces[number] for number in sorted(pieces, key=int)]
+
+
+def rows_of_streams(batch: Mapping[str, Tensor], side: Side) -> list[Tensor]:
+    """The ids of each text of a side that packed() laid out."""
+    return [
+        ids
+        for piece in _pieces(batch, side, None)
+        for ids in piece["tokens"].split(piece["starts"].diff().tolist())
+    ]
+
+
+def described(batch: Mapping[str, Tensor]) -> dict[str, Text]:
+    """The queries of a batch, and its passages one by one."""
+    if "query_ids" in batch:
+        queries = Text(batch["query_ids"], batch["query_mask"])
+        passages = zip(batch["passage_ids"], batch["passage_mask"], strict=True)
+        found = [Text(ids, mask) for ids, mask in passages]
+    else:
+        queries = Text(torch.cat(rows_of_streams(batch, "query")))
+        found = [Text(ids) for ids in rows_of_streams(batch, "passage")]
+    named = {f"passage {number}": text for number, text in enumerate(found, start=1)}
+    return {"query": queries, **named}
 
 
 def pooled(states_NLD: Tensor, mask_NL: Tensor, pooling: str) -> Tensor:
@@ -146,6 +185,16 @@ def pooled(states_NLD: Tensor, mask_NL: Tensor, pooling: str) -> Tensor:
         return _wide(states_NLD[:, 0])
     last_N = mask_NL.sum(-1) - 1
     return _wide(states_NLD[torch.arange(len(last_N), device=last_N.device), last_N])
+
+
+def pooled_stream(states_MD: Tensor, piece: Mapping[str, Tensor], pooling: str) -> Tensor:
+    """The same of the states of a packed batch."""
+    starts = piece["starts"]
+    if pooling == "mean":
+        states_MD = _wide(states_MD)
+        sums_ND = states_MD.new_zeros(len(starts) - 1, states_MD.shape[1])
+        return sums_ND.index_add(0, piece["passage"], states_MD) / starts.diff()[:, None]
+    return _wide(states_MD.index_select(0, starts[:-1] if pooling == "cls" else starts[1:] - 1))
 
 
 def _wide(values: Tensor) -> Tensor:

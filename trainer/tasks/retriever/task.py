@@ -20,11 +20,18 @@ from trainer.evaluation.mergeable import GatheredValues, Ratio
 from trainer.models import adapters, base_model
 from trainer.models.gradcache import PoolScope, pooled_losses
 from trainer.runtime import distributed
+from trainer.runtime.batch import to_device
 from trainer.tasks.abilities import Side, Uncut
 from trainer.tasks.protocol import DRAW, EPOCH, Batch, Encoded, Places, Row, Text
 from trainer.tasks.retriever import export, losses, metrics, rows, selection, sentence_folder
 from trainer.tasks.retriever.config import Config, Data, Encoder
-from trainer.tasks.retriever.model import Retriever, is_causal, pooler_of
+from trainer.tasks.retriever.model import (
+    Retriever,
+    described,
+    is_causal,
+    packed,
+    pooler_of,
+)
 from trainer.tasks.retriever.tokens import Tokens, bits_of, identity, passage_of, words_of
 from trainer.tasks.token_task import TokenTask
 
@@ -131,13 +138,17 @@ class Task(TokenTask[Config]):
         query, passage = encoder_of(export.QUERY), None if how.tied else encoder_of(export.PASSAGE)
         width, dtype = query.config.hidden_size, next(query.parameters()).dtype
         pooler = pooler_of(how.projection, how, width=width, seed=self.cfg.train.seed, dtype=dtype)
-        return Retriever(query, passage, how=how, pooler=pooler)
+        read = {"query": self.reader(query)}
+        read["passage"] = read["query"] if passage is None else self.reader(passage)
+        return Retriever(query, passage, how=how, pooler=pooler, read=read)
 
     def operate(self, base: Any) -> Any:
         if self.cfg.dropout is not None:
             base_model.set_dropout(base, self.cfg.dropout)
-        self.recompute(base)
         return base
+
+    def bases(self) -> list[Base]:
+        return [self._side(self.cfg.base, side) for side in (export.QUERY, export.PASSAGE)]
 
     def _side(self, base: Base, side: str) -> Base:
         """The base of one side: a folder with query_model/ and passage_model/ holds two."""
@@ -264,9 +275,10 @@ class Task(TokenTask[Config]):
         return len(encoded["query"]) + self.cfg.data.passages * int(max(encoded["lengths"]))
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """query_ids, query_mask (Q, L); passage_ids, passage_mask (P, L), query by query, a
-        positive first; counts (Q,) of passages; identities (P,); positive_ids, positive_counts
-        (Q,); teacher (P,); numbers (Q,).
+        """Q queries, and P passages, query by query, a positive first, as streams (model.packed);
+        for a base that reads none query_ids, query_mask (Q, L) and passage_ids, passage_mask
+        (P, L); counts (Q,) of passages; identities (P,); positive_ids, positive_counts (Q,);
+        teacher (P,); numbers (Q,).
 
         In training (rows that draw) data.passages passages a query; otherwise all positives and the
         first negatives.
@@ -283,13 +295,9 @@ class Task(TokenTask[Config]):
             found[: int(row["num_positives"][0])]
             for row, found in zip(rows, identities, strict=True)
         ]
-        query_ids, query_mask = self._padded([row["query"] for row in rows], "query")
-        passage_ids, passage_mask = self._padded(passages, "passage")
         return {
-            "query_ids": query_ids,
-            "query_mask": query_mask,
-            "passage_ids": passage_ids,
-            "passage_mask": passage_mask,
+            **self._laid_out([row["query"] for row in rows], "query"),
+            **self._laid_out(passages, "passage"),
             "counts": torch.tensor([len(places) for places in chosen]),
             "identities": torch.from_numpy(
                 np.concatenate([i[p] for i, p in zip(identities, chosen, strict=True)])
@@ -303,12 +311,7 @@ class Task(TokenTask[Config]):
         }
 
     def describe(self, batch: Batch) -> dict[str, Text]:
-        texts = {"query": Text(batch["query_ids"], batch["query_mask"])}
-        for number, (ids, mask) in enumerate(
-            zip(batch["passage_ids"], batch["passage_mask"], strict=True), start=1
-        ):
-            texts[f"passage {number}"] = Text(ids, mask)
-        return texts
+        return described(batch)
 
     def _chosen(self, row: Mapping[str, Any]) -> list[int]:
         """Which of a row's passages are looked at, by their places."""
@@ -329,10 +332,16 @@ class Task(TokenTask[Config]):
             *(positives + place for place in negatives),
         ]
 
-    def _padded(self, sequences: Sequence[Any], side: Side) -> tuple[Tensor, Tensor]:
-        ids, mask = pad_right(sequences, self.tokens.pad)
+    def _laid_out(self, texts: Sequence[Any], side: Side) -> dict[str, Tensor]:
+        if self.is_packed:
+            cfg = self.cfg.loss
+            return packed(
+                texts, side, size=cfg.query_chunk if side == "query" else cfg.passage_chunk
+            )
+        ids, mask = pad_right(texts, self.tokens.pad)
         room = (0, self.tokens.width(ids.shape[1], side) - ids.shape[1])
-        return nn.functional.pad(ids, room, value=self.tokens.pad), nn.functional.pad(mask, room)
+        ids = nn.functional.pad(ids, room, value=self.tokens.pad)
+        return {f"{side}_ids": ids, f"{side}_mask": nn.functional.pad(mask, room)}
 
     # Loss and scores
     # ----------------------------------------------------------------------------------------------
@@ -393,7 +402,7 @@ class Task(TokenTask[Config]):
         self._is_told = True
         ranks = distributed.world() if self.cfg.loss.negatives_x_device else 1
         queries = ranks * sum(len(batch["counts"]) for batch in pool)
-        passages = ranks * sum(len(batch["passage_ids"]) for batch in pool)
+        passages = ranks * sum(len(batch["identities"]) for batch in pool)
         log.info(
             "one loss goes over %d queries and %d passages: %d negatives a query",
             queries,
@@ -437,13 +446,9 @@ class Task(TokenTask[Config]):
 
     def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
         """(N, E) fp32 vectors of N token rows."""
-        ids, mask = self._padded(rows, side)
-        device = distributed.device()
-        given = {f"{side}_ids": ids.to(device), f"{side}_mask": mask.to(device)}
+        given = to_device(self._laid_out(rows, side))
         return model(**given)["queries" if side == "query" else "passages"].float()
 
 
 def _texts(batch: Batch) -> dict[str, Tensor]:
-    return {
-        name: batch[name] for name in ("query_ids", "query_mask", "passage_ids", "passage_mask")
-    }
+    return {name: x for name, x in batch.items() if name.startswith(("query_", "passage_"))}

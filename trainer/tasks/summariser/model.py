@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -11,105 +11,113 @@ from transformers.modeling_outputs import BaseModelOutput
 from trainer.models import generation_file
 from trainer.models.head import OutputLayer
 from trainer.models.losses import IGNORED
-from trainer.models.packed import t5_encoder
-from trainer.models.packed.layout import pack
+from trainer.models.packed import t5_decoder, t5_encoder
+from trainer.models.packed.layout import grids_of
+from trainer.models.packed.stream_attention import Rows
 
 if TYPE_CHECKING:
     from trainer.tasks.summariser.config import Generation
 
-# B rows, S source tokens, T target tokens, G generated tokens, D width, M source
-# tokens of all rows
+# B rows, S source tokens, T target tokens, G generated tokens, D width; of all rows M source and N
+# target tokens
 
 
 class Summariser(nn.Module):
     """Any seq2seq model of the T5 families; in a loss, its head sees labelled positions only."""
 
-    def __init__(self, base: Any, *, label_smoothing: float) -> None:
+    def __init__(
+        self, base: Any, *, label_smoothing: float, recompute_every: int | None = None
+    ) -> None:
+        """recompute_every: in training, every so many blocks on streams are computed again in
+        backward.
+        """
         super().__init__()
         self.base, self.label_smoothing = base, label_smoothing
+        self.recompute_every = recompute_every
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        labels: Tensor,
-        *,
+        labels: Tensor | None = None,
         scored: Tensor | None = None,
+        target_starts: Tensor | None = None,
+        *,
         generation: Any = None,
-        **stream: Tensor,
+        **source: Tensor,
     ) -> dict[str, Tensor]:
-        """(B, S) ids and mask, (B, T) labels -> {"loss": () fp32, the sum over labelled tokens}.
+        """Documents as packing.pack lays them out, or (B, S) input_ids and attention_mask, and
+        what packing.pack_targets says of summaries -> {"loss": () fp32, the sum over labelled
+        tokens}.
 
-        stream: source_stream() of the same ids, of a base with T5's encoder, which then runs on
-        real tokens alone. scored: (N,) where labels are among all B * T; None works it out, which
-        waits for the device. generation: arguments of `generate`; then {"tokens": (rows * answers,
-        G) with the start token}. The loss is smoothed in training mode only.
+        scored: None works it out, which waits for the device. generation: arguments of `generate`;
+        then {"tokens": (rows * answers, G) with the start token}. The loss is smoothed in training
+        mode only.
         """
         if generation is not None:
-            source: dict[str, Any] = {"input_ids": input_ids}
-            if stream:
-                source = {"encoder_outputs": self._encoded(input_ids, stream)}
-            source["past_key_values"] = generation_file.cache_of(self.base.config)
-            tokens = self.base.generate(attention_mask=attention_mask, **source, **generation)
-            return {"tokens": tokens}
-        hidden_BTD = self._decoded(input_ids, attention_mask, labels, stream)
-        # without the pads: a vocabulary of logits for each of them would cost most
+            return {"tokens": self._generated(source, generation)}
+        assert labels is not None, "a loss needs summaries"
         if scored is None:
             scored = (labels.flatten() != IGNORED).nonzero()[:, 0]
-        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, scored)
+        if target_starts is not None and "tokens" in source:
+            hidden_ND = self._decoded(source, labels, scored, target_starts)
+        else:
+            # without the pads: a vocabulary of logits for each of them would cost most
+            hidden_ND = self._padded(source, labels).flatten(0, 1).index_select(0, scored)
         smoothing = self.label_smoothing if self.training else 0.0
-        layer = OutputLayer(self.base)
         targets_N = labels.flatten().index_select(0, scored)
-        return {"loss": layer.loss(hidden_ND, targets_N, smoothing=smoothing)}
+        return {"loss": OutputLayer(self.base).loss(hidden_ND, targets_N, smoothing=smoothing)}
 
-    def _encoded(self, input_ids: Tensor, stream: Mapping[str, Tensor]) -> BaseModelOutput:
-        """(B, S, D) states of the sources, 0 where there is no token."""
-        encoder = self.base.encoder
-        tokens_M = input_ids.flatten().index_select(0, stream["places"])
-        every = 1 if encoder.gradient_checkpointing else None
-        states_MD = t5_encoder.encode(
-            encoder, {**stream, "tokens": tokens_M}, recompute_every=every
-        )
-        flat = states_MD.new_zeros(input_ids.numel(), states_MD.shape[-1])
-        flat = flat.index_copy(0, stream["places"], states_MD)
-        return BaseModelOutput(last_hidden_state=flat.view(*input_ids.shape, -1))  # pyright: ignore
+    def _encoded(self, source: Mapping[str, Tensor]) -> Tensor:
+        """(M, D) states of the tokens of all documents."""
+        return t5_encoder.encode(self.base.encoder, source, recompute_every=self.recompute_every)
 
     def _decoded(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        labels: Tensor,
-        stream: Mapping[str, Tensor],
+        self, source: Mapping[str, Tensor], labels: Tensor, scored: Tensor, starts: Tensor
     ) -> Tensor:
-        """(B, T, D) states of the decoder under teacher forcing."""
+        """(N, D) states of the decoder under teacher forcing, where a label is."""
+        written = self.base.prepare_decoder_input_ids_from_labels(labels)
+        return t5_decoder.decode(
+            self.base.decoder,
+            written.flatten().index_select(0, scored),
+            self._encoded(source),
+            Rows(starts, source["starts"], max(labels.shape[1], _longest(source))),
+            recompute_every=self.recompute_every,
+        )
+
+    def _padded(self, source: Mapping[str, Tensor], labels: Tensor) -> Tensor:
+        """(B, T, D) states of the decoder under teacher forcing, of rows with pads."""
         written = self.base.prepare_decoder_input_ids_from_labels(labels)
         if hasattr(self.base, "model"):  # a T5Gemma, which has its body in one module
             return self.base.model(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                decoder_input_ids=written,
-                use_cache=False,
+                **source, decoder_input_ids=written, use_cache=False
             ).last_hidden_state
-        encoded = (
-            self._encoded(input_ids, stream)
-            if stream
-            else self.base.encoder(input_ids=input_ids, attention_mask=attention_mask)
-        )
+        encoded = self.base.encoder(**source)
         return self.base.decoder(
             input_ids=written,
             encoder_hidden_states=encoded.last_hidden_state,
-            encoder_attention_mask=attention_mask,
+            encoder_attention_mask=source["attention_mask"],
             use_cache=False,
         ).last_hidden_state
 
+    def _generated(self, source: Mapping[str, Tensor], how: Any) -> Tensor:
+        cache = generation_file.cache_of(self.base.config)
+        if "tokens" not in source:
+            return self.base.generate(**source, past_key_values=cache, **how)
+        states_MD, width = self._encoded(source), _longest(source)
+        rows = len(source["starts"]) - 1
+        places_M = source["passage"] * width + source["position"]
+        flat = states_MD.new_zeros(rows * width, states_MD.shape[1]).index_copy(
+            0, places_M, states_MD
+        )
+        mask = places_M.new_zeros(rows * width).index_fill(0, places_M, 1).view(rows, width)
+        states = BaseModelOutput(last_hidden_state=flat.view(rows, width, -1))  # pyright: ignore
+        return self.base.generate(
+            encoder_outputs=states, attention_mask=mask, past_key_values=cache, **how
+        )
 
-def source_stream(sources: Sequence[Sequence[int]], width: int) -> dict[str, Tensor]:
-    """Where the tokens of padded sources, (B, width), lie in a stream: packing.pack's layout, and
-    places (M,) of its tokens among all B * width.
-    """
-    batch = pack(sources, bucketed=True)
-    del batch["tokens"]
-    return batch | {"places": batch["passage"] * width + batch["position"]}
+
+def _longest(source: Mapping[str, Tensor]) -> int:
+    """Room for the longest document."""
+    return max(grid.shape[1] for grid in grids_of(source))
 
 
 def arguments(

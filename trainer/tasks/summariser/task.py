@@ -5,7 +5,6 @@ trains but those that read pictures.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,15 +15,15 @@ from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import Ratio
 from trainer.models import base_model
-from trainer.models.families import T5
 from trainer.models.losses import IGNORED
+from trainer.models.packed.layout import pack, pack_targets
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
 from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
 from trainer.tasks.protocol import DRAW, Batch, Cut, Encoded, Row
 from trainer.tasks.summariser import data, rouge
 from trainer.tasks.summariser.config import Config
-from trainer.tasks.summariser.model import Summariser, arguments, source_stream
+from trainer.tasks.summariser.model import Summariser, arguments
 from trainer.tasks.token_task import TokenTask
 
 # flan-T5, T5 v1.1 and ByT5 are of the first two.
@@ -73,8 +72,11 @@ class Task(TokenTask[Config]):
             encoder = base.get_encoder()
             for module in (encoder.vision_tower, encoder.multi_modal_projector):
                 module.requires_grad_(False)
-        self.recompute(base)
-        return Summariser(base, label_smoothing=self.cfg.label_smoothing)
+        every = 1 if self.cfg.train.gradient_checkpointing else None
+        if not self.is_packed:
+            self.recompute(base)
+        how = {"label_smoothing": self.cfg.label_smoothing, "recompute_every": every}
+        return Summariser(base, **how)
 
     def fingerprint(self) -> str:
         if not self._has_frozen_weights:
@@ -167,27 +169,22 @@ class Task(TokenTask[Config]):
         return len(encoded["source"]) + max(map(int, encoded["targets_lengths"]), default=0)
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """input_ids, attention_mask (B, S) and labels (B, T), and scored (N,), where those are; for
-        a base with T5's encoder also where the real tokens lie (model.source_stream).
-
-        S and T are the longest of the rows, rounded up to multiples of 8.
+        """packing.pack of the documents and packing.pack_targets of the summaries; of a base that
+        reads no streams input_ids, attention_mask (B, S) instead of the first, S and T rounded up
+        to multiples of 8.
         """
-        ids, mask = pad_right([row["source"] for row in rows], self.pad)
-        targets, is_target = pad_right([self._target(row) for row in rows], self.pad)
-        labels = _aligned(targets.masked_fill(is_target == 0, IGNORED), IGNORED)
-        batch = {
+        sources, targets = [row["source"] for row in rows], [self._target(row) for row in rows]
+        if self.is_packed:
+            return pack(sources, bucketed=True) | pack_targets(targets)
+        ids, mask = pad_right(sources, self.pad)
+        ids_of_targets, is_target = pad_right(targets, self.pad)
+        labels = _aligned(ids_of_targets.masked_fill(is_target == 0, IGNORED), IGNORED)
+        return {
             "input_ids": _aligned(ids, self.pad),
             "attention_mask": _aligned(mask, 0),
             "labels": labels,
             "scored": (labels.flatten() != IGNORED).nonzero()[:, 0],
         }
-        if not self._has_t5_encoder:
-            return batch
-        return batch | source_stream([row["source"] for row in rows], batch["input_ids"].shape[1])
-
-    @cached_property
-    def _has_t5_encoder(self) -> bool:
-        return base_model.config_of(self.cfg.base, self.places).model_type in T5
 
     def _target(self, row: Mapping[str, Any]) -> Sequence[int]:
         """The first reference, or in training the one that the row's draw falls on; [] of none."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer.data.readers.jsonl import shown
 from trainer.errors import ConfigError
-from trainer.models.decoder import packed as packed_decoder
+from trainer.models.decoder import streams
 from trainer.models.decoder.backbone import Backbone, backbone_of
 from trainer.models.families import DECODERS, T5, check_family
 from trainer.models.head import Head
@@ -73,8 +73,8 @@ class Verifier(nn.Module):
     def _states(self, batch: Mapping[str, Tensor]) -> Tensor:
         """(M, D) states of every token of a packed batch."""
         if self.backbone is not None:
-            recompute = self.recompute and self.training
-            return packed_decoder.encode(self.backbone, batch, recompute=recompute)
+            every = 1 if self.recompute and self.training else None
+            return streams.encode(self.backbone, batch, recompute_every=every)
         stack = self.encoder.encoder  # of a T5EncoderModel
         return t5_encoder.encode(stack, batch, recompute_every=1 if self.recompute else None)
 

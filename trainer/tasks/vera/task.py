@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -46,7 +47,6 @@ class Task(TokenTask[Config]):
     kind: ClassVar[base_model.Kind] = "encoder"
     rows_are_of_files: ClassVar[bool] = True
     base_name: ClassVar[str] = "encoder"
-    is_packed: ClassVar[bool] = True
 
     def __init__(self, cfg: Config, places: Places) -> None:
         super().__init__(cfg, places)
@@ -55,6 +55,10 @@ class Task(TokenTask[Config]):
         self.tasks = list(
             dict.fromkeys([*cfg.data.train_tasks, *cfg.data.valid_tasks, *cfg.data.test_tasks])
         )
+
+    @cached_property
+    def is_packed(self) -> bool:
+        return True
 
     # Model
     # ----------------------------------------------------------------------------------------------

@@ -19,10 +19,10 @@ from transformers import DynamicCache, PreTrainedModel
 from trainer.errors import ConfigError
 from trainer.models import adapters
 from trainer.models.decoder.backbone import backbone_of
-from trainer.models.decoder.packed_attention import Rows
 from trainer.models.decoder.rotation import Rotation, rotation
 from trainer.models.frozen.freezing import freeze_except
 from trainer.models.losses import next_token_loss
+from trainer.models.packed.stock import Rows
 from trainer.tasks.cross_attention.decoder.attention import (
     KeysValues,
     Pairs,
@@ -361,7 +361,7 @@ class CrossAttentionModel(nn.Module):
         positions_1M = batch["position"][None]
         with torch.no_grad():
             embedded_1MD = self.backbone.embed(batch["tokens"][None], positions_1M)
-            rows, pairs = Rows.by_window(batch, self.backbone.windows), Pairs.of(batch)
+            rows, pairs = Rows.of(batch), Pairs.of(batch)
             drawn = self._drawn(context, key_masks) or {}
             seen: dict[int, Seen] = {
                 i: pairs.showing(drawn[i][0]) if i in drawn else pairs for i in self.indices
@@ -383,7 +383,7 @@ class CrossAttentionModel(nn.Module):
         """(1, K, D) states of the context tokens of a packed batch."""
         places = batch["context_position"][None]
         hidden = self.backbone.embed(batch["context_input_ids"][None], places)
-        rows = Rows.by_window(batch, self.backbone.windows, prefix="context_")
+        rows = Rows.of(batch, "context_")
         return self._encoded(hidden, self.backbone.surroundings(hidden, rows, places, None))
 
     def _encoded(self, hidden: Tensor, surroundings: dict[str, Any]) -> Tensor:

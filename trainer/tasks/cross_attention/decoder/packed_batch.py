@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainer.models.losses import IGNORED
-from trainer.models.packed.layout import pack, pack_pairs
+from trainer.models.packed.layout import pack, pack_labelled, pack_pairs
 
 if TYPE_CHECKING:
     from trainer.tasks.cross_attention.encoder_states.reading import StateCache
@@ -26,15 +25,10 @@ CONTEXT_NAMES = ("context_", "encoder_", "keys_", "queries_")
 
 
 def decoder_stream(rows: Sequence[Sequence[int]], labels_from: Sequence[int]) -> Batch:
-    """tokens, position, cells, grid_0, ... (packing.pack); labels (M,), IGNORED for the first token
-    of every row and those before its place in `labels_from`; scored (N,): the places whose next
-    token has a label.
-    """
-    packed = pack(rows, bucketed=True)
-    row_M = packed.pop("passage")
-    first_M = torch.as_tensor([max(1, start) for start in labels_from])[row_M]
-    labels = packed["tokens"].masked_fill(packed["position"] < first_M, IGNORED)
-    return {**packed, "labels": labels, "scored": (labels != IGNORED).nonzero()[:, 0] - 1}
+    """packing.pack_labelled of rows whose labels begin at these places."""
+    pairs = zip(rows, labels_from, strict=True)
+    is_label = [[0] * start + [1] * (len(row) - start) for row, start in pairs]
+    return pack_labelled(rows, is_label)
 
 
 def context_stream(

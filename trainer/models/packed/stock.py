@@ -1,0 +1,196 @@
+"""Self-attention of stock transformers models on a stream of real tokens.
+
+The models run as they are on one long row; only their attention knows where rows begin. It is a
+function registered with transformers, and gets the layout as an argument that the models hand on
+untouched (transformers 5.23).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import AttentionInterface
+
+from trainer.models.packed.layout import grids_of
+from trainer.models.packed.rectangles import in_rectangles, in_stream
+
+# M tokens of all rows, N rows of a rectangle, L its length, H heads, G key-value heads, C width of
+# a head
+
+NAME = "lathe_packed"  # of the function, among those of transformers
+REPLACED = (
+    None,
+    "sdpa",
+)  # attention implementations that it stands in for: what a base has unless it says otherwise
+# Models whose position 0 is behind that of the pad (transformers 5.23).
+_AFTER_PAD = ("roberta", "xlm-roberta")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where each token of a stream lies in rectangles of rows of like length."""
+
+    cells_M: Tensor
+    grids: list[Tensor]  # (N, L) bool of each rectangle, True where there is a token
+    _masks: dict[tuple[int, int | None, bool], Tensor | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Tensor], prefix: str = "") -> Rows:
+        """The rectangles of packing.pack."""
+        return cls(batch[f"{prefix}cells"], grids_of(batch, f"{prefix}grid_"))
+
+    def mask(self, number: int, window: int | None, *, is_causal: bool) -> Tensor | None:
+        """Which keys are seen in rectangle `number`, (L, L) or (N, 1, L, L) bool; None: those that
+        are not behind the query. It is made once for all blocks.
+
+        window: keys so far away, or farther, are not seen.
+        """
+        key = (number, window, is_causal)
+        if key not in self._masks:
+            self._masks[key] = _mask(self.grids[number], window, is_causal=is_causal)
+        return self._masks[key]
+
+
+def _mask(grid_NL: Tensor, window: int | None, *, is_causal: bool) -> Tensor | None:
+    length = grid_NL.shape[1]
+    if window is not None and window >= length:
+        window = None
+    if is_causal and window is None:
+        return None
+    places = torch.arange(length, device=grid_NL.device)
+    distance_LL = places[:, None] - places
+    if is_causal:
+        return (distance_LL >= 0) & (distance_LL < (window or length))
+    seen_NLL = grid_NL[:, None]
+    if window is not None:
+        # a pad sees itself, for a softmax over nothing has no gradient
+        seen_NLL = (seen_NLL & (distance_LL.abs() < window)) | (distance_LL == 0)
+    return seen_NLL[:, None]
+
+
+@torch.compiler.disable  # see models/fused.py
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Rows | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    rows: Rows | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """(1, H, M, C) queries, (1, G, M, C) keys and values -> (1, M, H, C), each token mixed from
+    those of its row that it sees. Where a model reads from left to right, pads of a rectangle are
+    behind every token, so that causality hides them.
+
+    rows: None: they stand where a mask does. softcap: scores are kept within +- this (Gemma 2); no
+    fused kernel of torch does that.
+    """
+    rows = attention_mask if rows is None else rows
+    assert rows is not None, "a model on a stream hands on where rows begin"
+    is_causal = bool(module.is_causal)
+    sizes = [grid.numel() for grid in rows.grids]
+    laid_out = [
+        in_rectangles(x[0].transpose(0, 1), rows.cells_M, sizes) for x in (query, key, value)
+    ]
+    mixed: list[Tensor] = []
+    for number, qkv in enumerate(zip(*laid_out, strict=True)):
+        shape = rows.grids[number].shape
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in qkv)  # (N, H or G, L, C)
+        mask = rows.mask(number, sliding_window, is_causal=is_causal)
+        if softcap is not None:
+            capped = _capped(q, k, v, mask, softcap=softcap, scaling=scaling, dropout=dropout)
+            mixed.append(capped.transpose(1, 2).flatten(0, 1))
+            continue
+        is_grouped = k.shape[1] != q.shape[1]
+        # with a mask, torch 2.13 has no kernel for groups but the unfused one
+        if is_grouped and mask is not None:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+            is_grouped = False
+        how: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": is_grouped}
+        found = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, **how
+        )
+        mixed.append(found.transpose(1, 2).flatten(0, 1))
+    return in_stream(mixed, rows.cells_M)[None], None
+
+
+def _capped(
+    q_NHLC: Tensor,
+    k_NGLC: Tensor,
+    v_NGLC: Tensor,
+    mask: Tensor | None,
+    *,
+    softcap: float,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """(N, H, L, C) mixed values, from scores that are capped before the softmax."""
+    group = q_NHLC.shape[1] // k_NGLC.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k_NGLC, v_NGLC))
+    scale = q_NHLC.shape[-1] ** -0.5 if scaling is None else scaling
+    scores_NHLL = torch.tanh(q_NHLC @ k.transpose(-1, -2) * (scale / softcap)) * softcap
+    if mask is None:
+        mask = torch.ones_like(scores_NHLL[0, 0], dtype=torch.bool).tril()
+    scores_NHLL = scores_NHLL.masked_fill(~mask, torch.finfo(scores_NHLL.dtype).min)
+    shares = scores_NHLL.softmax(-1, dtype=torch.float32).to(q_NHLC.dtype)
+    return F.dropout(shares, dropout) @ v
+
+
+AttentionInterface.register(NAME, attention)
+
+
+@contextmanager
+def on_streams(config: Any) -> Iterator[None]:
+    """Inside, the blocks of `config` attend on a stream."""
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def attending(config: Any, mask: Any) -> AbstractContextManager[None]:
+    """Inside, the blocks of `config` attend as their mask wants it: on a stream, when it is its
+    layout.
+    """
+    return on_streams(config) if isinstance(mask, Rows) else nullcontext()
+
+
+def encode(body: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """(M, D) states of the tokens of a packed batch (packing.pack), each row read by itself: what
+    a stock body without a head says of them.
+    """
+    config = body.config
+    first = config.pad_token_id + 1 if config.model_type in _AFTER_PAD else 0
+    given: dict[str, Any] = {"use_cache": False} if hasattr(config, "use_cache") else {}
+    with on_streams(config):
+        return body(
+            input_ids=batch["tokens"][None],
+            position_ids=batch["position"][None] + first,
+            rows=Rows.of(batch),
+            **given,
+        ).last_hidden_state[0]
+
+
+def recompute(body: Any, *, every: int) -> None:
+    """Have every so many blocks of a body that reads streams computed again in backward."""
+    kwargs = {
+        "use_reentrant": False,
+        "context_fn": lambda: (nullcontext(), on_streams(body.config)),
+    }
+    body.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    blocks = [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for number, block in enumerate(blocks):
+        block.gradient_checkpointing = number % every == 0

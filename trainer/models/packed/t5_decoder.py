@@ -1,0 +1,86 @@
+"""A stock T5 decoder on streams: its tokens in one, those that it reads in another, and no pad in
+either. The modules stay as transformers made them, and are called in the same order on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from trainer.models.fused import apart, of_blocks
+from trainer.models.packed.attention import Attend, in_rows
+from trainer.models.packed.stream_attention import Rows, attend
+from trainer.models.packed.t5_encoder import within_fp16
+
+# T target tokens of all rows, S source tokens of all rows, D width, I width of all heads together
+
+
+def decode(
+    decoder: Any,
+    tokens_T: Tensor,
+    states_SD: Tensor,
+    rows: Rows,
+    *,
+    recompute_every: int | None = None,
+) -> Tensor:
+    """(T, D) states of a decoder under teacher forcing, after the final norm and dropout.
+
+    decoder: a T5Stack, MT5Stack or UMT5Stack; blocks of FiDO's may lack cross-attention. tokens_T:
+    what each row's decoder is given. states_SD: what rows read. rows: of the targets, with the
+    tokens that each reads as its keys. recompute_every: as the encoder's.
+    """
+    hidden_TD = decoder.dropout(decoder.embed_tokens(tokens_T))
+    own = replace(rows, keys=rows.queries, is_causal=True)
+    # In umT5 every block has a table of position biases, else the first one for all.
+    is_shared = not decoder.block[-1].layer[0].SelfAttention.has_relative_attention_bias
+    first = decoder.block[0].layer[0].SelfAttention
+    shared = _by_biases(first, own) if is_shared else None
+    run = of_blocks(_decoder_block)
+    for number, block in enumerate(decoder.block):
+        given = (block, hidden_TD, states_SD, shared, own, rows)
+        if recompute_every and decoder.training and number % recompute_every == 0:
+            hidden_TD = checkpoint(run, *given, use_reentrant=False)
+        else:
+            hidden_TD = run(*given)
+    return decoder.dropout(decoder.final_layer_norm(hidden_TD))
+
+
+def _by_biases(heads: Any, own: Rows) -> Attend:
+    """Causal attention in rows with the biases of a T5Attention that has a table."""
+    return in_rows(heads, own, dropout=heads.dropout if heads.training else 0.0)
+
+
+def _decoder_block(
+    block: Any, hidden_TD: Tensor, states_SD: Tensor, shared: Attend | None, own: Rows, rows: Rows
+) -> Tensor:
+    """One block on tokens without an order or a batch; only attention knows which belong
+    together.
+    """
+    first, second, feed_forward = block.layer
+    heads, normed_TD = first.SelfAttention, first.layer_norm(hidden_TD)
+    mixed = apart(_by_biases, heads, own) if shared is None else shared
+    mixed_TI = apart(mixed, heads.q(normed_TD), heads.k(normed_TD), heads.v(normed_TD))
+    hidden_TD = within_fp16(hidden_TD + first.dropout(heads.o(mixed_TI)))
+    if hasattr(second, "EncDecAttention"):
+        heads, normed_TD = second.EncDecAttention, second.layer_norm(hidden_TD)
+        given = (heads.q(normed_TD), heads.k(states_SD), heads.v(states_SD))
+        mixed_TI = apart(_across, heads, rows, *given)
+        hidden_TD = within_fp16(hidden_TD + second.dropout(heads.o(mixed_TI)))
+    return within_fp16(feed_forward(hidden_TD))
+
+
+def _across(heads: Any, rows: Rows, q_TI: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(T, I): cross-attention. Where all heads share their keys, every head's query is one more
+    query of the one head.
+    """
+    width = q_TI.shape[1] // heads.n_heads
+    q, k, v = (x.unflatten(-1, (-1, width)) for x in (q_TI, k, v))
+    if k.shape[1] != q.shape[1]:
+        q = q.flatten(0, 1).unsqueeze(1)
+        more = {"queries": rows.queries * heads.n_heads, "longest": rows.longest * heads.n_heads}
+        rows = replace(rows, **more)
+    rate = getattr(heads.dropout, "p", heads.dropout) if heads.training else 0.0
+    return attend(q, k, v, rows, dropout=rate).reshape(q_TI.shape)
