@@ -174,7 +174,7 @@ def _content(run_folder: Path) -> dict[str, Any]:
         if path.name == "metrics.jsonl":
             found[name] = untimed(path)
         elif path.name == "status.json":
-            timed = dict.fromkeys(("updated_at", "process", "goodput"))
+            timed = dict.fromkeys(("updated_at", "process", "goodput", "startup"))
             found[name] = {**json.loads(path.read_text()), **timed}
         elif path.is_file():
             found[name] = path.read_bytes()

@@ -624,11 +624,11 @@ def test_the_time_to_the_first_step_is_told_once_with_its_parts(
     live.startup.lap("rows")
     for step in (1, 2):
         live.move(step)
-    (told,) = [line for line in caplog.messages if "first step done" in line]
-    assert re.search(r"done [\d.]+ s after the start: imports [\d.]+, rows [\d.]+, step", told)
+    (told,) = [line for line in caplog.messages if line.startswith("started in")]
+    assert re.search(r"in [\d.]+ s: imports [\d.]+, rows [\d.]+, first step", told)
     live.status("running")
     parts = json.loads((tmp_path / "status.json").read_text())["startup"]
-    assert list(parts) == ["imports", "rows", "step"]
+    assert list(parts) == ["imports", "rows", "first step"]
 
 
 def _fail_on(rank: int, folder: Path) -> None:

@@ -28,7 +28,7 @@ class Startup:
         """The first step is done: it is told, once."""
         if self._last is None:
             return
-        self.lap("step")
+        self.lap("first step")
         self._last = None
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
-        log.info("first step done %.1f s after the start: %s", sum(self.seconds.values()), parts)
+        log.info("started in %.1f s: %s", sum(self.seconds.values()), parts)
