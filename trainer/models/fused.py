@@ -144,7 +144,9 @@ def of_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@torch.compiler.disable
-def apart(function: Callable[..., Any], *given: Any) -> Any:
+def _apart(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """function(*given), never compiled: a graph ends before it."""
-    return function(*given)
+    return function(*given, **named)
+
+
+apart: Callable[..., Any] = torch.compiler.disable(_apart)

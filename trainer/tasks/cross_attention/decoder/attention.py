@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.models.decoder.rotation import Rotation
+from trainer.models.fused import apart
 from trainer.models.packed.layout import grids_of
 from trainer.models.packed.rectangles import in_rectangles, in_stream
 
@@ -112,7 +113,6 @@ class Pairs:
             self, masks=[key_mask(cells.view_as(grid), grid) for cells, grid in laid_out]
         )
 
-    @torch.compiler.disable  # see models/fused.py
     def attended(self, queries_1HTK: Tensor, keys_values: KeysValues, *, dropout: float) -> Tensor:
         """(1, H, T, K) queries of the stream -> (1, T, H*K)."""
         queries = self._laid_out(queries_1HTK, self.query_cells_T, self.query_shapes)
@@ -148,7 +148,7 @@ def attended(
     mask None: all keys.
     """
     if isinstance(mask, Pairs):
-        return mask.attended(queries_BHTK, keys_values, dropout=dropout)
+        return apart(mask.attended, queries_BHTK, keys_values, dropout=dropout)
     attended_BHTK = F.scaled_dot_product_attention(
         queries_BHTK if mask is None else queries_BHTK * mask.has_key_B111,
         keys_values.keys_BHLK,
