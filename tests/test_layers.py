@@ -5,7 +5,7 @@ Floors of trainer/ (a room is a folder; what is named stands higher or lower tha
 4  training/, retrieval/, memory/, statistics/, public_sets/, evaluation/run.py
 4  training/, proof/, retrieval/, memory/, statistics/, evaluation/run.py
 4  training/, retrieval/, memory/, statistics/, exports/, evaluation/run.py
-4  training/, retrieval/, memory/, statistics/, exports/, evaluation/{run,predict}.py
+4  training/, retrieval/, memory/, timing/, statistics/, exports/, evaluation/{run,predict}.py
 3  tasks/<name>/
 2  models/, data/, telemetry/, evaluation/, tasks/{protocol,abilities,token_task}.py
 1  runtime/, files/
@@ -58,6 +58,7 @@ FLOORS = {
     "trainer.proof": 4,
     "trainer.retrieval": 4,
     "trainer.statistics": 4,
+    "trainer.timing": 4,
     "trainer.training": 4,
     "jobs": 4,
     "trainer.__main__": 5,

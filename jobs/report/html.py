@@ -198,6 +198,8 @@ def _progress(row: Row) -> str:
     facts = [f"step {row.step}{f' of {row.total}' if row.total else ''}"]
     facts += [f"{duration(row.eta_s)} left"] if row.eta_s is not None else []
     facts += [f"{row.metrics['step_s']:.3g} s a step"] if "step_s" in row.metrics else []
+    predicted = row.metrics.get("predicted_step_s")
+    facts += [f"{predicted:.3g} s a step predicted"] if predicted else []
     facts += [f"peak {row.metrics['peak_gib']:.3g} GiB"] if "peak_gib" in row.metrics else []
     useful = row.metrics.get("goodput")
     facts += [f"{useful:.0%} of its time in steps"] if useful is not None else []

@@ -8,7 +8,7 @@ import gc
 import json
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.facts import OF_TASK, experiment, write_facts
 from tests.families import TaskStep
 from tests.numerics.lone_group import join_lone_group
 from tests.ranks import run_alone, run_on_ranks
+from tests.unit.test_timing import PLAIN
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.schema import Optim, Train
@@ -30,6 +31,7 @@ from trainer.memory.measure import Measured, MeasureRequest, Moment, measure
 from trainer.runtime import distributed
 from trainer.tasks.abilities import Answers, question_of
 from trainer.tasks.protocol import DRAW, EPOCH, Places
+from trainer.timing import rates
 from trainer.training.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
@@ -294,3 +296,22 @@ def test_auto_takes_the_largest_micro_batch_that_fits_and_keeps_the_global_batch
     assert ds["zero_optimization"]["stage"] == 2
     by_hand = run(tmp_path, "by_hand", deepspeed="zero2", train={"micro_batch": 8})
     assert losses(folder) == losses(by_hand)
+
+
+def test_auto_takes_the_fastest_by_known_rates_and_the_run_is_held_against_its_prediction(
+    tmp_path: Path,
+) -> None:
+    device = tmp_path / "device.json"
+    fast = replace(PLAIN, nbytes=24 * 2**30, operators={"": 1e12}, launch_s=1e-3)
+    device.write_text(json.dumps(rates.plain(fast)))
+    folder = run(
+        tmp_path, "timed", deepspeed="auto", device=str(device), train={"micro_batch": "auto"}
+    )
+    ds = json.loads((folder / "ds_config.json").read_text())
+    # launches are what costs: the fewest micro-batches, and no visits of stage 3
+    assert (ds["train_micro_batch_size_per_gpu"], ds["zero_optimization"]["stage"]) == (8, 2)
+    planned = json.loads((folder / "memory_plan.json").read_text())["time"]
+    told = json.loads((folder / "status.json").read_text())["time"]
+    assert told["predicted_s"] == planned["step_s"] > 0.5
+    assert planned["step"]["launches"] > 0.9 * planned["step_s"]
+    assert told["measured_s"] > 0

@@ -13,9 +13,16 @@ from trainer.config.schema import Train, validate
 from trainer.data.order import Sharding, window_rows
 from trainer.errors import ConfigError
 from trainer.memory import plan_text
-from trainer.memory.advice import Advice, Fix, Line, Stage, fewer_evaluated, largest_divisor
+from trainer.memory.advice import (
+    Advice,
+    Fix,
+    Stage,
+    fewer_evaluated,
+    largest_divisor,
+    largest_fitting,
+)
 from trainer.memory.deepspeed_terms import Breakdown, Zero, host, host_to_read, inference, training
-from trainer.memory.measure import Measured, Moment, changed
+from trainer.memory.measure import Measured, Moment, changed, scaled
 from trainer.memory.plan import MemoryPlan, Phase
 from trainer.memory.planned_rows import heaviest
 from trainer.memory.subject import published_shape
@@ -79,18 +86,17 @@ def test_several_ranks_leave_less_for_tensors() -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-def test_two_points_give_every_other_one() -> None:
-    line = Line.through((2, 17), (4, 27))
-    assert [line.at(rows) for rows in (0, 1, 8)] == [7, 12, 47]
+def test_two_numbers_of_rows_give_every_other_one_at_the_same_gradients() -> None:
+    few = measured([Moment(8, 0, 0), Moment(0, 10, 1)])
+    some = measured([Moment(8, 0, 0), Moment(4, 19, 2), Moment(0, 20, 2)])
+    grown = scaled((2, few), (4, some), 8)
+    assert grown.moments == [Moment(8, 0, 0), Moment(4, 57, 6), Moment(0, 40, 4)]
+    assert scaled((2, few), (4, some), 4).moments == some.moments
 
 
 def test_the_largest_that_fits_is_exact() -> None:
-    line = Line.through((2, 20), (4, 40))
-    assert (line.largest(100), line.largest(99), line.largest(9)) == (10, 9, 0)
-
-
-def test_nothing_fits_where_the_constant_part_is_too_large() -> None:
-    assert Line(constant=50.0, slope=1.0).largest(49) == 0
+    found = [largest_fitting(lambda rows: 10 * rows, nbytes) for nbytes in (100, 99, 9)]
+    assert found == [10, 9, 0]
 
 
 @pytest.mark.parametrize(("most", "found"), [(5, 4), (32, 32), (31, 16), (0, 0)])
@@ -345,7 +351,7 @@ def test_only_what_a_head_gives_over_a_vocabulary_is_called_logits(
     tracker.watch(model)
     inner = torch.zeros(2, 8, config.intermediate_size)
     logits = torch.zeros(2, 8, config.vocab_size)
-    tracker.see([inner], "mm")
+    tracker.see([inner], torch.ops.aten.relu.default, [inner])
     assert tracker.live["logits"] == 0
-    tracker.see([logits], "mm")
+    tracker.see([logits], torch.ops.aten.relu.default, [logits])
     assert tracker.live["logits"] == (BLOCK * -(-logits.nbytes // BLOCK) if has_logits else 0)

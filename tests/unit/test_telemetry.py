@@ -546,7 +546,7 @@ def test_peak_memory_is_that_of_this_run_not_of_an_earlier_one_in_the_process() 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_cpu_has_no_mfu() -> None:
     meter = Meter()
-    with meter.counting_flops():
+    with meter.stepping():
         torch.ones(2, 3) @ torch.ones(3, 4)
     meter.add(10)
     assert sorted(meter.read("tokens")) == ["peak_gib", "step_s", "tokens_per_s"]
@@ -556,7 +556,7 @@ def test_mfu_is_the_achieved_share_of_the_devices_peak(monkeypatch: pytest.Monke
     monkeypatch.setattr(meter_module, "peak_flops", lambda: 1e12)
     meter, weight = Meter(), torch.ones(3, 4, requires_grad=True)
     for _ in range(2):  # only the first step is counted
-        with meter.counting_flops():
+        with meter.stepping():
             (torch.ones(5, 3) @ weight).sum().backward()
         meter.add(10)
     found = meter.read("tokens")

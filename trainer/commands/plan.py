@@ -1,25 +1,38 @@
-"""How much memory an experiment will need, before it is launched."""
+"""How much memory and time an experiment will need, before it is launched; how fast devices are."""
 
 from __future__ import annotations
 
+import gc
 import json
-import os
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainer.commands import options
 from trainer.commands.options import CacheDir, DataPath, ExpConfigs, ExpGroup, ExpId, Steps
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, DoesNotFitError
+
+if TYPE_CHECKING:
+    from trainer.memory.subject import Subject
+    from trainer.timing.target import Target
+    from trainer.training.options import Options
 
 DeviceName = Annotated[
     str | None,
     typer.Option(
-        "--device", help="a100-80, h200, ..., or a size such as 24GiB; default: the GPU here."
+        "--device",
+        help="h200, 8xh100-80, a size such as 24GiB, or calibrate-device's file; default: the GPU "
+        "here.",
     ),
 ]
 World = Annotated[int | None, typer.Option("--world", min=1, help="Devices that train together.")]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines with as many devices each.")]
+Fastest = Annotated[bool, typer.Option("--fastest", help="The ten fastest ways to train that fit.")]
+Price = Annotated[
+    float | None, typer.Option("--price_per_gpu_hour", min=0.0, help="Money, for --fastest.")
+]
 DeepSpeed = Annotated[
     str | None, typer.Option("--deepspeed", help="DeepSpeed JSON, or a name in ds_configs/; auto.")
 ]
@@ -44,45 +57,91 @@ def plan(
     cache_dir: CacheDir = Path("tmp-cache"),
     device: DeviceName = None,
     world: World = None,
+    nodes: Nodes = 1,
     deepspeed: DeepSpeed = None,
     change: Change = None,
+    fastest: Fastest = False,
+    price_per_gpu_hour: Price = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object instead of text.")
     ] = False,
 ) -> None:
-    """Say how much memory a run needs, by category, and what would fit; runs its steps without
-    computing anything.
+    """Say how much memory a run needs, by category, what would fit, and how long it takes; runs its
+    steps without computing anything.
     """
-    from trainer.memory import launch, plan_text
-    from trainer.memory.advice import advise
-    from trainer.memory.measure import measuring
-    from trainer.memory.plan import make
+    gc.disable()  # what is imported stays: looking through it took a fifth of a plan's seconds
+    from trainer.timing.target import target_of
     from trainer.training.options import Options
 
     values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
     for text in change or []:
         values = _changed(values, text)
-    ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
-    given = Options(
-        savedir_base,
-        data_path=data_path,
-        cache_dir=cache_dir,
-        deepspeed=deepspeed,
-        device=device,
-    )
-    target = launch.device(device)
-    cublas = launch.cublas(target)
-    subject = _subject(values, given, ranks)
-    with measuring():
-        made = make(subject, cublas=cublas)
-        advice = advise(subject, made, target, cublas=cublas)
-    if as_json:
-        typer.echo(json.dumps({"plan": made.plan.plain(), "advice": advice.plain()}, indent=1))
+    target = target_of(device, world=world, nodes=nodes)
+    given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir, deepspeed=deepspeed)
+    subject = subject_for(values, given, target.cluster.world)
+    if fastest:
+        _show_fastest(subject, target, price_per_gpu_hour, as_json=as_json)
     else:
-        typer.echo(plan_text.shown(made.plan, advice, target, world=ranks))
+        _show_plan(subject, target, as_json=as_json)
 
 
-def _subject(values: dict[str, Any], given: Any, world: int) -> Any:
+def _show_plan(subject: Subject, target: Target, *, as_json: bool) -> None:
+    from trainer.memory import plan_text
+    from trainer.memory.advice import advise
+    from trainer.memory.fake_step import answer_all
+    from trainer.memory.measure import measuring
+    from trainer.memory.plan import make
+    from trainer.timing import text
+    from trainer.timing.run_time import run_time
+
+    cublas = 0 if target.device is None else target.device.cublas_nbytes
+    with measuring(answer_all):
+        made = make(subject, cublas=cublas)
+        advice = advise(subject, made, target.device, cublas=cublas)
+        rates = target.rates
+        time = None if rates is None else run_time(subject, rates, target.cluster)
+    if as_json:
+        found = {"plan": made.plan.plain(), "advice": advice.plain()}
+        found |= {} if time is None else {"time": time.plain()}
+        typer.echo(json.dumps(found, indent=1))
+        return
+    typer.echo(plan_text.shown(made.plan, advice, target.device, world=target.cluster.world))
+    typer.echo(target.no_time if time is None else text.shown(time))
+
+
+def _show_fastest(subject: Subject, target: Target, price: float | None, *, as_json: bool) -> None:
+    from trainer.memory.fake_step import answer_all
+    from trainer.memory.measure import measuring
+    from trainer.timing import text
+    from trainer.timing.fastest import ways, why
+
+    if target.rates is None or target.device is None:
+        raise ConfigError(f"--fastest: {target.no_time}")
+    world = target.cluster.world
+    with measuring(answer_all):
+        found = ways(
+            subject,
+            target.rates,
+            target.cluster,
+            usable=target.device.usable(world),
+        )
+    if not found:
+        raise DoesNotFitError(
+            f"--fastest: no way to train fits into {target.device.name}, not even one row at a "
+            "time with recomputation and offload. Give more or larger devices, or shorter rows."
+        )
+    best = found[0].changes(subject.values)
+    if as_json:
+        ten = [asdict(way) | {"step_s": way.time.total} for way in found[:10]]
+        typer.echo(json.dumps({"ways": ten, "values": best}, indent=1))
+        return
+    steps = subject.cfg.train.steps
+    reason = why(found[0], found[1:])
+    typer.echo(text.fastest(found, reason, steps=steps, world=world, price=price, values=best))
+
+
+def subject_for(values: dict[str, Any], given: Options, world: int) -> Subject:
+    """What is planned for, with the rows that a run would read."""
     from trainer.data.token_store import store_of
     from trainer.memory.subject import subject_of
     from trainer.training import run_plan
@@ -108,3 +167,33 @@ def _changed(values: dict[str, Any], text: str) -> dict[str, Any]:
         return changed(values, key.strip(), json.loads(value))
     except json.JSONDecodeError:
         return changed(values, key.strip(), value)
+
+
+@options.guarded
+def calibrate_device(
+    out: Annotated[
+        Path, typer.Option("--out", help="JSON to write; `plan --device FILE` reads it.")
+    ] = Path("device.json"),
+) -> None:
+    """Measure this device's products, memory, launches, links and disk; under torchrun the links
+    between all ranks.
+    """
+    from trainer.files.atomic import write_json
+    from trainer.runtime import distributed
+    from trainer.timing.calibration import calibrated
+    from trainer.timing.rates import plain
+
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--out {out}: there is no folder {out.parent}. Make it, or give another."
+        )
+    distributed.init()
+    rates = calibrated(out.absolute().parent)
+    if distributed.is_main():
+        write_json(out, plain(rates))
+        products = max(rate for _, rate in rates.matmul["float32"])
+        typer.echo(
+            f"{out}: {rates.name}: fp32 products {products / 1e9:.1f} GFLOP/s, memory "
+            f"{rates.operators[''] / 1e9:.1f} GB/s, {rates.launch_s * 1e6:.1f} us an operator, "
+            f"AdamW {rates.update_s * 1e9:.2f} ns a number"
+        )

@@ -5,7 +5,7 @@ Each change is measured under fake tensors, with what it saves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -14,8 +14,8 @@ import numpy as np
 from trainer import tasks
 from trainer.config.deepspeed_config import PRESETS
 from trainer.errors import ConfigError
-from trainer.memory.deepspeed_terms import Breakdown, host, training
-from trainer.memory.measure import TRAINING, Measured, MeasureRequest, changed, measure
+from trainer.memory.deepspeed_terms import Breakdown, Zero, host, training
+from trainer.memory.measure import TRAINING, Measured, MeasureRequest, changed, measure, scaled
 from trainer.memory.planned_rows import Specimens, binding_limit
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SHORTER = (2, 4, 8)  # a limit is tried at so many parts of it
 _SHORTEST = 32
+_MOST_ROWS = 1 << 24
 _FEW, _SOME = (
     2,
     4,
@@ -65,35 +66,21 @@ class Advice:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Line:
-    """bytes = constant + slope * rows."""
+def largest_fitting(peak_at: Callable[[int], int], nbytes: int) -> int:
+    """The largest number of rows that needs at most `nbytes`; 0 when none does.
 
-    constant: float
-    slope: float
-
-    @classmethod
-    def through(cls, first: tuple[int, int], second: tuple[int, int]) -> Line:
-        """The one through two points (rows, bytes)."""
-        slope = (second[1] - first[1]) / (second[0] - first[0])
-        return cls(first[1] - slope * first[0], slope)
-
-    def at(self, rows: float) -> int:
-        """Bytes at `rows`."""
-        return round(self.constant + self.slope * rows)
-
-    def largest(self, nbytes: int) -> int:
-        """The largest number of rows that needs at most `nbytes`; 0 when none does."""
-        if self.at(0) > nbytes:
-            return 0
-        high = 1
-        while self.at(high) <= nbytes and high < 1 << 40:
-            high *= 2
-        low = high // 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.at(middle) <= nbytes else (low, middle)
-        return low
+    peak_at: bytes at a number of rows, which more rows do not make fewer.
+    """
+    if peak_at(1) > nbytes:
+        return 0
+    high = 1
+    while peak_at(high) <= nbytes and high < _MOST_ROWS:
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if peak_at(middle) <= nbytes else (low, middle)
+    return low
 
 
 def stages(subject: Subject, step: Measured, *, cublas: int) -> list[Stage]:
@@ -117,9 +104,12 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
     """
     step, now = made.worst, training(made.worst, subject.zero, cublas=cublas).total
     usable = device.usable(subject.sharding.world) if device is not None else None
-    longest_rows = [(f"rows {rows}", _of_longest(subject, rows)) for rows in (_FEW, _SOME)]
+    longest_rows = [(f"rows {rows}", _of_longest(subject, rows)) for rows in _counts(subject, made)]
     other_ways = [*_recomputed(subject, made), *_other_attention(subject, made)]
-    shorter = [(name, request) for name, request, _ in _shorter(subject, made)]
+    is_too_large = usable is not None and made.total > usable
+    shorter = [
+        (name, request) for name, request, _ in _shorter(subject, made)[0 if is_too_large else -1 :]
+    ]
     asked = [*longest_rows, *other_ways, *shorter]
     found = dict(
         zip(
@@ -130,22 +120,35 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
     def peak(measured: Measured) -> int:
         return training(measured, subject.zero, cublas=cublas).total
 
-    line = Line.through(*[(rows, peak(found[f"rows {rows}"])) for rows in (_FEW, _SOME)])
+    points = [(rows, found[f"rows {rows}"]) for rows in _counts(subject, made)]
+    points += [(len(made.numbers), step)] if len(points) == 1 else []
+
+    def peak_at(rows: int) -> int:
+        return peak(scaled(points[0], points[1], rows))
+
     found_stages = stages(subject, step, cublas=cublas)
     changes = [
         *[(name, peak(found[name])) for name, _ in other_ways],
         *_limit_change(subject, made, {name: peak(found[name]) for name, _ in shorter}, usable),
-        *_fewer_rows(subject, line, usable),
+        *_fewer_rows(subject, peak_at, usable),
         *[(f"--deepspeed {stage.preset}", stage.peak.total) for stage in found_stages],
     ]
     fixes = [Fix(what, total, now - total) for what, total in changes if total < now]
     fixes += fewer_evaluated(made.plan, usable)
     longest = int(subject.train.lengths.max())
-    rows = 0 if usable is None else line.largest(usable)
+    rows = 0 if usable is None else largest_fitting(peak_at, usable)
     seconds = sum(measured.seconds for measured in found.values())
     return Advice(
         found_stages, sorted(fixes, key=lambda fix: -fix.saving), rows, rows * longest, seconds
     )
+
+
+def _counts(subject: Subject, made: Made) -> tuple[int, ...]:
+    """How many of the longest rows are measured: once, where the plan itself is a second point."""
+    lengths, rows = subject.train.lengths, len(made.numbers)
+    if rows >= _SOME and bool((lengths[made.numbers] == lengths.max()).all()):
+        return (rows // 2,)
+    return _FEW, _SOME
 
 
 def _of_longest(subject: Subject, rows: int) -> MeasureRequest:
@@ -246,16 +249,18 @@ def _limit_change(
     ]
 
 
-def _fewer_rows(subject: Subject, line: Line, usable: int | None) -> list[tuple[str, int]]:
+def _fewer_rows(
+    subject: Subject, peak_at: Callable[[int], int], usable: int | None
+) -> list[tuple[str, int]]:
     """A smaller micro-batch, and more of them: the largest that fits, or half."""
     train = subject.cfg.train
     if train.micro_tokens is not None or train.micro_batch == 1:
         return []
-    fitting = line.largest(usable) if usable is not None else train.micro_batch // 2
+    fitting = largest_fitting(peak_at, usable) if usable is not None else train.micro_batch // 2
     rows = largest_divisor(
         train.global_batch // subject.sharding.world, min(fitting, train.micro_batch - 1)
     )
-    return [(f"train.micro_batch {train.micro_batch} -> {rows}", line.at(rows))] if rows else []
+    return [(f"train.micro_batch {train.micro_batch} -> {rows}", peak_at(rows))] if rows else []
 
 
 def fewer_evaluated(plan: MemoryPlan, usable: int | None) -> list[Fix]:
@@ -291,6 +296,10 @@ def largest_rows(
     found: dict[str, int] = {}
     for preset in presets:
         zero = subject.zero_of(subject.with_deepspeed(preset))
-        peaks = [training(step, zero, cublas=cublas).total for step in (few, some)]
-        found[preset] = Line.through(*zip(counts, peaks, strict=True)).largest(usable)
+        points = (counts[0], few), (counts[1], some)
+
+        def peak_at(rows: int, zero: Zero = zero, points: Any = points) -> int:
+            return training(scaled(points[0], points[1], rows), zero, cublas=cublas).total
+
+        found[preset] = largest_fitting(peak_at, usable)
     return found

@@ -175,7 +175,7 @@ class _Counted(TorchDispatchMode):
             with self:
                 return _safe_softmax(*args, **(kwargs or {}))
         out = run_with_twins(func, args, kwargs or {})
-        self._tracker.see(out, func)
+        self._tracker.see(out, func, args, kwargs)
         return out
 
 

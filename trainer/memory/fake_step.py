@@ -7,12 +7,13 @@ standard output, until the input ends.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from trainer.memory.measure import Measured, MeasureRequest
 
@@ -20,22 +21,29 @@ if TYPE_CHECKING:
     from trainer.memory.fake_device import FakeDevice
     from trainer.tasks.protocol import Places, Task
 
+logger = logging.getLogger(__name__)
+
 
 def main() -> None:
     """Answer the requests on standard input."""
     answers, sys.stdout = sys.stdout, sys.stderr  # whoever prints must not spoil the answer
+    answer_all(sys.stdin, answers)
+    # torch's threads hold Python objects of the fake device, which the interpreter's own way out
+    # would meet half freed
+    os._exit(0)
+
+
+def answer_all(asked: TextIO, answers: TextIO) -> None:
+    """Answer requests, a line each, until they end."""
     from trainer.tasks.protocol import Places
 
-    for line in sys.stdin:
+    for line in asked:
         job = json.loads(line)
         given = {name: None if path is None else Path(path) for name, path in job["places"].items()}
         places = Places(**cast("dict[str, Any]", given))
         found = [_measured(MeasureRequest(**one), places).plain() for one in job["requests"]]
         answers.write(json.dumps(found) + "\n")
         answers.flush()
-    # torch's threads hold Python objects of the fake device, which the interpreter's own way out
-    # would meet half freed
-    os._exit(0)
 
 
 def _measured(request: MeasureRequest, places: Places) -> Measured:
@@ -51,10 +59,24 @@ def _measured(request: MeasureRequest, places: Places) -> Measured:
 
 
 def _stepped(request: MeasureRequest, places: Places) -> Measured:
+    """One step, by a few of its model's blocks; by all of them where those do not tell enough."""
+    from trainer.timing.blocks import SHOWN, SHOWN_RECOMPUTED, UnequalBlocksError, shortened, whole
+
+    is_recomputed = (request.experiment.get("train") or {}).get("gradient_checkpointing")
+    shown = SHOWN_RECOMPUTED if is_recomputed else SHOWN
+    try:
+        return _stepped_by(request, places, lambda model: shortened(model, shown))
+    except UnequalBlocksError as error:
+        logger.info("all blocks are run: %s", error)
+        return _stepped_by(request, places, lambda _: whole())
+
+
+def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measured:
     import numpy as np
 
     from trainer import tasks
-    from trainer.memory.fake_device import FAKE_GPU, fake_device
+    from trainer.memory.fake_device import fake_device
+    from trainer.memory.tracker import operators_in
     from trainer.models.base_model import DTYPES
     from trainer.training.optimizers import state_shapes
 
@@ -62,24 +84,26 @@ def _stepped(request: MeasureRequest, places: Places) -> Measured:
     cfg = tasks.parse(request.experiment)
     task = tasks.load(cfg, places)
     model = task.skeleton().to(DTYPES[cfg.train.precision])
+    modules = sum(any(True for _ in m.parameters(recurse=False)) for m in model.modules())
     weights = [weight for weight in model.parameters() if weight.requires_grad]
+    sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
     rows = [
         {field: np.asarray(ids, dtype=np.int64) for field, ids in row.items()}
         for row in request.rows
     ]
     batch = task.collate(rows)
-    with fake_device(FAKE_GPU) as device:
+    with fake_device(request.device) as device:
         device.place(model)
         tracker = device.tracker
-        tracker.watch(model)
+        tracker.watch(model, shorten(model))
         tracker.restart()
         _run(request, task, model, device, batch=batch, rows=rows)
         return Measured(
             weights=tracker.live["weights"],
             buffers=tracker.live["buffers"],
-            trainable=sum(weight.numel() for weight in weights),
-            frozen=sum(weight.numel() for weight in model.parameters() if not weight.requires_grad),
-            largest=max((weight.numel() for weight in weights), default=0),
+            trainable=sum(size for size, is_trained in sizes if is_trained),
+            frozen=sum(size for size, is_trained in sizes if not is_trained),
+            largest=max((size for size, is_trained in sizes if is_trained), default=0),
             states=sum(
                 shape.numel()
                 for w in weights
@@ -90,6 +114,10 @@ def _stepped(request: MeasureRequest, places: Places) -> Measured:
             shapes={name: list(tensor.shape) for name, tensor in batch.items()},
             tensors=tracker.largest,
             seconds=time.process_time() - started,
+            operators=[[*o, n] for o, n in operators_in(tracker.parts())],
+            units=int(task.units(batch)),
+            modules=modules,
+            num_weights=len(sizes),
         )
 
 

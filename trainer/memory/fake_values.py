@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def run_with_twins(func: Any, args: Any, kwargs: Any) -> Any:
         return all(_is_known(x) for x in args) and torch.equal(*(_real(x) for x in args))
     if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
         return _constant(args[0])
-    if any(map(_is_real_array, _tensors(args))):
+    if any(map(_is_real_array, tensors_in(args))):
         args = tree_map(lambda value: _constant(value) if _is_real_array(value) else value, args)
     if func in _INDEXING:
         args = (args[0], _without_masks(args[1]), *args[2:])
@@ -74,7 +74,7 @@ def run_with_twins(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _is_small(out: Any) -> bool:
     """Whether the results may have twins: integers and booleans of some size, and a few numbers."""
-    found = list(_tensors(out))
+    found = list(tensors_in(out))
     return bool(found) and all(
         tensor.numel() <= (LARGEST_FLOAT if tensor.is_floating_point() else LARGEST)
         for tensor in found
@@ -105,8 +105,17 @@ def _is_known(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) or getattr(tensor, "twin", None) is not None
 
 
-def _tensors(*values: Any) -> Iterator[Tensor]:
-    return (value for value in tree_iter(values) if isinstance(value, Tensor))
+def tensors_in(*values: Any) -> Iterator[Tensor]:
+    """The tensors among values, lists and dictionaries; torch's own walk takes five times as
+    long.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors_in(*value)
+        elif isinstance(value, dict):
+            yield from tensors_in(*value.values())
 
 
 def _number(tensor: Tensor) -> Any:
@@ -123,7 +132,7 @@ def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
     """
     if func in _UNFILLED or torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    return all(map(_is_known, _tensors(args, kwargs)))
+    return all(map(_is_known, tensors_in(args, kwargs)))
 
 
 def _on_twins(func: Any, args: Any, kwargs: Any) -> Any:
@@ -135,18 +144,18 @@ def _on_twins(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _attach(out: Any, twins: Any) -> None:
-    for fake, twin in zip(_tensors(out), _tensors(twins), strict=True):
+    for fake, twin in zip(tensors_in(out), tensors_in(twins), strict=True):
         fake.twin = twin if isinstance(fake, FakeTensor) else None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _forget(out: Any) -> None:
-    for fake in _tensors(out):
+    for fake in tensors_in(out):
         fake.twin = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _choose(out: Any) -> None:
     """Twins for the places among a result: which token a fake model picks is ours to say."""
-    for fake in _tensors(out):
+    for fake in tensors_in(out):
         if not fake.is_floating_point() and fake.numel() <= LARGEST:
             with _disable_current_modes():
                 fake.twin = torch.full(fake.shape, CHOSEN, dtype=fake.dtype)  # pyright: ignore[reportAttributeAccessIssue]
@@ -167,12 +176,12 @@ def _shaped_by_values(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation whose result is as large as the values say, such as nonzero. UnknownShapeError
     without them.
     """
-    known = [tensor for tensor in _tensors(args, kwargs) if not tensor.is_floating_point()]
+    known = [tensor for tensor in tensors_in(args, kwargs) if not tensor.is_floating_point()]
     if not known or not all(map(_is_known, known)):
         raise UnknownShapeError(
             f"{func}: the shape of its result depends on values that are not known beforehand"
         )
-    device = next(_tensors(args, kwargs)).device
+    device = next(tensors_in(args, kwargs)).device
     if func is aten.masked_select.default and not _is_known(args[0]):
         with _disable_current_modes():
             count = int(torch.broadcast_to(_real(args[1]), args[0].shape).sum())

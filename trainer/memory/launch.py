@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -28,31 +28,22 @@ from trainer.memory.planned_rows import StoredRows
 from trainer.memory.subject import Subject
 from trainer.runtime import distributed, rng
 from trainer.runtime.batch import batch_of, named_when_out_of_memory, to_device
-from trainer.runtime.gpus import Device, device_here, device_of
+from trainer.runtime.gpus import Device
 from trainer.tasks.protocol import DRAW, EPOCH, Places, Task
+from trainer.timing.target import target_of
+from trainer.timing.text import duration
 from trainer.training.engine import Engine, trainable
 
 if TYPE_CHECKING:
     from trainer.data.order import Sharding
     from trainer.data.token_store import TokenStore
+    from trainer.timing.fastest import Way
+    from trainer.timing.target import Target
 
 logger = logging.getLogger(__name__)
 
-FILE = "memory_plan.json"
+FILE, TIME = "memory_plan.json", "time"  # the key of the run's predicted time in it
 FILLED = 0.95  # of the device, where the run itself chooses: what lies about unused is not planned
-
-
-def device(name: str | None) -> Device | None:
-    """The device that a run is planned for; None when there is none.
-
-    It is that of --device, or else the GPU of this process.
-    """
-    return device_of(name) if name is not None else device_here()
-
-
-def cublas(target: Device | None) -> int:
-    """Bytes of cuBLAS's workspace on it."""
-    return 0 if target is None else target.cublas_nbytes
 
 
 @dataclass(frozen=True)
@@ -97,15 +88,21 @@ class UpcomingRun:
 
 @measuring()
 def before_launch(
-    launch: UpcomingRun, folder: Path, *, name: str | None, is_forced: bool
+    launch: UpcomingRun,
+    folder: Path,
+    *,
+    name: str | None,
+    is_forced: bool,
+    predict: Callable[[Subject, Target], dict[str, Any] | None],
 ) -> dict[str, Any] | None:
     """The plan as plain values, shown in one line and kept in the run folder; None without a device
     to plan for.
 
-    DoesNotFitError, with what would fit, unless `is_forced`. A step that cannot be measured is
-    reported, not refused.
+    predict: the time of the run, late.predicted. DoesNotFitError, with what would fit, unless
+    `is_forced`. A step that cannot be measured is reported, not refused.
     """
-    target = device(name)
+    meant = target_of(name, world=launch.sharding.world)
+    target = meant.device
     if target is None:
         logger.info(
             "memory: not planned, for there is no GPU here; `python -m trainer plan --device "
@@ -119,7 +116,8 @@ def before_launch(
             made = make(launch.subject(), cublas=target.cublas_nbytes)
             plan = made.plan
         logger.info("%s", plan_text.summary(plan, target))
-        write_json(folder / FILE, {"key": key, "plan": plan.plain()})
+        time = predict(launch.subject(), meant)
+        write_json(folder / FILE, {"key": key, "plan": plan.plain(), TIME: time})
         if not plan.fits(target, launch.sharding.world) and not is_forced:
             subject = launch.subject()
             made = made or make(subject, cublas=target.cublas_nbytes)
@@ -148,14 +146,18 @@ def _kept(path: Path, key: str) -> MemoryPlan | None:
 # --------------------------------------------------------------------------------------------------
 
 
-def chosen(launch: UpcomingRun, asked: str, *, name: str | None) -> tuple[str, int]:
+def chosen(
+    launch: UpcomingRun, asked: str, *, name: str | None, ways: Callable[..., list[Way]]
+) -> tuple[str, int]:
     """The DeepSpeed file and the micro-batch that a run takes where it says "auto".
 
-    asked: the file, or "auto": the first of presets_of() that fits. A micro-batch that is picked is
-    the largest that fits and divides a rank's rows of a step, so that global_batch stays.
-    DoesNotFitError when nothing fits.
+    asked: the file, or "auto". ways: those of timing.fastest. Where the device's rates are known,
+    the fastest of them; else the first of presets_of() that fits, with the largest micro-batch that
+    does and divides a rank's rows of a step, so that global_batch stays. DoesNotFitError when
+    nothing fits.
     """
-    target = device(name)
+    meant = target_of(name, world=launch.sharding.world)
+    target = meant.device
     if target is None:
         raise ConfigError(
             f'"{AUTO}" needs to know the device. Run on a GPU, or give --device, such as '
@@ -165,10 +167,15 @@ def chosen(launch: UpcomingRun, asked: str, *, name: str | None) -> tuple[str, i
     presets = presets_of(launch.cfg) if asked == AUTO else (asked,)
     picks_rows = launch.values["train"]["micro_batch"] == AUTO
     usable = int(FILLED * target.usable(world))
+    if meant.rates is not None:
+        found = _fastest(launch, ways, presets, meant, usable=usable, picks_rows=picks_rows)
+        if found is not None:
+            return found
+        raise _nothing_fits(target, presets)
     fitting = largest_rows(launch.subject(), presets, usable=usable, cublas=target.cublas_nbytes)
     for preset, rows in fitting.items():
         if rows >= (1 if picks_rows else train.micro_batch):
-            found = (
+            found_rows = (
                 largest_divisor(train.global_batch // world, rows)
                 if picks_rows
                 else train.micro_batch
@@ -176,11 +183,15 @@ def chosen(launch: UpcomingRun, asked: str, *, name: str | None) -> tuple[str, i
             logger.info(
                 "memory: %s with micro-batches of %d, for %d of the longest rows fit",
                 preset,
-                found,
+                found_rows,
                 rows,
             )
-            return preset, found
-    raise DoesNotFitError(
+            return preset, found_rows
+    raise _nothing_fits(target, presets)
+
+
+def _nothing_fits(target: Device, presets: Sequence[str]) -> DoesNotFitError:
+    return DoesNotFitError(
         f"{target.name}: the longest rows do not fit under {', '.join(presets)}. "
         "`python -m trainer plan` names what would make them fit."
     )
@@ -188,7 +199,7 @@ def chosen(launch: UpcomingRun, asked: str, *, name: str | None) -> tuple[str, i
 
 def frozen(launch: UpcomingRun, *, name: str | None) -> str:
     """What train.frozen "auto" becomes: "replicate" where the run then fits its device."""
-    target = device(name)
+    target = target_of(name, world=launch.sharding.world).device
     if target is None or launch.ds["zero_optimization"]["stage"] < 3:
         return "shard"
     whole = replace(launch, cfg=with_frozen(launch.cfg, "replicate"))
@@ -200,6 +211,38 @@ def frozen(launch: UpcomingRun, *, name: str | None) -> str:
     how = "replicate" if fits else "shard"
     logger.info("memory: frozen weights: %s (train.frozen is auto)", how)
     return how
+
+
+def _fastest(
+    launch: UpcomingRun,
+    ways: Callable[..., list[Way]],
+    presets: Sequence[str],
+    meant: Target,
+    *,
+    usable: int,
+    picks_rows: bool,
+) -> tuple[str, int] | None:
+    """The way that is predicted to take least, among those that fit; None when none does."""
+    train = launch.cfg.train
+    found = ways(
+        launch.subject(),
+        meant.rates,
+        meant.cluster,
+        usable=usable,
+        presets=presets,
+        micro_batches=None if picks_rows else (train.micro_batch,),
+        recomputed=(train.gradient_checkpointing,),
+    )
+    if not found:
+        return None
+    best = found[0]
+    logger.info(
+        "time: %s, %s a step predicted, the fastest of %d ways that fit",
+        best.text,
+        duration(best.time.total),
+        len(found),
+    )
+    return best.preset, best.micro_batch
 
 
 # In the run

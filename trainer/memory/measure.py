@@ -8,18 +8,25 @@ import contextlib
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TextIO, cast
 
-from trainer.errors import LatheError
+from trainer.config.identity import digest
+from trainer.errors import LatheError, StorageError
+from trainer.files.atomic import read_json, write_json
 
 if TYPE_CHECKING:
     from trainer.tasks.protocol import Places
@@ -41,6 +48,7 @@ class MeasureRequest:
     raw: list[dict[str, Any]] = field(default_factory=list)  # the same as text, for answers
     answer_tokens: int | None = None  # of an answer; None: as many as the experiment allows
     accumulates: bool = False  # a second micro-batch of the same rows follows
+    device: Literal["fakegpu", "cpu"] = "fakegpu"  # whose kernels are taken
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,11 @@ class Measured:
     seconds: float
     # the moments of a step at ZeRO-3, where they are others: its linear layers keep their inputs
     partitioned: list[Moment] = field(default_factory=list)
+    # the values of an Operator, and how often it runs
+    operators: list[list[Any]] = field(default_factory=list)
+    units: int = 0  # that the loss of the batch is summed over
+    modules: int = 0  # that have weights of their own
+    num_weights: int = 0
 
     def moments_at(self, stage: int) -> list[Moment]:
         """The moments of a training step at this stage of ZeRO."""
@@ -105,6 +118,38 @@ class Measured:
         return asdict(self)
 
 
+def scaled(few: tuple[int, Measured], some: tuple[int, Measured], rows: int) -> Measured:
+    """The step of `rows` rows, from those of two other numbers of them: at the same bytes of
+    complete gradients, everything else that is alive grows by as much with every row.
+    """
+    (few_rows, less), (some_rows, more) = few, some
+    part = (rows - few_rows) / (some_rows - few_rows)
+    moments = _between(less.moments, more.moments, part)
+    partitioned = _between(less.partitioned, more.partitioned, part)
+    scratch = round(less.scratch + part * (more.scratch - less.scratch))
+    return replace(more, moments=moments, partitioned=partitioned, scratch=max(0, scratch))
+
+
+def _between(less: list[Moment], more: list[Moment], part: float) -> list[Moment]:
+    found: list[Moment] = []
+    for gradients in sorted({moment.gradients for moment in [*less, *more]}, reverse=True):
+        low, high = _highest(less, gradients), _highest(more, gradients)
+        if low is None or high is None:
+            continue
+        activations = low.activations + part * (high.activations - low.activations)
+        logits = low.logits + part * (high.logits - low.logits)
+        found.append(Moment(gradients, max(0, round(activations)), max(0, round(logits))))
+    return found
+
+
+def _highest(moments: list[Moment], gradients: int) -> Moment | None:
+    """The one of most besides gradients among those with at least as many gradients: the last of
+    them, for with fewer gradients there is always more of the rest.
+    """
+    place = bisect_right([-moment.gradients for moment in moments], -gradients)
+    return moments[place - 1] if place else None
+
+
 def changed(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     """The experiment with one key of a block set, such as data.source_tokens."""
     copied = copy.deepcopy(dict(values))
@@ -124,14 +169,17 @@ _kept: ContextVar[_Measurer | None] = ContextVar("_kept", default=None)
 
 
 @contextmanager
-def measuring() -> Iterator[None]:
+def measuring(forked: Callable[[TextIO, TextIO], None] | None = None) -> Iterator[None]:
     """Inside, every measure() asks one and the same process, which takes seconds to start and half
     a GiB of the host until the end. Outside, each starts its own.
+
+    forked: fake_step.answer_all, of a command that has neither threads nor a GPU: the process is a
+    fork of this one, with all that has been imported here.
     """
     if _kept.get() is not None:
         yield
         return
-    measurer = _Measurer()
+    measurer = _Measurer(forked)
     token = _kept.set(measurer)
     try:
         yield
@@ -148,14 +196,60 @@ def measure(requests: Sequence[MeasureRequest], places: Places) -> list[Measured
     with measuring():
         measurer = _kept.get()
         assert measurer is not None
-        return measurer.answer(requests, places)
+        return _remembered(measurer, requests, places)
+
+
+def _remembered(
+    measurer: _Measurer, requests: Sequence[MeasureRequest], places: Places
+) -> list[Measured]:
+    """Steps that were measured before are read from the cache: they depend on nothing but shapes
+    and this program.
+    """
+    program = _program()
+    paths = [places.cache_dir / "steps" / f"{_key(one, program)}.json" for one in requests]
+    found = {path: _read(path) for path in dict.fromkeys(paths)}
+    missing = {path: one for path, one in zip(paths, requests, strict=True) if not found[path]}
+    if missing:
+        answers = measurer.answer(list(missing.values()), places)
+        for path, step in zip(missing, answers, strict=True):
+            found[path] = step
+            with contextlib.suppress(StorageError, OSError):  # a plan needs no disk
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, replace(step, seconds=0.0).plain(), is_durable=False)
+    return [cast("Measured", found[path]) for path in paths]
+
+
+def _read(path: Path) -> Measured | None:
+    try:
+        stored = read_json(path)
+        return None if stored is None else Measured.of(stored)
+    except (TypeError, ValueError, KeyError):  # torn, or of another program: measured again
+        return None
+
+
+def _key(request: MeasureRequest, program: str) -> str:
+    """Names everything that a step's bytes and operators depend on."""
+    base = request.experiment.get("base")
+    folder = Path(base) if isinstance(base, str) else None
+    config = folder / "config.json" if folder is not None else None
+    shape = config.read_text() if config is not None and config.is_file() else ""
+    return digest({"program": program, "base": shape, **asdict(request)})
+
+
+@cache
+def _program() -> str:
+    """Names this program and what it stands on."""
+    files = sorted((ROOT / "trainer").rglob("*.py"))
+    seen = [[str(f.relative_to(ROOT)), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    return digest({"files": seen, "torch": version("torch"), "with": version("transformers")})
 
 
 class _Measurer:
     """The process that runs steps under fake tensors: a line of JSON in, a line out."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+    def __init__(self, forked: Callable[[TextIO, TextIO], None] | None) -> None:
+        self._forked = forked
+        self._process: subprocess.Popen[str] | _Fork | None = None
         self._said = None  # what it writes to standard error
 
     def answer(self, requests: Sequence[MeasureRequest], places: Places) -> list[Measured]:
@@ -197,9 +291,12 @@ class _Measurer:
             self._said.close()
         self._process = self._said = None
 
-    def _running(self) -> subprocess.Popen[str]:
+    def _running(self) -> subprocess.Popen[str] | _Fork:
         if self._process is None:
             self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (close)
+            if self._forked is not None:
+                self._process = _Fork(self._said, self._forked)
+                return self._process
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "trainer.memory.fake_step"],
                 stdin=subprocess.PIPE,
@@ -210,7 +307,7 @@ class _Measurer:
             )
         return self._process
 
-    def _failed(self, process: subprocess.Popen[str], *, is_late: bool) -> MeasuringError:
+    def _failed(self, process: subprocess.Popen[str] | _Fork, *, is_late: bool) -> MeasuringError:
         code = process.wait()
         assert self._said is not None
         self._said.seek(0)
@@ -221,6 +318,49 @@ class _Measurer:
                 f"measuring memory took more than {TIME_LIMIT_S:.0f} s and was given up"
             )
         return MeasuringError(f"memory could not be measured (exit code {code}):\n{words}")
+
+
+class _Fork:
+    """A copy of this process that answers requests, looked at as a Popen is."""
+
+    def __init__(self, said: Any, answer: Callable[[TextIO, TextIO], None]) -> None:
+        """said: the file that takes its standard error."""
+        asked, ours = os.pipe()
+        theirs, answers = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(ours)
+            os.close(theirs)
+            os.dup2(said.fileno(), 2)
+            _answer_until_the_end(answer, asked, answers)
+        os.close(asked)
+        os.close(answers)
+        self.stdin, self.stdout = open(ours, "w"), open(theirs)  # noqa: SIM115 (close)
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Its exit code."""
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+
+def _answer_until_the_end(
+    answer: Callable[[TextIO, TextIO], None], asked: int, answers: int
+) -> NoReturn:
+    """What the fork does; it never comes back to what its parent was doing."""
+    code = 1
+    try:
+        sys.stdout = sys.stderr  # whoever prints must not spoil the answer
+        answer(open(asked), open(answers, "w"))  # noqa: SIM115 (until the end)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def _environment() -> dict[str, str]:

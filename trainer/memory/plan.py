@@ -22,23 +22,23 @@ from trainer.memory.measure import (
     EVALUATION,
     GENERATION,
     TRAINING,
-    Kind,
     Measured,
-    MeasureRequest,
     measure,
 )
-from trainer.memory.planned_rows import first_evaluated, heaviest
-from trainer.tasks.abilities import Answers, question_of
+from trainer.memory.planned_rows import (
+    SHORT_ANSWERS,
+    answer_requests,
+    first_evaluated,
+    heaviest,
+    request_of,
+)
+from trainer.tasks.abilities import Answers
 
 if TYPE_CHECKING:
     from trainer.memory.planned_rows import RowsByNumber
     from trainer.memory.subject import Subject
     from trainer.runtime.gpus import Device
 
-SHORT_ANSWERS = (
-    4,
-    8,
-)  # tokens that are generated to be measured; memory grows by as much with each further one
 # host memory of a process that has imported torch, transformers and CUDA's libraries
 _PROCESS = 2 * 2**30
 
@@ -111,8 +111,8 @@ def make(subject: Subject, *, cublas: int) -> Made:
     batches = training_batches(subject)
     rows = {EVALUATION: first_evaluated(subject.valid.lengths, batch=_eval_batch(subject))}
     requests = [subject.training_request(numbers) for numbers in batches]
-    requests.append(_request(subject, "evaluate", subject.valid, rows[EVALUATION]))
-    requests += _answer_requests(subject, rows[EVALUATION])
+    requests.append(request_of(subject, "evaluate", subject.valid, rows[EVALUATION]))
+    requests += answer_requests(subject, rows[EVALUATION])
     found = measure(requests, subject.places)
     steps, evaluated, answered = (
         found[: len(batches)],
@@ -159,19 +159,6 @@ def phase(name: str, peak: Breakdown, step: Measured, rows: RowsByNumber, number
     return Phase(
         name, peak, len(numbers), int(rows.lengths[numbers].max()), step.shapes, step.tensors
     )
-
-
-def _request(subject: Subject, kind: Kind, rows: RowsByNumber, numbers: Any) -> MeasureRequest:
-    return MeasureRequest(subject.values, kind, rows.encoded(numbers, is_drawn=False))
-
-
-def _answer_requests(subject: Subject, numbers: Any) -> list[MeasureRequest]:
-    """Generation of two short lengths, from which any other follows."""
-    if not subject.answers or not isinstance(subject.task, Answers):
-        return []
-    raw = [question_of(subject.task, row) for row in subject.valid.raw(numbers)]
-    request = replace(_request(subject, "answer", subject.valid, numbers), raw=raw)
-    return [replace(request, answer_tokens=tokens) for tokens in SHORT_ANSWERS]
 
 
 def _grown(answered: Sequence[Measured], tokens: int) -> Measured:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from trainer.data.order import Lengths, Sharding, Sizes, evaluation_batches, sizes_of, window_rows
+from trainer.memory.measure import Kind, MeasureRequest
+from trainer.tasks.abilities import Answers, question_of
 from trainer.tasks.protocol import DRAW, EPOCH, Task
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
+    from trainer.memory.subject import Subject
 
+SHORT_ANSWERS = (
+    4,
+    8,
+)  # tokens that are generated to be measured; memory grows by as much with each further one
 MOST_STEPS = 2000  # whose micro-batches are compared
 _SPECIMENS = 8192
 _DRAWN = 5
@@ -85,7 +93,8 @@ def heaviest(
     """
     is_packed = isinstance(rows.sizes, Sizes) and rows.sizes.is_packed
     found: dict[int, tuple[float, np.ndarray]] = {}
-    for step in range(min(steps, MOST_STEPS)):
+    are_alike = rows.lengths.min() == rows.lengths.max()
+    for step in range(1 if are_alike else min(steps, MOST_STEPS)):
         for numbers in window_rows(step, lengths=rows.sizes, sharding=sharding, seed=seed):
             lengths = rows.lengths[numbers].astype(np.float64)
             if not is_packed:
@@ -106,3 +115,18 @@ def first_evaluated(lengths: np.ndarray, *, batch: int) -> np.ndarray:
 def binding_limit(task: Task) -> tuple[str, int] | None:
     """The dictionary's key that cuts the longest texts, with its value; None when no limit does."""
     return max(task.limits().items(), key=lambda item: item[1], default=None)
+
+
+def request_of(subject: Subject, kind: Kind, rows: RowsByNumber, numbers: Any) -> MeasureRequest:
+    """These rows, evaluated or answered."""
+    return MeasureRequest(subject.values, kind, rows.encoded(numbers, is_drawn=False))
+
+
+def answer_requests(subject: Subject, numbers: Any) -> list[MeasureRequest]:
+    """Generation of two short lengths, from which any other follows."""
+    if not subject.answers or not isinstance(subject.task, Answers):
+        return []
+    # judging answers is none of the device's work: they are compared with nothing
+    raw = [{**question_of(subject.task, row), "answers": []} for row in subject.valid.raw(numbers)]
+    request = replace(request_of(subject, "answer", subject.valid, numbers), raw=raw)
+    return [replace(request, answer_tokens=tokens) for tokens in SHORT_ANSWERS]

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # The embedded tokenizer that stands in for a published one: its ids of padding and end.
 _STAND_IN: dict[str, Any] = {"pad_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 0}
+# of made-up names: the other corpus, Python's own documentation, takes a second to read
+_ITS_TOKENIZER = {"vocab_size": 2048, "corpus": "lookup"}
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def reachable(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], l
     if cfg.tokenizer is not None:
         return changed(values, "base", {"config": shape}), notes
     values = changed(
-        changed(values, "base", {"config": shape | _STAND_IN}), "tokenizer", {"vocab_size": 2048}
+        changed(values, "base", {"config": shape | _STAND_IN}), "tokenizer", _ITS_TOKENIZER
     )
     return values, [*notes, "the tokenizer of the base is out of reach"]
 

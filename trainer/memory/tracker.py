@@ -1,4 +1,5 @@
-"""Every byte that is alive on a device, by category, and the moments at which most of them are.
+"""Every byte that is alive on a device, by category, the moments at which most of them are, and
+the operators that made them.
 
 Storages are followed by weak references and counted in the blocks of 512 bytes that the CUDA
 allocator hands out. torch's MemTracker gives the same numbers, but looks at all modules again at
@@ -8,15 +9,17 @@ every operation: 54 s where this takes 2.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
+from trainer.memory.fake_values import tensors_in
 from trainer.memory.measure import Moment
+from trainer.timing.blocks import Part, Stacks, repeated, storage_of, whole
+from trainer.timing.operators import Operator, operator_of
 
 BLOCK = 512
 LARGEST = 3  # tensors that are named
@@ -30,8 +33,16 @@ class _Storage:
     reference: Any = field(repr=False)
 
 
+@dataclass(frozen=True)
+class _Change:
+    """The event of bytes that are there, or not any more."""
+
+    nbytes: int
+    category: str
+
+
 class Tracker:
-    """Counts what is made on one device."""
+    """Counts what is made on one device, and what is done there."""
 
     def __init__(self, device: str) -> None:
         self._device, self._label = device, "activations"
@@ -40,7 +51,10 @@ class Tracker:
         self.live: dict[str, int] = dict.fromkeys(
             ("weights", "buffers", "gradients", "activations", "logits"), 0
         )
-        self._moments: dict[int, Moment] = {}  # by bytes of gradients
+        self._before = dict(self.live)  # at restart()
+        self._events: list[Any] = []  # since restart()
+        self._stacks = whole()
+        self._place: Any = None
         self.largest: list[tuple[str, int]] = []  # tensors alive when most was alive
 
     @contextmanager
@@ -52,37 +66,61 @@ class Tracker:
         finally:
             self._label = before
 
-    def watch(self, model: nn.Module) -> None:
-        """Tell the gradients of the model's parameters and its logits from other activations."""
+    def watch(self, model: nn.Module, stacks: Stacks | None = None) -> None:
+        """Tell the gradients of the model's parameters and its logits from other activations.
+
+        stacks: those of its stacks that show a few of their blocks only.
+        """
         # A layer as wide as a vocabulary is no sign: there may be as many positions as it is wide.
         heads = [getattr(m, "get_output_embeddings", lambda: None)() for m in model.modules()]
         self._vocabularies = {m.out_features for m in heads if isinstance(m, nn.Linear)}
+        self._stacks = stacks or self._stacks
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._is_gradient)
 
     def restart(self) -> None:
         """Forget the moments seen so far; what is alive stays alive."""
-        self._moments = {}
-        self._note()
+        self._events, self._before = [], dict(self.live)
+
+    def parts(self) -> list[Part]:
+        """What happened since restart(), with the blocks that were not shown.
+
+        UnequalBlocksError when the blocks shown do not tell what the others do.
+        """
+        return repeated(self._events, self._stacks)
 
     @property
     def moments(self) -> list[Moment]:
         """The moments since restart() that may be the highest, whatever a gradient and an optimizer
         cost.
         """
-        kept: list[Moment] = []
-        for moment in sorted(self._moments.values(), key=lambda m: -m.gradients):
-            rest = moment.total - moment.gradients
-            if not kept or rest > kept[-1].total - kept[-1].gradients:
-                kept.append(moment)
-        return kept
+        return moments_of(self.parts(), self._before)
 
-    def see(self, out: Any, func: Any) -> None:
-        """Count the storages of an operation's results that were not there before."""
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor) and tensor.device.type == self._device:
-                self._add(tensor, func)
+    def see(self, out: Any, func: Any, args: Any = (), kwargs: Any = None) -> None:
+        """Count the storages of an operation's results that were not there before, and the
+        operation itself.
+        """
+        kwargs = kwargs or {}
+        inputs = [x for x in tensors_in(args, kwargs) if x.device.type == self._device]
+        outputs = [x for x in tensors_in(out) if x.device.type == self._device]
+        self._enter(inputs)
+        for tensor in outputs:
+            self._add(tensor, func)
+        if inputs or outputs:
+            operator = operator_of(func, args, kwargs, out, inputs=inputs, outputs=outputs)
+            if operator is not None:
+                self._events.append(operator)
+
+    def _enter(self, inputs: list[Tensor]) -> None:
+        """Note the block whose weights are read, when it is another than before."""
+        if not self._stacks.missing:
+            return
+        for tensor in inputs:
+            place = self._stacks.place_of.get(storage_of(tensor))
+            if place is not None and place != self._place:
+                self._place = place
+                self._events.append(place)
 
     def _add(self, tensor: Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
@@ -100,32 +138,67 @@ class Tracker:
         self._storages[key] = _Storage(
             nbytes, category, name, weakref.ref(storage, lambda _: self._drop(key))
         )
-        self.live[category] += nbytes
-        self._note()
+        self._change(nbytes, category)
 
     def _is_logits(self, tensor: Tensor) -> bool:
         return tensor.shape[-1] in self._vocabularies and tensor.is_floating_point()
 
     def _drop(self, key: int) -> None:
         storage = self._storages.pop(key)
-        self.live[storage.category] -= storage.nbytes
+        self._change(-storage.nbytes, storage.category)
 
     def _is_gradient(self, parameter: Tensor) -> None:
         storage = self._storages[parameter.grad.untyped_storage()._cdata]  # pyright: ignore[reportOptionalMemberAccess]
-        self.live[storage.category] -= storage.nbytes
+        self._change(-storage.nbytes, storage.category)
         storage.category = "gradients"
-        self.live["gradients"] += storage.nbytes
-        self._note()
+        self._change(storage.nbytes, "gradients")
 
-    def _note(self) -> None:
-        live = self.live
-        now = Moment(live["gradients"], live["activations"], live["logits"])
-        known = self._moments.get(now.gradients)
-        if known is None or now.total > known.total:
-            self._moments[now.gradients] = now
+    def _change(self, nbytes: int, category: str) -> None:
+        self.live[category] += nbytes
+        self._events.append(_Change(nbytes, category))
 
     def name_largest(self) -> None:
         """Remember the largest tensors that are alive now, but for weights and gradients."""
         found = [s for s in self._storages.values() if s.category in ("activations", "logits")]
         top = sorted(found, key=lambda s: -s.nbytes)[:LARGEST]
         self.largest = [(storage.name, storage.nbytes) for storage in top]
+
+
+def operators_in(parts: Sequence[Part]) -> list[tuple[Operator, int]]:
+    """Every operator recorded, with how often the whole model runs it, in order."""
+    return [
+        (event, part.times)
+        for part in parts
+        for event in part.events
+        if isinstance(event, Operator)
+    ]
+
+
+def moments_of(parts: Sequence[Part], before: Mapping[str, int]) -> list[Moment]:
+    """The moments that may be the highest, whatever a gradient and an optimizer cost.
+
+    before: bytes alive by category when the first part began.
+    """
+    live = dict(before)
+    highest: dict[int, Moment] = {}  # by bytes of gradients
+
+    def note() -> None:
+        now = Moment(live["gradients"], live["activations"], live["logits"])
+        known = highest.get(now.gradients)
+        if known is None or now.total > known.total:
+            highest[now.gradients] = now
+
+    note()
+    for part in parts:
+        changes = [event for event in part.events if isinstance(event, _Change)]
+        for _ in range(part.times):
+            for change in changes:
+                live[change.category] += change.nbytes
+                if change.nbytes > 0:
+                    note()
+    kept: list[Moment] = []
+    for moment in sorted(highest.values(), key=lambda m: -m.gradients):
+        rest = moment.total - moment.gradients
+        if not kept or rest > kept[-1].total - kept[-1].gradients:
+            kept.append(moment)
+    return kept

@@ -23,22 +23,35 @@ class _Card:
     options: dict[str, float]  # what --device calls it: GiB that the driver shows of it
     peak_flops: float | None = None  # dense bf16, without sparsity, of NVIDIA's data sheets
     is_sm90: bool = False  # or later
+    bytes_per_s: float | None = None  # of its memory, of NVIDIA's data sheets
+    link_bytes_per_s: float = 32e9  # to others of its node, one way: NVLink, or else PCIe 4
 
 
 # GiB are nvidia-smi's total less what the driver reserves; the names on boxes are rounded.
 _CARDS = (
-    _Card("GB200", {}, 2.5e15, is_sm90=True),
-    _Card("B200", {"b200": 178.4}, 2.25e15, is_sm90=True),
-    _Card("H200 NVL", {}, 835.5e12, is_sm90=True),
-    _Card("H200", {"h200": 139.8}, 989.4e12, is_sm90=True),
-    _Card("H100 NVL", {}, 835.5e12, is_sm90=True),
-    _Card("H100 PCIe", {}, 756.5e12, is_sm90=True),
-    _Card("H100", {"h100": 79.1}, 989.4e12, is_sm90=True),
-    _Card("A100", {"a100-40": 39.4, "a100-80": 79.1}, 312e12),
-    _Card("L40S", {"l40s": 44.4}, 362e12),
-    _Card("A10G", {"a10g": 22.0}, 70e12),
-    _Card("A10", {"a10": 22.0}, 125e12),
-    _Card("L4", {"l4": 22.0}, 121e12),
+    _Card("GB200", {}, 2.5e15, is_sm90=True, bytes_per_s=8e12, link_bytes_per_s=9e11),
+    _Card("B200", {"b200": 178.4}, 2.25e15, is_sm90=True, bytes_per_s=8e12, link_bytes_per_s=9e11),
+    _Card("H200 NVL", {}, 835.5e12, is_sm90=True, bytes_per_s=4.8e12, link_bytes_per_s=4.5e11),
+    _Card(
+        "H200", {"h200": 139.8}, 989.4e12, is_sm90=True, bytes_per_s=4.8e12, link_bytes_per_s=4.5e11
+    ),
+    _Card("H100 NVL", {}, 835.5e12, is_sm90=True, bytes_per_s=3.9e12, link_bytes_per_s=3e11),
+    _Card("H100 PCIe", {}, 756.5e12, is_sm90=True, bytes_per_s=2e12, link_bytes_per_s=6.4e10),
+    _Card(
+        "H100",
+        {"h100": 79.1, "h100-80": 79.1},
+        989.4e12,
+        is_sm90=True,
+        bytes_per_s=3.35e12,
+        link_bytes_per_s=4.5e11,
+    ),
+    _Card(
+        "A100", {"a100-40": 39.4, "a100-80": 79.1}, 312e12, bytes_per_s=2e12, link_bytes_per_s=3e11
+    ),
+    _Card("L40S", {"l40s": 44.4}, 362e12, bytes_per_s=8.64e11),
+    _Card("A10G", {"a10g": 22.0}, 70e12, bytes_per_s=6e11),
+    _Card("A10", {"a10": 22.0}, 125e12, bytes_per_s=6e11),
+    _Card("L4", {"l4": 22.0}, 121e12, bytes_per_s=3e11),
     _Card("RTX 5090", {"rtx5090": 31.4}, is_sm90=True),
     _Card("RTX 4090", {"rtx4090": 23.5}),
     _Card("RTX 3090", {"rtx3090": 23.6}),
@@ -82,6 +95,14 @@ def device_of(text: str) -> Device:
     )
 
 
+def planned_device(name: str | None) -> Device | None:
+    """The device that a run is planned for; None when there is none.
+
+    It is that of --device, or else the GPU of this process.
+    """
+    return device_of(name) if name is not None else device_here()
+
+
 def device_here() -> Device | None:
     """The GPU of this process; None on a machine without one. Imports torch."""
     import torch
@@ -93,6 +114,24 @@ def device_here() -> Device | None:
     here = torch.cuda.get_device_properties(distributed.device())
     cublas = _LARGE_CUBLAS if here.major >= 9 else _SMALL_CUBLAS
     return Device(here.name, here.total_memory, cublas)
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """What NVIDIA says of a GPU: dense bf16 FLOP/s, bytes/s of its memory and to its neighbours."""
+
+    peak_flops: float
+    bytes_per_s: float
+    link_bytes_per_s: float
+
+
+def data_sheet(name: str) -> DataSheet | None:
+    """Of a GPU by what --device or torch calls it; None where ours does not say enough."""
+    for card in _CARDS:
+        is_meant = name.lower() in card.options or card.name in name
+        if is_meant and card.peak_flops and card.bytes_per_s:
+            return DataSheet(card.peak_flops, card.bytes_per_s, card.link_bytes_per_s)
+    return None
 
 
 def peak_flops(name: str | None = None) -> float | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -33,9 +34,37 @@ class Meter:
         self._counted_flops, self._flops_per_unit = 0, 0.0
         self._start, self._units, self._steps = time.monotonic(), 0, 0
         self._memory = _Memory()
+        # seconds of steps as the host sees them, but for the first; a GPU may still compute
+        self.parts = dict.fromkeys(("input", "forward and backward", "update"), 0.0)
+        self.timed_steps = 0
+        self.prediction: Mapping[str, Any] | None = None  # of this run (timing/late.py)
+        self._ended: float | None = None  # the last step did
 
     @contextmanager
-    def counting_flops(self) -> Iterator[None]:
+    def stepping(self) -> Iterator[None]:
+        """A step inside; what passed since the last one and was not paused was input."""
+        start, updated = time.monotonic(), self.parts["update"]
+        with self._counting_flops():
+            yield
+        end = time.monotonic()
+        if self._ended is None:  # the first step warms up
+            self.parts["update"] = 0.0
+        else:
+            self.timed_steps += 1
+            update = self.parts["update"] - updated
+            self.parts["input"] += max(0.0, start - self._ended)
+            self.parts["forward and backward"] += end - start - update
+        self._ended = end
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The optimizer's part of a step inside."""
+        start = time.monotonic()
+        yield
+        self.parts["update"] += time.monotonic() - start
+
+    @contextmanager
+    def _counting_flops(self) -> Iterator[None]:
         """Count the FLOPs of the first step inside, where the device's peak is known, for mfu."""
         if self._peak_flops is None or self._flops_per_unit:
             yield
@@ -63,11 +92,14 @@ class Meter:
             with self._goodput.spending(kind) if self._goodput else nullcontext():
                 yield
         finally:
-            self._start += time.monotonic() - start
+            spent = time.monotonic() - start
+            self._start += spent
+            if self._ended is not None:
+                self._ended += spent
 
     def read(self, unit: str) -> dict[str, float]:
         """`<unit>_per_s` over all ranks, `step_s`, `peak_gib` of this rank since the start, `mfu`
-        if known, `goodput` of a run.
+        and `predicted_step_s` if known, `goodput` of a run.
 
         Counted since the last read. mfu: achieved over peak bf16 FLOP/s; left out on a CPU and on
         an unknown GPU.
@@ -81,6 +113,8 @@ class Meter:
         }
         if self._flops_per_unit and self._peak_flops is not None:
             found["mfu"] = rate * self._flops_per_unit / (self._peak_flops * distributed.world())
+        if self.prediction is not None:
+            found["predicted_step_s"] = self.prediction["step_s"]
         if self._goodput is not None:
             found[KEY] = self._goodput.now()["share"]
         self._start, self._units, self._steps = time.monotonic(), 0, 0

@@ -71,6 +71,8 @@ class RunRecord:
         self._bad_steps: list[int] = []
         self._proof = ""
         self.goodput, self.startup = Goodput.of(folder), Startup()
+        # steps against their prediction (trainer/timing/late.py), once they are done
+        self.time: dict[str, Any] | None = None
         self._state: State = "running"
         self._status_at = 0.0
         self._is_writer = distributed.is_main()
@@ -201,6 +203,8 @@ class RunRecord:
             KEY: self.goodput.now(),
             "startup": {name: round(took, 3) for name, took in self.startup.seconds.items()},
         }
+        if self.time is not None:
+            values["time"] = self.time
         if self._bad_steps:
             values["bad_steps"] = self._bad_steps
         if self._name:

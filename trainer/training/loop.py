@@ -149,7 +149,7 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
         log_now = _due(window.step + 1, session.cadence.log, steps) or (
             window.step == 0 and session.cadence.is_first_logged
         )
-        with session.meter.counting_flops():
+        with session.meter.stepping():
             step = train_step(
                 session,
                 window,
@@ -230,9 +230,10 @@ def train_step(
     if trouble:
         engine.leave_out()
     else:
-        engine.step(
-            lr, (lambda named: session.run.gradients(window.step + 1, named)) if watch else None
-        )
+        with session.meter.updating():
+            engine.step(
+                lr, (lambda named: session.run.gradients(window.step + 1, named)) if watch else None
+            )
         if session.is_judged and engine.step_was_skipped() and engine.loss_scale() is None:
             trouble = Trouble("gradient", math.nan)
     is_sound = torch.isfinite(loss)

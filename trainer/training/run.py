@@ -36,6 +36,8 @@ from trainer.telemetry.chain import StepChain
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.trackers import named, tracked_runs
+from trainer.timing import late
+from trainer.timing.fastest import ways
 from trainer.training import bad_steps, checkpoint, engine, preflight, run_folder
 from trainer.training.bad_steps import RolledBack, Trouble
 from trainer.training.engine import Engine
@@ -152,6 +154,7 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
                 _launch(plan, options, task, _stores(options, task, content_of), answers=False),
                 asked,
                 name=options.device,
+                ways=ways,
             )
         )
 
@@ -243,7 +246,11 @@ def ready(
     on_main(lambda: preflight.refuse_rows(task, stores, most_lost=cfg.train.max_lost_labels))
     memory = on_main(
         lambda: planning.before_launch(
-            launch, plan.folder, name=options.device, is_forced=options.force
+            launch,
+            plan.folder,
+            name=options.device,
+            is_forced=options.force,
+            predict=late.predicted,
         )
     )
     doctor.before_first_use(plan.ds["zero_optimization"]["stage"], options.cache_dir)
@@ -252,6 +259,7 @@ def ready(
     telemetry.resume(progress.step, progress.bad.steps)
     telemetry.status("running", step=progress.step)
     meter = Meter(telemetry.goodput, counts_flops=not cfg.train.compile)
+    meter.prediction = late.of_plan(memory, plan.folder / planning.FILE)
     chain, saves = StepChain.of(progress.links), Beside()
 
     def save(progress: Progress) -> None:
@@ -304,6 +312,7 @@ def _train(plan: RunPlan, options: Options, ready: Ready) -> bool:
             refuse_unknown_best(ready.session)
             ready.session.run.goodput.begin_steps()
             finished = fit(ready.session, ready.progress)
+            late.tell(ready.session.meter, ready.session.run)
         if finished:
             ready.export("final")
             if options.push_to_hub:

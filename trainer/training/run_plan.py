@@ -15,7 +15,7 @@ from trainer.config.schema import Experiment
 from trainer.data.order import Sharding
 from trainer.errors import DataError
 from trainer.files.atomic import read_json
-from trainer.runtime.gpus import device_of
+from trainer.timing.target import target_of
 
 if TYPE_CHECKING:
     from trainer.training.options import Options
@@ -78,7 +78,7 @@ def _check_places(options: Options) -> None:
             )
         raise DataError(f"--data_path {data}: {problem}")
     if options.device is not None:
-        device_of(options.device)
+        target_of(options.device, world=None)
 
 
 def is_finished(plan: RunPlan) -> bool:

@@ -20,6 +20,8 @@ TELEMETRY = "tests/unit/test_telemetry.py -k 'not wandb'"
 BAD_INPUT = "tests/runs/test_bad_input.py"
 GROUPS = "tests/runs/test_groups.py"
 MEMORY = "tests/unit/test_memory_parts.py"
+BLOCKS = "tests/unit/test_equal_blocks.py"
+TIMING = "tests/unit/test_timing.py"
 REAL_MEMORY = "tests/numerics/test_memory_plan.py -k 'terms_of_deepspeed and (0 or 2)'"
 
 FAULTS = [
@@ -467,5 +469,40 @@ FAULTS = [
         "fake.twin = real",
         why="no plan of memory for layers in a base with rotary positions",
         tests="tests/numerics/test_memory_plan.py -k skeleton",
+    ),
+    Fault(
+        "trainer/timing/blocks.py",
+        "Part(works[1], 1 + stacks.missing[stack])",
+        "Part(works[1], stacks.missing[stack])",
+        why="a plan counts a block of every stack too few",
+        tests=BLOCKS,
+    ),
+    Fault(
+        "trainer/timing/blocks.py",
+        "if works[1] != works[2]:",
+        "if len(works) != stacks.shown:",
+        why="a plan takes blocks for equal that do different things",
+        tests=BLOCKS,
+    ),
+    Fault(
+        "trainer/memory/measure.py",
+        "activations = low.activations + part * (high.activations - low.activations)",
+        "activations = low.activations + part * high.activations",
+        why="a plan of more rows counts those that it knows twice",
+        tests=MEMORY,
+    ),
+    Fault(
+        "trainer/timing/step_time.py",
+        "reductions = batches if zero.stage == 2 else 1",
+        "reductions = 1",
+        why="stage 2 is predicted to send gradients once a step, not once a micro-batch",
+        tests=TIMING,
+    ),
+    Fault(
+        "trainer/timing/late.py",
+        "late if together > LATE * whole else None",
+        "late if together > whole else None",
+        why="a run that is as fast as predicted is told to be late",
+        tests=TIMING,
     ),
 ]

@@ -1,0 +1,99 @@
+"""A deep model is counted by a few of its blocks, and the count is that of the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.memory.fake_device import fake_device
+from trainer.memory.tracker import operators_in
+from trainer.timing.blocks import Stacks, UnequalBlocksError, shortened, whole
+
+DEPTH = 9
+
+
+class Block(nn.Module):
+    """A layer, and what only some blocks do."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.layer_idx, self.inner = index, nn.Linear(8, 8)
+        self.does_more_at: int | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out = hidden + torch.relu(self.inner(hidden))
+        return out.exp() if self.layer_idx == self.does_more_at else out
+
+
+class Deep(nn.Module):
+    """Blocks between two layers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.blocks = nn.ModuleList(Block(index) for index in range(DEPTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.first(hidden)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.last(hidden)
+
+
+def counted(model: nn.Module, stacks: Stacks | None = None) -> tuple[Any, dict[Any, int]]:
+    """Moments, and how often every operator runs, of a step."""
+    with fake_device("cpu") as device:
+        device.place(model)
+        stacks = shortened(model, 4) if stacks is None else stacks
+        device.tracker.watch(model, stacks)
+        device.tracker.restart()
+        model(torch.empty(3, 4)).sum().backward()
+        runs: dict[Any, int] = {}
+        for operator, times in operators_in(device.tracker.parts()):
+            runs[operator] = runs.get(operator, 0) + times
+        return device.tracker.moments, runs
+
+
+def test_four_blocks_tell_the_bytes_and_the_operators_of_all() -> None:
+    short, full = counted(Deep()), counted(Deep(), whole())
+    assert short == full
+    assert len(full[0]) > 1
+    assert sum(full[1].values()) > 8 * DEPTH
+
+
+def test_weights_of_blocks_that_are_not_shown_are_still_held() -> None:
+    model = Deep()
+    with fake_device("cpu") as device:
+        device.place(model)
+        held = device.tracker.live["weights"]
+        stacks = shortened(model, 4)
+        assert device.tracker.live["weights"] == held
+    assert stacks.missing == {"blocks": DEPTH - 4}
+
+
+def test_blocks_that_do_different_things_are_not_taken_for_equal() -> None:
+    model = Deep()
+    for block in model.blocks:
+        block.does_more_at = 2  # all blocks look the same
+    with pytest.raises(UnequalBlocksError, match="blocks: two blocks in its middle"):
+        counted(model)
+
+
+def test_blocks_that_look_different_are_all_run() -> None:
+    model = Deep()
+    model.blocks[3].inner = nn.Linear(8, 8, bias=False)
+    assert shortened(model, 4).missing == {}
+    assert len(model.blocks) == DEPTH
+
+
+def test_blocks_entered_in_another_order_are_refused() -> None:
+    class Twice(Deep):
+        def forward(self, hidden: Tensor) -> Tensor:
+            hidden = self.blocks[1](self.blocks[0](self.first(hidden)))
+            return super().forward(hidden[:, :4])
+
+    with pytest.raises(UnequalBlocksError, match=r"entered in the order \[0, 1\]"):
+        counted(Twice())

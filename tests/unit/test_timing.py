@@ -1,0 +1,279 @@
+"""Predicted seconds: what an operator, a step and its sending cost, by rates that are easy to
+reckon with.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.plan_time import first_choices, kendall
+from tests.unit.test_memory_parts import measured, zero
+from trainer.errors import ConfigError
+from trainer.memory.measure import Measured, Moment
+from trainer.telemetry import meter as meter_module
+from trainer.telemetry.meter import Meter
+from trainer.timing import late, rates
+from trainer.timing.calibration import operators_of
+from trainer.timing.fastest import Way, why
+from trainer.timing.operators import Operator
+from trainer.timing.rates import Link, Rates
+from trainer.timing.step_time import (
+    Cluster,
+    StepTime,
+    Work,
+    between,
+    computing,
+    overlapped,
+    step_time,
+)
+from trainer.timing.target import target_of
+
+PLAIN = Rates(
+    name="plain",
+    is_measured=True,
+    matmul={"float32": [[1e3, 1e6], [1e9, 1e9]]},
+    attention_flops=1e9,
+    operators={"": 1e6, "exp": 1e5},
+    launch_s=0.001,
+    overlaps_launches=False,
+    update_s=1e-6,
+    within=Link(1e6, 0.01),
+    between=Link(1e5, 0.1),
+)
+
+
+def seconds(*operators: Operator, by: Rates = PLAIN) -> StepTime:
+    return computing(Work([(operator, 2.0) for operator in operators], 1, 1, 1), by)
+
+
+# Operators
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_product_counts_two_flops_for_each_pair_and_every_byte_once() -> None:
+    (product,) = operators_of(lambda: torch.ones(3, 5) @ torch.ones(5, 7))[-1:]
+    assert (product.name, product.flops, product.sides) == ("mm", 2.0 * 3 * 5 * 7, (1, 3, 7, 5))
+    assert product.nbytes == 4 * (3 * 5 + 5 * 7 + 3 * 7)
+
+
+def test_a_table_is_read_where_it_is_looked_up_only() -> None:
+    table, ids = torch.ones(1000, 8), torch.tensor([1, 2])
+    (looked_up,) = operators_of(lambda: torch.nn.functional.embedding(ids, table))
+    assert looked_up.nbytes == 2 * 2 * 8 * 4
+
+
+def test_views_and_empty_memory_are_no_work() -> None:
+    whole = torch.ones(4, 4)
+    assert operators_of(lambda: (whole.view(16), whole.t(), torch.empty(8))) == []
+
+
+def test_a_product_runs_at_the_rate_of_its_size_or_waits_for_memory() -> None:
+    found = seconds(Operator("mm", 1e9, 8, (1, 1, 1, 1), "float32"))
+    assert found == StepTime(matmul=2.0, launches=0.002)
+    slow = seconds(Operator("mm", 1e9, int(3e6), (1, 1, 1, 1), "float32"))
+    assert slow.matmul == pytest.approx(6.0)
+
+
+def test_between_two_sizes_the_rate_is_between_theirs() -> None:
+    assert PLAIN.product_s(1e6, count=1, dtype="float32") == pytest.approx(1e6 / 10**7.5)
+    assert PLAIN.product_s(1.0, count=3, dtype="bfloat16") == pytest.approx(3e-6)
+
+
+def test_an_operator_that_was_measured_has_its_own_rate() -> None:
+    assert seconds(Operator("exp_", 0.0, 100)).memory == pytest.approx(2e-3)
+    assert seconds(Operator("other", 0.0, 100)).memory == pytest.approx(2e-4)
+
+
+def test_a_gpu_hides_launches_behind_computing() -> None:
+    gpu = replace(PLAIN, overlaps_launches=True)
+    assert overlapped(StepTime(matmul=1.0, launches=3.0), gpu).launches == 2.0
+    assert overlapped(StepTime(matmul=4.0, launches=3.0), gpu).launches == 0.0
+    assert overlapped(StepTime(matmul=4.0, launches=3.0), PLAIN).launches == 3.0
+
+
+def test_other_numbers_of_rows_follow_from_two() -> None:
+    few, some = StepTime(matmul=1.0, launches=1.0), StepTime(matmul=2.0, launches=1.0)
+    assert between((2, few), (4, some), 8) == StepTime(matmul=4.0, launches=1.0)
+
+
+# Steps
+# --------------------------------------------------------------------------------------------------
+
+
+def model() -> Measured:
+    return replace(measured([Moment(0, 0, 0)]), modules=3, num_weights=2)
+
+
+def sent(stage: int, world: int, *, nodes: int = 1, batches: float = 1.0) -> float:
+    """Seconds of communication of a step that computes nothing."""
+    ds = replace(zero(stage), world=world)
+    cluster = Cluster(world, nodes)
+    return step_time([(StepTime(), batches)], model(), ds, PLAIN, cluster).communication
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert [sent(stage, 1) for stage in (0, 1, 2, 3)] == [0.0] * 4
+
+
+def test_stage_2_sends_for_every_micro_batch_and_stage_3_in_forward_and_backward_too() -> None:
+    assert sent(2, 2, batches=4) > 1.5 * sent(2, 2)
+    assert sent(3, 2) > sent(2, 2)
+    assert sent(1, 2, batches=4) == sent(1, 2)
+
+
+def test_the_slowest_link_decides_between_nodes() -> None:
+    assert sent(2, 16, nodes=2) > 5 * sent(2, 16)
+
+
+def test_every_device_of_a_data_sheet_has_an_adapter_of_its_own() -> None:
+    sheet = replace(PLAIN, is_measured=False)
+    assert Cluster(16, 2).link(sheet).bytes_per_s == 8e5
+    assert Cluster(32, 2).link(sheet).bytes_per_s == 1e6  # not more than within a node
+    assert Cluster(16, 2).link(PLAIN).bytes_per_s == 1e5
+
+
+def test_ranks_share_the_optimizer_from_stage_1_on() -> None:
+    costs = [
+        step_time(
+            [(StepTime(), 1.0)], model(), replace(zero(s), world=4), PLAIN, Cluster(4)
+        ).optimizer
+        for s in (0, 1)
+    ]
+    assert costs[1] < costs[0]
+
+
+def test_computing_hides_what_is_sent_meanwhile() -> None:
+    ds, cluster = replace(zero(3), world=2), Cluster(2)
+    busy = step_time([(StepTime(matmul=1e3), 1.0)], model(), ds, PLAIN, cluster)
+    assert 0 < busy.communication < 0.5 * sent(3, 2)
+
+
+# Devices
+# --------------------------------------------------------------------------------------------------
+
+
+def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
+    file = tmp_path / "device.json"
+    file.write_text(json.dumps(rates.plain(PLAIN)))
+    assert rates.read(file) == PLAIN
+    assert target_of(str(file), world=2).rates == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("{", "no calibration"), ("{}", "no calibration"), ('{"version": 9}', "version 9, want 1")],
+)
+def test_a_file_that_is_no_calibration_is_refused(content: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "device.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        target_of(str(file), world=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "nodes", "words"),
+    [
+        ("h100-81", None, 1, "Did you mean"),
+        ("8xh100-80", 4, 1, "are 8 devices, and --world is 4"),
+        ("h100,a100-80", None, 1, "devices of several kinds"),
+        ("h100", 3, 2, "cannot be spread evenly"),
+    ],
+)
+def test_a_device_that_cannot_be_meant_is_refused(
+    text: str, world: int | None, nodes: int, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        target_of(text, world=world, nodes=nodes)
+
+
+def test_devices_are_counted_over_nodes_and_rated_by_their_data_sheet() -> None:
+    target = target_of("8xh100-80", world=None, nodes=2)
+    assert (target.cluster.world, target.cluster.nodes) == (16, 2)
+    assert target.rates is not None
+    assert not target.rates.is_measured
+    assert 0.5 * 989e12 < target.rates.matmul["bfloat16"][-1][1] < 989e12
+
+
+def test_a_size_in_gib_says_nothing_of_time() -> None:
+    assert target_of("24GiB", world=1).rates is None
+    assert "calibrate-device" in target_of("24GiB", world=1).no_time
+
+
+def test_the_first_way_says_what_the_next_kind_loses() -> None:
+    best = Way("zero2", 4, False, 1, StepTime(matmul=1.0), 1, 0)
+    other = Way("zero3", 4, False, 1, StepTime(matmul=1.0, communication=0.5), 1, 0)
+    assert why(best, [other]) == (
+        "zero3, micro-batch 4 x 1 takes 50.0% longer, most of it in communication"
+    )
+
+
+# In the run
+# --------------------------------------------------------------------------------------------------
+
+
+def prediction(**step: float) -> dict[str, Any]:
+    time = StepTime(**step)
+    return {"step": late.asdict(time), "step_s": time.total}
+
+
+def meter(steps: int, predicted: dict[str, Any], **parts: float) -> Meter:
+    made = Meter()
+    made.timed_steps, made.prediction = steps, predicted
+    made.parts.update(parts)
+    return made
+
+
+def test_a_late_run_names_the_part_that_is_late() -> None:
+    found = late.compared(meter(2, prediction(matmul=1.0, optimizer=0.5), update=4.0, input=0.2))
+    assert found is not None
+    assert (found.late_part, found.measured_s) == ("update", 2.1)
+    assert "+40%); late is update: 2 s, 500 ms predicted" in found.text
+
+
+def test_a_run_within_its_time_blames_nothing() -> None:
+    found = late.compared(meter(1, prediction(matmul=1.0), input=1.1))
+    assert found is not None
+    assert found.late_part is None
+    assert late.compared(meter(0, prediction(matmul=1.0))) is None
+
+
+def test_a_step_is_told_apart_into_input_computing_and_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(meter_module.time, "monotonic", lambda: now[0])
+    made = Meter()
+    for _ in range(3):
+        now[0] += 1.0
+        with made.stepping():
+            now[0] += 10.0
+            with made.updating():
+                now[0] += 100.0
+        with made.paused():
+            now[0] += 1000.0
+    assert made.timed_steps == 2  # the first one warms up
+    assert made.parts == {"input": 2.0, "forward and backward": 20.0, "update": 200.0}
+
+
+# The benchmark's own sums
+# --------------------------------------------------------------------------------------------------
+
+
+def test_kendall_counts_pairs_in_the_right_order() -> None:
+    lines = [{"measured": m, "predicted": p} for m, p in ((1, 1), (2, 3), (3, 2))]
+    assert kendall(lines) == pytest.approx(1 / 3)
+
+
+def test_a_first_choice_is_held_against_the_best_of_its_subject() -> None:
+    lines = [
+        {"subject": "a", "measured": 2.0, "predicted": 1.0},
+        {"subject": "a", "measured": 1.0, "predicted": 3.0},
+        {"subject": "b", "measured": 1.0, "predicted": 1.0},
+    ]
+    assert first_choices(lines) == {"a": 1.0, "b": 0.0}

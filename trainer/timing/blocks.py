@@ -1,0 +1,158 @@
+"""A deep model counted by a few of its blocks: equal blocks do equal work, and here that is shown,
+not taken for granted.
+
+`shortened` leaves a few blocks of every stack whose blocks are alike but for the first. A step of
+that model is recorded as events; `repeated` finds what it did between entering one block and the
+next, compares two blocks in the middle, event by event, and counts as many more of them as were
+taken away. Where they differ it says so, and the step is run in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+SHOWN = 4  # blocks: the first and the last, and two between them, which must be equal
+# of recomputed ones: backward, the last but one frees what the others leave
+SHOWN_RECOMPUTED = 5
+_NUMBERS = ("layer_idx", "layer_id", "index")  # what equal blocks differ in
+
+
+@dataclass(frozen=True)
+class Entered:
+    """The event of an operation that reads weights of a block after those of another."""
+
+    stack: str  # "": no block of a stack
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Events that follow each other, and how often in a row."""
+
+    events: Sequence[Any]
+    times: int = 1
+
+
+class UnequalBlocksError(Exception):
+    """Blocks that look alike did different work."""
+
+
+@dataclass
+class Stacks:
+    """The stacks of a model that were shortened."""
+
+    shown: int  # blocks that are left of each
+    missing: dict[str, int]  # blocks that were taken away, by the name of their stack
+    place_of: dict[int, Entered]  # by storage of a weight (Tensor.untyped_storage()._cdata)
+    taken: list[nn.Module]  # what was taken away: its weights are still the model's
+
+
+def whole() -> Stacks:
+    """No stack is shortened."""
+    return Stacks(0, {}, {}, [])
+
+
+def shortened(model: nn.Module, shown: int) -> Stacks:
+    """The stacks of `model`, cut down in place to `shown` blocks each."""
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    missing: dict[str, int] = {}
+    taken: list[nn.Module] = []
+    place_of: dict[int, Entered] = {}
+    for name, blocks in lists:
+        is_inside = any(name.startswith(f"{stack}.") for stack in missing)
+        if is_inside or len(blocks) <= shown or not _are_alike(list(blocks)[1:]):
+            continue
+        missing[name] = len(blocks) - shown
+        taken += list(blocks)[shown:]
+        del blocks[shown:]
+        for index, block in enumerate(blocks):
+            for weight in block.parameters():
+                place_of[storage_of(weight)] = Entered(name, index)
+    for weight in model.parameters() if missing else ():
+        place_of.setdefault(storage_of(weight), Entered(""))
+    return Stacks(shown, missing, place_of, taken)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Which storage a tensor lies in."""
+    return tensor.untyped_storage()._cdata
+
+
+def _are_alike(blocks: Sequence[nn.Module]) -> bool:
+    first = _look(blocks[0])
+    return all(_look(block) == first for block in blocks[1:])
+
+
+def _look(block: nn.Module) -> list[Any]:
+    """Everything by which a block may choose what it does."""
+    seen: list[Any] = []
+    for name, module in block.named_modules():
+        plain = {
+            key: value
+            for key, value in vars(module).items()
+            if isinstance(value, int | float | str | tuple) and key not in _NUMBERS
+        }
+        weights = [
+            (key, tuple(weight.shape), weight.dtype, weight.requires_grad)
+            for key, weight in module.named_parameters(recurse=False)
+        ]
+        seen.append((name, type(module), plain, weights))
+    return seen
+
+
+def repeated(events: Sequence[Any], stacks: Stacks) -> list[Part]:
+    """The events of the whole model: those recorded, a middle block's as often as it has blocks.
+
+    UnequalBlocksError when the two blocks in the middle did different things.
+    """
+    if not stacks.missing:
+        return [Part(events)]
+    parts: list[Part] = []
+    upward = list(range(stacks.shown))
+    for visits in _passes(list(_visits(events)), stacks.shown):
+        stack = visits[0][0].stack
+        if not stack:
+            parts += [Part(work) for _, work in visits]
+            continue
+        order = [place.index for place, _ in visits]
+        if order not in (upward, upward[::-1]):
+            raise UnequalBlocksError(f"{stack}: its blocks were entered in the order {order}")
+        works = [work for _, work in visits]
+        if works[1] != works[2]:
+            raise UnequalBlocksError(f"{stack}: two blocks in its middle did different things")
+        parts += [Part(works[0]), Part(works[1], 1 + stacks.missing[stack])]
+        parts += [Part(work) for work in works[2:]]
+    return parts
+
+
+def _visits(events: Sequence[Any]) -> Iterator[tuple[Entered, list[Any]]]:
+    """(where, what was done there), one after the other."""
+    place, work = Entered(""), []
+    for event in events:
+        if isinstance(event, Entered):
+            yield place, work
+            place, work = event, []
+        else:
+            work.append(event)
+    yield place, work
+
+
+def _passes(
+    visits: Sequence[tuple[Entered, list[Any]]], shown: int
+) -> Iterator[list[tuple[Entered, list[Any]]]]:
+    """Visits of one stack that go through it once, up or down; else of no stack."""
+    current = [visits[0]]
+    for (before, _), visit in pairwise(visits):
+        place = visit[0]
+        is_next = place.stack and place.stack == before.stack and len(current) < shown
+        if is_next:
+            current.append(visit)
+        else:
+            yield current
+            current = [visit]
+    yield current

@@ -1,0 +1,276 @@
+"""How fast the device of this process is, measured: what Rates holds, on one rank or several."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.memory.fake_values import tensors_in
+from trainer.runtime import distributed
+from trainer.timing.operators import Operator, operator_of
+from trainer.timing.rates import Link, Rates
+
+_TURN_S = 0.02  # that one measurement takes at least
+_TURNS = 3  # the quickest counts: others may use the machine
+_NUMBERS = 1 << 20  # of a tensor whose bytes are moved
+_GPU_NUMBERS = 1 << 26
+_CPU_SIDES, _GPU_SIDES = (32, 64, 128, 256, 512, 1024), (128, 512, 1024, 2048, 4096, 8192)
+_DISK_BYTES = 64 << 20
+_SENT_NUMBERS = 4 << 20
+_GUESSED = Link(1e9, 2e-4)  # of ranks on one processor, where there is one to measure
+
+
+def calibrated(folder: Path) -> Rates:
+    """The rates of this process's device, with those of the links between all ranks. A collective.
+
+    folder: on the disk that checkpoints are written to.
+    """
+    device = distributed.device()
+    is_gpu = device.type == "cuda"
+    dtypes = (torch.float32, torch.bfloat16)
+    operators = _moving(device)
+    link = _link(device)
+    return Rates(
+        name=torch.cuda.get_device_name() if is_gpu else _processor(),
+        is_measured=True,
+        matmul={str(dtype)[6:]: _products(device, dtype) for dtype in dtypes},
+        attention_flops=_attention(device),
+        operators=operators,
+        launch_s=_launch(device),
+        overlaps_launches=is_gpu,
+        update_s=_update(device),
+        within=link,
+        between=link,
+        host_bytes_per_s=_host_link(device, operators),
+        disk_bytes_per_s=_disk(folder),
+        nbytes=_memory(device),
+        machine=machine(),
+    )
+
+
+def machine() -> dict[str, Any]:
+    """What the rates are those of."""
+    return {
+        "host": platform.node(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "ranks": distributed.world(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} thread(s)"
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return psutil.virtual_memory().total // distributed.world()
+
+
+def seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Of one call: the quickest of a few turns."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    # on one thread of a processor, what others do on it meanwhile is not counted
+    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if is_alone else time.perf_counter
+    calls, best = 1, float("inf")
+    run()
+    for _ in range(_TURNS):
+        while True:
+            wait()
+            start = clock()
+            for _ in range(calls):
+                run()
+            wait()
+            spent = clock() - start
+            if spent >= _TURN_S:
+                break
+            calls *= max(2, min(16, int(_TURN_S / max(spent, 1e-6))))
+        best = min(best, spent / calls)
+    return best
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> list[list[float]]:
+    curve: list[list[float]] = []
+    for side in _GPU_SIDES if device.type == "cuda" else _CPU_SIDES:
+        left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        flops = 2.0 * side**3
+        curve.append([flops, flops / seconds(lambda a=left, b=right: a @ b, device)])
+    return curve
+
+
+def _attention(device: torch.device) -> float:
+    """FLOP/s of the fused kernel, forward and backward."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shape = (4, 8, 256, 64)
+    query, key, value = (
+        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+    )
+
+    def run() -> None:
+        F.scaled_dot_product_attention(query, key, value).sum().backward()
+
+    flops = 7 * 2.0 * shape[0] * shape[1] * shape[2] ** 2 * shape[3]
+    return flops / seconds(run, device)
+
+
+class _Listing(TorchDispatchMode):
+    """Lists the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Operator] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs, outputs = list(tensors_in(args, kwargs or {})), list(tensors_in(out))
+        found = operator_of(func, args, kwargs or {}, out, inputs=inputs, outputs=outputs)
+        self.operators += [] if found is None else [found]
+        return out
+
+
+def operators_of(run: Callable[[], Any]) -> list[Operator]:
+    """The operators that `run` calls, in order."""
+    with _Listing() as listing:
+        run()
+    return listing.operators
+
+
+def _moving(device: torch.device) -> dict[str, float]:
+    """bytes/s of operators that move memory, each as it is counted in a step."""
+    numbers = _GPU_NUMBERS if device.type == "cuda" else _NUMBERS
+    x_ND = torch.randn(numbers // 512, 512, device=device)
+    y_ND, gate_ND = torch.randn_like(x_ND), x_ND > 0
+    weight_D = torch.ones(512, device=device)
+    ids_N = torch.arange(len(x_ND), device=device) % 64
+    aten = torch.ops.aten
+    half_ND, rows_N = x_ND.bfloat16(), ids_N[:, None].expand(-1, 512)
+    stats = aten.native_layer_norm(x_ND, [512], weight_D, weight_D, 1e-5)
+    runs: list[Callable[[], Any]] = [
+        lambda: x_ND + y_ND,
+        lambda: x_ND * y_ND,
+        lambda: x_ND.clone(),
+        lambda: x_ND.copy_(y_ND),
+        lambda: x_ND.bfloat16(),
+        lambda: half_ND + half_ND,
+        lambda: torch.empty_like(x_ND).zero_(),
+        lambda: x_ND.pow(2),
+        lambda: x_ND.mean(-1),
+        lambda: x_ND.sum(0),
+        lambda: aten.rsqrt(y_ND),
+        lambda: torch.exp(x_ND),
+        lambda: torch.relu(x_ND),
+        lambda: aten.threshold_backward(x_ND, y_ND, 0),
+        lambda: F.gelu(x_ND),
+        lambda: aten.gelu_backward(x_ND, y_ND),
+        lambda: aten.silu(x_ND),
+        lambda: aten.silu_backward(x_ND, y_ND),
+        lambda: torch.tanh(x_ND),
+        lambda: aten.tanh_backward(x_ND, y_ND),
+        lambda: torch.sigmoid(x_ND),
+        lambda: aten.bernoulli_.float(torch.empty_like(x_ND), 0.9),
+        lambda: aten.native_dropout(x_ND, 0.1, True),
+        lambda: aten._softmax(x_ND, -1, False),
+        lambda: aten._softmax_backward_data(x_ND, y_ND, -1, torch.float32),
+        lambda: aten._log_softmax(x_ND, -1, False),
+        lambda: aten._log_softmax_backward_data(x_ND, y_ND, -1, torch.float32),
+        lambda: aten.native_layer_norm(x_ND, [512], weight_D, weight_D, 1e-5),
+        lambda: aten.native_layer_norm_backward(
+            y_ND, x_ND, [512], stats[1], stats[2], weight_D, weight_D, [True] * 3
+        ),
+        lambda: torch.where(gate_ND, x_ND, y_ND),
+        lambda: x_ND.masked_fill(gate_ND, 0.0),
+        lambda: torch.cat([x_ND, y_ND]),
+        lambda: aten.embedding(x_ND, ids_N),
+        lambda: aten.index_select(x_ND, 0, ids_N),
+        lambda: aten.index_add(x_ND, 0, ids_N, y_ND),
+        lambda: aten.scatter_add(x_ND, 0, rows_N, y_ND),
+        lambda: aten.embedding_dense_backward(x_ND, ids_N, len(x_ND), -1, False),
+    ]
+    found: dict[str, float] = {}
+    for run in runs:
+        moved = operators_of(run)
+        nbytes = sum(operator.nbytes for operator in moved)
+        rate = nbytes / seconds(run, device)
+        found.setdefault(moved[-1].name.rstrip("_"), rate)
+    return {**found, "": found["add"]}
+
+
+def _launch(device: torch.device) -> float:
+    """The host's seconds for an operator of a model that is too small to compute anything."""
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(8)]
+    model = nn.Sequential(*layers).to(device)
+    x_BD = torch.randn(4, 8, device=device)
+
+    def run() -> None:
+        (model(x_BD) + x_BD).sum().backward()
+
+    return seconds(run, device) / len(operators_of(run))
+
+
+def _update(device: torch.device) -> float:
+    """Seconds of AdamW for a number."""
+    weights = [nn.Parameter(torch.randn(1 << 18, device=device)) for _ in range(16)]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    return seconds(torch.optim.AdamW(weights).step, device) / (16 << 18)
+
+
+def _host_link(device: torch.device, operators: dict[str, float]) -> float:
+    if device.type != "cuda":
+        return operators["copy"]
+    there = torch.empty(16 << 20, device=device)
+    here = torch.empty(16 << 20, pin_memory=True)
+    return here.nbytes / seconds(lambda: here.copy_(there), device)
+
+
+def _disk(folder: Path) -> float:
+    """bytes/s of a file that is on the disk when it is closed."""
+    content = os.urandom(1 << 20) * (_DISK_BYTES >> 20)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        start = time.perf_counter()
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        return len(content) / (time.perf_counter() - start)
+
+
+def _link(device: torch.device) -> Link:
+    """What a ring of all ranks carries, both ways of an all-reduce counted."""
+    world = distributed.world()
+    if world == 1:
+        return _GUESSED
+    small, large = torch.zeros(1, device=device), torch.zeros(_SENT_NUMBERS, device=device)
+    latency = _together(small, device)
+    ring = 2 * (world - 1) / world * large.nbytes
+    return Link(ring / max(1e-9, _together(large, device) - latency), latency)
+
+
+def _together(tensor: Tensor, device: torch.device) -> float:
+    """Seconds of one all-reduce, with as many calls on every rank."""
+    calls, best = 5, float("inf")
+    for _ in range(_TURNS):
+        torch.distributed.barrier()
+        start = time.perf_counter()
+        for _ in range(calls):
+            torch.distributed.all_reduce(tensor)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - start) / calls)
+    return best

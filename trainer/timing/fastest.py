@@ -1,0 +1,162 @@
+"""The fastest way to train that fits: every DeepSpeed file, micro-batch and recomputation at the
+same global batch, by predicted time and memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.errors import ConfigError
+from trainer.memory.advice import STAGES, largest_fitting
+from trainer.memory.deepspeed_terms import Zero, host, training
+from trainer.memory.measure import Measured, changed, measure, scaled
+from trainer.timing.step_time import Cluster, StepTime, Work, between, computing, step_time
+
+if TYPE_CHECKING:
+    from trainer.memory.measure import MeasureRequest
+    from trainer.memory.subject import Subject
+    from trainer.timing.rates import Rates
+
+_FEW, _SOME = 2, 8  # rows that are measured
+_CUBLAS = 32 * 2**20  # of its workspace, at most
+_CHECKPOINTING = "train.gradient_checkpointing"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train."""
+
+    preset: str
+    micro_batch: int
+    is_recomputed: bool
+    accumulation: int
+    time: StepTime  # of a step
+    peak: int  # bytes per device
+    host: int
+
+    def changes(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The experiment that trains so."""
+        found = changed(values, "train.micro_batch", self.micro_batch)
+        return changed(found, _CHECKPOINTING, self.is_recomputed)
+
+    @property
+    def text(self) -> str:
+        again = ", recomputing" if self.is_recomputed else ""
+        return f"{self.preset}, micro-batch {self.micro_batch} x {self.accumulation}{again}"
+
+
+@dataclass(frozen=True)
+class _Points:
+    """Steps of two numbers of rows, from which those of any other follow."""
+
+    typical: list[tuple[int, StepTime]]  # of rows of the middle length
+    longest: list[tuple[int, Measured]]
+    by_rows: dict[int, Measured] = field(default_factory=dict[int, Measured])
+
+    def memory(self, rows: int) -> Measured:
+        if rows not in self.by_rows:
+            self.by_rows[rows] = scaled(self.longest[0], self.longest[1], rows)
+        return self.by_rows[rows]
+
+
+def ways(
+    subject: Subject,
+    rates: Rates,
+    cluster: Cluster,
+    *,
+    usable: int,
+    presets: Sequence[str] = STAGES,
+    micro_batches: Sequence[int] | None = None,
+    recomputed: Sequence[bool] = (False, True),
+) -> list[Way]:
+    """Every way that fits into `usable` bytes, the fastest first.
+
+    micro_batches: those that are tried; None: all that divide a rank's rows of a step.
+    """
+    share = subject.cfg.train.global_batch // cluster.world
+    sizes = micro_batches or [n for n in range(1, share + 1) if share % n == 0]
+    zeros = _zeros(subject, presets)
+    found: list[Way] = []
+    for is_recomputed, points in _measured(subject, rates, recomputed).items():
+        for preset, zero in zeros.items():
+            most = largest_fitting(
+                lambda rows, zero=zero, points=points: _peak(points, zero, rows, share), usable
+            )
+            for rows in sizes:
+                if rows > most:
+                    continue
+                now = _of(zero, share // rows)
+                computed = between(points.typical[0], points.typical[1], rows)
+                time = step_time(
+                    [(computed, share / rows)], points.longest[0][1], now, rates, cluster
+                )
+                peak = _peak(points, zero, rows, share)
+                beside = host(points.longest[0][1], now)
+                found.append(Way(preset, rows, is_recomputed, share // rows, time, peak, beside))
+    return sorted(found, key=lambda way: (way.time.total, way.peak))
+
+
+def why(best: Way, others: Sequence[Way]) -> str:
+    """What the first way saves against the next one that is of another kind."""
+    other = next((way for way in others if way.preset != best.preset), None) or next(
+        iter(others), None
+    )
+    if other is None:
+        return "nothing else fits"
+    mine, theirs = best.time.shares(), other.time
+    saved = {name: getattr(theirs, name) - share * best.time.total for name, share in mine.items()}
+    part = max(saved, key=lambda name: saved[name])
+    slower = other.time.total / best.time.total - 1
+    return f"{other.text} takes {slower:.1%} longer, most of it in {part}"
+
+
+def _of(zero: Zero, accumulation: int) -> Zero:
+    return replace(zero, accumulates=accumulation > 1)
+
+
+def _peak(points: _Points, zero: Zero, rows: int, share: int) -> int:
+    now = _of(zero, max(1, share // rows))
+    return training(points.memory(rows), now, cublas=_CUBLAS).total
+
+
+def _zeros(subject: Subject, presets: Sequence[str]) -> dict[str, Zero]:
+    found: dict[str, Zero] = {}
+    for preset in presets:
+        try:
+            found[preset] = subject.zero_of(subject.with_deepspeed(preset))
+        except ConfigError:  # Adafactor above stage 0: nothing to choose
+            continue
+    return found
+
+
+def _measured(subject: Subject, rates: Rates, recomputed: Sequence[bool]) -> dict[bool, _Points]:
+    """Steps of few and of some rows, with and without recomputation."""
+    lengths = subject.train.lengths
+    order = np.argsort(lengths, kind="stable")
+    middle, longest = order[len(order) // 2 :], order[::-1]
+    kernels = "fakegpu" if rates.overlaps_launches else "cpu"
+    typical: list[MeasureRequest] = []
+    heavy: list[MeasureRequest] = []
+    for is_recomputed in recomputed:
+        values = changed(subject.values, _CHECKPOINTING, is_recomputed)
+        for rows in (_FEW, _SOME):
+            step = subject.training_request(np.resize(longest, rows), values)
+            heavy.append(replace(step, accumulates=True))
+            step = subject.training_request(np.resize(middle, rows), values)
+            typical.append(replace(step, accumulates=True, device=kernels))
+    found = measure([*heavy, *typical], subject.places)
+    long, short = found[: len(heavy)], found[len(heavy) :]
+    return {
+        is_recomputed: _Points(
+            [
+                (rows, computing(Work.of(step), rates))
+                for rows, step in zip((_FEW, _SOME), short[start : start + 2], strict=True)
+            ],
+            list(zip((_FEW, _SOME), long[start : start + 2], strict=True)),
+        )
+        for start, is_recomputed in zip(range(0, len(found), 2), recomputed, strict=False)
+    }

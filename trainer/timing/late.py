@@ -1,0 +1,126 @@
+"""How long a run took against its prediction, and which part was late."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import ConfigError
+from trainer.runtime import distributed
+from trainer.timing.run_time import run_time
+from trainer.timing.text import duration, shares
+
+if TYPE_CHECKING:
+    from trainer.memory.subject import Subject
+    from trainer.telemetry.meter import Meter
+    from trainer.telemetry.run_record import RunRecord
+    from trainer.timing.target import Target
+
+logger = logging.getLogger(__name__)
+
+LATE = 1.15  # times the prediction: a run that took longer says which part did
+KEY = "time"  # of memory_plan.json and status.json
+# What the host of a run can tell apart of a step, and what of a prediction it holds.
+_OF_PREDICTION = {
+    "forward and backward": ("matmul", "attention", "memory", "launches"),
+    "update": ("optimizer", "communication"),
+    "input": ("input",),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run's mean step against its prediction."""
+
+    predicted_s: float
+    measured_s: float
+    late_part: str | None  # the one that explains most of it; None: it was not late
+    parts: dict[str, list[float]]  # [predicted, measured] seconds of a step
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        ratio = self.measured_s / self.predicted_s
+        said = (
+            f"time: {duration(self.measured_s)} a step, {duration(self.predicted_s)} predicted "
+            f"({ratio - 1:+.0%})"
+        )
+        if self.late_part is None:
+            return said
+        predicted, measured = self.parts[self.late_part]
+        return (
+            f"{said}; late is {self.late_part}: {duration(measured)}, {duration(predicted)} "
+            "predicted"
+        )
+
+
+def predicted(subject: Subject, target: Target) -> dict[str, Any] | None:
+    """The prediction of a run on this device, told in one line; None where its rates are unknown.
+
+    ConfigError for a calibration of another machine.
+    """
+    rates = target.rates
+    if rates is None:
+        return None
+    if rates.machine:
+        _refuse_another(rates.machine, rates.name)
+    time = run_time(subject, rates, target.cluster)
+    logger.info(
+        "time: %s a step predicted (%s), %s in all",
+        duration(time.step.total),
+        shares(time.step),
+        duration(time.total_s),
+    )
+    return time.plain()
+
+
+def _refuse_another(machine: Mapping[str, Any], name: str) -> None:
+    from trainer.timing.calibration import machine as this_machine
+
+    here = this_machine()
+    other = {key: (machine[key], here[key]) for key in ("processor",) if machine[key] != here[key]}
+    for key, (theirs, ours) in other.items():
+        raise ConfigError(
+            f"--device: a calibration of another device ({name}): its {key} is {theirs!r}, here it "
+            f"is {ours!r}. Calibrate here: python -m trainer calibrate-device."
+        )
+
+
+def tell(meter: Meter, record: RunRecord) -> None:
+    """Say and keep how long the steps took against their prediction, where there is one."""
+    found = compared(meter)
+    if found is None:
+        return
+    if distributed.is_main():
+        (logger.info if found.late_part is None else logger.warning)("%s", found.text)
+    record.time = found.plain()
+
+
+def compared(meter: Meter) -> Comparison | None:
+    """The steps that were timed, but for the first, against their prediction; None of none."""
+    count, prediction = meter.timed_steps, meter.prediction
+    if count == 0 or prediction is None:
+        return None
+    measured = {name: value / count for name, value in meter.parts.items()}
+    parts = {
+        name: [sum(prediction["step"][one] for one in names), measured[name]]
+        for name, names in _OF_PREDICTION.items()
+    }
+    together, whole = sum(measured.values()), float(prediction["step_s"])
+    late = max(parts, key=lambda name: parts[name][1] - parts[name][0])
+    return Comparison(whole, together, late if together > LATE * whole else None, parts)
+
+
+def of_plan(memory: Mapping[str, Any] | None, file: Path) -> Mapping[str, Any] | None:
+    """The prediction that lies beside a run's memory plan, if any."""
+    from trainer.files.atomic import read_json
+
+    if memory is None:
+        return None
+    return (read_json(file) or {}).get(KEY)

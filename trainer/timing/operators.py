@@ -1,0 +1,92 @@
+"""What one operator of a step computes and moves: FLOPs, bytes, and the sides of a product."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+# Operators that only name memory, or hand it out without touching it.
+_FREE = frozenset(
+    ("detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view")
+)
+# A row of a table is read for each index, not the whole table.
+_LOOKING_UP = frozenset(("embedding", "index_select", "gather", "index"))
+# (matrices that are multiplied, in the order of the arguments)
+_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
+_ATTENTION = "scaled_dot_product"
+
+
+class Operator(NamedTuple):
+    """One run of an operator. Two of the same are equal."""
+
+    name: str
+    flops: float
+    nbytes: int  # read and written, each once
+    sides: tuple[int, ...] = ()  # (batch, rows, columns, depth) of a product
+    dtype: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The part of a step that it belongs to."""
+        if _ATTENTION in self.name or self.name in ("bmm", "baddbmm", "_softmax"):
+            return "attention"
+        return "matmul" if self.flops else "memory"
+
+
+def operator_of(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    out: Any,
+    *,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+) -> Operator | None:
+    """What a call of `func` does; None of one that only names memory.
+
+    inputs, outputs: the tensors on the device among arguments and results.
+    """
+    space, _, name = func._schema.name.partition("::")
+    if space != "aten" or func.is_view or name in _FREE:
+        return None
+    if name in _LOOKING_UP:
+        nbytes = 2 * sum(map(_touched, outputs))
+    else:
+        nbytes = sum(map(_touched, inputs)) + sum(map(_touched, outputs))
+    dtype = str((outputs or inputs)[0].dtype)[6:]
+    if name in _PRODUCTS:
+        sides = _sides(*(args[place].shape for place in _PRODUCTS[name]))
+        return Operator(name, 2.0 * math.prod(sides), nbytes, sides, dtype)
+    return Operator(name, _flops(func, name, args, kwargs, out), nbytes, (), dtype)
+
+
+def _touched(tensor: Tensor) -> int:
+    """Bytes of it in memory: an expanded axis lies there once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _sides(left: Sequence[int], right: Sequence[int]) -> tuple[int, ...]:
+    batch = left[0] if len(left) == 3 else 1
+    return (batch, left[-2], right[-1], left[-1])
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
+    if _ATTENTION in name:
+        return _of_attention(name, args)
+    count = flop_registry.get(func._overloadpacket)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=out))
+
+
+def _of_attention(name: str, args: Any) -> float:
+    """Two products forward, five backward (it computes the scores again)."""
+    is_backward = name.endswith("backward")
+    query, key = args[1 if is_backward else 0], args[2 if is_backward else 1]
+    product = 2.0 * query.numel() * key.shape[-2]
+    return (5 if is_backward else 2) * product

@@ -1,0 +1,184 @@
+"""What a whole run will take: its steps over the lengths that its rows really have, evaluations,
+generation, saving and the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainer.data.order import window_rows
+from trainer.memory.measure import Measured, MeasureRequest, measure
+from trainer.memory.planned_rows import SHORT_ANSWERS, Specimens, answer_requests
+from trainer.runtime.gpus import data_sheet
+from trainer.tasks.abilities import Answers
+from trainer.timing.step_time import Cluster, StepTime, Work, computing, overlapped, step_time
+
+if TYPE_CHECKING:
+    from trainer.memory.subject import Subject
+    from trainer.timing.rates import Rates
+
+_SAMPLED_STEPS = 60  # whose micro-batches stand for all
+_TYPICAL = 3  # micro-batches that are counted: of the small, the middle and the large third
+_EVERY = 1000  # steps between evaluations, and saves, where the experiment names none
+# Of writing a checkpoint, what the run waits for when it is written behind the steps (docs/log.md).
+_WAITED = 0.21
+_IMPORTS_S = 12.0  # of torch, transformers and deepspeed until a model is built
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Seconds of a run on one device, or on several that work side by side."""
+
+    step: StepTime
+    steps: int
+    units: float  # of a step, over all ranks
+    unit: str
+    flops: float  # of a step, of one rank
+    world: int
+    mfu: float | None  # of the data sheet's peak; on a processor of its fastest product
+    evaluation_s: float = 0.0  # of all evaluations
+    generation_s: float = 0.0
+    saving_s: float = 0.0
+    startup_s: float = 0.0
+    device: str = ""
+    is_measured: bool = False  # whether the rates were
+    notes: list[str] = field(default_factory=list[str])
+
+    @property
+    def total_s(self) -> float:
+        parts = (self.evaluation_s, self.generation_s, self.saving_s, self.startup_s)
+        return self.steps * self.step.total + sum(parts)
+
+    def plain(self) -> dict[str, Any]:
+        return {**asdict(self), "step_s": self.step.total, "total_s": self.total_s}
+
+
+def run_time(subject: Subject, rates: Rates, cluster: Cluster) -> RunTime:
+    """The prediction for an experiment as it is. MeasuringError when a step cannot be traced."""
+    kernels = "fakegpu" if rates.overlaps_launches else "cpu"
+    batches, per_step = typical_batches(subject)
+    evaluated = _middle(subject.valid.lengths, _eval_rows(subject))
+    requests = [subject.training_request(numbers) for numbers in batches]
+    requests.append(
+        MeasureRequest(subject.values, "evaluate", subject.valid.encoded(evaluated, is_drawn=False))
+    )
+    requests += answer_requests(subject, evaluated)
+    found = measure([replace(request, device=kernels) for request in requests], subject.places)
+    steps, evaluation, answers = (
+        found[: len(batches)],
+        found[len(batches)],
+        found[len(batches) + 1 :],
+    )
+    works = [Work.of(step) for step in steps]
+    share = per_step / len(works)
+    times = [(computing(work, rates), share) for work in works]
+    time = step_time(times, steps[0], subject.zero, rates, cluster)
+    flops = share * sum(work.flops for work in works)
+    train = subject.cfg.train
+    return replace(
+        _around(subject, rates, cluster, steps[0], (evaluation, answers)),
+        step=time,
+        steps=train.steps,
+        units=share * cluster.world * sum(work.units for work in works),
+        unit=subject.task.unit,
+        flops=flops,
+        mfu=_mfu(flops, time.total, rates),
+    )
+
+
+def typical_batches(subject: Subject) -> tuple[list[Any], float]:
+    """Row numbers of a few micro-batches of this rank that stand for all, and how many of all there
+    are in a step.
+    """
+    train, sizes = subject.cfg.train, subject.train.sizes
+    seed = train.seed if train.order == "shuffled" else None
+    lengths = subject.train.lengths
+    are_alike = lengths.min() == lengths.max()
+    steps = 1 if are_alike else min(train.steps, _SAMPLED_STEPS)
+    found: list[Any] = []
+    for step in range(steps):
+        found += window_rows(step, lengths=sizes, sharding=subject.sharding, seed=seed)
+    found.sort(key=lambda numbers: int(lengths[numbers].sum()))
+    count = 1 if are_alike else min(_TYPICAL, len(found))
+    places = [(2 * number + 1) * len(found) // (2 * count) for number in range(count)]
+    return [found[place] for place in places], len(found) / steps
+
+
+def _middle(lengths: np.ndarray, rows: int) -> np.ndarray:
+    """So many rows of like length, from the middle of all."""
+    order = np.argsort(lengths, kind="stable")
+    start = max(0, (len(order) - rows) // 2)
+    return order[start : start + rows]
+
+
+def _eval_rows(subject: Subject) -> int:
+    train = subject.cfg.train
+    return min(train.eval_batch or train.micro_batch, len(subject.valid.lengths))
+
+
+def _mfu(flops: float, seconds: float, rates: Rates) -> float | None:
+    sheet = data_sheet(rates.name)
+    if sheet is not None:
+        return flops / seconds / sheet.peak_flops
+    fastest = max(rate for curve in rates.matmul.values() for _, rate in curve)
+    return None if rates.overlaps_launches else flops / seconds / fastest
+
+
+def _around(
+    subject: Subject,
+    rates: Rates,
+    cluster: Cluster,
+    step: Measured,
+    evaluated: tuple[Measured, Sequence[Measured]],
+) -> RunTime:
+    """Everything but the steps."""
+    train = subject.cfg.train
+    evaluations = -(-train.steps // (train.eval_every or _EVERY))
+    saves = -(-train.steps // (train.save_every or _EVERY))
+    notes: list[str] = []
+    batches = -(-len(subject.valid.lengths) // (_eval_rows(subject) * cluster.world))
+    if isinstance(subject.valid, Specimens):
+        batches = 0
+        notes.append("how many rows are evaluated is not known: evaluations are left out")
+    evaluation, answers = evaluated
+    once = _total(evaluation, rates) * batches
+    nbytes = (14 if subject.zero.width < 4 else 12) * step.trainable / cluster.world
+    weights = step.weights / rates.disk_bytes_per_s
+    return RunTime(
+        StepTime(),
+        0,
+        0,
+        "",
+        0,
+        cluster.world,
+        None,
+        evaluation_s=evaluations * once,
+        generation_s=evaluations * _answering(subject, answers, rates, cluster),
+        saving_s=saves * _WAITED * nbytes / rates.disk_bytes_per_s + 2 * weights,
+        startup_s=_IMPORTS_S + weights,
+        device=rates.name,
+        is_measured=rates.is_measured,
+        notes=notes,
+    )
+
+
+def _total(step: Measured, rates: Rates) -> float:
+    return overlapped(computing(Work.of(step), rates), rates).total
+
+
+def _answering(
+    subject: Subject, answers: Sequence[Measured], rates: Rates, cluster: Cluster
+) -> float:
+    """Seconds to answer the rows that an evaluation asks for, each to its longest answer."""
+    if not answers or not isinstance(subject.task, Answers):
+        return 0.0
+    few, more = (_total(answer, rates) for answer in answers)
+    a_token = (more - few) / (SHORT_ANSWERS[1] - SHORT_ANSWERS[0])
+    batch = more + a_token * max(0, subject.task.answer_tokens() - SHORT_ANSWERS[1])
+    given, most = subject.cfg.train.answers, len(subject.valid.lengths)
+    rows = min(given, most) if isinstance(given, int) and given else most
+    return batch * -(-rows // (_eval_rows(subject) * cluster.world))

@@ -1,0 +1,204 @@
+"""Seconds of one optimizer step: its operators against a device's rates, and what DeepSpeed does
+around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from trainer.timing.operators import Operator
+from trainer.timing.rates import Link
+
+if TYPE_CHECKING:
+    from trainer.memory.deepspeed_terms import Zero
+    from trainer.memory.measure import Measured
+    from trainer.timing.rates import Rates
+
+# Host operators of DeepSpeed 0.19.8 that its Python does besides the model's, in launches. Fitted
+# to steps of models of 2 to 12 blocks on a processor (docs/log.md).
+_STEP = 400  # of a step of ours, at any stage
+_PER_WEIGHT = {0: 6, 1: 12, 2: 12, 3: 25}  # by stage: of a trainable weight, a step
+_PER_WEIGHT_AND_BATCH = {0: 0, 1: 2, 2: 8, 3: 12}  # the same, each micro-batch
+# At stage 3 every module that has weights gathers them before it runs and lets them go after, in
+# forward and again in backward.
+_PER_VISIT = 30
+_VISITS = 2
+# Passes over a rank's numbers in fp32 besides the optimizer's own: norm, clipping, copies.
+_PASSES = {0: 3, 1: 5, 2: 5, 3: 5}
+_HIDDEN = 0.9  # of what may be sent while a backward pass computes
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds by part."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0  # operators that only move memory
+    launches: float = 0.0  # the host's, where the device waits for it
+    optimizer: float = 0.0
+    communication: float = 0.0  # that no computation hides
+    input: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def shares(self) -> dict[str, float]:
+        """The part of the whole that each is."""
+        return {name: value / self.total for name, value in asdict(self).items()}
+
+    def times(self, factor: float) -> StepTime:
+        """The same, so often."""
+        return StepTime(**{name: factor * value for name, value in asdict(self).items()})
+
+    def plus(self, other: StepTime) -> StepTime:
+        """One behind the other."""
+        mine = asdict(other)
+        return StepTime(**{name: value + mine[name] for name, value in asdict(self).items()})
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one micro-batch computes."""
+
+    operators: list[tuple[Operator, float]]  # and how often it runs
+    units: float
+    modules: int
+    num_weights: int
+
+    @classmethod
+    def of(cls, step: Measured) -> Work:
+        """From a step that was measured."""
+        operators = [
+            (Operator(name, flops, nbytes, tuple(sides), dtype), float(times))
+            for name, flops, nbytes, sides, dtype, times in step.operators
+        ]
+        return cls(operators, step.units, step.modules, step.num_weights)
+
+    @property
+    def flops(self) -> float:
+        return sum(operator.flops * times for operator, times in self.operators)
+
+
+def computing(work: Work, rates: Rates) -> StepTime:
+    """The operators of one micro-batch, and all of the host's launches: see `overlapped`."""
+    parts: dict[str, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0}
+    launches = 0.0
+    for operator, times in work.operators:
+        parts[operator.kind] += times * operator_s(operator, rates)
+        launches += times * rates.launch_s
+    return StepTime(**parts, launches=launches)
+
+
+def between(few: tuple[int, StepTime], some: tuple[int, StepTime], rows: int) -> StepTime:
+    """A micro-batch of `rows` rows from two others: every part grows by as much with every row."""
+    (few_rows, less), (some_rows, more) = few, some
+    part = (rows - few_rows) / (some_rows - few_rows)
+    values = asdict(more)
+    return StepTime(
+        **{name: max(0.0, low + part * (values[name] - low)) for name, low in asdict(less).items()}
+    )
+
+
+def overlapped(time: StepTime, rates: Rates) -> StepTime:
+    """A GPU waits for its host only as far as launching takes longer than computing."""
+    if not rates.overlaps_launches:
+        return time
+    computed = time.matmul + time.attention + time.memory
+    return replace(time, launches=max(0.0, time.launches - computed))
+
+
+def operator_s(operator: Operator, rates: Rates) -> float:
+    """Seconds of one operator on the device."""
+    moving = rates.moving_s(operator.name, operator.nbytes)
+    if operator.sides:
+        count = operator.sides[0]
+        product = rates.product_s(operator.flops / count, count=count, dtype=operator.dtype)
+        return max(product, operator.nbytes / rates.operators[""])
+    if operator.flops and operator.kind == "attention":
+        return max(operator.flops / rates.attention_flops, moving)
+    return moving
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How many devices, on how many machines."""
+
+    world: int
+    nodes: int = 1
+
+    def link(self, rates: Rates) -> Link:
+        """What a ring over all ranks carries. Of a data sheet, every device has an adapter, and as
+        many rings cross the nodes side by side (NCCL); a calibration measured all of them.
+        """
+        if self.nodes == 1:
+            return rates.within
+        adapters = 1 if rates.is_measured else self.world // self.nodes
+        speed = min(rates.within.bytes_per_s, adapters * rates.between.bytes_per_s)
+        return Link(speed, rates.between.latency_s)
+
+
+def step_time(
+    batches: Sequence[tuple[StepTime, float]],
+    step: Measured,
+    zero: Zero,
+    rates: Rates,
+    cluster: Cluster,
+) -> StepTime:
+    """Of one optimizer step. batches: computing() of its micro-batches, and how many there are of
+    each. step: any of them, for the sizes of the model.
+    """
+    together = StepTime()
+    for time, count in batches:
+        together = together.plus(overlapped(time, rates).times(count))
+    count = sum(number for _, number in batches)
+    update = _updating(step, zero, rates)
+    together = together.plus(StepTime(optimizer=update))
+    host = rates.launch_s * _host_operators(step, zero, count)
+    if rates.overlaps_launches:
+        host = max(0.0, host - 0.5 * together.total)  # most of it runs ahead of the device
+    sent = _sending(step, zero, cluster, rates, count)
+    computed = together.matmul + together.attention + together.memory
+    hideable = 0.6 * computed if zero.overlaps or zero.stage == 3 else 0.0
+    visible = max(sent - _HIDDEN * hideable, (1 - _HIDDEN) * sent)
+    return together.plus(StepTime(launches=host, communication=visible))
+
+
+def _host_operators(step: Measured, zero: Zero, batches: float) -> float:
+    weights, stage = step.num_weights, zero.stage
+    host = _STEP + weights * (_PER_WEIGHT[stage] + batches * _PER_WEIGHT_AND_BATCH[stage])
+    if stage == 3:
+        host += _PER_VISIT * _VISITS * step.modules * batches
+    return host
+
+
+def _updating(step: Measured, zero: Zero, rates: Rates) -> float:
+    own = step.trainable / (zero.world if zero.stage else 1)
+    if zero.offloads_optimizer:
+        moved = (4 + zero.width) * own / rates.host_bytes_per_s  # gradients down, weights up
+        return own * rates.host_update_s + moved
+    return own * rates.update_s + 4 * _PASSES[zero.stage] * own / rates.operators[""]
+
+
+def _sending(step: Measured, zero: Zero, cluster: Cluster, rates: Rates, batches: float) -> float:
+    """Seconds of everything that is sent in a step."""
+    if zero.world == 1:
+        return 0.0
+    link, share = cluster.link(rates), (zero.world - 1) / zero.world
+    trained, whole = zero.width * step.trainable, zero.width * (step.trainable + step.frozen)
+    ring = share / link.bytes_per_s
+    buckets = 1 + trained / (zero.width * zero.reduce_bucket)
+    if zero.stage == 0:  # reduced once, at the end of the step
+        return 2 * ring * trained + 2 * buckets * link.latency_s
+    if zero.stage < 3:
+        reductions = batches if zero.stage == 2 else 1
+        sent = ring * trained * (reductions + 1)
+        return sent + (buckets * reductions + 1) * link.latency_s
+    gathered = 2 * ring * whole * batches  # forward, and again in backward
+    visits = _VISITS * step.modules * batches * link.latency_s
+    reduced = ring * trained * batches + buckets * batches * link.latency_s
+    offloaded = 2 * whole / zero.world * batches / rates.host_bytes_per_s
+    return gathered + visits + reduced + (offloaded if zero.offloads_weights else 0.0)

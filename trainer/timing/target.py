@@ -1,0 +1,65 @@
+"""What a run is planned for: `--device` with how many there are, and how fast they are."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import ConfigError
+from trainer.runtime.gpus import Device, planned_device
+from trainer.timing.rates import Rates, of_data_sheet, read
+from trainer.timing.step_time import Cluster
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices that train together."""
+
+    device: Device | None
+    rates: Rates | None  # None: how fast they are is not known
+    cluster: Cluster
+
+    @property
+    def no_time(self) -> str:
+        """Why there is no prediction of time."""
+        name = "no device is known" if self.device is None else self.device.name
+        return (
+            f"time is not planned: how fast the device is ({name}) is not known. Give --device "
+            "h100, h200, a100-80, ..., or the file of `python -m trainer calibrate-device`."
+        )
+
+
+def target_of(text: str | None, *, world: int | None, nodes: int = 1) -> Target:
+    """text: h200, 8xh100-80, 24GiB, or a calibration's file; None: the GPU of this process.
+
+    world: how many devices in all, when `text` does not say; None: as the launcher does, or one.
+    ConfigError for anything else.
+    """
+    several = re.fullmatch(r"(\d+)x(.+)", text or "")
+    if several:
+        count = int(several[1]) * nodes
+        if world is not None and world != count:
+            raise ConfigError(
+                f"--device {text} with --nodes {nodes} are {count} devices, and --world is "
+                f"{world}. Leave one of them out."
+            )
+        world, text = count, several[2]
+    elif "," in (text or ""):
+        raise ConfigError(
+            f"--device {text}: devices of several kinds. A step waits for the slowest: plan for "
+            "that one, such as 8xa100-80."
+        )
+    world = world or int(os.environ.get("WORLD_SIZE", "1"))
+    if world < 1 or world % nodes:
+        raise ConfigError(
+            f"--nodes {nodes}: {world} device(s) cannot be spread evenly over so many machines. "
+            "Give --device 8xNAME, or a --world that is a multiple of --nodes."
+        )
+    cluster = Cluster(world, nodes)
+    if text is not None and text.endswith(".json"):
+        rates = read(Path(text))
+        return Target(rates.device, rates, cluster)
+    device = planned_device(text)
+    return Target(device, None if device is None else of_data_sheet(device.name), cluster)
