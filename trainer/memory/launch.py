@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
     from trainer.timing.fastest import Way
     from trainer.timing.target import Target
+    from trainer.training.options import Options
 
 logger = logging.getLogger(__name__)
 
@@ -90,18 +91,16 @@ class UpcomingRun:
 def before_launch(
     launch: UpcomingRun,
     folder: Path,
-    *,
-    name: str | None,
-    is_forced: bool,
+    options: Options,
     predict: Callable[[Subject, Target], dict[str, Any] | None],
 ) -> dict[str, Any] | None:
     """The plan as plain values, shown in one line and kept in the run folder; None without a device
     to plan for.
 
     predict: the time of the run, late.predicted. DoesNotFitError, with what would fit, unless
-    `is_forced`. A step that cannot be measured is reported, not refused.
+    they force it. A step that cannot be measured is reported, not refused.
     """
-    meant = target_of(name, world=launch.sharding.world)
+    meant = target_of(options.device, world=launch.sharding.world)
     target = meant.device
     if target is None:
         logger.info(
@@ -118,7 +117,7 @@ def before_launch(
         logger.info("%s", plan_text.summary(plan, target))
         time = predict(launch.subject(), meant)
         write_json(folder / FILE, {"key": key, "plan": plan.plain(), TIME: time})
-        if not plan.fits(target, launch.sharding.world) and not is_forced:
+        if not plan.fits(target, launch.sharding.world) and not options.force:
             subject = launch.subject()
             made = made or make(subject, cublas=target.cublas_nbytes)
             advice = advise(subject, made, target, cublas=target.cublas_nbytes)
@@ -147,7 +146,7 @@ def _kept(path: Path, key: str) -> MemoryPlan | None:
 
 
 def chosen(
-    launch: UpcomingRun, asked: str, *, name: str | None, ways: Callable[..., list[Way]]
+    launch: UpcomingRun, asked: str, name: str | None, ways: Callable[..., list[Way]]
 ) -> tuple[str, int]:
     """The DeepSpeed file and the micro-batch that a run takes where it says "auto".
 

@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from trainer.timing.operators import Operator
-from trainer.timing.rates import Link
 
 if TYPE_CHECKING:
     from trainer.memory.deepspeed_terms import Zero
     from trainer.memory.measure import Measured
-    from trainer.timing.rates import Rates
+    from trainer.timing.rates import Link, Rates
 
 # Host operators of DeepSpeed 0.19.8 that its Python does besides the model's, in launches. Fitted
 # to steps of models of 2 to 12 blocks on a processor (docs/log.md).
@@ -138,7 +137,7 @@ class Cluster:
             return rates.within
         adapters = 1 if rates.is_measured else self.world // self.nodes
         speed = min(rates.within.bytes_per_s, adapters * rates.between.bytes_per_s)
-        return Link(speed, rates.between.latency_s)
+        return replace(rates.between, bytes_per_s=speed)
 
 
 def step_time(

@@ -149,14 +149,8 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
 
     def choose() -> list[Any]:
         task = tasks.load(plan.cfg, options.places)
-        return list(
-            planning.chosen(
-                _launch(plan, options, task, _stores(options, task, content_of), answers=False),
-                asked,
-                name=options.device,
-                ways=ways,
-            )
-        )
+        launch = _launch(plan, options, task, _stores(options, task, content_of), answers=False)
+        return list(planning.chosen(launch, asked, options.device, ways))
 
     preset, rows = on_main(choose)
     cfg = auto.with_micro_batch(plan.cfg, rows)
@@ -244,15 +238,7 @@ def ready(
     for split in ("train", "valid"):
         logger.info("%s", told(stores[split]))
     on_main(lambda: preflight.refuse_rows(task, stores, most_lost=cfg.train.max_lost_labels))
-    memory = on_main(
-        lambda: planning.before_launch(
-            launch,
-            plan.folder,
-            name=options.device,
-            is_forced=options.force,
-            predict=late.predicted,
-        )
-    )
+    memory = on_main(lambda: planning.before_launch(launch, plan.folder, options, late.predicted))
     doctor.before_first_use(plan.ds["zero_optimization"]["stage"], options.cache_dir)
     lap("checks")
     live, progress = _engine(plan, task, newest, lap)
