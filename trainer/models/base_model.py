@@ -156,6 +156,7 @@ def _finished(
     """The same model as tasks take it."""
     if bits is not None:
         quantized.quantize(model, bits, DTYPES[precision])
+    masks.mend_attention(model)
     fused.fuse(model)
     return model
 

@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.models import masks
-
 _CPU = torch.device("cpu")
 # Those that multiply by their weight, not by 1 + weight as Gemma's do. Source: transformers 5.23.
 _NORMS = (
@@ -40,7 +38,6 @@ def fuse(model: nn.Module) -> None:
     """From here on, RMS norms and the tanh form of GELU in `model` are one kernel each on a device
     that is not the CPU. The norm rounds once, behind the weight, where transformers rounds twice.
     """
-    masks.mend_attention(model)
     for module in model.modules():
         forward = _FUSED.get(type(module).__name__)
         if forward is not None and type(module).forward is not forward:

@@ -117,8 +117,7 @@ class Task(TokenTask[Config]):
 
         def side(name: str) -> Any:
             encoder = base_model.skeleton(self._side(self.cfg.base, name), self.places, **how)
-            with torch.device("meta"):
-                return self.operated(encoder, self.cfg.lora)
+            return self.operated(encoder, self.cfg.lora)
 
         with torch.device("meta"):
             return self._retriever(side, self.cfg.encoder)
@@ -335,9 +334,8 @@ class Task(TokenTask[Config]):
     def _laid_out(self, texts: Sequence[Any], side: Side) -> dict[str, Tensor]:
         if self.is_packed:
             cfg = self.cfg.loss
-            return packed(
-                texts, side, size=cfg.query_chunk if side == "query" else cfg.passage_chunk
-            )
+            size = cfg.query_chunk if side == "query" else cfg.passage_chunk
+            return packed(texts, side, size=size)
         ids, mask = pad_right(texts, self.tokens.pad)
         room = (0, self.tokens.width(ids.shape[1], side) - ids.shape[1])
         ids = nn.functional.pad(ids, room, value=self.tokens.pad)
@@ -403,12 +401,8 @@ class Task(TokenTask[Config]):
         ranks = distributed.world() if self.cfg.loss.negatives_x_device else 1
         queries = ranks * sum(len(batch["counts"]) for batch in pool)
         passages = ranks * sum(len(batch["identities"]) for batch in pool)
-        log.info(
-            "one loss goes over %d queries and %d passages: %d negatives a query",
-            queries,
-            passages,
-            passages - 1,
-        )
+        said = "one loss goes over %d queries and %d passages: %d negatives a query"
+        log.info(said, queries, passages, passages - 1)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
         """Every metric of metrics.retrieval_metrics, of this split's queries over all passages of
