@@ -34,7 +34,6 @@ from trainer.evaluation.run import Question, opened
 from trainer.evaluation.texts import GrowingText, begun, grown
 from trainer.files.atomic import read_json
 from trainer.tasks.abilities import GREEDY, Answers, Embeds, Search
-from trainer.tasks.causal_lm.task import CausalLM
 from trainer.training.options import Options
 
 
@@ -83,7 +82,7 @@ def answers(opened_run: Opened, questions: list[dict[str, Any]]) -> Iterator[dic
     texts: dict[int, GrowingText] = {}
     others: list[int] = []
     for number, one in enumerate(questions):
-        if not isinstance(model, CausalLM) or not ("prompt" in one or "messages" in one):
+        if task.cfg.task != "causal_lm" or not ("prompt" in one or "messages" in one):
             others.append(number)
             continue
         try:

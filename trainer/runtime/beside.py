@@ -115,8 +115,8 @@ class StateCopy:
     def _copied(self, name: str, live: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (live.shape, live.dtype):
-            buffer = torch.empty(live.shape, dtype=live.dtype, pin_memory=distributed.is_gpu())
-            self._buffers[name] = buffer
+            buffer = torch.empty(live.shape, dtype=live.dtype)
+            self._buffers[name] = buffer = buffer.pin_memory() if distributed.is_gpu() else buffer
         if live.is_cpu and live.is_contiguous():
             # torch would copy with as many threads as the step computes with
             np.copyto(_bytes(buffer), _bytes(live))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer import tasks
 from trainer.config.own_rows import Splits
 from trainer.data.readers.folders import QUERIES, first_split_file, nq_folder, split_names
 from trainer.data.readers.jsonl import read_jsonl
@@ -31,13 +32,13 @@ from trainer.models import base_model
 from trainer.runtime import distributed
 from trainer.tasks.cross_attention.encoder_states import layout, writing
 from trainer.tasks.cross_attention.publishers import sets as reading_sources
-from trainer.tasks.cross_attention.task import Task
 from trainer.tasks.cross_attention.text import contexts, questions
 from trainer.tasks.protocol import Places, Row
 from trainer.telemetry.console import WorkProgress
 
 if TYPE_CHECKING:
     from trainer.tasks.cross_attention.config import Config
+    from trainer.tasks.cross_attention.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ def write_states(cfg: Config, places: Places, wanted: Wanted) -> Prepared:
     ConfigError when the folder holds others, StorageError when the disk has no room for them.
     """
     online = cfg.model_copy(update={"data": cfg.data.model_copy(update={"encode": "online"})})
-    task = Task(online, places)
+    task: Any = tasks.load(online, places)
     # a tokenizer may lie below the old one
     task.places = replace(places, data_path=wanted.out)
     counts: dict[str, int] = questions.prepared(wanted.out)["rows"]
