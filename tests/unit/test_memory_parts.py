@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
 
+from exp_configs import EXP_GROUPS
+from trainer import tasks
 from trainer.config.schema import Train, validate
 from trainer.data.order import Sharding, window_rows
 from trainer.errors import ConfigError
-from trainer.memory import plan_text
+from trainer.memory import launch, plan_text
 from trainer.memory.advice import (
     Advice,
     Fix,
@@ -128,6 +132,36 @@ def test_gradients_of_earlier_micro_batches_lie_below_the_peak_of_the_next() -> 
     moments = [Moment(2 * P, 0, 0), Moment(0, 30 * P, 0)]
     found = training(measured(moments), zero(0, accumulates=True), cublas=0)
     assert (found.gradients, found.activations) == (2 * P, 30 * P)
+
+
+def test_a_frozen_base_that_is_kept_lies_whole_beside_a_ranks_part_of_it() -> None:
+    step = measured([Moment(2 * P, 0, 0)], frozen=10 * P)
+    shared, kept = (
+        training(step, zero(3, world=4, max_live=P, prefetch_bucket=0, keeps_frozen=kept), cublas=0)
+        for kept in (False, True)
+    )
+    part = 2 * 11 * P // 4
+    assert (shared.weights, kept.weights) == (part + 2 * P, part + 2 * 10 * P + 2 * P)
+
+
+@pytest.mark.parametrize(("gib", "how"), [(20, "replicate"), (23, "shard")])
+def test_frozen_weights_are_kept_where_the_plan_says_that_they_fit(
+    gib: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = tasks.parse(EXP_GROUPS["crossattn_tiny"][0])
+    asked: list[str] = []
+
+    def made(subject: Any, *, cublas: int) -> Any:
+        asked.append(subject)
+        return SimpleNamespace(plan=plan_of(gib))
+
+    monkeypatch.setattr(launch, "make", made)
+    monkeypatch.setattr(launch.UpcomingRun, "subject", lambda self: self.cfg.train.frozen)
+    sharding, ds = Sharding(4, 1, 2, 0), {"zero_optimization": {"stage": 3}}
+    upcoming: Any = launch.UpcomingRun({}, cfg, ds, sharding, *[None] * 3, False)  # type: ignore
+    assert launch.frozen(upcoming, name="24GiB") == how
+    assert asked == ["replicate"]
+    assert launch.frozen(upcoming, name=None) == "shard", "there is no device here"
 
 
 def test_more_ranks_divide_the_optimizer_from_stage_1_on() -> None:
