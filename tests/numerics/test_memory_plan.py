@@ -302,8 +302,9 @@ def test_auto_takes_the_fastest_by_known_rates_and_the_run_is_held_against_its_p
     tmp_path: Path,
 ) -> None:
     device = tmp_path / "device.json"
-    fast = replace(PLAIN, nbytes=24 * 2**30, operators={"": 1e12}, launch_s=1e-3, update_s=1e-12)
-    fast = replace(fast, host_update_s=1e-3)  # offloading never pays
+    fast = replace(PLAIN, nbytes=24 * 2**30, matmul={"float32": [[1e3, 1e15], [1e9, 1e15]]})
+    fast = replace(fast, operators={"": 1e12}, attention_flops=1e15, update_s=1e-12)
+    fast = replace(fast, host_update_s=1e-3)  # offloading never pays, and launches cost most
     device.write_text(json.dumps(rates.plain(fast)))
     folder = run(
         tmp_path, "timed", deepspeed="auto", device=str(device), train={"micro_batch": "auto"}
