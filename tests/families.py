@@ -53,7 +53,7 @@ KINDS: dict[str, base_model.Kind] = {
     "summariser": "seq2seq_lm",
     "fid": "seq2seq_lm",
 }
-LENGTHS, CONTEXTS, TARGETS = [9, 3, 12], [[7, 4], [1], [11]], [4, 2, 7]
+LENGTHS, CONTEXTS, TARGETS = [9, 3, 12], [[7, 4], [1], [11]], [4, 2, 19]
 PASSAGES = [[7, 4], [1, 9], [11, 3]]  # of each question
 END, PAD = 0, 1
 # Six products a block, four blocks, sums over the inner width; a gradient passes them twice.
