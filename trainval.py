@@ -6,25 +6,21 @@ Works under python, torchrun and deepspeed. Imports no torch until an experiment
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
-import logging
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
-from trainer.commands.options import EXIT_FAILED, CacheDir, DataPath, NumProc, id_of, set_up_logging
+from trainer.commands.options import CacheDir, DataPath, NumProc, end, id_of
 from trainer.config.userfile import kind
 from trainer.config.version import Version
-from trainer.errors import EXIT_OK, ConfigError, LatheError
+from trainer.errors import EXIT_OK, ConfigError
+from trainer.survival.spec import Survival, parse
 
 _NO_BASE = "-sb/--savedir_base is required: the folder that holds all runs. For example -sb results"
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -170,6 +166,15 @@ AllowDirty = Annotated[
 DryRun = Annotated[
     bool, typer.Option("--dry_run", help="Check everything, show what would run, train nothing.")
 ]
+Survive = Annotated[
+    str | None,
+    typer.Option(
+        "--survive",
+        metavar="RANKS[+SPARES][,hang_s=S][,every=K]",
+        help="Start so many ranks here, instead of torchrun, and go on when one dies or makes no "
+        "progress for 60 s; they keep what they go on from in memory, every step.",
+    ),
+]
 LocalRank = Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)]
 DistUrl = Annotated[str, typer.Option("--dist_url", hidden=True)]
 
@@ -202,6 +207,7 @@ def main(
     job_configs: JobConfigs = None,
     allow_dirty: AllowDirty = False,
     dry_run: DryRun = False,
+    survive: Survive = None,
     local_rank: LocalRank = None,
     dist_url: DistUrl = "env://",
     version: Version = False,
@@ -210,7 +216,6 @@ def main(
     del dist_url, version  # launch scripts pass the one; the launcher's environment decides
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    set_up_logging()
 
     def command() -> int:
         if savedir_base is None:
@@ -237,58 +242,19 @@ def main(
         }
         if job_scheduler in (None, "None", "0"):
             options["names"] = _names(exp_group, exp_configs, steps)
-            return _dry_run(experiments, options) if dry_run else _train(experiments, options)
+            return _begin(experiments, options, survive, is_dry=dry_run)
         from jobs.commands.of_trainval import submit_group
 
-        job: dict[str, Any] = {"backend": job_scheduler, "file": job_configs}
+        job: dict[str, Any] = {"backend": job_scheduler, "file": job_configs, "survive": survive}
         job |= {"python_binary": python_binary, "is_dry": dry_run, "allow_dirty": allow_dirty}
         return submit_group(exp_group, experiments, options, **job)
 
-    _end(command)
+    end(command)
 
 
 def _given(text: str | None) -> str | None:
     """What launch scripts of this lineage mean by "None"."""
     return None if text in ("None", "none") else text
-
-
-def _end(command: Callable[[], int]) -> NoReturn:
-    """Run `command` and exit with its code. An error of ours is one message; any other is shown
-    whole, and then gloo's threads must not turn the exit code into an abort.
-    """
-    text: str | None = None
-    try:
-        code = command()
-    except LatheError as error:
-        text = f"{type(error).__name__}: {error}"
-        typer.echo(text, err=True)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        text = "left without saving. The same command goes on from the last checkpoint."
-        typer.echo(text, err=True)
-        code = EXIT_INTERRUPTED
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        logging.exception("failed")
-        code = EXIT_FAILED
-    _tell_wrapper(code, text)
-    _leave(code)
-
-
-def _tell_wrapper(code: int, text: str | None) -> None:
-    """Leave the exit code where the wrapper of a job looks for it: torchrun turns every one but 0
-    into 1.
-
-    A rank that fails is believed at once, and the first one is; success is for rank 0 to tell.
-    """
-    path = os.environ.get("LATHE_OUTCOME")
-    if path is None or (code == EXIT_OK and os.environ.get("RANK", "0") != "0"):
-        return
-    with (
-        contextlib.suppress(OSError),
-        open(path, "x") as file,
-    ):  # FileExistsError: another rank was first
-        json.dump({"code": code, "error": text}, file)
 
 
 def _is_restart() -> bool:
@@ -388,13 +354,31 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     return run_group(plans, chosen)
 
 
-def _dry_run(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
+def _begin(
+    experiments: list[dict[str, Any]], options: dict[str, Any], survive: str | None, *, is_dry: bool
+) -> int:
+    ranks = parse(survive) if survive else None
+    if is_dry:
+        return _dry_run(experiments, options, ranks)
+    return _outlive(experiments, options, ranks) if ranks else _train(experiments, options)
+
+
+def _outlive(experiments: list[dict[str, Any]], options: dict[str, Any], ranks: Survival) -> int:
+    from trainer.survival.agent import Agent
+
+    options["mirror_every"] = ranks.every
+    return Agent(ranks, "trainer.survival.rank", experiments, options).run()
+
+
+def _dry_run(
+    experiments: list[dict[str, Any]], options: dict[str, Any], ranks: Survival | None
+) -> int:
     from trainer.training.options import Options
     from trainer.training.preflight import look, show
     from trainer.training.run_plan import plan
 
     chosen = Options(**options)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = ranks.ranks if ranks else int(os.environ.get("WORLD_SIZE", "1"))
     refused: list[str] = []
     earlier: set[str] = set()  # whose weights a later experiment of the group may start from
     for values in experiments:
@@ -409,17 +393,6 @@ def _dry_run(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     if refused:
         raise ConfigError("a run would be refused.\n" + "\n".join(refused))
     return EXIT_OK
-
-
-def _leave(code: int) -> NoReturn:
-    """Exit with `code`. Once torch.distributed is up the interpreter's own way out can abort (see
-    distributed).
-    """
-    if "torch" in sys.modules:
-        from trainer.runtime import distributed
-
-        distributed.shutdown(code)
-    raise typer.Exit(code)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
     python benchmarks/faults.py bump [--megabytes 500] [--saves 4] [--rows 256]
     python benchmarks/faults.py kills [--kills 200] [--ranks 1]
+    python benchmarks/faults.py survive [--stages 1,2,3] [--steps 1000] [--kills 100] [--stops 10]
 
 bump: a network of so many MB of trainable fp32 weights under the engine at ZeRO-0, as a run saves
 it: seconds that a save keeps the run waiting, and by how much steps beside the writing are longer;
 in steps of so many rows. kills: a run that saves after every step is killed by signal 9 at random
 instants and started again until it ends, in part on a disk that is slow, and on one that is full
 after some writes; its weights and lines must be those of an undisturbed one. Exits 1 when they are
-not.
+not. survive: three ranks and a spare, of which one at a time is killed or stopped at random
+instants, against torchrun with three ranks; what every recovery lost is counted.
 """
 
 from __future__ import annotations
@@ -20,13 +22,17 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,17 +210,108 @@ def _until_it_ends(argv: list[str], ranks: int, draw: random.Random, whole_s: fl
             return codes
 
 
+def survive(stages: list[int], steps: int, kills: int, stops: int) -> int:
+    """Print a line for each stage; 1 when a run differs or a recovery lost more than a step."""
+    from tests.facts import experiment, with_dropout, write_facts
+
+    wrong = 0
+    with tempfile.TemporaryDirectory(dir=ROOT) as place:
+        root = Path(place)
+        folder = write_facts(root / "facts")
+        for stage in stages:
+            train = {"steps": steps, "log_every": 1, "eval_every": 100, "save_every": 250}
+            train |= {"global_batch": 12, "micro_batch": 2}
+            plain = experiment("causal_lm", folder, train=train, deepspeed=f"zero{stage}")
+            groups = root / f"zero{stage}.py"
+            groups.write_text(f"EXP_GROUPS = {{'mine': [{with_dropout(plain)!r}]}}\n")
+            argv = [_argv(folder, root / f"{name}{stage}", groups) for name in ("a", "b", "c")]
+            python = sys.executable
+            run = [python, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
+            subprocess.run([*run, *argv[0]], check=True, capture_output=True)
+            spare = ["--survive", "3+1,hang_s=5"]
+            quiet = subprocess.run(
+                [python, *argv[1], *spare], check=True, capture_output=True, text=True
+            )
+            cost = re.search(r"mirrored .*\n.*", quiet.stdout)
+            happened = _disturbed([python, *argv[2], *spare], steps, kills, stops)
+            outcomes = [_outcome(root / f"{name}{stage}") for name in ("a", "b", "c")]
+            is_equal = outcomes[0] == outcomes[1] == outcomes[2]
+            events = _events(root / f"c{stage}")
+            lost = max((event["steps_lost"] for event in events), default=0)
+            wrong += not is_equal or lost > 1
+            print(
+                f"ZeRO-{stage}: {happened}, {'equal' if is_equal else 'DIFFERENT'}; {_told(events)}"
+            )
+            print(
+                f"  undisturbed: {' '.join(cost[0].split()) if cost else quiet.stdout}", flush=True
+            )
+    return min(wrong, 1)
+
+
+def _disturbed(argv: list[str], steps: int, kills: int, stops: int) -> str:
+    """Run `argv`, and end or stop a rank every few steps; says how often."""
+    draw, counts = random.Random(0), {signal.SIGKILL: 0, signal.SIGSTOP: 0}
+    every = max(steps // (kills + stops + 1), 1)
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert child.stdout is not None, "it is a pipe"
+    ranks, due = list[int](), every
+    for line in child.stdout:
+        if found := re.search(r"ranks: processes ([\d, ]+)", line):
+            ranks = [int(pid) for pid in found[1].split(",")]
+        step = re.search(r"step (\d+)/\d+  loss", line)
+        if step is None or int(step[1]) < due or not ranks:
+            continue
+        due = int(step[1]) + every
+        number = sum(counts.values()) + 1
+        sign = signal.SIGSTOP if number % (kills // max(stops, 1) + 1) == 0 else signal.SIGKILL
+        time.sleep(draw.uniform(0, 0.2))  # anywhere within a step
+        with suppress(ProcessLookupError):
+            os.kill(draw.choice(ranks), sign)
+            counts[sign] += 1
+        ranks = []
+    code = child.wait()
+    return f"exit code {code}, " + ", ".join(f"{n} {sign.name}" for sign, n in counts.items())
+
+
+def _events(savedir: Path) -> list[dict[str, Any]]:
+    (path,) = savedir.glob("[0-9a-f]*/survival.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _told(events: list[dict[str, Any]]) -> str:
+    """What recoveries lost and took, of kills and of hangs."""
+    lost = Counter(event["steps_lost"] for event in events)
+    told = [f"{len(events)} recoveries, steps lost: {dict(sorted(lost.items()))}"]
+    told.append(f"from {dict(Counter(event['source'] for event in events))}")
+    for name, is_hang in (("killed", False), ("hung", True)):
+        times = sorted(
+            event["recovery_s"]
+            for event in events
+            if any("SIG" not in one["why"] for one in event["lost"]) == is_hang
+        )
+        if times:
+            p95 = times[int(0.95 * (len(times) - 1))]
+            told.append(f"{name}: median {statistics.median(times):.2f} s, p95 {p95:.2f} s")
+    return "; ".join(told)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("what", choices=("bump", "kills"))
+    parser.add_argument("what", choices=("bump", "kills", "survive"))
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--saves", type=int, default=4)
     parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--kills", type=int)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--stops", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--stages", default="1,2,3")
     given = parser.parse_args()
+    if given.what == "survive":
+        stages = [int(stage) for stage in given.stages.split(",")]
+        return survive(stages, given.steps, given.kills or 100, given.stops)
     if given.what == "kills":
-        return kills(given.kills, given.ranks)
+        return kills(given.kills or 200, given.ranks)
     bump(given.megabytes, given.saves, given.rows)
     return 0
 

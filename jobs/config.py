@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from jobs.code.secret_keys import SECRET
 from trainer.config.schema import Positive, Strict
 from trainer.errors import ConfigError
+from trainer.survival.spec import FORM
 
 # What may stand in a name, a path, a mount or an #SBATCH value. No space, no quote, nothing a shell
 # or an option parser could read as more than text; no leading dash.
@@ -42,6 +43,8 @@ class JobConfig(Strict):
     nodes: Positive = 1
     # launch line, as --python_binary; "": torchrun when there are several GPUs, else python
     python_binary: str = ""
+    # ranks on the node that go on when one dies, and spares for them, as --survive: "7+1"
+    survive: Annotated[str, Field(pattern=f"^({FORM})?$")] = ""
     # interpreter that runs the wrapper on the node; None: the submitter's own
     python: Word | None = None
     # or haven's list of "NAME=value"
@@ -144,6 +147,7 @@ SHARED = frozenset(
         "resources",
         "nodes",
         "python_binary",
+        "survive",
         "python",
         "environment_vars",
         "max_run_time",

@@ -1,14 +1,14 @@
 """The shape of the house: imports point down, submission is torch-free, one importer each, budgets.
 
 Floors of trainer/ (a room is a folder; what is named stands higher or lower than its room):
-5  trainval.py, trainer/__main__.py, commands/
+5  trainval.py, trainer/__main__.py, commands/, survival/rank.py
 4  training/, retrieval/, memory/, statistics/, public_sets/, evaluation/run.py
 4  training/, proof/, retrieval/, memory/, statistics/, evaluation/run.py
 4  training/, retrieval/, memory/, statistics/, exports/, evaluation/run.py
 4  training/, retrieval/, memory/, timing/, statistics/, exports/, evaluation/{run,predict}.py
 3  tasks/<name>/
 2  models/, data/, telemetry/, evaluation/, tasks/{protocol,abilities,token_task}.py
-1  runtime/, files/
+1  runtime/, files/, survival/ (its mirror: 4)
 0  config/, errors.py, files/atomic.py, runtime/process.py, tasks/, every config.py and published.py
    of a task,
    exp_configs.py, job_configs.py, service.py
@@ -59,6 +59,10 @@ FLOORS = {
     "trainer.retrieval": 4,
     "trainer.statistics": 4,
     "trainer.timing": 4,
+    "trainer.survival": 1,
+    "trainer.survival.mirror": 4,
+    "trainer.survival.rank": 5,
+    "trainer.survival.spec": 0,
     "trainer.training": 4,
     "jobs": 4,
     "trainer.__main__": 5,
@@ -71,6 +75,7 @@ ONLY_IMPORTERS = {
     "deepspeed": {
         ROOT / "trainer/training/engine.py",
         ROOT / "trainer/training/optimizer_state.py",
+        ROOT / "trainer/survival/groups.py",
     },
     "wandb": {ROOT / "trainer/telemetry/wandb_run.py"},
     "haven": {ROOT / "jobs/backends/toolkit/haven.py"},

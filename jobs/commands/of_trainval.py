@@ -21,6 +21,7 @@ def submit_group(
     backend: str,
     file: Path | None,
     python_binary: str,
+    survive: str | None,
     is_dry: bool,
     allow_dirty: bool,
 ) -> int:
@@ -36,7 +37,9 @@ def submit_group(
         experiments=experiments,
         base=base,
         backend={"1": "toolkit"}.get(backend, backend),  # as published
-        job=prepare.job_config(group, file, "" if python_binary == "python" else python_binary),
+        job=prepare.job_config(
+            group, file, "" if python_binary == "python" else python_binary, survive=survive
+        ),
         flags=_passed_on(options),
         allow_dirty=allow_dirty or is_dry,
         take_snapshot=not is_dry,

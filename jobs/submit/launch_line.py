@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jobs.node.host import HEAD
 from trainer.errors import ConfigError
+from trainer.survival import spec
 
 if TYPE_CHECKING:
     from jobs.config import JobConfig
@@ -45,11 +46,17 @@ def read(text: str, job: JobConfig, *, python: str, exp_id: str) -> LaunchLine:
     activate, words = _split(text)
     if not words:
         torchrun = [python, "-m", "torch.distributed.run", "--nproc-per-node", "NGPUS"]
-        words = torchrun if job.gpus > 1 or job.nodes > 1 else [python]
+        is_torchrun = (job.gpus > 1 or job.nodes > 1) and not job.survive
+        words = torchrun if is_torchrun else [python]
     name = PurePath(words[0]).name
     if name not in LAUNCHERS and not PYTHON.match(name):
         raise ConfigError(
             f"--python_binary {text!r}: {words[0]!r} is not python, torchrun or deepspeed. {FORM}"
+        )
+    if job.survive and (not PYTHON.match(name) or "-m" in words or job.nodes > 1):
+        raise ConfigError(
+            f"survive={job.survive!r}: got nodes={job.nodes}, launch line {shlex.join(words)!r}."
+            " It starts its ranks itself, on one machine: use nodes=1 and python, or no survive."
         )
     if job.nodes > 1:
         words = _across_nodes(words, job, exp_id)
@@ -115,6 +122,8 @@ def processes(argv: tuple[str, ...], job: JobConfig) -> int | None:
 
     None when only the node knows (nproc-per-node "auto" or "gpu").
     """
+    if job.survive:
+        return spec.parse(job.survive, environment={}).ranks
     counts = dict(itertools.pairwise(argv)) | dict(
         word.split("=", 1) for word in argv if "=" in word
     )

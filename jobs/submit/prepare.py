@@ -48,14 +48,18 @@ SWITCHES = ("force",)  # those of FLAGS that take no value
 log = logging.getLogger(__name__)
 
 
-def job_config(group: str, file: Path | None, python_binary: str | None) -> JobConfig:
+def job_config(
+    group: str, file: Path | None, python_binary: str | None, *, survive: str | None = None
+) -> JobConfig:
     """The checked job dictionary of a group.
 
-    `python_binary` from the command line goes over its own.
+    `python_binary` and `survive` from the command line go over its own.
     """
     values = job_values(group, file)
     if python_binary:
         values["python_binary"] = python_binary
+    if survive:
+        values["survive"] = survive
     return validate(
         JobConfig, values, source=f"{file or 'job_configs.py'}: job dictionary of {group!r}"
     )

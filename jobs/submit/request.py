@@ -142,6 +142,7 @@ def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:
         "trainval.py",
         f"--exp_id={name}",
         f"--savedir_base={request.base.path}",
+        *([f"--survive={request.job.survive}"] if request.job.survive else []),
         *request.flags,
     ]
     return JobSpec(

@@ -13,7 +13,7 @@ from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
 from trainer.telemetry.wandb_run import _where
 from trainer.training.options import Options
-from trainer.training.run import log_interval
+from trainer.training.schedule import log_interval
 
 PLAIN = {"task": "t", "train": {"steps": 5, "seed": 1}, "optim": {"lr": 1e-3}}
 

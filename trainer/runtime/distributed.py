@@ -6,6 +6,8 @@ import contextlib
 import json
 import logging
 import os
+import socket
+import stat
 import sys
 import threading
 import time
@@ -262,6 +264,53 @@ def _bytes_on_wire(text: str) -> Tensor:
 
 def _from_wire(wire: Tensor) -> Any:
     return json.loads(bytes(wire.cpu().numpy()).decode())
+
+
+def abort() -> None:
+    """Make what waits for other ranks fail, now; any thread may call it.
+
+    torch 2.13: gloo's abort() and shutdown() free nobody, and a group closes its connections only
+    when the last reference to it is gone. So they are closed here: those that came in at a port
+    on which this process listens, which of any two ranks is one's.
+    """
+    if has_group() and dist.get_backend() == "nccl":
+        torch.distributed.distributed_c10d._abort_process_group()
+    opened = [_stream(int(name)) for name in os.listdir("/proc/self/fd")]
+    streams = [stream for stream in opened if stream is not None]
+    listening = {
+        stream.getsockname()[1]
+        for stream in streams
+        if stream.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    }
+    for stream in streams:
+        if not stream.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            with contextlib.suppress(OSError):
+                if stream.getsockname()[1] in listening:
+                    stream.shutdown(socket.SHUT_RDWR)
+        stream.close()
+
+
+def _stream(descriptor: int) -> socket.socket | None:
+    """A duplicate of the TCP socket that a descriptor of this process is; None for others."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
+        found = socket.socket(fileno=os.dup(descriptor))
+    except OSError:  # closed in the meantime
+        return None
+    if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
+        return found
+    found.close()
+    return None
+
+
+def leave_group() -> None:
+    """Drop every group of torch, though other ranks may be gone; init() may follow."""
+    global _side_group
+    _side_group = None
+    if has_group():
+        abort()
+        dist.destroy_process_group()
 
 
 def leave_alone() -> None:

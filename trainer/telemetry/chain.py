@@ -60,10 +60,14 @@ class StepChain:
         if len(self._pending) >= MOST_PENDING:
             self._settle()
 
+    def present(self) -> str:
+        """The last link of this rank."""
+        self._settle()
+        return self.link
+
     def links(self) -> list[str]:
         """The last link of every rank, by rank, for a checkpoint. A collective."""
-        self._settle()
-        return distributed.gather(self.link)
+        return distributed.gather(self.present())
 
     def proof(self) -> str:
         """ "<digest>/<world>" over all ranks' links and random states, as they are now. A

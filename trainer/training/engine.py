@@ -66,6 +66,11 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Full shapes of the trainable parameters by name, partitioned (ZeRO-3) or not."""
+    return {name: shape_of(parameter) for name, parameter in trainable(model).items()}
+
+
 @contextmanager
 def partitioned_loading(ds: Mapping[str, Any]) -> Iterator[None]:
     """Inside, transformers partitions weights as it reads them (ZeRO-3 only).

@@ -23,6 +23,7 @@ from trainer.runtime.batch import (
     numbers_on_device,
 )
 from trainer.runtime.preemption import Stopped
+from trainer.survival import lifeline
 from trainer.tasks.abilities import Answers
 from trainer.telemetry.chain import StepChain
 from trainer.training import schedule
@@ -32,6 +33,7 @@ from trainer.training.schedule import Plateau
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
     from trainer.runtime.preemption import Preemption
+    from trainer.survival.mirror import Mirror
     from trainer.tasks.protocol import Row, Task
     from trainer.telemetry.meter import Meter
     from trainer.telemetry.run_record import RunRecord
@@ -97,8 +99,8 @@ class Session:
     questions: Sequence[Row] = ()
     left_out: Mapping[int, str] = field(default_factory=dict[int, str])  # by rollbacks: step, why
     chain: StepChain = field(default_factory=StepChain)  # what proves the steps, from here on
-    # writes down that a window is to be left out from now on; a collective
-    roll_back: Callable[[int, Trouble], None] | None = None
+    mirror: Mirror | None = None  # of a run that survives its ranks
+    roll_back: Callable[[int, Trouble], None] | None = None  # leaves a window out; a collective
 
     @property
     def is_judged(self) -> bool:
@@ -173,23 +175,30 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
             _count_skipped(session, progress, window)
         evaluate_now = _due(progress.step, session.cadence.evaluate, steps)
         save_now = step.stop or _due(progress.step, session.cadence.save, steps)
+        lifeline.moved(progress.step, is_stepping=not (evaluate_now or save_now))
         if log_now or evaluate_now or save_now:
             loss = _sound_loss(session, step, progress, window)
             if log_now:
                 _log(session, progress, step, loss, rate * progress.plateau.factor)
         elif progress.step == 1:
-            loss = _sound_loss(session, step, progress, window)
-            session.run.say(1, loss=loss, lr=rate)
+            session.run.say(1, loss=_sound_loss(session, step, progress, window), lr=rate)
         progress.owes_evaluation = evaluate_now
         if save_now:
             session.save(progress)
-        if evaluate_now and not _evaluated(session, progress, is_saved=save_now):
+        if (evaluate_now and not _evaluated(session, progress, is_saved=save_now)) or (
+            step.stop and progress.step < steps
+        ):
             source.close()
             return False
-        if step.stop and progress.step < steps:
-            source.close()
-            return False
+        _keep(session, progress)
     return True
+
+
+def _keep(session: Session, progress: Progress) -> None:
+    """The end of a step, for a run that survives its ranks: what they would go on from."""
+    if session.mirror is not None:
+        session.mirror.keep(session.engine, progress, session.chain)
+        lifeline.moved(progress.step, is_stepping=progress.step < session.cfg.train.steps)
 
 
 def train_step(
@@ -433,8 +442,8 @@ def _diverged(what: str, value: float, step: int, window: StepBatches) -> Diverg
 
 
 def _first_rows(window: StepBatches) -> str:
-    rows = ", ".join(str(int(row)) for rows in window.rows for row in rows[:4])
-    return f"this rank's rows of that window begin with {rows}"
+    first = (str(int(row)) for rows in window.rows for row in rows[:4])
+    return f"this rank's rows of that window begin with {', '.join(first)}"
 
 
 def _due(step: int, every: int, last: int) -> bool:

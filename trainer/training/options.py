@@ -38,8 +38,18 @@ class Options:
     is_shortened: bool = False  # its steps are those of --steps
     trackers: str | None = None  # besides wandb, by commas: of trackers.TRACKERS
 
+    # of a run that survives its ranks: two files in memory for each rank, every how many steps
+    # they are written, and which experiments were begun before a rank was lost
+    memory: list[list[str]] = field(default_factory=list[list[str]])
+    mirror_every: int = 1
+    begun: tuple[str, ...] = ()
+
     def __post_init__(self) -> None:
         named(self.trackers)  # on every rank, before anything begins
+
+    def resets(self, exp_id: str) -> bool:
+        """Whether this run begins by moving its old folder aside."""
+        return self.reset and exp_id not in self.begun
 
     def wandb(self, values: dict[str, Any]) -> WandbSettings | None:
         """Where the run of an experiment appears in wandb; None: nowhere."""

@@ -18,7 +18,7 @@ from trainer import tasks
 from trainer.config import auto, deepspeed_config
 from trainer.config.identity import digest
 from trainer.data.content import Content, content_of
-from trainer.data.order import Sizes, padding_share, sizes_of
+from trainer.data.order import sizes_of
 from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
 from trainer.evaluation.scoring import first_questions
@@ -32,6 +32,10 @@ from trainer.runtime.deepspeed_optimizers import keep_frozen_whole
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption, Stopped
 from trainer.statistics.opening import told
+from trainer.survival import lifeline, mirror
+from trainer.survival.groups import is_peer_lost
+from trainer.survival.lifeline import PeerLost
+from trainer.survival.mirror import Kept
 from trainer.telemetry.chain import StepChain
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
@@ -44,17 +48,17 @@ from trainer.training.engine import Engine
 from trainer.training.loop import Cadence, Progress, Session, fit, refuse_unknown_best
 from trainer.training.options import Options
 from trainer.training.run_folder import check_hub, check_identity, claimed, push
-from trainer.training.run_plan import RunPlan, is_finished
+from trainer.training.run_plan import RunPlan, is_finished, say_padding
+from trainer.training.schedule import DEFAULT_EVERY, log_interval
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from trainer.config.schema import Train
     from trainer.files.held_lock import HeldLock
     from trainer.tasks.protocol import Task
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_EVERY = 1000  # steps between two evaluations, and two checkpoints
-_PADDING_STEPS = 20  # whose padding is counted and told at the start
 
 
 def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
@@ -62,7 +66,7 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     or 75 if preempted.
 
     Every rank calls it. Raises LatheError (and records it in status.json) when the run cannot go
-    on.
+    on; PeerLost when another rank is gone, of a run that survives that.
     """
     logger.info("experiment %s", f"{plan.name}, {plan.id}" if plan.name else plan.id)
     device_defaults.settle(
@@ -72,6 +76,7 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
     )
     plan = _frozen_settled(_settled(plan, options), options)
     with claimed(plan, options) as lock:
+        lifeline.tell("begun", id=plan.id, folder=str(plan.folder.absolute()))
         telemetry = RunRecord(
             plan.folder,
             total=plan.cfg.train.steps,
@@ -92,6 +97,9 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
                 "%s: %s", "finished" if finished else "stopped, to be run again", plan.folder
             )
         except BaseException as error:
+            if isinstance(error, Exception) and is_peer_lost(error):
+                telemetry.status("running")  # goodput goes on from what is known now
+                raise PeerLost from error
             with contextlib.suppress(StorageError):  # a full disk must not hide what went wrong
                 telemetry.fail(error)
             raise
@@ -124,18 +132,23 @@ def run_group(plans: Sequence[RunPlan], options: Options) -> int:
     """
     preemption = Preemption()
     try:
-        for planned in plans:
-            if not options.reset and on_main(functools.partial(is_finished, planned)):
-                logger.info("%s is finished; -r 1 starts it over", planned.folder)
-                continue
-            if int(distributed.total(torch.tensor(int(preemption.requested)))):
-                return EXIT_PREEMPTED
-            code = run(planned, options, preemption)
-            if code != EXIT_OK:
-                return code
-        return EXIT_OK
+        return run_each(plans, options, preemption)
     finally:
         preemption.close()
+
+
+def run_each(plans: Sequence[RunPlan], options: Options, preemption: Preemption) -> int:
+    """As run_group, with somebody else's look-out for signals."""
+    for planned in plans:
+        if not options.resets(planned.id) and on_main(functools.partial(is_finished, planned)):
+            logger.info("%s is finished; -r 1 starts it over", planned.folder)
+            continue
+        if int(distributed.total(torch.tensor(int(preemption.requested)))):
+            return EXIT_PREEMPTED
+        code = run(planned, options, preemption)
+        if code != EXIT_OK:
+            return code
+    return EXIT_OK
 
 
 def _settled(plan: RunPlan, options: Options) -> RunPlan:
@@ -232,9 +245,9 @@ def ready(
     distributed.wait_for_all()
     lap("rows")
     launch = _launch(plan, options, task, stores, answers=bool(questions))
-    newest = checkpoint.resume_point(plan.folder / "checkpoints")
+    newest = mirror.newest(options.memory, plan.id) or checkpoint.resume_point(plan.checkpoints)
     identity = check_identity(plan, task, stores, newest)
-    _say_padding(plan, sizes_of(stores["train"], task))
+    say_padding(plan, sizes_of(stores["train"], task))
     for split in ("train", "valid"):
         logger.info("%s", told(stores[split]))
     on_main(lambda: preflight.refuse_rows(task, stores, most_lost=cfg.train.max_lost_labels))
@@ -252,8 +265,7 @@ def ready(
         with meter.paused("saving"):
             on_main(lock.check)
             progress.links = chain.links()
-            write = snapshot(plan, live, progress, identity)
-            saves.start(write)
+            saves.start(snapshot(plan, live, progress, identity))
             if not options.saves_behind:
                 saves.wait()
 
@@ -279,6 +291,7 @@ def ready(
         chain=chain,
         left_out=bad_steps.left_out(plan.folder),
         roll_back=functools.partial(_roll_back, plan),
+        mirror=mirror.of_this_rank(options.memory, plan.id, live, every=options.mirror_every),
     )
     return Ready(session, progress, launch, memory, export, saves)
 
@@ -299,6 +312,8 @@ def _train(plan: RunPlan, options: Options, ready: Ready) -> bool:
             ready.session.run.goodput.begin_steps()
             finished = fit(ready.session, ready.progress)
             late.tell(ready.session.meter, ready.session.run)
+        if ready.session.mirror is not None:
+            logger.info("%s", ready.session.mirror.told())
         if finished:
             ready.export("final")
             if options.push_to_hub:
@@ -314,9 +329,11 @@ def _train(plan: RunPlan, options: Options, ready: Ready) -> bool:
 
 
 def _engine(
-    plan: RunPlan, task: Task, newest: Path | None, lap: Callable[[str], None]
+    plan: RunPlan, task: Task, newest: Kept | Path | None, lap: Callable[[str], None]
 ) -> tuple[Engine, Progress]:
-    """The task's model under DeepSpeed, with the newest good checkpoint. A collective."""
+    """The task's model under DeepSpeed, with the newest good checkpoint, or what ranks kept in
+    memory. A collective.
+    """
     ds = deepspeed_config.for_engine(plan.ds)
     with engine.partitioned_loading(ds):
         model = task.model()
@@ -329,10 +346,14 @@ def _engine(
         live = _made(plan, model, ds)
         lap("engine")
         return live, Progress()
-    engine.load_weights(model, checkpoint.read_tensors(newest, "weights"))
+    if isinstance(newest, Kept):
+        engine.load_weights(model, newest.weights(engine.shapes(model)))
+    else:
+        engine.load_weights(model, checkpoint.read_tensors(newest, "weights"))
     live = _made(plan, model, ds)
     lap("engine")
     progress = _restore(live, newest, seed=plan.cfg.train.seed)
+    lifeline.tell("resumed", step=progress.step, source=str(newest))
     lap("checkpoint")
     return live, progress
 
@@ -355,29 +376,6 @@ def _cadence(train: Train, options: Options) -> Cadence:
         evaluate=train.eval_every or otherwise,
         save=train.save_every or otherwise,
         is_first_logged=given is None,
-    )
-
-
-def log_interval(steps: int) -> int:
-    """Every how many of `steps` steps a line is logged by default: 1, 2 or 5 times a power of ten,
-    a hundred to two hundred and fifty lines in all.
-    """
-    most = min(steps // 100, DEFAULT_EVERY)
-    fitting = [n * 10**power for power in range(4) for n in (1, 2, 5) if n * 10**power <= most]
-    return max(fitting, default=1)
-
-
-def _say_padding(plan: RunPlan, sizes: Sizes) -> None:
-    if sizes.is_packed:
-        return logger.info("micro-batches are packed: no padding, but inside attention")
-    train = plan.cfg.train
-    seed = train.seed if train.order == "shuffled" else None
-    steps = min(train.steps, max(_PADDING_STEPS, train.bucket_steps))
-    share = padding_share(sizes, plan.sharding, seed=seed, steps=steps)
-    logger.info(
-        "micro-batches of rows padded to their longest are %.1f%% padding (first %d steps)",
-        100 * share,
-        steps,
     )
 
 
@@ -426,20 +424,21 @@ def made_with() -> dict[str, str]:
     return {**versions, "device": device, **threads}
 
 
-def _restore(live: Engine, folder: Path, *, seed: int) -> Progress:
-    state = checkpoint.read_json(folder)
-    live.optimizer.restore(checkpoint.read_tensors(folder, "optimizer"), state["engine"])
-    if checkpoint.saved_world(folder) == distributed.world():
-        rng.restore(checkpoint.read_rng(folder, distributed.rank()))
+def _restore(live: Engine, saved: Kept | Path, *, seed: int) -> Progress:
+    if isinstance(saved, Kept):
+        state, world, random = saved.state(), saved.world, saved.random_state
+        tensors: Mapping[str, Tensor] = saved.optimizer(live.optimizer.shapes())
     else:
-        logger.warning(
-            "%s was saved by %d rank(s), this run has %d: the same batches go on, but dropout "
-            "draws anew",
-            folder,
-            checkpoint.saved_world(folder),
-            distributed.world(),
-        )
+        state, world = checkpoint.read_json(saved), checkpoint.saved_world(saved)
+        random = functools.partial(checkpoint.read_rng, saved)
+        tensors = checkpoint.read_tensors(saved, "optimizer")
+    live.optimizer.restore(tensors, state["engine"])
+    if world == distributed.world():
+        rng.restore(random(distributed.rank()))
+    else:
+        text = "%s was saved by %d rank(s), this run has %d: the same batches, other dropout"
+        logger.warning(text, saved, world, distributed.world())
         rng.seed_everything(seed + state["progress"]["step"], distributed.rank())
     progress = Progress.of(state["progress"])
-    logger.info("resumed from %s", folder)
+    logger.info("resumed from %s", saved)
     return progress

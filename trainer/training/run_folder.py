@@ -24,6 +24,7 @@ from trainer.training import checkpoint
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
+    from trainer.survival.mirror import Kept
     from trainer.tasks.protocol import Task
     from trainer.training.engine import Engine
     from trainer.training.options import Options
@@ -55,7 +56,7 @@ def claimed(plan: RunPlan, options: Options) -> Iterator[HeldLock]:
 def _claim(plan: RunPlan, options: Options, lock: HeldLock) -> None:
     _make_base(options.savedir_base)
     lock.acquire()
-    if options.reset and plan.folder.exists():
+    if options.resets(plan.id) and plan.folder.exists():
         aside = plan.folder.with_name(f"{plan.id}.bak-{time.strftime('%Y%m%d-%H%M%S')}")
         os.replace(plan.folder, aside)
         logger.info("reset: the old folder is now %s", aside)
@@ -163,7 +164,7 @@ def _check_dictionary(plan: RunPlan) -> None:
 
 
 def check_identity(
-    plan: RunPlan, task: Task, stores: dict[str, TokenStore], newest: Path | None
+    plan: RunPlan, task: Task, stores: dict[str, TokenStore], newest: Kept | Path | None
 ) -> dict[str, str]:
     """Data and base model must be those that the run began with; their digests. A collective.
 
@@ -195,12 +196,12 @@ def check_identity(
     return on_main(check)
 
 
-def _beginning(path: Path, newest: Path | None) -> dict[str, Any] | None:
+def _beginning(path: Path, newest: Kept | Path | None) -> dict[str, Any] | None:
     """The digests that a run began with; None for one that begins now."""
     problem = _problem(path, _is_identity)
     if not problem:
         return _stored(path)["identity"] if path.exists() else None
-    identity = checkpoint.read_json(newest).get("identity") if newest else None
+    identity = checkpoint.read_json(newest).get("identity") if isinstance(newest, Path) else None
     if not identity:
         raise ResumeError(f"{problem}; want which data and base the run began with.\n{MEND}")
     logger.warning("%s: it is made again from %s", problem, newest)

@@ -12,7 +12,7 @@ from trainer.config import deepspeed_config
 from trainer.config.auto import placeholder, with_micro_batch
 from trainer.config.identity import exp_id
 from trainer.config.schema import Experiment
-from trainer.data.order import Sharding
+from trainer.data.order import Sharding, Sizes, padding_share
 from trainer.errors import DataError
 from trainer.files.atomic import read_json
 from trainer.timing.target import target_of
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from trainer.training.options import Options
 
 logger = logging.getLogger(__name__)
+
+_PADDING_STEPS = 20  # whose padding is counted and told at the start
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,34 @@ class RunPlan:
     sharding: Sharding
     name: str = ""  # for people: the group, the place in it and what differs from its siblings
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of this run's checkpoints."""
+        return self.folder / "checkpoints"
 
-def plan(values: dict[str, Any], options: Options, *, world: int, rank: int) -> RunPlan:
+
+def plan(
+    values: dict[str, Any],
+    options: Options,
+    *,
+    world: int,
+    rank: int,
+    may_be_smaller: bool = False,
+) -> RunPlan:
     """Check an experiment against its schema, its DeepSpeed file and the world size.
 
-    Touches no disk but to read.
+    Touches no disk but to read. may_be_smaller: a micro-batch that this world cannot deal evenly
+    is taken smaller, for a run that has lost ranks.
     """
     name = exp_id(values)
     _check_places(options)
     cfg = tasks.parse(values, source=f"experiment {name}")
     if cfg.train.micro_batch == 0:  # "auto": `run` chooses
         cfg = with_micro_batch(cfg, 1)
+    if may_be_smaller and cfg.train.global_batch % world == 0:
+        rows = range(cfg.train.micro_batch, 0, -1)
+        each = cfg.train.global_batch // world
+        cfg = with_micro_batch(cfg, next(count for count in rows if each % count == 0))
     train = cfg.train
     sharding = Sharding(
         train.global_batch,
@@ -79,6 +98,21 @@ def _check_places(options: Options) -> None:
         raise DataError(f"--data_path {data}: {problem}")
     if options.device is not None:
         target_of(options.device, world=None)
+
+
+def say_padding(plan: RunPlan, sizes: Sizes) -> None:
+    """Log which part of the first steps is padding."""
+    if sizes.is_packed:
+        return logger.info("micro-batches are packed: no padding, but inside attention")
+    train = plan.cfg.train
+    seed = train.seed if train.order == "shuffled" else None
+    steps = min(train.steps, max(_PADDING_STEPS, train.bucket_steps))
+    share = padding_share(sizes, plan.sharding, seed=seed, steps=steps)
+    logger.info(
+        "micro-batches of rows padded to their longest are %.1f%% padding (first %d steps)",
+        100 * share,
+        steps,
+    )
 
 
 def is_finished(plan: RunPlan) -> bool:

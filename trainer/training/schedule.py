@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.config.schema import Schedule
 
+DEFAULT_EVERY = 1000  # steps between two evaluations, and two checkpoints
+
 
 def warmup_steps(schedule: Schedule, total: int) -> int:
     """Steps of warm-up; a ratio is rounded up, as the Hugging Face Trainer does."""
@@ -64,3 +66,12 @@ class Plateau:
     @classmethod
     def of(cls, state: dict[str, Any]) -> Plateau:
         return cls(**{**state, "best": math.inf if state["best"] is None else state["best"]})
+
+
+def log_interval(steps: int) -> int:
+    """Every how many of `steps` steps a line is logged by default: 1, 2 or 5 times a power of ten,
+    a hundred to two hundred and fifty lines in all.
+    """
+    most = min(steps // 100, DEFAULT_EVERY)
+    fitting = [n * 10**power for power in range(4) for n in (1, 2, 5) if n * 10**power <= most]
+    return max(fitting, default=1)

@@ -10,7 +10,52 @@ ROLLED = "tests/runs/test_bad_steps.py"
 CHAIN = "trainer/telemetry/chain.py"
 VERIFY = "tests/runs/test_verify.py"
 
+SURVIVAL = "tests/unit/test_survival.py"
+SURVIVE = "tests/runs/test_survive.py -m 'not long'"
+
 FAULTS = [
+    Fault(
+        "trainer/survival/mirror.py",
+        "step, world = max(whole)",
+        "step, world = min(whole)",
+        why="a run that lost a rank goes back a step more than it need",
+        tests=SURVIVAL,
+    ),
+    Fault(
+        "trainer/survival/mirror.py",
+        "if len(ranks) == key[1]]",
+        "if ranks]",
+        why="a run goes on from a step that not every rank had kept",
+        tests=SURVIVAL,
+    ),
+    Fault(
+        "trainer/survival/stragglers.py",
+        "share > SLOWER * others",
+        "share < SLOWER * others",
+        why="those who wait are named instead of the straggler",
+        tests=SURVIVAL,
+    ),
+    Fault(
+        "trainer/survival/agent.py",
+        "all(batch % n == 0 for batch in batches)",
+        "all(batch % n for batch in batches)",
+        why="fewer ranks are so many that they cannot share the batch",
+        tests=SURVIVAL,
+    ),
+    Fault(
+        "trainer/training/optimizer_state.py",
+        "start = rank * size",
+        "start = 0",
+        why="what ranks kept in memory at ZeRO-3 is put together wrongly",
+        tests=f"{SURVIVE} -k spare_and",
+    ),
+    Fault(
+        "trainer/training/optimizer_state.py",
+        "yield name, key, held.lp_fragment_address.start, part",
+        "yield name, key, 0, part",
+        why="what ranks kept in memory at ZeRO-1 is put together wrongly",
+        tests=f"{SURVIVE} -k without",
+    ),
     Fault(
         BAD,
         "self.losses = [*self.losses, loss][-train.spike_window :]",

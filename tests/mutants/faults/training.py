@@ -236,7 +236,7 @@ FAULTS = [
     # A run, its resume and its exit codes
     Fault(
         "trainer/training/run.py",
-        "rng.restore(checkpoint.read_rng(folder, distributed.rank()))",
+        "rng.restore(random(distributed.rank()))",
         "pass",
         why="a resumed run draws other dropout than an undisturbed one",
         tests=RESUME,
@@ -284,14 +284,14 @@ FAULTS = [
         tests="tests/unit/test_trainval.py",
     ),
     Fault(
-        "trainval.py",
-        "code = error.exit_code",
-        "code = EXIT_FAILED",
+        "trainer/commands/options.py",
+        "code = error.exit_code\n    except KeyboardInterrupt",
+        "code = EXIT_FAILED\n    except KeyboardInterrupt",
         why="bad input looks like a crash and is sent again and again",
         tests=f"{BAD_INPUT} -k 'unknown or missing'",
     ),
     Fault(
-        "trainval.py",
+        "trainer/commands/options.py",
         'open(path, "x")',
         'open(path, "w")',
         why="the last rank's end hides the error of the first one that failed",

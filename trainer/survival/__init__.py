@@ -1,0 +1,1 @@
+"""Runs that outlive their ranks: `trainval.py --survive`."""

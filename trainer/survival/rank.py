@@ -1,0 +1,105 @@
+"""A process of `--survive`: one rank after another, until the run is done or its own end comes.
+
+Importing this module imports all that a rank needs, so that a fork starts at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from trainer import tasks
+from trainer.commands.options import end
+from trainer.errors import EXIT_OK
+from trainer.runtime import device_defaults, distributed
+from trainer.runtime.preemption import Preemption
+from trainer.survival import groups, lifeline
+from trainer.survival.lifeline import Lifeline, Seat
+from trainer.training.options import Options
+from trainer.training.run import run_each
+from trainer.training.run_plan import plan
+
+groups.import_late_parts()
+# A table of 900 regular expressions that every from_pretrained of transformers 5.23 compiles first.
+get_checkpoint_conversion_mapping("t5")
+# what is here stays: the next collection need not look at it again, which takes .4 s
+gc.collect()
+gc.freeze()
+
+
+def become(
+    line: Any,
+    stacks: str,
+    memory: list[list[str]],
+    outputs: list[Any],
+    environment: dict[str, str],
+    experiments: list[dict[str, Any]],
+    options: dict[str, Any],
+) -> NoReturn:
+    """Be a rank until the run is done, in a process that the agent has started.
+
+    outputs: the agent's standard output and error.
+    """
+    os.setsid()  # a Ctrl-C is the agent's to pass on
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output.fileno(), number)
+    device_defaults.before_torch()
+    own = lifeline.attach(line, stacks, memory)
+    end(lambda: train(experiments, Options(**options), own))
+
+
+def train(experiments: Sequence[dict[str, Any]], options: Options, line: Lifeline) -> int:
+    """Train every experiment in whatever place the agent gives this process. Returns the exit
+    code of the run.
+    """
+    # forked from a process that may have been started for another number of threads
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    cfgs = [tasks.parse(values, source="--survive") for values in experiments]
+    for cfg in cfgs:
+        importlib.import_module(f"trainer.tasks.{cfg.task}.task")
+    line.tell("warm", batches=[cfg.train.global_batch for cfg in cfgs])
+    seat = line.seat()
+    preemption = Preemption()
+    while seat is not None:
+        code = _as_rank(experiments, options, line, seat, preemption)
+        if code is not None:
+            return code
+        seat = line.seat()
+    return EXIT_OK
+
+
+def _as_rank(
+    experiments: Sequence[dict[str, Any]],
+    options: Options,
+    line: Lifeline,
+    seat: Seat,
+    preemption: Preemption,
+) -> int | None:
+    """The exit code; None when another rank was lost."""
+    logging.getLogger().setLevel(logging.INFO if seat.rank == 0 else logging.WARNING)
+    here = replace(options, memory=seat.memory, begun=tuple(seat.begun))
+    plans = [
+        plan(values, here, world=seat.world, rank=seat.rank, may_be_smaller=True)
+        for values in experiments
+    ]
+    try:
+        distributed.init()
+        line.tell("joined")
+        code = run_each(plans, here, preemption)
+        if code == EXIT_OK:
+            distributed.barrier()  # whoever passes it knows that all have come to the end
+        return code
+    except Exception as error:
+        if not groups.is_peer_lost(error):
+            raise
+    return None
