@@ -215,6 +215,8 @@ def survive(stages: list[int], steps: int, kills: int, stops: int) -> int:
     from tests.facts import experiment, with_dropout, write_facts
 
     wrong = 0
+    # the examination of a new folder is no part of a recovery; on three ranks it refuses ZeRO-3
+    os.environ["LATHE_EXAMINE"] = "off"
     with tempfile.TemporaryDirectory(dir=ROOT) as place:
         root = Path(place)
         folder = write_facts(root / "facts")
