@@ -28,6 +28,9 @@ from trainer.runtime import distributed, rng
 from trainer.training.engine import Engine
 
 STEPS, WIDTH, LR = 4, 8, 0.01
+# Beside gradients of about 1. With AdamW's usual 1e-8 a step has the size of the rate however small
+# its gradient is, and one that is zero up to bf16's rounding goes either way.
+EPS = 0.1
 # Largest difference of a weight below 1 after STEPS steps: some last places of fp32, and two
 # of bf16's, in which weights are kept beside fp32 masters. Measured here: 6e-8 and 1.6e-3.
 TOLERANCE = {"fp32": 2e-6, "bf16": 8e-3}
@@ -223,7 +226,7 @@ def _twin(case: Case) -> tuple[dict[str, Tensor], list[float]]:
     """Weights by name and the norms of the gradients, of plain torch on all rows at once."""
     net = _net(case)
     trained = [p for p in net.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=LR, eps=EPS, weight_decay=0.0)
     norms: list[float] = []
     for step in range(STEPS):
         inputs_BD = torch.cat([rows for own in _rows(case, step) for rows in own])
@@ -243,7 +246,7 @@ def _under_deepspeed(case: Case, stage: int) -> tuple[dict[str, Tensor], list[fl
             "steps": STEPS, "global_batch": 2 * distributed.world(), "micro_batch": 2,
             "precision": case.precision,
         },
-        "optim": {"lr": LR, "clip": case.clip, "weight_decay": 0.0},
+        "optim": {"lr": LR, "eps": EPS, "clip": case.clip, "weight_decay": 0.0},
     }  # fmt: skip
     cfg = validate(Experiment, values)
     ds = deepspeed_config.build(
