@@ -353,6 +353,7 @@ class Agent:
             now = time.monotonic()
             member.state, member.moved_at, member.heard_at = "running", now, now
             member.has_joined, member.step, member.place, member.waited_s = False, -1, "start", 0.0
+            member.error = ""  # of the generation before
             place = {"rank": member.rank, "world": world, "port": port}
             member.send(do="join", generation=self._generation, begun=self._begun, **place)
         ranks = sorted(present[:world], key=lambda one: one.rank)

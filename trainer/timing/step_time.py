@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from trainer.memory.measure import Measured
     from trainer.timing.rates import Link, Rates
 
-# Host operators of DeepSpeed 0.19.8 that its Python does besides the model's, in launches. Fitted
-# to steps of models of 2 to 12 blocks on a processor (docs/log.md).
+# Host operators of DeepSpeed 0.19.8 that its Python does besides the model's, in launches. Guesses
+# after a look at its source: nobody has measured them.
 _STEP = 400  # of a step of ours, at any stage
 _PER_WEIGHT = {0: 6, 1: 12, 2: 12, 3: 25}  # by stage: of a trainable weight, a step
 _PER_WEIGHT_AND_BATCH = {0: 0, 1: 2, 2: 8, 3: 12}  # the same, each micro-batch
