@@ -121,7 +121,7 @@ def examine(stages: Sequence[int] = STAGES) -> Iterator[Examined]:
 def before_first_use(stage: int, cache_dir: Path) -> None:
     """Examine the engine at this stage, unless `cache_dir` knows these versions. A collective.
 
-    ProofError for what does not do what plain torch does. Random state stays.
+    ProofError for what does not do what plain torch does; on a GPU a warning. Random state stays.
     """
     if os.environ.get(SWITCH) == "off":
         return
@@ -138,11 +138,15 @@ def before_first_use(stage: int, cache_dir: Path) -> None:
         rng.restore(before)
     wrong = next((text for text in distributed.gather(named(findings)) if text), "")
     if wrong:
-        raise ProofError(
+        text = (
             f"DeepSpeed {facts['deepspeed']} with torch {facts['torch']} does not do what plain "
             f"torch does: {wrong}.\nInstall the versions of constraints.txt; `python -m trainer "
-            f"doctor` tells more. {SWITCH}=off in the environment trains all the same."
+            f"doctor` tells more. "
         )
+        if distributed.is_gpu():  # the tolerances were never measured on one
+            log.warning("%sIt trains all the same.", text)
+            return
+        raise ProofError(f"{text}{SWITCH}=off in the environment trains all the same.")
 
     def remember() -> None:
         record.parent.mkdir(parents=True, exist_ok=True)
