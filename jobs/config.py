@@ -44,7 +44,7 @@ class JobConfig(Strict):
     # launch line, as --python_binary; "": torchrun when there are several GPUs, else python
     python_binary: str = ""
     # ranks on the node that go on when one dies, and spares for them, as --survive: "7+1"
-    survive: Annotated[str, Field(pattern=f"^({FORM})?$")] = ""
+    survive: Annotated[str, Field(pattern=f"^({FORM})$")] | None = None
     # interpreter that runs the wrapper on the node; None: the submitter's own
     python: Word | None = None
     # or haven's list of "NAME=value"

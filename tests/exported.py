@@ -20,6 +20,7 @@ from tests.families import runs
 from trainer import tasks
 from trainer.data.padding import pad_right
 from trainer.models.losses import IGNORED
+from trainer.models.packed.layout import pack_labelled, pack_targets
 from trainer.tasks.protocol import Places
 
 STRANGER = Path(__file__).with_name("stranger.py")
@@ -214,15 +215,27 @@ def _ours_of_seq2seq(task: Any, model: Any, given: dict[str, Any]) -> dict[str, 
             for ids, mask in zip(given["input_ids"], given["attention_mask"], strict=True)
         ]
     )
-    stream |= {"labels": given["labels"], "scored": None}
+    stream |= _targets(given["labels"])
     return {"loss": _mean(model(**stream)["loss"], given["labels"])}
+
+
+def _targets(labels: Tensor) -> dict[str, Tensor]:
+    return pack_targets([row[row != IGNORED].tolist() for row in labels])
+
+
+def _ours_of_lines(task: Any, model: Any, given: dict[str, Any]) -> dict[str, Tensor]:
+    pairs = zip(given["input_ids"], given["attention_mask"], strict=True)
+    rows = [ids[mask == 1].tolist() for ids, mask in pairs]
+    stream = pack_labelled(rows, [[1] * len(row) for row in rows])
+    return {"loss": _mean(model(**stream)["loss"], given["labels"], 1)}
 
 
 def _ours_of_passages(task: Any, model: Any, given: dict[str, Any]) -> dict[str, Tensor]:
     from trainer.tasks.fid.fused_layout import pack
 
     packed = pack([given["passages"]], bucketed=True)
-    return {"loss": _mean(model(**packed, labels=given["labels"])["loss"], given["labels"])}
+    batch = {**packed, **_targets(given["labels"])}
+    return {"loss": _mean(model(**batch)["loss"], given["labels"])}
 
 
 def _ours_of_texts(task: Any, model: Any, given: dict[str, Any]) -> dict[str, Tensor]:
@@ -249,9 +262,7 @@ def _ours_of_statements(task: Any, model: Any, given: dict[str, Any]) -> dict[st
 
 _OURS: dict[str, Callable[[Any, Any, dict[str, Any]], dict[str, Tensor]]] = {
     "cross_attention": _ours_with_context,
-    "causal_lm": lambda task, model, given: {
-        "loss": _mean(model(**given)["loss"], given["labels"], 1)
-    },
+    "causal_lm": _ours_of_lines,
     "summariser": _ours_of_seq2seq,
     "fid": _ours_of_passages,
     "retriever": _ours_of_texts,

@@ -56,6 +56,7 @@ class Device:
     pinned: dict[int, Any] = field(default_factory=dict)
     stream: int = 0  # the current one; 0 computes
     modes: int = 0
+    is_asleep: bool = False  # nothing is written down
 
     def mark(self, table: dict[int, Any], tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -78,6 +79,8 @@ class Device:
             self.wait(f"copy {direction}")
 
     def write(self, line: dict[str, Any]) -> None:
+        if self.is_asleep:
+            return
         with self.file.open("a") as file:
             file.write(json.dumps({"step": self.step, **line}) + "\n")
 
@@ -241,6 +244,7 @@ def install(file: Path) -> None:
     _installed.append(device)
     _patch_tensors(device)
     _patch_lathe(device)
+    _patch_kernels(device)
     _patch_deepspeed(device)
     _Making(device).__enter__()
     _Watching(device).__enter__()
@@ -307,6 +311,31 @@ def _patch_lathe(device: Device) -> None:
     torch.cuda.Stream, torch.cuda.Event = _Stream, _Event  # type: ignore[misc,assignment]
     torch.cuda.stream = on  # type: ignore[assignment]
     torch.cuda.current_stream = lambda *_: _Stream(number=device.stream)  # type: ignore[assignment,return-value]
+
+
+def _patch_kernels(device: Device) -> None:
+    """What Triton's kernels do on a GPU is done by the CPU here, row by row, which asks where rows
+    begin: those questions are none.
+    """
+    from trainer.models.packed import stream_attention
+
+    def quietly(run: Any) -> Any:
+        @functools.wraps(run)
+        def unseen(*args: Any) -> Any:
+            device.is_asleep = True
+            try:
+                out = run(*args)
+            finally:
+                device.is_asleep = False
+            for tensor in tree_iter(out):
+                if isinstance(tensor, Tensor):
+                    device.mark(device.on_device, tensor)
+            return out
+
+        return unseen
+
+    for name in ("_forward", "_backward"):
+        setattr(stream_attention, name, quietly(getattr(stream_attention, name)))
 
 
 def _patch_deepspeed(device: Device) -> None:

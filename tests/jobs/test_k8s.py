@@ -243,6 +243,7 @@ def test_every_key_of_the_job_dictionary_is_either_rendered_or_refused() -> None
             "resources",
             "nodes",
             "python_binary",
+            "survive",
             "python",
             "environment_vars",
             "max_run_time",

@@ -384,7 +384,8 @@ def test_a_disk_that_is_full_or_a_lock_that_is_removed_ends_a_run_as_failed(
         )
         text = f"/{name}" if is_disk else ".lock was removed"
         assert text in outcome[2].replace("/.", "/"), f"{name}: {outcome}"  # still a hidden name
-        assert (status["state"], left) == ("failed", []), name
+        assert status["state"] == "failed", name
+        assert {*left} <= {"step-2"}, f"{name}: a whole checkpoint or none"
         assert outcome[2][:40] in status["error"], name
 
 

@@ -120,7 +120,9 @@ TRAINABLE.remove(("zero0", "fp16"))  # refused: see test_deepspeed_config.py
 @pytest.mark.parametrize(("name", "precision"), TRAINABLE)
 def test_deepspeed_reads_back_what_was_asked_for(name: str, precision: str, tmp_path: Path) -> None:
     config = pytest.importorskip("deepspeed.runtime.config")
-    built = build(preset(name, tmp_path), precision=precision, world=1, global_batch=32)
+    file = preset(name, tmp_path)
+    file["zero_optimization"].pop("zero_hpz_partition_size", None)  # of one rank there is no group
+    built = build(file, precision=precision, world=1, global_batch=32)
     theirs = config.DeepSpeedConfig(dc.for_engine(built))
     assert theirs.zero_optimization_stage == built["zero_optimization"]["stage"]
     assert (theirs.train_batch_size, theirs.gradient_accumulation_steps) == (4, 1)

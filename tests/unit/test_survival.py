@@ -13,7 +13,7 @@ import torch
 
 from trainer.errors import ConfigError, DoesNotFitError
 from trainer.survival import mirror
-from trainer.survival.agent import fitting
+from trainer.survival.agent import Agent, Break, Member, fitting
 from trainer.survival.spec import Survival, parse
 from trainer.survival.stragglers import SAMPLES, Stragglers
 
@@ -108,3 +108,18 @@ def test_what_does_not_fit_into_host_memory_is_refused_before_the_first_step(
     with pytest.raises(DoesNotFitError, match="12 bytes a trained parameter, twice"):
         mirror.of_this_rank([["/dev/null"] * 2], "a", live, every=1)
     assert mirror.of_this_rank([], "a", live, every=1) is None
+
+
+def test_a_step_that_is_told_after_a_death_but_was_done_before_it_ends_no_recovery() -> None:
+    agent = Agent(Survival(3), "unused")
+    process: Any = SimpleNamespace(pid=0)
+    member = Member(process, line=process, stacks=-1, state="running", rank=1)
+    agent._generation, agent._reached = 1, 5
+    agent._break = Break(at=0.0, generation=1, reached=5)
+    agent._move(member, 6, "step")
+    assert agent._break is not None
+    agent._generation, agent._break.step = 2, 5
+    agent._move(member, 5, "start")
+    assert agent._break is not None
+    agent._move(member, 6, "step")
+    assert agent._break is None

@@ -74,6 +74,7 @@ class Break:
     """A generation that ended before its run."""
 
     at: float
+    generation: int
     reached: int  # the last step that any rank had done
     lost: list[dict[str, Any]] = field(default_factory=list[Any])
     source: str = "the beginning"  # what the next generation went on from, and the step
@@ -203,7 +204,10 @@ class Agent:
         now = time.monotonic()
         if place == "step" and member.place == "step" and step == member.step + 1:
             self._stragglers.step(member.rank, now - member.moved_at)
-        is_new = member.state == "running" and (self._break is None or step > self._break.step)
+        is_new = member.state == "running"
+        if self._break is not None:
+            # what ranks did before they heard of a death is read after it, too
+            is_new &= self._generation > self._break.generation and step > self._break.step
         member.step, member.place, member.moved_at = step, place, now
         self._reached = max(self._reached, step)
         if is_new:
@@ -242,7 +246,7 @@ class Agent:
     def _broken(self) -> None:
         """This generation is over: whoever belongs to it lets go."""
         if self._break is None:
-            self._break = Break(time.monotonic(), self._reached)
+            self._break = Break(time.monotonic(), self._generation, self._reached)
         for member in self._running():
             member.send(do="let go")
 

@@ -37,6 +37,13 @@ FAULTS = [
     ),
     Fault(
         "trainer/survival/agent.py",
+        "is_new &= self._generation > self._break.generation and step > self._break.step",
+        "is_new &= step > self._break.step",
+        why="a step told late ends a recovery that has not begun, and the run fails",
+        tests=SURVIVAL,
+    ),
+    Fault(
+        "trainer/survival/agent.py",
         "all(batch % n == 0 for batch in batches)",
         "all(batch % n for batch in batches)",
         why="fewer ranks are so many that they cannot share the batch",

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer.errors import ConfigError
 from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack
+from trainer.runtime import distributed
 from trainer.tasks.abilities import Side
 from trainer.tasks.protocol import Text
 
@@ -78,7 +79,10 @@ class Retriever(nn.Module):
         self.how, self._read = how, read or {}
 
     def forward(
-        self, chunks: tuple[int | None, int | None] | None = None, **batch: Tensor
+        self,
+        chunks: tuple[int | None, int | None] | None = None,
+        calls: Sequence[int] = (0, 0),
+        **batch: Tensor,
     ) -> dict[str, Tensor]:
         """Texts as packed() lays them out, or (N, L) right-padded query_ids, query_mask,
         passage_ids and passage_mask -> {"queries": (Q, E), "passages": (P, E)} of what was given,
@@ -87,7 +91,8 @@ class Retriever(nn.Module):
         chunks: so many queries and so many passages (None: all) are encoded at a time, or as many
         as packed() was told; no activations are kept, the backward pass encodes every chunk again
         with the same random numbers. The last chunk alone keeps them, for the backward pass comes
-        to it first.
+        to it first. calls: how often the encoders run at least, for queries and for passages, as
+        often as on the other ranks: under ZeRO-3 each time gathers their weights.
         """
         pieces: dict[Side, list[dict[str, Tensor]]] = {
             side: _pieces(batch, side, size)
@@ -103,6 +108,8 @@ class Retriever(nn.Module):
                 for piece in of_side[:again]
             ]
             vectors += [self._vectors(side, piece) for piece in of_side[again:]]
+            for _ in range(calls[[*_VECTORS].index(side)] - len(of_side)):
+                self._vectors(side, of_side[-1])
             found[_VECTORS[side]] = torch.cat(vectors)
         return found
 
@@ -135,6 +142,14 @@ def packed(texts: Sequence[Sequence[int]], side: Side, *, size: int | None) -> d
         for number, stream in enumerate(streams)
         for name, tensor in stream.items()
     }
+
+
+def most_calls(batch: Mapping[str, Tensor]) -> list[int]:
+    """How often the encoders run for queries and for passages, on the rank where they do so most
+    often for its batch. A collective.
+    """
+    own = [len(_pieces(batch, side, None)) for side in _VECTORS]
+    return [max(of_side) for of_side in zip(*distributed.gather(own), strict=True)]
 
 
 def _pieces(batch: Mapping[str, Tensor], side: Side, size: int | None) -> list[dict[str, Tensor]]:

@@ -29,6 +29,7 @@ from trainer.tasks.retriever.model import (
     Retriever,
     described,
     is_causal,
+    most_calls,
     packed,
     pooler_of,
 )
@@ -408,7 +409,8 @@ class Task(TokenTask[Config]):
         """Every metric of metrics.retrieval_metrics, of this split's queries over all passages of
         its rows.
         """
-        found = model(**_texts(batch))
+        texts = _texts(batch)
+        found = model(**texts, calls=most_calls(texts))
         numbers, ids, positive_ids = batch["numbers"], batch["identities"], batch["positive_ids"]
         pairs = torch.repeat_interleave(numbers, batch["positive_counts"])
         blank = found["queries"].new_zeros(len(pairs), found["queries"].shape[1])
