@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
+from trainer.models.decoder.streams import reader_of
 from trainer.tasks.protocol import Batch
 from trainer.tasks.retriever.config import Encoder
 from trainer.tasks.retriever.model import Pooler, Retriever
@@ -199,7 +200,8 @@ def retriever(variant: str, dtype: torch.dtype, *, dropout: float = 0.0) -> Retr
         weights = tensors("pooler_untied_32_16.safetensors")
         pooler = Pooler(32, WIDTH, tied=how.tied, seed=0, dtype=torch.float32)
         pooler.load_state_dict({name: weights[name] for name in pooler.state_dict()})
-    return Retriever(query, passage, how=how, pooler=pooler).to(dtype).train()
+    read = {"query": reader_of(query), "passage": reader_of(passage or query)}
+    return Retriever(query, passage, how=how, pooler=pooler, read=read).to(dtype).train()
 
 
 def _bert(name: str, dropout: float) -> BertModel:
