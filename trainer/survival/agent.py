@@ -393,6 +393,8 @@ class Agent:
             "steps_lost": max(ended.reached - ended.step, 0),
             "recovery_s": round(seconds, 3),
         }
+        if not self._folder:
+            return  # no run had begun
         try:
             with Path(self._folder, EVENTS).open("a") as file:
                 file.write(json.dumps(event) + "\n")
