@@ -148,13 +148,6 @@ FAULTS = [
         tests="tests/unit/test_remembered.py",
     ),
     Fault(
-        LOOP,
-        "    progress.owes_evaluation = False\n    if improved",
-        "    if improved",
-        why="an evaluation that was done is done again by every resume",
-        tests="tests/runs/test_signals.py -m 'not long'",
-    ),
-    Fault(
         "trainer/runtime/distributed.py",
         'if store.add(f"lathe/met/{other}", 0) < own',
         'if store.add(f"lathe/met/{other}", 0) < own - 1',
