@@ -4,6 +4,7 @@ rows padded to the longest of a micro-batch, everything that can be chosen left 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -91,7 +92,7 @@ class Rival:
         return total
 
 
-class Loss:
+class Loss(ABC):
     """The summed loss of some rows."""
 
     def __init__(self, task: Any, model: Any, knobs: Knobs) -> None:
@@ -110,8 +111,9 @@ class Loss:
         ids, mask = self.padded(rows)
         return ids.masked_fill(mask == 0, IGNORED)
 
+    @abstractmethod
     def __call__(self, rows: Rows) -> Tensor:
-        raise NotImplementedError
+        """The summed loss of some rows."""
 
 
 class OfLanguageModel(Loss):
