@@ -30,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -134,7 +134,8 @@ def _outcome(savedir: Path) -> tuple[bytes, list[dict[str, Any]]]:
     (folder,) = savedir.glob("[0-9a-f]*")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     untimed = [{k: v for k, v in line.items() if k not in TIMINGS} for line in lines]
-    return (folder / "final" / "model.safetensors").read_bytes(), untimed
+    weights = folder / "final" / "model.safetensors"  # none: it did not end well
+    return weights.read_bytes() if weights.exists() else b"", untimed
 
 
 def _plant(disk: str, good_writes: int) -> None:
@@ -256,8 +257,9 @@ def _disturbed(argv: list[str], steps: int, kills: int, stops: int) -> str:
     every = max(steps // (kills + stops + 1), 1)
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert child.stdout is not None, "it is a pipe"
-    ranks, due = list[int](), every
+    ranks, due, last = list[int](), every, deque[str](maxlen=60)
     for line in child.stdout:
+        last.append(line)
         if found := re.search(r"ranks: processes ([\d, ]+)", line):
             ranks = [int(pid) for pid in found[1].split(",")]
         step = re.search(r"step (\d+)/\d+  loss", line)
@@ -272,6 +274,8 @@ def _disturbed(argv: list[str], steps: int, kills: int, stops: int) -> str:
             counts[sign] += 1
         ranks = []
     code = child.wait()
+    if code:
+        print("".join(last), flush=True)
     return f"exit code {code}, " + ", ".join(f"{n} {sign.name}" for sign, n in counts.items())
 
 

@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
@@ -55,8 +56,8 @@ _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 if not torch.cuda.is_available():
     # On the CPU every initialize() compiles deepspeed_shm_comm (31 s, and a killed build leaves a
     # lock that hangs the next one), which only inference_all_reduce uses. deepspeed 0.19.8,
-    # comm/torch.py build_shm_op reads this table.
-    deepspeed.ops.__compatible_ops__ = {}  # pyright: ignore[reportAttributeAccessIssue]
+    # comm/torch.py build_shm_op reads this table (versions before 0.19 by []).
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
