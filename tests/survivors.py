@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.ranks import run_alone
 from trainer.commands.options import set_up_logging
-from trainer.survival.agent import EVENTS, Agent
+from trainer.survival.agent import Agent
 from trainer.survival.spec import Survival, parse
 
 ROWS = "rows.jsonl"  # beside the runs: what every rank took into every step
@@ -47,9 +47,7 @@ def _run(
     survival: Survival,
     faults: tuple[Fault, ...],
 ) -> tuple[int, str]:
-    # Python 3.11: a process that a fork server made would start another server, and import all
-    # again; it knows the address of its own
-    forkserver._forkserver.ensure_running = lambda: None  # pyright: ignore
+    share_fork_server()
     base = Path(options["savedir_base"])
     base.mkdir(parents=True, exist_ok=True)
     file = os.open(base / "output.txt", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
@@ -58,6 +56,13 @@ def _run(
     set_up_logging()
     code = Agent(survival, __name__, faults, str(base), experiments, options).run()
     return code, (base / "output.txt").read_text(errors="replace")
+
+
+def share_fork_server() -> None:
+    """Python 3.11: a process that a fork server made would start another server, and import all
+    again; it knows the address of its own.
+    """
+    forkserver._forkserver.ensure_running = lambda: None  # pyright: ignore
 
 
 def become(line: Any, stacks: Any, memory: Any, outputs: Any, environment: Any, *work: Any) -> None:
@@ -136,12 +141,6 @@ _HAPPENINGS: dict[str, Callable[[], None]] = {
     "term": lambda: os.kill(int(os.environ["AGENT"]), signal.SIGTERM),
     "raise": _raise,
 }
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    """What the agent wrote down of every recovery of a run."""
-    path = folder / EVENTS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def trained_rows(base: Path) -> dict[int, tuple[int, list[int]]]:

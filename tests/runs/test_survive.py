@@ -11,8 +11,9 @@ import pytest
 from tests.contract.runs import untimed
 from tests.facts import experiment, with_dropout, write_facts
 from tests.forked import TRAINVAL, run_ranks
-from tests.survivors import Fault, events, survived, trained_rows
+from tests.survivors import Fault, survived, trained_rows
 from trainer.config.identity import exp_id
+from trainer.survival.events import read as events
 
 TRAIN = {
     "steps": 8,
@@ -193,6 +194,19 @@ def test_a_signal_to_the_agent_saves_on_all_ranks_and_the_same_command_goes_on(
     folder: Path, undisturbed: Any, tmp_path: Path
 ) -> None:
     assert ended(folder, tmp_path, 1, "3+1", Fault("term", 2, 3)).code == 75
+    done = ended(folder, tmp_path, 1, "3+1")
+    assert done.code == 0, done.text
+    assert is_same(done.run, undisturbed(1))
+
+
+@pytest.mark.long
+def test_a_signal_while_a_rank_is_replaced_saves_what_the_ranks_had_kept(
+    folder: Path, undisturbed: Any, tmp_path: Path
+) -> None:
+    faults = [Fault("term", 0, 6), Fault("kill", 1, 6)]
+    stopped = ended(folder, tmp_path, 1, "3+1", *faults)
+    assert stopped.code == 75, stopped.text
+    assert (stopped.run / "checkpoints" / "step-6").is_dir()  # the one before is of step 4
     done = ended(folder, tmp_path, 1, "3+1")
     assert done.code == 0, done.text
     assert is_same(done.run, undisturbed(1))

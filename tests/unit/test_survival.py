@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.errors import ConfigError, DoesNotFitError
-from trainer.survival import mirror
-from trainer.survival.agent import Agent, Break, Member, fitting
+from tests.ranks import run_alone
+from tests.survivors import share_fork_server
+from trainer.errors import ConfigError, DoesNotFitError, LatheError
+from trainer.survival import events, mirror
+from trainer.survival.agent import MOST_IN_VAIN, Agent, fitting
+from trainer.survival.member import Break, Member
 from trainer.survival.spec import Survival, parse
 from trainer.survival.stragglers import SAMPLES, Stragglers
 
@@ -103,23 +109,173 @@ def test_what_does_not_fit_into_host_memory_is_refused_before_the_first_step(
     live: Any = SimpleNamespace(model=SimpleNamespace(module=torch.nn.Linear(1000, 1000)))
     room = SimpleNamespace(available=2 * 12 * 1_001_000)
     monkeypatch.setattr("psutil.virtual_memory", lambda: room)
-    assert mirror.of_this_rank([["/dev/null"] * 2], "a", live, every=1) is not None
+    assert mirror.of_this_rank([["/dev/null"] * 2], "a", live, every=1, step=0) is not None
     room.available -= 1
     with pytest.raises(DoesNotFitError, match="12 bytes a trained parameter, twice"):
-        mirror.of_this_rank([["/dev/null"] * 2], "a", live, every=1)
-    assert mirror.of_this_rank([], "a", live, every=1) is None
+        mirror.of_this_rank([["/dev/null"] * 2], "a", live, every=1, step=0)
+    assert mirror.of_this_rank([], "a", live, every=1, step=0) is None
+
+
+def test_what_not_all_ranks_kept_is_forgotten_by_those_that_go_on(tmp_path: Path) -> None:
+    memory = [[str(tmp_path / f"{rank}-{slot}") for slot in range(2)] for rank in range(2)]
+    for rank in range(2):
+        kept(Path(memory[rank][0]), step=8, world=2)
+        kept(Path(memory[rank][1]), step=9, world=2, is_whole=rank == 1)
+    mirror.Mirror(memory[1], "a").forget_after(8)
+    kept(Path(memory[0][1]), step=9, world=2)  # of the next generation, whose bits may be others
+    found = mirror.newest(memory, "a")
+    assert found is not None
+    assert found.step == 8
+
+
+def member(rank: int = -1, **how: Any) -> Member:
+    """A process that the agent knows; a real one, which has ended."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    line = SimpleNamespace(send_bytes=lambda text: None, close=lambda: None)
+    process: Any = SimpleNamespace(pid=ended.pid, exitcode=-9, join=lambda wait: None)
+    return Member(process, line, os.memfd_create("stacks"), rank=rank, **how)  # pyright: ignore
+
+
+def running(ranks: int, spares: int = 0) -> Agent:
+    """An agent in the midst of its first generation."""
+    agent = Agent(Survival(ranks, spares), "unused")
+    agent._generation = 1
+    agent._members = [member(rank, state="running", has_joined=True) for rank in range(ranks)]
+    return agent
+
+
+def test_a_signal_and_a_look_at_stacks_may_come_when_a_process_has_just_died() -> None:
+    agent = running(2)
+    agent._ask(signal.SIGTERM, None)
+    assert agent._members[0].stack_text() == ""
+
+
+def test_a_rank_that_has_not_joined_is_asked_to_stop_when_it_has_and_spares_stay() -> None:
+    asked = list[int]()
+    agent = running(2, spares=1)
+    agent._members += [member(state="spare")]
+    agent._members[1].has_joined = False
+    for one in agent._members:
+        one.send_signal = lambda number, one=one: asked.append(one.rank)
+    agent._ask(signal.SIGTERM, None)
+    assert asked == [0]
+    agent._take(agent._members[1], {"is": "joined"})
+    assert asked == [0, 1]
+
+
+def test_a_rank_that_is_lost_while_others_recover_begins_another_recovery() -> None:
+    agent = running(3)
+    first, second, third = agent._members
+    agent._reached = 5
+    agent._bury(first)
+    agent._generation = 2  # the others go on from step 5
+    agent._take(second, {"is": "resumed", "step": 5, "source": "memory"})
+    agent._bury(third)
+    agent._take(second, {"is": "moved", "step": 6, "place": "step"})  # told late
+    assert agent._break is not None
+    assert [one["rank"] for one in agent._break.lost] == [0, 2]
+
+
+def test_a_rank_is_lost_for_its_own_end_not_for_what_it_had_felt_of_anothers() -> None:
+    agent = running(2)
+    agent._take(agent._members[1], {"is": "stranded", "error": "RuntimeError: connection closed"})
+    agent._bury(agent._members[1])
+    assert agent._break is not None
+    assert [one["why"] for one in agent._break.lost] == ["ended by SIGKILL"]
+
+
+def test_steps_of_any_length_are_no_hang_before_one_was_timed() -> None:
+    agent = running(2)
+    begun = time.monotonic() - 100
+    for one in agent._members:
+        one.moved_at = begun
+    agent._move(agent._members[0], 1, "step")
+    assert agent._patience_s() > 900
+    agent._move(agent._members[0], 2, "step")
+    agent._stragglers.begin()
+    assert agent._patience_s() > 300, "what is known of steps outlasts a generation"
+
+
+def test_processes_that_cannot_import_end_the_run_and_later_ones_are_not_tried_for_ever() -> None:
+    assert run_alone(code_of, "tests.no_such_module") == 1
+    agent = running(2, spares=1)
+    agent._start = lambda: agent._members.append(member(state="warming"))
+    agent._start()
+    for _ in range(MOST_IN_VAIN):
+        agent._bury(agent._members[-1])
+    assert [one.state for one in agent._members] == ["running", "running"]
+
+
+def code_of(module: str) -> int:
+    share_fork_server()
+    return Agent(Survival(2), module).run()
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    assert run_alone(hangup_while_it_runs) == "SIG_IGN"
+
+
+def hangup_while_it_runs() -> str:
+    share_fork_server()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    agent = Agent(Survival(1), "tests.no_such_module")
+    found = list[Any]()
+    agent._start = lambda: found.append(signal.getsignal(signal.SIGHUP))
+    agent.run()
+    return found[0].name
+
+
+def test_a_run_that_is_given_up_is_not_left_running(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"state": "running", "step": 3}')
+    agent = running(0)
+    agent._folder = str(tmp_path)
+    agent._members, agent._wanted = [member(state="warming")], Survival(1)
+    agent._break = Break(time.monotonic(), 1, 3, lost=[{"rank": 0}])
+    agent._wanted = Survival(0)
+    agent._hear = agent._members.clear
+    with pytest.raises(LatheError, match="every rank is lost"):
+        agent.run()
+    told = json.loads((tmp_path / "status.json").read_text())
+    assert told["state"] == "failed"
+    assert "every rank is lost" in told["error"]
+
+
+EVENT = {
+    "lost": [{"rank": 1, "why": "ended by SIGKILL"}],
+    "reached": 6,
+    "from": 5,
+    "source": "memory",
+    "world": 3,
+    "steps_lost": 1,
+    "recovery_s": 0.8,
+}
+
+
+def test_what_a_run_has_been_through_is_summed_up_and_a_torn_line_is_none(tmp_path: Path) -> None:
+    assert events.summary(tmp_path) is None
+    events.add(tmp_path, EVENT)
+    events.add(tmp_path, EVENT | {"world": 2, "recovery_s": 1.5})
+    with (tmp_path / events.FILE).open("a") as file:
+        file.write('{"lost": [{"ra')
+    assert events.summary(tmp_path) == {
+        "count": 2,
+        "steps_lost": 2,
+        "seconds": 2.3,
+        "ranks": 2,
+        "last": "rank 1 ended by SIGKILL, at step 6: on from step 5 (memory) with 2 rank(s) after 1.5 s",
+    }
 
 
 def test_a_step_that_is_told_after_a_death_but_was_done_before_it_ends_no_recovery() -> None:
-    agent = Agent(Survival(3), "unused")
-    process: Any = SimpleNamespace(pid=0)
-    member = Member(process, line=process, stacks=-1, state="running", rank=1)
-    agent._generation, agent._reached = 1, 5
-    agent._break = Break(at=0.0, generation=1, reached=5)
-    agent._move(member, 6, "step")
+    agent = running(3)
+    agent._reached = 5
+    agent._bury(agent._members[0])
+    one = agent._members[0]
+    agent._move(one, 6, "step")
     assert agent._break is not None
     agent._generation, agent._break.step = 2, 5
-    agent._move(member, 5, "start")
+    agent._move(one, 5, "start")
     assert agent._break is not None
-    agent._move(member, 6, "step")
+    agent._move(one, 6, "step")
     assert agent._break is None

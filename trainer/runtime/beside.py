@@ -87,6 +87,7 @@ class StateCopy:
 
     def of(self, live: Mapping[str, Tensor]) -> None:
         """From now on until made() has run, nobody may change these tensors: wait() says when."""
+        self.wait()  # a step that was left out has not waited for the copy before
         self._live = dict(live)
         self._is_made.clear()
         if distributed.is_gpu():

@@ -273,8 +273,9 @@ def abort() -> None:
     when the last reference to it is gone. So they are closed here: those that came in at a port
     on which this process listens, which of any two ranks is one's.
     """
-    if has_group() and dist.get_backend() == "nccl":
-        torch.distributed.distributed_c10d._abort_process_group()
+    with contextlib.suppress(ValueError):  # another thread has just left the group
+        if has_group() and dist.get_backend() == "nccl":
+            torch.distributed.distributed_c10d._abort_process_group()
     opened = [_stream(int(name)) for name in os.listdir("/proc/self/fd")]
     streams = [stream for stream in opened if stream is not None]
     listening = {

@@ -10,6 +10,7 @@ outlive any of them (trainer/survival/mirror.py).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -18,12 +19,15 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, LatheError
+from trainer.files.atomic import read_json, write_json
+from trainer.runtime.process import birth
+from trainer.survival import events
+from trainer.survival.member import Break, Member
 from trainer.survival.spec import Survival
 from trainer.survival.stragglers import Stragglers
 
@@ -32,53 +36,11 @@ STEPS_OF_PATIENCE = 10  # a rank may be silent for so many steps, if that is mor
 JOIN_S = 20.0  # how long a process that joins a group may go on after another one has died
 LEAVE_S = 30.0  # how long ranks may stay once the first one has left
 VERDICT_S = 5.0  # how long after an error a death can still be the cause of it
-MOST_IN_VAIN = 3  # generations in a row that made no step
-STACK_S = 1.0  # what a rank gets to write down where it is
-EVENTS = "survival.jsonl"  # of a run folder: a line for each generation that went on
+MOST_IN_VAIN = 3  # generations in a row that made no step; processes that ended while they imported
+WARM_S = 900.0  # how long a process may import: a cold network disk takes minutes
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Member:
-    """A process that is a rank, or may become one."""
-
-    process: Any
-    line: connection.Connection
-    stacks: int  # the memory file that it dumps its stacks into
-    state: str = "warming"  # spare, running, stranded
-    rank: int = -1
-    batches: list[int] = field(default_factory=list[int])  # train.global_batch of every experiment
-    code: int | None = None  # that it said it leaves with
-    error: str = ""
-    is_to_blame: bool = True  # what ends it is its own; else a new process may stand in for it
-    stranded_at: float = 0.0
-    has_joined: bool = False
-    step: int = -1
-    place: str = "start"  # "step": inside a training step; else what it does has no known length
-    moved_at: float = 0.0
-    heard_at: float = 0.0
-    waited_s: float = 0.0  # in an exchange with the other ranks, at its last beat
-
-    def send(self, **message: Any) -> None:
-        """Tell it; one that is gone hears nothing."""
-        try:
-            self.line.send_bytes(json.dumps(message).encode())
-        except OSError as error:
-            log.debug("process %d does not hear: %s", self.process.pid, error)
-
-
-@dataclass
-class Break:
-    """A generation that ended before its run."""
-
-    at: float
-    generation: int
-    reached: int  # the last step that any rank had done
-    lost: list[dict[str, Any]] = field(default_factory=list[Any])
-    source: str = "the beginning"  # what the next generation went on from, and the step
-    step: int = 0
 
 
 class Agent:
@@ -104,7 +66,8 @@ class Agent:
         self._members: list[Member] = []
         self._generation, self._world = 0, survival.ranks
         self._break: Break | None = None
-        self._in_vain, self._folder, self._begun = 0, "", list[str]()
+        self._in_vain = self._cold = 0  # in a row: generations without a step, ends in an import
+        self._folder, self._begun = "", list[str]()
         self._code: int | None = None
         self._left_at = 0.0
         self._reached = 0  # the last step that any rank has done
@@ -116,7 +79,11 @@ class Agent:
 
         Raises LatheError when ranks are lost again and again without a step in between.
         """
-        before = {number: signal.signal(number, self._ask) for number in STOP_SIGNALS}
+        before = {
+            number: signal.signal(number, self._ask)
+            for number in STOP_SIGNALS
+            if signal.getsignal(number) != signal.SIG_IGN  # nohup
+        }
         try:
             for _ in range(self._wanted.ranks + self._wanted.spares):
                 self._start()
@@ -127,6 +94,9 @@ class Agent:
                 if self._code is not None and not self._running():
                     break
             return EXIT_PREEMPTED if self._code is None else self._code
+        except LatheError as error:
+            self._say_failed(error)
+            raise
         finally:
             for member in self._members:
                 member.process.kill()
@@ -134,6 +104,14 @@ class Agent:
                 member.process.join()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _say_failed(self, error: LatheError) -> None:
+        """In status.json, for no rank is left to do it."""
+        path = Path(self._folder, "status.json")
+        with contextlib.suppress(OSError, ValueError, LatheError):
+            told = read_json(path) if self._folder else None
+            if told is not None and told.get("state") == "running":
+                write_json(path, told | {"state": "failed", "error": str(error)})
 
     # Processes
     # ---------------------------------------------------------------------------------------
@@ -150,7 +128,8 @@ class Agent:
         for given in (theirs, *outputs):
             given.close()
         now = time.monotonic()
-        self._members.append(Member(process, ours, stacks, moved_at=now, heard_at=now))
+        member = Member(process, ours, stacks, moved_at=now, heard_at=now, began_at=now)
+        self._members.append(member)
 
     def _running(self) -> list[Member]:
         return [one for one in self._members if one.state in ("running", "stranded")]
@@ -161,37 +140,41 @@ class Agent:
         if number == signal.SIGINT and self._stops > 1:
             raise KeyboardInterrupt
         for member in list(self._members):
-            # who has no place has nothing to save
-            is_rank = member.state in ("running", "stranded")
-            os.kill(member.process.pid, signal.SIGTERM if is_rank else signal.SIGKILL)
+            if member.has_joined:  # the others are told when they do
+                member.send_signal(signal.SIGTERM)
 
     def _hear(self) -> None:
-        by_line = {member.line: member for member in self._members}
-        for line in connection.wait(list(by_line), POLL_S):
-            member = by_line[line]  # pyright: ignore[reportArgumentType]
+        ready = connection.wait([member.line for member in self._members], POLL_S)
+        for member in list(self._members):
+            # asked before the line is read, which a child of a dead process may hold open
+            has_ended = birth(member.process.pid) is None
             try:
-                while member.line.poll():
+                while (has_ended or member.line in ready) and member.line.poll():
                     self._take(member, json.loads(member.line.recv_bytes()))
             except (EOFError, OSError):
+                has_ended = True
+            if has_ended:
                 self._bury(member)
 
     def _take(self, member: Member, message: dict[str, Any]) -> None:
         now, what = time.monotonic(), message.pop("is")
         member.heard_at = now
         if what == "warm":
-            member.state, member.batches = "spare", message["batches"]
+            member.state, member.batches, self._cold = "spare", message["batches"], 0
         elif what == "joined":
             member.has_joined = True
+            if self._stops:
+                member.send_signal(signal.SIGTERM)
         elif what == "leaving":
             member.code = message["code"]
         elif what == "stranded":
-            member.state, member.stranded_at, member.error = "stranded", now, message["error"]
-            log.info("rank %d: %s", member.rank, member.error.partition("\n")[0])
+            member.state, member.stranded_at = "stranded", now
+            log.info("rank %d: %s", member.rank, message["error"].partition("\n")[0])
             self._broken()
         elif what == "begun":
             if message["folder"] != self._folder:
                 self._folder, self._reached = message["folder"], 0
-            self._begun.append(message["id"])
+            self._begun = sorted({*self._begun, message["id"]})
         elif what == "resumed" and self._break is not None:
             self._break.source, self._break.step = message["source"], message["step"]
         elif what == "moved":
@@ -202,7 +185,11 @@ class Agent:
 
     def _move(self, member: Member, step: int, place: str) -> None:
         now = time.monotonic()
-        if place == "step" and member.place == "step" and step == member.step + 1:
+        # until a step has been timed the whole start stands for one: nobody knows how long they are
+        is_timed = (
+            step == member.step + 1 if member.place == "step" else not self._stragglers.step_s()
+        )
+        if place == "step" and is_timed:
             self._stragglers.step(member.rank, now - member.moved_at)
         is_new = member.state == "running"
         if self._break is not None:
@@ -225,7 +212,10 @@ class Agent:
         member.line.close()
         os.close(member.stacks)
         was_rank = member.state in ("running", "stranded")
-        if member.code is not None or (exitcode is not None and exitcode > 0 and was_rank):
+        self._cold += member.state == "warming"
+        # 255 is what Python says when the fork server is gone, too, and it does not know
+        is_error = exitcode is not None and 0 < exitcode < 255
+        if member.code is not None or (is_error and (was_rank or not self._generation)):
             # it left by itself: done, preempted, or for an error that another process would meet
             if self._code in (None, EXIT_OK):
                 self._code, self._left_at = code, time.monotonic()
@@ -237,16 +227,20 @@ class Agent:
             self._broken()
             assert self._break is not None, "it was just made"
             log.warning("rank %d (process %d) %s", member.rank, member.process.pid, why)
-            lost = {"rank": member.rank, "pid": member.process.pid, "why": member.error or why}
+            lost = {"rank": member.rank, "pid": member.process.pid, "why": member.hung or why}
             self._break.lost.append(lost)
         may_return = self._wanted.spares or not was_rank or not member.is_to_blame
-        if may_return and self._stops == 0 and self._code is None:
+        is_in_vain = member.state == "warming" and self._cold >= MOST_IN_VAIN
+        if is_in_vain:
+            log.warning("process %d %s while it imported, as others did", member.process.pid, why)
+        elif may_return and self._stops == 0 and self._code is None:
             self._start()
 
     def _broken(self) -> None:
         """This generation is over: whoever belongs to it lets go."""
         if self._break is None:
             self._break = Break(time.monotonic(), self._generation, self._reached)
+        self._break.generation = self._generation  # a rank may be lost while others recover
         for member in self._running():
             member.send(do="let go")
 
@@ -262,6 +256,11 @@ class Agent:
             for member in self._running() if now - self._left_at > LEAVE_S else []:
                 member.process.kill()
             return None
+        for member in self._members:
+            if member.state == "warming" and now - member.began_at > max(WARM_S, patience_s):
+                log.warning("process %d has imported for %.0f s", member.process.pid, WARM_S)
+                member.process.kill()
+                member.began_at = now
         ranks = [one for one in self._members if one.state == "running"]
         silent = [one for one in ranks if now - one.heard_at > patience_s]
         if silent:
@@ -286,14 +285,14 @@ class Agent:
     def _replace(self, hung: list[Member], why: str) -> None:
         """End processes that hang, after every rank has told where it is."""
         for member in [*hung, *(one for one in self._running() if one not in hung)]:
-            text = _stacks(member)
+            text = member.stack_text()
             if member in hung:
                 member.process.kill()  # at once: SIGCONT has set it going again
             log.warning("rank %d (process %d) is here:\n%s", member.rank, member.process.pid, text)
         for member in hung:
             host = socket.gethostname()
             log.warning("rank %d on %s %s: it is replaced", member.rank, host, why)
-            member.error = why
+            member.hung = why
             member.process.join()
 
     # Generations
@@ -357,7 +356,6 @@ class Agent:
             now = time.monotonic()
             member.state, member.moved_at, member.heard_at = "running", now, now
             member.has_joined, member.step, member.place, member.waited_s = False, -1, "start", 0.0
-            member.error = ""  # of the generation before
             place = {"rank": member.rank, "world": world, "port": port}
             member.send(do="join", generation=self._generation, begun=self._begun, **place)
         ranks = sorted(present[:world], key=lambda one: one.rank)
@@ -365,23 +363,13 @@ class Agent:
         for member in present[world:]:
             if member.state == "stranded":
                 member.state, member.rank = "spare", -1
-        self._stragglers = Stragglers()
+        self._stragglers.begin()
 
     def _tell_recovery(self) -> None:
         ended, self._break = self._break, None
         if ended is None:
             return
         seconds = time.monotonic() - ended.at
-        names = ", ".join(f"rank {one['rank']}" for one in ended.lost)
-        log.warning(
-            "%s lost at step %d: on from step %d (%s) with %d ranks after %.1f s",
-            names,
-            ended.reached,
-            ended.step,
-            ended.source,
-            self._world,
-            seconds,
-        )
         event = {
             "at": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
             "generation": self._generation,
@@ -393,27 +381,13 @@ class Agent:
             "steps_lost": max(ended.reached - ended.step, 0),
             "recovery_s": round(seconds, 3),
         }
+        log.warning("%s", events.told(event))
         if not self._folder:
             return  # no run had begun
         try:
-            with Path(self._folder, EVENTS).open("a") as file:
-                file.write(json.dumps(event) + "\n")
+            events.add(Path(self._folder), event)
         except OSError as error:
-            log.warning("%s: not written: %s", EVENTS, error)
-
-
-def _stacks(member: Member) -> str:
-    """Where every thread of a process is; "" when it does not say within STACK_S."""
-    os.ftruncate(member.stacks, 0)
-    os.kill(member.process.pid, signal.SIGUSR2)
-    os.kill(member.process.pid, signal.SIGCONT)  # one that is stopped says nothing
-    text, given_up = b"", time.monotonic() + STACK_S
-    while time.monotonic() < given_up:
-        before, text = text, os.pread(member.stacks, 1 << 20, 0)
-        if text and text == before:
-            break
-        time.sleep(0.002)
-    return text.decode(errors="replace")
+            log.warning("%s: not written: %s", events.FILE, error)
 
 
 def _become(module: str, *args: Any) -> None:

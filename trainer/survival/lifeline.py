@@ -72,6 +72,7 @@ class Lifeline:
             return None
         names = {"RANK": "rank", "LOCAL_RANK": "rank", "WORLD_SIZE": "world", "MASTER_PORT": "port"}
         os.environ.update({name: str(order[key]) for name, key in names.items()})
+        os.environ["LOCAL_WORLD_SIZE"] = str(order["world"])
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         return Seat(order["rank"], order["world"], order["begun"], self.memory)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trainer.training.loop import Progress
 
 BYTES = 12  # a trained parameter: an fp32 master and two moments
-_HEAD, _ALIGNED = struct.Struct("<qqq"), 64
+_HEAD, _WHOLE, _ALIGNED = struct.Struct("<qqq"), struct.Struct("<q"), 64
 
 
 @dataclass
@@ -75,10 +75,21 @@ class Mirror:
         for row, (_, part) in zip(table, [*pieces.values(), *random.values()], strict=True):
             _view(memory, row).copy_(part.detach().flatten())
         memory[end : end + len(text)] = text
-        _HEAD.pack_into(memory, 0, progress.step + 1, end, len(text))
+        _HEAD.pack_into(memory, 0, 0, end, len(text))
+        _WHOLE.pack_into(memory, 0, progress.step + 1)  # last: a kill may come between any two
         self.bytes += end + len(text)
         self.count += 1
         self.cpu_s += time.thread_time() - cpu
+
+    def forget_after(self, step: int) -> None:
+        """What this rank kept beyond `step` counts no more: not every rank did, and steps that are
+        done again need not have the same bits on every device.
+        """
+        for file in map(Path, self.files):
+            header = _header(file)
+            if header is not None and header["step"] > step:
+                with file.open("r+b") as memory:
+                    memory.write(_WHOLE.pack(0))
 
     def told(self) -> str:
         """What keeping has cost this rank so far."""
@@ -186,14 +197,18 @@ class Whole(Mapping[str, Tensor]):
         return len(self.names)
 
 
-def of_this_rank(memory: list[list[str]], run: str, live: Engine, *, every: int) -> Mirror | None:
-    """None for a run that does not survive its ranks. DoesNotFitError before the first step when
-    the host has no room for what all ranks keep.
+def of_this_rank(
+    memory: list[list[str]], run: str, live: Engine, *, every: int, step: int
+) -> Mirror | None:
+    """None for a run that does not survive its ranks. step: that it goes on from. DoesNotFitError
+    before the first step when the host has no room for what all ranks keep.
     """
     if not memory:
         return None
     _refuse_too_large(live, sum(os.stat(file).st_size for files in memory for file in files))
-    return Mirror(memory[distributed.rank()], run, every)
+    mirror = Mirror(memory[distributed.rank()], run, every)
+    mirror.forget_after(step)
+    return mirror
 
 
 def _refuse_too_large(live: Engine, held: int) -> None:

@@ -25,6 +25,10 @@ class Stragglers:
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=50))
     _named: set[int] = field(default_factory=set[int])
 
+    def begin(self) -> None:
+        """Ranks have new places; how long their steps take is still known."""
+        self._ranks, self._named = {}, set()
+
     def step(self, rank: int, seconds: float) -> None:
         """A rank has done a step."""
         if rank == 0:

@@ -128,7 +128,7 @@ def _marked(segments: list[Segment]) -> str:
 
 def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
     """Raise what is wrong before a row is read; every problem at once. On one rank."""
-    problems = [*_of_best(plan), *_of_folder(plan)]
+    problems = [*_of_best(plan), *_of_folder(plan), *_of_memory(plan, options)]
     for problem in _of_schedule(plan):
         if options.is_shortened:  # a quick look at a group, whose schedule is for all of its steps
             log.warning("%s", problem)
@@ -138,6 +138,15 @@ def refuse_early(plan: RunPlan, options: Options, task: Task) -> None:
         problems += _of_model(plan, options.places, task)[1]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _of_memory(plan: RunPlan, options: Options) -> Iterator[str]:
+    key = "offload_optimizer"
+    if options.memory and deepspeed_config.offload_device(plan.ds, key) == "nvme":
+        yield (
+            "--survive: got an optimizer offloaded to NVMe, want it in memory, for ranks copy it "
+            "there after every step. Offload to the CPU, or train without --survive."
+        )
 
 
 def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: float) -> None:

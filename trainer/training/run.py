@@ -113,8 +113,10 @@ def _train_or_stop(
 ) -> bool:
     """True when all steps are done, False when a signal came: before the first step, or later."""
     while True:
+        has_kept = mirror.newest(options.memory, plan.id) is not None
         try:
-            with preemption.nothing_to_save():
+            # what ranks have kept beyond the last checkpoint is saved after the step that follows
+            with contextlib.nullcontext() if has_kept else preemption.nothing_to_save():
                 made_ready = ready(plan, options, telemetry, preemption, lock)
         except Stopped:
             # the others may be anywhere: they were asked as well, or fail
@@ -143,7 +145,8 @@ def run_each(plans: Sequence[RunPlan], options: Options, preemption: Preemption)
         if not options.resets(planned.id) and on_main(functools.partial(is_finished, planned)):
             logger.info("%s is finished; -r 1 starts it over", planned.folder)
             continue
-        if int(distributed.total(torch.tensor(int(preemption.requested)))):
+        has_kept = mirror.newest(options.memory, planned.id) is not None
+        if not has_kept and int(distributed.total(torch.tensor(int(preemption.requested)))):
             return EXIT_PREEMPTED
         code = run(planned, options, preemption)
         if code != EXIT_OK:
@@ -291,7 +294,9 @@ def ready(
         chain=chain,
         left_out=bad_steps.left_out(plan.folder),
         roll_back=functools.partial(_roll_back, plan),
-        mirror=mirror.of_this_rank(options.memory, plan.id, live, every=options.mirror_every),
+        mirror=mirror.of_this_rank(
+            options.memory, plan.id, live, every=options.mirror_every, step=progress.step
+        ),
     )
     return Ready(session, progress, launch, memory, export, saves)
 
