@@ -174,9 +174,19 @@ class Contest:
         places = Places(folder, folder / "cache", folder / "results")
         self.task: Any = tasks.load(tasks.parse(values), places)
         self._folder = folder
+        self._rows: dict[int, list[Row]] = {}
+        self._units: dict[int, int] = {}
+
+    def prepare(self, step: int) -> None:
+        """Draw the rows of a step and count its units, which neither side has on its clock."""
+        self._rows = {step: self._drawn(step)}
+        self._units = {step: int(sum(int(self.task.units(batch)) for batch in self.batches(step)))}
 
     def rows(self, step: int) -> list[Row]:
-        """The rows of one step, as a run draws them."""
+        """The rows of a step that was prepared."""
+        return self._rows[step]
+
+    def _drawn(self, step: int) -> list[Row]:
         draw = Draw(100 + step)
         made = [getattr(draw, self.name)() for _ in range(self.race.rows)]
         made = [{key: np.asarray(x, dtype=np.int32) for key, x in row.items()} for row in made]
@@ -189,9 +199,6 @@ class Contest:
         size = self.race.micro_batch
         return [self.task.collate(rows[at : at + size]) for at in range(0, len(rows), size)]
 
-    def units(self, step: int) -> int:
-        return int(sum(int(self.task.units(batch)) for batch in self.batches(step)))
-
     def ours(self) -> Callable[[int], float]:
         """A step of ours, by its number; collation is on the clock."""
         sharding = Sharding(self.race.rows, self.race.micro_batch, 1, 0)
@@ -202,11 +209,12 @@ class Contest:
 
     def rival(self, knobs: Knobs) -> Callable[[int], float]:
         rival = Rival(self.name, self.task, knobs, micro_batch=self.race.micro_batch)
-        return lambda step: rival.step(self.rows(step), self.units(step))
+        return lambda step: rival.step(self.rows(step), self._units[step])
 
 
-def timed(run: Callable[[int], float], step: int) -> tuple[float, float]:
+def timed(contest: Contest, run: Callable[[int], float], step: int) -> tuple[float, float]:
     """CPU seconds, and the loss."""
+    contest.prepare(step)
     start = time.process_time()
     loss = run(step)
     return time.process_time() - start, loss
@@ -219,8 +227,8 @@ def fastest(contest: Contest) -> tuple[Knobs, dict[str, float | str]]:
     for knobs in (*EVERY_TASK, *MORE.get(contest.name, ())):
         try:
             run = contest.rival(knobs)
-            run(0)
-            took, _ = timed(run, 1)
+            timed(contest, run, 0)
+            took, _ = timed(contest, run, 1)
         except Exception as error:  # what does not work is no choice; the table says so
             seconds[str(knobs)] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             continue
@@ -239,7 +247,7 @@ def raced(contest: Contest, steps: int) -> dict[str, Any]:
     losses: dict[str, list[float]] = {side: [] for side in runs}
     for step in range(steps + 1):
         for side, run in runs.items():
-            took, loss = timed(run, step)
+            took, loss = timed(contest, run, step)
             losses[side].append(loss)
             if step:  # the first one warms up
                 seconds[side].append(took)
@@ -294,10 +302,10 @@ def _seconds_of(shapes: Sequence[tuple[Any, Any]]) -> float:
 def share_of_products(contest: Contest) -> dict[str, Any]:
     """Seconds of a step of ours, and of its products alone."""
     run = contest.ours()
-    run(0)
+    timed(contest, run, 0)
     with Products() as products:
         run(0)
-    took = min(timed(run, 0)[0] for _ in range(3))
+    took = min(timed(contest, run, 0)[0] for _ in range(3))
     alone = products.seconds()
     return {"task": contest.name, "step_s": took, "products_s": alone, "share": alone / took}
 

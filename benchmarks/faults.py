@@ -241,7 +241,7 @@ def survive(stages: list[int], steps: int, kills: int, stops: int) -> int:
             is_equal = outcomes[0] == outcomes[1] == outcomes[2]
             events = _events(root / f"c{stage}")
             lost = max((event["steps_lost"] for event in events), default=0)
-            wrong += not is_equal or lost > 1
+            wrong += not is_equal or lost > 1 or not events
             print(
                 f"ZeRO-{stage}: {happened}, {'equal' if is_equal else 'DIFFERENT'}; {_told(events)}"
             )

@@ -31,6 +31,18 @@ LLAMA: dict[str, Any] = {  # a base with the tokenizer of write_facts
     "seed": 1,
 }
 
+# A recovery as the agent of --survive writes it down.
+EVENT = {
+    "at": "2026-11-23T18:00:00+00:00",
+    "lost": [{"rank": 1, "why": "ended by SIGKILL"}],
+    "reached": 6,
+    "from": 5,
+    "source": "memory",
+    "world": 3,
+    "steps_lost": 1,
+    "recovery_s": 0.8,
+}
+
 
 def facts(start: int, stop: int) -> list[dict[str, Any]]:
     """Rows `start` to `stop` of a fixed sequence, with every field that any task reads, also the

@@ -63,6 +63,7 @@ FLOORS = {
     "trainer.survival.mirror": 4,
     "trainer.survival.rank": 5,
     "trainer.survival.spec": 0,
+    "trainer.survival.events": 0,
     "trainer.training": 4,
     "jobs": 4,
     "trainer.__main__": 5,

@@ -195,11 +195,18 @@ class Workers:
         """The worker of a run's model; another one makes room for it. Overloaded."""
         worker = self._loaded.pop(run, None) or Worker(run, self.cache)
         idle = [path for path, one in self._loaded.items() if not one.is_busy]
-        while len(self._loaded) >= self.most:
-            if not idle:
-                raise Overloaded
-            await self._loaded.pop(idle.pop(0)).stop()
+        surplus = max(len(self._loaded) + 1 - self.most, 0)
+        if surplus > len(idle):
+            raise Overloaded
+        # all in one go, and busy meanwhile: others ask while a process ends
+        leaving = [self._loaded.pop(path) for path in idle[:surplus]]
         self._loaded[run] = worker
+        worker._waiting += 1
+        try:
+            for one in leaving:
+                await one.stop()
+        finally:
+            worker._waiting -= 1
         return worker
 
     async def stop(self) -> None:

@@ -37,6 +37,7 @@ def run_card(row: Row, folder: RunFolder, experiment: Mapping[str, Any]) -> dict
         },
         "attempts": row.attempts,
         "gpu_hours": round(row.gpu_hours, 2),
+        "recoveries": len(row.recoveries),
         "host": row.host,
         "backend": row.backend,
         "backend_id": row.job_id,

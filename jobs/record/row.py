@@ -72,6 +72,8 @@ class Row:
     sync_hint: str | None = None  # the command that brings its offline wandb runs to the service
     history: tuple[Sent, ...] = ()
     starts: tuple[Start, ...] = ()
+    # of ranks that died or hung, as trainer/survival/events.py writes them down
+    recoveries: tuple[Mapping[str, Any], ...] = ()
     # for people: what tells it from its siblings, or how the training calls itself
     name: str = ""
     by_hand: bool = False  # nothing was ever submitted: only its own status.json tells of it

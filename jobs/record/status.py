@@ -26,6 +26,7 @@ from jobs.record.verdict import Verdict, Witnesses, settle
 from trainer.config.differences import told_apart
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
 from trainer.files.atomic import read_json
+from trainer.survival.events import read as recoveries
 
 if TYPE_CHECKING:
     from jobs.protocol import Backend
@@ -294,7 +295,9 @@ def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Ro
     reason = row.reason
     if reason is None and row.state in DECIDED and isinstance(status.get("error"), str):
         reason = status["error"]
-    return replace(row, step=step, total=total, metrics=last, eta_s=eta_s, reason=reason)
+    lost = tuple(recoveries(folder.path))
+    told = replace(row, step=step, total=total, metrics=last, eta_s=eta_s, reason=reason)
+    return replace(told, recoveries=lost) if lost else told
 
 
 def _by_hand(folder: RunFolder) -> Row | None:

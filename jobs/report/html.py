@@ -23,6 +23,7 @@ from jobs.report.table import summary
 from jobs.report.text import duration, shown, visible
 from trainer.config.differences import short_names, written
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
+from trainer.survival.events import told
 
 if TYPE_CHECKING:
     from jobs.record.events import Sent
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 MOST_CARDS = 200  # experiments with curves: about 20 kB each
 MOST_SPARKS = 8
+MOST_RECOVERIES = 3
 MOST_ATTEMPTS = 6  # of one experiment, in words
 LOG_LINES = 40
 LONGEST_TEXT = 400  # letters of one hyper-parameter
@@ -205,6 +207,7 @@ def _progress(row: Row) -> str:
     facts += [f"{useful:.0%} of its time in steps"] if useful is not None else []
     bad = row.metrics.get("bad_steps")
     facts += [f"{bad:.0f} bad step{'s' if bad > 1 else ''} left out"] if bad else []
+    facts += [f"rank lost: {told(event)}" for event in row.recoveries[-MOST_RECOVERIES:]]
     facts += [f"{row.gpu_hours:.1f} GPU-hours"] if row.gpu_hours else []
     words = "".join(f"<span>{_text(fact)}</span>" for fact in facts)
     bar = f'<div class="progress s-{row.state}"><i style="width:{share:.1%}"></i></div>'

@@ -299,6 +299,8 @@ def _where(row: Row) -> Text:
     if why:
         return Text(why, style=COLOURS[row.state])
     text = f"{row.host}, by hand" if row.by_hand else row.host or ""
+    lost = len(row.recoveries)
+    text += f", {lost} recover{'ies' if lost > 1 else 'y'}" if lost else ""
     return Text(visible(text), style="dim")
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from jobs.errors import Unreachable
 from jobs.job_state import Observed
+from jobs.live.cards import run_card
 from jobs.record import events as record
 from jobs.record.by_hand import training_now
 from jobs.record.metrics import last_metrics
@@ -25,8 +26,12 @@ from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row
 from jobs.record.status import survey
 from jobs.report import table
+from jobs.report.html import report
+from jobs.report.scores import gather
 from jobs.report.text import duration
+from tests.facts import EVENT
 from trainer.runtime import process
+from trainer.survival import events
 
 IDS = [f"{number:032x}" for number in range(1, 8)]
 
@@ -281,6 +286,20 @@ def test_one_folder_that_cannot_be_read_does_not_hide_the_others(base: BaseFolde
     assert rows[IDS[0]].state == "queued"
     assert [rows[each].state for each in IDS[1:3]] == ["held", "held"]
     assert "cannot be read" in (rows[IDS[1]].reason or "")
+
+
+def test_a_run_that_lost_ranks_says_so_in_every_view(base: BaseFolder) -> None:
+    folder = base.run(IDS[0])
+    write(folder.exp_dict, {"task": "t"})
+    trained(folder, [{"step": 10, "loss": 2.5}], step=5)
+    for _ in range(2):
+        events.add(folder.path, EVENT)
+    row = only_row(base, Scheduler(), include_unsubmitted=True)
+    assert table.as_json([row])[0]["recoveries"] == (EVENT, EVENT)
+    assert "2 recoveries" in printed([row], 120)
+    html = report(base, [row], gather(base))
+    assert html.count("rank 1 ended by SIGKILL, at step 6: on from step 5 (memory)") == 2
+    assert run_card(row, folder, {})["recoveries"] == 2
 
 
 def test_what_was_run_by_hand_appears_when_asked_for(base: BaseFolder) -> None:

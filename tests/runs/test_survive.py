@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,11 @@ def test_a_killed_rank_is_replaced_by_a_spare_and_the_run_has_the_bits_of_an_und
     assert [one["rank"] for one in event["lost"]] == [1]
     assert (event["world"], event["source"]) == (3, "memory")
     assert (event["from"], event["steps_lost"]) == (5, 0)
+    status = json.loads((done.run / "status.json").read_text())
+    assert (status["recoveries"]["count"], status["recoveries"]["ranks"]) == (1, 3)
+    assert "rank 1 ended by SIGKILL, at step 5" in status["recoveries"]["last"]
+    pids = re.findall(r"\d+", " ".join(re.findall("ranks: processes (.*)", done.text)))
+    assert str(status["process"]["pid"]) not in pids, "the agent's, which outlives ranks"
 
 
 def test_without_a_spare_fewer_ranks_go_on_with_the_same_batches_and_every_row_once(

@@ -128,3 +128,21 @@ def test_the_least_recently_asked_model_makes_room_and_a_busy_one_does_not(stand
             await loaded.of(Path("4"))
 
     asyncio.run(story())
+
+
+def test_two_who_ask_for_a_model_while_another_makes_room_get_the_same_worker(
+    standin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Worker, "stop", lambda self: asyncio.sleep(0.01))
+
+    async def story() -> None:
+        loaded = Workers(standin, most=1)
+        await loaded.of(Path("1"))
+        first, second, third = await asyncio.gather(
+            *(loaded.of(Path(run)) for run in ("2", "2", "3")), return_exceptions=True
+        )
+        assert first is second
+        assert isinstance(third, Overloaded), "the one that makes room is not asked to leave again"
+        assert not first.is_busy
+
+    asyncio.run(story())

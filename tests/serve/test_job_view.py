@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from jobs.record.paths import RunFolder
 from jobs.record.row import Row
 from jobs.serve import offers, rows
 from jobs.serve.index import MetricsPlace
-from jobs.serve.job_view import Facts, standing
+from jobs.serve.job_view import Facts, seconds, standing, state_events
 from jobs.serve.keeper import told_metrics
 from jobs.serve.tickets import JOB, Checked, Ticket, Wish, id_of_key
+from tests.facts import EVENT
 from trainer.errors import ConfigError
 
 OFFER = offers.read(None).models["tiny-chat"]
@@ -88,6 +90,13 @@ def test_a_job_stands_as_its_files_say(case: Any) -> None:
     assert now.status == wanted
     assert (now.error is not None) == (wanted == "failed")
     assert (now.finished_at is not None) == (wanted in ("succeeded", "failed", "cancelled"))
+
+
+def test_a_rank_that_was_lost_is_an_event_of_its_job() -> None:
+    lost = replace(row("running"), recoveries=({**EVENT, "at": at(7)},))
+    told = state_events(Facts(ticket(), DONE, [], lost), "lathe")[-1]
+    assert (told.level, told.at) == ("warn", seconds(at(7)))
+    assert told.message.startswith("rank 1 ended by SIGKILL, at step 6: on from step 5")
 
 
 def test_metrics_that_were_cut_back_and_written_again_are_told_once(tmp_path: Path) -> None:

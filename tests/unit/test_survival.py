@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.facts import EVENT
 from tests.ranks import run_alone
 from tests.survivors import share_fork_server
 from trainer.errors import ConfigError, DoesNotFitError, LatheError
@@ -230,26 +231,16 @@ def test_a_run_that_is_given_up_is_not_left_running(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"state": "running", "step": 3}')
     agent = running(0)
     agent._folder = str(tmp_path)
-    agent._members, agent._wanted = [member(state="warming")], Survival(1)
+    agent._members = [member(state="warming")]
     agent._break = Break(time.monotonic(), 1, 3, lost=[{"rank": 0}])
     agent._wanted = Survival(0)
     agent._hear = agent._members.clear
+    agent._context = SimpleNamespace(set_forkserver_preload=lambda names: None)
     with pytest.raises(LatheError, match="every rank is lost"):
         agent.run()
     told = json.loads((tmp_path / "status.json").read_text())
     assert told["state"] == "failed"
     assert "every rank is lost" in told["error"]
-
-
-EVENT = {
-    "lost": [{"rank": 1, "why": "ended by SIGKILL"}],
-    "reached": 6,
-    "from": 5,
-    "source": "memory",
-    "world": 3,
-    "steps_lost": 1,
-    "recovery_s": 0.8,
-}
 
 
 def test_what_a_run_has_been_through_is_summed_up_and_a_torn_line_is_none(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ def grown(task: Any, base: Any, texts: Sequence[GrowingText]) -> Iterator[tuple[
     reversed_RL, mask_RL = pad_right([text.prompt[::-1] for text in texts], task.pad)
     step_RL, mask_RL = reversed_RL.flip(1), mask_RL.flip(1)
     cache = None
+    # of a prompt all but the last: tokens times vocabulary is gigabytes
+    last = {"logits_to_keep": 1} if base._supports_logits_to_keep() else {}
     while alive:
         positions_RL = (mask_RL.cumsum(-1) - 1).clamp(min=0)[:, -step_RL.shape[1] :]
         out = base(
@@ -94,6 +96,7 @@ def grown(task: Any, base: Any, texts: Sequence[GrowingText]) -> Iterator[tuple[
             position_ids=positions_RL.to(base.device),
             past_key_values=cache,
             use_cache=True,
+            **last,
         )
         cache = out.past_key_values
         for number, logits_V in zip(alive, out.logits[:, -1], strict=True):
@@ -116,11 +119,11 @@ def grown(task: Any, base: Any, texts: Sequence[GrowingText]) -> Iterator[tuple[
 
 def unsure(text: str, stops: list[str]) -> int:
     """How many letters at the end may still change, or become a stop text that is not told."""
-    torn = len(text) - len(text.rstrip(TORN))
+    whole = text.rstrip(TORN)
     starts = [
-        length for stop in stops for length in range(1, len(stop)) if text.endswith(stop[:length])
+        length for stop in stops for length in range(1, len(stop)) if whole.endswith(stop[:length])
     ]
-    return max([torn, *starts])
+    return len(text) - len(whole) + max(starts, default=0)
 
 
 def _drawn(logits_V: Tensor, text: GrowingText) -> int:

@@ -5,6 +5,7 @@ Standard library only; Linux.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Mapping
@@ -13,13 +14,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 Life = Literal["alive", "gone", "restarted", "unseen"]
+PARENT = "LATHE_PARENT"  # facts of a process that replaces this one when it dies (--survive)
 
 
 def facts() -> dict[str, Any]:
     """This process: "pid", "birth", "host", "namespace", for `life` to judge, here or elsewhere.
 
     Without /proc (no Linux) birth and namespace are None: then nobody can tell whether it lives.
+    Of one that is replaced when it dies, its parent's.
     """
+    if PARENT in os.environ:
+        return json.loads(os.environ[PARENT])
     own: dict[str, Any] = {"pid": os.getpid(), "birth": None, "host": socket.gethostname()}
     own["namespace"] = None
     with suppress(OSError):

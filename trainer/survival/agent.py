@@ -25,14 +25,14 @@ from typing import Any
 
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, LatheError
 from trainer.files.atomic import read_json, write_json
-from trainer.runtime.process import birth
+from trainer.runtime.process import PARENT, birth, facts
 from trainer.survival import events
 from trainer.survival.member import Break, Member
 from trainer.survival.spec import Survival
 from trainer.survival.stragglers import Stragglers
 
 POLL_S = 0.2
-STEPS_OF_PATIENCE = 10  # a rank may be silent for so many steps, if that is more than --hang_s
+STEPS_OF_PATIENCE = 10  # a rank may be silent for so many steps, if that is more than hang_s
 JOIN_S = 20.0  # how long a process that joins a group may go on after another one has died
 LEAVE_S = 30.0  # how long ranks may stay once the first one has left
 VERDICT_S = 5.0  # how long after an error a death can still be the cause of it
@@ -52,12 +52,10 @@ class Agent:
         """
         self._wanted, self._target, self._args = survival, target, args
         # as torchrun: several ranks share the cores
-        self._environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        self._environment = {"OMP_NUM_THREADS": "1", **os.environ, PARENT: json.dumps(facts())}
         # a fork of a process that has imported everything starts at once; CUDA forbids forks
         kind = "spawn" if Path("/dev/nvidiactl").exists() else "forkserver"
         self._context: Any = multiprocessing.get_context(kind)
-        if kind == "forkserver":
-            self._context.set_forkserver_preload([target])
         own = f"/proc/{os.getpid()}/fd"
         self._memory = [
             [f"{own}/{os.memfd_create(f'mirror-{rank}-{slot}')}" for slot in range(2)]
@@ -84,6 +82,7 @@ class Agent:
             for number in STOP_SIGNALS
             if signal.getsignal(number) != signal.SIG_IGN  # nohup
         }
+        self._context.set_forkserver_preload([self._target])
         try:
             for _ in range(self._wanted.ranks + self._wanted.spares):
                 self._start()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,11 @@ def read(folder: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             event = json.loads(line)
-            told(event)
+            is_whole = bool(told(event) and datetime.fromisoformat(event["at"]))
+            is_whole &= isinstance(event["steps_lost"], int)
         except (ValueError, TypeError, KeyError):
             continue
-        found.append(event)
+        found += [event] if is_whole else []
     return found
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
 from trainer.files.atomic import overwrite_json, read_json, refusals, replace_file, write_json
 from trainer.runtime import distributed, process
+from trainer.survival import events
 from trainer.telemetry.chain import PROOF
 from trainer.telemetry.console import Bar, Lines, Number, screen
 from trainer.telemetry.goodput import KEY, Goodput
@@ -205,6 +206,9 @@ class RunRecord:
         }
         if self.time is not None:
             values["time"] = self.time
+        recoveries = events.summary(self.folder)
+        if recoveries is not None:
+            values[events.KEY] = recoveries
         if self._bad_steps:
             values["bad_steps"] = self._bad_steps
         if self._name:

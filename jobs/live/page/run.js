@@ -114,7 +114,8 @@ export class Run {
       line.host, line.backend ? `${line.backend} ${line.backend_id ?? ""}` : null, line.eta_s ? `${duration(line.eta_s)} left` : null,
       ...rate.map(([name, value]) => `${number(value)} ${name.replace("_per_s", "/s")}`),
       line.metrics.mfu ? `MFU ${(100 * line.metrics.mfu).toFixed(1)} %` : null, line.metrics.step_s ? `${number(line.metrics.step_s)} s a step` : null,
-      line.metrics.peak_gib ? `peak ${number(line.metrics.peak_gib)} GiB` : null, line.gpu_hours ? `${line.gpu_hours} GPU-hours` : null, ago(line.ended ?? line.started ?? line.created)];
+      line.metrics.peak_gib ? `peak ${number(line.metrics.peak_gib)} GiB` : null,
+      line.recoveries ? `ranks lost and replaced: ${line.recoveries} times` : null, line.gpu_hours ? `${line.gpu_hours} GPU-hours` : null, ago(line.ended ?? line.started ?? line.created)];
     this.facts.replaceChildren(progress(line), ...words.filter(Boolean).map(word => h("span", {}, clean(word))));
     if (line.reason || line.unseen) this.facts.append(h("div", { class: `why s-${line.state}` }, h("span", {}, clean(line.unseen ? `Not seen now: ${line.unseen}` : line.reason))));
     const has = [before?.state, before?.job?.status, before?.job?.is_paused].join() === [line.state, line.job?.status, line.job?.is_paused].join();

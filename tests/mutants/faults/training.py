@@ -264,7 +264,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/run.py",
-        "if int(distributed.total(torch.tensor(int(preemption.requested)))):",
+        "if not has_kept and int(distributed.total(torch.tensor(int(preemption.requested)))):",
         "if preemption.requested:",
         why="between two experiments one rank stops and the others wait for it",
         tests=GROUPS,
