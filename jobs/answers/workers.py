@@ -10,7 +10,7 @@ import json
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,15 @@ class Worker:
     def is_busy(self) -> bool:
         """Whether it answers somebody."""
         return bool(self._waiting)
+
+    @contextlib.contextmanager
+    def busy(self) -> Generator[None]:
+        """Inside, it makes room for no other model."""
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     async def ask(self, question: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """Pieces of its answer, made together with those that wait. CannotAnswer, Overloaded."""
@@ -201,12 +210,9 @@ class Workers:
         # all in one go, and busy meanwhile: others ask while a process ends
         leaving = [self._loaded.pop(path) for path in idle[:surplus]]
         self._loaded[run] = worker
-        worker._waiting += 1
-        try:
+        with worker.busy():
             for one in leaving:
                 await one.stop()
-        finally:
-            worker._waiting -= 1
         return worker
 
     async def stop(self) -> None:
