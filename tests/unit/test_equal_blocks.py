@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu_shapes import Shape
+from trainer import tasks
+from trainer.memory import fake_step
 from trainer.memory.fake_device import fake_device
+from trainer.memory.measure import Measured, MeasureRequest
+from trainer.memory.planned_rows import Specimens
 from trainer.memory.tracker import operators_in
+from trainer.tasks.protocol import Places
 from trainer.timing.blocks import Stacks, UnequalBlocksError, shortened, whole
 
 DEPTH = 9
@@ -97,3 +104,40 @@ def test_blocks_entered_in_another_order_are_refused() -> None:
 
     with pytest.raises(UnequalBlocksError, match=r"entered in the order \[0, 1\]"):
         counted(Twice())
+
+
+_DECODER = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": DEPTH}
+_DECODER |= {"intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 1024}
+_DECODER |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+_ADDED = {"layers": {"count": 2, "stride": 4}, "data": {"decoder_tokens": 8, "context_tokens": 8}}
+
+
+@pytest.mark.parametrize(
+    ("task_name", "blocks"),
+    [("causal_lm", {"data": {"max_tokens": 8}}), ("cross_attention", _ADDED)],
+)
+def test_a_deep_decoder_of_a_task_is_counted_whole(
+    task_name: str, blocks: dict[str, Any], tmp_path: Path
+) -> None:
+    shape = Shape(task_name, task_name, _DECODER, blocks)
+    values = shape.experiment(is_rehearsed=False, precision="fp32", global_batch=2, micro_batch=2)
+    values["data"] |= {"source": "jsonl"}
+    values["tokenizer"] |= {"corpus": "lookup"}
+    places = Places(tmp_path, tmp_path, tmp_path)
+    task = tasks.load(tasks.parse(values), places)
+    rows = Specimens(task).encoded([0, 0], is_drawn=True)
+    request = MeasureRequest(values, "train", rows, device="cpu")
+    short, full = (
+        fake_step._stepped(request, places),
+        fake_step._stepped_by(request, places, lambda _: whole()),
+    )
+    assert short.moments == full.moments
+    assert _runs(short) == _runs(full)
+
+
+def _runs(step: Measured) -> dict[str, float]:
+    """How often every operator runs."""
+    runs: dict[str, float] = {}
+    for *operator, times in step.operators:
+        runs[str(operator)] = runs.get(str(operator), 0) + times
+    return runs

@@ -329,6 +329,7 @@ class _Fork:
         theirs, answers = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
+        self._code: int | None = None
         self._pid = os.fork()
         if self._pid == 0:
             os.close(ours)
@@ -344,7 +345,9 @@ class _Fork:
 
     def wait(self) -> int:
         """Its exit code."""
-        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        return self._code
 
 
 def _answer_until_the_end(

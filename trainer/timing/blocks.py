@@ -58,7 +58,11 @@ def whole() -> Stacks:
 
 
 def shortened(model: nn.Module, shown: int) -> Stacks:
-    """The stacks of `model`, cut down in place to `shown` blocks each."""
+    """The stacks of `model`, cut down in place to `shown` blocks each; none of a model that says
+    `knows_blocks_by_number`.
+    """
+    if getattr(model, "knows_blocks_by_number", False):
+        return whole()
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     missing: dict[str, int] = {}
     taken: list[nn.Module] = []

@@ -67,7 +67,7 @@ def encode(
     positions_1M = batch["position"][None]
     hidden_1MD = backbone.embed(batch["tokens"][None], positions_1M)
     surroundings = backbone.surroundings(hidden_1MD, stock.Rows.of(batch), positions_1M, None)
-    for index in range(backbone.num_blocks):
+    for index in range(len(backbone.blocks)):
         given = (index, hidden_1MD, surroundings)
         if recompute_every and index % recompute_every == 0:
             hidden_1MD = checkpoint(backbone.block, *given, use_reentrant=False)

@@ -80,6 +80,8 @@ class CrossAttentionModel(nn.Module):
     index.
     """
 
+    knows_blocks_by_number = True  # an added layer follows some: a plan counts all (timing/blocks)
+
     def __init__(self, base: PreTrainedModel, layers: Layers, *, seed: int = 0) -> None:
         """Freeze `base`, but for adapters in it, and insert the layers that `layers` states.
 
