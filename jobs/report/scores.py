@@ -41,6 +41,7 @@ LEAST_IS_BEST = (
 )
 FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # how a spreadsheet knows one
 ID_WIDTH, GAP = 8, 2
+PREFIX = "valid/"  # of a score's name
 WIDEST_CELL = 24  # letters of a hyper-parameter in the table
 
 
@@ -82,17 +83,14 @@ class Results:
 def gather(
     base: BaseFolder,
     only: Collection[str] | None = None,
-    *,
-    split_prefixes: Sequence[str] = ("valid/",),
 ) -> Results:
-    """The results of the experiments in `base`, submitted or run by hand, with metrics that begin
-    with a prefix.
+    """The results of the experiments in `base`, submitted or run by hand, on validation rows.
 
     only: ids of experiments, in the order wanted; None for all. One without an exp_dict.json is
     left out.
     """
     folders = base.runs() if only is None else [base.run(name) for name in dict.fromkeys(only)]
-    found = [_result(folder, tuple(split_prefixes)) for folder in folders]
+    found = [_result(folder) for folder in folders]
     results = tuple(result for result in found if result is not None)
     metrics = dict.fromkeys(name for result in results for name in result.scores)
     return Results(
@@ -106,7 +104,7 @@ def _by_kind(metric: str) -> tuple[bool, str]:
     return not metric.endswith("/loss"), metric
 
 
-def _result(folder: RunFolder, prefixes: tuple[str, ...]) -> ExperimentScores | None:
+def _result(folder: RunFolder) -> ExperimentScores | None:
     values = read_json(folder.exp_dict)
     if values is None:
         return None
@@ -121,17 +119,15 @@ def _result(folder: RunFolder, prefixes: tuple[str, ...]) -> ExperimentScores | 
         folder.path.name,
         job.group if job else "",
         flattened(values),
-        best_scores(folder, values, prefixes),
+        best_scores(folder, values),
         int(step) if step is not None else (read_json(folder.status) or {}).get("step"),
         math.fsum(start.hours for start in starts) * 3600 if starts else None,
     )
 
 
-def best_scores(
-    folder: RunFolder, experiment: Mapping[str, Any], prefixes: tuple[str, ...] = ("valid/",)
-) -> dict[str, Score]:
+def best_scores(folder: RunFolder, experiment: Mapping[str, Any]) -> dict[str, Score]:
     """The scores of one run by metric; the direction of `train.best` is as its dictionary says."""
-    return _scores(folder, prefixes, _directions(experiment))
+    return _scores(folder, _directions(experiment))
 
 
 def _directions(values: Mapping[str, Any]) -> dict[str, Literal["min", "max"]]:
@@ -149,14 +145,12 @@ def least_is_best(metric: str) -> bool:
     return any(word in LEAST_IS_BEST for word in words)
 
 
-def _scores(
-    folder: RunFolder, prefixes: tuple[str, ...], directions: Mapping[str, Literal["min", "max"]]
-) -> dict[str, Score]:
+def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) -> dict[str, Score]:
     series: dict[str, list[tuple[int, float]]] = {}
-    for values in evaluations(folder, prefixes):
+    for values in evaluations(folder):
         step = int(values.get("step", 0))
         for name in values:
-            if name.startswith(prefixes):
+            if name.startswith(PREFIX):
                 series.setdefault(name, []).append((step, values[name]))
     scores: dict[str, Score] = {}
     for name, points in series.items():
@@ -166,7 +160,7 @@ def _scores(
     return scores
 
 
-def evaluations(folder: RunFolder, prefixes: tuple[str, ...]) -> Iterable[dict[str, float]]:
+def evaluations(folder: RunFolder) -> Iterable[dict[str, float]]:
     """Every evaluation in order.
 
     Of score_list.json or, where it is absent or torn, of metrics.jsonl.
@@ -177,10 +171,9 @@ def evaluations(folder: RunFolder, prefixes: tuple[str, ...]) -> Iterable[dict[s
         listed = None
     if isinstance(listed, list) and listed:
         return [numbers(entry) for entry in cast("list[Any]", listed)]
-    wanted = [f'"{prefix}'.encode() for prefix in prefixes]
     try:
         with folder.metrics.open("rb") as file:
-            return [numbers_in(line) for line in file if any(word in line for word in wanted)]
+            return [numbers_in(line) for line in file if f'"{PREFIX}'.encode() in line]
     except (FileNotFoundError, NotADirectoryError):
         return []
 

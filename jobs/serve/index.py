@@ -240,11 +240,6 @@ class Index:
         query = f"select body from events where {where} order by number desc limit ?"
         return _cut(self.connection.execute(query, [*values, cut.limit + 1]), cut.limit)
 
-    def events_since(self, job_id: str, number: int) -> list[tuple[int, str]]:
-        """(number, JSON) of the events of a job behind a number, in order."""
-        query = "select number, body from events where job = ? and number > ? order by number"
-        return list(self.connection.execute(query, (job_id, number)))
-
     # Uploads and runs
 
     def put_upload(self, body: Mapping[str, Any], *, owner: str, created: float) -> None:

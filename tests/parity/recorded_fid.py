@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import T5Tokenizer
 
 from trainer import tasks
+from trainer.data.padding import flat
 from trainer.models.losses import IGNORED
 from trainer.tasks.fid.interchange import import_model
 from trainer.tasks.fid.task import Task
-from trainer.tasks.fid.tokens import flat
 from trainer.tasks.protocol import Encoded, Places
 
 PROJECT = Path(__file__).resolve().parents[2]

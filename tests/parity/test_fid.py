@@ -27,11 +27,12 @@ from trainer import tasks
 from trainer.config.schema import Schedule
 from trainer.data import vocabulary
 from trainer.data.order import Sharding, StepBatches
+from trainer.data.padding import unflat
 from trainer.data.token_store import open_store
 from trainer.evaluation.mergeable import exact_match, normalised
 from trainer.tasks.fid.model import FiD, Generation
 from trainer.tasks.fid.task import Task
-from trainer.tasks.fid.tokens import Prompts, unflat
+from trainer.tasks.fid.tokens import Prompts
 from trainer.tasks.protocol import Batch, Places
 from trainer.training import schedule
 

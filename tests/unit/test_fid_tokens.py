@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.facts import write_facts
+from trainer.data.padding import flat, unflat
 from trainer.data.vocabulary import load_tokenizer
 from trainer.tasks.fid.config import Data
-from trainer.tasks.fid.tokens import Prompts, drawn_target, flat, unflat
+from trainer.tasks.fid.tokens import Prompts, drawn_target
 from trainer.tasks.protocol import DRAW
 
 PUBLIC = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"

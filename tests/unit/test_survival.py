@@ -134,7 +134,7 @@ def member(rank: int = -1, **how: Any) -> Member:
     ended = subprocess.Popen(["true"])
     ended.wait()
     line = SimpleNamespace(send_bytes=lambda text: None, close=lambda: None)
-    process: Any = SimpleNamespace(pid=ended.pid, exitcode=-9, join=lambda wait: None)
+    process: Any = SimpleNamespace(pid=ended.pid, exitcode=-9, join=lambda wait=0: None)
     return Member(process, line, os.memfd_create("stacks"), rank=rank, **how)  # pyright: ignore
 
 
@@ -176,6 +176,36 @@ def test_a_rank_that_is_lost_while_others_recover_begins_another_recovery() -> N
     agent._take(second, {"is": "moved", "step": 6, "place": "step"})  # told late
     assert agent._break is not None
     assert [one["rank"] for one in agent._break.lost] == [0, 2]
+
+
+def test_a_recovery_may_take_longer_than_ranks_may_hold_on_to_a_broken_group() -> None:
+    agent, killed = running(3), list[int]()
+    agent._bury(agent._members[0])
+    assert agent._break is not None
+    agent._break.at = agent._break.ended_at = time.monotonic() - 1000
+    for one in agent._members:
+        one.process.kill = lambda one=one: killed.append(one.rank)
+        one.heard_at = time.monotonic()
+        one.stack_text = str
+    agent._generation = 2  # begun, and loading
+    agent._look_for_hangs()
+    assert killed == []
+    agent._generation = 1
+    agent._look_for_hangs()
+    assert killed == [1, 2]
+
+
+def test_an_error_of_its_own_in_a_recovery_is_not_put_down_to_the_loss_before_it() -> None:
+    agent, told = running(2), list[str]()
+    agent._bury(agent._members[0])
+    agent._generation = 2
+    one = agent._members[0]
+    one.send = lambda **message: told.append(message["do"])
+    agent._take(one, {"is": "stranded", "error": "ValueError: its own"})
+    assert agent._break is not None
+    agent._break.ended_at -= 6
+    agent._give_places()
+    assert told == ["let go", "fail"]
 
 
 def test_a_rank_is_lost_for_its_own_end_not_for_what_it_had_felt_of_anothers() -> None:
@@ -232,7 +262,7 @@ def test_a_run_that_is_given_up_is_not_left_running(tmp_path: Path) -> None:
     agent = running(0)
     agent._folder = str(tmp_path)
     agent._members = [member(state="warming")]
-    agent._break = Break(time.monotonic(), 1, 3, lost=[{"rank": 0}])
+    agent._break = Break(time.monotonic(), 3, 1, is_explained=True)
     agent._wanted = Survival(0)
     agent._hear = agent._members.clear
     agent._context = SimpleNamespace(set_forkserver_preload=lambda names: None)

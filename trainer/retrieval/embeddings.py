@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError, DataError, DivergedError, LatheError
-from trainer.files.atomic import refusals, replace_file, write_json
-from trainer.files.safetensors_file import BLOCK, WrittenFile, checksum_problem
+from trainer.files.atomic import refusals, replace_file, sha256_of, write_json
+from trainer.files.safetensors_file import WrittenFile, checksum_problem
 from trainer.runtime import distributed
 from trainer.tasks.protocol import Row
 
@@ -155,7 +155,7 @@ def fingerprint(folder: Path, frozen: str = "") -> str:
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 digest.update(f"{path.relative_to(folder)}:{path.stat().st_size}:".encode())
-                digest.update(_sha256(path).encode())
+                digest.update(sha256_of(path).encode())
     return digest.hexdigest()
 
 
@@ -166,14 +166,6 @@ def digest_of(rows: Iterable[Row]) -> tuple[str, int]:
         digest.update(json.dumps([row["id"], row.get("title", ""), row["text"]]).encode())
         count += 1
     return digest.hexdigest(), count
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def encoder_of(
@@ -308,7 +300,7 @@ def _write_shard(folder: Path, shard: int, vectors: Tensor, plan: EmbeddingsPlan
         mapped[:] = array
         mapped.flush()
         del mapped
-        digest = _sha256(temporary)
+        digest = sha256_of(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -228,6 +228,7 @@ class Agent:
             log.warning("rank %d (process %d) %s", member.rank, member.process.pid, why)
             lost = {"rank": member.rank, "pid": member.process.pid, "why": member.hung or why}
             self._break.lost.append(lost)
+            self._break.is_explained = True
         may_return = self._wanted.spares or not was_rank or not member.is_to_blame
         is_in_vain = member.state == "warming" and self._cold >= MOST_IN_VAIN
         if is_in_vain:
@@ -237,9 +238,12 @@ class Agent:
 
     def _broken(self) -> None:
         """This generation is over: whoever belongs to it lets go."""
+        now = time.monotonic()
         if self._break is None:
-            self._break = Break(time.monotonic(), self._generation, self._reached)
-        self._break.generation = self._generation  # a rank may be lost while others recover
+            self._break = Break(now, self._reached)
+        if self._break.generation < self._generation:  # a rank may be lost while others recover
+            self._break.generation, self._break.ended_at = self._generation, now
+            self._break.is_explained = False
         for member in self._running():
             member.send(do="let go")
 
@@ -264,8 +268,8 @@ class Agent:
         silent = [one for one in ranks if now - one.heard_at > patience_s]
         if silent:
             return self._replace(silent, f"has given no sign of life for {patience_s:.0f} s")
-        if self._break is not None:
-            since = now - self._break.at
+        if self._break is not None and self._break.generation == self._generation:
+            since = now - self._break.ended_at
             late = [one for one in ranks if since > (patience_s if one.has_joined else JOIN_S)]
             for member in late:
                 member.is_to_blame = False
@@ -315,8 +319,8 @@ class Agent:
         )
         if self._break is None and self._generation > 0:
             return
-        if self._break is not None and not self._break.lost:
-            if time.monotonic() - self._break.at > VERDICT_S:
+        if self._break is not None and not self._break.is_explained:
+            if time.monotonic() - self._break.ended_at > VERDICT_S:
                 for member in sorted(stranded, key=lambda one: one.stranded_at):
                     member.state = "running"
                     member.send(do="fail")  # nobody was lost: the error is its own

@@ -70,8 +70,10 @@ class Break:
     """A generation that ended before its run."""
 
     at: float
-    generation: int  # the latest that ended before it did a step
     reached: int  # the last step that any rank had done
+    generation: int = 0  # the latest that ended before it did a step
+    ended_at: float = 0.0  # that one
+    is_explained: bool = False  # a rank of that one was lost
     lost: list[dict[str, Any]] = field(default_factory=list[Any])
     source: str = "the beginning"  # what the next generation went on from, and the step
     step: int = 0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.differences import flattened
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, nearest
 from trainer.files.packages import require
 
@@ -134,7 +135,7 @@ class MlflowRun(TrackedRun):
         else:
             tags = {_ID_TAG: self._exp_id}
             self._run_id = client.create_run(experiment, run_name=self._name, tags=tags).info.run_id
-            pairs = _flat(self._values).items()
+            pairs = flattened(self._values).items()
             params = [Param(key, str(value)[:_LONGEST_PARAM]) for key, value in pairs]
             client.log_batch(self._run_id, params=params)
         self._client = client
@@ -150,14 +151,3 @@ class MlflowRun(TrackedRun):
     def _close(self, exit_code: int) -> None:
         status = {EXIT_OK: "FINISHED", EXIT_PREEMPTED: "KILLED"}.get(exit_code, "FAILED")
         self._client.set_terminated(self._run_id, status)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A dictionary of blocks as one of dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

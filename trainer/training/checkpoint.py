@@ -16,7 +16,6 @@ is ever unpickled.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -32,7 +31,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from trainer.errors import CheckpointError, LatheError, StorageError
-from trainer.files.atomic import FULL, refusals, size_of
+from trainer.files.atomic import FULL, refusals, size_of, sync
 from trainer.files.safetensors_file import (
     WrittenFile,
     bytes_needed,
@@ -191,29 +190,15 @@ def commit(temporary: Path, root: Path, step: int, records: Sequence[WrittenFile
                 )
         files = [asdict(record) for record in sorted(records, key=lambda record: record.name)]
         write_json(temporary, MANIFEST, {"version": VERSION, "step": step, "files": files})
-        _sync_folder(temporary)
+        sync(temporary)
         aside = root / f".step-{step}.old"
         if target.exists():
             os.replace(target, aside)
         os.replace(temporary, target)
-        _sync_folder(root)
+        sync(root)
         if aside.exists():
             _remove(aside)
     return target
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # some network mounts cannot sync a folder
-            raise
-    finally:
-        os.close(descriptor)
 
 
 # ---------------------------------------------------------------- finding and keeping
@@ -395,12 +380,12 @@ def saved_world(folder: Path) -> int:
     return len(_shards(folder, "rng"))
 
 
-def read_json(folder: Path, name: str = STATE) -> dict[str, Any]:
-    """A JSON file of a checkpoint; CheckpointError when it is missing or not JSON."""
+def read_json(folder: Path) -> dict[str, Any]:
+    """The state.json of a checkpoint; CheckpointError when it is missing or not JSON."""
     try:
-        return json.loads((folder / name).read_text())
+        return json.loads((folder / STATE).read_text())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / name}: {error}. Use another checkpoint.") from error
+        raise CheckpointError(f"{folder / STATE}: {error}. Use another checkpoint.") from error
 
 
 def _shards(folder: Path, prefix: str) -> list[Path]:

@@ -37,9 +37,16 @@ FAULTS = [
     ),
     Fault(
         "trainer/survival/agent.py",
-        "self._break.generation = self._generation  # a rank",
-        "self._break.generation += 0  # a rank",
+        "self._break.generation < self._generation:  # a rank",
+        "not self._break.generation:  # a rank",
         why="a rank that is lost while others recover ends the run",
+        tests=SURVIVAL,
+    ),
+    Fault(
+        "trainer/survival/agent.py",
+        "if self._break is not None and self._break.generation == self._generation:",
+        "if self._break is not None:",
+        why="ranks that load for longer than others may take to let go are killed, again and again",
         tests=SURVIVAL,
     ),
     Fault(

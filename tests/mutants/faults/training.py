@@ -172,7 +172,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/checkpoint.py",
-        "        _sync_folder(root)",
+        "        sync(root)",
         "        pass",
         why="after a power cut the new checkpoint may be gone with the old one",
         tests=CHECKPOINT,

@@ -22,6 +22,7 @@ import numpy as np
 
 from trainer import tasks
 from trainer.config.own_rows import Splits
+from trainer.data.padding import unflat
 from trainer.data.readers.folders import QUERIES, first_split_file, nq_folder, split_names
 from trainer.data.readers.jsonl import read_jsonl
 from trainer.data.readers.row_files import SUFFIXES
@@ -159,13 +160,13 @@ def _met(stores: list[TokenStore]) -> Iterator[tuple[writing.Place, np.ndarray]]
         for index in range(len(store)):
             row = store[index]
             for field, name in enumerate(contexts.FIELDS):
-                for chunk, ids in enumerate(contexts.chunks_of(row, name) if name in row else ()):
+                for chunk, ids in enumerate(unflat(row, name) if name in row else ()):
                     yield (number, index, field, chunk), np.asarray(ids)
 
 
 def _chunk(stores: list[TokenStore], place: writing.Place) -> np.ndarray:
     store, row, field, chunk = place
-    return np.asarray(contexts.chunks_of(stores[store][row], contexts.FIELDS[field])[chunk])
+    return np.asarray(unflat(stores[store][row], contexts.FIELDS[field])[chunk])
 
 
 # Rows

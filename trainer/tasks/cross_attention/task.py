@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.own_rows import OwnRows
-from trainer.data.padding import pad_right
+from trainer.data.padding import pad_right, unflat
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio, answer_scores
 from trainer.models import adapters, base_model
@@ -236,7 +236,7 @@ class Task(TokenTask[Config]):
         )
         lengths = [len(ids) for ids in decoders]
         for field in fields:
-            chunks = [contexts.chunks_of(row, field) for row in rows]
+            chunks = [unflat(row, field) for row in rows]
             prefix = f"{field}_" if field == _OTHER else ""
             made = context_stream(chunks, lengths, cache=self._states)
             batch |= {f"{prefix}{name}": tensor for name, tensor in made.items()}

@@ -16,6 +16,7 @@ from trainer.config.identity import canonical_json
 from trainer.config.schema import Base, Lora
 from trainer.data import vocabulary
 from trainer.data.content import content_of_rows
+from trainer.data.padding import flat, unflat
 from trainer.data.readers import retrieved
 from trainer.data.readers.passages import corpus_passages
 from trainer.data.token_store import TokenStore, open_store
@@ -32,7 +33,7 @@ from trainer.tasks.fid import fido
 from trainer.tasks.fid.config import Config
 from trainer.tasks.fid.fused_layout import pack
 from trainer.tasks.fid.model import FiD, Generation
-from trainer.tasks.fid.tokens import Prompts, drawn_target, flat, unflat
+from trainer.tasks.fid.tokens import Prompts, drawn_target
 from trainer.tasks.fid.weights import add_cross_bias
 from trainer.tasks.protocol import DRAW, Batch, Cut, Encoded, Places, Row
 from trainer.tasks.token_task import TokenTask

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.padding import unflat
 from trainer.data.vocabulary import eos_id
 from trainer.tasks.protocol import DRAW, Row
 
@@ -82,26 +83,6 @@ class Prompts:
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-
-
-def flat(lists: Sequence[Sequence[int]], name: str) -> dict[str, list[int]]:
-    """Lists of ids as the two fields that unflat() reads.
-
-    All of them one after the other, and their lengths.
-    """
-    return {
-        name: [token for ids in lists for token in ids],
-        f"{name}_lengths": [len(ids) for ids in lists],
-    }
-
-
-def unflat(row: Mapping[str, Any], name: str) -> list[Sequence[int]]:
-    """The lists that flat() took."""
-    lists, start = [], 0
-    for length in row[f"{name}_lengths"]:
-        lists.append(row[name][start : start + int(length)])
-        start += int(length)
-    return lists
 
 
 def drawn_target(row: Mapping[str, Any]) -> Sequence[int]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.data.padding import pad_right
+from trainer.data.padding import flat, pad_right, unflat
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import Ratio
 from trainer.models import base_model
@@ -118,8 +118,7 @@ class Task(TokenTask[Config]):
         return Encoded(
             {
                 "source": self._cut(source.texts[0], limits.source_tokens),
-                "targets": [token for ids in kept for token in ids],
-                "targets_lengths": [len(ids) for ids in kept],
+                **flat(kept, "targets"),
             },
             is_truncated=len(source.texts[0]) > limits.source_tokens
             or longest > limits.target_tokens,
@@ -188,13 +187,9 @@ class Task(TokenTask[Config]):
 
     def _target(self, row: Mapping[str, Any]) -> Sequence[int]:
         """The first reference, or in training the one that the row's draw falls on; [] of none."""
-        lengths = [int(length) for length in row["targets_lengths"]]
-        if not lengths:
-            return []
+        targets = unflat(row, "targets")
         is_drawn = self.cfg.data.sample_summaries and DRAW in row
-        number = int(row[DRAW][0]) % len(lengths) if is_drawn else 0
-        start = sum(lengths[:number])
-        return row["targets"][start : start + lengths[number]]
+        return targets[int(row[DRAW][0]) % len(targets) if is_drawn else 0] if targets else []
 
     # Summaries
     # ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.data import vocabulary
-from trainer.data.padding import pad_right
+from trainer.data.padding import pad_right, unflat
 from trainer.models import base_model
 from trainer.tasks.cross_attention.encoder_states.layout import Identity, folder_name
 from trainer.tasks.cross_attention.encoder_states.reading import StateCache, open_states, padded
@@ -30,20 +30,11 @@ STATES = "states"  # the folder below --data_path or --cache_dir
 # B batch, C chunks of a context, L tokens, D width
 
 
-def chunks_of(row: Mapping[str, Any], field: str) -> list[Sequence[int]]:
-    """The token ids of each chunk of an encoded row's context."""
-    chunks, start = [], 0
-    for length in row[f"{field}_lengths"]:
-        chunks.append(row[field][start : start + int(length)])
-        start += int(length)
-    return chunks
-
-
 def token_batch(
     rows: Sequence[Mapping[str, Any]], field: str, *, pad: int, is_chunked: bool
 ) -> Batch:
     """context_input_ids and context_attention_mask, (B, L), or (B, C, L) when chunked."""
-    per_row = [chunks_of(row, field) for row in rows]
+    per_row = [unflat(row, field) for row in rows]
     num_chunks = max(len(chunks) for chunks in per_row)
     flat = [chunk for chunks in per_row for chunk in [*chunks, *[[]] * (num_chunks - len(chunks))]]
     ids, mask = pad_right(flat, pad)
@@ -57,9 +48,7 @@ def state_batch(rows: Sequence[Mapping[str, Any]], field: str, cache: StateCache
 
     Chunks follow one another without pads.
     """
-    states, mask = padded(
-        [[cache.states(chunk) for chunk in chunks_of(row, field)] for row in rows]
-    )
+    states, mask = padded([[cache.states(chunk) for chunk in unflat(row, field)] for row in rows])
     return {"encoder_hidden_states": states, "encoder_attention_mask": mask}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data import vocabulary
-from trainer.data.padding import pad_right
+from trainer.data.padding import flat, pad_right
 from trainer.errors import DataError
 from trainer.tasks.abilities import GREEDY, Search, by_row
 from trainer.tasks.cross_attention.decoder.context import Past
@@ -175,11 +175,7 @@ class Prompts:
         ]
 
     def _within_limit(self, texts: list[list[int]], field: str) -> dict[str, list[int]]:
-        chunks = [ids[: self.data.context_tokens] for ids in texts]
-        return {
-            field: [token for chunk in chunks for token in chunk],
-            f"{field}_lengths": [len(c) for c in chunks],
-        }
+        return flat([ids[: self.data.context_tokens] for ids in texts], field)
 
     def _ids(self, text: str, *, is_opened: bool = True) -> list[int]:
         opening = self.opening if is_opened else []
