@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_on_ranks
+from tests.ranks import run_alone, run_on_ranks
 from trainer.errors import EXIT_PREEMPTED, ConfigError, LatheError
 from trainer.runtime import distributed
 
@@ -239,3 +239,15 @@ def _abandoned() -> str:
     with pytest.raises(LatheError) as caught:
         distributed.wait_for_all(patience_s=0.05)
     return str(caught.value)
+
+
+def test_a_group_that_is_gone_once_it_was_aborted_is_left_all_the_same() -> None:
+    assert run_alone(left) == [True, False]
+
+
+def left() -> list[bool]:
+    distributed.init()
+    had = distributed.has_group()
+    distributed.abort = dist.destroy_process_group  # as NCCL's does
+    distributed.leave_group()
+    return [had, distributed.has_group()]
