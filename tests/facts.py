@@ -221,7 +221,6 @@ OF_TASK = {
     "fid": {
         "base": TINY_T5,
         "data": {"source": "fid", "contexts": 2, "passage_tokens": 64, "answer_tokens": 12},
-        "reader": {"checkpoint_every": 2},
     },
     "summariser": {
         "base": TINY_T5,

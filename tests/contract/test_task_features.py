@@ -51,7 +51,7 @@ def test_a_run_resumed_on_another_number_of_ranks_goes_on_with_the_same_losses(
 @pytest.mark.parametrize(
     "name",
     [
-        name if name not in ("causal_lm", "vera") else pytest.param(name, marks=pytest.mark.long)
+        name if name in ("fid", "retriever") else pytest.param(name, marks=pytest.mark.long)
         for name in TASKS
     ],
 )

@@ -127,7 +127,7 @@ def test_checkpointing_changes_neither_the_loss_nor_the_gradients_under_dropout(
     )
     torch.manual_seed(11)
     want = gradients(model, **batch)
-    model.checkpoint_blocks(True)
+    model.recompute_every = 1
     torch.manual_seed(11)
     got = gradients(model, **batch)
     assert_equal_step(got, want)
@@ -140,7 +140,7 @@ def test_checkpointing_recomputes_the_blocks_above_the_first_added_layer_and_non
     model, batch = build(layers).train(), inputs()
     states, mask = model.encode(batch["context_input_ids"], batch["context_attention_mask"])
     plain = without(batch, "context_input_ids", "context_attention_mask")
-    model.checkpoint_blocks(True)
+    model.recompute_every = 1
     with counted_calls(model) as calls:
         gradients(model, **plain, encoder_hidden_states=states, encoder_attention_mask=mask)
     blocks = [calls[f"base.transformer.h.{i}"] for i in range(NUM_BLOCKS)]

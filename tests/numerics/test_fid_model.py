@@ -107,8 +107,8 @@ def reader(
     **how: Any,
 ) -> FiD:
     """recompute: every so many encoder blocks; None: none of them."""
-    given = Reader(attention=attention, checkpoint_every=recompute or 1, **how)
-    return FiD(t5(family, dropout=dropout), given, recompute=recompute is not None)
+    given = Reader(attention=attention, **how)
+    return FiD(t5(family, dropout=dropout), given, recompute_every=recompute)
 
 
 def questions(lengths: Sequence[Sequence[int]] = LENGTHS, *, seed: int = 0) -> Questions:

@@ -237,8 +237,8 @@ def test_recomputing_in_backward_changes_neither_loss_nor_gradients_under_dropou
             module.p = 0.1
     batch = packed_of(*drawn_rows(), [0] * 7)
     found = []
-    for is_recomputed in (False, True):
-        model.train().checkpoint_blocks(is_recomputed)
+    for every in (None, 1):
+        model.train().recompute_every = every
         torch.manual_seed(4)
         found.append(stepped(model, packed=batch))
     assert_equal_step(found[1], found[0])

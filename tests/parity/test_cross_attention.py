@@ -120,7 +120,7 @@ def assert_near(
 
 
 def bf16_distance(case: Case) -> float:
-    num_roundings = 2 * (case.model().backbone.num_blocks + case.layers.count) + 2
+    num_roundings = 2 * (len(case.model().backbone.blocks) + case.layers.count) + 2
     return BF16_MARGIN * math.sqrt(2 * num_roundings) * BF16_STEP
 
 

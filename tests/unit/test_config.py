@@ -152,8 +152,8 @@ def test_an_experiment_is_frozen() -> None:
             "train.precision: Input should be 'fp32', 'bf16' or 'fp16'. Got 'int8'.",
         ),
         (
-            {"gradient_checkpointing": 1},
-            "train.gradient_checkpointing: Input should be a valid boolean. Got 1.",
+            {"gradient_checkpointing": 0},
+            'Input should be true, false, "auto" or an integer above 0. Got 0.',
         ),
     ],
 )

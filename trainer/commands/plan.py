@@ -87,7 +87,7 @@ def plan(
 
 def _show_plan(subject: Subject, target: Target, *, as_json: bool) -> None:
     from trainer.memory import plan_text
-    from trainer.memory.advice import advise
+    from trainer.memory.advice import advise, settled
     from trainer.memory.fake_step import answer_all
     from trainer.memory.measure import measuring
     from trainer.memory.plan import make
@@ -96,6 +96,7 @@ def _show_plan(subject: Subject, target: Target, *, as_json: bool) -> None:
 
     cublas = 0 if target.device is None else target.device.cublas_nbytes
     with measuring(answer_all):
+        subject = settled(subject, target.device)
         made = make(subject, cublas=cublas)
         advice = advise(subject, made, target.device, cublas=cublas)
         rates = target.rates

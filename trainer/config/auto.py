@@ -23,6 +23,12 @@ def with_frozen(cfg: Experiment, how: str) -> Experiment:
     return cfg.model_copy(update={"train": cfg.train.model_copy(update={"frozen": how})})
 
 
+def with_recomputation(cfg: Experiment, how: bool | int) -> Experiment:
+    """The experiment with `train.gradient_checkpointing` settled."""
+    train = cfg.train.model_copy(update={"gradient_checkpointing": how})
+    return cfg.model_copy(update={"train": train})
+
+
 def placeholder(name: str, cfg: Experiment) -> str:
     """The DeepSpeed file that stands for "auto" until the plan has chosen."""
     if name != AUTO:

@@ -11,6 +11,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PlainValidator,
     Tag,
     ValidationError,
     WithJsonSchema,
@@ -110,6 +111,20 @@ MicroBatch = Annotated[
 ]
 
 
+def _recomputation(value: Any) -> Any:
+    if isinstance(value, bool) or value == "auto" or (isinstance(value, int) and value > 0):
+        return value
+    raise ValueError('Input should be true, false, "auto" or an integer above 0')
+
+
+_RECOMPUTATION = {"anyOf": [{"type": "boolean"}, {"const": "auto"}, _ROWS_OR_AUTO["anyOf"][0]]}
+Recomputation = Annotated[
+    bool | int | Literal["auto"],
+    PlainValidator(_recomputation),
+    WithJsonSchema(_RECOMPUTATION),
+]
+
+
 class Train(Strict):
     """What one run does. `global_batch` defines it; the world size changes only accumulation."""
 
@@ -131,8 +146,11 @@ class Train(Strict):
     """Of a frozen base's linear layers: 8 (rows of int8) or 4 (NF4, as QLoRA); None: as `precision`
     says. Not at ZeRO-3.
     """
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    gradient_checkpointing: Recomputation = False
+    """Compute blocks again in the backward pass: less memory, a third more time. k: every k-th
+    block. auto: none where the memory plan says that it fits, else every k-th of the largest k
+    that does; the choice is the run's from its first step on.
+    """
     compile: bool = False
     """Blocks are compiled once for all lengths (torch.compile): fewer kernels, other rounding and
     dropout. Not at ZeRO-3.
@@ -173,6 +191,12 @@ class Train(Strict):
     """A loss so many robust deviations above the median of the window is a spike; None: none is."""
     spike_window: Annotated[int, Field(ge=8)] = 100
     """Losses of good steps that a spike is told by; before there are so many, none is."""
+
+    @property
+    def recompute_every(self) -> int | None:
+        """Every so many blocks are computed again in backward; None: none, or not yet chosen."""
+        how = self.gradient_checkpointing
+        return int(how) or None if how != "auto" else None
 
     @model_validator(mode="after")
     def _limits_of_bad_steps_fit_what_is_done(self) -> Train:

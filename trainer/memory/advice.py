@@ -5,24 +5,36 @@ Each change is measured under fake tensors, with what it saves.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
 from trainer import tasks
+from trainer.config.auto import AUTO, with_recomputation
 from trainer.config.deepspeed_config import PRESETS
 from trainer.errors import ConfigError
 from trainer.memory.deepspeed_terms import Breakdown, Zero, host, training
-from trainer.memory.measure import TRAINING, Measured, MeasureRequest, changed, measure, scaled
-from trainer.memory.planned_rows import Specimens, binding_limit
+from trainer.memory.measure import (
+    TRAINING,
+    Measured,
+    MeasureRequest,
+    MeasuringError,
+    changed,
+    measure,
+    scaled,
+)
+from trainer.memory.planned_rows import Specimens, binding_limit, training_batches
 
 if TYPE_CHECKING:
     from trainer.memory.plan import Made, MemoryPlan
     from trainer.memory.subject import Subject
     from trainer.runtime.gpus import Device
 
+RECOMPUTED = "train.gradient_checkpointing"  # the key
 _SHORTER = (2, 4, 8)  # a limit is tried at so many parts of it
 _SHORTEST = 32
 _MOST_ROWS = 1 << 24
@@ -157,13 +169,13 @@ def _of_longest(subject: Subject, rows: int) -> MeasureRequest:
 
 
 def _recomputed(subject: Subject, made: Made) -> list[tuple[str, MeasureRequest]]:
-    key = "train.gradient_checkpointing"
-    if subject.cfg.train.gradient_checkpointing:
+    now = subject.cfg.train.gradient_checkpointing
+    if now == 1:
         return []
     return [
         (
-            f"{key} false -> true",
-            subject.training_request(made.numbers, changed(subject.values, key, True)),
+            f"{RECOMPUTED} {json.dumps(now)} -> true",
+            subject.training_request(made.numbers, changed(subject.values, RECOMPUTED, True)),
         )
     ]
 
@@ -303,3 +315,92 @@ def largest_rows(
 
         found[preset] = largest_fitting(peak_at, usable)
     return found
+
+
+# Blocks computed again
+# --------------------------------------------------------------------------------------------------
+
+
+def told_recomputed(how: bool | int) -> str:
+    """Which blocks are computed again, as text."""
+    if how is False:
+        return "none"
+    return "every block" if how == 1 else f"every {how}th block"
+
+
+def recomputing(subject: Subject, how: bool | int) -> Subject:
+    """The subject with that choice in place of its own."""
+    values = changed(subject.values, RECOMPUTED, how)
+    return replace(subject, values=values, cfg=with_recomputation(subject.cfg, how))
+
+
+def settled(subject: Subject, device: Device | None) -> Subject:
+    """The subject with what "auto" becomes on a device, and a note of it. ConfigError without one,
+    or where no plan can be made.
+    """
+    if subject.cfg.train.gradient_checkpointing != AUTO:
+        return subject
+    how = least_recomputed(subject, device)
+    note = f'{RECOMPUTED} "auto": {told_recomputed(how)} computed again'
+    return replace(recomputing(subject, how), notes=[*subject.notes, note])
+
+
+def least_recomputed(subject: Subject, device: Device | None) -> bool | int:
+    """The least that fits: none, else every k-th block of the largest k that does, else every one.
+    ConfigError without a device, or where no plan can be made.
+    """
+    if device is None:
+        raise ConfigError(
+            f'{RECOMPUTED}="auto" needs to know the device. Run on a GPU, give --device, such as '
+            "--device 24GiB, or say true, false or a number."
+        )
+    room = Room(subject, device)
+    try:
+        return room.least()
+    except MeasuringError as error:
+        raise ConfigError(
+            f'{RECOMPUTED}="auto": no plan can be made. Say true, false or a number.\n{error}'
+        ) from error
+
+
+def fits_recomputed(subject: Subject, how: bool | int, device: Device) -> bool:
+    """Whether a training step with that choice does. True where no plan can be made."""
+    room = Room(subject, device)
+    try:
+        return room.has(how)
+    except MeasuringError:
+        return True
+
+
+class Room:
+    """What a device has for the heaviest training step."""
+
+    def __init__(self, subject: Subject, device: Device) -> None:
+        self._subject, self._cublas = subject, device.cublas_nbytes
+        self._usable = device.filled(subject.sharding.world)
+        self._batches = training_batches(subject)
+        self.step = cache(self._heaviest)
+
+    def least(self) -> bool | int:
+        if self.has(False):
+            return False
+        blocks = self.step(False)[1].blocks
+
+        def peak_at(every: int) -> int:
+            return self.step(every)[0] if every <= blocks else self._usable + 1
+
+        every = largest_fitting(peak_at, self._usable)
+        return every if every > 1 else True
+
+    def has(self, how: bool | int) -> bool:
+        return self.step(how)[0] <= self._usable
+
+    def _heaviest(self, how: bool | int) -> tuple[int, Measured]:
+        """The peak of the micro-batch with the highest, and its step."""
+        subject = self._subject
+        values: dict[str, Any] = changed(subject.values, RECOMPUTED, how)
+        requests = [subject.training_request(numbers, values) for numbers in self._batches]
+        steps = measure(requests, subject.places)
+        peaks = [training(step, subject.zero, cublas=self._cublas).total for step in steps]
+        worst = max(range(len(steps)), key=peaks.__getitem__)
+        return peaks[worst], steps[worst]

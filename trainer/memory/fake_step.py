@@ -60,10 +60,13 @@ def _measured(request: MeasureRequest, places: Places) -> Measured:
 
 def _stepped(request: MeasureRequest, places: Places) -> Measured:
     """One step, by a few of its model's blocks; by all of them where those do not tell enough."""
+    from trainer import tasks
     from trainer.timing.blocks import SHOWN, SHOWN_RECOMPUTED, UnequalBlocksError, shortened, whole
 
-    is_recomputed = (request.experiment.get("train") or {}).get("gradient_checkpointing")
-    shown = SHOWN_RECOMPUTED if is_recomputed else SHOWN
+    every = tasks.parse(request.experiment).train.recompute_every or 0
+    if every > 1:  # blocks do different things in turn
+        return _stepped_by(request, places, lambda _: whole())
+    shown = SHOWN_RECOMPUTED if every else SHOWN
     try:
         return _stepped_by(request, places, lambda model: shortened(model, shown))
     except UnequalBlocksError as error:
@@ -77,6 +80,7 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     from trainer import tasks
     from trainer.memory.fake_device import fake_device
     from trainer.memory.tracker import operators_in
+    from trainer.models import recomputation
     from trainer.models.base_model import DTYPES
     from trainer.training.optimizers import state_shapes
 
@@ -84,6 +88,7 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     cfg = tasks.parse(request.experiment)
     task = tasks.load(cfg, places)
     model = task.skeleton().to(DTYPES[cfg.train.precision])
+    blocks = recomputation.num_blocks(model)
     modules = sum(any(True for _ in m.parameters(recurse=False)) for m in model.modules())
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
@@ -118,6 +123,7 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
             units=int(task.units(batch)),
             modules=modules,
             num_weights=len(sizes),
+            blocks=blocks,
         )
 
 

@@ -21,8 +21,17 @@ from trainer.config.schema import Experiment
 from trainer.errors import ConfigError, DoesNotFitError
 from trainer.files.atomic import read_json, write_json
 from trainer.memory import plan_text
-from trainer.memory.advice import advise, largest_divisor, largest_rows
-from trainer.memory.measure import MeasuringError, measuring
+from trainer.memory.advice import (
+    RECOMPUTED,
+    advise,
+    fits_recomputed,
+    largest_divisor,
+    largest_rows,
+    least_recomputed,
+    recomputing,
+    told_recomputed,
+)
+from trainer.memory.measure import MeasuringError, changed, measuring
 from trainer.memory.plan import MemoryPlan, make
 from trainer.memory.planned_rows import StoredRows
 from trainer.memory.subject import Subject
@@ -44,7 +53,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FILE, TIME = "memory_plan.json", "time"  # the key of the run's predicted time in it
-FILLED = 0.95  # of the device, where the run itself chooses: what lies about unused is not planned
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,9 @@ class UpcomingRun:
 
     def subject(self) -> Subject:
         rows = {split: StoredRows(store, self.task, split) for split, store in self.stores.items()}
+        how = self.cfg.train.gradient_checkpointing
         return Subject(
-            self.values,
+            changed(self.values, RECOMPUTED, how),
             self.cfg,
             self.ds,
             self.sharding,
@@ -79,7 +88,7 @@ class UpcomingRun:
         digests = {split: store.digest for split, store in self.stores.items()}
         versions = {"torch": version("torch"), "transformers": version("transformers")}
         shards = [self.sharding.world, self.sharding.micro_batch, self.answers]
-        shards.append(self.cfg.train.frozen)
+        shards += [self.cfg.train.frozen, self.cfg.train.gradient_checkpointing]
         return digest(
             {"values": self.values, "ds": self.ds, "shards": shards, "device": target.name}
             | digests
@@ -165,27 +174,30 @@ def chosen(
     train, world = launch.cfg.train, launch.sharding.world
     presets = presets_of(launch.cfg) if asked == AUTO else (asked,)
     picks_rows = launch.values["train"]["micro_batch"] == AUTO
-    usable = int(FILLED * target.usable(world))
+    usable = target.filled(world)
     if meant.rates is not None:
         found = _fastest(launch, ways, presets, meant, usable=usable, picks_rows=picks_rows)
         if found is not None:
             return found
         raise _nothing_fits(target, presets)
-    fitting = largest_rows(launch.subject(), presets, usable=usable, cublas=target.cublas_nbytes)
-    for preset, rows in fitting.items():
-        if rows >= (1 if picks_rows else train.micro_batch):
-            found_rows = (
-                largest_divisor(train.global_batch // world, rows)
-                if picks_rows
-                else train.micro_batch
-            )
-            logger.info(
-                "memory: %s with micro-batches of %d, for %d of the longest rows fit",
-                preset,
-                found_rows,
-                rows,
-            )
-            return preset, found_rows
+    now = train.gradient_checkpointing
+    for how in (False, True) if now == AUTO else (now,):
+        subject = recomputing(launch.subject(), how)
+        fitting = largest_rows(subject, presets, usable=usable, cublas=target.cublas_nbytes)
+        for preset, rows in fitting.items():
+            if rows >= (1 if picks_rows else train.micro_batch):
+                found_rows = (
+                    largest_divisor(train.global_batch // world, rows)
+                    if picks_rows
+                    else train.micro_batch
+                )
+                logger.info(
+                    "memory: %s with micro-batches of %d, for %d of the longest rows fit",
+                    preset,
+                    found_rows,
+                    rows,
+                )
+                return preset, found_rows
     raise _nothing_fits(target, presets)
 
 
@@ -194,6 +206,29 @@ def _nothing_fits(target: Device, presets: Sequence[str]) -> DoesNotFitError:
         f"{target.name}: the longest rows do not fit under {', '.join(presets)}. "
         "`python -m trainer plan` names what would make them fit."
     )
+
+
+def recomputed(launch: UpcomingRun, *, name: str | None, recorded: bool | int | None) -> bool | int:
+    """What train.gradient_checkpointing "auto" becomes: what it was in an earlier start of the run,
+    unless that does not fit this device. ConfigError where nothing can be planned.
+    """
+    device = target_of(name, world=launch.sharding.world).device
+    if recorded is not None and (
+        device is None or fits_recomputed(launch.subject(), recorded, device)
+    ):
+        logger.info("memory: %s computed again, as this run began", told_recomputed(recorded))
+        return recorded
+    how = least_recomputed(launch.subject(), device)
+    logger.info("memory: %s computed again (%s is auto)", told_recomputed(how), RECOMPUTED)
+    if device is not None and recorded not in (None, how):
+        logger.warning(
+            "%s: with %s computed again, as this run began, a step does not fit into %s; from here "
+            "on its losses may differ in the last bits",
+            RECOMPUTED,
+            told_recomputed(recorded),
+            device.name,
+        )
+    return how
 
 
 def frozen(launch: UpcomingRun, *, name: str | None) -> str:
@@ -206,7 +241,7 @@ def frozen(launch: UpcomingRun, *, name: str | None) -> str:
         made = make(whole.subject(), cublas=target.cublas_nbytes)
     except MeasuringError:
         return "shard"
-    fits = made.plan.peak.peak.total <= FILLED * target.usable(launch.sharding.world)
+    fits = made.plan.peak.peak.total <= target.filled(launch.sharding.world)
     how = "replicate" if fits else "shard"
     logger.info("memory: frozen weights: %s (train.frozen is auto)", how)
     return how
@@ -230,7 +265,7 @@ def _fastest(
         usable=usable,
         presets=presets,
         micro_batches=None if picks_rows else (train.micro_batch,),
-        recomputed=(train.gradient_checkpointing,),
+        recomputed=None if train.gradient_checkpointing == AUTO else (train.recompute_every,),
     )
     if not found:
         return None

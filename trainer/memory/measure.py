@@ -91,6 +91,7 @@ class Measured:
     units: int = 0  # that the loss of the batch is summed over
     modules: int = 0  # that have weights of their own
     num_weights: int = 0
+    blocks: int = 0  # of the longest stack
 
     def moments_at(self, stage: int) -> list[Moment]:
         """The moments of a training step at this stage of ZeRO."""

@@ -29,9 +29,10 @@ from trainer.memory.planned_rows import (
     SHORT_ANSWERS,
     answer_requests,
     first_evaluated,
-    heaviest,
     request_of,
+    training_batches,
 )
+from trainer.models.recomputation import check
 from trainer.tasks.abilities import Answers
 
 if TYPE_CHECKING:
@@ -107,13 +108,16 @@ class Made:
 
 
 def make(subject: Subject, *, cublas: int) -> Made:
-    """The plan of one run. MeasuringError when its step cannot be run under fake tensors."""
+    """The plan of one run. MeasuringError when its step cannot be run under fake tensors;
+    ConfigError for more blocks in train.gradient_checkpointing than the model has.
+    """
     batches = training_batches(subject)
     rows = {EVALUATION: first_evaluated(subject.valid.lengths, batch=_eval_batch(subject))}
     requests = [subject.training_request(numbers) for numbers in batches]
     requests.append(request_of(subject, "evaluate", subject.valid, rows[EVALUATION]))
     requests += answer_requests(subject, rows[EVALUATION])
     found = measure(requests, subject.places)
+    check(subject.cfg.train.recompute_every, found[0].blocks)
     steps, evaluated, answered = (
         found[: len(batches)],
         found[len(batches)],
@@ -146,13 +150,6 @@ def make(subject: Subject, *, cublas: int) -> Made:
         notes=subject.notes,
     )
     return Made(plan, steps[worst], plan.heaviest)
-
-
-def training_batches(subject: Subject) -> list[Any]:
-    """Row numbers of the micro-batches that may need most."""
-    train = subject.cfg.train
-    seed = train.seed if train.order == "shuffled" else None
-    return heaviest(subject.train, subject.sharding, seed=seed, steps=train.steps)
 
 
 def phase(name: str, peak: Breakdown, step: Measured, rows: RowsByNumber, numbers: Any) -> Phase:

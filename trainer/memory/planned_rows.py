@@ -83,6 +83,13 @@ def _plain(row: Mapping[str, Any], is_drawn: bool) -> dict[str, list[int]]:
     return {**fields, DRAW: [_DRAWN], EPOCH: [0]} if is_drawn else fields
 
 
+def training_batches(subject: Subject) -> list[Any]:
+    """Row numbers of the micro-batches that may need most."""
+    train = subject.cfg.train
+    seed = train.seed if train.order == "shuffled" else None
+    return heaviest(subject.train, subject.sharding, seed=seed, steps=train.steps)
+
+
 def heaviest(
     rows: RowsByNumber, sharding: Sharding, *, seed: int | None, steps: int
 ) -> list[np.ndarray]:

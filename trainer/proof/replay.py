@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.config.auto import with_micro_batch
+from trainer.config.auto import with_micro_batch, with_recomputation
 from trainer.errors import CheckpointError, ConfigError
 from trainer.files.held_lock import HeldLock
 from trainer.memory import launch as planning
@@ -23,7 +23,7 @@ from trainer.telemetry.run_record import METRICS, RunRecord
 from trainer.training import bad_steps, checkpoint
 from trainer.training.loop import Cadence, fit
 from trainer.training.options import Options
-from trainer.training.run import made_with, ready
+from trainer.training.run import ready
 from trainer.training.run_plan import RunPlan
 
 NEVER = 2**62  # steps
@@ -121,7 +121,7 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
         preemption.close()
         lock.release()
     steps, differing = on_main(lambda: _compared(recorded, scratch, start, stop))
-    return Replay(start, stop, steps, differing, then, made_with())
+    return Replay(start, stop, steps, differing, then, checkpoint.made_with())
 
 
 def _compared(recorded: RecordedRun, scratch: Path, start: int, stop: int) -> list[Any]:
@@ -164,18 +164,19 @@ def _made_with(scratch: Path, start: int) -> dict[str, str]:
 
 
 def as_it_ran(plan: RunPlan) -> RunPlan:
-    """The plan with the DeepSpeed dictionary and the micro-batch that the run had, whatever flags
-    it was started with. ConfigError when its folder does not say.
+    """The plan with the DeepSpeed dictionary, the micro-batch and the recomputation that the run
+    had, whatever flags it was started with. ConfigError when its folder does not say.
     """
     try:
         ds = json.loads((plan.folder / "ds_config.json").read_text())
-        rows = json.loads((plan.folder / "resolved.json").read_text())["train"]["micro_batch"]
+        train = json.loads((plan.folder / "resolved.json").read_text())["train"]
+        rows, recomputed = train["micro_batch"], train["gradient_checkpointing"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{plan.folder}: ds_config.json or resolved.json cannot be read ({error}). Put them "
             "back from a copy, or check the lines alone (without --replay)."
         ) from None
-    cfg = with_micro_batch(plan.cfg, rows)
+    cfg = with_recomputation(with_micro_batch(plan.cfg, rows), recomputed)
     world = plan.sharding.world  # the file is of the last start, which may have had others
     accumulation = ds["train_batch_size"] // (ds["train_micro_batch_size_per_gpu"] * world)
     ds["gradient_accumulation_steps"] = accumulation

@@ -15,6 +15,7 @@ _UNITS = {"gib": GIB, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 _SMALL_CUBLAS, _LARGE_CUBLAS = 8_519_680, 32 * 2**20
 CONTEXT = int(0.5 * GIB)  # CUDA's own, outside torch's allocator: 0.4 to 0.6 GiB
 NCCL = int(0.5 * GIB)  # of a process group: 0.1 to 1 GiB
+FILLED = 0.95  # of the device, where the run itself chooses: what lies about unused is not planned
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,10 @@ class Device:
         NCCL's buffers.
         """
         return self.nbytes - CONTEXT - (NCCL if world > 1 else 0)
+
+    def filled(self, world: int) -> int:
+        """How many of them a run fills where it chooses for itself."""
+        return int(FILLED * self.usable(world))
 
 
 def device_of(text: str) -> Device:

@@ -22,7 +22,7 @@ from trainer.config.schema import Base, Experiment, Lora
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio
-from trainer.models import adapters, base_model, generation_file
+from trainer.models import adapters, base_model, generation_file, recomputation
 from trainer.models.decoder import streams
 from trainer.models.frozen.quantized import Bits
 from trainer.models.head import HEAD_FILE, load_head, write_head
@@ -136,17 +136,13 @@ class TokenTask(ABC, Generic[C]):
         if not self.is_packed:
             self.recompute(body)
             return None
-        every = 1 if self.cfg.train.gradient_checkpointing else None
-        return streams.reader_of(body, recompute_every=every)
+        return streams.reader_of(body, recompute_every=self.cfg.train.recompute_every)
 
     def recompute(self, base: Any) -> None:
-        """Compute the base's blocks again in the backward pass, where train.gradient_checkpointing
+        """Compute blocks of the base again in the backward pass, where train.gradient_checkpointing
         says so.
         """
-        if self.cfg.train.gradient_checkpointing:
-            base.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+        recomputation.of_stock(base, every=self.cfg.train.recompute_every)
 
     def fingerprint(self) -> str:
         if self.cfg.lora is None:

@@ -32,7 +32,7 @@ class Way:
 
     preset: str
     micro_batch: int
-    is_recomputed: bool
+    recompute_every: int | None  # so many blocks, one is computed again; None: none is
     accumulation: int
     time: StepTime  # of a step
     peak: int  # bytes per device
@@ -41,11 +41,14 @@ class Way:
     def changes(self, values: dict[str, Any]) -> dict[str, Any]:
         """The experiment that trains so."""
         found = changed(values, "train.micro_batch", self.micro_batch)
-        return changed(found, _CHECKPOINTING, self.is_recomputed)
+        every = self.recompute_every
+        return changed(found, _CHECKPOINTING, every if every and every > 1 else bool(every))
 
     @property
     def text(self) -> str:
-        again = ", recomputing" if self.is_recomputed else ""
+        every = self.recompute_every
+        again = f", recomputing every {every}th block" if every else ""
+        again = ", recomputing" if every == 1 else again
         return f"{self.preset}, micro-batch {self.micro_batch} x {self.accumulation}{again}"
 
 
@@ -71,17 +74,18 @@ def ways(
     usable: int,
     presets: Sequence[str] = STAGES,
     micro_batches: Sequence[int] | None = None,
-    recomputed: Sequence[bool] = (False, True),
+    recomputed: Sequence[int | None] | None = None,
 ) -> list[Way]:
     """Every way that fits into `usable` bytes, the fastest first.
 
-    micro_batches: those that are tried; None: all that divide a rank's rows of a step.
+    micro_batches: those that are tried; None: all that divide a rank's rows of a step. recomputed:
+    of so many blocks one is; None: none, every one, and every second, fourth, eighth, ...
     """
     share = subject.cfg.train.global_batch // cluster.world
     sizes = micro_batches or [n for n in range(1, share + 1) if share % n == 0]
     zeros = _zeros(subject, presets)
     found: list[Way] = []
-    for is_recomputed, points in _measured(subject, rates, recomputed).items():
+    for every, points in _measured(subject, rates, recomputed).items():
         for preset, zero in zeros.items():
             most = largest_fitting(
                 lambda rows, zero=zero, points=points: _peak(points, zero, rows, share), usable
@@ -96,7 +100,7 @@ def ways(
                 )
                 peak = _peak(points, zero, rows, share)
                 beside = host(points.longest[0][1], now)
-                found.append(Way(preset, rows, is_recomputed, share // rows, time, peak, beside))
+                found.append(Way(preset, rows, every, share // rows, time, peak, beside))
     return sorted(found, key=lambda way: (way.time.total, way.peak))
 
 
@@ -133,16 +137,19 @@ def _zeros(subject: Subject, presets: Sequence[str]) -> dict[str, Zero]:
     return found
 
 
-def _measured(subject: Subject, rates: Rates, recomputed: Sequence[bool]) -> dict[bool, _Points]:
-    """Steps of few and of some rows, with and without recomputation."""
+def _measured(
+    subject: Subject, rates: Rates, recomputed: Sequence[int | None] | None
+) -> dict[int | None, _Points]:
+    """Steps of few and of some rows, by how much is computed again."""
     lengths = subject.train.lengths
     order = np.argsort(lengths, kind="stable")
     middle, longest = order[len(order) // 2 :], order[::-1]
     kernels = "fakegpu" if rates.overlaps_launches else "cpu"
     typical: list[MeasureRequest] = []
     heavy: list[MeasureRequest] = []
-    for is_recomputed in recomputed:
-        values = changed(subject.values, _CHECKPOINTING, is_recomputed)
+    measured = (None, 1) if recomputed is None else recomputed
+    for every in measured:
+        values = changed(subject.values, _CHECKPOINTING, every or False)
         for rows in (_FEW, _SOME):
             step = subject.training_request(np.resize(longest, rows), values)
             heavy.append(replace(step, accumulates=True))
@@ -150,13 +157,39 @@ def _measured(subject: Subject, rates: Rates, recomputed: Sequence[bool]) -> dic
             typical.append(replace(step, accumulates=True, device=kernels))
     found = measure([*heavy, *typical], subject.places)
     long, short = found[: len(heavy)], found[len(heavy) :]
-    return {
-        is_recomputed: _Points(
+    points = {
+        every: _Points(
             [
                 (rows, computing(Work.of(step), rates))
                 for rows, step in zip((_FEW, _SOME), short[start : start + 2], strict=True)
             ],
             list(zip((_FEW, _SOME), long[start : start + 2], strict=True)),
         )
-        for start, is_recomputed in zip(range(0, len(found), 2), recomputed, strict=False)
+        for start, every in zip(range(0, len(found), 2), measured, strict=False)
     }
+    return points if recomputed is not None else points | _of_some_blocks(points[None], points[1])
+
+
+def _of_some_blocks(none: _Points, all_: _Points) -> dict[int | None, _Points]:
+    """Steps that compute every second, fourth, eighth, ... block again: every block that they do
+    adds as much time and takes away as many bytes.
+    """
+    found: dict[int | None, _Points] = {}
+    blocks, every = none.longest[0][1].blocks, 2
+    while every <= blocks:
+        again = len(range(0, blocks, every))
+
+        def part(low: StepTime, high: StepTime, again: int = again) -> StepTime:
+            return between((0, low), (blocks, high), again)
+
+        typical = [
+            (rows, part(low, high))
+            for (rows, low), (_, high) in zip(none.typical, all_.typical, strict=True)
+        ]
+        longest = [
+            (rows, scaled((0, low), (blocks, high), again))
+            for (rows, low), (_, high) in zip(none.longest, all_.longest, strict=True)
+        ]
+        found[every] = _Points(typical, longest)
+        every *= 2
+    return found

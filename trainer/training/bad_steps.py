@@ -5,6 +5,7 @@ are a run that does not learn; and bad steps, whose numbers go wrong (train.on_b
 from __future__ import annotations
 
 import json
+import logging
 import math
 import statistics
 from dataclasses import asdict, dataclass, field
@@ -13,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import DivergedError, ResumeError
 from trainer.files.atomic import write_json
+from trainer.runtime.distributed import on_main
 
 if TYPE_CHECKING:
     from trainer.config.schema import Train
+
+logger = logging.getLogger(__name__)
 
 FILE = "bad_steps.json"  # of a run folder: the windows that rollbacks have left out
 
@@ -181,3 +185,11 @@ def leave_out_from_now_on(folder: Path, step: int, kind: str) -> None:
     """Write down that the window of `step` is left out, before the run goes back. Rank 0 alone."""
     events = {**left_out(folder), step: kind}
     write_json(folder / FILE, [{"step": at, "kind": what} for at, what in sorted(events.items())])
+
+
+def roll_back(folder: Path, step: int, trouble: Trouble) -> None:
+    """Leave that window out from now on. A collective."""
+    on_main(lambda: leave_out_from_now_on(folder, step, trouble.kind))
+    logger.warning(
+        "step %d: %s; back to the last good checkpoint, without that window", step, trouble.text()
+    )

@@ -25,9 +25,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from trainer.errors import CheckpointError, LatheError, StorageError
@@ -404,3 +406,11 @@ def _shards(folder: Path, prefix: str) -> list[Path]:
             f"{folder}: got {prefix} shards {got}; want one of every rank. Use another checkpoint."
         )
     return [found[key] for key in sorted(found)]
+
+
+def made_with() -> dict[str, str]:
+    """What the bits of a step depend on besides the dictionary: versions and the device."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    versions = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
+    threads = {} if torch.cuda.is_available() else {"threads": str(torch.get_num_threads())}
+    return {**versions, "device": device, **threads}

@@ -8,7 +8,6 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,7 @@ from trainer.telemetry.trackers import named, tracked_runs
 from trainer.timing import late
 from trainer.timing.fastest import ways
 from trainer.training import bad_steps, checkpoint, engine, preflight, run_folder
-from trainer.training.bad_steps import RolledBack, Trouble
+from trainer.training.bad_steps import RolledBack
 from trainer.training.engine import Engine
 from trainer.training.loop import Cadence, Progress, Session, fit, refuse_unknown_best
 from trainer.training.options import Options
@@ -74,7 +73,8 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
         optimizer=plan.cfg.optim.name,
         compiles=plan.cfg.train.compile,
     )
-    plan = _frozen_settled(_settled(plan, options), options)
+    for settle in (_micro_batch_settled, _recomputation_settled, _frozen_settled):
+        plan = settle(plan, options)  # what "auto" leaves open
     with claimed(plan, options) as lock:
         lifeline.tell("begun", id=plan.id, folder=str(plan.folder.absolute()))
         telemetry = RunRecord(
@@ -154,18 +154,14 @@ def run_each(plans: Sequence[RunPlan], options: Options, preemption: Preemption)
     return EXIT_OK
 
 
-def _settled(plan: RunPlan, options: Options) -> RunPlan:
-    """The plan with what "auto" leaves open chosen by memory. A collective.
-
-    That is the micro-batch and the DeepSpeed file.
-    """
+def _micro_batch_settled(plan: RunPlan, options: Options) -> RunPlan:
+    """The plan with the micro-batch and the DeepSpeed file chosen, where they are "auto"."""
     asked = options.deepspeed or plan.cfg.deepspeed
     if auto.AUTO not in (asked, plan.values["train"]["micro_batch"]):
         return plan
 
     def choose() -> list[Any]:
-        task = tasks.load(plan.cfg, options.places)
-        launch = _launch(plan, options, task, _stores(options, task, content_of), answers=False)
+        launch = _before_the_claim(plan, options)
         return list(planning.chosen(launch, asked, options.device, ways))
 
     preset, rows = on_main(choose)
@@ -174,18 +170,38 @@ def _settled(plan: RunPlan, options: Options) -> RunPlan:
     return replace(plan, cfg=cfg, ds=ds, sharding=replace(plan.sharding, micro_batch=rows))
 
 
+def _recomputation_settled(plan: RunPlan, options: Options) -> RunPlan:
+    """The plan with train.gradient_checkpointing as the run began, else chosen by memory."""
+    if plan.cfg.train.gradient_checkpointing != auto.AUTO:
+        return plan
+
+    def choose() -> bool | int:
+        launch = _before_the_claim(plan, options)
+        in_memory = mirror.newest(options.memory, plan.id) is not None
+        goes_on = in_memory or (preflight.has_begun(plan) and not options.resets(plan.id))
+        recorded = run_folder.recorded_recomputation(plan.folder) if goes_on else None
+        return planning.recomputed(launch, name=options.device, recorded=recorded)
+
+    return replace(plan, cfg=auto.with_recomputation(plan.cfg, on_main(choose)))
+
+
 def _frozen_settled(plan: RunPlan, options: Options) -> RunPlan:
-    """The plan with what train.frozen "auto" leaves open chosen by memory. A collective."""
+    """The plan with train.frozen chosen by memory."""
     if plan.cfg.train.frozen != auto.AUTO:
         return plan
 
     def choose() -> str:
-        task = tasks.load(plan.cfg, options.places)
-        stores = _stores(options, task, content_of)
-        launch = _launch(plan, options, task, stores, answers=False)
+        launch = _before_the_claim(plan, options)
         return planning.frozen(launch, name=options.device)
 
     return replace(plan, cfg=auto.with_frozen(plan.cfg, on_main(choose)))
+
+
+def _before_the_claim(plan: RunPlan, options: Options) -> planning.UpcomingRun:
+    """The run as it is planned for while its folder is not touched yet."""
+    task = tasks.load(plan.cfg, options.places)
+    stores = _stores(options, task, content_of)
+    return _launch(plan, options, task, stores, answers=False)
 
 
 def _launch(
@@ -293,19 +309,12 @@ def ready(
         questions=questions,
         chain=chain,
         left_out=bad_steps.left_out(plan.folder),
-        roll_back=functools.partial(_roll_back, plan),
+        roll_back=functools.partial(bad_steps.roll_back, plan.folder),
         mirror=mirror.of_this_rank(
             options.memory, plan.id, live, every=options.mirror_every, step=progress.step
         ),
     )
     return Ready(session, progress, launch, memory, export, saves)
-
-
-def _roll_back(plan: RunPlan, step: int, trouble: Trouble) -> None:
-    on_main(lambda: bad_steps.leave_out_from_now_on(plan.folder, step, trouble.kind))
-    logger.warning(
-        "step %d: %s; back to the last good checkpoint, without that window", step, trouble.text()
-    )
 
 
 def _train(plan: RunPlan, options: Options, ready: Ready) -> bool:
@@ -401,7 +410,7 @@ def snapshot(
             "world": distributed.world(),
             "digest": digest(plan.values),
             "identity": identity,
-            "made_with": made_with(),
+            "made_with": checkpoint.made_with(),
         },
         "keep_last": plan.cfg.train.keep_last,
         "keep": {progress.best_step} if progress.best_step else set(),
@@ -419,14 +428,6 @@ def snapshot(
 
     progress_step = progress.step
     return write
-
-
-def made_with() -> dict[str, str]:
-    """What the bits of a step depend on besides the dictionary: versions and the device."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    versions = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
-    threads = {} if torch.cuda.is_available() else {"threads": str(torch.get_num_threads())}
-    return {**versions, "device": device, **threads}
 
 
 def _restore(live: Engine, saved: Kept | Path, *, seed: int) -> Progress:

@@ -144,6 +144,17 @@ def _stored(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+def recorded_recomputation(folder: Path) -> bool | int | None:
+    """What train.gradient_checkpointing was in the last start of a run; None: its folder does not
+    say.
+    """
+    try:
+        how = _stored(folder / "resolved.json")["train"]["gradient_checkpointing"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return how if isinstance(how, int) else None
+
+
 def _check_dictionary(plan: RunPlan) -> None:
     """A folder belongs to one dictionary; ids are md5 of joined text and can collide, the digest
     cannot.

@@ -22,9 +22,32 @@ GROUPS = "tests/runs/test_groups.py"
 MEMORY = "tests/unit/test_memory_parts.py"
 BLOCKS = "tests/unit/test_equal_blocks.py"
 TIMING = "tests/unit/test_timing.py"
+RECOMPUTED = "tests/numerics/test_recomputation.py"
 REAL_MEMORY = "tests/numerics/test_memory_plan.py -k 'terms_of_deepspeed and (0 or 2)'"
 
 FAULTS = [
+    # Blocks computed again
+    Fault(
+        "trainer/models/recomputation.py",
+        "if every and number % every == 0:",
+        "if every and number % every == 1:",
+        why="no block is computed again where every one is to be",
+        tests=f"{RECOMPUTED} -k 'last_bit and causal_lm'",
+    ),
+    Fault(
+        "trainer/memory/fake_step.py",
+        "if every > 1:",
+        "if every > 9:",
+        why="blocks that differ in turn are counted by four of them",
+        tests=f"{RECOMPUTED} -k 'few_blocks and causal_lm'",
+    ),
+    Fault(
+        "trainer/memory/advice.py",
+        "if self.has(False):",
+        "if self.has(True):",
+        why="auto computes nothing again where that does not fit",
+        tests=f"{RECOMPUTED} -k auto_is",
+    ),
     # The engine and its optimizer
     Fault(
         "trainer/training/engine.py",

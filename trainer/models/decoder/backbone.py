@@ -30,7 +30,6 @@ class Backbone(Protocol):
     """A stock transformers model, one block at a time. Holds no parameter of its own."""
 
     config: Any
-    num_blocks: int
     blocks: nn.ModuleList
     width: int
     heads: int
@@ -103,7 +102,6 @@ class GPTBigCodeBackbone:
     def __init__(self, base: PreTrainedModel) -> None:
         config: Any = base.config
         self.config = config
-        self.num_blocks: int = config.n_layer
         self.windows: tuple[int | None, ...] = (None,) * config.n_layer
         self.width: int = config.n_embd
         self.heads: int = config.n_head
@@ -163,7 +161,6 @@ class RotaryBackbone:
     def __init__(self, base: PreTrainedModel) -> None:
         config: Any = base.config
         self.config = config
-        self.num_blocks: int = config.num_hidden_layers
         self.windows = _windows(config)
         self.width: int = config.hidden_size
         self.heads: int = config.num_attention_heads

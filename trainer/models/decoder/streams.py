@@ -5,12 +5,13 @@ decoders block by block, other stock models as a whole. Any other base reads row
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import ConfigError
+from trainer.models import recomputation
 from trainer.models.decoder.backbone import Backbone, backbone_of
 from trainer.models.families import DECODERS, STOCK, T5
 from trainer.models.packed import stock, t5_encoder
@@ -51,8 +52,11 @@ def reader_of(body: Any, *, recompute_every: int | None = None) -> Read:
             return lambda batch: encode(
                 backbone, batch, recompute_every=recompute_every if body.training else None
             )
-    if recompute_every:
-        stock.recompute(body, every=recompute_every)
+
+    def contexts() -> Any:  # blocks are computed again when the forward's settings are gone
+        return nullcontext(), stock.on_streams(config)
+
+    recomputation.of_stock(body, every=recompute_every, context_fn=contexts)
     return lambda batch: stock.encode(body, batch)
 
 
@@ -69,8 +73,5 @@ def encode(
     surroundings = backbone.surroundings(hidden_1MD, stock.Rows.of(batch), positions_1M, None)
     for index in range(len(backbone.blocks)):
         given = (index, hidden_1MD, surroundings)
-        if recompute_every and index % recompute_every == 0:
-            hidden_1MD = checkpoint(backbone.block, *given, use_reentrant=False)
-        else:
-            hidden_1MD = backbone.block(*given)
+        hidden_1MD = recomputation.run(backbone.block, *given, number=index, every=recompute_every)
     return backbone.final_norm(hidden_1MD)[0]

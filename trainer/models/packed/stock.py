@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import AttentionInterface
 
 from trainer.models.packed.layout import grids_of
@@ -182,15 +181,3 @@ def encode(body: Any, batch: Mapping[str, Tensor]) -> Tensor:
             rows=Rows.of(batch),
             **given,
         ).last_hidden_state[0]
-
-
-def recompute(body: Any, *, every: int) -> None:
-    """Have every so many blocks of a body that reads streams computed again in backward."""
-    kwargs = {
-        "use_reentrant": False,
-        "context_fn": lambda: (nullcontext(), on_streams(body.config)),
-    }
-    body.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-    blocks = [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for number, block in enumerate(blocks):
-        block.gradient_checkpointing = number % every == 0

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from trainer.models import recomputation
 from trainer.models.fused import apart, of_blocks
 from trainer.models.packed.attention import Attend, in_rows
 from trainer.models.packed.stream_attention import Rows, attend
@@ -38,13 +38,10 @@ def decode(
     is_shared = not decoder.block[-1].layer[0].SelfAttention.has_relative_attention_bias
     first = decoder.block[0].layer[0].SelfAttention
     shared = _by_biases(first, own) if is_shared else None
-    run = of_blocks(_decoder_block)
+    run, every = of_blocks(_decoder_block), recompute_every if decoder.training else None
     for number, block in enumerate(decoder.block):
         given = (block, hidden_TD, states_SD, shared, own, rows)
-        if recompute_every and decoder.training and number % recompute_every == 0:
-            hidden_TD = checkpoint(run, *given, use_reentrant=False)
-        else:
-            hidden_TD = run(*given)
+        hidden_TD = recomputation.run(run, *given, number=number, every=every)
     return decoder.dropout(decoder.final_layer_norm(hidden_TD))
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from trainer.models import recomputation
 from trainer.models.fused import apart, of_blocks
 from trainer.models.packed.attention import Attend, AttendBy, in_grids, in_streams
 from trainer.models.packed.layout import grids_of
@@ -45,13 +45,10 @@ def encode(
     # In umT5 every block has a table of position biases, else the first one for all.
     is_shared = not encoder.block[-1].layer[0].SelfAttention.has_relative_attention_bias
     shared = attend_by(encoder.block[0].layer[0].SelfAttention) if is_shared else None
-    run = of_blocks(_encoder_block)
+    run, every = of_blocks(_encoder_block), recompute_every if encoder.training else None
     for number, block in enumerate(encoder.block):
         given = (block, hidden_MD, shared, attend_by)
-        if recompute_every and encoder.training and number % recompute_every == 0:
-            hidden_MD = checkpoint(run, *given, use_reentrant=False)
-        else:
-            hidden_MD = run(*given)
+        hidden_MD = recomputation.run(run, *given, number=number, every=every)
     return encoder.dropout(encoder.final_layer_norm(hidden_MD))
 
 

@@ -92,7 +92,7 @@ class Task(TokenTask[Config]):
     def operate(self, base: Any) -> CrossAttentionModel:
         model = CrossAttentionModel(base, self.cfg.layers, seed=self.cfg.train.seed)
         model.check_lengths(self.cfg.data.decoder_tokens, self.cfg.data.context_tokens)
-        model.checkpoint_blocks(self.cfg.train.gradient_checkpointing)
+        model.recompute_every = self.cfg.train.recompute_every
         return model
 
     def fingerprint(self) -> str:

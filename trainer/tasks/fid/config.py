@@ -71,8 +71,6 @@ class Reader(Strict):
     the same with passages of like length together. flex: no padding at all, CUDA only, without
     dropout on attention.
     """
-    checkpoint_every: Positive = 1
-    """With train.gradient_checkpointing: recompute every k-th encoder block."""
     dropout: Fraction | None = None
     """None: the base's own."""
     compat_cross_bias: bool = False

@@ -45,15 +45,15 @@ class Generation:
 class FiD(nn.Module):
     """A T5 whose forward reads a packed batch (packing.pack)."""
 
-    def __init__(self, t5: Any, reader: Reader, *, recompute: bool = False) -> None:
+    def __init__(self, t5: Any, reader: Reader, *, recompute_every: int | None = None) -> None:
         """t5: a T5ForConditionalGeneration, which loses what reader's cross_attention_every and
         cross_attention_multi_query say.
 
-        recompute: every reader.checkpoint_every-th encoder block in backward.
+        recompute_every: of so many encoder blocks, one is computed again in backward.
         """
         super().__init__()
         fido.switch(t5, reader)
-        self.t5, self.reader, self.recompute = t5, reader, recompute
+        self.t5, self.reader, self.recompute_every = t5, reader, recompute_every
         if reader.dropout is not None:
             base_model.set_dropout(t5, reader.dropout)
         if reader.compat_cross_bias:
@@ -98,8 +98,8 @@ class FiD(nn.Module):
         """(M, D) encoder states of the real tokens, after the final norm and dropout."""
         is_flex = self.reader.attention == "flex"
         attend_by = flex(batch["passage"], batch["position"]) if is_flex else None
-        every = self.reader.checkpoint_every if self.recompute else None
-        return t5_encoder.encode(self.t5.encoder, batch, attend_by=attend_by, recompute_every=every)
+        how: Any = {"attend_by": attend_by, "recompute_every": self.recompute_every}
+        return t5_encoder.encode(self.t5.encoder, batch, **how)
 
     def fuse(self, states_MD: Tensor, batch: Batch) -> Tensor:
         """(M, D) states of all tokens -> (B, S, D).

@@ -90,7 +90,7 @@ class Task(TokenTask[Config]):
                 "base.config.decoder_start_token_id: missing. A T5 starts answers with its pad, "
                 "id 0."
             )
-        return FiD(base, self.cfg.reader, recompute=self.cfg.train.gradient_checkpointing)
+        return FiD(base, self.cfg.reader, recompute_every=self.cfg.train.recompute_every)
 
     def exported(self, folder: Path) -> nn.Module:
         base = base_model.resolve(self.cfg.base, self.places)

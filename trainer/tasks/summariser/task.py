@@ -72,10 +72,12 @@ class Task(TokenTask[Config]):
             encoder = base.get_encoder()
             for module in (encoder.vision_tower, encoder.multi_modal_projector):
                 module.requires_grad_(False)
-        every = 1 if self.cfg.train.gradient_checkpointing else None
         if not self.is_packed:
             self.recompute(base)
-        how = {"label_smoothing": self.cfg.label_smoothing, "recompute_every": every}
+        how = {
+            "label_smoothing": self.cfg.label_smoothing,
+            "recompute_every": self.cfg.train.recompute_every,
+        }
         return Summariser(base, **how)
 
     def fingerprint(self) -> str:

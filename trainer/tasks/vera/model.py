@@ -34,14 +34,14 @@ DESCRIPTION = "vera.json"
 class Verifier(nn.Module):
     """An encoder (T5's, or a decoder's body) and a head on each statement's last token."""
 
-    def __init__(self, encoder: Any, *, seed: int, recompute: bool = False) -> None:
-        """recompute: the encoder's blocks once more in backward.
+    def __init__(self, encoder: Any, *, seed: int, recompute_every: int | None = None) -> None:
+        """recompute_every: in training, of so many blocks one is computed again in backward.
 
         ConfigError for an encoder of another family.
         """
         super().__init__()
         check_family(encoder.config, (*T5, *DECODERS), advice=_ADVICE)
-        self.recompute = recompute
+        self.recompute_every = recompute_every
         encoder.config.use_cache = False  # a decoder's body would fill one in training
         self.encoder = encoder
         self.backbone: Backbone | None = None  # of a decoder's body
@@ -73,10 +73,10 @@ class Verifier(nn.Module):
     def _states(self, batch: Mapping[str, Tensor]) -> Tensor:
         """(M, D) states of every token of a packed batch."""
         if self.backbone is not None:
-            every = 1 if self.recompute and self.training else None
+            every = self.recompute_every if self.training else None
             return streams.encode(self.backbone, batch, recompute_every=every)
         stack = self.encoder.encoder  # of a T5EncoderModel
-        return t5_encoder.encode(stack, batch, recompute_every=1 if self.recompute else None)
+        return t5_encoder.encode(stack, batch, recompute_every=self.recompute_every)
 
 
 def read_by(statements: Sequence[Sequence[int]], *, once: bool = False) -> dict[str, Tensor]:

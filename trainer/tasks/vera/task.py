@@ -76,7 +76,7 @@ class Task(TokenTask[Config]):
         if self.cfg.dropout is not None:
             base_model.set_dropout(base, self.cfg.dropout)
         train, limit = self.cfg.train, self.cfg.data.max_tokens
-        verifier = Verifier(base, seed=train.seed, recompute=train.gradient_checkpointing)
+        verifier = Verifier(base, seed=train.seed, recompute_every=train.recompute_every)
         if verifier.backbone is not None and limit > verifier.backbone.max_positions:
             raise ConfigError(
                 f"data.max_tokens={limit} is longer than the base's "

@@ -77,7 +77,7 @@ def _layers(layers: Layers, stock: Any) -> dict[str, Any]:
     for name in ("rotary", "attention_dropout", "residual_dropout"):
         del values[name]
     return values | {
-        "indices": added_indices(layers, backbone.num_blocks),
+        "indices": added_indices(layers, len(backbone.blocks)),
         "after": layers.after,
         "shared_weights": layers.shared_weights,
         "kv_heads": shape.heads if rotary is None else rotary.key_value_heads,

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from trainer.errors import ConfigError
-from trainer.models import adapters
+from trainer.models import adapters, recomputation
 from trainer.models.decoder.backbone import backbone_of
 from trainer.models.decoder.rotation import Rotation, rotation
 from trainer.models.frozen.freezing import freeze_except
@@ -97,7 +96,7 @@ class CrossAttentionModel(nn.Module):
             advice="Cross-attention layers fit no other family yet; choose a base such as "
             "bigcode/starcoderbase-1b.",
         )
-        self.indices = added_indices(layers, self.backbone.num_blocks)
+        self.indices = added_indices(layers, len(self.backbone.blocks))
         shape = layer_shape(layers, self.backbone)
         self._frequencies = (
             None
@@ -109,7 +108,7 @@ class CrossAttentionModel(nn.Module):
         )
         self._adapted = adapters.layers_of(base)
         self.num_blocks_below = self._blocks_below()  # base blocks that need no backward
-        self.gradient_checkpointing = False
+        self.recompute_every: int | None = None  # of the blocks above, and their added layers
         freeze_except(
             self,
             lambda name: name.startswith("cross_attn_layers.") or adapters.is_adapter(name),
@@ -133,10 +132,6 @@ class CrossAttentionModel(nn.Module):
         blocks = self.backbone.blocks
         adapted = (i for i, block in enumerate(blocks) if adapters.layers_of(block))
         return min(next(adapted, len(blocks)), self.indices[0] + self.layers.after)
-
-    def checkpoint_blocks(self, enabled: bool) -> None:
-        """Recompute the blocks above the first added layer, and their added layers, in backward."""
-        self.gradient_checkpointing = enabled
 
     def check_lengths(self, decoder_tokens: int, context_tokens: int) -> None:
         """ConfigError when sequences or context chunks are longer than the base's positions."""
@@ -391,7 +386,7 @@ class CrossAttentionModel(nn.Module):
     def _encoded(self, hidden: Tensor, surroundings: dict[str, Any]) -> Tensor:
         """Embedded contexts -> their states, by the base without adapters."""
         with adapters.switched_off(self._adapted):
-            for index in range(self.backbone.num_blocks):
+            for index in range(len(self.backbone.blocks)):
                 hidden = self.backbone.block(index, hidden, surroundings)
             return self.backbone.final_norm(hidden)
 
@@ -403,12 +398,10 @@ class CrossAttentionModel(nn.Module):
                 hidden = self._block(index, hidden, this)
         if self.num_blocks_below > self.indices[0]:  # the layer behind the last of them
             hidden = self._added(self.indices[0], hidden, this)
-        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and not is_cached
-        for index in range(self.num_blocks_below, self.backbone.num_blocks):
-            if recompute:  # torch's default also replays the dropout draws
-                hidden = checkpoint(self._block_and_added, index, hidden, this, use_reentrant=False)
-            else:
-                hidden = self._block_and_added(index, hidden, this)
+        every = self.recompute_every if torch.is_grad_enabled() and not is_cached else None
+        for index in range(self.num_blocks_below, len(self.backbone.blocks)):
+            given, number = (index, hidden, this), index - self.num_blocks_below
+            hidden = recomputation.run(self._block_and_added, *given, number=number, every=every)
         return hidden
 
     def _block_and_added(self, index: int, hidden: Tensor, this: _Pass) -> Tensor:
