@@ -135,6 +135,21 @@ def test_a_minimal_experiment_gets_its_defaults() -> None:
     assert cfg.tokenizer is None
 
 
+@pytest.mark.parametrize(("is_on", "wanted"), [(True, 2), (False, False)])
+def test_an_older_key_of_fid_says_which_blocks_are_computed_again(
+    *, is_on: bool, wanted: bool | int
+) -> None:
+    train = {**EXPERIMENT["train"], "gradient_checkpointing": is_on}
+    values = {
+        **EXPERIMENT,
+        "task": "fid",
+        "train": train,
+        "data": {"source": "lookup", "contexts": 1},
+    }
+    cfg = tasks.parse({**values, "reader": {"checkpoint_every": 2}})
+    assert cfg.train.gradient_checkpointing == wanted
+
+
 def test_an_experiment_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         tasks.parse(EXPERIMENT).train.steps = 2

@@ -37,6 +37,11 @@ class Strict(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    @classmethod
+    def renewed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """`values` with keys of earlier versions where they are now."""
+        return values
+
 
 class Optim(Strict):
     """AdamW, or Adafactor: second moments as a row and a column, steps in proportion to the size of
@@ -372,7 +377,7 @@ def validate(schema: type[C], values: dict[str, Any], *, source: str = "experime
     legal key.
     """
     try:
-        return schema.model_validate_json(json.dumps(values), strict=True)
+        return schema.model_validate_json(json.dumps(schema.renewed(values)), strict=True)
     except TypeError as error:
         raise ConfigError(
             f"{source}: {error}. Use strings, numbers, booleans, None, lists and dictionaries."

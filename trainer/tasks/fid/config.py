@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -100,3 +100,15 @@ class Config(Experiment):
     """Rows, and how they become tokens."""
     reader: Reader = Reader()
     """What the model is, where it is not stock T5."""
+
+    @classmethod
+    def renewed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """reader.checkpoint_every counted where train.gradient_checkpointing was true."""
+        reader, train = values.get("reader"), values.get("train")
+        if not isinstance(reader, dict) or "checkpoint_every" not in reader:
+            return values
+        reader = {**cast("dict[str, Any]", reader)}
+        every, renewed = reader.pop("checkpoint_every"), {**values, "reader": reader}
+        if isinstance(train, dict) and train.get("gradient_checkpointing") is True:
+            renewed["train"] = {**cast("dict[str, Any]", train), "gradient_checkpointing": every}
+        return renewed
