@@ -195,6 +195,21 @@ def test_a_recovery_may_take_longer_than_ranks_may_hold_on_to_a_broken_group() -
     assert killed == [1, 2]
 
 
+def test_a_rank_that_still_waits_for_the_others_after_it_was_told_to_let_go_is_replaced_soon() -> (
+    None
+):
+    agent, killed = running(3), list[int]()
+    agent._bury(agent._members[0])
+    assert agent._break is not None
+    agent._break.ended_at = time.monotonic() - 12
+    for one in agent._members:
+        one.process.kill = lambda one=one: killed.append(one.rank)
+        one.heard_at, one.stack_text = time.monotonic(), str
+    agent._take(agent._members[1], {"is": "beat", "waited_s": 11.5, "busy": 0, "of": 0})
+    agent._look_for_hangs()
+    assert killed == [2]
+
+
 def test_an_error_of_its_own_in_a_recovery_is_not_put_down_to_the_loss_before_it() -> None:
     agent, told = running(2), list[str]()
     agent._bury(agent._members[0])

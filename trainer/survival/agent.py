@@ -34,6 +34,7 @@ from trainer.survival.stragglers import Stragglers
 POLL_S = 0.2
 STEPS_OF_PATIENCE = 10  # a rank may be silent for so many steps, if that is more than hang_s
 JOIN_S = 20.0  # how long a process that joins a group may go on after another one has died
+FREE_S = 10.0  # how long one that was told to let go may wait for the others
 LEAVE_S = 30.0  # how long ranks may stay once the first one has left
 VERDICT_S = 5.0  # how long after an error a death can still be the cause of it
 MOST_IN_VAIN = 3  # generations in a row that made no step; processes that ended while they imported
@@ -270,7 +271,7 @@ class Agent:
             return self._replace(silent, f"has given no sign of life for {patience_s:.0f} s")
         if self._break is not None and self._break.generation == self._generation:
             since = now - self._break.ended_at
-            late = [one for one in ranks if since > (patience_s if one.has_joined else JOIN_S)]
+            late = [one for one in ranks if since > _most_s(one, patience_s)]
             for member in late:
                 member.is_to_blame = False
             return (
@@ -391,6 +392,14 @@ class Agent:
             events.add(Path(self._folder), event)
         except OSError as error:
             log.warning("%s: not written: %s", events.FILE, error)
+
+
+def _most_s(member: Member, patience_s: float) -> float:
+    """How long a rank may hold on to a group that is broken."""
+    if not member.has_joined:
+        return JOIN_S
+    # torch 2.13: gloo making a group waits for a rank that is gone, and no closed socket ends that
+    return FREE_S if member.waited_s > FREE_S else patience_s
 
 
 def _become(module: str, *args: Any) -> None:

@@ -262,6 +262,7 @@ def ready(
     questions = first_questions(task, cfg.train.answers or options.extra_evals)
     stores = _stores(options, task, _shared_content)
     distributed.wait_for_all()
+    distributed.make_side_group()  # here, for a rank that dies while it is made is noticed late
     lap("rows")
     launch = _launch(plan, options, task, stores, answers=bool(questions))
     newest = mirror.newest(options.memory, plan.id) or checkpoint.resume_point(plan.checkpoints)
