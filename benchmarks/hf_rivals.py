@@ -120,7 +120,8 @@ class OfLanguageModel(Loss):
     def __call__(self, rows: Rows) -> Tensor:
         base = self.model.base
         if self.knobs.flattened:
-            ids = torch.tensor([[token for row in rows for token in row["ids"]]])
+            flat = [int(token) for row in rows for token in row["ids"]]
+            ids = torch.tensor([flat])
             places = torch.cat([torch.arange(len(row["ids"])) for row in rows])[None]
             labels = ids.masked_fill(places == 0, IGNORED)
             out = base(
