@@ -25,7 +25,7 @@ ROWS = "rows.jsonl"  # beside the runs: what every rank took into every step
 class Fault:
     """What happens, once, to rank `rank` as it comes to its step `step`, counted from 1."""
 
-    what: str  # "kill", "stop" (SIGSTOP), "spin" (a loop without end), "raise", "nan", "term" (to the agent)
+    what: str  # "kill", "stop" (SIGSTOP), "spin" (a loop without end), "raise", "nan", "term", "orphan" (the agent)
     rank: int
     step: int
     where: str = "step"  # "step": before it; "mirror": done, and not yet mirrored; "save"
@@ -139,6 +139,7 @@ _HAPPENINGS: dict[str, Callable[[], None]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "spin": _spin,
     "term": lambda: os.kill(int(os.environ["AGENT"]), signal.SIGTERM),
+    "orphan": lambda: os.kill(int(os.environ["AGENT"]), signal.SIGKILL),
     "raise": _raise,
 }
 

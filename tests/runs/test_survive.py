@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.facts import experiment, with_dropout, write_facts
 from tests.forked import TRAINVAL, run_ranks
 from tests.survivors import Fault, survived, trained_rows
 from trainer.config.identity import exp_id
+from trainer.runtime import process
 from trainer.survival.events import read as events
 
 TRAIN = {
@@ -201,6 +203,23 @@ def test_a_signal_to_the_agent_saves_on_all_ranks_and_the_same_command_goes_on(
     folder: Path, undisturbed: Any, tmp_path: Path
 ) -> None:
     assert ended(folder, tmp_path, 1, "3+1", Fault("term", 2, 3)).code == 75
+    done = ended(folder, tmp_path, 1, "3+1")
+    assert done.code == 0, done.text
+    assert is_same(done.run, undisturbed(1))
+
+
+@pytest.mark.long
+def test_ranks_end_with_their_agent_and_the_same_command_goes_on(
+    folder: Path, undisturbed: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=r"SIGKILL|-9"):
+        ended(folder, tmp_path, 1, "3+1", Fault("orphan", 2, 6))
+    text = (tmp_path / "output.txt").read_text()
+    (pids,) = re.findall("ranks: processes (.*)", text)
+    given_up = time.monotonic() + 30
+    while any(process.birth(int(pid)) for pid in pids.split(", ")):
+        assert time.monotonic() < given_up, "a rank goes on without its agent"
+        time.sleep(0.05)
     done = ended(folder, tmp_path, 1, "3+1")
     assert done.code == 0, done.text
     assert is_same(done.run, undisturbed(1))
