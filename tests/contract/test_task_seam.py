@@ -16,7 +16,7 @@ from tests.facts import experiment, write_facts
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.data.order import Sharding
-from trainer.data.token_store import TokenStore, open_store
+from trainer.data.token_store import store_of
 from trainer.memory import advice, plan
 from trainer.memory.measure import (
     Measured,
@@ -106,17 +106,6 @@ def test_the_ledger_sees_a_cut_wherever_encoding_says_so(name: str, folder: Path
             assert task.encode(row).is_truncated
 
 
-def out_of_reach(task: Task, split: str) -> TokenStore:
-    return open_store(
-        lambda: task.rows(split),
-        task.encode,
-        encoding_id=task.encoding_id(),
-        split=split,
-        cache_dir=task.places.cache_dir,  # type: ignore[attr-defined]
-        length=task.length,
-    )
-
-
 def planned_without_data(name: str, folder: Path, cache: Path) -> Subject:
     values = experiment(name, folder)
     cfg = tasks.parse(values)
@@ -128,7 +117,7 @@ def planned_without_data(name: str, folder: Path, cache: Path) -> Subject:
         ds=ds,
         sharding=Sharding(cfg.train.global_batch, cfg.train.micro_batch, 1, 0),
         places=Places(None, cache, cache),
-        store_of=out_of_reach,
+        store_of=lambda task, split: store_of(task, split, cache),
         answers=True,
     )
 

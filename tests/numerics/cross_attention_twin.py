@@ -9,11 +9,11 @@ when the model is in half precision.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.tasks.cross_attention.config import Layers
 
@@ -176,3 +176,16 @@ def _linear(weights: Weights, name: str, x: Tensor) -> Tensor:
 def _note(record: dict[str, Tensor] | None, name: str, tensor: Tensor) -> None:
     if record is not None:
         record[name] = tensor
+
+
+def twin_gradients(
+    model: nn.Module, labels: Tensor, logits_of: Callable[[dict[str, Tensor]], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The summed loss of a twin, and its gradients by name: of logits from copies of the weights."""
+    weights = {
+        name: p.detach().clone().requires_grad_(p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+    loss = twin_loss(logits_of(weights), labels) * int((labels[:, 1:] != -100).sum())
+    loss.backward()
+    return loss, {name: w.grad for name, w in weights.items() if w.grad is not None}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.numerics.tiny_network import ROWS, STEPS, data, network
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_all_close, assert_close, depth_of
 from trainer.config import deepspeed_config
@@ -18,18 +19,7 @@ from trainer.config.schema import Optim, Train, validate
 from trainer.errors import ConfigError
 from trainer.training import optimizers
 
-STEPS, ROWS = 6, 8
 OPTIM = Optim(name="adafactor", lr=0.02, weight_decay=0.1, clip=0.5)
-
-
-def network() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        net = nn.Sequential(
-            nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)
-        )
-    net[0].requires_grad_(False)
-    return net
 
 
 # As tests/tolerance.py means them: the sums of every layer and one over the rows, there and back, at
@@ -39,13 +29,6 @@ TRAINED = {"what": "weights and state", "depth": DEPTH, "margin": 0.3}
 BF16_WEIGHTS = {"what": "weights after training in bf16", "depth": DEPTH, "margin": 0.12}
 # A step of the paper on a matrix of 3 by 4 sums over rows, columns, and all elements twice.
 PAPERS_STEP = {"what": "a step", "depth": 3 + 4 + 2 * 3 * 4, "margin": 0.02}
-
-
-def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(STEPS, ROWS, 5, generator=generator), torch.randn(
-        STEPS, ROWS, generator=generator
-    )
 
 
 def built(optim: Optim, stage: int, precision: str, world: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.numerics.tiny_cross_attention import (
     LAYOUTS,
@@ -18,6 +17,7 @@ from tests.numerics.tiny_cross_attention import (
     every_layout,
     inputs,
     padded_left,
+    recomputed,
     without,
 )
 from trainer.errors import ConfigError
@@ -29,16 +29,6 @@ from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 
 def prompts() -> Batch:
     return without(padded_left(inputs()), "labels")
-
-
-def recomputed(model: CrossAttentionModel, batch: Batch, max_new_tokens: int) -> Tensor:
-    """Greedy decoding that runs everything again for every token, and never stops."""
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    for _ in range(max_new_tokens):
-        logits = model(**(batch | {"input_ids": ids, "attention_mask": mask})).logits
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-    return ids[:, -max_new_tokens:]
 
 
 @every_layout

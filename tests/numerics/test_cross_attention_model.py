@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
 
-from tests.numerics.cross_attention_twin import twin_logits, twin_loss, twin_states
+from tests.numerics.cross_attention_twin import twin_gradients, twin_logits, twin_loss, twin_states
 from tests.numerics.tiny_cross_attention import (
     LAYOUTS,
     LOGITS,
@@ -55,23 +55,19 @@ def test_loss_and_gradients_equal_those_of_the_twin(layers: Layers, base: dict[s
     kept = batch["context_attention_mask"].bool()
     plain = without(batch, "context_input_ids", "context_attention_mask")
     got = gradients(model, **plain, encoder_hidden_states=list(states), encoder_attention_mask=kept)
-    weights = {
-        name: p.detach().clone().requires_grad_(p.requires_grad)
-        for name, p in model.named_parameters()
-    }
-    logits = twin_logits(
-        weights,
-        model.base.config,
-        layers,
-        ids=batch["input_ids"],
-        mask=batch["attention_mask"],
-        states=list(states),
-        kept=[kept] * layers.count,
-    )
-    num_scored = int((batch["labels"][:, 1:] != -100).sum())
-    loss = twin_loss(logits, batch["labels"]) * num_scored
-    loss.backward()
-    want = loss, {name: w.grad for name, w in weights.items() if w.grad is not None}
+
+    def twin(weights: dict[str, Tensor]) -> Tensor:
+        return twin_logits(
+            weights,
+            model.base.config,
+            layers,
+            ids=batch["input_ids"],
+            mask=batch["attention_mask"],
+            states=list(states),
+            kept=[kept] * layers.count,
+        )
+
+    want = twin_gradients(model, batch["labels"], twin)
     assert_same_step(got, want, depth=depth_of(model), **STEP)
 
 
@@ -112,27 +108,23 @@ def test_a_sample_whose_keys_are_all_hidden_attends_uniformly_with_the_right_gra
     kept = torch.ones(3, 11, dtype=torch.bool)
     kept[1] = False
     got = gradients(model, **batch, key_masks={2: kept, 4: kept})
-    weights = {
-        name: p.detach().clone().requires_grad_(p.requires_grad)
-        for name, p in model.named_parameters()
-    }
     visible = kept & batch["context_attention_mask"].bool()
-    context = twin_states(
-        weights, model.base.config, batch["context_input_ids"], batch["context_attention_mask"]
-    ).detach()
-    logits = twin_logits(
-        weights,
-        model.base.config,
-        layers,
-        ids=batch["input_ids"],
-        mask=batch["attention_mask"],
-        states=[context] * 2,
-        kept=[visible] * 2,
-    )
-    num_scored = int((batch["labels"][:, 1:] != -100).sum())
-    loss = twin_loss(logits, batch["labels"]) * num_scored
-    loss.backward()
-    want = loss, {name: w.grad for name, w in weights.items() if w.grad is not None}
+
+    def twin(weights: dict[str, Tensor]) -> Tensor:
+        context = twin_states(
+            weights, model.base.config, batch["context_input_ids"], batch["context_attention_mask"]
+        ).detach()
+        return twin_logits(
+            weights,
+            model.base.config,
+            layers,
+            ids=batch["input_ids"],
+            mask=batch["attention_mask"],
+            states=[context] * 2,
+            kept=[visible] * 2,
+        )
+
+    want = twin_gradients(model, batch["labels"], twin)
     assert_same_step(got, want, depth=depth_of(model), **STEP)
 
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from tests.numerics.cross_attention_rotary_twin import rotary_twin_logits
-from tests.numerics.cross_attention_twin import twin_loss
+from tests.numerics.cross_attention_twin import twin_gradients
 from tests.numerics.tiny_cross_attention import (
     LOGITS,
     ROTARY_LAYOUTS,
     STEP,
     VOCABULARY,
     WIDTH,
-    Batch,
     build,
     build_rotary,
     every_rotary_family,
@@ -24,6 +23,7 @@ from tests.numerics.tiny_cross_attention import (
     gradients,
     inputs,
     padded_left,
+    recomputed,
     without,
 )
 from tests.tolerance import assert_close, assert_same_step, depth_of
@@ -31,7 +31,6 @@ from trainer.errors import ConfigError
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.attention import positions
 from trainer.tasks.cross_attention.decoder.generation import greedy
-from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 
 AFTER = ROTARY_LAYOUTS["after"]
 
@@ -44,25 +43,21 @@ def test_loss_and_gradients_equal_those_of_the_twin(layers: Layers, family: str)
     kept = batch["context_attention_mask"].bool()
     plain = without(batch, "context_input_ids", "context_attention_mask")
     got = gradients(model, **plain, encoder_hidden_states=list(states), encoder_attention_mask=kept)
-    weights = {
-        name: p.detach().clone().requires_grad_(p.requires_grad)
-        for name, p in model.named_parameters()
-    }
-    logits = rotary_twin_logits(
-        weights,
-        model.base.config,
-        layers,
-        ids=batch["input_ids"],
-        mask=batch["attention_mask"],
-        places=positions(batch["attention_mask"]),
-        states=list(states),
-        kept=kept,
-        context_places=positions(kept),
-    )
-    num_scored = int((batch["labels"][:, 1:] != -100).sum())
-    loss = twin_loss(logits, batch["labels"]) * num_scored
-    loss.backward()
-    want = loss, {name: w.grad for name, w in weights.items() if w.grad is not None}
+
+    def twin(weights: dict[str, Tensor]) -> Tensor:
+        return rotary_twin_logits(
+            weights,
+            model.base.config,
+            layers,
+            ids=batch["input_ids"],
+            mask=batch["attention_mask"],
+            places=positions(batch["attention_mask"]),
+            states=list(states),
+            kept=kept,
+            context_places=positions(kept),
+        )
+
+    want = twin_gradients(model, batch["labels"], twin)
     assert_same_step(got, want, depth=depth_of(model), **STEP)
 
 
@@ -138,15 +133,6 @@ def test_an_added_layer_has_the_published_number_of_parameters() -> None:
     assert (
         sum(p.numel() for p in as_base.parameters()) == 3 * d * d + 12 * d * 8 + 4 * d
     )  # two of four key-value heads
-
-
-def recomputed(model: CrossAttentionModel, batch: Batch, max_new_tokens: int) -> Tensor:
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    for _ in range(max_new_tokens):
-        logits = model(**(batch | {"input_ids": ids, "attention_mask": mask})).logits
-        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
-        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-    return ids[:, -max_new_tokens:]
 
 
 @every_rotary_family

@@ -18,7 +18,7 @@ from tests.facts import experiment, write_facts
 from tests.tolerance import assert_close, assert_same_step, depth_of
 from trainer import tasks
 from trainer.data.order import Sharding, padding_share, sizes_of
-from trainer.data.token_store import TokenStore, open_store
+from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, DataError, StorageError
 from trainer.tasks.cross_attention import preparation
 from trainer.tasks.cross_attention.encoder_states import writing
@@ -68,15 +68,8 @@ def task_of(values: Values, data_path: Path, cache_dir: Path) -> Task:
     return Task(tasks.parse(values), Places(data_path, cache_dir, cache_dir))  # pyright: ignore[reportArgumentType]
 
 
-def store_of(task: Task, split: str) -> TokenStore:
-    return open_store(
-        lambda: task.rows(split),
-        task.encode,
-        encoding_id=task.encoding_id(),
-        split=split,
-        cache_dir=task.places.cache_dir,
-        length=task.length,
-    )
+def stored(task: Task, split: str) -> TokenStore:
+    return store_of(task, split, task.places.cache_dir)
 
 
 def cached(values: Values) -> Values:
@@ -113,7 +106,7 @@ def test_in_fp32_cached_losses_and_gradients_are_the_online_ones(
         task_of(values, raw, tmp_path / "c"),
         task_of(cached(values), tmp_path / "out", tmp_path / "c"),
     )
-    store = store_of(online, "train")
+    store = stored(online, "train")
     rows = [store[index] for index in (0, 1, 5, len(store) - 1)]
     batches = [task.collate(rows) for task in (online, read)]
     assert "encoder_hidden_states" in batches[1]
@@ -132,7 +125,7 @@ def test_smaller_states_lose_little(
         task_of(values, folder, tmp_path / "c"),
         task_of(cached(values), tmp_path / "out", tmp_path / "c"),
     )
-    rows = [store_of(online, "train")[index] for index in range(4)]
+    rows = [stored(online, "train")[index] for index in range(4)]
     want, got = (trained(task, task.collate(rows))[0] for task in (online, read))
     assert 0 < abs(got - want) < tolerance * want
 
@@ -147,7 +140,7 @@ def test_scores_under_the_own_and_another_context_are_the_online_ones(
         task_of(values, folder, tmp_path / "c"),
         task_of(cached(values), tmp_path / "out", tmp_path / "c"),
     ):
-        store = store_of(task, "valid")
+        store = stored(task, "valid")
         scores = task.scores(
             task.model().eval(), task.collate([store[index] for index in range(5)])
         )
@@ -167,7 +160,7 @@ def test_answers_from_states_are_the_online_ones(folder: Path, tmp_path: Path) -
         task_of(values, folder, tmp_path / "c"),
         task_of(cached(values), tmp_path / "out", tmp_path / "c"),
     ):
-        store = store_of(task, "valid")
+        store = stored(task, "valid")
         raw = [
             {"question": row["question"], "answers": row["answers"]} for row in task.rows("valid")
         ]
@@ -188,7 +181,7 @@ def test_prepared_rows_are_the_raw_ones_and_their_tokens_are_not_made_again(
     raw, out = (task_of(values, place, tmp_path / "c") for place in (folder, tmp_path / "out"))
     for split in ("train", "valid"):
         assert list(raw.rows(split)) == list(out.rows(split))
-        assert store_of(raw, split).folder == store_of(out, split).folder
+        assert stored(raw, split).folder == stored(out, split).folder
     assert made.rows == {"train": 20, "valid": 8}
 
 
@@ -299,7 +292,7 @@ def test_states_are_also_found_in_the_cache_folder(folder: Path, tmp_path: Path)
     made = prepare(values, folder, tmp_path / "out")
     shutil.copytree(made.folder, tmp_path / "c/states" / made.folder.name)
     task = task_of(cached(values), folder, tmp_path / "c")
-    store = store_of(task, "train")
+    store = stored(task, "train")
     assert "encoder_hidden_states" in task.collate([store[0]])
 
 
@@ -342,7 +335,7 @@ def test_sets_are_not_prepared_for_a_group_that_reads_something_else(
 
 def test_questions_and_contexts_share_no_micro_batch(folder: Path, tmp_path: Path) -> None:
     task = task_of(values_of(folder, include_context_ids=True, packed=False), folder, tmp_path)
-    store = store_of(task, "train")
+    store = stored(task, "train")
     sizes = sizes_of(store, task)
     assert sizes.kinds_N.tolist() == [0] * 20 + [1] * 20
     assert sizes.lengths_N.tolist() == store.lengths.tolist()

@@ -13,27 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.numerics.tiny_network import ROWS, STEPS, data, network
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_all_close, assert_close, depth_of
 from trainer.config import deepspeed_config
 from trainer.config.schema import Optim, Train
 from trainer.training import checkpoint
 
-STEPS, ROWS = 6, 8
 OPTIM = Optim(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, clip=0.5)
-
-
-def network() -> nn.Module:
-    """A frozen first layer, odd sizes (ZeRO-3 has to pad), a norm and biases that must not
-    decay.
-    """
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        net = nn.Sequential(
-            nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 1)
-        )
-    net[0].requires_grad_(False)
-    return net
 
 
 # As tests/tolerance.py means them: the sums of every layer, and one over the rows. A gradient has
@@ -48,13 +35,6 @@ IN_BF16 = {"dtype": torch.bfloat16, "depth": len(network())}
 BF16_LOSSES = {"what": "losses in bf16", "margin": 0.08, **IN_BF16}
 BF16_GRADIENTS = {"what": "gradients in bf16", "margin": 3.0, **IN_BF16}
 SHRINKS = {"what": "weight decay", "depth": 3, "margin": 1.2, "scale": 1.0}
-
-
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(STEPS, ROWS, 5, generator=generator), torch.randn(
-        STEPS, ROWS, generator=generator
-    )
 
 
 def reference(

@@ -157,3 +157,13 @@ def padded_left(batch: Batch) -> Batch:
         torch.arange(len(moved["labels"])), moved["attention_mask"].argmax(dim=1)
     ] = -100  # after a pad: no question
     return moved
+
+
+def recomputed(model: CrossAttentionModel, batch: Batch, max_new_tokens: int) -> Tensor:
+    """Greedy decoding that runs everything again for every token, and never stops."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    for _ in range(max_new_tokens):
+        logits = model(**(batch | {"input_ids": ids, "attention_mask": mask})).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
+    return ids[:, -max_new_tokens:]

@@ -28,7 +28,7 @@ from trainer.config.schema import Schedule
 from trainer.data import vocabulary
 from trainer.data.order import Sharding, StepBatches
 from trainer.data.padding import unflat
-from trainer.data.token_store import open_store
+from trainer.data.token_store import store_of
 from trainer.evaluation.mergeable import exact_match, normalised
 from trainer.tasks.fid.model import FiD, Generation
 from trainer.tasks.fid.task import Task
@@ -390,14 +390,7 @@ def _session(cfg: Any, task: Any, live: Any, folder: Path) -> Any:
     from trainer.telemetry.run_record import RunRecord
     from trainer.training.loop import Cadence, Session
 
-    store = open_store(
-        lambda: task.rows("train"),
-        task.encode,
-        encoding_id=task.encoding_id(),
-        split="train",
-        cache_dir=folder / "cache",
-        length=task.length,
-    )
+    store = store_of(task, "train", folder / "cache")
     return Session(
         cfg=cfg,
         task=task,
