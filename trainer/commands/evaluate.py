@@ -8,23 +8,6 @@ from typing import Annotated
 import typer
 
 from trainer.commands import options
-from trainer.commands.options import (
-    BatchSize,
-    CacheDir,
-    DataPath,
-    ExpConfigs,
-    ExpGroup,
-    ExpId,
-    Limit,
-    Model,
-    NumAnswers,
-    NumBeams,
-    Pred,
-    SavedirBase,
-    Split,
-    Steps,
-    WriteScores,
-)
 
 Temperature = Annotated[
     float | None,
@@ -73,19 +56,19 @@ BertscoreModel = Annotated[
 
 @options.guarded
 def evaluate(
-    savedir_base: SavedirBase,
-    exp_group: ExpGroup = None,
-    exp_id: ExpId = None,
-    exp_configs: ExpConfigs = None,
-    steps: Steps = None,
-    data_path: DataPath = None,
-    cache_dir: CacheDir = Path("tmp-cache"),
-    model: Model = "best",
-    split: Split = "valid",
-    limit: Limit = None,
-    batch: BatchSize = None,
-    num_beams: NumBeams = 1,
-    num_answers: NumAnswers = 1,
+    savedir_base: options.SavedirBase,
+    exp_group: options.ExpGroup = None,
+    exp_id: options.ExpId = None,
+    exp_configs: options.ExpConfigs = None,
+    steps: options.Steps = None,
+    data_path: options.DataPath = None,
+    cache_dir: options.CacheDir = Path("tmp-cache"),
+    model: options.Model = "best",
+    split: options.Split = "valid",
+    limit: options.Limit = None,
+    batch: options.BatchSize = None,
+    num_beams: options.NumBeams = 1,
+    num_answers: options.NumAnswers = 1,
     temperature: Temperature = None,
     top_p: TopP = 1.0,
     seed: Seed = 0,
@@ -94,8 +77,8 @@ def evaluate(
     cut_at: CutAt = None,
     measure: Measures = None,
     bertscore_model: BertscoreModel = None,
-    pred: Pred = None,
-    write_scores: WriteScores = None,
+    pred: options.Pred = None,
+    write_scores: options.WriteScores = None,
     wandb_entity_name: Entity = None,
     wandb_project_name: Project = None,
 ) -> None:

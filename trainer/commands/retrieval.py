@@ -8,17 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from trainer.commands import options
-from trainer.commands.options import (
-    BatchSize,
-    CacheDir,
-    DataPath,
-    ExpConfigs,
-    ExpGroup,
-    ExpId,
-    Model,
-    SavedirBase,
-    Steps,
-)
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +44,7 @@ At = Annotated[
 
 @options.guarded
 def encode(
-    savedir_base: SavedirBase,
+    savedir_base: options.SavedirBase,
     source: Annotated[
         Path, typer.Option("--in", help="A corpus (see search), or JSON lines of questions.")
     ],
@@ -63,15 +52,15 @@ def encode(
     out: Annotated[
         Path, typer.Option("--out", help="The folder of vectors; one that was begun is continued.")
     ],
-    exp_group: ExpGroup = None,
-    exp_id: ExpId = None,
-    exp_configs: ExpConfigs = None,
-    steps: Steps = None,
-    data_path: DataPath = None,
-    cache_dir: CacheDir = Path("tmp-cache"),
-    model: Model = "best",
+    exp_group: options.ExpGroup = None,
+    exp_id: options.ExpId = None,
+    exp_configs: options.ExpConfigs = None,
+    steps: options.Steps = None,
+    data_path: options.DataPath = None,
+    cache_dir: options.CacheDir = Path("tmp-cache"),
+    model: options.Model = "best",
     split: OfSplit = None,
-    batch: BatchSize = 64,
+    batch: options.BatchSize = 64,
     dtype: Annotated[
         str, typer.Option("--dtype", help="float16 or float32, of the vectors on the disk.")
     ] = "float16",

@@ -11,18 +11,6 @@ from typing import Annotated, Any
 import typer
 
 from trainer.commands import options
-from trainer.commands.options import (
-    BatchSize,
-    CacheDir,
-    DataPath,
-    ExpConfigs,
-    ExpGroup,
-    ExpId,
-    Model,
-    SavedirBase,
-    Split,
-    Steps,
-)
 from trainer.errors import ConfigError
 
 Declarer = Annotated[
@@ -62,7 +50,7 @@ def convert(
     batch: Annotated[
         int, typer.Option("--batch", min=1, help="Texts per forward of the converter.")
     ] = 64,
-    cache_dir: CacheDir = Path("tmp-cache"),
+    cache_dir: options.CacheDir = Path("tmp-cache"),
 ) -> None:
     """Make statement groups for the plausibility verifier out of publishers' question-answering
     data.
@@ -90,16 +78,16 @@ def convert(
 
 @options.guarded
 def calibrate(
-    savedir_base: SavedirBase,
-    exp_group: ExpGroup = None,
-    exp_id: ExpId = None,
-    exp_configs: ExpConfigs = None,
-    steps: Steps = None,
-    data_path: DataPath = None,
-    cache_dir: CacheDir = Path("tmp-cache"),
-    model: Model = "best",
-    split: Split = "valid",
-    batch: BatchSize = None,
+    savedir_base: options.SavedirBase,
+    exp_group: options.ExpGroup = None,
+    exp_id: options.ExpId = None,
+    exp_configs: options.ExpConfigs = None,
+    steps: options.Steps = None,
+    data_path: options.DataPath = None,
+    cache_dir: options.CacheDir = Path("tmp-cache"),
+    model: options.Model = "best",
+    split: options.Split = "valid",
+    batch: options.BatchSize = None,
     objective: Annotated[
         str, typer.Option("--objective", help="What the temperature makes least: ece or nll.")
     ] = "ece",
@@ -132,14 +120,14 @@ def calibrate(
 
 @options.guarded
 def score(
-    savedir_base: SavedirBase,
-    exp_group: ExpGroup = None,
-    exp_id: ExpId = None,
-    exp_configs: ExpConfigs = None,
-    steps: Steps = None,
-    data_path: DataPath = None,
-    cache_dir: CacheDir = Path("tmp-cache"),
-    model: Model = "best",
+    savedir_base: options.SavedirBase,
+    exp_group: options.ExpGroup = None,
+    exp_id: options.ExpId = None,
+    exp_configs: options.ExpConfigs = None,
+    steps: options.Steps = None,
+    data_path: options.DataPath = None,
+    cache_dir: options.CacheDir = Path("tmp-cache"),
+    model: options.Model = "best",
     source: Annotated[
         Path | None, typer.Option("--in", help="One statement a line; without it, standard input.")
     ] = None,
