@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainer.telemetry.chain import StepChain
     from trainer.training.engine import Engine
     from trainer.training.loop import Progress
+    from trainer.training.options import Options
 
 BYTES = 12  # a trained parameter: an fp32 master and two moments
 _HEAD, _WHOLE, _ALIGNED = struct.Struct("<qqq"), struct.Struct("<q"), 64
@@ -197,16 +198,15 @@ class Whole(Mapping[str, Tensor]):
         return len(self.names)
 
 
-def of_this_rank(
-    memory: list[list[str]], run: str, live: Engine, *, every: int, step: int
-) -> Mirror | None:
+def of_this_rank(options: Options, run: str, live: Engine, *, step: int) -> Mirror | None:
     """None for a run that does not survive its ranks. step: that it goes on from. DoesNotFitError
     before the first step when the host has no room for what all ranks keep.
     """
+    memory = options.memory
     if not memory:
         return None
     _refuse_too_large(live, sum(os.stat(file).st_size for files in memory for file in files))
-    mirror = Mirror(memory[distributed.rank()], run, every)
+    mirror = Mirror(memory[distributed.rank()], run, options.mirror_every)
     mirror.forget_after(step)
     return mirror
 

@@ -311,9 +311,7 @@ def ready(
         chain=chain,
         left_out=bad_steps.left_out(plan.folder),
         roll_back=functools.partial(bad_steps.roll_back, plan.folder),
-        mirror=mirror.of_this_rank(
-            options.memory, plan.id, live, every=options.mirror_every, step=progress.step
-        ),
+        mirror=mirror.of_this_rank(options, plan.id, live, step=progress.step),
     )
     return Ready(session, progress, launch, memory, export, saves)
 

@@ -109,6 +109,7 @@ class Config(Experiment):
             return values
         reader = {**cast("dict[str, Any]", reader)}
         every, renewed = reader.pop("checkpoint_every"), {**values, "reader": reader}
-        if isinstance(train, dict) and train.get("gradient_checkpointing") is True:
-            renewed["train"] = {**cast("dict[str, Any]", train), "gradient_checkpointing": every}
+        settings = cast("dict[str, Any]", train if isinstance(train, dict) else {})
+        if settings.get("gradient_checkpointing") is True:
+            renewed["train"] = {**settings, "gradient_checkpointing": every}
         return renewed
