@@ -83,7 +83,7 @@ class Counting(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         space, _, name = func._schema.name.partition("::")
-        computes = space == "aten" and not func.is_view and name not in FREE
+        computes = space in ("aten", "torch_attn") and not func.is_view and name not in FREE
         if computes and next(iter(_here((out, args))), None) is not None:
             self._add(name, func, args, kwargs or {}, out)
         return out

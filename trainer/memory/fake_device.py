@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers.utils import import_utils
@@ -90,6 +91,7 @@ def register() -> None:
     torch.tensor = _tensor
     FakeTensor.tolist = lambda self: self.twin.tolist()  # pyright: ignore
     F.scaled_dot_product_attention = _attention
+    varlen.varlen_attn = _attention_of_rows
     _is_registered = True
 
 
@@ -97,6 +99,7 @@ def register() -> None:
 _scratch: list[int] = []
 _torch_tensor = torch.tensor
 _torch_attention = F.scaled_dot_product_attention
+_torch_attention_of_rows: Any = varlen.varlen_attn
 
 
 def _tensor(
@@ -140,6 +143,12 @@ def _attention(
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     keeps_sums = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     return efficient(query, key, value, mask, keeps_sums, dropout_p, is_causal, scale=scale)[0]
+
+
+def _attention_of_rows(query: Tensor, *given: Any, **how: Any) -> Tensor:
+    """torch's attention for rows where they lie, with the sums that its backward takes."""
+    _scratch.append(4 * query.numel())
+    return _torch_attention_of_rows(query, *given, **how)
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ class Operator(NamedTuple):
     @property
     def kind(self) -> str:
         """The part of a step that it belongs to."""
-        if _ATTENTION in self.name or self.name in ("bmm", "baddbmm", "_softmax"):
+        is_fused = _ATTENTION in self.name or "varlen" in self.name
+        if is_fused or self.name in ("bmm", "baddbmm", "_softmax"):
             return "attention"
         return "matmul" if self.flops else "memory"
 
@@ -54,7 +55,7 @@ def operator_of(
     inputs, outputs: the tensors on the device among arguments and results.
     """
     space, _, name = func._schema.name.partition("::")
-    if space != "aten" or func.is_view or name in _FREE:
+    if space not in ("aten", "torch_attn") or func.is_view or name in _FREE:
         return None
     if name in _LOOKING_UP:
         nbytes = 2 * sum(map(_touched, outputs))

@@ -48,6 +48,21 @@ FAULTS = [
         why="auto computes nothing again where that does not fit",
         tests=f"{RECOMPUTED} -k auto_is",
     ),
+    # Rows where they lie
+    Fault(
+        "trainer/models/packed/stock.py",
+        "reach = -1 if window is None else window - 1",
+        "reach = -1 if window is None else window",
+        why="a query sees one key more than its window has",
+        tests="tests/numerics/test_rows_where_they_lie.py -k mistral",
+    ),
+    Fault(
+        "trainer/models/packed/stock.py",
+        "window_size=(reach, 0 if is_causal else reach),",
+        "window_size=(reach, reach),",
+        why="a language model sees the tokens that it is to write",
+        tests="tests/numerics/test_rows_where_they_lie.py -k gpt_bigcode",
+    ),
     # The engine and its optimizer
     Fault(
         "trainer/training/engine.py",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.errors import ConfigError
 from trainer.models.packed.layout import grids_of
+from trainer.models.packed.rectangles import in_rectangles, in_stream
 from trainer.models.packed.stream_attention import Biases, Rows
 from trainer.models.packed.stream_attention import attend as stream_attend
 
@@ -41,15 +42,11 @@ def in_grids(table: Any, grids: Sequence[Tensor], cells: Tensor, *, dropout: flo
     sizes = [grid.numel() for grid in grids]
 
     def attend(q_MI: Tensor, k_MI: Tensor, v_MI: Tensor) -> Tensor:
-        of_grids = zip(*(_laid_out(x, cells, sizes) for x in (q_MI, k_MI, v_MI)), strict=True)
+        of_grids = zip(*(in_rectangles(x, cells, sizes) for x in (q_MI, k_MI, v_MI)), strict=True)
         mixed = [_attended(qkv, bias, dropout) for qkv, bias in zip(of_grids, biases, strict=True)]
-        return torch.cat(mixed).index_select(0, cells)
+        return in_stream(mixed, cells)
 
     return attend
-
-
-def _laid_out(x_MI: Tensor, cells: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    return x_MI.new_zeros(sum(sizes), x_MI.shape[-1]).index_copy(0, cells, x_MI).split(list(sizes))
 
 
 def _attended(qkv: Sequence[Tensor], bias_NHLL: Tensor, dropout: float) -> Tensor:

@@ -15,8 +15,9 @@ def in_rectangles(x_MHC: Tensor, cells_M: Tensor, sizes: Sequence[int]) -> tuple
     """(M, H, C) of the tokens of a stream -> (size, H, C) of each rectangle, cell after cell; 0
     where no token lies.
     """
-    flat = x_MHC.new_zeros(sum(sizes), *x_MHC.shape[1:])
-    return flat.index_copy_(0, cells_M, x_MHC).split(list(sizes))
+    flat = x_MHC.new_zeros(sum(sizes), *x_MHC.shape[1:]).index_copy_(0, cells_M, x_MHC)
+    # the backward pass of a split is a copy
+    return (flat,) if len(sizes) == 1 else flat.split(list(sizes))
 
 
 def in_stream(rectangles: Sequence[Tensor], cells_M: Tensor) -> Tensor:

@@ -7,6 +7,8 @@ untouched (transformers 5.23).
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 from transformers.modeling_utils import AttentionInterface
 
 from trainer.models.packed.layout import grids_of
@@ -30,20 +33,32 @@ REPLACED = (
 )  # attention implementations that it stands in for: what a base has unless it says otherwise
 # Models whose position 0 is behind that of the pad (transformers 5.23).
 _AFTER_PAD = ("roberta", "xlm-roberta")
+# What flash attention takes: these numbers, heads so wide, this capability of a GPU (torch 2.13).
+_HALVES, _WIDEST, _AMPERE = (torch.bfloat16, torch.float16), 256, (8, 0)
+_KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where each token of a stream lies in rectangles of rows of like length."""
+    """Where each row of a stream begins, and where each token lies in rectangles of rows of like
+    length.
+    """
 
+    starts: Tensor  # (rows + 1,) int32, and where the last one ends
     cells_M: Tensor
     grids: list[Tensor]  # (N, L) bool of each rectangle, True where there is a token
     _masks: dict[tuple[int, int | None, bool], Tensor | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: Mapping[str, Tensor], prefix: str = "") -> Rows:
-        """The rectangles of packing.pack."""
-        return cls(batch[f"{prefix}cells"], grids_of(batch, f"{prefix}grid_"))
+        """The rows of packing.pack."""
+        grids = grids_of(batch, f"{prefix}grid_")
+        return cls(batch[f"{prefix}starts"], batch[f"{prefix}cells"], grids)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of no row are more. The host knows it without waiting for the device."""
+        return max(grid.shape[1] for grid in self.grids)
 
     def mask(self, number: int, window: int | None, *, is_causal: bool) -> Tensor | None:
         """Which keys are seen in rectangle `number`, (L, L) or (N, 1, L, L) bool; None: those that
@@ -98,10 +113,11 @@ def attention(
     rows = attention_mask if rows is None else rows
     assert rows is not None, "a model on a stream hands on where rows begin"
     is_causal = bool(module.is_causal)
+    if softcap is None and not dropout and _has_kernel(query, key):
+        how: dict[str, Any] = {"is_causal": is_causal, "window": sliding_window, "scale": scaling}
+        return _where_they_lie(query, key, value, rows, **how), None
     sizes = [grid.numel() for grid in rows.grids]
-    laid_out = [
-        in_rectangles(x[0].transpose(0, 1), rows.cells_M, sizes) for x in (query, key, value)
-    ]
+    laid_out = [in_rectangles(_of_tokens(x), rows.cells_M, sizes) for x in (query, key, value)]
     mixed: list[Tensor] = []
     for number, qkv in enumerate(zip(*laid_out, strict=True)):
         shape = rows.grids[number].shape
@@ -116,12 +132,66 @@ def attention(
         if is_grouped and mask is not None:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
             is_grouped = False
-        how: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": is_grouped}
+        how = {"dropout_p": dropout, "scale": scaling, "enable_gqa": is_grouped}
         found = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, **how
         )
         mixed.append(found.transpose(1, 2).flatten(0, 1))
     return in_stream(mixed, rows.cells_M)[None], None
+
+
+def _of_tokens(x_1HMC: Tensor) -> Tensor:
+    """(M, H, C), without a copy, also in the backward pass, where that of x[0] makes one."""
+    return x_1HMC.squeeze(0).transpose(0, 1)
+
+
+def _has_kernel(query_1HMC: Tensor, key_1GMC: Tensor) -> bool:
+    """Whether torch has an attention for rows where they lie in a stream: flash, on a GPU. It drops
+    nothing; before torch 2.12 it knew no groups.
+    """
+    width, is_grouped = query_1HMC.shape[-1], query_1HMC.shape[1] != key_1GMC.shape[1]
+    return (
+        query_1HMC.device.type != "cpu"
+        and query_1HMC.dtype in _HALVES
+        and width <= _WIDEST
+        and width % 8 == 0
+        and (not is_grouped or _KNOWS_GROUPS)
+        and _has_flash(query_1HMC.device)
+    )
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _AMPERE
+
+
+def _where_they_lie(
+    query_1HMC: Tensor,
+    key_1GMC: Tensor,
+    value_1GMC: Tensor,
+    rows: Rows,
+    *,
+    is_causal: bool,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
+    """(1, M, H, C) of attention's, without a rectangle."""
+    reach = -1 if window is None else window - 1  # keys so far away are seen, and no farther ones
+    groups: dict[str, Any] = (
+        {"enable_gqa": True} if query_1HMC.shape[1] != key_1GMC.shape[1] else {}
+    )
+    return varlen.varlen_attn(
+        _of_tokens(query_1HMC),
+        _of_tokens(key_1GMC),
+        _of_tokens(value_1GMC),
+        rows.starts,
+        rows.starts,
+        rows.longest,
+        rows.longest,
+        scale=scale,
+        window_size=(reach, 0 if is_causal else reach),
+        **groups,
+    )[None]
 
 
 def _capped(
