@@ -47,14 +47,14 @@ def stand_in(
     assert max_q == max_k >= int(starts.diff().max())
     assert (query.shape[1] != key.shape[1]) == enable_gqa
     left, right = (2**30 if reach < 0 else reach for reach in window_size)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = query.shape[-1] ** -0.5 if scale is None else scale
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     mixed: list[Tensor] = []
     for start, stop in zip(starts.tolist(), starts.tolist()[1:], strict=False):
         q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
         behind = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
         is_seen = (behind <= left) & (-behind <= right)
-        shares = (q @ k.mT * scale).masked_fill(~is_seen, -torch.inf).softmax(-1)
+        shares = (q @ k.mT * factor).masked_fill(~is_seen, -torch.inf).softmax(-1)
         mixed.append((shares @ v).transpose(0, 1))
     return torch.cat(mixed)
 
@@ -115,7 +115,7 @@ def test_the_kernel_is_for_what_flash_attention_takes(changes: dict[str, Any], h
 def _operators(folder: Path) -> list[list[Any]]:
     """Of a step in bf16 on the plan's GPU: [name, FLOPs, bytes, sides, dtype, how often]."""
     values = experiment("causal_lm", write_facts(folder), train={"precision": "bf16"})
-    task = tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
+    task: Any = tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
     row = {name: list(map(int, ids)) for name, ids in task.encode(task.specimen()).items()}
     rows = [row | {DRAW: [5], EPOCH: [0]}] * 2
     return fake_step._measured(MeasureRequest(values, "train", rows), task.places).operators

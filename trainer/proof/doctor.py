@@ -56,6 +56,8 @@ class Case:
     is_frozen: bool = False  # the first layer does not train
     is_retained: bool = False  # the forward is done again for each part, as GradCache does
     is_in_two_forwards: bool = False  # two forwards, one backward through both
+    is_managed: bool = False  # DeepSpeed accumulates by itself, which no run here asks it to
+    is_beside: bool = False  # a layer is used once more, beside the engine's own forward
 
 
 CASES = (
@@ -70,6 +72,10 @@ CASES = (
     Case("bf16 masters", precision="bf16"),
     Case("clipping", clip=0.1),
     Case("uneven ranks", micro_batches=(1, 3)),
+    Case("DeepSpeed accumulates", precision="bf16", micro_batches=(2, 2), is_managed=True),
+    Case(
+        "the same, beside", precision="bf16", micro_batches=(2, 2), is_managed=True, is_beside=True
+    ),
 )
 
 
@@ -161,14 +167,14 @@ def table(findings: Sequence[Examined]) -> list[str]:
     stages = sorted({one.stage for one in findings})
     versions = ", ".join(f"{name} {version(name)}" for name in ("deepspeed", "torch"))
     lines = [f"{versions}; {distributed.world()} ranks, {distributed.device()}"]
-    lines += [f"{'':20}" + "".join(f"{f'ZeRO-{stage}':>12}" for stage in stages)]
+    lines += [f"{'':22}" + "".join(f"{f'ZeRO-{stage}':>12}" for stage in stages)]
     for case in dict.fromkeys(one.case for one in findings):
         cells = [
             f"{one.weights:.1e}" if one.is_sound else "CANNOT RUN" if one.error else "WRONG"
             for one in findings
             if one.case == case
         ]
-        lines.append(f"{case:20}" + "".join(f"{cell:>12}" for cell in cells))
+        lines.append(f"{case:22}" + "".join(f"{cell:>12}" for cell in cells))
     return lines
 
 
@@ -223,6 +229,8 @@ def _loss(outputs_BD: Tensor) -> Tensor:
 def _of_forwards(case: Case, model: Any, inputs_BD: Tensor) -> Tensor:
     """The loss of one forward, or of two that share their weights."""
     loss = _loss(model(inputs_BD))
+    if case.is_beside:
+        loss = loss + _loss(getattr(model, "module", model).middle(inputs_BD))
     return loss + _loss(model(inputs_BD.flip(1))) if case.is_in_two_forwards else loss
 
 
@@ -261,7 +269,13 @@ def _under_deepspeed(case: Case, stage: int) -> tuple[dict[str, Tensor], list[fl
         source="doctor",
     )
     dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
-    engine = Engine(copy.deepcopy(_net(case)).to(dtype), deepspeed_config.for_engine(ds), cfg.optim)
+    given = deepspeed_config.for_engine(ds)
+    if case.is_managed:
+        (most,) = {*case.micro_batches}
+        given |= {"managed_gradient_accumulation": True, "gradient_accumulation_steps": most}
+        given["train_batch_size"] *= most
+    engine = Engine(copy.deepcopy(_net(case)).to(dtype), given, cfg.optim)
+    engine.model.enable_backward_allreduce |= case.is_managed
     try:
         norms = [_step(case, engine, step, dtype) for step in range(STEPS)]
         return engine.weights(lambda k: True), norms
@@ -274,6 +288,14 @@ def _step(case: Case, engine: Engine, step: int, dtype: torch.dtype) -> float:
     rows = _rows(case, step)
     count = sum(len(batch) for own in rows for batch in own)
     own = [batch.to(distributed.device(), dtype) for batch in rows[distributed.rank()]]
+    if case.is_managed:
+        for group in engine.model.optimizer.param_groups:
+            group["lr"] = LR
+        for batch in own:  # DeepSpeed wants the mean over ranks and micro-batches
+            loss = _of_forwards(case, engine.model, batch) * len(rows) * len(own) / count
+            engine.model.backward(loss)
+            engine.model.step()
+        return engine.grad_norm()
     # every rank goes forward as often as the others: ZeRO-3 gathers weights on all of them
     most = max(case.micro_batches)
     scales = [1.0] * len(own) + [0.0] * (most - len(own))

@@ -180,7 +180,7 @@ def _where_they_lie(
     groups: dict[str, Any] = (
         {"enable_gqa": True} if query_1HMC.shape[1] != key_1GMC.shape[1] else {}
     )
-    return varlen.varlen_attn(
+    mixed_MHC: Any = varlen.varlen_attn(
         _of_tokens(query_1HMC),
         _of_tokens(key_1GMC),
         _of_tokens(value_1GMC),
@@ -191,7 +191,8 @@ def _where_they_lie(
         scale=scale,
         window_size=(reach, 0 if is_causal else reach),
         **groups,
-    )[None]
+    )
+    return mixed_MHC[None]
 
 
 def _capped(
