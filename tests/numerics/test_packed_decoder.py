@@ -32,7 +32,6 @@ from trainer import tasks
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.models.losses import IGNORED
-from trainer.models.packed.stock import Rows
 from trainer.tasks.cross_attention import preparation
 from trainer.tasks.cross_attention.decoder.attention import CrossAttention, KeyMask
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
@@ -474,13 +473,12 @@ def test_every_token_of_a_layout_has_a_cell_of_its_own_in_its_row() -> None:
         ("keys_", [sum(row) for row in CHUNKS]),
         ("", DECODERS),
     ):
-        rows = Rows.of(
-            {key.removeprefix(name): x for key, x in batch.items() if key.startswith(name)}
-        )
-        assert sorted(rows.cells_M.tolist()) == sorted(set(rows.cells_M.tolist()))
-        assert int(rows.cells_M.max()) < sum(grid.numel() for grid in rows.grids)
+        cells_M = batch[f"{name}cells"]
+        grids = [grid for key, grid in batch.items() if key.startswith(f"{name}grid_")]
+        assert sorted(cells_M.tolist()) == sorted(set(cells_M.tolist()))
+        assert int(cells_M.max()) < sum(grid.numel() for grid in grids)
         firsts = np.cumsum([0, *lengths])[:-1]
-        steps = rows.cells_M.diff() == 1
+        steps = cells_M.diff() == 1
         assert all(steps[i] for i in range(sum(lengths) - 1) if i + 1 not in firsts), (
             "a row lies in one piece"
         )
