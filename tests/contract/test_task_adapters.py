@@ -32,7 +32,7 @@ def in_full(*usual: str) -> pytest.MarkDecorator:
     [[PARTITIONED], pytest.param(EVERY_ENTRY, marks=pytest.mark.long)],
     ids=["partitioned", "every"],
 )
-@in_full("retriever")
+@in_full("causal_lm")
 def test_stages_and_ranks_agree_on_adapters(
     name: str, entries: list[tuple[int, int]], runs: Runs
 ) -> None:

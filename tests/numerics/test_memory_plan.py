@@ -287,6 +287,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_begins_and_forced_all_the_sa
     assert len(losses(folder)) == 6
 
 
+@pytest.mark.long
 def test_auto_takes_the_largest_micro_batch_that_fits_and_keeps_the_global_batch(
     tmp_path: Path,
 ) -> None:

@@ -93,6 +93,7 @@ def run_commands(copy: Path, commands: list[list[str]]) -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_the_first_commands_of_the_page_run_as_it_says(copy: Path) -> None:
     commands = [shlex.split(line) for line in COMMAND.findall(PAGE.read_text())]
     _, dry = run_commands(copy, commands[:2])

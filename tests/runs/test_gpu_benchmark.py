@@ -23,6 +23,7 @@ def python(*argv: str, timeout_s: float = 500) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.long
 def test_parts_are_rehearsed_once_and_reported(tmp_path: Path) -> None:
     chosen = ["environment", "head", "step-vera"]
     argv = ["benchmarks/gpu.py", "--rehearse", "--out", str(tmp_path), "--only", *chosen]

@@ -47,6 +47,7 @@ def test_last():
 """
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_is_a_failure_and_the_rest_of_the_tests_run(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").touch()
     for number in range(12):
