@@ -135,8 +135,9 @@ class StateCopy:
 def _give_way() -> None:
     """Lower the priority of this thread, and of those that it starts; Linux has one for each."""
     if threading.current_thread() is not threading.main_thread():
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        this = os.PRIO_PROCESS, threading.get_native_id()
+        with contextlib.suppress(OSError):
+            os.setpriority(*this, max(os.getpriority(*this), NICE))
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:
