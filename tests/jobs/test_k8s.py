@@ -59,22 +59,27 @@ def expanded(text: str, known: dict[str, str]) -> str:
     return rule.sub(lambda m: "$" if m[1] else known.get(m[2], m[0]), text)
 
 
-def test_a_job_passes_the_strict_schema_of_kubernetes() -> None:
+def complaint(body: dict[str, Any]) -> str | None:
+    """What Kubernetes' strict schema has against an object; None: it passes."""
     validator = pytest.importorskip(
         "kubernetes_validate", reason="the extra `dev` is not installed"
     )
+    try:
+        validator.validate(body, validator.latest_version(), strict=True)
+    except validator.ValidationError as error:
+        return str(error)
+    return None
+
+
+def test_a_job_passes_the_strict_schema_of_kubernetes() -> None:
     for of in (spec(), make({"image": "i", "volumes": ["c:/shared"]})):
-        validator.validate(rendered(of), validator.latest_version(), strict=True)
+        assert complaint(rendered(of)) is None
 
 
 def test_the_schema_would_have_caught_a_misspelt_field() -> None:
-    validator = pytest.importorskip(
-        "kubernetes_validate", reason="the extra `dev` is not installed"
-    )
     body = rendered(spec())
     body["spec"]["backofLimit"] = body["spec"].pop("backoffLimit")
-    with pytest.raises(validator.ValidationError):
-        validator.validate(body, validator.latest_version(), strict=True)
+    assert "backofLimit" in str(complaint(body))
 
 
 def test_a_jobset_survives_a_round_trip_through_kubeflows_models() -> None:
@@ -88,13 +93,10 @@ def test_a_jobset_survives_a_round_trip_through_kubeflows_models() -> None:
 
 
 def test_the_child_job_of_a_jobset_passes_the_strict_schema_of_kubernetes() -> None:
-    validator = pytest.importorskip(
-        "kubernetes_validate", reason="the extra `dev` is not installed"
-    )
     body = rendered(spec(nodes=2))
     child = body["spec"]["replicatedJobs"][0]["template"]
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "child"}, **child}
-    validator.validate(job, validator.latest_version(), strict=True)
+    assert complaint(job) is None
 
 
 def test_the_name_is_the_token_and_back() -> None:
