@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -397,6 +398,12 @@ def test_several_nodes_start_one_launcher_each_under_slurm(monkeypatch: pytest.M
     assert argv[0] == "srun"
     assert "--ntasks=2" in argv
     assert argv[-1] == "n1:29400"
+
+
+def test_what_a_node_runs_names_every_package_as_its_own_files_do() -> None:
+    own = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
+    assert node.facts()["packages"] == own
+    assert own["torch"] == importlib.metadata.version("torch")
 
 
 def test_the_wrapper_needs_nothing_but_the_standard_library() -> None:
