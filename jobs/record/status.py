@@ -267,12 +267,17 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
         ended_at=own[-1].ended_at if own and has_ended else None,
         unseen_since=(job.unseen_since or now()) if is_unseen else None,
         unseen_reason=sight.problem if sight is not None else None,
-        heartbeat_age_s=case.found.heartbeat_age_s if own and not has_ended else None,
+        heartbeat_age_s=_known(case.found.heartbeat_age_s) if own and not has_ended else None,
         sync_hint=sync_hint(folder) if has_ended else None,
         history=history,
         starts=starts,
     )
     return _with_progress(row, folder, read_json(folder.status) or {}) if starts else row
+
+
+def _known(age_s: float) -> float | None:
+    """None where it started after its heartbeat was looked for: JSON has no word for infinity."""
+    return age_s if math.isfinite(age_s) else None
 
 
 def _preemptions(history: tuple[Sent, ...], starts: tuple[Start, ...]) -> int:
@@ -322,7 +327,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
             host=status.get("host"),
             created_at=status.get("updated_at"),
             ended_at=status.get("updated_at") if state in ENDED else None,
-            heartbeat_age_s=age_s if state == "running" and math.isfinite(age_s) else None,
+            heartbeat_age_s=_known(age_s) if state == "running" else None,
             sync_hint=sync_hint(folder) if state in ENDED else None,
         )
         return _with_progress(row, folder, status)

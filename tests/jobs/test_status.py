@@ -25,6 +25,7 @@ from jobs.record.metrics import last_metrics
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row
 from jobs.record.status import survey
+from jobs.record.verdict import Witnesses
 from jobs.report import table
 from jobs.report.html import report
 from jobs.report.scores import gather
@@ -394,6 +395,23 @@ def test_reruns_by_the_scheduler_and_preempted_attempts_are_counted(base: BaseFo
     started(folder, 1, start=2)
     ended(folder, 0.5, 75, start=2)
     assert only_row(base, Scheduler()).preemptions == 2
+
+
+def test_a_job_that_starts_while_it_is_looked_at_is_plain_json(
+    base: BaseFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = submitted(base, IDS[0], "7")
+
+    def before_it_starts(of: RunFolder, sent: record.Sent) -> Witnesses:
+        found = look(of, sent)
+        started(folder, 0.0)
+        return found
+
+    look = Witnesses.of
+    monkeypatch.setattr(Witnesses, "of", before_it_starts)
+    row = only_row(base, Scheduler({"7": Observed("running")}))
+    assert len(row.starts) == 1
+    assert row.heartbeat_age_s is None
 
 
 def test_a_start_that_died_without_a_word_ends_with_its_last_heartbeat(base: BaseFolder) -> None:
