@@ -290,13 +290,14 @@ def test_variables_of_a_git_hook_do_not_lead_to_another_repository(
     assert take(project, base, allow_dirty=False).files == 3
 
 
-def test_this_repository_is_taken_in_half_a_second_and_again_at_once(base: BaseFolder) -> None:
-    times: list[float] = []
+def test_this_repository_is_taken_again_without_being_read_again(base: BaseFolder) -> None:
+    """.03 s; the first time about .5."""
+    cpu_s: list[float] = []
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = sum(os.times()[:4])  # git's seconds too; those of a clock tell of other programs
         take(ROOT, base, allow_dirty=True)
-        times.append(time.perf_counter() - begin)
-    assert min(times[1:]) < 0.5, times  # 0.03 s on a quiet machine
+        cpu_s.append(sum(os.times()[:4]) - begin)
+    assert min(cpu_s[1:]) < 0.5, cpu_s
 
 
 # Dirty trees
