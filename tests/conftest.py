@@ -125,6 +125,18 @@ def no_test_depends_on_another() -> Iterator[None]:
         assert not has_group, "this test left a process group behind"
 
 
+@pytest.fixture(autouse=True)
+def steps_are_measured_without_importing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five CPU seconds less for each process; trainval.py starts a real one in its tests."""
+
+    def started(said: Any) -> Any:
+        from tests.forked import Measurer
+
+        return Measurer(said)
+
+    monkeypatch.setattr("trainer.memory.measure._started", started)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_process_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """After the last test of this worker: a process that a test started and nobody ended is named,

@@ -258,7 +258,7 @@ OF_TASK = {
             "normalize": True,
             "temperature": 0.1,
         },
-        "loss": {"query_chunk": 1, "passage_chunk": 3},
+        "loss": {"query_chunk": 2, "passage_chunk": 3},
     },
 }
 

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection
@@ -91,6 +92,54 @@ def start(
 def run(*argv: str, timeout_s: float = 240, **how: Any) -> subprocess.CompletedProcess[str]:
     """start(), then finish()."""
     return start(*argv, **how).finish(timeout_s)
+
+
+class Measurer:
+    """The process of trainer/memory/measure.py, looked at as a Popen is."""
+
+    def __init__(self, said: Any) -> None:
+        """said: the file that takes its standard error once it has ended."""
+        self._said, self._folder = said, tempfile.TemporaryDirectory(prefix="measurer-")
+        asked, answers, errors = (
+            os.path.join(self._folder.name, name) for name in ("asked", "answers", "errors")
+        )
+        os.mkfifo(asked)
+        os.mkfifo(answers)
+        self._process = SERVED.Process(target=_measure, args=(asked, answers, errors))
+        self._process.start()
+        self.stdin, self.stdout = open(asked, "w"), open(answers)  # noqa: SIM115 (close)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> int:
+        """Its exit code."""
+        self._process.join()
+        code = self._process.exitcode
+        assert code is not None
+        errors = Path(self._folder.name, "errors")
+        if errors.is_file():
+            self._said.write(errors.read_text())
+            self._said.flush()
+            self._folder.cleanup()
+        return code
+
+
+def _measure(asked: str, answers: str, errors: str) -> None:
+    """In the forked process: be `python -m trainer.memory.fake_step`."""
+    from trainer.memory import fake_step, measure
+
+    with open(errors, "w") as file:
+        os.dup2(file.fileno(), 2)
+    sys.stdin, sys.stdout = open(asked), open(answers, "w")  # noqa: SIM115 (until it ends)
+    os.environ.clear()
+    os.environ.update(measure._environment())  # pyright: ignore[reportPrivateUsage]
+    try:
+        fake_step.main()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def free_port() -> int:

@@ -111,7 +111,7 @@ def check(here: Place, rows: list[dict[str, Any]], count: int) -> None:
 def test_on_the_toolkit_that_loses_replies(
     place: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, count = place(40), 40
+    here, count = place(24), 24
     configs = tmp_path / "jobs.py"
     configs.write_text(
         f"""JOB_CONFIGS = {{"default": {{"image": "registry.example.com/lathe", "data": ["org.a.x:{tmp_path}"],

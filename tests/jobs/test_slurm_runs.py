@@ -70,7 +70,7 @@ def test_a_training_is_preempted_requeued_and_ends_as_if_nothing_had_been(
     )
     made.groups.write_text(
         "from exp_configs import EXP_GROUPS as BUILT_IN, vary\n"
-        'STEPS = {"steps": 60, "log_every": 1, "eval_every": 60, "save_every": 5}\n'
+        'STEPS = {"steps": 44, "log_every": 1, "eval_every": 44, "save_every": 5}\n'
         'EXP_GROUPS = {"sweep": [vary(BUILT_IN["crossattn_tiny"][0], train=STEPS)]}\n'
     )
     launcher = f"{sys.executable} -m torch.distributed.run --nproc-per-node {ranks}"

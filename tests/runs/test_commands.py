@@ -211,7 +211,7 @@ def equal(one: Path, two: Path) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_a_rank_killed_by_signal_9_then_the_same_command_equals_an_undisturbed_run(
     stage: int, groups: Path, folder: Path, tmp_path: Path
 ) -> None:

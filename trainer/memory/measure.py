@@ -297,15 +297,8 @@ class _Measurer:
             self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (close)
             if self._forked is not None:
                 self._process = _Fork(self._said, self._forked)
-                return self._process
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "trainer.memory.fake_step"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._said,
-                text=True,
-                env=_environment(),
-            )
+            else:
+                self._process = _started(self._said)
         return self._process
 
     def _failed(self, process: subprocess.Popen[str] | _Fork, *, is_late: bool) -> MeasuringError:
@@ -319,6 +312,18 @@ class _Measurer:
                 f"measuring memory took more than {TIME_LIMIT_S:.0f} s and was given up"
             )
         return MeasuringError(f"memory could not be measured (exit code {code}):\n{words}")
+
+
+def _started(said: Any) -> subprocess.Popen[str]:
+    """A new process; `said` is the file that takes its standard error."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer.memory.fake_step"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=said,
+        text=True,
+        env=_environment(),
+    )
 
 
 class _Fork:
