@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainer.commands.options import CacheDir, DataPath, NumProc, end, id_of
+from trainer.commands.options import CacheDir, DataPath, NumProc, end, id_of, last_words
 from trainer.config.userfile import kind
 from trainer.config.version import Version
 from trainer.errors import EXIT_OK, ConfigError
@@ -343,6 +343,7 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
 
     device_defaults.before_torch()
     from trainer.runtime import distributed
+    from trainer.survival import watch
     from trainer.training.options import Options
     from trainer.training.run import run_group
     from trainer.training.run_plan import plan
@@ -351,7 +352,8 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     chosen = Options(**options)
     plans = [plan(values, chosen, world=world, rank=rank) for values in experiments]
     distributed.init()
-    return run_group(plans, chosen)
+    with watch.watched(last_words):
+        return run_group(plans, chosen)
 
 
 def _begin(

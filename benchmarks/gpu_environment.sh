@@ -16,8 +16,14 @@ packages=(
   deepspeed==0.19.8 hjson einops msgpack ninja py-cpuinfo psutil==7.2.2
   pydantic==2.14.3 pydantic-core annotated-types typing-inspection
   accelerate==1.15.0 peft==0.21.2 ijson==3.6.0 wandb==0.31.0 haven-ai==0.7.3
-  rouge-score==0.1.2 absl-py==2.5.1 nltk==3.10.4 six scikit-learn==1.9.1 scipy==1.17.1 joblib threadpoolctl
-  matplotlib==3.11.2 contourpy cycler fonttools kiwisolver pyparsing python-dateutil pillow
+  # what wandb asks for
+  cwevals==0.0.1b1 distro sniffio platformdirs protobuf requests charset-normalizer urllib3 xxhash googleapis-common-protos
+  opentelemetry-api opentelemetry-sdk opentelemetry-proto opentelemetry-semantic-conventions
+  opentelemetry-exporter-otlp-proto-http opentelemetry-exporter-otlp-proto-common
+  opentelemetry-exporter-otlp-common opentelemetry-exporter-http-transport
+  rouge-score==0.1.2 absl-py==2.5.1 nltk==3.10.4 defusedxml six
+  scikit-learn==1.9.1 scipy==1.17.1 joblib threadpoolctl narwhals cloudpickle
+  matplotlib==3.11.2 contourpy cycler fonttools kiwisolver pyparsing python-dateutil tzdata pillow
   typer==0.29.2 rich==15.0.0 click shellingham markdown-it-py mdurl pygments
   pytest==9.2.0 pytest-timeout==2.4.0 pluggy iniconfig hypothesis==6.170.15 sortedcontainers
 )
@@ -38,6 +44,9 @@ case "${1:-}" in
     folder="$(mktemp -d)"
     trap 'rm -rf "$folder"' EXIT
     cd "$here"
+    # its notebooks are left out; the machine's own packages are its own affair
+    lacking="$("$python" -m pip check 2>/dev/null | grep -v '^haven-ai' | grep 'is not installed' || true)"
+    [ -z "$lacking" ] || printf 'lacking: %s\n' "$lacking"
     "$python" -c 'import torch; print("torch", torch.__version__, "cuda", torch.cuda.is_available())'
     "$python" trainval.py -e crossattn_tiny -sb "$folder" --cache_dir "$folder/cache" --steps 24 -r 1 >"$folder/log" 2>&1 ||
       { tail -20 "$folder/log" >&2; exit 1; }

@@ -10,6 +10,7 @@ LatheError             1  something went wrong that no dictionary can mend
 │   ├── StorageError      the disk: full, read-only, or not there
 │   └── DoesNotFitError   a device has less memory than the run needs
 ├── CheckpointError    1  a checkpoint that is torn or altered
+├── RankLostError      1  another rank was killed, or has not been heard of for minutes
 ├── ProofError         1  a run's record, or an engine, does not do what it says
 └── DivergedError      1  the loss or the gradient is not a finite number any more
 """
@@ -57,6 +58,10 @@ class DoesNotFitError(UserError):
 
 class CheckpointError(LatheError):
     """A checkpoint is torn or altered."""
+
+
+class RankLostError(LatheError):
+    """Another rank of the run is gone: the same command goes on from the last checkpoint."""
 
 
 class ProofError(LatheError):

@@ -5,6 +5,7 @@ between them, torchrun on each, rendezvous over the wire.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -73,6 +74,10 @@ class Node:
     def ip(self, *argv: str) -> str:
         return _ip("-n", self.name, *argv)
 
+    def processes(self) -> list[int]:
+        """Those that live in it."""
+        return [int(pid) for pid in _ip("netns", "pids", self.name).split()]
+
     def sent(self) -> int:
         """Bytes that it has put on the wire."""
         argv = ["ip", "netns", "exec", self.name, "cat", f"/sys/class/net/{self.wire}/statistics"]
@@ -115,7 +120,9 @@ class Launch:
     folder: Path
     argv: list[str]
 
-    def start(self, *, clocks: tuple[float, float] = (0.0, 0.0)) -> list[subprocess.Popen[str]]:
+    def start(
+        self, *, clocks: tuple[float, float] = (0.0, 0.0), **variables: str
+    ) -> list[subprocess.Popen[str]]:
         agent = self.folder / "agent.py"
         agent.write_text(_AGENT)
         main = self.folder / "main.py"
@@ -135,6 +142,7 @@ class Launch:
                 "GLOO_SOCKET_IFNAME": node.wire,
                 "NODE_CLOCK_S": str(clock),
                 "NODE_FOLDER": str(node.folder),
+                **variables,
             }
             with (self.folder / f"{node.name}.log").open("w") as log:
                 started.append(
@@ -156,6 +164,21 @@ class Launch:
     def said(self) -> str:
         return "\n".join(path.read_text()[-3000:] for path in sorted(self.folder.glob("*.log")))
 
+    def said_by(self, node: Node) -> str:
+        """What one node has said, without the line breaks of its console."""
+        return " ".join((self.folder / f"{node.name}.log").read_text().split())
+
+    def reach_step(self, step: int, agents: list[subprocess.Popen[str]]) -> None:
+        """Wait until the run has done so many steps."""
+        until = time.monotonic() + _ENDS_S
+        while not any(
+            f'"step": {step},' in path.read_text()
+            for path in self.folder.glob("out/*/metrics.jsonl")
+        ):
+            assert [agent.poll() for agent in agents] == [None, None], self.said()
+            assert time.monotonic() < until, self.said()
+            time.sleep(0.1)
+
 
 def kill(agent: subprocess.Popen[str]) -> None:
     """The end of a node: its agent and its rank at once."""
@@ -176,6 +199,25 @@ def launch(nodes: list[Node], tmp_path: Path) -> Launch:
     how = ["-e", "one", "--exp_configs", str(tmp_path / "groups.py"), "-sb", str(tmp_path / "out")]
     how += ["--data_path", str(facts), "--cache_dir", str(tmp_path / "cache")]
     return Launch(nodes, tmp_path, how)
+
+
+_SILENCE_S = 24
+
+
+@pytest.fixture
+def long_launch(launch: Launch, tmp_path: Path) -> Launch:
+    """One that does not end by itself in the time of a test."""
+    values = experiment("causal_lm", tmp_path / "facts", train={"save_every": 10, "steps": 100_000})
+    groups = f"EXP_GROUPS = {{'one': [{values | {'deepspeed': 'zero2'}!r}]}}\n"
+    (tmp_path / "groups.py").write_text(groups)
+    return launch
+
+
+def rank_of(agent: subprocess.Popen[str]) -> Any:
+    import psutil
+
+    (rank,) = psutil.Process(agent.pid).children()
+    return rank
 
 
 def losses(folder: Path) -> list[dict[str, Any]]:
@@ -202,3 +244,49 @@ def test_two_nodes_train_as_two_ranks_do_and_an_hour_between_their_clocks_change
     counted = sum(int(line.rpartition(": ")[2].rstrip("}")) for line in lines)
     print(f"{wired} bytes on the wire, {counted} in collectives")
     assert wired > counted > 0
+
+
+def test_a_wire_that_is_cut_is_told_and_both_nodes_end_by_themselves(
+    long_launch: Launch, tmp_path: Path
+) -> None:
+    agents = long_launch.start(LATHE_SILENCE_S=str(_SILENCE_S))
+    long_launch.reach_step(12, agents)
+    one, two = long_launch.nodes
+    two.ip("link", "set", two.wire, "down")
+    cut_at = time.monotonic()
+    codes = long_launch.end(agents)
+    print(f"ended {time.monotonic() - cut_at:.0f} s after the cut, with {codes}")
+    assert 0 not in codes
+    for node, other in ((one, 1), (two, 0)):
+        said = long_launch.said_by(node)
+        assert f"rank {other} (process" in said, said
+        assert f"the run ends if that lasts for {_SILENCE_S} s" in said, said
+        assert f", for {_SILENCE_S} s: its machine or the network to it is gone" in said, said
+        assert node.processes() == []
+    (status,) = tmp_path.glob("out/*/status.json")
+    told = json.loads(status.read_text())
+    assert told["state"] == "failed"
+    assert "has not been heard of since" in told["error"]
+
+
+@pytest.mark.parametrize("is_whole_node", [True, False])
+def test_a_rank_that_is_killed_on_another_node_ends_the_run_by_name(
+    long_launch: Launch, tmp_path: Path, is_whole_node: bool
+) -> None:
+    agents = long_launch.start()
+    long_launch.reach_step(12, agents)
+    killed_at = time.monotonic()
+    rank = rank_of(agents[1])
+    if is_whole_node:
+        kill(agents[1])
+    else:
+        rank.kill()
+    codes = long_launch.end(agents)
+    print(f"ended {time.monotonic() - killed_at:.0f} s after the kill, with {codes}")
+    assert 0 not in codes
+    said = long_launch.said_by(long_launch.nodes[0])
+    assert f"RankLostError: rank 1 (process {rank.pid} on" in said, said
+    assert "ended without a word" in said, said
+    assert [node.processes() for node in long_launch.nodes] == [[], []]
+    (status,) = tmp_path.glob("out/*/status.json")
+    assert "ended without a word" in json.loads(status.read_text())["error"]

@@ -175,7 +175,15 @@ def end(command: Callable[[], int]) -> NoReturn:
         code = EXIT_FAILED
     _tell_wrapper(code, text)
     _tell_agent(code)
+    _tell_peers(code, text)
     leave(code)
+
+
+def last_words(error: LatheError) -> None:
+    """What end() tells of an error, where its process is ended by another thread."""
+    text = f"{type(error).__name__}: {error}"
+    typer.echo(text, err=True)
+    _tell_wrapper(error.exit_code, text)
 
 
 def _tell_wrapper(code: int, text: str | None) -> None:
@@ -201,6 +209,14 @@ def _tell_agent(code: int) -> None:
 
         with contextlib.suppress(OSError):
             lifeline.tell("leaving", code=code)
+
+
+def _tell_peers(code: int, text: str | None) -> None:
+    """As _tell_wrapper, to the other ranks, if they watch each other."""
+    if "trainer.survival.watch" in sys.modules:
+        from trainer.survival import watch
+
+        watch.leave(code, text or "")
 
 
 def leave(code: int) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import logging
 import os
@@ -266,12 +267,15 @@ def _from_wire(wire: Tensor) -> Any:
     return json.loads(bytes(wire.cpu().numpy()).decode())
 
 
-def abort() -> None:
+def abort(*, with_outgoing: bool = False) -> None:
     """Make what waits for other ranks fail, now; any thread may call it.
 
     torch 2.13: gloo's abort() and shutdown() free nobody, and a group closes its connections only
     when the last reference to it is gone. So they are closed here: those that came in at a port
     on which this process listens, which of any two ranks is one's.
+
+    with_outgoing: those to other machines as well, the store's among them, for the other rank may
+    be gone, or its machine.
     """
     # another thread may just have left the group; torch 2.13 says so by either
     with contextlib.suppress(ValueError, AssertionError):
@@ -287,7 +291,8 @@ def abort() -> None:
     for stream in streams:
         if not stream.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             with contextlib.suppress(OSError):
-                if stream.getsockname()[1] in listening:
+                is_away = not ipaddress.ip_address(stream.getpeername()[0]).is_loopback
+                if stream.getsockname()[1] in listening or (with_outgoing and is_away):
                     stream.shutdown(socket.SHUT_RDWR)
         stream.close()
 
@@ -320,6 +325,11 @@ def leave_alone() -> None:
     """From now on shutdown() waits for no other rank: this one leaves where it happens to be."""
     global _leaves_alone
     _leaves_alone = True
+
+
+def leaves_alone() -> bool:
+    """Whether leave_alone() was called."""
+    return _leaves_alone
 
 
 def shutdown(exit_code: int = EXIT_OK) -> NoReturn:

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 Life = Literal["alive", "gone", "restarted", "unseen"]
+STUCK_S = 60.0  # how long torchrun may take to notice that a rank of its own has ended
 PARENT = "LATHE_PARENT"  # facts of a process that replaces this one when it dies (--survive)
 
 
@@ -67,3 +72,45 @@ def namespace() -> str:
 
 def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def end_launcher_if_stuck(stuck_s: float = STUCK_S) -> None:
+    """Have torchrun killed if it is still there `stuck_s` after the end of this rank, its child.
+
+    It asks the store of the first machine every tenth of a second; where that is gone, torch 2.13
+    waits for the answer until the kernel gives up, for a quarter of an hour, and sees neither its
+    child's end nor SIGTERM. One that starts its ranks again is left alone.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    restarts, most = (
+        int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
+        for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    rank, launcher = os.getpid(), os.getppid()
+    names = [rank, birth(rank), launcher, birth(launcher), restarts >= most, stuck_s]
+    code = "import sys; sys.path.insert(0, {!r}); from {} import _end_if_stuck; _end_if_stuck(*{})"
+    root = str(Path(__file__).parents[2])
+    subprocess.Popen(
+        [sys.executable, "-S", "-c", code.format(root, __name__, names)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def _end_if_stuck(
+    rank: int, rank_birth: str, launcher: int, launcher_birth: str, is_last: bool, stuck_s: float
+) -> None:
+    while birth(rank) == rank_birth:
+        time.sleep(0.2)
+    until = time.monotonic() + stuck_s
+    while birth(launcher) == launcher_birth:
+        has_seen_its_end = not Path(f"/proc/{rank}").exists()  # until then it is a zombie
+        if has_seen_its_end and not is_last:
+            return
+        if time.monotonic() > until:
+            os.kill(launcher, signal.SIGKILL)
+            return
+        time.sleep(0.2)

@@ -20,10 +20,10 @@ from typing import Any, Literal, Protocol
 from rich.console import Console
 from torch import Tensor
 
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED, LatheError, RankLostError, StorageError
 from trainer.files.atomic import overwrite_json, read_json, refusals, replace_file, write_json
 from trainer.runtime import distributed, process
-from trainer.survival import events
+from trainer.survival import events, watch
 from trainer.telemetry.chain import PROOF
 from trainer.telemetry.console import Bar, Lines, Number, screen
 from trainer.telemetry.goodput import KEY, Goodput
@@ -77,6 +77,7 @@ class RunRecord:
         self._state: State = "running"
         self._status_at = 0.0
         self._is_writer = distributed.is_main()
+        watch.record_by(self.fail)
         self._sinks: list[Sink] = []
         self._unfit: set[str] = set()
         self._wandb: WandbRun | None = None
@@ -225,13 +226,16 @@ class RunRecord:
         """The run ends by `error`, of this rank. What another rank ended by is what counts where
         this one merely lost it; and where rank 0 is stuck, the other one says so itself.
         """
-        text, path = f"{type(error).__name__}: {error}", self.folder / STATUS
+        error, path = watch.explained(error), self.folder / STATUS
+        text = f"{type(error).__name__}: {error}"
         with refusals(path):
             told = read_json(path) or {}
         if self._is_writer:
             is_of_now = RANK in told and told.get("process") == process.facts()
-            is_lost = is_of_now and not isinstance(error, LatheError)
-            self.status("failed", error=told["error"] if is_lost else text)
+            is_lost = isinstance(error, RankLostError) or not isinstance(error, LatheError)
+            # two that have lost each other say the same
+            has_cause = is_of_now and is_lost and RankLostError.__name__ not in told["error"]
+            self.status("failed", error=told["error"] if has_cause else text)
         elif told.get("state") == "running":
             rank = distributed.rank()
             write_json(
@@ -280,6 +284,7 @@ class RunRecord:
         for sink in self._sinks:
             sink.close(exit_code)
         self._sinks = []
+        watch.record_by(None)
 
     def _finite(self, scalars: Mapping[str, Number]) -> dict[str, Number]:
         unfit = {name for name, value in scalars.items() if not math.isfinite(value)}
