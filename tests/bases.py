@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from trainer.models.masks import mend_attention
+
 VOCABULARY = 96
 SPECIAL = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
 ROTARY: dict[str, Any] = SPECIAL | {
@@ -233,10 +235,14 @@ def config_of(name: str) -> Any:
 
 
 def decoder(name: str, seed: int = 1) -> PreTrainedModel:
-    """A decoder of the tables with random weights; norms are no ones."""
+    """A decoder of the tables with random weights, mended as a base is that we load; norms are no
+    ones.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return with_uneven_norms(AutoModelForCausalLM.from_config(config_of(name)).eval())
+        made = with_uneven_norms(AutoModelForCausalLM.from_config(config_of(name)).eval())
+    mend_attention(made)
+    return made
 
 
 def with_uneven_norms(model: PreTrainedModel) -> PreTrainedModel:

@@ -38,10 +38,11 @@ _HALVES, _WIDEST, _AMPERE = (torch.bfloat16, torch.float16), 256, (8, 0)
 _KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Rows:
     """Where each row of a stream begins, and where each token lies in rectangles of rows of like
-    length.
+    length. Never changed; not frozen, for torch 2.11 looks into a frozen one and compiles a block
+    anew where a rectangle has a single row.
     """
 
     starts: Tensor  # (rows + 1,) int32, and where the last one ends

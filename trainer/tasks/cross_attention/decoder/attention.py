@@ -81,11 +81,11 @@ def key_mask(kept_BL: Tensor, real_BL: Tensor | None = None) -> KeyMask:
     return KeyMask((kept_BL | shown_BL)[:, None, None, :], has_key_B1[:, :, None, None])
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Pairs:
     """Streams of queries and keys, in rectangles where each row's queries meet its keys.
 
-    See packing.pack_pairs.
+    See packing.pack_pairs. Never changed; not frozen for the reason of packed.stock.Rows.
     """
 
     query_cells_T: Tensor
