@@ -78,8 +78,8 @@ def end_launcher_if_stuck(stuck_s: float = STUCK_S) -> None:
     """Have torchrun killed if it is still there `stuck_s` after the end of this rank, its child.
 
     It asks the store of the first machine every tenth of a second; where that is gone, torch 2.13
-    waits for the answer until the kernel gives up, for a quarter of an hour, and sees neither its
-    child's end nor SIGTERM. One that starts its ranks again is left alone.
+    waits a minute for each of several answers, and sees neither its child's end nor SIGTERM
+    meanwhile. One that starts its ranks again is left alone.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
