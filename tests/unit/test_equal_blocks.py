@@ -15,7 +15,7 @@ from trainer.memory import fake_step
 from trainer.memory.fake_device import fake_device
 from trainer.memory.measure import Measured, MeasureRequest
 from trainer.memory.planned_rows import Specimens
-from trainer.memory.tracker import operators_in
+from trainer.memory.tracker import forwards_in
 from trainer.tasks.protocol import Places
 from trainer.timing.blocks import Stacks, UnequalBlocksError, shortened, whole
 
@@ -59,7 +59,7 @@ def counted(model: nn.Module, stacks: Stacks | None = None) -> tuple[Any, dict[A
         device.tracker.restart()
         model(torch.empty(3, 4)).sum().backward()
         runs: dict[Any, int] = {}
-        for operator, times in operators_in(device.tracker.parts()):
+        for operator, times in forwards_in(device.tracker.parts())[0]:
             runs[operator] = runs.get(operator, 0) + times
         return device.tracker.moments, runs
 

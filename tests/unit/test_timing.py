@@ -49,7 +49,7 @@ PLAIN = Rates(
 
 
 def seconds(*operators: Operator, by: Rates = PLAIN) -> StepTime:
-    return computing(Work([(operator, 2.0) for operator in operators], 1, 1, 1), by)
+    return computing(Work([(operator, 2.0) for operator in operators], 1), by)
 
 
 # Operators

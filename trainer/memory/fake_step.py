@@ -79,7 +79,7 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
 
     from trainer import tasks
     from trainer.memory.fake_device import fake_device
-    from trainer.memory.tracker import operators_in
+    from trainer.memory.tracker import forwards_in
     from trainer.models import recomputation
     from trainer.models.base_model import DTYPES
     from trainer.training.optimizers import state_shapes
@@ -103,6 +103,7 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
         tracker.watch(model, shorten(model))
         tracker.restart()
         _run(request, task, model, device, batch=batch, rows=rows)
+        of_one, of_last = _micro_batches(request, forwards_in(tracker.parts()))
         return Measured(
             weights=tracker.live["weights"],
             buffers=tracker.live["buffers"],
@@ -119,12 +120,28 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
             shapes={name: list(tensor.shape) for name, tensor in batch.items()},
             tensors=tracker.largest,
             seconds=time.process_time() - started,
-            operators=[[*o, n] for o, n in operators_in(tracker.parts())],
+            operators=[[*o, n] for o, n in of_one],
+            of_last=[[*o, n] for o, n in of_last],
             units=int(task.units(batch)),
             modules=modules,
             num_weights=len(sizes),
             blocks=blocks,
         )
+
+
+def _micro_batches(
+    request: MeasureRequest, forwards: list[list[Any]]
+) -> tuple[list[Any], list[Any]]:
+    """Operators of one micro-batch, and of a step's last one where that is another.
+
+    forwards: those of every run of the model, as `_run` lets it run. Where micro-batches wait for
+    each other (models/gradcache.py), the first of two runs, the last runs and goes back, and the
+    first runs again.
+    """
+    if request.kind == "train" and request.accumulates and len(forwards) == 1 + 3:
+        before, unseen, last, again = forwards
+        return [*before, *unseen, *again], last
+    return [operator for forward in forwards for operator in forward], []
 
 
 def _run(
@@ -140,7 +157,12 @@ def _run(
         model.train()
         window = [device.put(batch) for _ in range(1 + request.accumulates)]
         forwards: list[None] = []
-        model.register_forward_pre_hook(lambda *_: forwards.append(None))
+
+        def begin(*_: Any) -> None:
+            forwards.append(None)
+            device.tracker.begin_forward()
+
+        model.register_forward_pre_hook(begin)
         for loss in task.losses(model, window):
             device.tracker.name_largest()
             (loss / 1.0).backward()

@@ -86,8 +86,10 @@ class Measured:
     seconds: float
     # the moments of a step at ZeRO-3, where they are others: its linear layers keep their inputs
     partitioned: list[Moment] = field(default_factory=list)
-    # the values of an Operator, and how often it runs
+    # of one micro-batch: the values of an Operator, and how often it runs
     operators: list[list[Any]] = field(default_factory=list)
+    # the same of a step's last micro-batch, where it does less than the others (GradCache)
+    of_last: list[list[Any]] = field(default_factory=list)
     units: int = 0  # that the loss of the batch is summed over
     modules: int = 0  # that have weights of their own
     num_weights: int = 0

@@ -41,6 +41,10 @@ class _Change:
     category: str
 
 
+class Forward:
+    """The event of a model that begins to run."""
+
+
 class Tracker:
     """Counts what is made on one device, and what is done there."""
 
@@ -82,6 +86,10 @@ class Tracker:
     def restart(self) -> None:
         """Forget the moments seen so far; what is alive stays alive."""
         self._events, self._before = [], dict(self.live)
+
+    def begin_forward(self) -> None:
+        """Note that the model begins to run: see forwards_in()."""
+        self._events.append(Forward())
 
     def parts(self) -> list[Part]:
         """What happened since restart(), with the blocks that were not shown.
@@ -164,14 +172,18 @@ class Tracker:
         self.largest = [(storage.name, storage.nbytes) for storage in top]
 
 
-def operators_in(parts: Sequence[Part]) -> list[tuple[Operator, int]]:
-    """Every operator recorded, with how often the whole model runs it, in order."""
-    return [
-        (event, part.times)
-        for part in parts
-        for event in part.events
-        if isinstance(event, Operator)
-    ]
+def forwards_in(parts: Sequence[Part]) -> list[list[tuple[Operator, int]]]:
+    """Every operator recorded, with how often the whole model runs it, in order: those before the
+    first run of the model, and those of each run up to the next one.
+    """
+    found: list[list[tuple[Operator, int]]] = [[]]
+    for part in parts:
+        for event in part.events:
+            if isinstance(event, Forward):
+                found.append([])
+            elif isinstance(event, Operator):
+                found[-1].append((event, part.times))
+    return found
 
 
 def moments_of(parts: Sequence[Part], before: Mapping[str, int]) -> list[Moment]:

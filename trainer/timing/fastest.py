@@ -14,7 +14,7 @@ from trainer.errors import ConfigError
 from trainer.memory.advice import STAGES, largest_fitting
 from trainer.memory.deepspeed_terms import Zero, host, training
 from trainer.memory.measure import Measured, changed, measure, scaled
-from trainer.timing.step_time import Cluster, StepTime, Work, between, computing, step_time
+from trainer.timing.step_time import Batches, Cluster, StepTime, between, step_time
 
 if TYPE_CHECKING:
     from trainer.memory.measure import MeasureRequest
@@ -56,9 +56,16 @@ class Way:
 class _Points:
     """Steps of two numbers of rows, from which those of any other follow."""
 
-    typical: list[tuple[int, StepTime]]  # of rows of the middle length
+    typical: list[tuple[int, Batches]]  # of rows of the middle length
     longest: list[tuple[int, Measured]]
     by_rows: dict[int, Measured] = field(default_factory=dict[int, Measured])
+
+    def batches(self, rows: int, count: int) -> list[tuple[StepTime, float]]:
+        """A step of `count` micro-batches of so many rows: the time of each, and how many."""
+        (few, less), (some, more) = self.typical
+        of_one = between((few, less.of_one), (some, more.of_one), rows)
+        of_last = between((few, less.of_last), (some, more.of_last), rows)
+        return Batches(of_one, of_last).counted(count)
 
     def memory(self, rows: int) -> Measured:
         if rows not in self.by_rows:
@@ -94,10 +101,8 @@ def ways(
                 if rows > most:
                     continue
                 now = _of(zero, share // rows)
-                computed = between(points.typical[0], points.typical[1], rows)
-                time = step_time(
-                    [(computed, share / rows)], points.longest[0][1], now, rates, cluster
-                )
+                batches = points.batches(rows, share // rows)
+                time = step_time(batches, points.longest[0][1], now, rates, cluster)
                 peak = _peak(points, zero, rows, share)
                 beside = host(points.longest[0][1], now)
                 found.append(Way(preset, rows, every, share // rows, time, peak, beside))
@@ -160,7 +165,7 @@ def _measured(
     points = {
         every: _Points(
             [
-                (rows, computing(Work.of(step), rates))
+                (rows, Batches.of(step, rates))
                 for rows, step in zip((_FEW, _SOME), short[start : start + 2], strict=True)
             ],
             list(zip((_FEW, _SOME), long[start : start + 2], strict=True)),
@@ -183,7 +188,7 @@ def _of_some_blocks(none: _Points, all_: _Points) -> dict[int | None, _Points]:
             return between((0, low), (blocks, high), again)
 
         typical = [
-            (rows, part(low, high))
+            (rows, Batches(part(low.of_one, high.of_one), part(low.of_last, high.of_last)))
             for (rows, low), (_, high) in zip(none.typical, all_.typical, strict=True)
         ]
         longest = [

@@ -15,7 +15,16 @@ from trainer.memory.measure import Measured, MeasureRequest, measure
 from trainer.memory.planned_rows import SHORT_ANSWERS, Specimens, answer_requests
 from trainer.runtime.gpus import data_sheet
 from trainer.tasks.abilities import Answers
-from trainer.timing.step_time import Cluster, StepTime, Work, computing, overlapped, step_time
+from trainer.timing.step_time import (
+    Batches,
+    Cluster,
+    StepTime,
+    Work,
+    computing,
+    flops_of,
+    overlapped,
+    step_time,
+)
 
 if TYPE_CHECKING:
     from trainer.memory.subject import Subject
@@ -73,17 +82,18 @@ def run_time(subject: Subject, rates: Rates, cluster: Cluster) -> RunTime:
         found[len(batches)],
         found[len(batches) + 1 :],
     )
-    works = [Work.of(step) for step in steps]
-    share = per_step / len(works)
-    times = [(computing(work, rates), share) for work in works]
+    share = 1 / len(steps)
+    times = [
+        batch for step in steps for batch in Batches.of(step, rates).counted(per_step, share=share)
+    ]
     time = step_time(times, steps[0], subject.zero, rates, cluster)
-    flops = share * sum(work.flops for work in works)
+    flops = share * sum(flops_of(step, per_step) for step in steps)
     train = subject.cfg.train
     return replace(
         _around(subject, rates, cluster, steps[0], (evaluation, answers)),
         step=time,
         steps=train.steps,
-        units=share * cluster.world * sum(work.units for work in works),
+        units=share * per_step * cluster.world * sum(step.units for step in steps),
         unit=subject.task.unit,
         flops=flops,
         mfu=_mfu(flops, time.total, rates),

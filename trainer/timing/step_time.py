@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.timing.operators import Operator
 
@@ -65,21 +65,50 @@ class Work:
 
     operators: list[tuple[Operator, float]]  # and how often it runs
     units: float
-    modules: int
-    num_weights: int
 
     @classmethod
     def of(cls, step: Measured) -> Work:
-        """From a step that was measured."""
-        operators = [
-            (Operator(name, flops, nbytes, tuple(sides), dtype), float(times))
-            for name, flops, nbytes, sides, dtype, times in step.operators
-        ]
-        return cls(operators, step.units, step.modules, step.num_weights)
+        """One of a step that was measured."""
+        return cls(_operators(step.operators), step.units)
+
+    @classmethod
+    def of_last(cls, step: Measured) -> Work:
+        """The last one of a step that was measured."""
+        return cls(_operators(step.of_last or step.operators), step.units)
 
     @property
     def flops(self) -> float:
         return sum(operator.flops * times for operator, times in self.operators)
+
+
+def _operators(values: list[list[Any]]) -> list[tuple[Operator, float]]:
+    return [
+        (Operator(name, flops, nbytes, tuple(sides), dtype), float(times))
+        for name, flops, nbytes, sides, dtype, times in values
+    ]
+
+
+def flops_of(step: Measured, count: float) -> float:
+    """Of `count` micro-batches of a step that was measured."""
+    return max(0.0, count - 1) * Work.of(step).flops + min(1.0, count) * Work.of_last(step).flops
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The micro-batches of one step: so many like each other, but for the last."""
+
+    of_one: StepTime
+    of_last: StepTime
+
+    @classmethod
+    def of(cls, step: Measured, rates: Rates) -> Batches:
+        """Those of a step that was measured, by computing()."""
+        one = computing(Work.of(step), rates)
+        return cls(one, computing(Work.of_last(step), rates) if step.of_last else one)
+
+    def counted(self, count: float, *, share: float = 1.0) -> list[tuple[StepTime, float]]:
+        """computing() of `share` of a step of `count` micro-batches, and how many of each."""
+        return [(self.of_one, share * max(0.0, count - 1)), (self.of_last, share * min(1.0, count))]
 
 
 def computing(work: Work, rates: Rates) -> StepTime:
