@@ -35,7 +35,10 @@ def _planned_and_ran(task_name: str, folder: Path, count: int) -> tuple[Any, Any
     request = MeasureRequest(values, "train", rows, accumulates=True, device="cpu")
     step = fake_step._measured(request, places)
     planned: Counter[Any] = Counter()
-    for operators, times in ((step.operators, count - 1), (step.of_last or step.operators, 1)):
+    for operators, times in (
+        (step.operators, count - 1),
+        (step.operators_of_last or step.operators, 1),
+    ):
         planned.update(_products(operators, times))
     arrays = [{name: np.asarray(ids) for name, ids in row.items()} for row in rows]
     window = [task.collate(arrays)] * count

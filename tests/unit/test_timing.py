@@ -38,9 +38,10 @@ PLAIN = Rates(
     name="plain",
     is_measured=True,
     matmul={"float32": [[1e3, 1e6], [1e9, 1e9]]},
-    attention_flops=1e9,
-    operators={"": 1e6, "exp": 1e5},
+    attention={"forward": [[1.0, 1e9]], "backward": [[1.0, 5e8]]},
+    operators={"": [[1.0, 1e6]], "exp": [[1.0, 1e5], [1e4, 1e3]]},
     launch_s=0.001,
+    plain_launch_s=0.0005,
     overlaps_launches=False,
     update_s=1e-6,
     within=Link(1e6, 0.01),
@@ -49,7 +50,7 @@ PLAIN = Rates(
 
 
 def seconds(*operators: Operator, by: Rates = PLAIN) -> StepTime:
-    return computing(Work([(operator, 2.0) for operator in operators], 1), by)
+    return computing(Work([(operator, 2.0) for operator in operators], tracked=2.0), by)
 
 
 # Operators
@@ -86,7 +87,7 @@ def test_between_two_sizes_the_rate_is_between_theirs() -> None:
 
 
 def test_an_operator_that_was_measured_has_its_own_rate() -> None:
-    assert seconds(Operator("exp_", 0.0, 100)).memory == pytest.approx(2e-3)
+    assert seconds(Operator("exp_", 0.0, 100)).memory == pytest.approx(2 * 100 / 1e4)
     assert seconds(Operator("other", 0.0, 100)).memory == pytest.approx(2e-4)
 
 
@@ -167,7 +168,7 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("{", "no calibration"), ("{}", "no calibration"), ('{"version": 9}', "version 9, want 1")],
+    [("{", "no calibration"), ("{}", "no calibration"), ('{"version": 9}', "version 9, want 2")],
 )
 def test_a_file_that_is_no_calibration_is_refused(content: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "device.json"

@@ -194,7 +194,8 @@ def calibrate_device(
         write_json(out, plain(rates))
         products = max(rate for _, rate in rates.matmul["float32"])
         typer.echo(
-            f"{out}: {rates.name}: fp32 products {products / 1e9:.1f} GFLOP/s, memory "
-            f"{rates.operators[''] / 1e9:.1f} GB/s, {rates.launch_s * 1e6:.1f} us an operator, "
+            f"{out}: {rates.name}: fp32 products {products / 1e9:.1f} GFLOP/s, "
+            f"memory {rates.memory_bytes_per_s / 1e9:.1f} GB/s, "
+            f"{rates.launch_s * 1e6:.1f} us an operator, "
             f"AdamW {rates.update_s * 1e9:.2f} ns a number"
         )

@@ -101,6 +101,20 @@ def embedded_tokenizer(spec: EmbeddedTokenizer, cache_dir: Path) -> PreTrainedTo
     )
 
 
+def byte_level_tokenizer(cache_dir: Path) -> Path:
+    """The folder of an embedded tokenizer that merges nothing: one id for each byte, and nothing to
+    train. Raises StorageError when the disk refuses.
+    """
+
+    def build(temporary: Path) -> None:
+        _trained_on([], 2 + len(pre_tokenizers.ByteLevel.alphabet())).save_pretrained(
+            str(temporary)
+        )
+
+    folder = cache_dir / "tokenizers" / f"bytes-{tokenizers.__version__}"
+    return build_once(folder, build, is_whole=_holds_tokenizer)
+
+
 def pad_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """An id of the vocabulary that is not the end of a text: the tokenizer's pad where that is so,
     else another one.
@@ -241,24 +255,29 @@ def _holds_tokenizer(folder: Path) -> bool:
 
 
 def _train(spec: EmbeddedTokenizer) -> PreTrainedTokenizerFast:
+    texts = _corpus_texts(spec)
+    trained = _trained_on(texts, spec.vocab_size)
+    log.info(
+        "trained the embedded tokenizer: %d ids from %d texts of %s",
+        len(trained),
+        len(texts),
+        spec.corpus,
+    )
+    return trained
+
+
+def _trained_on(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=spec.vocab_size,
+        vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, PAD],
         # every byte has an id, so nothing is ever unknown
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = _corpus_texts(spec)
     backend.train_from_iterator(texts, trainer=trainer, length=len(texts))
-    log.info(
-        "trained the embedded tokenizer: %d ids from %d texts of %s",
-        backend.get_vocab_size(),
-        len(texts),
-        spec.corpus,
-    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,

@@ -119,9 +119,7 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
     longest_rows = [(f"rows {rows}", _of_longest(subject, rows)) for rows in _counts(subject, made)]
     other_ways = [*_recomputed(subject, made), *_other_attention(subject, made)]
     is_too_large = usable is not None and made.total > usable
-    shorter = [
-        (name, request) for name, request, _ in _shorter(subject, made)[0 if is_too_large else -1 :]
-    ]
+    shorter = _shorter(subject, made, shortest_only=not is_too_large)
     asked = [*longest_rows, *other_ways, *shorter]
     found = dict(
         zip(
@@ -202,7 +200,9 @@ def _other_attention(subject: Subject, made: Made) -> list[tuple[str, MeasureReq
     return found
 
 
-def _shorter(subject: Subject, made: Made) -> list[tuple[str, MeasureRequest, int]]:
+def _shorter(
+    subject: Subject, made: Made, *, shortest_only: bool
+) -> list[tuple[str, MeasureRequest]]:
     """The worst micro-batch under shorter limits, encoded anew.
 
     With micro_tokens it then holds more rows.
@@ -211,19 +211,13 @@ def _shorter(subject: Subject, made: Made) -> list[tuple[str, MeasureRequest, in
     if limit is None:
         return []
     key, value = limit
-    found: list[tuple[str, MeasureRequest, int]] = []
-    for part in _SHORTER:
-        if value // part < _SHORTEST:
-            break
-        values = changed(subject.values, key, value // part)
+    limits = [value // part for part in _SHORTER if value // part >= _SHORTEST]
+    found: list[tuple[str, MeasureRequest]] = []
+    for shorter in limits[-1:] if shortest_only else limits:
+        values = changed(subject.values, key, shorter)
         rows = _encoded_anew(subject, made, values)
-        found.append(
-            (
-                f"{key} {value // part}",
-                MeasureRequest(values, "train", rows, accumulates=subject.zero.accumulates),
-                value // part,
-            )
-        )
+        request = MeasureRequest(values, "train", rows, accumulates=subject.zero.accumulates)
+        found.append((f"{key} {shorter}", request))
     return found
 
 
@@ -232,7 +226,10 @@ def _encoded_anew(
 ) -> list[dict[str, list[int]]]:
     cfg = tasks.parse(values)
     task = tasks.load(cfg, subject.places)
-    specimens = [Specimens(task, row) for row in subject.train.raw(made.numbers)]
+    raw = subject.train.raw(made.numbers)
+    different = {id(row): row for row in raw}  # those that are made up are all the same one
+    encoded = {number: Specimens(task, row) for number, row in different.items()}
+    specimens = [encoded[id(row)] for row in raw]
     count = len(made.numbers)
     if cfg.train.micro_tokens is not None:
         longest = max(int(specimen.lengths[0]) for specimen in specimens)

@@ -191,8 +191,8 @@ class _Counted(TorchDispatchMode):
 class FakeDevice:
     """A device inside `fake_device()`: models and batches are put on it, its tracker counts."""
 
-    def __init__(self, name: DeviceName) -> None:
-        self.device = torch.device(name)
+    def __init__(self, name: DeviceName, mode: FakeTensorMode) -> None:
+        self.device, self._mode = torch.device(name), mode
         self.tracker = Tracker(name)
 
     @property
@@ -203,22 +203,27 @@ class FakeDevice:
     def place(self, model: nn.Module) -> nn.Module:
         """The model's parameters and buffers as fake ones on this device; tied ones stay tied."""
         placed: dict[int, Any] = {}
-        for module in model.modules():
-            for table, category in ((module._parameters, "weights"), (module._buffers, "buffers")):
-                for name, tensor in table.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in placed:
-                        with self.tracker.labelling(category):
+        with _disable_current_modes():  # an operation for each weight would take as long as a step
+            for module in model.modules():
+                held = ((module._parameters, "weights"), (module._buffers, "buffers"))
+                for table, category in held:
+                    for name, tensor in table.items():
+                        if tensor is None:
+                            continue
+                        if id(tensor) not in placed:
                             placed[id(tensor)] = self._like(tensor)
-                    table[name] = placed[id(tensor)]
+                            self.tracker.hold(placed[id(tensor)], category)
+                        table[name] = placed[id(tensor)]
         return model
 
     def _like(self, tensor: Tensor) -> Tensor:
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-        if not isinstance(tensor, nn.Parameter):
-            return fake
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return FakeTensor(
+            self._mode,
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"),
+            self.device,
+            requires_grad=tensor.requires_grad,
+            _is_param=isinstance(tensor, nn.Parameter),
+        )
 
     def put(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A real batch on this device; its values stay known (integers.py)."""
@@ -237,9 +242,9 @@ def fake_device(name: DeviceName) -> Iterator[FakeDevice]:
     """
     if name == FAKE_GPU:
         register()
-    with FakeTensorMode(allow_non_fake_inputs=True), _values_are_known():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _values_are_known():
         _scratch.clear()
-        device = FakeDevice(name)
+        device = FakeDevice(name, mode)
         with _Counted(device.tracker):
             yield device
 
@@ -284,6 +289,33 @@ def linear_of_partitioned() -> Iterator[None]:
         yield
     finally:
         F.linear = before
+
+
+_GROUPS = 4  # of rows by length, each counted by its middle one
+
+
+@contextmanager
+def rows_in_groups(tracker: Tracker) -> Iterator[None]:
+    """Inside, attention that a processor computes row by row (packed/stream_attention.py) does so
+    for a row of each group of like lengths, which counts as often as the group has rows.
+    """
+    from trainer.models.packed import stream_attention
+
+    before = stream_attention.spans_of
+
+    def spans_of(rows: Any) -> Iterator[Any]:
+        spans = sorted(before(rows), key=lambda pair: sum(span.stop - span.start for span in pair))
+        for number in range(_GROUPS):
+            start, stop = (len(spans) * n // _GROUPS for n in (number, number + 1))
+            if start < stop:
+                with tracker.standing_for(stop - start):
+                    yield spans[(start + stop) // 2]
+
+    stream_attention.spans_of = spans_of
+    try:
+        yield
+    finally:
+        stream_attention.spans_of = before
 
 
 def for_real(function: Callable[..., T]) -> Callable[..., T]:

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -19,6 +20,7 @@ from trainer.memory.measure import Measured, MeasureRequest
 
 if TYPE_CHECKING:
     from trainer.memory.fake_device import FakeDevice
+    from trainer.memory.tracker import Ran
     from trainer.tasks.protocol import Places, Task
 
 logger = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     import numpy as np
 
     from trainer import tasks
-    from trainer.memory.fake_device import fake_device
+    from trainer.memory.fake_device import fake_device, rows_in_groups
     from trainer.memory.tracker import forwards_in
     from trainer.models import recomputation
     from trainer.models.base_model import DTYPES
@@ -102,7 +104,8 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
         tracker = device.tracker
         tracker.watch(model, shorten(model))
         tracker.restart()
-        _run(request, task, model, device, batch=batch, rows=rows)
+        with rows_in_groups(tracker) if request.groups_rows else nullcontext():
+            _run(request, task, model, device, batch=batch, rows=rows)
         of_one, of_last = _micro_batches(request, forwards_in(tracker.parts()))
         return Measured(
             weights=tracker.live["weights"],
@@ -120,8 +123,10 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
             shapes={name: list(tensor.shape) for name, tensor in batch.items()},
             tensors=tracker.largest,
             seconds=time.process_time() - started,
-            operators=[[*o, n] for o, n in of_one],
-            of_last=[[*o, n] for o, n in of_last],
+            operators=[[*operator, times] for operator, times in of_one.operators.items()],
+            calls=dict(of_one.calls),
+            operators_of_last=[[*operator, times] for operator, times in of_last.operators.items()],
+            calls_of_last=dict(of_last.calls),
             units=int(task.units(batch)),
             modules=modules,
             num_weights=len(sizes),
@@ -129,19 +134,19 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
         )
 
 
-def _micro_batches(
-    request: MeasureRequest, forwards: list[list[Any]]
-) -> tuple[list[Any], list[Any]]:
-    """Operators of one micro-batch, and of a step's last one where that is another.
+def _micro_batches(request: MeasureRequest, forwards: list[Ran]) -> tuple[Ran, Ran]:
+    """What one micro-batch runs, and a step's last one where that is another.
 
     forwards: those of every run of the model, as `_run` lets it run. Where micro-batches wait for
     each other (models/gradcache.py), the first of two runs, the last runs and goes back, and the
     first runs again.
     """
+    from trainer.memory.tracker import Ran
+
     if request.kind == "train" and request.accumulates and len(forwards) == 1 + 3:
         before, unseen, last, again = forwards
-        return [*before, *unseen, *again], last
-    return [operator for forward in forwards for operator in forward], []
+        return before + unseen + again, last
+    return sum(forwards, Ran()), Ran()
 
 
 def _run(

@@ -49,6 +49,8 @@ class MeasureRequest:
     answer_tokens: int | None = None  # of an answer; None: as many as the experiment allows
     accumulates: bool = False  # a second micro-batch of the same rows follows
     device: Literal["fakegpu", "cpu"] = "fakegpu"  # whose kernels are taken
+    # for time: rows of like length stand for each other where a processor takes them one by one
+    groups_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,10 @@ class Measured:
     partitioned: list[Moment] = field(default_factory=list)
     # of one micro-batch: the values of an Operator, and how often it runs
     operators: list[list[Any]] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)  # of the host, by their kind (tracker.py)
     # the same of a step's last micro-batch, where it does less than the others (GradCache)
-    of_last: list[list[Any]] = field(default_factory=list)
+    operators_of_last: list[list[Any]] = field(default_factory=list)
+    calls_of_last: dict[str, int] = field(default_factory=dict)
     units: int = 0  # that the loss of the batch is summed over
     modules: int = 0  # that have weights of their own
     num_weights: int = 0
@@ -105,10 +109,7 @@ class Measured:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Measured:
-        lists = {
-            name: [Moment(**moment) for moment in values[name]]
-            for name in ("moments", "partitioned")
-        }
+        lists = {name: [Moment(**moment) for moment in values[name]] for name in _MOMENTS}
         return cls(
             **{
                 **values,
@@ -118,7 +119,12 @@ class Measured:
         )
 
     def plain(self) -> dict[str, Any]:
-        return asdict(self)
+        # asdict() would copy every number of thousands of operators
+        lists = {name: [vars(one) for one in getattr(self, name)] for name in _MOMENTS}
+        return {**vars(self), **lists}
+
+
+_MOMENTS = ("moments", "partitioned")
 
 
 def scaled(few: tuple[int, Measured], some: tuple[int, Measured], rows: int) -> Measured:
@@ -236,7 +242,7 @@ def _key(request: MeasureRequest, program: str) -> str:
     folder = Path(base) if isinstance(base, str) else None
     config = folder / "config.json" if folder is not None else None
     shape = config.read_text() if config is not None and config.is_file() else ""
-    return digest({"program": program, "base": shape, **asdict(request)})
+    return digest({"program": program, "base": shape, **vars(request)})
 
 
 @cache
@@ -257,7 +263,7 @@ class _Measurer:
 
     def answer(self, requests: Sequence[MeasureRequest], places: Places) -> list[Measured]:
         job = {
-            "requests": [asdict(request) for request in requests],
+            "requests": [vars(request) for request in requests],
             "places": {
                 name: None if path is None else str(path) for name, path in asdict(places).items()
             },

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.schema import Experiment
+from trainer.data.vocabulary import byte_level_tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.files import hub
 from trainer.memory.deepspeed_terms import Zero
@@ -22,10 +23,8 @@ if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
     from trainer.tasks.protocol import Places, Task
 
-# The embedded tokenizer that stands in for a published one: its ids of padding and end.
+# A tokenizer that stands in for a published one (byte_level_tokenizer): its ids of padding and end.
 _STAND_IN: dict[str, Any] = {"pad_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 0}
-# of made-up names: the other corpus, Python's own documentation, takes a second to read
-_ITS_TOKENIZER = {"vocab_size": 2048, "corpus": "lookup"}
 
 
 @dataclass(frozen=True)
@@ -129,9 +128,8 @@ def reachable(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], l
         notes = [f"the Hub is out of reach: {cfg.base} is planned for by its published shape"]
     if cfg.tokenizer is not None:
         return changed(values, "base", {"config": shape}), notes
-    values = changed(
-        changed(values, "base", {"config": shape | _STAND_IN}), "tokenizer", _ITS_TOKENIZER
-    )
+    values = changed(values, "base", {"config": shape | _STAND_IN})
+    values = changed(values, "tokenizer", str(byte_level_tokenizer(places.cache_dir)))
     return values, [*notes, "the tokenizer of the base is out of reach"]
 
 

@@ -9,11 +9,13 @@ every operation: 54 s where this takes 2.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainer.memory.fake_values import tensors_in
@@ -45,11 +47,33 @@ class Forward:
     """The event of a model that begins to run."""
 
 
+@dataclass(frozen=True)
+class _Times:
+    """The event of work that stands for so many like it, until the next such event."""
+
+    count: int
+
+
+# Events of calls of the host: while a graph is recorded, and while none is.
+TRACKED, PLAIN = "tracked", "plain"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What ran, and how often."""
+
+    operators: Counter[Operator] = field(default_factory=Counter[Operator])
+    calls: Counter[str] = field(default_factory=Counter[str])
+
+    def __add__(self, other: Ran) -> Ran:
+        return Ran(self.operators + other.operators, self.calls + other.calls)
+
+
 class Tracker:
     """Counts what is made on one device, and what is done there."""
 
     def __init__(self, device: str) -> None:
-        self._device, self._label = device, "activations"
+        self._device = device
         self._storages: dict[int, _Storage] = {}
         self._vocabularies: set[int] = set()
         self.live: dict[str, int] = dict.fromkeys(
@@ -61,14 +85,9 @@ class Tracker:
         self._place: Any = None
         self.largest: list[tuple[str, int]] = []  # tensors alive when most was alive
 
-    @contextmanager
-    def labelling(self, category: str) -> Iterator[None]:
-        """Inside, what is made belongs to this category."""
-        before, self._label = self._label, category
-        try:
-            yield
-        finally:
-            self._label = before
+    def hold(self, tensor: Tensor, category: str) -> None:
+        """Count a tensor that no operation made."""
+        self._add(tensor, "held", category)
 
     def watch(self, model: nn.Module, stacks: Stacks | None = None) -> None:
         """Tell the gradients of the model's parameters and its logits from other activations.
@@ -90,6 +109,17 @@ class Tracker:
     def begin_forward(self) -> None:
         """Note that the model begins to run: see forwards_in()."""
         self._events.append(Forward())
+
+    @contextmanager
+    def standing_for(self, count: int) -> Iterator[None]:
+        """Inside, everything that runs counts so often."""
+        self._events.append(_Times(count))
+        yield
+        self._events.append(_Times(1))
+
+    def note(self, operator: Operator) -> None:
+        """Count an operator that no dispatch shows."""
+        self._events.append(operator)
 
     def parts(self) -> list[Part]:
         """What happened since restart(), with the blocks that were not shown.
@@ -116,6 +146,7 @@ class Tracker:
         for tensor in outputs:
             self._add(tensor, func)
         if inputs or outputs:
+            self._events.append(TRACKED if torch.is_grad_enabled() else PLAIN)
             operator = operator_of(func, args, kwargs, out, inputs=inputs, outputs=outputs)
             if operator is not None:
                 self._events.append(operator)
@@ -130,13 +161,12 @@ class Tracker:
                 self._place = place
                 self._events.append(place)
 
-    def _add(self, tensor: Tensor, func: Any) -> None:
+    def _add(self, tensor: Tensor, func: Any, category: str = "activations") -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
             return
         nbytes = -(-storage.nbytes() // BLOCK) * BLOCK
-        category = self._label
         if category == "activations" and tensor.ndim > 1 and self._is_logits(tensor):
             category = "logits"
         shape = "x".join(map(str, tensor.shape))
@@ -172,17 +202,21 @@ class Tracker:
         self.largest = [(storage.name, storage.nbytes) for storage in top]
 
 
-def forwards_in(parts: Sequence[Part]) -> list[list[tuple[Operator, int]]]:
-    """Every operator recorded, with how often the whole model runs it, in order: those before the
-    first run of the model, and those of each run up to the next one.
+def forwards_in(parts: Sequence[Part]) -> list[Ran]:
+    """What the whole model runs before it is run as a whole for the first time, and in each such
+    run up to the next one.
     """
-    found: list[list[tuple[Operator, int]]] = [[]]
+    found, times = [Ran()], 1
     for part in parts:
         for event in part.events:
             if isinstance(event, Forward):
-                found.append([])
+                found.append(Ran())
+            elif isinstance(event, _Times):
+                times = event.count
             elif isinstance(event, Operator):
-                found[-1].append((event, part.times))
+                found[-1].operators[event] += times * part.times
+            elif isinstance(event, str):
+                found[-1].calls[event] += times * part.times
     return found
 
 

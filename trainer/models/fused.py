@@ -132,11 +132,11 @@ def of_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of a block and its input, which stands in for the block's forward: compiled where
     the block is.
     """
-    compiled = _compiled(function)
+    compiled = functools.cache(_compiled)  # its compiler takes a second to import
 
     def run(block: nn.Module, *given: Any) -> Any:
         is_compiled = hasattr(block.forward, "get_compiler_config")
-        return (compiled if is_compiled else function)(block, *given)
+        return (compiled(function) if is_compiled else function)(block, *given)
 
     return run
 

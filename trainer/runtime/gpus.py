@@ -32,6 +32,7 @@ class _Card:
 _CARDS = (
     _Card("GB200", {}, 2.5e15, is_sm90=True, bytes_per_s=8e12, link_bytes_per_s=9e11),
     _Card("B200", {"b200": 178.4}, 2.25e15, is_sm90=True, bytes_per_s=8e12, link_bytes_per_s=9e11),
+    _Card("GH200", {}, 989.4e12, is_sm90=True, bytes_per_s=4e12, link_bytes_per_s=4.5e11),
     _Card("H200 NVL", {}, 835.5e12, is_sm90=True, bytes_per_s=4.8e12, link_bytes_per_s=4.5e11),
     _Card(
         "H200", {"h200": 139.8}, 989.4e12, is_sm90=True, bytes_per_s=4.8e12, link_bytes_per_s=4.5e11
@@ -131,12 +132,13 @@ class DataSheet:
 
 
 def data_sheet(name: str) -> DataSheet | None:
-    """Of a GPU by what --device or torch calls it; None where ours does not say enough."""
-    for card in _CARDS:
-        is_meant = name.lower() in card.options or card.name in name
-        if is_meant and card.peak_flops and card.bytes_per_s:
-            return DataSheet(card.peak_flops, card.bytes_per_s, card.link_bytes_per_s)
-    return None
+    """Of a GPU by what --device or torch calls it; None where ours does not say enough, and of a
+    MIG slice, which is a part of one.
+    """
+    card = next((card for card in _CARDS if name.lower() in card.options), None) or _card(name)
+    if card is None or card.peak_flops is None or card.bytes_per_s is None:
+        return None
+    return DataSheet(card.peak_flops, card.bytes_per_s, card.link_bytes_per_s)
 
 
 def peak_flops(name: str | None = None) -> float | None:
@@ -146,6 +148,12 @@ def peak_flops(name: str | None = None) -> float | None:
     if name is None:
         device = device_here()
         name = "" if device is None else device.name
+    card = _card(name)
+    return None if card is None else card.peak_flops
+
+
+def _card(name: str) -> _Card | None:
+    """The card of torch's name of a device: "NVIDIA L40" is no L4, and a MIG slice none at all."""
     if "MIG" in name:
         return None
-    return next((card.peak_flops for card in _CARDS if card.name in name), None)
+    return next((card for card in _CARDS if re.search(rf"\b{card.name}\b", name)), None)

@@ -23,9 +23,13 @@ from trainer.timing.rates import Link, Rates
 
 _TURN_S = 0.02  # that one measurement takes at least
 _TURNS = 3  # the quickest counts: others may use the machine
-_NUMBERS = 1 << 20  # of a tensor whose bytes are moved
-_GPU_NUMBERS = 1 << 26
-_CPU_SIDES, _GPU_SIDES = (32, 64, 128, 256, 512, 1024), (128, 512, 1024, 2048, 4096, 8192)
+# Numbers of a tensor whose bytes are moved: in a step the next one is another, and its results stay
+_CPU_NUMBERS, _GPU_NUMBERS = (1 << 14, 1 << 18, 1 << 21), (1 << 20, 1 << 23, 1 << 26)
+_ROTATED, _FEWEST, _MOST = 1 << 22, 2, 64  # numbers of those that take turns, and how many do
+_CPU_SIDES, _GPU_SIDES = (16, 32, 64, 128, 256, 512), (128, 512, 1024, 2048, 4096, 8192)
+_WIDE = 1024  # from here on a linear layer has no more rows than it is wide
+_LAYERS, _LONG_S = 3, 0.2
+_CPU_LENGTHS, _GPU_LENGTHS = (32, 64, 128, 256, 512), (256, 1024, 4096)
 _DISK_BYTES = 64 << 20
 _SENT_NUMBERS = 4 << 20
 _GUESSED = Link(1e9, 2e-4)  # of ranks on one processor, where there is one to measure
@@ -40,14 +44,15 @@ def calibrated(folder: Path) -> Rates:
     is_gpu = device.type == "cuda"
     dtypes = (torch.float32, torch.bfloat16)
     operators = _moving(device)
-    link = _link(device)
+    link, (tracked, plain) = _link(device), _launches(device)
     return Rates(
-        name=torch.cuda.get_device_name() if is_gpu else _processor(),
+        name=_name(),
         is_measured=True,
         matmul={str(dtype)[6:]: _products(device, dtype) for dtype in dtypes},
-        attention_flops=_attention(device),
+        attention=_attention(device),
         operators=operators,
-        launch_s=_launch(device),
+        launch_s=tracked,
+        plain_launch_s=plain,
         overlaps_launches=is_gpu,
         update_s=_update(device),
         within=link,
@@ -63,11 +68,16 @@ def machine() -> dict[str, Any]:
     """What the rates are those of."""
     return {
         "host": platform.node(),
+        "device": _name(),
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "ranks": distributed.world(),
         "torch": torch.__version__,
     }
+
+
+def _name() -> str:
+    return torch.cuda.get_device_name() if distributed.is_gpu() else _processor()
 
 
 def _processor() -> str:
@@ -106,28 +116,80 @@ def seconds(run: Callable[[], Any], device: torch.device) -> float:
     return best
 
 
+def _bare(device: torch.device) -> float:
+    """A processor's seconds for a call that computes nothing: they are counted by themselves."""
+    if device.type == "cuda":
+        return 0.0
+    tiny = torch.zeros(1)
+    return seconds(lambda: tiny + tiny, device)
+
+
+def _working(took: float, calls: int, bare: float) -> float:
+    """Seconds without the calls themselves."""
+    return max(took - calls * bare, 0.2 * took)
+
+
 def _products(device: torch.device, dtype: torch.dtype) -> list[list[float]]:
+    """FLOP/s of the three products of a linear layer, forward and backward, by FLOPs of one."""
+    is_gpu, bare = device.type == "cuda", _bare(device)
     curve: list[list[float]] = []
-    for side in _GPU_SIDES if device.type == "cuda" else _CPU_SIDES:
-        left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        flops = 2.0 * side**3
-        curve.append([flops, flops / seconds(lambda a=left, b=right: a @ b, device)])
+    for width in _GPU_SIDES if is_gpu else _CPU_SIDES:
+        rows = 4 * width if width < _WIDE else width
+
+        def layer(rows: int = rows, width: int = width) -> list[Tensor]:
+            return [torch.randn(n, width, device=device).to(dtype) for n in (rows, rows, width)]
+
+        sets = _Rotation([layer() for _ in range(_LAYERS)])
+
+        def run(sets: Any = sets) -> None:
+            x_ND, of_y_ND, weight_DD = sets.next()
+            x_ND @ weight_DD.t()
+            of_y_ND @ weight_DD
+            of_y_ND.t() @ x_ND
+
+        flops = 2.0 * rows * width**2
+        took = seconds(run, device)
+        curve.append([flops, 3 * flops / _working(took, 3, bare)])
+        if took > _LONG_S and not is_gpu:
+            break  # larger ones are as fast
     return curve
 
 
-def _attention(device: torch.device) -> float:
-    """FLOP/s of the fused kernel, forward and backward."""
+class _Rotation:
+    """Tensors that are taken in turn, so that a cache does not hold the next ones."""
+
+    def __init__(self, sets: list[Any]) -> None:
+        self._sets, self._next = sets, 0
+
+    def next(self) -> Any:
+        self._next = (self._next + 1) % len(self._sets)
+        return self._sets[self._next]
+
+
+def _attention(device: torch.device) -> dict[str, list[list[float]]]:
+    """FLOP/s of the fused kernel, forward and backward, by FLOPs of one head of one row."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    shape = (4, 8, 256, 64)
-    query, key, value = (
-        torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
-    )
+    found: dict[str, list[list[float]]] = {"forward": [], "backward": []}
+    for length in _GPU_LENGTHS if device.type == "cuda" else _CPU_LENGTHS:
+        shape = (4, 8, length, 64)
+        query, key, value = (
+            torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
+        )
 
-    def run() -> None:
-        F.scaled_dot_product_attention(query, key, value).sum().backward()
+        def forward(qkv: Any = (query, key, value)) -> Tensor:
+            return F.scaled_dot_product_attention(*qkv)
 
-    flops = 7 * 2.0 * shape[0] * shape[1] * shape[2] ** 2 * shape[3]
-    return flops / seconds(run, device)
+        def both(forward: Any = forward, qkv: Any = (query, key, value)) -> Any:
+            mixed = forward()
+            return torch.autograd.grad(mixed, qkv, mixed)
+
+        ahead, whole = seconds(forward, device), seconds(both, device)
+        product, heads = 2.0 * length**2 * shape[3], shape[0] * shape[1]
+        back = max(whole - ahead, ahead)
+        size = product * (heads if device.type == "cuda" else 1)
+        found["forward"].append([2 * size, 2 * product * heads / ahead])
+        found["backward"].append([5 * size, 5 * product * heads / back])
+    return found
 
 
 class _Listing(TorchDispatchMode):
@@ -136,12 +198,14 @@ class _Listing(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[Operator] = []
+        self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         inputs, outputs = list(tensors_in(args, kwargs or {})), list(tensors_in(out))
         found = operator_of(func, args, kwargs or {}, out, inputs=inputs, outputs=outputs)
         self.operators += [] if found is None else [found]
+        self.calls += 1
         return out
 
 
@@ -152,76 +216,106 @@ def operators_of(run: Callable[[], Any]) -> list[Operator]:
     return listing.operators
 
 
-def _moving(device: torch.device) -> dict[str, float]:
-    """bytes/s of operators that move memory, each as it is counted in a step."""
-    numbers = _GPU_NUMBERS if device.type == "cuda" else _NUMBERS
-    x_ND = torch.randn(numbers // 512, 512, device=device)
-    y_ND, gate_ND = torch.randn_like(x_ND), x_ND > 0
-    weight_D = torch.ones(512, device=device)
-    ids_N = torch.arange(len(x_ND), device=device) % 64
-    aten = torch.ops.aten
-    half_ND, rows_N = x_ND.bfloat16(), ids_N[:, None].expand(-1, 512)
-    stats = aten.native_layer_norm(x_ND, [512], weight_D, weight_D, 1e-5)
-    runs: list[Callable[[], Any]] = [
-        lambda: x_ND + y_ND,
-        lambda: x_ND * y_ND,
-        lambda: x_ND.clone(),
-        lambda: x_ND.copy_(y_ND),
-        lambda: x_ND.bfloat16(),
-        lambda: half_ND + half_ND,
-        lambda: torch.empty_like(x_ND).zero_(),
-        lambda: x_ND.pow(2),
-        lambda: x_ND.mean(-1),
-        lambda: x_ND.sum(0),
-        lambda: aten.rsqrt(y_ND),
-        lambda: torch.exp(x_ND),
-        lambda: torch.relu(x_ND),
-        lambda: aten.threshold_backward(x_ND, y_ND, 0),
-        lambda: F.gelu(x_ND),
-        lambda: aten.gelu_backward(x_ND, y_ND),
-        lambda: aten.silu(x_ND),
-        lambda: aten.silu_backward(x_ND, y_ND),
-        lambda: torch.tanh(x_ND),
-        lambda: aten.tanh_backward(x_ND, y_ND),
-        lambda: torch.sigmoid(x_ND),
-        lambda: aten.bernoulli_.float(torch.empty_like(x_ND), 0.9),
-        lambda: aten.native_dropout(x_ND, 0.1, True),
-        lambda: aten._softmax(x_ND, -1, False),
-        lambda: aten._softmax_backward_data(x_ND, y_ND, -1, torch.float32),
-        lambda: aten._log_softmax(x_ND, -1, False),
-        lambda: aten._log_softmax_backward_data(x_ND, y_ND, -1, torch.float32),
-        lambda: aten.native_layer_norm(x_ND, [512], weight_D, weight_D, 1e-5),
-        lambda: aten.native_layer_norm_backward(
-            y_ND, x_ND, [512], stats[1], stats[2], weight_D, weight_D, [True] * 3
-        ),
-        lambda: torch.where(gate_ND, x_ND, y_ND),
-        lambda: x_ND.masked_fill(gate_ND, 0.0),
-        lambda: torch.cat([x_ND, y_ND]),
-        lambda: aten.embedding(x_ND, ids_N),
-        lambda: aten.index_select(x_ND, 0, ids_N),
-        lambda: aten.index_add(x_ND, 0, ids_N, y_ND),
-        lambda: aten.scatter_add(x_ND, 0, rows_N, y_ND),
-        lambda: aten.embedding_dense_backward(x_ND, ids_N, len(x_ND), -1, False),
-    ]
-    found: dict[str, float] = {}
-    for run in runs:
-        moved = operators_of(run)
-        nbytes = sum(operator.nbytes for operator in moved)
-        rate = nbytes / seconds(run, device)
-        found.setdefault(moved[-1].name.rstrip("_"), rate)
-    return {**found, "": found["add"]}
+def _moving(device: torch.device) -> dict[str, list[list[float]]]:
+    """bytes/s of operators that move memory, by bytes, each as it is counted in a step."""
+    found: dict[str, dict[float, float]] = {}
+    bare = _bare(device)
+    for numbers in _GPU_NUMBERS if device.type == "cuda" else _CPU_NUMBERS:
+        count = max(_FEWEST, min(_MOST, _ROTATED // numbers))
+        sets = [_Moved(numbers, device) for _ in range(count)]
+        # the first one is measured twice: by then the allocator has grown as far as it will
+        for place in [0, *range(len(sets[0].runs))]:
+
+            def run(place: int = place, sets: list[_Moved] = sets) -> list[Any]:
+                return [one.runs[place]() for one in sets]  # as in a step, results are kept
+
+            moved = operators_of(sets[0].runs[place])
+            nbytes = sum(operator.nbytes for operator in moved)
+            rate = nbytes * count / _working(seconds(run, device), count * len(moved), bare)
+            found.setdefault(moved[-1].name.rstrip("_"), {})[float(nbytes)] = rate
+    curves = {name: [[size, rate] for size, rate in by.items()] for name, by in found.items()}
+    return {**curves, "": curves["add"]}
 
 
-def _launch(device: torch.device) -> float:
-    """The host's seconds for an operator of a model that is too small to compute anything."""
+class _Moved:
+    """Tensors of one size, and what is done with them."""
+
+    def __init__(self, numbers: int, device: torch.device) -> None:
+        x_ND = torch.randn(numbers // 512, 512, device=device)
+        y_ND, gate_ND = torch.randn_like(x_ND), x_ND > 0
+        weight_D = torch.ones(512, device=device)
+        ids_N = torch.randperm(len(x_ND), device=device)
+        wide_NV = x_ND.view(-1, min(2048, numbers))  # as a vocabulary
+        of_wide_NV = y_ND.view_as(wide_NV)
+        aten = torch.ops.aten
+        rows_N = ids_N[:, None].expand(-1, 512)
+        stats = aten.native_layer_norm(x_ND, [512], weight_D, weight_D, 1e-5)
+        self.runs: list[Callable[[], Any]] = [
+            lambda: x_ND + y_ND,
+            lambda: x_ND * y_ND,
+            lambda: x_ND / 2.0,
+            lambda: x_ND.clone(),
+            lambda: y_ND.copy_(x_ND),
+            lambda: x_ND.bfloat16(),
+            lambda: torch.empty_like(x_ND).zero_(),
+            lambda: x_ND.pow(2),
+            lambda: x_ND.mean(-1),
+            lambda: x_ND.sum(0),
+            lambda: aten.rsqrt(x_ND),
+            lambda: torch.exp(x_ND),
+            lambda: torch.relu(x_ND),
+            lambda: aten.threshold_backward(x_ND, y_ND, 0),
+            lambda: F.gelu(x_ND),
+            lambda: aten.gelu_backward(x_ND, y_ND),
+            lambda: aten.silu(x_ND),
+            lambda: aten.silu_backward(x_ND, y_ND),
+            lambda: torch.tanh(x_ND),
+            lambda: aten.tanh_backward(x_ND, y_ND),
+            lambda: torch.sigmoid(x_ND),
+            lambda: aten.bernoulli_.float(torch.empty_like(x_ND), 0.9),
+            lambda: aten.native_dropout(x_ND, 0.1, True),
+            lambda: aten._softmax(x_ND, -1, False),
+            lambda: aten._softmax_backward_data(x_ND, y_ND, -1, torch.float32),
+            lambda: aten._log_softmax(wide_NV, -1, False),
+            lambda: aten._log_softmax_backward_data(wide_NV, of_wide_NV, -1, torch.float32),
+            lambda: aten.native_layer_norm(x_ND, [512], weight_D, weight_D, 1e-5),
+            lambda: aten.native_layer_norm_backward(
+                y_ND, x_ND, [512], stats[1], stats[2], weight_D, weight_D, [True] * 3
+            ),
+            lambda: torch.where(gate_ND, x_ND, y_ND),
+            lambda: x_ND.masked_fill(gate_ND, 0.0),
+            lambda: torch.cat([x_ND, y_ND], -1),
+            lambda: aten.embedding(x_ND, ids_N),
+            lambda: aten.index_select(x_ND, 0, ids_N),
+            lambda: aten.index_add(x_ND, 0, ids_N, y_ND),
+            lambda: aten.scatter_add(x_ND, 0, rows_N, y_ND),
+            lambda: aten.embedding_dense_backward(x_ND, ids_N, len(x_ND), -1, False),
+        ]
+
+
+def _launches(device: torch.device) -> tuple[float, float]:
+    """The host's seconds for a call of a model that is too small to compute anything: forward,
+    while a graph is recorded, and backward.
+    """
     layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(8)]
     model = nn.Sequential(*layers).to(device)
     x_BD = torch.randn(4, 8, device=device)
 
-    def run() -> None:
-        (model(x_BD) + x_BD).sum().backward()
+    def forward() -> Tensor:
+        return (model(x_BD) + x_BD).sum()
 
-    return seconds(run, device) / len(operators_of(run))
+    def both() -> None:
+        forward().backward()
+
+    ahead, whole = seconds(forward, device), seconds(both, device)
+    calls, all_calls = _calls(forward), _calls(both)
+    return ahead / calls, max(whole - ahead, 0.1 * ahead) / (all_calls - calls)
+
+
+def _calls(run: Callable[[], Any]) -> int:
+    with _Listing() as listing:
+        run()
+    return listing.calls
 
 
 def _update(device: torch.device) -> float:
@@ -229,12 +323,12 @@ def _update(device: torch.device) -> float:
     weights = [nn.Parameter(torch.randn(1 << 18, device=device)) for _ in range(16)]
     for weight in weights:
         weight.grad = torch.randn_like(weight)
-    return seconds(torch.optim.AdamW(weights).step, device) / (16 << 18)
+    return seconds(torch.optim.AdamW(weights, fused=True).step, device) / (16 << 18)
 
 
-def _host_link(device: torch.device, operators: dict[str, float]) -> float:
+def _host_link(device: torch.device, operators: dict[str, list[list[float]]]) -> float:
     if device.type != "cuda":
-        return operators["copy"]
+        return operators["copy"][-1][1]
     there = torch.empty(16 << 20, device=device)
     here = torch.empty(16 << 20, pin_memory=True)
     return here.nbytes / seconds(lambda: here.copy_(there), device)

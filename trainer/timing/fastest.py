@@ -159,7 +159,8 @@ def _measured(
             step = subject.training_request(np.resize(longest, rows), values)
             heavy.append(replace(step, accumulates=True))
             step = subject.training_request(np.resize(middle, rows), values)
-            typical.append(replace(step, accumulates=True, device=kernels))
+            how = {"device": kernels, "groups_rows": True}
+            typical.append(replace(step, accumulates=True, **how))
     found = measure([*heavy, *typical], subject.places)
     long, short = found[: len(heavy)], found[len(heavy) :]
     points = {

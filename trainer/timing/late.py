@@ -84,12 +84,13 @@ def _refuse_another(machine: Mapping[str, Any], name: str) -> None:
     from trainer.timing.calibration import machine as this_machine
 
     here = this_machine()
-    other = {key: (machine[key], here[key]) for key in ("processor",) if machine[key] != here[key]}
-    for key, (theirs, ours) in other.items():
-        raise ConfigError(
-            f"--device: a calibration of another device ({name}): its {key} is {theirs!r}, here it "
-            f"is {ours!r}. Calibrate here: python -m trainer calibrate-device."
-        )
+    for key in ("device", "processor"):
+        theirs, ours = machine.get(key), here[key]
+        if theirs != ours:
+            raise ConfigError(
+                f"--device: a calibration of another machine ({name}): its {key} is {theirs!r}, "
+                f"here it is {ours!r}. Calibrate here: python -m trainer calibrate-device."
+            )
 
 
 def tell(meter: Meter, record: RunRecord) -> None:

@@ -21,6 +21,7 @@ _LOOKING_UP = frozenset(("embedding", "index_select", "gather", "index"))
 # (matrices that are multiplied, in the order of the arguments)
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 _ATTENTION = "scaled_dot_product"
+_OF_ATTENTION = ("bmm", "baddbmm", "_softmax", "_softmax_backward_data")
 
 
 class Operator(NamedTuple):
@@ -29,14 +30,19 @@ class Operator(NamedTuple):
     name: str
     flops: float
     nbytes: int  # read and written, each once
-    sides: tuple[int, ...] = ()  # (batch, rows, columns, depth) of a product
+    # (batch, rows, columns, depth) of a product; of fused attention (rows x heads,)
+    sides: tuple[int, ...] = ()
     dtype: str = ""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is an attention kernel, which does everything at once."""
+        return _ATTENTION in self.name or "varlen" in self.name
 
     @property
     def kind(self) -> str:
         """The part of a step that it belongs to."""
-        is_fused = _ATTENTION in self.name or "varlen" in self.name
-        if is_fused or self.name in ("bmm", "baddbmm", "_softmax"):
+        if self.is_fused or self.name in _OF_ATTENTION:
             return "attention"
         return "matmul" if self.flops else "memory"
 
@@ -65,7 +71,8 @@ def operator_of(
     if name in _PRODUCTS:
         sides = _sides(*(args[place].shape for place in _PRODUCTS[name]))
         return Operator(name, 2.0 * math.prod(sides), nbytes, sides, dtype)
-    return Operator(name, _flops(func, name, args, kwargs, out), nbytes, (), dtype)
+    heads = (math.prod(outputs[0].shape[:2]),) if _ATTENTION in name else ()
+    return Operator(name, _flops(func, name, args, kwargs, out), nbytes, heads, dtype)
 
 
 def _touched(tensor: Tensor) -> int:

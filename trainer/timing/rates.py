@@ -15,14 +15,14 @@ from typing import Any
 from trainer.errors import ConfigError
 from trainer.runtime.gpus import Device, data_sheet
 
-VERSION = 1  # of the file
+VERSION = 2  # of the file
 
 # What of a data sheet's numbers long series of large operators reach. Judgement, from published
 # matmul and copy benchmarks; a calibration replaces it.
 _REACHED_FLOPS, _REACHED_BYTES, _REACHED_LINK = 0.70, 0.85, 0.75
 _FULL_FLOPS = 40e9  # of one product, from which it fills an H100; half the rate at a fiftieth of it
-# The host's seconds for an operator of torch's eager mode; a GPU works meanwhile.
-_LAUNCH_S = 6e-6
+# The host's seconds for a call in torch's eager mode, views too; a GPU works meanwhile.
+_LAUNCH_S, _PLAIN_LAUNCH_S = 4e-6, 3e-6
 _BETWEEN_BYTES_PER_S = 50e9  # a 400 Gb/s adapter for each GPU, as DGX H100 has
 _LATENCY_S, _BETWEEN_LATENCY_S = 20e-6, 40e-6  # of a collective
 _HOST_BYTES_PER_S, _DISK_BYTES_PER_S = 25e9, 1e9
@@ -45,10 +45,14 @@ class Rates:
     is_measured: bool
     # FLOP/s of products by dtype: [FLOPs of one product, FLOP/s], smaller ones first
     matmul: dict[str, list[list[float]]]
-    attention_flops: float  # FLOP/s of a fused attention kernel
-    # bytes/s read and written by operators that only move memory; "": any other
-    operators: dict[str, float]
-    launch_s: float
+    # FLOP/s of a fused attention kernel, "forward" and "backward": [FLOPs of a head, FLOP/s]; on a
+    # GPU of all heads and rows
+    attention: dict[str, list[list[float]]]
+    # bytes/s read and written by operators that only move memory, as of products: [bytes, bytes/s];
+    # "": any other
+    operators: dict[str, list[list[float]]]
+    launch_s: float  # of the host, for a call while a graph is recorded
+    plain_launch_s: float  # and while none is, as in a backward pass
     overlaps_launches: bool  # the host runs ahead of the device: a GPU
     update_s: float  # of the optimizer, for one number
     within: Link
@@ -64,10 +68,20 @@ class Rates:
         curve = self.matmul.get(dtype) or self.matmul["float32"]
         return count * flops / _on(curve, flops * (count if self.overlaps_launches else 1))
 
+    def attention_s(self, name: str, flops: float, *, count: int) -> float:
+        """Seconds of a fused kernel over `count` heads and rows together."""
+        curve = self.attention["backward" if name.endswith("backward") else "forward"]
+        return flops / _on(curve, flops / (1 if self.overlaps_launches else count))
+
     def moving_s(self, name: str, nbytes: int) -> float:
         """Seconds of an operator that reads and writes so many bytes."""
-        plain = name.rstrip("_")
-        return nbytes / self.operators.get(plain, self.operators[""])
+        curve = self.operators.get(name.rstrip("_"), self.operators[""])
+        return nbytes / _on(curve, nbytes)
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Of large tensors."""
+        return self.operators[""][-1][1]
 
     @property
     def device(self) -> Device:
@@ -75,15 +89,15 @@ class Rates:
         return Device(self.name, self.nbytes, 0)
 
 
-def _on(curve: list[list[float]], flops: float) -> float:
-    """FLOP/s at a size, between the sizes that were measured."""
-    place = bisect_left([point[0] for point in curve], flops)
+def _on(curve: list[list[float]], size: float) -> float:
+    """The rate at a size, between the sizes that were measured."""
+    place = bisect_left([point[0] for point in curve], size)
     if place == 0:
         return curve[0][1]
     if place == len(curve):
         return curve[-1][1]
     (low, slow), (high, fast) = curve[place - 1], curve[place]
-    part = math.log(flops / low) / math.log(high / low)
+    part = math.log(size / low) / math.log(high / low)
     return slow ** (1 - part) * fast**part
 
 
@@ -96,15 +110,16 @@ def of_data_sheet(name: str) -> Rates | None:
     full = _FULL_FLOPS * sheet.peak_flops / 989.4e12
     sizes = [full * 4.0**power for power in range(-8, 3)]
     half = [[size, peak * size / (size + full / 50)] for size in sizes]
-    single = [[size, rate / 8] for size, rate in half]  # fp32 without tensor cores
+    single = [[size, rate / 2] for size, rate in half]  # TF32, as runs in fp32 are set to
     memory = _REACHED_BYTES * sheet.bytes_per_s
     return Rates(
         name=name,
         is_measured=False,
         matmul={"bfloat16": half, "float16": half, "float32": single},
-        attention_flops=0.5 * sheet.peak_flops,
-        operators={"": memory},
+        attention={way: [[1.0, 0.5 * sheet.peak_flops]] for way in ("forward", "backward")},
+        operators={"": [[1.0, memory]]},
         launch_s=_LAUNCH_S,
+        plain_launch_s=_PLAIN_LAUNCH_S,
         overlaps_launches=True,
         update_s=28 / memory,  # AdamW reads 16 bytes of a number and writes 12
         within=Link(_REACHED_LINK * sheet.link_bytes_per_s, _LATENCY_S),

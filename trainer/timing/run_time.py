@@ -76,7 +76,8 @@ def run_time(subject: Subject, rates: Rates, cluster: Cluster) -> RunTime:
         MeasureRequest(subject.values, "evaluate", subject.valid.encoded(evaluated, is_drawn=False))
     )
     requests += answer_requests(subject, evaluated)
-    found = measure([replace(request, device=kernels) for request in requests], subject.places)
+    how = {"device": kernels, "groups_rows": True}
+    found = measure([replace(request, **how) for request in requests], subject.places)
     steps, evaluation, answers = (
         found[: len(batches)],
         found[len(batches)],

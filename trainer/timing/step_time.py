@@ -4,7 +4,7 @@ around them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -64,28 +64,32 @@ class Work:
     """What one micro-batch computes."""
 
     operators: list[tuple[Operator, float]]  # and how often it runs
-    units: float
+    tracked: float = 0.0  # calls of the host while a graph is recorded
+    plain: float = 0.0  # and while none is
 
     @classmethod
     def of(cls, step: Measured) -> Work:
         """One of a step that was measured."""
-        return cls(_operators(step.operators), step.units)
+        return cls._of(step.operators, step.calls)
 
     @classmethod
     def of_last(cls, step: Measured) -> Work:
         """The last one of a step that was measured."""
-        return cls(_operators(step.of_last or step.operators), step.units)
+        if not step.operators_of_last:
+            return cls.of(step)
+        return cls._of(step.operators_of_last, step.calls_of_last)
+
+    @classmethod
+    def _of(cls, values: list[list[Any]], calls: Mapping[str, float]) -> Work:
+        operators = [
+            (Operator(name, flops, nbytes, tuple(sides), dtype), float(times))
+            for name, flops, nbytes, sides, dtype, times in values
+        ]
+        return cls(operators, calls.get("tracked", 0.0), calls.get("plain", 0.0))
 
     @property
     def flops(self) -> float:
         return sum(operator.flops * times for operator, times in self.operators)
-
-
-def _operators(values: list[list[Any]]) -> list[tuple[Operator, float]]:
-    return [
-        (Operator(name, flops, nbytes, tuple(sides), dtype), float(times))
-        for name, flops, nbytes, sides, dtype, times in values
-    ]
 
 
 def flops_of(step: Measured, count: float) -> float:
@@ -104,7 +108,7 @@ class Batches:
     def of(cls, step: Measured, rates: Rates) -> Batches:
         """Those of a step that was measured, by computing()."""
         one = computing(Work.of(step), rates)
-        return cls(one, computing(Work.of_last(step), rates) if step.of_last else one)
+        return cls(one, computing(Work.of_last(step), rates))
 
     def counted(self, count: float, *, share: float = 1.0) -> list[tuple[StepTime, float]]:
         """computing() of `share` of a step of `count` micro-batches, and how many of each."""
@@ -114,10 +118,9 @@ class Batches:
 def computing(work: Work, rates: Rates) -> StepTime:
     """The operators of one micro-batch, and all of the host's launches: see `overlapped`."""
     parts: dict[str, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0}
-    launches = 0.0
     for operator, times in work.operators:
         parts[operator.kind] += times * operator_s(operator, rates)
-        launches += times * rates.launch_s
+    launches = work.tracked * rates.launch_s + work.plain * rates.plain_launch_s
     return StepTime(**parts, launches=launches)
 
 
@@ -141,14 +144,14 @@ def overlapped(time: StepTime, rates: Rates) -> StepTime:
 
 def operator_s(operator: Operator, rates: Rates) -> float:
     """Seconds of one operator on the device."""
+    flops, count = operator.flops, operator.sides[0] if operator.sides else 1
     moving = rates.moving_s(operator.name, operator.nbytes)
-    if operator.sides:
-        count = operator.sides[0]
-        product = rates.product_s(operator.flops / count, count=count, dtype=operator.dtype)
-        return max(product, operator.nbytes / rates.operators[""])
-    if operator.flops and operator.kind == "attention":
-        return max(operator.flops / rates.attention_flops, moving)
-    return moving
+    if not flops:
+        return moving
+    if operator.is_fused:
+        return max(rates.attention_s(operator.name, flops, count=count), moving)
+    product = rates.product_s(flops / count, count=count, dtype=operator.dtype)
+    return max(product, operator.nbytes / rates.memory_bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,7 @@ def _updating(step: Measured, zero: Zero, rates: Rates) -> float:
     if zero.offloads_optimizer:
         moved = (4 + zero.width) * own / rates.host_bytes_per_s  # gradients down, weights up
         return own * rates.host_update_s + moved
-    return own * rates.update_s + 4 * _PASSES[zero.stage] * own / rates.operators[""]
+    return own * rates.update_s + 4 * _PASSES[zero.stage] * own / rates.memory_bytes_per_s
 
 
 def _sending(step: Measured, zero: Zero, cluster: Cluster, rates: Rates, batches: float) -> float:

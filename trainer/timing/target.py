@@ -37,20 +37,24 @@ def target_of(text: str | None, *, world: int | None, nodes: int = 1) -> Target:
     world: how many devices in all, when `text` does not say; None: as the launcher does, or one.
     ConfigError for anything else.
     """
+    if re.search(r"[,+&]", Path(text or "").name):
+        raise ConfigError(
+            f"--device {text}: devices of several kinds. A step waits for the slowest: plan for "
+            "that one, such as 8xa100-80."
+        )
     several = re.fullmatch(r"(\d+)x(.+)", text or "")
     if several:
         count = int(several[1]) * nodes
+        if count < 1:
+            raise ConfigError(
+                f"--device {text}: no device at all. Want one or more: 1x{several[2]}."
+            )
         if world is not None and world != count:
             raise ConfigError(
                 f"--device {text} with --nodes {nodes} are {count} devices, and --world is "
                 f"{world}. Leave one of them out."
             )
         world, text = count, several[2]
-    elif "," in (text or ""):
-        raise ConfigError(
-            f"--device {text}: devices of several kinds. A step waits for the slowest: plan for "
-            "that one, such as 8xa100-80."
-        )
     world = world or int(os.environ.get("WORLD_SIZE", "1"))
     if world < 1 or world % nodes:
         raise ConfigError(

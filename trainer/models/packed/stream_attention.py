@@ -305,9 +305,13 @@ class _Row:
 def _rows(
     q: Tensor, k: Tensor, v: Tensor, rows: Rows, biases: Biases | None, drop: Dropout | None
 ) -> Iterator[_Row]:
+    for spans in spans_of(rows):
+        yield _Row(q, k, v, spans, is_causal=rows.is_causal).biased(biases).dropping(drop)
+
+
+def spans_of(rows: Rows) -> Iterator[tuple[slice, slice]]:
+    """Where the queries and the keys of each row lie that has queries."""
     queries, keys = (list(pairwise(starts.tolist())) for starts in (rows.queries, rows.keys))
     for own, others in zip(queries, keys, strict=True):
-        if own[0] == own[1]:
-            continue  # a document without a summary
-        row = _Row(q, k, v, (slice(*own), slice(*others)), is_causal=rows.is_causal)
-        yield row.biased(biases).dropping(drop)
+        if own[0] < own[1]:  # a document may have no summary
+            yield slice(*own), slice(*others)
