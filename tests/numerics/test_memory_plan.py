@@ -304,7 +304,8 @@ def test_auto_takes_the_fastest_by_known_rates_and_the_run_is_held_against_its_p
 ) -> None:
     device = tmp_path / "device.json"
     fast = replace(PLAIN, nbytes=24 * 2**30, matmul={"float32": [[1e3, 1e15], [1e9, 1e15]]})
-    fast = replace(fast, operators={"": 1e12}, attention_flops=1e15, update_s=1e-12)
+    at_once = {way: [[1.0, 1e15]] for way in ("forward", "backward")}
+    fast = replace(fast, operators={"": [[1.0, 1e12]]}, attention=at_once, update_s=1e-12)
     fast = replace(fast, host_update_s=1e-3)  # offloading never pays, and launches cost most
     device.write_text(json.dumps(rates.plain(fast)))
     folder = run(

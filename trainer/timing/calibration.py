@@ -143,9 +143,9 @@ def _products(device: torch.device, dtype: torch.dtype) -> list[list[float]]:
 
         def run(sets: Any = sets) -> None:
             x_ND, of_y_ND, weight_DD = sets.next()
-            x_ND @ weight_DD.t()
-            of_y_ND @ weight_DD
-            of_y_ND.t() @ x_ND
+            torch.mm(x_ND, weight_DD.t())
+            torch.mm(of_y_ND, weight_DD)
+            torch.mm(of_y_ND.t(), x_ND)
 
         flops = 2.0 * rows * width**2
         took = seconds(run, device)
