@@ -221,7 +221,7 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("a GPU runs the kernels themselves: tests/gpu")
     from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
 
-    convert = interpreter._convert_float
+    convert, patch_tensor = interpreter._convert_float, interpreter._patch_lang_tensor
 
     def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
         """Triton 3.9's interpreter cuts bits off where a GPU rounds to the nearest number."""
@@ -230,7 +230,13 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         nearest = torch.from_numpy(np.ascontiguousarray(values).copy()).to(torch.bfloat16)
         return nearest.view(torch.uint16).numpy()
 
+    def patched(tensor: Any, scope: Any) -> None:
+        """Triton 3.6's takes arrays of one number for numbers, which NumPy 2.4 refuses."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
     monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 @pytest.mark.usefixtures("interpreter")

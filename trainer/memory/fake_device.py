@@ -217,13 +217,12 @@ class FakeDevice:
         return model
 
     def _like(self, tensor: Tensor) -> Tensor:
-        return FakeTensor(
-            self._mode,
-            torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"),
-            self.device,
-            requires_grad=tensor.requires_grad,
-            _is_param=isinstance(tensor, nn.Parameter),
+        shape = torch.empty(
+            tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad
         )
+        fake = FakeTensor(self._mode, shape, self.device)
+        fake._is_param = isinstance(tensor, nn.Parameter)  # as torch's own marks a Parameter
+        return fake
 
     def put(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A real batch on this device; its values stay known (integers.py)."""
