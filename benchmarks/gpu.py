@@ -4,9 +4,9 @@
 
 Every part writes its own JSON file as it ends, and a part that has one is left out: the command
 can be given again. Each has a time limit, and none is begun after --minutes. Seconds of a step are
-those behind the first eight steps. --rehearse runs every part on the CPU with tiny models, in
-minutes, so that nothing is tried for the first time on the GPU; what it wrote does not count there.
-`benchmarks/gpu_report.py` makes the table.
+those behind the first eight steps. --rehearse runs every part on the CPU with tiny models, two at a
+time, in minutes, so that nothing is tried for the first time on the GPU; what it wrote does not
+count there. `benchmarks/gpu_report.py` makes the table.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -138,38 +139,42 @@ def main() -> int:
     """0 when every part that was begun has its numbers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu_results"))
-    parser.add_argument("--only", nargs="*", default=[], help="parts whose names begin so")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts whose names begin so")
     parser.add_argument("--minutes", type=float, default=25.0)
     parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args()
-    started, failed = time.monotonic(), []
     place = Place((given.out / "work").resolve(), given.rehearse)
     write_rows(place.rows, is_rehearsed=given.rehearse)
-    for part in parts(given.rehearse):
-        file = given.out / f"{part.name}.json"
-        if _is_done(file, given.rehearse) or (
-            given.only and not part.name.startswith(tuple(given.only))
-        ):
-            continue
-        if time.monotonic() - started > 60 * given.minutes:
-            print(f"{part.name}: left out, {given.minutes:.0f} min are over")
-            continue
-        begun = time.monotonic()
-        try:
-            found = part.measure(place)
-        except (Exception, SystemExit) as error:
-            found = {"failed": f"{type(error).__name__}: {str(error)[-3000:]}"}
-            failed.append(part.name)
-        seconds = time.monotonic() - begun
-        write_json(file, {"seconds": seconds, "is_rehearsed": given.rehearse} | found)
-        print(
-            f"{part.name}: {'FAILED' if 'failed' in found else 'done'} in {seconds:.1f} s",
-            flush=True,
-        )
+    started = time.monotonic()
+    until = started + 60 * given.minutes
+    asked = [part for part in parts(given.rehearse) if part.name.startswith(tuple(given.only))]
+    # seconds of a rehearsal say nothing: one part may disturb another
+    with ThreadPoolExecutor(2 if given.rehearse else 1) as pool:
+        done = list(pool.map(lambda part: _is_measured(part, place, given.out, until), asked))
+    failed = [part.name for part, is_good in zip(asked, done, strict=True) if not is_good]
     print(
         f"{time.monotonic() - started:.0f} s; {len(failed)} failed: {', '.join(failed) or 'none'}"
     )
     return bool(failed)
+
+
+def _is_measured(part: Part, place: Place, out: Path, until: float) -> bool:
+    """False for a part that failed. One that is measured already, or comes late, is left out."""
+    file = out / f"{part.name}.json"
+    if _is_done(file, place.is_rehearsed):
+        return True
+    begun = time.monotonic()
+    if begun > until:
+        print(f"{part.name}: left out, the time is over", flush=True)
+        return True
+    try:
+        found = part.measure(place)
+    except (Exception, SystemExit) as error:
+        found = {"failed": f"{type(error).__name__}: {str(error)[-3000:]}"}
+    seconds, is_good = time.monotonic() - begun, "failed" not in found
+    write_json(file, {"seconds": seconds, "is_rehearsed": place.is_rehearsed} | found)
+    print(f"{part.name}: {'done' if is_good else 'FAILED'} in {seconds:.1f} s", flush=True)
+    return is_good
 
 
 if __name__ == "__main__":
