@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.facts import experiment, write_facts
 from tests.ranks import run_alone
@@ -50,6 +52,17 @@ def _planned_and_ran(task_name: str, folder: Path, count: int) -> tuple[Any, Any
 
     ran = Counter(_products([[*one, 1] for one in operators_of(run)], 1))
     return _of_weights(planned), _of_weights(ran)
+
+
+def _threads() -> int:
+    torch.set_num_threads(2)
+    fake_step.answer_all(StringIO(), StringIO())
+    return torch.get_num_threads()
+
+
+def test_whoever_answers_has_one_thread_before_a_backward_pass_starts_its_own() -> None:
+    """Else a fork ended, once, by `Invalid thread pool!` (torch 2.11)."""
+    assert run_alone(_threads) == 1
 
 
 def _products(operators: Iterable[Any], times: int) -> Counter[Any]:

@@ -37,8 +37,13 @@ def main() -> None:
 
 def answer_all(asked: TextIO, answers: TextIO) -> None:
     """Answer requests, a line each, until they end."""
+    import torch
+
     from trainer.tasks.protocol import Places
 
+    # In a fork torch makes its pool of threads anew when it is first asked for it. Where two
+    # threads of a backward pass ask at once, one finds none, and the process is aborted.
+    torch.set_num_threads(1)  # fake tensors compute nothing
     for line in asked:
         job = json.loads(line)
         given = {name: None if path is None else Path(path) for name, path in job["places"].items()}
