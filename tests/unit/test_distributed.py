@@ -251,3 +251,18 @@ def left() -> list[bool]:
     distributed.abort = dist.destroy_process_group  # as NCCL's does
     distributed.leave_group()
     return [had, distributed.has_group()]
+
+
+@pytest.mark.parametrize(
+    ("address", "is_away"),
+    [
+        ("127.0.0.1", False),
+        ("::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("::ffff:10.0.0.2", True),
+        ("fe80::1%eth0", True),
+        ("10.0.0.2", True),
+    ],
+)
+def test_an_address_of_this_machine_is_not_away(address: str, is_away: bool) -> None:
+    assert distributed._is_away(address) == is_away

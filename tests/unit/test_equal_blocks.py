@@ -18,6 +18,7 @@ from trainer.memory.planned_rows import Specimens
 from trainer.memory.tracker import forwards_in
 from trainer.tasks.protocol import Places
 from trainer.timing.blocks import Stacks, UnequalBlocksError, shortened, whole
+from trainer.timing.calibration import Listing
 
 DEPTH = 9
 
@@ -67,6 +68,21 @@ def test_four_blocks_tell_the_bytes_and_the_operators_of_all() -> None:
     assert short == full
     assert len(full[0]) > 1
     assert sum(full[1].values()) > 8 * DEPTH
+
+
+def test_the_hosts_calls_are_those_of_a_real_step() -> None:
+    model, real = Deep(), Deep()
+    with fake_device("cpu") as device:
+        device.place(model)
+        device.tracker.watch(model)
+        device.tracker.restart()
+        model(torch.empty(3, 4)).sum().backward()
+        calls = sum(forwards_in(device.tracker.parts())[0].calls.values())
+
+    with Listing() as listing:
+        real(torch.empty(3, 4)).sum().backward()
+    made = 2  # torch.empty and the first gradient show no tensor of the device that they read
+    assert abs(calls - listing.calls) <= made
 
 
 def test_weights_of_blocks_that_are_not_shown_are_still_held() -> None:

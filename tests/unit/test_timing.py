@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,9 +16,10 @@ from benchmarks.plan_time import first_choices, kendall
 from tests.unit.test_memory_parts import measured, zero
 from trainer.errors import ConfigError
 from trainer.memory.measure import Measured, Moment
+from trainer.runtime.gpus import data_sheet
 from trainer.telemetry import meter as meter_module
 from trainer.telemetry.meter import Meter
-from trainer.timing import late, rates
+from trainer.timing import calibration, late, rates
 from trainer.timing.calibration import operators_of
 from trainer.timing.fastest import Way, why
 from trainer.timing.operators import Operator
@@ -32,7 +33,7 @@ from trainer.timing.step_time import (
     overlapped,
     step_time,
 )
-from trainer.timing.target import target_of
+from trainer.timing.target import Target, target_of
 
 PLAIN = Rates(
     name="plain",
@@ -149,10 +150,24 @@ def test_ranks_share_the_optimizer_from_stage_1_on() -> None:
     assert costs[1] < costs[0]
 
 
-def test_computing_hides_what_is_sent_meanwhile() -> None:
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_computing_hides_what_a_gpu_sends_meanwhile(is_gpu: bool) -> None:
     ds, cluster = replace(zero(3), world=2), Cluster(2)
-    busy = step_time([(StepTime(matmul=1e3), 1.0)], model(), ds, PLAIN, cluster)
-    assert 0 < busy.communication < 0.5 * sent(3, 2)
+    rated = replace(PLAIN, overlaps_launches=is_gpu)
+    busy = step_time([(StepTime(matmul=1e3), 1.0)], model(), ds, rated, cluster)
+    assert (0 < busy.communication < 0.5 * sent(3, 2)) == is_gpu
+    assert is_gpu or busy.communication == sent(3, 2)
+
+
+def test_a_collective_that_was_measured_by_itself_has_its_own_rate() -> None:
+    def ratio(**links: Any) -> float:
+        ds, rated = replace(zero(3), world=2), replace(PLAIN, **links)
+        step = step_time([(StepTime(), 1.0)], model(), ds, rated, Cluster(2))
+        return step.communication / sent(3, 2)
+
+    assert ratio(gathering=Link(1e3, 0.01)) > 50
+    assert ratio(scattering=Link(1e3, 0.01)) > 25
+    assert ratio(fresh_bytes_per_s=1e4) > 25
 
 
 # Devices
@@ -168,7 +183,7 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("{", "no calibration"), ("{}", "no calibration"), ('{"version": 9}', "version 9, want 2")],
+    [("{", "no calibration"), ("{}", "no calibration"), ('{"version": 9}', "version 9, want 3")],
 )
 def test_a_file_that_is_no_calibration_is_refused(content: str, words: str, tmp_path: Path) -> None:
     file = tmp_path / "device.json"
@@ -183,6 +198,8 @@ def test_a_file_that_is_no_calibration_is_refused(content: str, words: str, tmp_
         ("h100-81", None, 1, "Did you mean"),
         ("8xh100-80", 4, 1, "are 8 devices, and --world is 4"),
         ("h100,a100-80", None, 1, "devices of several kinds"),
+        ("h100+a100-80", None, 1, "devices of several kinds"),
+        ("0xh100", None, 1, "no device at all"),
         ("h100", 3, 2, "cannot be spread evenly"),
     ],
 )
@@ -191,6 +208,35 @@ def test_a_device_that_cannot_be_meant_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         target_of(text, world=world, nodes=nodes)
+
+
+@pytest.mark.parametrize("key", ["device", "processor"])
+def test_a_calibration_of_another_machine_is_refused(key: str) -> None:
+    there = calibration.machine() | {key: "Quantum 9000"}
+    target = Target(None, replace(PLAIN, machine=there), Cluster(1))
+    with pytest.raises(ConfigError, match=f"its {key} is 'Quantum 9000'"):
+        late.predicted(cast(Any, None), target)
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_s"),
+    [
+        ("NVIDIA L4", 3e11),
+        ("NVIDIA L40", None),
+        ("NVIDIA L40S", 8.64e11),
+        ("NVIDIA A10G", 6e11),
+        ("NVIDIA A100-SXM4-80GB", 2e12),
+        ("NVIDIA H100 80GB HBM3", 3.35e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H100 PCIe", 2e12),
+        ("NVIDIA GH200 480GB", 4e12),
+        ("h200", 4.8e12),
+        ("NVIDIA GeForce RTX 3090", None),
+    ],
+)
+def test_a_card_is_told_by_its_whole_name(name: str, bytes_per_s: float | None) -> None:
+    sheet = data_sheet(name)
+    assert (sheet and sheet.bytes_per_s) == bytes_per_s
 
 
 def test_devices_are_counted_over_nodes_and_rated_by_their_data_sheet() -> None:

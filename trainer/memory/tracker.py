@@ -114,12 +114,10 @@ class Tracker:
     def standing_for(self, count: int) -> Iterator[None]:
         """Inside, everything that runs counts so often."""
         self._events.append(_Times(count))
-        yield
-        self._events.append(_Times(1))
-
-    def note(self, operator: Operator) -> None:
-        """Count an operator that no dispatch shows."""
-        self._events.append(operator)
+        try:
+            yield
+        finally:
+            self._events.append(_Times(1))
 
     def parts(self) -> list[Part]:
         """What happened since restart(), with the blocks that were not shown.
@@ -139,6 +137,8 @@ class Tracker:
         """Count the storages of an operation's results that were not there before, and the
         operation itself.
         """
+        if func.namespace == "prim":  # a fake tensor asked for its device; a real one just says
+            return
         kwargs = kwargs or {}
         inputs = [x for x in tensors_in(args, kwargs) if x.device.type == self._device]
         outputs = [x for x in tensors_in(out) if x.device.type == self._device]

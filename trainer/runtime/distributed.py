@@ -290,9 +290,9 @@ def abort(*, with_outgoing: bool = False) -> None:
     }
     for stream in streams:
         if not stream.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            with contextlib.suppress(OSError):
-                is_away = not ipaddress.ip_address(stream.getpeername()[0]).is_loopback
-                if stream.getsockname()[1] in listening or (with_outgoing and is_away):
+            with contextlib.suppress(OSError):  # connected to nobody any more
+                is_incoming = stream.getsockname()[1] in listening
+                if is_incoming or (with_outgoing and _is_away(stream.getpeername()[0])):
                     stream.shutdown(socket.SHUT_RDWR)
         stream.close()
 
@@ -309,6 +309,13 @@ def _stream(descriptor: int) -> socket.socket | None:
         return found
     found.close()
     return None
+
+
+def _is_away(address: str) -> bool:
+    """Whether an address is another machine's, as far as it tells: every one but loopback."""
+    found = ipaddress.ip_address(address)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return not (mapped or found).is_loopback
 
 
 def leave_group() -> None:

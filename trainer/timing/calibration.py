@@ -32,6 +32,7 @@ _LAYERS, _LONG_S = 3, 0.2
 _CPU_LENGTHS, _GPU_LENGTHS = (32, 64, 128, 256, 512), (256, 1024, 4096)
 _DISK_BYTES = 64 << 20
 _SENT_NUMBERS = 4 << 20
+_FRESH_NUMBERS = 16 << 20  # more than malloc keeps for the next one (host_memory.py)
 _GUESSED = Link(1e9, 2e-4)  # of ranks on one processor, where there is one to measure
 
 
@@ -44,7 +45,7 @@ def calibrated(folder: Path) -> Rates:
     is_gpu = device.type == "cuda"
     dtypes = (torch.float32, torch.bfloat16)
     operators = _moving(device)
-    link, (tracked, plain) = _link(device), _launches(device)
+    links, (tracked, plain) = _links(device), _launches(device)
     return Rates(
         name=_name(),
         is_measured=True,
@@ -55,10 +56,10 @@ def calibrated(folder: Path) -> Rates:
         plain_launch_s=plain,
         overlaps_launches=is_gpu,
         update_s=_update(device),
-        within=link,
-        between=link,
+        **links,
         host_bytes_per_s=_host_link(device, operators),
         disk_bytes_per_s=_disk(folder),
+        fresh_bytes_per_s=_fresh(device),
         nbytes=_memory(device),
         machine=machine(),
     )
@@ -192,8 +193,8 @@ def _attention(device: torch.device) -> dict[str, list[list[float]]]:
     return found
 
 
-class _Listing(TorchDispatchMode):
-    """Lists the operators that run inside."""
+class Listing(TorchDispatchMode):
+    """Lists the operators that run inside, and counts the host's calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +212,7 @@ class _Listing(TorchDispatchMode):
 
 def operators_of(run: Callable[[], Any]) -> list[Operator]:
     """The operators that `run` calls, in order."""
-    with _Listing() as listing:
+    with Listing() as listing:
         run()
     return listing.operators
 
@@ -313,7 +314,7 @@ def _launches(device: torch.device) -> tuple[float, float]:
 
 
 def _calls(run: Callable[[], Any]) -> int:
-    with _Listing() as listing:
+    with Listing() as listing:
         run()
     return listing.calls
 
@@ -345,25 +346,57 @@ def _disk(folder: Path) -> float:
         return len(content) / (time.perf_counter() - start)
 
 
-def _link(device: torch.device) -> Link:
-    """What a ring of all ranks carries, both ways of an all-reduce counted."""
+def _fresh(device: torch.device) -> float:
+    """bytes/s read and written where the result is memory that is taken, and let go of after."""
+    parts = [torch.randn(_FRESH_NUMBERS // 4, device=device) for _ in range(4)]
+    return 2 * 4 * _FRESH_NUMBERS / seconds(lambda: torch.cat(parts), device)
+
+
+def _links(device: torch.device) -> dict[str, Link]:
+    """What all ranks carry together, by its name in Rates."""
     world = distributed.world()
     if world == 1:
-        return _GUESSED
-    small, large = torch.zeros(1, device=device), torch.zeros(_SENT_NUMBERS, device=device)
-    latency = _together(small, device)
-    ring = 2 * (world - 1) / world * large.nbytes
-    return Link(ring / max(1e-9, _together(large, device) - latency), latency)
+        return {"within": _GUESSED, "between": _GUESSED}
+    group = torch.distributed
+
+    def reduced(numbers: int) -> Callable[[], Any]:
+        tensor = torch.zeros(numbers, device=device)
+        return lambda: group.all_reduce(tensor)
+
+    def gathered(numbers: int) -> Callable[[], Any]:
+        own = torch.zeros(numbers // world, device=device)
+        # as stage 3 does, into memory that is taken for it
+        return lambda: group.all_gather_into_tensor(own.new_empty(world * len(own)), own)
+
+    def scattered(numbers: int) -> Callable[[], Any]:
+        whole = torch.zeros(numbers // world * world, device=device)
+        own = torch.empty(numbers // world, device=device)
+        return lambda: group.reduce_scatter_tensor(own, whole)
+
+    # both ways of an all-reduce are counted
+    ring = _link(reduced, 2 * (world - 1) / world, device)
+    one_way = {"gathering": gathered, "scattering": scattered}
+    share = (world - 1) / world
+    others = {name: _link(made, share, device) for name, made in one_way.items()}
+    return {"within": ring, "between": ring, **others}
 
 
-def _together(tensor: Tensor, device: torch.device) -> float:
-    """Seconds of one all-reduce, with as many calls on every rank."""
+def _link(made: Callable[[int], Callable[[], Any]], share: float, device: torch.device) -> Link:
+    """Of a collective over so many numbers, of whose bytes `share` is sent."""
+    latency = _together(made(distributed.world()), device)
+    took = _together(made(_SENT_NUMBERS), device)
+    return Link(share * 4 * _SENT_NUMBERS / max(1e-9, took - latency), latency)
+
+
+def _together(run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one collective, with as many calls on every rank."""
     calls, best = 5, float("inf")
+    run()
     for _ in range(_TURNS):
         torch.distributed.barrier()
         start = time.perf_counter()
         for _ in range(calls):
-            torch.distributed.all_reduce(tensor)
+            run()
         if device.type == "cuda":
             torch.cuda.synchronize()
         best = min(best, (time.perf_counter() - start) / calls)

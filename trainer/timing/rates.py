@@ -15,17 +15,18 @@ from typing import Any
 from trainer.errors import ConfigError
 from trainer.runtime.gpus import Device, data_sheet
 
-VERSION = 2  # of the file
+VERSION = 3  # of the file
 
 # What of a data sheet's numbers long series of large operators reach. Judgement, from published
 # matmul and copy benchmarks; a calibration replaces it.
 _REACHED_FLOPS, _REACHED_BYTES, _REACHED_LINK = 0.70, 0.85, 0.75
 _FULL_FLOPS = 40e9  # of one product, from which it fills an H100; half the rate at a fiftieth of it
 # The host's seconds for a call in torch's eager mode, views too; a GPU works meanwhile.
-_LAUNCH_S, _PLAIN_LAUNCH_S = 4e-6, 3e-6
+_LAUNCH_S, _PLAIN_LAUNCH_S = 10e-6, 6e-6
 _BETWEEN_BYTES_PER_S = 50e9  # a 400 Gb/s adapter for each GPU, as DGX H100 has
 _LATENCY_S, _BETWEEN_LATENCY_S = 20e-6, 40e-6  # of a collective
 _HOST_BYTES_PER_S, _DISK_BYTES_PER_S = 25e9, 1e9
+_LINKS = ("within", "between", "gathering", "scattering")  # names in Rates
 _HOST_UPDATE_S = 4e-10  # of DeepSpeedCPUAdam for a number, on the cores of one GPU
 
 
@@ -57,9 +58,15 @@ class Rates:
     update_s: float  # of the optimizer, for one number
     within: Link
     between: Link
+    # of all-gathers by the bytes that arrive, of reduce-scatters by those that leave; None: as a
+    # ring that reduces
+    gathering: Link | None = None
+    scattering: Link | None = None
     host_bytes_per_s: float = _HOST_BYTES_PER_S
     disk_bytes_per_s: float = _DISK_BYTES_PER_S
     host_update_s: float = _HOST_UPDATE_S
+    # read and written where the result is memory that the process did not have; None: as any other
+    fresh_bytes_per_s: float | None = None
     nbytes: int = 0  # of its memory
     machine: dict[str, Any] = field(default_factory=dict[str, Any])  # where it was measured
 
@@ -147,7 +154,7 @@ def read(path: Path) -> Rates:
                 f"--device {path}: a calibration of version {version}, want {VERSION}. Calibrate "
                 "again."
             )
-        links = {name: Link(**values[name]) for name in ("within", "between")}
+        links = {name: Link(**values[name]) for name in _LINKS if values[name] is not None}
         return Rates(**{**values, **links})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(

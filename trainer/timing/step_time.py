@@ -26,6 +26,9 @@ _PER_VISIT = 30
 _VISITS = 2
 # Passes over a rank's numbers in fp32 besides the optimizer's own: norm, clipping, copies.
 _PASSES = {0: 3, 1: 5, 2: 5, 3: 5}
+# Read and written by a gather of stage 3 on several ranks, in bytes gathered: every weight is put
+# together out of its shares, into memory that is let go of after the visit.
+_PUT_TOGETHER = 2
 _HIDDEN = 0.9  # of what may be sent while a backward pass computes
 
 
@@ -194,6 +197,8 @@ def step_time(
     sent = _sending(step, zero, cluster, rates, count)
     computed = together.matmul + together.attention + together.memory
     hideable = 0.6 * computed if zero.overlaps or zero.stage == 3 else 0.0
+    if not rates.overlaps_launches:  # a processor sends by itself what it computed
+        hideable = 0.0
     visible = max(sent - _HIDDEN * hideable, (1 - _HIDDEN) * sent)
     return together.plus(StepTime(launches=host, communication=visible))
 
@@ -220,16 +225,18 @@ def _sending(step: Measured, zero: Zero, cluster: Cluster, rates: Rates, batches
         return 0.0
     link, share = cluster.link(rates), (zero.world - 1) / zero.world
     trained, whole = zero.width * step.trainable, zero.width * (step.trainable + step.frozen)
-    ring = share / link.bytes_per_s
     buckets = 1 + trained / (zero.width * zero.reduce_bucket)
+    reduced = share * trained / link.bytes_per_s
     if zero.stage == 0:  # reduced once, at the end of the step
-        return 2 * ring * trained + 2 * buckets * link.latency_s
+        return 2 * (reduced + buckets * link.latency_s)
+    gather, scatter = rates.gathering or link, rates.scattering or link
     if zero.stage < 3:
         reductions = batches if zero.stage == 2 else 1
-        sent = ring * trained * (reductions + 1)
-        return sent + (buckets * reductions + 1) * link.latency_s
-    gathered = 2 * ring * whole * batches  # forward, and again in backward
-    visits = _VISITS * step.modules * batches * link.latency_s
-    reduced = ring * trained * batches + buckets * batches * link.latency_s
-    offloaded = 2 * whole / zero.world * batches / rates.host_bytes_per_s
-    return gathered + visits + reduced + (offloaded if zero.offloads_weights else 0.0)
+        updated = share * trained / gather.bytes_per_s + gather.latency_s
+        return reductions * (reduced + buckets * link.latency_s) + updated
+    gathered = _VISITS * (share * whole / gather.bytes_per_s + step.modules * gather.latency_s)
+    fresh = rates.fresh_bytes_per_s or rates.memory_bytes_per_s
+    put_together = _VISITS * _PUT_TOGETHER * whole / fresh
+    scattered = share * trained / scatter.bytes_per_s + buckets * scatter.latency_s
+    offloaded = 2 * whole / zero.world / rates.host_bytes_per_s if zero.offloads_weights else 0.0
+    return batches * (gathered + put_together + scattered + offloaded)
