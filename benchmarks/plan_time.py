@@ -1,14 +1,15 @@
 """How right predicted time is: steps of real runs on this processor against their prediction.
 
-    python benchmarks/plan_time.py [--device FILE] [--out FILE] [--only NAME ...] [--clock cpu]
+    python benchmarks/plan_time.py [--device FILE ...] [--out FILE] [--only NAME ...] [--rounds 3]
 
 Ten subjects over the six tasks, sizes, lengths and one and two ranks, each trained in every one of
-six or seven ways: ZeRO stage, micro-batch, recomputation. A line for each with measured and
-predicted seconds, then the median and the worst error, Kendall's tau over all, and what the way
-predicted to be the fastest of a subject takes against the one that is. Lines go to --out as they
-come, and those that are there are not measured again. --device: of calibrate-device; without it
-this device is calibrated first. --clock cpu counts the processor's seconds of rank 0, for a machine
-that others use; what ranks wait for each other is then not seen.
+seven ways: ZeRO stage, micro-batch, recomputation. A line for each with measured and predicted
+seconds, then the median and the worst error, Kendall's tau over all, and what the way predicted to
+be the fastest of a subject takes against the one that is. Lines go to --out as they come, and those
+that are there are not measured again. --device: of calibrate-device on one rank, on two; those that
+are not given are made first. --rounds: every way is run so often, one round after the other, and
+the quickest of its medians counts, for others may use the machine. --clock cpu counts the
+processor's seconds of rank 0; what ranks wait for each other is then not seen.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, groupby
@@ -240,46 +243,74 @@ def shown(line: Values) -> str:
     error = line["predicted"] / line["measured"] - 1
     return (
         f"{line['name']:44s}{line['measured'] * 1000:9.1f} {line['predicted'] * 1000:9.1f} ms "
-        f"{error:+7.1%}"
+        f"{error:+7.1%}{line['spread']:8.1%} between rounds"
     )
+
+
+def devices(given: list[Path], out: Path, worlds: set[int]) -> dict[int, Path]:
+    """A calibration's file by the number of its ranks; those that are missing are made."""
+    found = {json.loads(file.read_text())["machine"]["ranks"]: file for file in given}
+    for world in sorted(worlds - set(found)):
+        found[world] = out.with_suffix(f".device{world}.json")
+        if not found[world].is_file():
+            argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
+            argv += ["-m", "trainer", "calibrate-device", "--out", str(found[world])]
+            subprocess.run(argv, check=True)
+    return found
+
+
+def measure_all(asked: list[Case], out: Path, rows: Path, *, rounds: int, clock: str) -> None:
+    """Append to `out` what is not there yet."""
+    known = Counter(line["name"] for line in read(out))
+    for number in range(rounds):
+        for case in asked:
+            if known[case.name] <= number:
+                took = measured_s(case, rows, clock)
+                line = {"name": case.name, "subject": case.subject, "measured": took}
+                with out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+
+def read(out: Path) -> list[Values]:
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
+
+
+def quickest(lines: list[Values]) -> dict[str, Values]:
+    """By name: the line of its quickest round, and how much slower the slowest was."""
+    found: dict[str, Values] = {}
+    for line in sorted(lines, key=lambda line: line["measured"]):
+        best = found.setdefault(line["name"], dict(line))
+        best["spread"] = line["measured"] / best["measured"] - 1
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", type=Path)
+    parser.add_argument("--device", type=Path, nargs="+", default=[])
     parser.add_argument("--out", type=Path, default=Path("plan_time.jsonl"))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="subjects, or beginnings of ways")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     given = parser.parse_args()
-    device = given.device or given.out.with_suffix(".device.json")
-    if not device.is_file():
-        import subprocess
-
-        argv = [sys.executable, "-m", "trainer", "calibrate-device", "--out", str(device)]
-        subprocess.run(argv, check=True)
-    known = {}
-    if given.out.is_file():
-        known = {line["name"]: line for line in map(json.loads, given.out.read_text().splitlines())}
+    beginnings = tuple(given.only or [""])
+    asked = [case for case in cases() if case.name.startswith(beginnings)]
+    files = devices(given.device, given.out, {case.world for case in asked})
     lines: list[Values] = []
     with tempfile.TemporaryDirectory() as folder:
         rows = write_rows(Path(folder) / "rows", is_rehearsed=True)
-        for case in cases():
-            if given.only and not any(case.name.startswith(name) for name in given.only):
-                continue
-            line = known.get(case.name)
-            if line is None:
-                took = measured_s(case, rows, given.clock)
-                line = {"name": case.name, "subject": case.subject, "measured": took}
-                with given.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-            line["parts"] = predicted(case, rows, device, Path(folder) / "cache")
+        measure_all(asked, given.out, rows, rounds=given.rounds, clock=given.clock)
+        measured = quickest(read(given.out))
+        for case in asked:
+            line = measured[case.name]
+            line["parts"] = predicted(case, rows, files[case.world], Path(folder) / "cache")
             line["predicted"] = sum(line["parts"].values())
             lines.append(line)
             print(shown(line), flush=True)
     errors = sorted(abs(line["predicted"] / line["measured"] - 1) for line in lines)
     print(
         f"{len(lines)} cases: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}"
-        f", Kendall's tau {kendall(lines):.2f}"
+        f", Kendall's tau {kendall(lines):.2f}; between rounds of the same case "
+        f"{statistics.median(line['spread'] for line in lines):.1%} (median)"
     )
     choices = first_choices(lines)
     near = sum(excess <= 0.05 for excess in choices.values())

@@ -12,10 +12,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks.plan_time import first_choices, kendall
+from benchmarks.plan_time import first_choices, kendall, quickest
+from tests.ranks import run_on_ranks
 from tests.unit.test_memory_parts import measured, zero
 from trainer.errors import ConfigError
 from trainer.memory.measure import Measured, Moment
+from trainer.runtime import distributed
 from trainer.runtime.gpus import data_sheet
 from trainer.telemetry import meter as meter_module
 from trainer.telemetry.meter import Meter
@@ -181,6 +183,34 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert target_of(str(file), world=2).rates == PLAIN
 
 
+def calibrate(folder: str) -> dict[str, Any]:
+    """A whole calibration, but for its patience."""
+    torch.set_num_threads(1)
+    distributed.init()
+    for name, value in {"_TURN_S": 1e-5, "_TURNS": 1, "_LONG_S": 1e-3}.items():
+        setattr(calibration, name, value)
+    for name in ("_SENT_NUMBERS", "_FRESH_NUMBERS", "_DISK_BYTES"):
+        setattr(calibration, name, 1 << 20)
+    calibration._CPU_NUMBERS = (1 << 12,)
+    return rates.plain(calibration.calibrated(Path(folder)))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_calibrate_their_device_and_their_links(world: int, tmp_path: Path) -> None:
+    found = run_on_ranks(world, calibrate, str(tmp_path))
+    file = tmp_path / "device.json"
+    file.write_text(json.dumps(found[0]))
+    read = rates.read(file)
+    assert read.machine["ranks"] == world
+    links = [read.within, read.gathering, read.scattering]
+    assert [link is not None for link in links] == [True, world > 1, world > 1]
+    known = [link for link in links if link is not None]
+    assert all(link.bytes_per_s > 1e6 and 0 < link.latency_s < 1 for link in known)
+    assert 0 < read.plain_launch_s < 1e-3
+    assert 0 < read.launch_s < 1e-3
+    assert 1e6 < (read.fresh_bytes_per_s or 0) < 1e12
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [("{", "no calibration"), ("{}", "no calibration"), ('{"version": 9}', "version 9, want 3")],
@@ -324,3 +354,12 @@ def test_a_first_choice_is_held_against_the_best_of_its_subject() -> None:
         {"subject": "b", "measured": 1.0, "predicted": 1.0},
     ]
     assert first_choices(lines) == {"a": 1.0, "b": 0.0}
+
+
+def test_the_quickest_round_counts_and_the_slowest_tells_the_spread() -> None:
+    lines = [
+        {"name": name, "measured": took} for name, took in (("a", 3.0), ("b", 1.0), ("a", 2.0))
+    ]
+    found = quickest(lines)
+    assert [found[name]["measured"] for name in "ab"] == [2.0, 1.0]
+    assert [found[name]["spread"] for name in "ab"] == [0.5, 0.0]
