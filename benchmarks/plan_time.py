@@ -300,12 +300,15 @@ def main() -> None:
         rows = write_rows(Path(folder) / "rows", is_rehearsed=True)
         measure_all(asked, given.out, rows, rounds=given.rounds, clock=given.clock)
         measured = quickest(read(given.out))
-        for case in asked:
-            line = measured[case.name]
-            line["parts"] = predicted(case, rows, files[case.world], Path(folder) / "cache")
-            line["predicted"] = sum(line["parts"].values())
-            lines.append(line)
-            print(shown(line), flush=True)
+        from trainer.memory.measure import measuring
+
+        with measuring():
+            for case in asked:
+                line = measured[case.name]
+                line["parts"] = predicted(case, rows, files[case.world], Path(folder) / "cache")
+                line["predicted"] = sum(line["parts"].values())
+                lines.append(line)
+                print(shown(line), flush=True)
     errors = sorted(abs(line["predicted"] / line["measured"] - 1) for line in lines)
     print(
         f"{len(lines)} cases: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}"
