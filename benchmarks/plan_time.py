@@ -8,7 +8,7 @@ seconds, then the median and the worst error, Kendall's tau over all, and what t
 be the fastest of a subject takes against the one that is. Lines go to --out as they come, and those
 that are there are not measured again. --device: of calibrate-device on one rank, on two; those that
 are not given are made first. --rounds: every way is run so often, one round after the other, and
-the quickest of its medians counts, for others may use the machine. --clock cpu counts the
+of every step the quickest round counts, for others may use the machine. --clock cpu counts the
 processor's seconds of rank 0; what ranks wait for each other is then not seen.
 """
 
@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +195,11 @@ def steps_of_a_run(case: Case, folder: str, rows: str, clock: str) -> list[float
     return seconds
 
 
-def measured_s(case: Case, rows: Path, clock: str) -> float:
-    """The median step, of the slowest rank."""
+def measured_s(case: Case, rows: Path, clock: str) -> list[float]:
+    """Seconds of every step that counts, of its slowest rank."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_on_ranks(case.world, steps_of_a_run, case, folder, str(rows), clock)
-    return max(statistics.median(seconds[SETTLING:]) for seconds in ranks)
+    return [max(of_ranks) for of_ranks in zip(*ranks, strict=True)][SETTLING:]
 
 
 def predicted(case: Case, rows: Path, device: Path, cache: Path) -> dict[str, float]:
@@ -266,7 +267,7 @@ def measure_all(asked: list[Case], out: Path, rows: Path, *, rounds: int, clock:
         for case in asked:
             if known[case.name] <= number:
                 took = measured_s(case, rows, clock)
-                line = {"name": case.name, "subject": case.subject, "measured": took}
+                line = {"name": case.name, "subject": case.subject, "steps": took}
                 with out.open("a") as file:
                     file.write(json.dumps(line) + "\n")
 
@@ -276,11 +277,17 @@ def read(out: Path) -> list[Values]:
 
 
 def quickest(lines: list[Values]) -> dict[str, Values]:
-    """By name: the line of its quickest round, and how much slower the slowest was."""
+    """By name: the median over the steps of the quickest round of each, and how much slower the
+    median of the slowest round was. Every round takes the same steps.
+    """
     found: dict[str, Values] = {}
-    for line in sorted(lines, key=lambda line: line["measured"]):
-        best = found.setdefault(line["name"], dict(line))
-        best["spread"] = line["measured"] / best["measured"] - 1
+    for name, group in groupby(sorted(lines, key=itemgetter("name")), key=itemgetter("name")):
+        several = list(group)
+        rounds = [line["steps"] for line in several]
+        measured = statistics.median(min(of_rounds) for of_rounds in zip(*rounds, strict=True))
+        slowest = max(statistics.median(steps) for steps in rounds)
+        line = {"name": name, "subject": several[0]["subject"], "measured": measured}
+        found[name] = {**line, "spread": slowest / measured - 1}
     return found
 
 

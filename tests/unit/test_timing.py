@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from trainer.runtime import distributed
 from trainer.runtime.gpus import data_sheet
 from trainer.telemetry import meter as meter_module
 from trainer.telemetry.meter import Meter
-from trainer.timing import calibration, late, rates
+from trainer.timing import calibration, late, rates, stopwatch
 from trainer.timing.calibration import operators_of
 from trainer.timing.fastest import Way, why
 from trainer.timing.operators import Operator
@@ -187,12 +188,27 @@ def calibrate(folder: str) -> dict[str, Any]:
     """A whole calibration, but for its patience."""
     torch.set_num_threads(1)
     distributed.init()
-    for name, value in {"_TURN_S": 1e-5, "_TURNS": 1, "_LONG_S": 1e-3}.items():
-        setattr(calibration, name, value)
+    stopwatch._TURN_S, calibration._PASSES, calibration._LONG_S = 1e-5, 2, 1e-3
     for name in ("_SENT_NUMBERS", "_FRESH_NUMBERS", "_DISK_BYTES"):
         setattr(calibration, name, 1 << 20)
     calibration._CPU_NUMBERS = (1 << 12,)
     return rates.plain(calibration.calibrated(Path(folder)))
+
+
+def test_what_was_quickest_in_any_pass_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def run(took: float) -> None:
+        nonlocal now
+        now += took
+
+    monkeypatch.setattr(stopwatch.time, "process_time", lambda: now)
+    monkeypatch.setattr(stopwatch.torch, "get_num_threads", lambda: 1)
+    watch = stopwatch.Stopwatch(torch.device("cpu"))
+    # one call is too short for a turn of 20 ms; the next passes make as many calls
+    passes = [watch.seconds("sum", partial(run, took)) for took in (0.004, 0.003, 9.0)]
+    assert passes == pytest.approx([0.004, 0.003, 0.003])
+    assert watch.seconds("product", partial(run, 9.0)) == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -302,7 +318,7 @@ def prediction(**step: float) -> dict[str, Any]:
 def meter(steps: int, predicted: dict[str, Any], **parts: float) -> Meter:
     made = Meter()
     made.timed_steps, made.prediction = steps, predicted
-    made.parts.update(parts)
+    made.parts.update(cast(Any, parts))
     return made
 
 
@@ -356,10 +372,8 @@ def test_a_first_choice_is_held_against_the_best_of_its_subject() -> None:
     assert first_choices(lines) == {"a": 1.0, "b": 0.0}
 
 
-def test_the_quickest_round_counts_and_the_slowest_tells_the_spread() -> None:
-    lines = [
-        {"name": name, "measured": took} for name, took in (("a", 3.0), ("b", 1.0), ("a", 2.0))
-    ]
-    found = quickest(lines)
+def test_of_every_step_the_quickest_round_counts_and_the_slowest_tells_the_spread() -> None:
+    rounds = (("a", [3.0, 2.0, 9.0]), ("b", [1.0, 1.0, 1.0]), ("a", [2.0, 4.0, 3.0]))
+    found = quickest([{"name": name, "subject": name, "steps": steps} for name, steps in rounds])
     assert [found[name]["measured"] for name in "ab"] == [2.0, 1.0]
     assert [found[name]["spread"] for name in "ab"] == [0.5, 0.0]

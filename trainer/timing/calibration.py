@@ -20,9 +20,9 @@ from trainer.memory.fake_values import tensors_in
 from trainer.runtime import distributed
 from trainer.timing.operators import Operator, operator_of
 from trainer.timing.rates import Link, Rates
+from trainer.timing.stopwatch import Stopwatch
 
-_TURN_S = 0.02  # that one measurement takes at least
-_TURNS = 3  # the quickest counts: others may use the machine
+_PASSES = 3  # over all that is measured: see Stopwatch
 # Numbers of a tensor whose bytes are moved: in a step the next one is another, and its results stay
 _CPU_NUMBERS, _GPU_NUMBERS = (1 << 14, 1 << 18, 1 << 21), (1 << 20, 1 << 23, 1 << 26)
 _ROTATED, _FEWEST, _MOST = 1 << 22, 2, 64  # numbers of those that take turns, and how many do
@@ -41,26 +41,35 @@ def calibrated(folder: Path) -> Rates:
 
     folder: on the disk that checkpoints are written to.
     """
-    device = distributed.device()
-    is_gpu = device.type == "cuda"
+    watch = Stopwatch(distributed.device())
+    for _ in range(_PASSES - 1):
+        _measured(watch, folder)
+    return _measured(watch, folder)
+
+
+def _measured(watch: Stopwatch, folder: Path) -> Rates:
+    """Of all passes so far, with one more."""
     dtypes = (torch.float32, torch.bfloat16)
-    operators = _moving(device)
-    links, (tracked, plain) = _links(device), _launches(device)
+    operators = _moving(watch)
+    links, (tracked, plain) = _links(watch), _launches(watch)
     return Rates(
         name=_name(),
         is_measured=True,
-        matmul={str(dtype)[6:]: _products(device, dtype) for dtype in dtypes},
-        attention=_attention(device),
+        matmul={str(dtype)[6:]: _products(watch, dtype) for dtype in dtypes},
+        attention=_attention(watch),
         operators=operators,
         launch_s=tracked,
         plain_launch_s=plain,
-        overlaps_launches=is_gpu,
-        update_s=_update(device),
-        **links,
-        host_bytes_per_s=_host_link(device, operators),
-        disk_bytes_per_s=_disk(folder),
-        fresh_bytes_per_s=_fresh(device),
-        nbytes=_memory(device),
+        overlaps_launches=watch.device.type == "cuda",
+        update_s=_update(watch),
+        within=links["within"],
+        between=links["within"],
+        gathering=links.get("gathering"),
+        scattering=links.get("scattering"),
+        host_bytes_per_s=_host_link(watch, operators),
+        disk_bytes_per_s=_disk(watch, folder),
+        fresh_bytes_per_s=_fresh(watch),
+        nbytes=_memory(watch.device),
         machine=machine(),
     )
 
@@ -94,35 +103,12 @@ def _memory(device: torch.device) -> int:
     return psutil.virtual_memory().total // distributed.world()
 
 
-def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Of one call: the quickest of a few turns."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    # on one thread of a processor, what others do on it meanwhile is not counted
-    is_alone = device.type == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if is_alone else time.perf_counter
-    calls, best = 1, float("inf")
-    run()
-    for _ in range(_TURNS):
-        while True:
-            wait()
-            start = clock()
-            for _ in range(calls):
-                run()
-            wait()
-            spent = clock() - start
-            if spent >= _TURN_S:
-                break
-            calls *= max(2, min(16, int(_TURN_S / max(spent, 1e-6))))
-        best = min(best, spent / calls)
-    return best
-
-
-def _bare(device: torch.device) -> float:
+def _bare(watch: Stopwatch) -> float:
     """A processor's seconds for a call that computes nothing: they are counted by themselves."""
-    if device.type == "cuda":
+    if watch.device.type == "cuda":
         return 0.0
     tiny = torch.zeros(1)
-    return seconds(lambda: tiny + tiny, device)
+    return watch.seconds("bare", lambda: tiny + tiny)
 
 
 def _working(took: float, calls: int, bare: float) -> float:
@@ -130,9 +116,10 @@ def _working(took: float, calls: int, bare: float) -> float:
     return max(took - calls * bare, 0.2 * took)
 
 
-def _products(device: torch.device, dtype: torch.dtype) -> list[list[float]]:
+def _products(watch: Stopwatch, dtype: torch.dtype) -> list[list[float]]:
     """FLOP/s of the three products of a linear layer, forward and backward, by FLOPs of one."""
-    is_gpu, bare = device.type == "cuda", _bare(device)
+    device, bare = watch.device, _bare(watch)
+    is_gpu = device.type == "cuda"
     curve: list[list[float]] = []
     for width in _GPU_SIDES if is_gpu else _CPU_SIDES:
         rows = 4 * width if width < _WIDE else width
@@ -149,7 +136,7 @@ def _products(device: torch.device, dtype: torch.dtype) -> list[list[float]]:
             torch.mm(of_y_ND.t(), x_ND)
 
         flops = 2.0 * rows * width**2
-        took = seconds(run, device)
+        took = watch.seconds(f"products {dtype} {width}", run)
         curve.append([flops, 3 * flops / _working(took, 3, bare)])
         if took > _LONG_S and not is_gpu:
             break  # larger ones are as fast
@@ -167,8 +154,9 @@ class _Rotation:
         return self._sets[self._next]
 
 
-def _attention(device: torch.device) -> dict[str, list[list[float]]]:
+def _attention(watch: Stopwatch) -> dict[str, list[list[float]]]:
     """FLOP/s of the fused kernel, forward and backward, by FLOPs of one head of one row."""
+    device = watch.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     found: dict[str, list[list[float]]] = {"forward": [], "backward": []}
     for length in _GPU_LENGTHS if device.type == "cuda" else _CPU_LENGTHS:
@@ -184,7 +172,8 @@ def _attention(device: torch.device) -> dict[str, list[list[float]]]:
             mixed = forward()
             return torch.autograd.grad(mixed, qkv, mixed)
 
-        ahead, whole = seconds(forward, device), seconds(both, device)
+        ahead = watch.seconds(f"attention {length}", forward)
+        whole = watch.seconds(f"attention both ways {length}", both)
         product, heads = 2.0 * length**2 * shape[3], shape[0] * shape[1]
         back = max(whole - ahead, ahead)
         size = product * (heads if device.type == "cuda" else 1)
@@ -217,22 +206,22 @@ def operators_of(run: Callable[[], Any]) -> list[Operator]:
     return listing.operators
 
 
-def _moving(device: torch.device) -> dict[str, list[list[float]]]:
+def _moving(watch: Stopwatch) -> dict[str, list[list[float]]]:
     """bytes/s of operators that move memory, by bytes, each as it is counted in a step."""
     found: dict[str, dict[float, float]] = {}
-    bare = _bare(device)
+    device, bare = watch.device, _bare(watch)
     for numbers in _GPU_NUMBERS if device.type == "cuda" else _CPU_NUMBERS:
         count = max(_FEWEST, min(_MOST, _ROTATED // numbers))
         sets = [_Moved(numbers, device) for _ in range(count)]
-        # the first one is measured twice: by then the allocator has grown as far as it will
-        for place in [0, *range(len(sets[0].runs))]:
+        for place in range(len(sets[0].runs)):
 
             def run(place: int = place, sets: list[_Moved] = sets) -> list[Any]:
                 return [one.runs[place]() for one in sets]  # as in a step, results are kept
 
             moved = operators_of(sets[0].runs[place])
             nbytes = sum(operator.nbytes for operator in moved)
-            rate = nbytes * count / _working(seconds(run, device), count * len(moved), bare)
+            took = watch.seconds(f"moving {numbers} {place}", run)
+            rate = nbytes * count / _working(took, count * len(moved), bare)
             found.setdefault(moved[-1].name.rstrip("_"), {})[float(nbytes)] = rate
     curves = {name: [[size, rate] for size, rate in by.items()] for name, by in found.items()}
     return {**curves, "": curves["add"]}
@@ -294,13 +283,13 @@ class _Moved:
         ]
 
 
-def _launches(device: torch.device) -> tuple[float, float]:
+def _launches(watch: Stopwatch) -> tuple[float, float]:
     """The host's seconds for a call of a model that is too small to compute anything: forward,
     while a graph is recorded, and backward.
     """
     layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(8)]
-    model = nn.Sequential(*layers).to(device)
-    x_BD = torch.randn(4, 8, device=device)
+    model = nn.Sequential(*layers).to(watch.device)
+    x_BD = torch.randn(4, 8, device=watch.device)
 
     def forward() -> Tensor:
         return (model(x_BD) + x_BD).sum()
@@ -308,7 +297,7 @@ def _launches(device: torch.device) -> tuple[float, float]:
     def both() -> None:
         forward().backward()
 
-    ahead, whole = seconds(forward, device), seconds(both, device)
+    ahead, whole = watch.seconds("forward", forward), watch.seconds("both ways", both)
     calls, all_calls = _calls(forward), _calls(both)
     return ahead / calls, max(whole - ahead, 0.1 * ahead) / (all_calls - calls)
 
@@ -319,23 +308,25 @@ def _calls(run: Callable[[], Any]) -> int:
     return listing.calls
 
 
-def _update(device: torch.device) -> float:
+def _update(watch: Stopwatch) -> float:
     """Seconds of AdamW for a number."""
+    device = watch.device
     weights = [nn.Parameter(torch.randn(1 << 18, device=device)) for _ in range(16)]
     for weight in weights:
         weight.grad = torch.randn_like(weight)
-    return seconds(torch.optim.AdamW(weights, fused=True).step, device) / (16 << 18)
+    step = torch.optim.AdamW(weights, fused=True).step
+    return watch.seconds("update", step) / (16 << 18)
 
 
-def _host_link(device: torch.device, operators: dict[str, list[list[float]]]) -> float:
-    if device.type != "cuda":
+def _host_link(watch: Stopwatch, operators: dict[str, list[list[float]]]) -> float:
+    if watch.device.type != "cuda":
         return operators["copy"][-1][1]
-    there = torch.empty(16 << 20, device=device)
+    there = torch.empty(16 << 20, device=watch.device)
     here = torch.empty(16 << 20, pin_memory=True)
-    return here.nbytes / seconds(lambda: here.copy_(there), device)
+    return here.nbytes / watch.seconds("host link", lambda: here.copy_(there))
 
 
-def _disk(folder: Path) -> float:
+def _disk(watch: Stopwatch, folder: Path) -> float:
     """bytes/s of a file that is on the disk when it is closed."""
     content = os.urandom(1 << 20) * (_DISK_BYTES >> 20)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
@@ -343,21 +334,21 @@ def _disk(folder: Path) -> float:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-        return len(content) / (time.perf_counter() - start)
+        return len(content) / watch.quickest("disk", time.perf_counter() - start)
 
 
-def _fresh(device: torch.device) -> float:
+def _fresh(watch: Stopwatch) -> float:
     """bytes/s read and written where the result is memory that is taken, and let go of after."""
-    parts = [torch.randn(_FRESH_NUMBERS // 4, device=device) for _ in range(4)]
-    return 2 * 4 * _FRESH_NUMBERS / seconds(lambda: torch.cat(parts), device)
+    parts = [torch.randn(_FRESH_NUMBERS // 4, device=watch.device) for _ in range(4)]
+    return 2 * 4 * _FRESH_NUMBERS / watch.seconds("fresh", lambda: torch.cat(parts))
 
 
-def _links(device: torch.device) -> dict[str, Link]:
-    """What all ranks carry together, by its name in Rates."""
+def _links(watch: Stopwatch) -> dict[str, Link]:
+    """What all ranks carry together, by what it is called in Rates."""
     world = distributed.world()
     if world == 1:
-        return {"within": _GUESSED, "between": _GUESSED}
-    group = torch.distributed
+        return {"within": _GUESSED}
+    group, device = torch.distributed, watch.device
 
     def reduced(numbers: int) -> Callable[[], Any]:
         tensor = torch.zeros(numbers, device=device)
@@ -373,31 +364,18 @@ def _links(device: torch.device) -> dict[str, Link]:
         own = torch.empty(numbers // world, device=device)
         return lambda: group.reduce_scatter_tensor(own, whole)
 
-    # both ways of an all-reduce are counted
-    ring = _link(reduced, 2 * (world - 1) / world, device)
-    one_way = {"gathering": gathered, "scattering": scattered}
     share = (world - 1) / world
-    others = {name: _link(made, share, device) for name, made in one_way.items()}
-    return {"within": ring, "between": ring, **others}
+    return {
+        "within": _link(watch, "reducing", reduced, 2 * share),  # it goes both ways
+        "gathering": _link(watch, "gathering", gathered, share),
+        "scattering": _link(watch, "scattering", scattered, share),
+    }
 
 
-def _link(made: Callable[[int], Callable[[], Any]], share: float, device: torch.device) -> Link:
+def _link(
+    watch: Stopwatch, name: str, made: Callable[[int], Callable[[], Any]], share: float
+) -> Link:
     """Of a collective over so many numbers, of whose bytes `share` is sent."""
-    latency = _together(made(distributed.world()), device)
-    took = _together(made(_SENT_NUMBERS), device)
+    latency = watch.together(f"{name}, few", made(distributed.world()))
+    took = watch.together(f"{name}, many", made(_SENT_NUMBERS))
     return Link(share * 4 * _SENT_NUMBERS / max(1e-9, took - latency), latency)
-
-
-def _together(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one collective, with as many calls on every rank."""
-    calls, best = 5, float("inf")
-    run()
-    for _ in range(_TURNS):
-        torch.distributed.barrier()
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
