@@ -112,12 +112,16 @@ def test_other_numbers_of_rows_follow_from_two() -> None:
 
 
 def model() -> Measured:
-    return replace(measured([Moment(0, 0, 0)]), modules=3, num_weights=2)
+    """Of two weights, one of which stage 3 leaves whole."""
+    sizes, calls = [[1_000_000, 1], [1_000, 1]], {"visits": 6, "runs": 1}
+    return replace(measured([Moment(0, 0, 0)]), sizes=sizes, calls=calls)
 
 
-def sent(stage: int, world: int, *, nodes: int = 1, batches: float = 1.0) -> float:
+def sent(
+    stage: int, world: int, *, nodes: int = 1, batches: float = 1.0, **changes: object
+) -> float:
     """Seconds of communication of a step that computes nothing."""
-    ds = replace(zero(stage), world=world)
+    ds = replace(zero(stage, **changes), world=world)
     cluster = Cluster(world, nodes)
     return step_time([(StepTime(), batches)], model(), ds, PLAIN, cluster).communication
 
@@ -126,10 +130,39 @@ def test_one_rank_sends_nothing() -> None:
     assert [sent(stage, 1) for stage in (0, 1, 2, 3)] == [0.0] * 4
 
 
-def test_stage_2_sends_for_every_micro_batch_and_stage_3_in_forward_and_backward_too() -> None:
-    assert sent(2, 2, batches=4) > 1.5 * sent(2, 2)
-    assert sent(3, 2) > sent(2, 2)
-    assert sent(1, 2, batches=4) == sent(1, 2)
+def test_stages_2_and_3_send_for_every_micro_batch() -> None:
+    assert [sent(stage, 2, batches=4) > 1.5 * sent(stage, 2) for stage in range(4)] == (
+        [False, False, True, True]
+    )
+
+
+def test_stages_1_and_2_reduce_as_stage_0_does_and_gather_what_was_updated() -> None:
+    assert sent(2, 2) == sent(1, 2) > sent(0, 2) > 0
+
+
+def test_stage_3_gathers_again_in_backward_what_is_not_soon_used_again() -> None:
+    once, half, twice = (sent(3, 2, max_reuse=numbers) for numbers in (10**7, 10**6, 0))
+    assert once < half < twice
+    assert half - once == pytest.approx(twice - half)
+    assert sent(3, 2, persisted=10**7) < once  # what stays whole is never gathered
+
+
+def test_stage_3_costs_the_host_something_for_every_visit_of_a_module() -> None:
+    def host(visits: int) -> float:
+        step = replace(model(), calls={"visits": visits})
+        return step_time([(StepTime(), 2.0)], step, zero(3), PLAIN, Cluster(1)).launches
+
+    assert host(110) - host(10) == pytest.approx(2 * (host(60) - host(10)))
+    assert host(110) > host(10)
+
+
+def test_gradients_are_copied_where_they_are_reduced() -> None:
+    def copied(stage: int, world: int, batches: float) -> float:
+        ds = replace(zero(stage), world=world)
+        return step_time([(StepTime(), batches)], model(), ds, PLAIN, Cluster(world)).memory
+
+    assert copied(0, 1, 1) == 0 < copied(2, 1, 1) < copied(2, 2, 1)
+    assert [copied(stage, 2, 4) / copied(stage, 2, 1) for stage in range(4)] == [1, 1, 4, 4]
 
 
 def test_the_slowest_link_decides_between_nodes() -> None:

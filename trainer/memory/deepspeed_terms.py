@@ -57,6 +57,8 @@ class Zero:
     reduce_bucket: int = 500_000_000
     prefetch_bucket: int = 50_000_000
     max_live: int = 1_000_000_000
+    max_reuse: int = 1_000_000_000
+    persisted: int = 100_000  # numbers of a weight that stage 3 leaves whole
     sub_group: int = 1_000_000_000
     overlaps: bool = False
     keeps_frozen: bool = False  # whole on every rank at stage 3, beside its part of them
@@ -89,6 +91,8 @@ class Zero:
             reduce_bucket=int(zero.get("reduce_bucket_size", cls.reduce_bucket)),
             prefetch_bucket=int(zero.get("stage3_prefetch_bucket_size", cls.prefetch_bucket)),
             max_live=int(zero.get("stage3_max_live_parameters", cls.max_live)),
+            max_reuse=int(zero.get("stage3_max_reuse_distance", cls.max_reuse)),
+            persisted=int(zero.get("stage3_param_persistence_threshold", cls.persisted)),
             sub_group=int(zero.get("sub_group_size", cls.sub_group)),
             overlaps=bool(zero.get("overlap_comm", zero["stage"] == 3))
             and world > 1

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -96,7 +97,6 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     task = tasks.load(cfg, places)
     model = task.skeleton().to(DTYPES[cfg.train.precision])
     blocks = recomputation.num_blocks(model)
-    modules = sum(any(True for _ in m.parameters(recurse=False)) for m in model.modules())
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
     rows = [
@@ -133,8 +133,7 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
             operators_of_last=[[*operator, times] for operator, times in of_last.operators.items()],
             calls_of_last=dict(of_last.calls),
             units=int(task.units(batch)),
-            modules=modules,
-            num_weights=len(sizes),
+            sizes=[list(item) for item in Counter(size for size, _ in sizes).items()],
             blocks=blocks,
         )
 

@@ -90,14 +90,17 @@ class Measured:
     partitioned: list[Moment] = field(default_factory=list)
     # of one micro-batch: the values of an Operator, and how often it runs
     operators: list[list[Any]] = field(default_factory=list)
-    calls: dict[str, int] = field(default_factory=dict)  # of the host, by their kind (tracker.py)
+    calls: dict[str, int] = field(default_factory=dict)  # of the host, by their kind: tracker.py
     # the same of a step's last micro-batch, where it does less than the others (GradCache)
     operators_of_last: list[list[Any]] = field(default_factory=list)
     calls_of_last: dict[str, int] = field(default_factory=dict)
     units: int = 0  # that the loss of the batch is summed over
-    modules: int = 0  # that have weights of their own
-    num_weights: int = 0
+    sizes: list[list[int]] = field(default_factory=list)  # numbers of a weight, how many have them
     blocks: int = 0  # of the longest stack
+
+    @property
+    def num_weights(self) -> int:
+        return sum(count for _, count in self.sizes)
 
     def moments_at(self, stage: int) -> list[Moment]:
         """The moments of a training step at this stage of ZeRO."""

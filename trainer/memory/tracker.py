@@ -54,8 +54,9 @@ class _Times:
     count: int
 
 
-# Events of calls of the host: while a graph is recorded, and while none is.
-TRACKED, PLAIN = "tracked", "plain"
+# Events of calls of the host: while a graph is recorded, and while none is; a module that runs, and
+# that goes back; the whole model that runs.
+TRACKED, PLAIN, VISIT, RUN = "tracked", "plain", "visits", "runs"
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ class Tracker:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._is_gradient)
+        for module in model.modules():
+            module.register_forward_hook(self._visit)
 
     def restart(self) -> None:
         """Forget the moments seen so far; what is alive stays alive."""
@@ -150,6 +153,10 @@ class Tracker:
             operator = operator_of(func, args, kwargs, out, inputs=inputs, outputs=outputs)
             if operator is not None:
                 self._events.append(operator)
+
+    def _visit(self, module: nn.Module, args: Any, out: Any) -> None:
+        goes_back = any(tensor.requires_grad for tensor in tensors_in(out))
+        self._events += [VISIT] * (1 + goes_back)
 
     def _enter(self, inputs: list[Tensor]) -> None:
         """Note the block whose weights are read, when it is another than before."""
@@ -210,7 +217,7 @@ def forwards_in(parts: Sequence[Part]) -> list[Ran]:
     for part in parts:
         for event in part.events:
             if isinstance(event, Forward):
-                found.append(Ran())
+                found.append(Ran(calls=Counter({RUN: 1})))
             elif isinstance(event, _Times):
                 times = event.count
             elif isinstance(event, Operator):

@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 # Host operators of DeepSpeed 0.19.8 that its Python does besides the model's, in launches. Guesses
 # after a look at its source: nobody has measured them.
 _STEP = 400  # of a step of ours, at any stage
-_PER_WEIGHT = {0: 6, 1: 12, 2: 12, 3: 25}  # by stage: of a trainable weight, a step
+_PER_WEIGHT = {0: 6, 1: 12, 2: 12, 3: 25}  # by stage: of a weight, a step
 _PER_WEIGHT_AND_BATCH = {0: 0, 1: 2, 2: 8, 3: 12}  # the same, each micro-batch
-# At stage 3 every module that has weights gathers them before it runs and lets them go after, in
-# forward and again in backward.
-_PER_VISIT = 30
-_VISITS = 2
+# At stage 3 every module looks for its weights before it runs, and lets them go after: in forward
+# and again in backward.
+_PER_VISIT = 19
 # Passes over a rank's numbers in fp32 besides the optimizer's own: norm, clipping, copies.
 _PASSES = {0: 3, 1: 5, 2: 5, 3: 5}
-# Read and written by a gather of stage 3 on several ranks, in bytes gathered: every weight is put
-# together out of its shares, into memory that is let go of after the visit.
-_PUT_TOGETHER = 2
+# Read and written where gradients go through a buffer to be reduced, in their bytes: first into
+# memory that is taken for it, then scaled and copied back.
+_FLATTENED, _COPIED = {0: 2, 1: 2, 2: 2, 3: 0}, {0: 4, 1: 6, 2: 6, 3: 6}
+_COPIED_ALONE = {0: 0, 1: 4, 2: 4, 3: 6}  # by a single rank, which flattens nothing
+# The same of a gather of stage 3: what is sent, and every weight put together out of its shares.
+_PUT_TOGETHER = 4
 _HIDDEN = 0.9  # of what may be sent while a backward pass computes
 
 
@@ -190,7 +192,8 @@ def step_time(
         together = together.plus(overlapped(time, rates).times(count))
     count = sum(number for _, number in batches)
     update = _updating(step, zero, rates)
-    together = together.plus(StepTime(optimizer=update))
+    copied = _copying(step, zero, rates, count)
+    together = together.plus(StepTime(optimizer=update, memory=copied))
     host = rates.launch_s * _host_operators(step, zero, count)
     if rates.overlaps_launches:
         host = max(0.0, host - 0.5 * together.total)  # most of it runs ahead of the device
@@ -207,7 +210,7 @@ def _host_operators(step: Measured, zero: Zero, batches: float) -> float:
     weights, stage = step.num_weights, zero.stage
     host = _STEP + weights * (_PER_WEIGHT[stage] + batches * _PER_WEIGHT_AND_BATCH[stage])
     if stage == 3:
-        host += _PER_VISIT * _VISITS * step.modules * batches
+        host += _PER_VISIT * step.calls.get("visits", 0) * batches
     return host
 
 
@@ -219,24 +222,50 @@ def _updating(step: Measured, zero: Zero, rates: Rates) -> float:
     return own * rates.update_s + 4 * _PASSES[zero.stage] * own / rates.memory_bytes_per_s
 
 
+def _reductions(zero: Zero, batches: float) -> float:
+    """How often gradients are reduced in a step."""
+    return batches if zero.stage > 1 else 1.0
+
+
+def _copying(step: Measured, zero: Zero, rates: Rates, batches: float) -> float:
+    """Seconds of gradients on their way to where they are reduced, and back."""
+    trained = zero.width * step.trainable * _reductions(zero, batches)
+    if zero.world == 1:
+        return _COPIED_ALONE[zero.stage] * trained / rates.memory_bytes_per_s
+    flattened = _FLATTENED[zero.stage] * trained / _fresh(rates)
+    return flattened + _COPIED[zero.stage] * trained / rates.memory_bytes_per_s
+
+
+def _fresh(rates: Rates) -> float:
+    return rates.fresh_bytes_per_s or rates.memory_bytes_per_s
+
+
 def _sending(step: Measured, zero: Zero, cluster: Cluster, rates: Rates, batches: float) -> float:
     """Seconds of everything that is sent in a step."""
     if zero.world == 1:
         return 0.0
     link, share = cluster.link(rates), (zero.world - 1) / zero.world
-    trained, whole = zero.width * step.trainable, zero.width * (step.trainable + step.frozen)
+    trained = zero.width * step.trainable
     buckets = 1 + trained / (zero.width * zero.reduce_bucket)
-    reduced = share * trained / link.bytes_per_s
-    if zero.stage == 0:  # reduced once, at the end of the step
-        return 2 * (reduced + buckets * link.latency_s)
     gather, scatter = rates.gathering or link, rates.scattering or link
-    if zero.stage < 3:
-        reductions = batches if zero.stage == 2 else 1
-        updated = share * trained / gather.bytes_per_s + gather.latency_s
-        return reductions * (reduced + buckets * link.latency_s) + updated
-    gathered = _VISITS * (share * whole / gather.bytes_per_s + step.modules * gather.latency_s)
-    fresh = rates.fresh_bytes_per_s or rates.memory_bytes_per_s
-    put_together = _VISITS * _PUT_TOGETHER * whole / fresh
-    scattered = share * trained / scatter.bytes_per_s + buckets * scatter.latency_s
-    offloaded = 2 * whole / zero.world / rates.host_bytes_per_s if zero.offloads_weights else 0.0
-    return batches * (gathered + put_together + scattered + offloaded)
+    if zero.stage == 3:
+        scattered = share * trained / scatter.bytes_per_s + buckets * scatter.latency_s
+        return batches * (_gathering(step, zero, rates, gather) + scattered)
+    # Stages 1 and 2 reduce every bucket on all ranks too, each of which then takes its own part
+    # (allreduce_and_scatter: use_multi_rank_bucket_allreduce).
+    reduced = 2 * (share * trained / link.bytes_per_s + buckets * link.latency_s)
+    updated = share * trained / gather.bytes_per_s + gather.latency_s if zero.stage else 0.0
+    return _reductions(zero, batches) * reduced + updated
+
+
+def _gathering(step: Measured, zero: Zero, rates: Rates, link: Link) -> float:
+    """Seconds of stage 3 gathering its weights for one micro-batch."""
+    numbers = sum(size * count for size, count in step.sizes if size > zero.persisted)
+    # what backward needs again before so many numbers were used is not let go of after forward
+    again = max(0.0, 1 - zero.max_reuse / max(1, 2 * numbers))
+    times = step.calls.get("runs", 1) * (1 + again)
+    whole = zero.width * numbers
+    share, collectives = (zero.world - 1) / zero.world, 1 + numbers / zero.prefetch_bucket
+    sent = share * whole / link.bytes_per_s + collectives * link.latency_s
+    offloaded = whole / zero.world / rates.host_bytes_per_s if zero.offloads_weights else 0.0
+    return times * (sent + _PUT_TOGETHER * whole / _fresh(rates) + offloaded)
