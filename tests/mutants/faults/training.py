@@ -531,8 +531,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/timing/step_time.py",
-        "reductions = batches if zero.stage == 2 else 1",
-        "reductions = 1",
+        "return batches if zero.stage > 1 else 1.0",
+        "return 1.0",
         why="stage 2 is predicted to send gradients once a step, not once a micro-batch",
         tests=TIMING,
     ),
