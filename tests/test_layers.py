@@ -2,10 +2,8 @@
 
 Floors of trainer/ (a room is a folder; what is named stands higher or lower than its room):
 5  trainval.py, trainer/__main__.py, commands/, survival/rank.py
-4  training/, retrieval/, memory/, statistics/, public_sets/, evaluation/run.py
-4  training/, proof/, retrieval/, memory/, statistics/, evaluation/run.py
-4  training/, retrieval/, memory/, statistics/, exports/, evaluation/run.py
-4  training/, retrieval/, memory/, timing/, statistics/, exports/, evaluation/{run,predict}.py
+4  training/, proof/, retrieval/, memory/, timing/, statistics/, public_sets/, exports/,
+   evaluation/{run,predict}.py
 3  tasks/<name>/
 2  models/, data/, telemetry/, evaluation/, tasks/{protocol,abilities,token_task}.py
 1  runtime/, files/, survival/ (its mirror: 4)
@@ -22,6 +20,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -105,19 +104,27 @@ def layer(module: str) -> int:
     return next(FLOORS[start] for start in starts if start in FLOORS)
 
 
-def imports(file: Path) -> Iterator[str]:
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
+def imports(file: Path) -> list[str]:
     """Absolute names of everything that a file imports anywhere, but for `if TYPE_CHECKING:`
     blocks.
     """
-    for node in _running(ast.parse(file.read_text())):
+    names: list[str] = []
+    for node in _running(tree(file)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parent = module_name(file).split(".")
             parent = parent if file.name == "__init__.py" else parent[:-1]
             start = parent[: len(parent) - node.level + 1] if node.level else []
             module = ".".join([*start, *([node.module] if node.module else [])])
-            yield from (f"{module}.{alias.name}" for alias in node.names)
+            names += [f"{module}.{alias.name}" for alias in node.names]
+    return names
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
@@ -258,7 +265,7 @@ found["help"] = heavy()
 
 
 def functions(file: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield (
                 f"{file.relative_to(ROOT)}:{node.lineno} {node.name}",
@@ -308,7 +315,7 @@ def test_a_public_class_name_stands_in_one_room() -> None:
     """A task's own names may be those of another task: Task, Config, Data are asked for by name."""
     rooms: dict[str, set[str]] = {}
     for file in FILES:
-        for node in ast.parse(file.read_text()).body:
+        for node in tree(file).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 rooms.setdefault(node.name, set()).add(room_of(file))
     del rooms["Task"]  # the protocol, and the class of each task

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from tests.contract.test_task_features import _go_on, _read_again
 from tests.ranks import run_on_ranks
 from trainer import tasks
 
-pytest.importorskip("peft", reason="the optional package peft is not installed")
+if find_spec("peft") is None:
+    pytest.skip("the optional package peft is not installed", allow_module_level=True)
 
 TASKS = tasks.names()
 PARTITIONED = (2, 3)  # ranks, stage: a rank has a part of each frozen weight only

@@ -50,10 +50,7 @@ def test_a_run_resumed_on_another_number_of_ranks_goes_on_with_the_same_losses(
 @pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in ("fid", "retriever") else pytest.param(name, marks=pytest.mark.long)
-        for name in TASKS
-    ],
+    [name if name == "fid" else pytest.param(name, marks=pytest.mark.long) for name in TASKS],
 )
 def test_gradient_checkpointing_changes_no_loss_even_with_dropout(
     name: str, stage: int, runs: Runs

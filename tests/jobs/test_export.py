@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-pytest.importorskip("kubernetes", reason="the extra `k8s` is not installed")
+if find_spec("kubernetes") is None:  # importing it takes seconds, which few tests need
+    pytest.skip("the extra `k8s` is not installed", allow_module_level=True)
 
 from jobs.code.export import Kind, export
 from jobs.protocol import JobSpec

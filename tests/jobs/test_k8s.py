@@ -7,13 +7,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
-pytest.importorskip("kubernetes", reason="the extra `k8s` is not installed")
+if find_spec("kubernetes") is None:  # importing it takes seconds, which few tests need
+    pytest.skip("the extra `k8s` is not installed", allow_module_level=True)
 
 from jobs.backends.k8s import manifest
 from jobs.backends.k8s.backend import K8s

@@ -5,12 +5,14 @@ answers.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("kubernetes", reason="the extra `k8s` is not installed")
+if find_spec("kubernetes") is None:  # importing it takes seconds, which few tests need
+    pytest.skip("the extra `k8s` is not installed", allow_module_level=True)
 
 from jobs.backends.k8s import manifest
 from jobs.backends.k8s.backend import K8s

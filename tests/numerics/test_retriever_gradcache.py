@@ -152,7 +152,7 @@ def test_cached_gradients_are_the_plain_ones_at_every_stage(world: int, folder: 
         assert_same_step(step, (wanted_loss, wanted), of=f"stage {stage} {cuts[k]}", **how)
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("world", "stage"), [pytest.param(1, 1, marks=pytest.mark.long), (2, 3)])
 def test_in_bf16_cached_gradients_are_as_near_to_fp32_as_plain_ones(
     world: int, stage: int, folder: Path
 ) -> None:

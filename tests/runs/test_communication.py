@@ -49,7 +49,7 @@ def step_of(
     return sent(folder, 2), weights
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_frozen_weights_are_never_reduced(stage: int, tmp_path: Path) -> None:
     """A micro-batch reduces two bytes a trained weight, and nothing of the frozen base."""
     found, weights = step_of("cross_attention", stage, 2, tmp_path)

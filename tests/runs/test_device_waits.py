@@ -53,7 +53,7 @@ def waits(
     return waits_of(file, 3)
 
 
-def seldom(task: str, facts: Path, micro_batch: int = 2, **changes: Any) -> dict[str, Any]:
+def seldom(task: str, facts: Path, micro_batch: int = 4, **changes: Any) -> dict[str, Any]:
     train = {**_SELDOM, "precision": "bf16", "micro_batch": micro_batch}
     return experiment(task, facts, train=train, **changes)
 
@@ -108,7 +108,10 @@ def test_other_bases_and_layouts_wait_no_more(
     assert 0 < found.total() <= MOST, listed(found)
 
 
-@pytest.mark.parametrize(("stage", "clip"), [(0, 0.1), (2, 0.1), (2, 100.0)])
+@pytest.mark.parametrize(
+    ("stage", "clip"),
+    [(2, 0.1), *(pytest.param(*way, marks=pytest.mark.long) for way in ((0, 0.1), (2, 100.0)))],
+)
 def test_what_saves_a_wait_changes_no_number(
     stage: int, clip: float, facts: Path, tmp_path: Path
 ) -> None:

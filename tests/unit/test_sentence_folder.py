@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from trainer.files import packages
 from trainer.models import base_model
 from trainer.tasks.retriever.published import MINILM_BASE
 
-sentence_transformers = pytest.importorskip(
-    "sentence_transformers", reason="the optional package sentence-transformers is not installed"
-)
+if find_spec("sentence_transformers") is None:
+    pytest.skip(
+        "the optional package sentence-transformers is not installed", allow_module_level=True
+    )
 TEXTS = [
     "where is the key",
     "the old map of the harbour lies under the third stone " * 9,
@@ -54,6 +56,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def sentence_transformer(folder: Path) -> Any:
+    """Theirs, of a folder; imported here, for it takes seconds and few tests need it."""
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(str(folder), device="cpu")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sentence_transformers_makes_our_vectors_of_an_export(
     kind: str, folder: Path, tmp_path: Path
@@ -62,7 +71,7 @@ def test_sentence_transformers_makes_our_vectors_of_an_export(
     changes = {**KINDS[kind], "data": {**limits, **KINDS[kind].get("data", {})}}
     task = loaded(folder, **changes)
     model = exported(task, tmp_path / "final")
-    theirs = sentence_transformers.SentenceTransformer(str(tmp_path / "final"), device="cpu")
+    theirs = sentence_transformer(tmp_path / "final")
     assert theirs.max_seq_length == 32
     for side, encode in (("query", theirs.encode_query), ("passage", theirs.encode_document)):
         got = encode(TEXTS, convert_to_tensor=True)
@@ -122,9 +131,7 @@ def test_the_newer_form_of_a_pooling_is_understood(
 ) -> None:
     said = {"projection": None, "pooling": "mean", "normalize": False}
     exported(loaded(folder, encoder=said), tmp_path / "final")
-    sentence_transformers.SentenceTransformer(str(tmp_path / "final"), device="cpu").save(
-        str(tmp_path / "again")
-    )
+    sentence_transformer(tmp_path / "final").save(str(tmp_path / "again"))
     content = json.loads((tmp_path / "again" / "1_Pooling" / "config.json").read_text())
     assert content["pooling_mode"] == "mean", "version 6 writes another form"
     base = {"base": str(tmp_path / "again"), "tokenizer": None}
@@ -148,7 +155,7 @@ def test_stock_minilm_makes_the_vectors_of_sentence_transformers(
         data={"query_tokens": 256, "passage_tokens": 256},
     )
     assert base_model.resolve(task.cfg.base, task.places) == str(stock)
-    theirs = sentence_transformers.SentenceTransformer(str(stock), device="cpu")
+    theirs = sentence_transformer(stock)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with caplog.at_level(logging.WARNING):
         model = task.exported(stock)
