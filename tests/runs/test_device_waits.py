@@ -70,7 +70,9 @@ def test_a_step_of_every_task_waits_three_times_at_most(
     assert 0 < found.total() <= MOST, listed(found)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1)), 2]
+)
 def test_more_micro_batches_mean_no_more_waits(stage: int, facts: Path, tmp_path: Path) -> None:
     found = waits(seldom("causal_lm", facts, micro_batch=1), facts, tmp_path, stage)
     assert 0 < found.total() <= MOST, listed(found)

@@ -283,16 +283,57 @@ class _Moved:
         ]
 
 
+class _Block(nn.Module):
+    """A decoder's block as models write one, too small to compute anything: the host's calls and
+    its modules stand in the proportion of a model's.
+    """
+
+    def __init__(self, width: int = 8, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in range(2)])
+        names = ("query", "key", "value", "mixed", "gate", "up", "down")
+        self.layers = nn.ModuleDict({name: nn.Linear(width, width, bias=False) for name in names})
+
+    def forward(self, x_BLD: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
+        normed_BLD = self._normed(x_BLD, 0)
+        query, key, value = (self._heads(name, normed_BLD) for name in ("query", "key", "value"))
+        query, key = (_rotated(side, cos_LK, sin_LK) for side in (query, key))
+        mixed_BHLK = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed_BLD = mixed_BHLK.transpose(1, 2).reshape(x_BLD.shape)
+        x_BLD = x_BLD + self.layers["mixed"](mixed_BLD)
+        normed_BLD = self._normed(x_BLD, 1)
+        gate_BLD = F.silu(self.layers["gate"](normed_BLD))
+        return x_BLD + self.layers["down"](gate_BLD * self.layers["up"](normed_BLD))
+
+    def _heads(self, name: str, x_BLD: Tensor) -> Tensor:
+        rows, length, _ = x_BLD.shape
+        return self.layers[name](x_BLD).view(rows, length, self.heads, -1).transpose(1, 2)
+
+    def _normed(self, x_BLD: Tensor, place: int) -> Tensor:
+        variance_BL1 = x_BLD.pow(2).mean(-1, keepdim=True)
+        return self.norms[place] * (x_BLD * torch.rsqrt(variance_BL1 + 1e-6))
+
+
+def _rotated(x_BHLK: Tensor, cos_LK: Tensor, sin_LK: Tensor) -> Tensor:
+    low, high = x_BHLK.chunk(2, dim=-1)
+    return x_BHLK * cos_LK + torch.cat((-high, low), dim=-1) * sin_LK
+
+
 def _launches(watch: Stopwatch) -> tuple[float, float]:
     """The host's seconds for a call of a model that is too small to compute anything: forward,
     while a graph is recorded, and backward.
     """
-    layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(8)]
-    model = nn.Sequential(*layers).to(watch.device)
-    x_BD = torch.randn(4, 8, device=watch.device)
+    blocks = nn.ModuleList([_Block() for _ in range(4)]).to(watch.device)
+    x_BLD = torch.randn(2, 4, 8, device=watch.device)
+    angles_LK = torch.randn(4, 4, device=watch.device)
+    cos_LK, sin_LK = angles_LK.cos(), angles_LK.sin()
 
     def forward() -> Tensor:
-        return (model(x_BD) + x_BD).sum()
+        hidden_BLD = x_BLD
+        for block in blocks:
+            hidden_BLD = block(hidden_BLD, cos_LK, sin_LK)
+        return hidden_BLD.sum()
 
     def both() -> None:
         forward().backward()
