@@ -205,7 +205,7 @@ def test_every_adapter_has_the_gradient_that_peft_gives_it(
 # --------------------------------------------------------------------------------------------------
 
 
-@every_kind
+@pytest.mark.parametrize("kind", ["lora", "rslora", pytest.param("dora", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", TASKS)
 def test_adapters_are_exported_as_peft_reads_them(
     name: str, kind: str, folder: Path, bases: Path, tmp_path: Path
