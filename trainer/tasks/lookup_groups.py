@@ -156,9 +156,9 @@ LM_LOOKUP: Values = {
     "data": {"source": "lookup", "max_tokens": 192, "loss_on": "answer"},
     "deepspeed": "zero2",
 }
-# The last block has learnt to write the place that a question asks for, and does so behind every
-# fact as well: the states of a text then hold the places of other facts. A loss on all tokens
-# silences it there, for no place comes next.
+# With a loss on answers alone nothing says what the last block writes behind the facts of a text,
+# and it covers what they say (docs/log.md): most of it is gone from the states that are read. A
+# loss on all tokens mends that in a few steps.
 LM_QUIET = vary(
     LM_LOOKUP,
     base={"experiment": LM_LOOKUP},
