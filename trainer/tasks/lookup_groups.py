@@ -174,7 +174,7 @@ CROSSATTN_LOOKUP = vary(
     base={"experiment": LM_QUIET},
     tokenizer=None,
     train={
-        "steps": 1500,
+        "steps": 3000,
         "eval_every": 500,
         "save_every": 500,
         "answers": 100,
