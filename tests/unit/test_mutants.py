@@ -150,12 +150,15 @@ def test_a_fault_that_cannot_be_tried_is_not_applied(toy: Path) -> None:
         raise AssertionError("not reached")
 
 
-def test_selections_that_fail_without_a_fault_are_told_and_nothing_is_tried(
+def test_selections_that_fail_without_a_fault_are_told_and_only_the_others_are_tried(
     toy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (toy / "tests" / "test_add.py").write_text(TESTS.replace("== 5", "== 6"))
-    assert try_all(toy, [fault("a + b", "a - b")], jobs=1, libraries=FEW) == 2
-    assert "tests fail without any fault" in capsys.readouterr().out
+    (toy / "tests" / "test_wrong.py").write_text(TESTS.replace("== 5", "== 6"))
+    faults = [fault("a + b", "a - b"), fault("a + b", "a - b", "tests/test_wrong.py")]
+    assert try_all(toy, faults, jobs=1, libraries=FEW) == 2
+    told = capsys.readouterr().out
+    assert "tests fail without any fault" in told
+    assert "1 of 1 killed" in told
 
 
 def test_the_exit_code_says_whether_all_were_killed(
