@@ -133,6 +133,13 @@ FAULTS = [
         "trainer/models/losses.py",
         "hidden_BTD.flatten(0, 1).index_select(0, scored_N)",
         "hidden_BTD.flatten(0, 1).index_select(0, scored_N + 1)",
+        why="a decoder with layers is asked for the token that it has just read",
+        tests="tests/numerics/test_cross_attention_model.py -k next_token_loss",
+    ),
+    Fault(
+        "trainer/tasks/causal_lm/task.py",
+        "self._states(**batch).index_select(0, scored)",
+        "self._states(**batch).index_select(0, scored + 1)",
         why="a language model is asked for the token that it has just read",
         tests=STEPS,
     ),
@@ -183,7 +190,7 @@ FAULTS = [
     Fault(
         "trainer/training/checkpoint.py",
         "for _, folder in reversed(candidates(root)):",
-        "for _, folder in _candidates(root):",
+        "for _, folder in candidates(root):",
         why="a run resumes from its oldest checkpoint",
         tests=CHECKPOINT,
     ),
