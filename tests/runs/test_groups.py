@@ -32,40 +32,46 @@ def _group(experiments: list[dict[str, Any]], folder: Path, savedir: Path) -> in
     )
 
 
-def _signalled_in_the_last_step(
-    experiments: list[dict[str, Any]], folder: Path, savedir: Path
+def _signalled(
+    moment: str, experiments: list[dict[str, Any]], folder: Path, savedir: Path
 ) -> list[int]:
-    """Only rank 1 gets the signal, inside the last step of the first experiment; then the same
-    group again.
+    """Only rank 1 gets the signal, inside the last step of the first experiment or behind it; then
+    the same group again.
     """
     from trainer.runtime import distributed
-    from trainer.training import loop
+    from trainer.training import loop, run
 
-    original, steps = loop.train_step, []
+    module, name, number = {"last step": (loop, "train_step", 2), "between": (run, "run", 1)}[
+        moment
+    ]
+    original, calls = getattr(module, name), []
 
-    def last_step_is_signalled(*args: Any, **kwargs: Any) -> Any:
-        steps.append(1)
-        if len(steps) == 2 and distributed.rank() == 1:
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        is_now = len(calls) == number and distributed.rank() == 1
+        if is_now and moment == "last step":
             os.kill(os.getpid(), signal.SIGTERM)
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if is_now and moment == "between":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
 
-    loop.train_step = last_step_is_signalled
+    setattr(module, name, signalled)
     try:
         first = _group(experiments, folder, savedir)
     finally:
-        loop.train_step = original
+        setattr(module, name, original)
     return [first, _group(experiments, folder, savedir), len(list(savedir.glob("[0-9a-f]*/final")))]
 
 
-def test_a_stop_request_in_the_last_step_of_one_experiment_stops_the_group_on_all_ranks(
-    folder: Path, tmp_path: Path
+@pytest.mark.parametrize("moment", ["last step", "between"])
+def test_a_stop_request_at_the_end_of_one_experiment_stops_the_group_on_all_ranks(
+    moment: str, folder: Path, tmp_path: Path
 ) -> None:
     one = experiment("cross_attention", folder, train={"steps": 2})
     two = experiment("cross_attention", folder, train={"steps": 2, "seed": 6})
-    assert (
-        run_on_ranks(2, _signalled_in_the_last_step, [one, two], folder, tmp_path)
-        == [[75, 0, 2]] * 2
-    )
+    ranks = run_on_ranks(2, _signalled, moment, [one, two], folder, tmp_path)
+    assert ranks == [[75, 0, 2]] * 2
 
 
 def _export_fails(values: dict[str, Any], folder: Path, savedir: Path) -> tuple[str, str]:
