@@ -15,7 +15,7 @@ from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError, LatheError
 from trainer.tasks.protocol import Encoded, Row
 
-NUM_ROWS = 1500  # several chunks for each process
+NUM_ROWS = 2500  # more chunks than may wait for two processes
 HERE = os.getpid()
 
 
