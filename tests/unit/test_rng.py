@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -12,7 +13,9 @@ from safetensors.torch import load
 from safetensors.torch import save as to_bytes
 
 from trainer.errors import CheckpointError
+from trainer.evaluation import scoring
 from trainer.runtime import rng
+from trainer.runtime.preemption import Stopped
 
 
 @pytest.fixture(autouse=True)
@@ -113,3 +116,19 @@ def test_restore_continues_the_cuda_generator() -> None:
     expected = torch.rand(4, device="cuda")
     rng.restore(state)
     assert torch.equal(torch.rand(4, device="cuda"), expected)
+
+
+def test_an_evaluation_leaves_the_mode_and_every_generator_as_they_were() -> None:
+    """Else a run that is evaluated draws other dropout than one that is not."""
+    model: Any = torch.nn.Dropout()
+    rng.seed_everything(3, 1)
+    undisturbed = draws()
+    for is_stopped in (False, True):
+        rng.seed_everything(3, 1)
+        with contextlib.suppress(Stopped), scoring._evaluation(model):
+            assert not model.training
+            draws()
+            if is_stopped:
+                raise Stopped
+        assert model.training
+        assert draws() == undisturbed

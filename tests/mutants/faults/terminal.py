@@ -19,7 +19,7 @@ FAULTS = [
         "        rng.restore(before)",
         "        rng.seed_everything(0, 0)",
         why="a run that is evaluated, or stopped in it, draws other dropout afterwards",
-        tests=SIGNALS,
+        tests="tests/unit/test_rng.py -k evaluation",
     ),
     Fault(
         "trainer/training/preflight.py",
