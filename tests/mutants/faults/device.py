@@ -46,7 +46,7 @@ FAULTS = [
         "is_on_device = isinstance(tensor, Tensor) and tensor.device != _CPU",
         "is_on_device = False",
         why="the host looks into every mask on the device",
-        tests=f"{WAITS} -k every_task",
+        tests="tests/unit/test_masks.py",
     ),
     Fault(
         "trainer/memory/launch.py",
