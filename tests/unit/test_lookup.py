@@ -57,6 +57,15 @@ def test_training_rows_are_of_all_lengths_and_texts_mostly_short() -> None:
     assert asked[1] + asked[2] > 1.8 * MANY
 
 
+def test_only_training_has_more_contexts_where_they_hold_many_facts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [lookup.num_contexts(facts) for facts in (1, 2, 8)] == [60_000, 60_000, 200_000]
+    monkeypatch.setattr(lookup, "num_contexts", lambda facts: 3 * facts)
+    rows = {split: list(lookup.contexts(split, facts=4)) for split in ("train", "valid")}
+    assert {split: len(found) for split, found in rows.items()} == {"train": 12, "valid": 500}
+
+
 @pytest.mark.parametrize("split", ["train", "valid", lookup.CONTROL])
 def test_no_text_tells_more_facts_than_asked_for(split: str) -> None:
     for rows, field in (

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.own_rows import OwnRows
+from trainer.data import lookup
 from trainer.data.padding import pad_right, unflat
 from trainer.errors import ConfigError
 from trainer.evaluation.mergeable import GatheredValues, Ratio, answer_scores
@@ -158,7 +159,12 @@ class Task(TokenTask[Config]):
         return encoded
 
     def encoding_id(self) -> str:
-        return self.encoded_under(data=self.cfg.data.model_dump(mode="json", exclude=_NOT_ENCODED))
+        data, of_rows = self.cfg.data, dict[str, Any]()
+        if data.source == "lookup":  # rows of a user's own are known by their files
+            of_rows["rows"] = lookup.num_contexts(data.facts)
+        return self.encoded_under(
+            data=data.model_dump(mode="json", exclude=_NOT_ENCODED), **of_rows
+        )
 
     def limits(self) -> dict[str, int]:
         return {
