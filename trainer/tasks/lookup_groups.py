@@ -107,6 +107,22 @@ VERA_LOOKUP: Values = {
     "deepspeed": "zero2",
 }
 
+# Sizes of the language models below.
+DECODER: Values = {
+    "vocab_size": 768,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 1,
+    "initializer_range": 0.05,
+}
+
 # Cross-attention: a small language model learns to answer from a text in front of the question;
 # frozen, it is then given the text through the new layers alone. A fact has to be gathered in one
 # token before it can be found: the first two blocks see eight tokens, which is a fact, and rotate
@@ -115,12 +131,7 @@ VERA_LOOKUP: Values = {
 GEMMA: Values = {
     "config": {
         "model_type": "gemma3_text",
-        "vocab_size": 768,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        **DECODER,
         "head_dim": 32,
         "query_pre_attn_scalar": 32,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
@@ -129,12 +140,6 @@ GEMMA: Values = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
             "full_attention": {"rope_type": "default", "rope_theta": 1e6},
         },
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 1,
-        "initializer_range": 0.05,
     }
 }
 LM_LOOKUP: Values = {
@@ -221,23 +226,7 @@ SUMMARISE_LOOKUP["data"] = {
 TWO_FACTS = {"facts": 2}
 FID_TWO = vary(FID_CHOOSES, train={"steps": 600}, schedule={"shape": "linear"})
 # Of two facts the relation alone decides, and any base will do.
-LLAMA: Values = {
-    "config": {
-        "model_type": "llama",
-        "vocab_size": 768,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 1,
-        "initializer_range": 0.05,
-    }
-}
+LLAMA: Values = {"config": {"model_type": "llama", **DECODER}}
 SLOWER: Values = {"optim": {"lr": 1e-3}, "schedule": {"warmup_steps": 50}}
 LM_TWO = vary(
     LM_LOOKUP,
