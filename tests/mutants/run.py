@@ -5,7 +5,8 @@ Each fault is tried alone, with the tests that belong to its file, those that `m
 long ones). A fault is killed when a test fails; it has survived when all pass; it is broken when
 its text is not in the file exactly once, when the file cannot be imported with it, or when the
 tests cannot be collected or do not end. Before that, every selection of tests must be green without
-any fault; the faults of one that is not are left out. Exit code 0: all killed; 1: not all; 2: the list is wrong.
+any fault; the faults of one that is not are left out. Exit code 0: all killed; 1: not all; 2: the
+list is wrong, or a selection is not green.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 VERSION = 1  # of the texts below: whoever changes them counts on
 CONTROL = "control"
 NUM_ROWS = {"train": 60_000, "valid": 500, "test": 500, CONTROL: 500}
-_FOR_EACH_FACT = 25_000  # training rows of contexts(), where that is more
+_CONTEXTS_PER_FACT = 25_000  # training rows of contexts(), where that is more
 
 _SYLLABLES = ["".join(letters) for letters in product("bdfghklmnprstvz", "aeiou", "lnr")]
 _HELD_OUT_OF_1000 = 200  # names that training never holds
@@ -125,7 +125,7 @@ def num_contexts(facts: int) -> int:
     """Training rows of contexts(). Layers learn 60,000 texts of eight facts by heart: a training
     loss of .005 and a held-out one of .168 (docs/log.md).
     """
-    return max(NUM_ROWS["train"], _FOR_EACH_FACT * facts)
+    return max(NUM_ROWS["train"], _CONTEXTS_PER_FACT * facts)
 
 
 def contexts(split: str, *, facts: int = FACTS) -> Iterator[Row]:

@@ -164,7 +164,7 @@ LM_LOOKUP: Values = {
 # With a loss on answers alone nothing says what the last block writes behind the facts of a text,
 # and it covers what they say (docs/log.md): most of it is gone from the states that are read. A
 # loss on all tokens mends that in a few steps.
-LM_QUIET = vary(
+LM_ALL_TOKENS = vary(
     LM_LOOKUP,
     base={"experiment": LM_LOOKUP},
     tokenizer=None,
@@ -176,7 +176,7 @@ LM_QUIET = vary(
 CROSSATTN_LOOKUP = vary(
     LM_LOOKUP,
     task="cross_attention",
-    base={"experiment": LM_QUIET},
+    base={"experiment": LM_ALL_TOKENS},
     tokenizer=None,
     train={
         "steps": 3000,
@@ -252,7 +252,7 @@ VERA_TWO = vary(
 
 GROUPS: dict[str, list[Values]] = {
     "fid_lookup_cpu": [FID_COPIES, FID_CHOOSES, FID_READS_5, FID_READS_20],
-    "crossattn_lookup_cpu": [LM_LOOKUP, LM_QUIET, CROSSATTN_LOOKUP],
+    "crossattn_lookup_cpu": [LM_LOOKUP, LM_ALL_TOKENS, CROSSATTN_LOOKUP],
     "vera_lookup_cpu": [VERA_LOOKUP],
     "summarise_lookup_cpu": [FID_COPIES, SUMMARISE_LOOKUP],
     "fid_lookup_tiny": [FID_COPIES, FID_TWO],
