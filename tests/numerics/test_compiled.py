@@ -30,6 +30,7 @@ from trainer.models.packed.stream_kernels import _Launch
 from trainer.tasks.protocol import DRAW, EPOCH, Places
 
 TASKS = tuple(OF_TASK)
+EVERY_BLOCK = {**OF_TASK["cross_attention"]["layers"], "stride": 1}
 MOST = 3  # compilations after that of the first micro-batch, with what a recomputation adds
 
 
@@ -71,12 +72,14 @@ def compared(values: dict[str, Any], facts: str, count: int, backend: str) -> di
     assert fused.compile_blocks(model) > 0
     plain.train(), model.train()
     graphs: list[int] = []
+    # a retriever's scores are divided by its temperature, and what rounding did to them with them
+    loss = 1.0 if values["task"] == "retriever" else 0.2
     for batch in batches_of(task, count):
         assert_same_step(
             step(task, model, batch),
             step(task, plain, batch),
             depth=depth_of(model),
-            loss=0.2,
+            loss=loss,
             gradients=3.0,
         )
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -111,7 +114,8 @@ def test_two_hundred_batches_of_every_task_are_compiled_once(task: str, facts: P
 @pytest.mark.parametrize(
     ("task", "changes"),
     [(task, {}) for task in TASKS]
-    + [(task, {"base": LLAMA}) for task in ("causal_lm", "cross_attention", "vera")]
+    + [(task, {"base": LLAMA}) for task in ("causal_lm", "vera")]
+    + [("cross_attention", {"base": LLAMA, "layers": EVERY_BLOCK})]
     + [(task, {"train": {"gradient_checkpointing": True}}) for task in TASKS],
 )
 def test_compiled_kernels_compute_the_same_step(

@@ -28,7 +28,8 @@ _CPU_NUMBERS, _GPU_NUMBERS = (1 << 14, 1 << 18, 1 << 21), (1 << 20, 1 << 23, 1 <
 _ROTATED, _FEWEST, _MOST = 1 << 22, 2, 64  # numbers of those that take turns, and how many do
 _CPU_SIDES, _GPU_SIDES = (16, 32, 64, 128, 256, 512), (128, 512, 1024, 2048, 4096, 8192)
 _WIDE = 1024  # from here on a linear layer has no more rows than it is wide
-_LAYERS, _LONG_S = 3, 0.2
+_COLD_NUMBERS = 1 << 24  # of layers that take turns: more than any cache holds, as in a model
+_LONG_S = 0.2
 _CPU_LENGTHS, _GPU_LENGTHS = (32, 64, 128, 256, 512), (256, 1024, 4096)
 _DISK_BYTES = 64 << 20
 _SENT_NUMBERS = 4 << 20
@@ -123,11 +124,10 @@ def _products(watch: Stopwatch, dtype: torch.dtype) -> list[list[float]]:
     curve: list[list[float]] = []
     for width in _GPU_SIDES if is_gpu else _CPU_SIDES:
         rows = 4 * width if width < _WIDE else width
-
-        def layer(rows: int = rows, width: int = width) -> list[Tensor]:
-            return [torch.randn(n, width, device=device).to(dtype) for n in (rows, rows, width)]
-
-        sets = _Rotation([layer() for _ in range(_LAYERS)])
+        layer = [torch.randn(n, width, device=device).to(dtype) for n in (rows, rows, width)]
+        numbers = (2 * rows + width) * width
+        count = max(_FEWEST, min(_MOST, -(-_COLD_NUMBERS // numbers)))
+        sets = _Rotation([[tensor.clone() for tensor in layer] for _ in range(count)])
 
         def run(sets: Any = sets) -> None:
             x_ND, of_y_ND, weight_DD = sets.next()

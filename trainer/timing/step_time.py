@@ -15,22 +15,27 @@ if TYPE_CHECKING:
     from trainer.memory.measure import Measured
     from trainer.timing.rates import Link, Rates
 
-# Host operators of DeepSpeed 0.19.8 that its Python does besides the model's, in launches. Guesses
-# after a look at its source: nobody has measured them.
-_STEP = 400  # of a step of ours, at any stage
+# What the host does besides the model's operators, in launches. Fitted by eye to 70 measured ways
+# (docs/log.md), where they lie near each other.
+_STEP, _PER_BATCH = 400, 400  # of a step of ours and of a micro-batch, at any stage
 _PER_WEIGHT = {0: 6, 1: 12, 2: 12, 3: 25}  # by stage: of a weight, a step
-_PER_WEIGHT_AND_BATCH = {0: 0, 1: 2, 2: 8, 3: 12}  # the same, each micro-batch
-# At stage 3 every module looks for its weights before it runs, and lets them go after: in forward
-# and again in backward.
-_PER_VISIT = 19
+_PER_WEIGHT_AND_BATCH = {0: 0, 1: 2, 2: 8, 3: 20}  # the same, each micro-batch
+# Of a module that has weights, forward and again in backward: Python, and a cold cache. At stage 3
+# it looks for its weights before it runs, and lets them go after.
+_PER_VISIT = {0: 12, 1: 12, 2: 12, 3: 45}
 # Passes over a rank's numbers in fp32 besides the optimizer's own: norm, clipping, copies.
 _PASSES = {0: 3, 1: 5, 2: 5, 3: 5}
+_ADDED = 3  # read and written where a micro-batch's gradients are added to those before
 # Read and written where gradients go through a buffer to be reduced, in their bytes: first into
 # memory that is taken for it, then scaled and copied back.
-_FLATTENED, _COPIED = {0: 2, 1: 2, 2: 2, 3: 0}, {0: 4, 1: 6, 2: 6, 3: 6}
-_COPIED_ALONE = {0: 0, 1: 4, 2: 4, 3: 6}  # by a single rank, which flattens nothing
+_FLATTENED, _COPIED = {0: 2, 1: 5, 2: 5, 3: 3}, {0: 4, 1: 6, 2: 6, 3: 6}
+# By a single rank, which flattens nothing before stage 3.
+_FLATTENED_ALONE, _COPIED_ALONE = {0: 0, 1: 0, 2: 0, 3: 3}, {0: 0, 1: 4, 2: 4, 3: 6}
 # The same of a gather of stage 3: what is sent, and every weight put together out of its shares.
 _PUT_TOGETHER = 4
+# What operators take in a step on a processor, of what each takes by itself in a calibration: the
+# quickest of several there, and with less in the caches here.
+IN_A_STEP = 1.06
 _HIDDEN = 0.9  # of what may be sent while a backward pass computes
 
 
@@ -125,6 +130,8 @@ def computing(work: Work, rates: Rates) -> StepTime:
     parts: dict[str, float] = {"matmul": 0.0, "attention": 0.0, "memory": 0.0}
     for operator, times in work.operators:
         parts[operator.kind] += times * operator_s(operator, rates)
+    if not rates.overlaps_launches:
+        parts = {name: IN_A_STEP * seconds for name, seconds in parts.items()}
     launches = work.tracked * rates.launch_s + work.plain * rates.plain_launch_s
     return StepTime(**parts, launches=launches)
 
@@ -208,10 +215,9 @@ def step_time(
 
 def _host_operators(step: Measured, zero: Zero, batches: float) -> float:
     weights, stage = step.num_weights, zero.stage
-    host = _STEP + weights * (_PER_WEIGHT[stage] + batches * _PER_WEIGHT_AND_BATCH[stage])
-    if stage == 3:
-        host += _PER_VISIT * step.calls.get("visits", 0) * batches
-    return host
+    visits = _PER_VISIT[stage] * step.calls.get("visits", 0)
+    of_batch = _PER_BATCH + weights * _PER_WEIGHT_AND_BATCH[stage] + visits
+    return _STEP + weights * _PER_WEIGHT[stage] + batches * of_batch
 
 
 def _updating(step: Measured, zero: Zero, rates: Rates) -> float:
@@ -228,12 +234,14 @@ def _reductions(zero: Zero, batches: float) -> float:
 
 
 def _copying(step: Measured, zero: Zero, rates: Rates, batches: float) -> float:
-    """Seconds of gradients on their way to where they are reduced, and back."""
-    trained = zero.width * step.trainable * _reductions(zero, batches)
-    if zero.world == 1:
-        return _COPIED_ALONE[zero.stage] * trained / rates.memory_bytes_per_s
-    flattened = _FLATTENED[zero.stage] * trained / _fresh(rates)
-    return flattened + _COPIED[zero.stage] * trained / rates.memory_bytes_per_s
+    """Seconds of gradients that are added up, and on their way to be reduced and back."""
+    nbytes = zero.width * step.trainable
+    is_alone = zero.world == 1
+    flattened = (_FLATTENED_ALONE if is_alone else _FLATTENED)[zero.stage]
+    copied = (_COPIED_ALONE if is_alone else _COPIED)[zero.stage]
+    moved = copied * _reductions(zero, batches) + _ADDED * max(0.0, batches - 1)
+    taken = flattened * _reductions(zero, batches)
+    return nbytes * (taken / _fresh(rates) + moved / rates.memory_bytes_per_s)
 
 
 def _fresh(rates: Rates) -> float:
