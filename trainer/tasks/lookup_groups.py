@@ -179,7 +179,7 @@ CROSSATTN_LOOKUP = vary(
     base={"experiment": LM_ALL_TOKENS},
     tokenizer=None,
     train={
-        "steps": 3000,
+        "steps": 4500,
         "eval_every": 500,
         "save_every": 500,
         "answers": 100,
