@@ -197,7 +197,11 @@ def test_two_warm_ups_are_refused_with_both_values() -> None:
 )
 def test_a_base_is_a_name_or_random_weights_or_another_experiment(base: Any) -> None:
     assert tasks.parse({**EXPERIMENT, "base": base}).model_dump(mode="json")["base"] == (
-        {**base, "seed": 0} if "config" in base else base
+        {**base, "seed": 0}
+        if "config" in base
+        else {**base, "adapted": None}
+        if "experiment" in base
+        else base
     )
 
 

@@ -122,7 +122,8 @@ def with_steps(experiments: list[Values], steps: int | None) -> list[Values]:
             values = {**values, "train": {**values["train"], "steps": steps}}
         if isinstance(base, dict) and isinstance(base.get("experiment"), dict):
             before = base["experiment"]
-            values = {**values, "base": {"experiment": changed.get(exp_id(before), before)}}
+            first = changed.get(exp_id(before), before)
+            values = {**values, "base": {**base, "experiment": first}}
         changed[name] = values
         found.append(values)
     return found

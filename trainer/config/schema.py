@@ -241,11 +241,22 @@ class RandomBase(Strict):
     """Of the weights that are drawn."""
 
 
+class Adapted(Strict):
+    """A decoder-only model (gemma3_text) as both halves of an encoder-decoder, a T5Gemma 2."""
+
+    window: Positive | None = None
+    """Tokens that a windowed layer sees: an encoder's on both sides together. None: as many as in
+    the decoder-only model.
+    """
+
+
 class ExperimentBase(Strict):
     """A base model trained by another experiment of the same --savedir_base: its final/ folder."""
 
     experiment: dict[str, Any]
     """The whole dictionary of that experiment."""
+    adapted: Adapted | None = None
+    """Makes an encoder-decoder of it, which both halves begin with. None: the model as it is."""
 
 
 def _kind_of_base(value: Any) -> str:

@@ -25,6 +25,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.files import hub, packages, safetensors_file
 from trainer.files.remembered import remembered_sha256
 from trainer.models import adapters, families, fused, masks, weight_files
+from trainer.models.decoder.halves import adapted_source
 from trainer.models.frozen import quantized
 from trainer.models.t5_encoder_weights import encoder_source
 
@@ -44,7 +45,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
 
 def resolve(base: Base, places: Places) -> str | RandomBase:
     """A Hub id, a folder's path, or the random base itself; an experiment becomes the path of its
-    final/ folder, and "package:NAME/FOLDER" that of the folder.
+    final/ folder, or of what is made of it, and "package:NAME/FOLDER" that of the folder.
 
     A name may end in "#sha256=" and the digest of its weights: ConfigError when they have another.
     """
@@ -57,7 +58,10 @@ def resolve(base: Base, places: Places) -> str | RandomBase:
                 "which it names, has not "
                 f"finished: {folder} holds no model. Run it first, into the same --savedir_base."
             )
-        return str(folder)
+        if base.adapted is None:
+            return str(folder)
+        with _unpartitioned():
+            return adapted_source(str(folder), base.adapted, places.cache_dir)
     if isinstance(base, RandomBase):
         return base
     source = named(base, places.cache_dir)

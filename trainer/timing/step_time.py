@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from trainer.memory.measure import Measured
     from trainer.timing.rates import Link, Rates
 
-# What the host does besides the model's operators, in launches. Fitted by eye to 70 measured ways of
-# ten small models on a processor (docs/log.md); none of it was measured on a GPU.
+# What the host does besides the model's operators, in launches. Fitted by eye to 70 measured ways
+# of ten small models on a processor (docs/log.md); none of it was measured on a GPU.
 _STEP, _PER_BATCH = 400, 400  # of a step of ours and of a micro-batch, at any stage
 _PER_WEIGHT = {0: 6, 1: 12, 2: 12, 3: 25}  # by stage: of a weight, a step
 _PER_WEIGHT_AND_BATCH = {0: 0, 1: 2, 2: 8, 3: 20}  # the same, each micro-batch
