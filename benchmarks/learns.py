@@ -54,8 +54,11 @@ BOUNDS = {
     "crossattn_lookup_cpu": Bound("em", 0.90, 0.02),
     "vera_lookup_cpu": Bound("auroc/all", 0.95, 0.55),
 }
-# One after another, for they begin with the same experiment.
-IN_TURN = [["fid", "summarise"], ["crossattn", "vera"]]
+# One after another, for they begin with the same experiment: FID_COPIES, or LM_LOOKUP.
+IN_TURN = {
+    "tiny": [["fid", "summarise"], ["crossattn", "vera"]],
+    "cpu": [["fid", "vera"], ["crossattn", "summarise"]],
+}
 
 
 def measured(group: str, out: Path, *, is_killed: bool) -> dict[str, Any]:
@@ -96,7 +99,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("out/learns"))
     given = parser.parse_args()
     size, out = "cpu" if given.full else "tiny", given.out.resolve()
-    chains = [[f"{name}_lookup_{size}" for name in names] for names in IN_TURN]
+    chains = [[f"{name}_lookup_{size}" for name in names] for names in IN_TURN[size]]
     if given.group:
         chains = [[name] for name in given.group]
 
