@@ -2,6 +2,7 @@
 
 from tests.mutants.fault import Fault
 
+HALVES = "tests/unit/test_halves.py"
 RETRIEVER = "tests/unit/test_retriever_task.py"
 TERMS = "tests/numerics/test_vera_terms.py"
 VERA = "tests/numerics/test_vera_training.py"
@@ -516,5 +517,26 @@ FAULTS = [
         "return self.moments",
         why="a run at ZeRO-3 with a frozen base is planned without what its linear layers keep",
         tests="tests/numerics/test_memory_plan_adapters.py -k lora-3",
+    ),
+    Fault(
+        "trainer/models/decoder/halves.py",
+        "torch.full_like(found[name], -1.0)",
+        "torch.full_like(found[name], 0.0)",
+        why="an encoder made of a language model does not end as the identity",
+        tests=HALVES,
+    ),
+    Fault(
+        "trainer/models/decoder/halves.py",
+        'if ".encoder." in name:',
+        "if False:",
+        why="a decoder does not find in a document what it looked up in a text",
+        tests=HALVES,
+    ),
+    Fault(
+        "trainer/config/groups.py",
+        'values = {**values, "base": {**base, "experiment": first}}',
+        'values = {**values, "base": {"experiment": first}}',
+        why="--steps takes the decoder-only model for the encoder-decoder made of it",
+        tests=HALVES,
     ),
 ]

@@ -138,8 +138,6 @@ def _origin(name: str, last: int) -> str | None:
         return f"model.layers.{of_layer}"
     if name.endswith("embed_tokens.weight"):
         return "model.embed_tokens.weight"
-    return (
-        f"model.layers.{last}.input_layernorm.weight"
-        if ".encoder." in name
-        else ("model.norm.weight")
-    )
+    if ".encoder." in name:
+        return f"model.layers.{last}.input_layernorm.weight"
+    return "model.norm.weight"
