@@ -108,7 +108,7 @@ def _config(config: Any, adapted: Adapted) -> Any:
 
 
 def _weights(config: Any, source: str) -> dict[str, Tensor]:
-    """By name, with the names' origin in the decoder-only model; all of pictures are zero."""
+    """Every weight of the encoder-decoder by its name; those that read pictures are zero."""
     from transformers import T5Gemma2ForConditionalGeneration
 
     with torch.device("meta"):
