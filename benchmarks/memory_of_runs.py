@@ -5,7 +5,7 @@ two, at every stage, with adapters, and with a head in chunks.
 
 Every case is a real run of three steps over ZeRO on the CPU, whose allocator is recorded by
 torch.profiler on rank 0; from the second step to the last, the most that was alive is held against
-the plan of the heaviest of these micro-batches. Exits 1 when one is predicted more than 1.5% wrong.
+the plan of these micro-batches. Exits 1 when one is predicted more than 1.5% wrong.
 Offload is not among them: on a processor the device and its host are the same memory.
 """
 
@@ -16,6 +16,7 @@ import gc
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from benchmarks.plan_time import SUBJECTS
 from tests.ranks import run_on_ranks
 
 STEPS = 3
+LETTING_GO_S = 0.005
 _SHAPES = {shape.name: shape for shape, _, _ in SUBJECTS}
 _LORA = {"lora": {"r": 8, "alpha": 16, "dropout": 0.0, "targets": "all-linear"}}
 
@@ -105,6 +107,7 @@ def peak_of_a_run(case: Case, folder: str, rows: str) -> int:
 
     loop.train_step = marked
     distributed.init()
+    _let_go_by_this_thread()
     options = Options(Path(folder) / "out", data_path=Path(rows), cache_dir=Path(folder) / "cache")
     planned = plan(case.values, options, world=case.world, rank=distributed.rank())
     with recorded() as profiler:
@@ -118,8 +121,26 @@ def peak_of_a_run(case: Case, folder: str, rows: str) -> int:
     )
 
 
+def _let_go_by_this_thread() -> None:
+    """From now on, wait a little after every exchange.
+
+    A thread of gloo holds its tensors for a moment after the exchange is done. What it is the last
+    to let go is missing in the record, which sees one thread, and would count until the end.
+    """
+    from torch._C._distributed_c10d import Work
+
+    wait = Work.wait
+
+    def waited(*args: Any, **kwargs: Any) -> bool:
+        is_done = wait(*args, **kwargs)
+        time.sleep(LETTING_GO_S)
+        return is_done
+
+    Work.wait = waited  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def predicted_bytes(case: Case, rows: Path, cache: Path) -> int:
-    """By the plan, of the heaviest micro-batch from the second step on."""
+    """By the plan, of the micro-batches from the second step on."""
     from dataclasses import replace
 
     from trainer.commands.plan import subject_for
@@ -130,20 +151,19 @@ def predicted_bytes(case: Case, rows: Path, cache: Path) -> int:
 
     options = Options(cache / "out", data_path=rows, cache_dir=cache)
     subject = subject_for(case.values, options, case.world)
-    batches = [
-        numbers
+    lengths, sharding = subject.train.sizes, subject.sharding
+    found = [
+        (place == 0, replace(subject.training_request(numbers), device="cpu"))
         for step in range(1, STEPS)
-        for numbers in window_rows(
-            step,
-            lengths=subject.train.sizes,
-            sharding=subject.sharding,
-            seed=subject.cfg.train.seed,
+        for place, numbers in enumerate(
+            window_rows(step, lengths=lengths, sharding=sharding, seed=subject.cfg.train.seed)
         )
     ]
-    heaviest = max(batches, key=lambda numbers: int(subject.train.lengths[numbers].sum()))
-    request = replace(subject.training_request(heaviest), device="cpu")
-    (step,) = measure([request], subject.places)
-    return training(step, subject.zero, cublas=0).total
+    steps = measure([request for _, request in found], subject.places)
+    return max(
+        training(step, subject.zero, cublas=0, is_first=is_first).total
+        for step, (is_first, _) in zip(steps, found, strict=True)
+    )
 
 
 def main() -> None:

@@ -217,8 +217,9 @@ def live_bytes(profiler: Any, resident: dict[int, int]) -> Iterator[tuple[int, i
     for event in sorted(allocations, key=lambda event: event.start_time_ns):
         place, size = event.extra_fields.ptr, event.extra_fields.alloc_size
         if size > 0:
+            # another thread freed what was there before: the record sees one thread alone
+            total += size - live.get(place, 0)
             live[place] = size
-            total += size
         else:
             total -= live.pop(place, 0)
         yield event.start_time_ns, total

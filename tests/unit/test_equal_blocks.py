@@ -63,6 +63,34 @@ def counted(model: nn.Module, stacks: Stacks | None = None) -> tuple[Any, dict[A
         return device.tracker.moments, runs
 
 
+class Peeks(nn.Module):
+    """A large layer behind another, whose weight the module around them may look at."""
+
+    def __init__(self, *, peeks: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(400, 800), nn.Linear(800, 400)
+        self.peeks = peeks
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.first(hidden).relu()
+        return self.last(inner.to(self.last.weight.dtype) if self.peeks else inner)
+
+
+@pytest.mark.parametrize(("peeks", "activations"), [(False, 2 * 64 * 800), (True, 0)])
+def test_a_weight_is_asked_for_when_the_module_begins_that_asks(
+    peeks: bool, activations: int
+) -> None:
+    model, rows = Peeks(peeks=peeks), torch.empty(64, 400)
+    with fake_device("cpu") as device:
+        device.place(model)
+        device.tracker.watch(model)
+        device.tracker.restart()
+        model(rows).sum().backward()
+        (moments, reading) = device.tracker.highest()
+    assert reading.total == 4 * activations
+    assert max(moment.activations for moment in moments) > reading.activations
+
+
 def test_four_blocks_tell_the_bytes_and_the_operators_of_all() -> None:
     short, full = counted(Deep()), counted(Deep(), whole())
     assert short == full

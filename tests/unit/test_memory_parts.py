@@ -134,6 +134,16 @@ def test_gradients_of_earlier_micro_batches_lie_below_the_peak_of_the_next() -> 
     assert (found.gradients, found.activations) == (2 * P, 30 * P)
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_there_is_no_gradient_before_a_steps_first_micro_batch(stage: int) -> None:
+    step = measured([Moment(2 * P, 0, 0), Moment(0, 90 * P, 0)])
+    how = zero(stage, world=2, accumulates=True)
+    first, later = (training(step, how, cublas=0, is_first=is_first) for is_first in (True, False))
+    assert later.total - first.total == 2 * P  # of stage 2 a half, in fp32
+    waiting = replace(step, operators_of_last=[["of another micro-batch"]])
+    assert training(waiting, how, cublas=0, is_first=True) == later
+
+
 def test_a_frozen_base_that_is_kept_lies_whole_beside_a_ranks_part_of_it() -> None:
     step = measured([Moment(2 * P, 0, 0)], frozen=10 * P)
     shared, kept = (
@@ -179,6 +189,30 @@ def test_buckets_are_allocated_in_full_however_small_the_model() -> None:
         cublas=0,
     )
     assert found.buffers == 2 * 5 * P * 2
+
+
+@pytest.mark.parametrize(("bucket", "copies"), [(1000, 1), (999, 2)])
+def test_gradients_wait_beside_a_bucket_only_if_a_weight_is_larger(
+    bucket: int, copies: int
+) -> None:
+    step = measured([Moment(2 * P, 0, 0), Moment(2000, 30 * P, 0)])
+    how = zero(2, world=2, accumulates=True, reduce_bucket=bucket)
+    found = training(step, how, cublas=0)
+    assert found.gradients == 4 * P // 2 + (copies - 1) * 2000
+
+
+def test_stage_3_holds_twice_what_it_gathered_until_the_last_weight_is_asked_for() -> None:
+    sizes = [[150_000, 6], [100_000, 1]]  # the last one is left whole on every rank
+    step = measured([Moment(2 * P, 0, 0), Moment(0, 40 * P, 0)])
+    step = replace(step, sizes=sizes, reading=Moment(0, 39 * P, 0))
+    alone, shared, ahead = (
+        training(step, zero(3, **how), cublas=0)
+        for how in ({}, {"world": 2}, {"world": 2, "prefetch_bucket": 400_000})
+    )
+    assert alone.activations == 40 * P
+    buckets = shared.buffers - 2 * 900_000
+    assert (shared.activations, ahead.buffers) == (39 * P, buckets)
+    assert ahead.activations == 40 * P
 
 
 def test_an_offloaded_optimizer_is_in_host_memory() -> None:
@@ -238,21 +272,31 @@ def test_the_heaviest_micro_batch_is_one_that_the_run_makes() -> None:
     rng = np.random.default_rng(0)
     rows = Lengths(rng.integers(1, 100, 64).tolist())
     sharding = Sharding(global_batch=8, micro_batch=4, world=1, rank=0)
-    (found, *_) = heaviest(rows, sharding, seed=3, steps=16)
-    batches = [
-        b
-        for step in range(16)
-        for b in window_rows(step, lengths=rows.lengths, sharding=sharding, seed=3)
+    found = {batch.is_first: batch.numbers for batch in heaviest(rows, sharding, seed=3, steps=16)}
+    steps = [
+        window_rows(step, lengths=rows.lengths, sharding=sharding, seed=3) for step in range(16)
     ]
-    assert any(np.array_equal(found, batch) for batch in batches)
-    assert rows.lengths[found].max() == rows.lengths.max()
+    for is_first, numbers in found.items():
+        batches = [batch for first, *rest in steps for batch in ([first] if is_first else rest)]
+        assert any(np.array_equal(numbers, batch) for batch in batches)
+        assert rows.lengths[numbers].max() == max(rows.lengths[b].max() for b in batches)
+    assert rows.lengths[found[True]].max() == rows.lengths.max()
+
+
+def test_rows_of_one_length_need_most_behind_others() -> None:
+    rows = Lengths([10] * 64)
+    sharding = Sharding(global_batch=8, micro_batch=4, world=1, rank=0)
+    (found,) = heaviest(rows, sharding, seed=3, steps=16)
+    assert not found.is_first
+    (alone,) = heaviest(rows, Sharding(8, 8, 1, 0), seed=3, steps=16)
+    assert alone.is_first
 
 
 def test_many_short_rows_may_need_more_than_few_long_ones() -> None:
     rows = Lengths([100] + [10] * 63)
     sharding = Sharding(global_batch=64, micro_batch=64, world=1, rank=0, micro_tokens=150)
     found = heaviest(rows, sharding, seed=None, steps=1)
-    assert sorted(len(numbers) for numbers in found)[-1] == 15
+    assert sorted(len(batch.numbers) for batch in found)[-1] == 15
 
 
 # Shapes, changes, pages

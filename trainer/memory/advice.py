@@ -95,8 +95,9 @@ def largest_fitting(peak_at: Callable[[int], int], nbytes: int) -> int:
     return low
 
 
-def stages(subject: Subject, step: Measured, *, cublas: int) -> list[Stage]:
+def stages(subject: Subject, made: Made, *, cublas: int) -> list[Stage]:
     """The training step under each file of ds_configs/ that the experiment goes with."""
+    step = made.worst
     found: list[Stage] = []
     for preset in STAGES:
         if not (PRESETS / f"{preset}.json").is_file():
@@ -105,7 +106,8 @@ def stages(subject: Subject, step: Measured, *, cublas: int) -> list[Stage]:
             zero = subject.zero_of(subject.with_deepspeed(preset))
         except ConfigError:  # Adafactor above stage 0, fp16 at it: nothing to choose
             continue
-        found.append(Stage(preset, training(step, zero, cublas=cublas), host(step, zero)))
+        peak = training(step, zero, cublas=cublas, is_first=made.is_first)
+        found.append(Stage(preset, peak, host(step, zero)))
     return found
 
 
@@ -114,7 +116,7 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
 
     device: the one that the run should fit; None: no limit is known.
     """
-    step, now = made.worst, training(made.worst, subject.zero, cublas=cublas).total
+    step, now = made.worst, made.total
     usable = device.usable(subject.sharding.world) if device is not None else None
     longest_rows = [(f"rows {rows}", _of_longest(subject, rows)) for rows in _counts(subject, made)]
     other_ways = [*_recomputed(subject, made), *_other_attention(subject, made)]
@@ -128,7 +130,8 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
     )
 
     def peak(measured: Measured) -> int:
-        return training(measured, subject.zero, cublas=cublas).total
+        zero = subject.zero
+        return training(measured, zero, cublas=cublas, is_first=made.is_first).total
 
     points = [(rows, found[f"rows {rows}"]) for rows in _counts(subject, made)]
     points += [(len(made.numbers), step)] if len(points) == 1 else []
@@ -136,7 +139,7 @@ def advise(subject: Subject, made: Made, device: Device | None, *, cublas: int) 
     def peak_at(rows: int) -> int:
         return peak(scaled(points[0], points[1], rows))
 
-    found_stages = stages(subject, step, cublas=cublas)
+    found_stages = stages(subject, made, cublas=cublas)
     changes = [
         *[(name, peak(found[name])) for name, _ in other_ways],
         *_limit_change(subject, made, {name: peak(found[name]) for name, _ in shorter}, usable),
@@ -396,8 +399,11 @@ class Room:
         """The peak of the micro-batch with the highest, and its step."""
         subject = self._subject
         values: dict[str, Any] = changed(subject.values, RECOMPUTED, how)
-        requests = [subject.training_request(numbers, values) for numbers in self._batches]
+        requests = [subject.training_request(batch.numbers, values) for batch in self._batches]
         steps = measure(requests, subject.places)
-        peaks = [training(step, subject.zero, cublas=self._cublas).total for step in steps]
+        peaks = [
+            training(step, subject.zero, cublas=self._cublas, is_first=batch.is_first).total
+            for step, batch in zip(steps, self._batches, strict=True)
+        ]
         worst = max(range(len(steps)), key=peaks.__getitem__)
         return peaks[worst], steps[worst]

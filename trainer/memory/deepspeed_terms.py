@@ -101,6 +101,13 @@ class Zero:
         )
 
     @property
+    def gathers(self) -> bool:
+        """Whether stage 3 gathers weights. A single rank does not: its parts are the weights
+        (deepspeed's NoGatherHandle makes no copy).
+        """
+        return self.world > 1 or self.offloads_weights
+
+    @property
     def copies_into_buckets(self) -> bool:
         """Whether reduce buckets are allocated in full, as contiguous_gradients asks.
 
@@ -111,9 +118,15 @@ class Zero:
         return self.stage == 3 or (self.stage > 0 and (self.world > 1 or self.offloads_optimizer))
 
 
-def training(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
-    """The moment of a training step at which most is alive, from the second step on."""
-    return max(_moments(step, zero, cublas), key=lambda breakdown: breakdown.total)
+def training(step: Measured, zero: Zero, *, cublas: int, is_first: bool = False) -> Breakdown:
+    """The moment of a training step at which most is alive, from the second step on.
+
+    is_first: of its first micro-batch, before which there is no gradient.
+    """
+    # where micro-batches wait for each other, the first one is the last to go back
+    is_alone = not zero.accumulates or (is_first and not step.waits)
+    moments = _moments(step, zero, cublas, is_alone=is_alone)
+    return max(moments, key=lambda breakdown: breakdown.total)
 
 
 def inference(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
@@ -161,11 +174,8 @@ def _held_between_steps(step: Measured, zero: Zero) -> Breakdown:
     weights, gradients = step.weights, 0
     if zero.stage == 3:
         whole = e * (step.trainable + step.frozen)
-        # A single rank gathers nothing: its parts are the weights (deepspeed's NoGatherHandle makes
-        # no copy).
-        is_gathered = w > 1 or zero.offloads_weights
-        gathered = min(whole, e * (zero.max_live + zero.prefetch_bucket)) if is_gathered else 0
-        if zero.keeps_frozen and is_gathered:
+        gathered = min(whole, e * (zero.max_live + zero.prefetch_bucket)) if zero.gathers else 0
+        if zero.keeps_frozen and zero.gathers:
             gathered = e * step.frozen + min(e * step.trainable, gathered)
         weights = (0 if zero.offloads_weights else step.weights // w) + gathered
         gradients = 0 if zero.offloads_optimizer else 4 * P // w
@@ -189,13 +199,22 @@ def _held_between_steps(step: Measured, zero: Zero) -> Breakdown:
     )
 
 
-def _moments(step: Measured, zero: Zero, cublas: int) -> Iterator[Breakdown]:
+def _moments(step: Measured, zero: Zero, cublas: int, *, is_alone: bool) -> Iterator[Breakdown]:
     held = _held_between_steps(step, zero)
+    if zero.stage == 3 and zero.gathers:
+        reading = Breakdown(
+            activations=step.reading.activations,
+            logits=step.reading.logits,
+            buffers=_gathered_ahead(step, zero),
+            workspace=cublas + step.scratch,
+        )
+        yield _sum(held, reading)
     for moment in step.moments_at(zero.stage):
         rest = Breakdown(
             activations=moment.activations, logits=moment.logits, workspace=cublas + step.scratch
         )
-        yield _sum(held, Breakdown(gradients=_in_backward(moment.gradients, step, zero)), rest)
+        gradients = _in_backward(moment.gradients, step, zero, is_alone=is_alone)
+        yield _sum(held, Breakdown(gradients=gradients), rest)
     reduced = Breakdown(
         gradients=_reduced(step, zero), workspace=cublas + _reduction_copies(step, zero)
     )
@@ -203,6 +222,16 @@ def _moments(step: Measured, zero: Zero, cublas: int) -> Iterator[Breakdown]:
     yield _sum(
         held, Breakdown(gradients=_at_step(step, zero), workspace=cublas + _step_copies(step, zero))
     )
+
+
+def _gathered_ahead(step: Measured, zero: Zero) -> int:
+    """What came in one exchange, while weights are copied out of it (AllGatherCoalescedHandle): it
+    is there until the last of them is used.
+    """
+    large = sum(size * count for size, count in step.sizes if size > zero.persisted)
+    if zero.keeps_frozen:
+        large = min(large, step.trainable)
+    return zero.width * min(large, zero.prefetch_bucket)
 
 
 def _accumulated(step: Measured, zero: Zero) -> int:
@@ -223,16 +252,18 @@ def _in_flight(gradients: int, step: Measured, zero: Zero) -> int:
         return 0
     if zero.stage < 2 or not zero.copies_into_buckets:
         return gradients
+    if step.largest <= zero.reduce_bucket:
+        return 0  # each is copied into a bucket and freed
     # weights that are larger than a bucket are reduced on their own, and three were seen waiting
     return min(gradients, 2 * max(zero.reduce_bucket, 3 * step.largest) * zero.width)
 
 
-def _in_backward(gradients: int, step: Measured, zero: Zero) -> int:
-    if zero.accumulates and zero.stage < 2:
+def _in_backward(gradients: int, step: Measured, zero: Zero, *, is_alone: bool) -> int:
+    if not is_alone and zero.stage < 2:
         # those of the micro-batches before
         gradients = max(moment.gradients for moment in step.moments_at(zero.stage))
     accumulated = _accumulated(step, zero)
-    if not zero.accumulates:
+    if is_alone:
         accumulated = (
             0
             if not zero.copies_into_buckets

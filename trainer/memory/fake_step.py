@@ -63,7 +63,9 @@ def _measured(request: MeasureRequest, places: Places) -> Measured:
     with linear_of_partitioned():  # frozen weights are where it needs more
         partitioned = _stepped(request, places)
     seconds = step.seconds + partitioned.seconds
-    return replace(step, partitioned=partitioned.moments, seconds=seconds)
+    return replace(
+        step, partitioned=partitioned.moments, reading=partitioned.reading, seconds=seconds
+    )
 
 
 def _stepped(request: MeasureRequest, places: Places) -> Measured:
@@ -111,6 +113,7 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
         tracker.restart()
         with rows_in_groups(tracker) if request.groups_rows else nullcontext():
             _run(request, task, model, device, batch=batch, rows=rows)
+        moments, reading = tracker.highest()
         of_one, of_last = _micro_batches(request, forwards_in(tracker.parts()))
         return Measured(
             weights=tracker.live["weights"],
@@ -123,7 +126,8 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
                 for w in weights
                 for shape in state_shapes(cfg.optim, w.shape).values()
             ),
-            moments=tracker.moments,
+            moments=moments,
+            reading=reading,
             scratch=device.scratch,
             shapes={name: list(tensor.shape) for name, tensor in batch.items()},
             tensors=tracker.largest,

@@ -88,6 +88,8 @@ class Measured:
     seconds: float
     # the moments of a step at ZeRO-3, where they are others: its linear layers keep their inputs
     partitioned: list[Moment] = field(default_factory=list)
+    # the highest moment before the last large weight is asked for, of a step at ZeRO-3
+    reading: Moment = field(default_factory=lambda: Moment(0, 0, 0))
     # of one micro-batch: the values of an Operator, and how often it runs
     operators: list[list[Any]] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)  # of the host, by their kind: tracker.py
@@ -101,6 +103,11 @@ class Measured:
     @property
     def num_weights(self) -> int:
         return sum(count for _, count in self.sizes)
+
+    @property
+    def waits(self) -> bool:
+        """Whether every micro-batch of a step runs before the first one goes back."""
+        return bool(self.operators_of_last)
 
     def moments_at(self, stage: int) -> list[Moment]:
         """The moments of a training step at this stage of ZeRO."""
@@ -117,6 +124,7 @@ class Measured:
             **{
                 **values,
                 **lists,
+                "reading": Moment(**values["reading"]),
                 "tensors": [(name, size) for name, size in values["tensors"]],
             }
         )
@@ -124,7 +132,7 @@ class Measured:
     def plain(self) -> dict[str, Any]:
         # asdict() would copy every number of thousands of operators
         lists = {name: [vars(one) for one in getattr(self, name)] for name in _MOMENTS}
-        return {**vars(self), **lists}
+        return {**vars(self), **lists, "reading": vars(self.reading)}
 
 
 _MOMENTS = ("moments", "partitioned")
@@ -138,8 +146,9 @@ def scaled(few: tuple[int, Measured], some: tuple[int, Measured], rows: int) -> 
     part = (rows - few_rows) / (some_rows - few_rows)
     moments = _between(less.moments, more.moments, part)
     partitioned = _between(less.partitioned, more.partitioned, part)
-    scratch = round(less.scratch + part * (more.scratch - less.scratch))
-    return replace(more, moments=moments, partitioned=partitioned, scratch=max(0, scratch))
+    (reading,) = _between([less.reading], [more.reading], part) or [more.reading]
+    scratch = max(0, round(less.scratch + part * (more.scratch - less.scratch)))
+    return replace(more, moments=moments, partitioned=partitioned, reading=reading, scratch=scratch)
 
 
 def _between(less: list[Moment], more: list[Moment], part: float) -> list[Moment]:

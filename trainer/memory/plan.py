@@ -101,6 +101,7 @@ class Made:
     plan: MemoryPlan
     worst: Measured  # of the training step
     numbers: list[int]  # its rows
+    is_first: bool  # whether they begin a step
 
     @property
     def total(self) -> int:
@@ -113,7 +114,7 @@ def make(subject: Subject, *, cublas: int) -> Made:
     """
     batches = training_batches(subject)
     rows = {EVALUATION: first_evaluated(subject.valid.lengths, batch=_eval_batch(subject))}
-    requests = [subject.training_request(numbers) for numbers in batches]
+    requests = [subject.training_request(batch.numbers) for batch in batches]
     requests.append(request_of(subject, "evaluate", subject.valid, rows[EVALUATION]))
     requests += answer_requests(subject, rows[EVALUATION])
     found = measure(requests, subject.places)
@@ -123,10 +124,14 @@ def make(subject: Subject, *, cublas: int) -> Made:
         found[len(batches)],
         found[len(batches) + 1 :],
     )
-    peaks = [training(step, subject.zero, cublas=cublas) for step in steps]
+    peaks = [
+        training(step, subject.zero, cublas=cublas, is_first=batch.is_first)
+        for step, batch in zip(steps, batches, strict=True)
+    ]
     worst = max(range(len(steps)), key=lambda number: peaks[number].total)
+    numbers = batches[worst].numbers
     phases = [
-        phase(TRAINING, peaks[worst], steps[worst], subject.train, batches[worst]),
+        phase(TRAINING, peaks[worst], steps[worst], subject.train, numbers),
         phase(
             EVALUATION,
             inference(evaluated, subject.zero, cublas=cublas),
@@ -144,12 +149,12 @@ def make(subject: Subject, *, cublas: int) -> Made:
         host=_on_host(steps[worst], subject),
         checkpoints=_on_disk(steps[worst], subject),
         download=_to_download(steps[worst], subject),
-        heaviest=[int(number) for number in batches[worst]],
+        heaviest=[int(number) for number in numbers],
         heaviest_evaluated=[int(number) for number in rows[EVALUATION]],
         seconds=sum(step.seconds for step in found),
         notes=subject.notes,
     )
-    return Made(plan, steps[worst], plan.heaviest)
+    return Made(plan, steps[worst], plan.heaviest, batches[worst].is_first)
 
 
 def phase(name: str, peak: Breakdown, step: Measured, rows: RowsByNumber, numbers: Any) -> Phase:

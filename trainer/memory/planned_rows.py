@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,8 +83,16 @@ def _plain(row: Mapping[str, Any], is_drawn: bool) -> dict[str, list[int]]:
     return {**fields, DRAW: [_DRAWN], EPOCH: [0]} if is_drawn else fields
 
 
-def training_batches(subject: Subject) -> list[Any]:
-    """Row numbers of the micro-batches that may need most."""
+@dataclass(frozen=True)
+class Heavy:
+    """A micro-batch that may need most."""
+
+    numbers: np.ndarray  # (rows,)
+    is_first: bool  # of its step: no gradient of another lies beside it
+
+
+def training_batches(subject: Subject) -> list[Heavy]:
+    """The micro-batches that may need most."""
     train = subject.cfg.train
     seed = train.seed if train.order == "shuffled" else None
     return heaviest(subject.train, subject.sharding, seed=seed, steps=train.steps)
@@ -92,26 +100,31 @@ def training_batches(subject: Subject) -> list[Any]:
 
 def heaviest(
     rows: RowsByNumber, sharding: Sharding, *, seed: int | None, steps: int
-) -> list[np.ndarray]:
+) -> list[Heavy]:
     """The micro-batches of a run that may need most: of the most tokens, pads included, and of the
-    most pairs of them.
+    most pairs of them, among those that begin a step and among those that follow.
 
     Of the first MOST_STEPS steps. Rank 0 has the longest rows of every step.
     """
     is_packed = isinstance(rows.sizes, Sizes) and rows.sizes.is_packed
-    found: dict[int, tuple[float, np.ndarray]] = {}
+    found: dict[tuple[bool, int], tuple[float, np.ndarray]] = {}
     are_alike = rows.lengths.min() == rows.lengths.max()
     for step in range(1 if are_alike else min(steps, MOST_STEPS)):
-        for numbers in window_rows(step, lengths=rows.sizes, sharding=sharding, seed=seed):
+        window = window_rows(step, lengths=rows.sizes, sharding=sharding, seed=seed)
+        for place, numbers in enumerate(window):
             lengths = rows.lengths[numbers].astype(np.float64)
             if not is_packed:
                 lengths[:] = lengths.max()
             for power in (1, 2):
-                weight = float((lengths**power).sum())
-                if power not in found or weight > found[power][0]:
-                    found[power] = (weight, numbers)
-    batches = [numbers for _, numbers in found.values()]
-    return batches[:1] if np.array_equal(batches[0], batches[-1]) else batches
+                weight, kind = float((lengths**power).sum()), (place == 0, power)
+                if kind not in found or weight > found[kind][0]:
+                    found[kind] = (weight, numbers)
+    kept: dict[tuple[bool, bytes], Heavy] = {}
+    for (is_first, power), (weight, numbers) in found.items():
+        # a follower that is as heavy has the gradients of the others besides
+        if not is_first or weight > found.get((False, power), (0.0,))[0]:
+            kept[is_first, numbers.tobytes()] = Heavy(numbers, is_first)
+    return list(kept.values())
 
 
 def first_evaluated(lengths: np.ndarray, *, batch: int) -> np.ndarray:

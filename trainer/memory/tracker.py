@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ from trainer.timing.operators import Operator, operator_of
 
 BLOCK = 512
 LARGEST = 3  # tensors that are named
+SMALL = 100_000  # numbers of a weight that ZeRO-3 leaves whole everywhere: DeepSpeed's own default
 
 
 @dataclass
@@ -41,6 +42,26 @@ class _Change:
 
     nbytes: int
     category: str
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The event of a large weight that is asked for, for the first time."""
+
+
+class _Weights(dict[str, Any]):
+    """A module's weights, which say when one is asked for: by the module itself, or by one around
+    it, for which ZeRO-3 gathers it too (deepspeed's ZeROOrderedDict).
+    """
+
+    def __init__(self, weights: Mapping[str, Any], asked: Callable[[Any], None]) -> None:
+        super().__init__(weights)
+        self._asked = asked
+
+    def __getitem__(self, name: str) -> Any:
+        weight = super().__getitem__(name)
+        self._asked(weight)
+        return weight
 
 
 class Forward:
@@ -77,6 +98,8 @@ class Tracker:
         self._device = device
         self._storages: dict[int, _Storage] = {}
         self._vocabularies: set[int] = set()
+        self._begun: list[int] = []  # of every module that runs, how many events were before
+        self._unread: set[nn.Parameter] = set()  # large weights that nothing has asked for yet
         self.live: dict[str, int] = dict.fromkeys(
             ("weights", "buffers", "gradients", "activations", "logits"), 0
         )
@@ -102,8 +125,12 @@ class Tracker:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._is_gradient)
+        self._unread = {weight for weight in model.parameters() if weight.numel() > SMALL}
         for module in model.modules():
+            module.register_forward_pre_hook(lambda *_: self._begun.append(len(self._events)))
             module.register_forward_hook(self._visit)
+            if not self._unread.isdisjoint(module.parameters(recurse=False)):
+                module._parameters = _Weights(module._parameters, self._ask)
 
     def restart(self) -> None:
         """Forget the moments seen so far; what is alive stays alive."""
@@ -134,6 +161,12 @@ class Tracker:
         """The moments since restart() that may be the highest, whatever a gradient and an optimizer
         cost.
         """
+        return self.highest()[0]
+
+    def highest(self) -> tuple[list[Moment], Moment]:
+        """The moments since restart() that may be the highest, and the highest of those before the
+        last large weight is asked for: until then, ZeRO-3 holds what it has gathered twice.
+        """
         return moments_of(self.parts(), self._before)
 
     def see(self, out: Any, func: Any, args: Any = (), kwargs: Any = None) -> None:
@@ -155,6 +188,7 @@ class Tracker:
                 self._events.append(operator)
 
     def _visit(self, module: nn.Module, args: Any, out: Any) -> None:
+        self._begun.pop()
         goes_back = any(tensor.requires_grad for tensor in tensors_in(out))
         self._events += [VISIT] * (1 + goes_back)
 
@@ -167,6 +201,12 @@ class Tracker:
             if place is not None and place != self._place:
                 self._place = place
                 self._events.append(place)
+
+    def _ask(self, weight: Any) -> None:
+        if weight in self._unread:
+            self._unread.remove(weight)
+            # it is gathered when the module begins that asks
+            self._events.insert(self._begun[-1] if self._begun else len(self._events), _Read())
 
     def _add(self, tensor: Tensor, func: Any, category: str = "activations") -> None:
         storage = tensor.untyped_storage()
@@ -227,12 +267,13 @@ def forwards_in(parts: Sequence[Part]) -> list[Ran]:
     return found
 
 
-def moments_of(parts: Sequence[Part], before: Mapping[str, int]) -> list[Moment]:
-    """The moments that may be the highest, whatever a gradient and an optimizer cost.
+def moments_of(parts: Sequence[Part], before: Mapping[str, int]) -> tuple[list[Moment], Moment]:
+    """The moments that may be the highest, whatever a gradient and an optimizer cost; and the
+    highest before the last large weight is asked for.
 
     before: bytes alive by category when the first part began.
     """
-    live = dict(before)
+    live, reading = dict(before), Moment(0, 0, 0)
     highest: dict[int, Moment] = {}  # by bytes of gradients
 
     def note() -> None:
@@ -243,9 +284,12 @@ def moments_of(parts: Sequence[Part], before: Mapping[str, int]) -> list[Moment]
 
     note()
     for part in parts:
-        changes = [event for event in part.events if isinstance(event, _Change)]
+        changes = [event for event in part.events if isinstance(event, _Change | _Read)]
         for _ in range(part.times):
             for change in changes:
+                if isinstance(change, _Read):
+                    reading = max(highest.values(), key=lambda moment: moment.total)
+                    continue
                 live[change.category] += change.nbytes
                 if change.nbytes > 0:
                     note()
@@ -254,4 +298,4 @@ def moments_of(parts: Sequence[Part], before: Mapping[str, int]) -> list[Moment]
         rest = moment.total - moment.gradients
         if not kept or rest > kept[-1].total - kept[-1].gradients:
             kept.append(moment)
-    return kept
+    return kept, reading

@@ -19,6 +19,7 @@ QUANTIZED = "tests/numerics/test_quantized.py"
 EDGES = "tests/numerics/test_adapters_edges.py"
 PACKAGES = "tests/unit/test_packages.py"
 SENTENCES = "tests/unit/test_sentence_folder.py"
+MEMORY = "tests/unit/test_memory_parts.py"
 SUMMARISER = "tests/unit/test_summariser_task.py"
 RANKING = "tests/unit/test_ranking.py"
 MINING = "tests/unit/test_mining.py"
@@ -517,6 +518,34 @@ FAULTS = [
         "return self.moments",
         why="a run at ZeRO-3 with a frozen base is planned without what its linear layers keep",
         tests="tests/numerics/test_memory_plan_adapters.py -k lora-3",
+    ),
+    Fault(
+        "trainer/memory/deepspeed_terms.py",
+        "(is_first and not step.waits)",
+        "is_first",
+        why="a step of GradCache is planned without the gradients beside its longest micro-batch",
+        tests=f"{MEMORY} -k before_a_steps_first",
+    ),
+    Fault(
+        "trainer/memory/deepspeed_terms.py",
+        "if step.largest <= zero.reduce_bucket:",
+        "if True:",
+        why="gradients that wait for a bucket they do not fit into are planned away",
+        tests=f"{MEMORY} -k wait_beside_a_bucket",
+    ),
+    Fault(
+        "trainer/memory/deepspeed_terms.py",
+        "large = sum(size * count for size, count in step.sizes if size > zero.persisted)",
+        "large = 0",
+        why="ZeRO-3 is planned without the exchange that its weights are copied out of",
+        tests=f"{MEMORY} -k twice_what_it_gathered",
+    ),
+    Fault(
+        "trainer/memory/planned_rows.py",
+        "weight, kind = float((lengths**power).sum()), (place == 0, power)",
+        "weight, kind = float((lengths**power).sum()), (True, power)",
+        why="no micro-batch is planned behind the gradients of another",
+        tests=f"{MEMORY} -k 'heaviest_micro_batch or one_length'",
     ),
     Fault(
         "trainer/models/decoder/halves.py",
