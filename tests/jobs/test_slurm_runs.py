@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.jobs.conftest import Place, wait_until
 from tests.jobs.real_slurm import RealSlurm, need_slurm, real_slurm
 
@@ -99,13 +100,13 @@ def test_a_training_is_preempted_requeued_and_ends_as_if_nothing_had_been(
     assert len(row["starts"]) >= 2
     assert "resumed from" in (folder / "attempts/1/logs.txt").read_text()
 
-    undisturbed = Place(tmp_path / "undisturbed", made.groups, made.python, made.what)
-    assert undisturbed.submit(*words, backend="inline").code == 0
-    (other,) = undisturbed.status()
-    assert metrics_of(folder) == metrics_of(Path(other["folder"]))
+    where = ("--exp_configs", str(made.groups), "-sb", str(tmp_path / "undisturbed"), words[-1])
+    done = forked.run(*forked.TRAINVAL, "-e", "sweep", *where)
+    assert done.returncode == 0, done.stderr
+    undisturbed = tmp_path / "undisturbed" / folder.name
+    assert metrics_of(folder) == metrics_of(undisturbed)
     weights = [
-        next(Path(each).glob("final/*.safetensors")).read_bytes()
-        for each in (folder, other["folder"])
+        next(each.glob("final/*.safetensors")).read_bytes() for each in (folder, undisturbed)
     ]
     assert weights[0] == weights[1]
 
