@@ -24,7 +24,7 @@ from trainer.telemetry import meter as meter_module
 from trainer.telemetry.meter import Meter
 from trainer.timing import calibration, late, rates, stopwatch
 from trainer.timing.calibration import operators_of
-from trainer.timing.fastest import Way, why
+from trainer.timing.fastest import Way, some_again, why
 from trainer.timing.operators import Operator
 from trainer.timing.rates import Link, Rates
 from trainer.timing.step_time import (
@@ -422,3 +422,11 @@ def test_of_every_step_the_quickest_round_counts_and_the_slowest_tells_the_sprea
     found = quickest([{"name": name, "subject": name, "steps": steps} for name, steps in rounds])
     assert [found[name]["measured"] for name in "ab"] == [2.0, 1.0]
     assert [found[name]["spread"] for name in "ab"] == [0.5, 0.0]
+
+
+def test_a_block_that_is_computed_again_costs_the_host_its_own_calls_only() -> None:
+    none = replace(measured([Moment(0, 80, 0)]), calls={"visits": 100, "runs": 1})
+    all_ = replace(measured([Moment(0, 20, 0)]), calls={"visits": 180, "runs": 1, "plain": 40})
+    found = some_again(none, all_, 1, 4)
+    assert found.calls == {"visits": 120, "runs": 1, "plain": 10}
+    assert found.moments == [Moment(0, 65, 0)]

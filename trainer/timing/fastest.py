@@ -193,9 +193,18 @@ def _of_some_blocks(none: _Points, all_: _Points) -> dict[int | None, _Points]:
             for (rows, low), (_, high) in zip(none.typical, all_.typical, strict=True)
         ]
         longest = [
-            (rows, scaled((0, low), (blocks, high), again))
+            (rows, some_again(low, high, again, blocks))
             for (rows, low), (_, high) in zip(none.longest, all_.longest, strict=True)
         ]
         found[every] = _Points(typical, longest)
         every *= 2
     return found
+
+
+def some_again(none: Measured, all_: Measured, again: int, blocks: int) -> Measured:
+    """A step that computes so many of its blocks again: its bytes, and the host's calls."""
+    calls = {
+        name: round(none.calls.get(name, 0) + (most - none.calls.get(name, 0)) * again / blocks)
+        for name, most in all_.calls.items()
+    }
+    return replace(scaled((0, none), (blocks, all_), again), calls=calls)

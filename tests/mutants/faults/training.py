@@ -544,6 +544,13 @@ FAULTS = [
         tests=TIMING,
     ),
     Fault(
+        "trainer/timing/fastest.py",
+        "(most - none.calls.get(name, 0)) * again / blocks)",
+        "(most - none.calls.get(name, 0)))",
+        why="to compute one block again is taken for as slow as to compute all",
+        tests="tests/unit/test_timing.py -k computed_again",
+    ),
+    Fault(
         "trainer/timing/late.py",
         "late if together > LATE * whole else None",
         "late if together > whole else None",
