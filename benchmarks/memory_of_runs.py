@@ -6,7 +6,8 @@ two, at every stage, with adapters, and with a head in chunks.
 Every case is a real run of three steps over ZeRO on the CPU, whose allocator is recorded by
 torch.profiler on rank 0; from the second step to the last, the most that was alive is held against
 the plan of these micro-batches. Exits 1 when one is predicted more than 1.5% wrong.
-Offload is not among them: on a processor the device and its host are the same memory.
+On a processor the device and its host are the same memory: with offload, the sum of both is held
+against it.
 """
 
 from __future__ import annotations
@@ -83,6 +84,9 @@ def cases() -> Iterator[Case]:
         yield Case("texts-llama", preset, more=_LORA)
     yield Case("statements-wide", "zero3", world=2, more=_LORA)
     yield Case("texts-llama", "zero2", config={"vocab_size": 65536})
+    yield Case("texts-llama", "zero2_offload")
+    for preset in ("zero2_offload", "zero3_offload"):
+        yield Case("texts-llama", preset, world=2)
 
 
 def peak_of_a_run(case: Case, folder: str, rows: str) -> int:
@@ -145,7 +149,7 @@ def predicted_bytes(case: Case, rows: Path, cache: Path) -> int:
 
     from trainer.commands.plan import subject_for
     from trainer.data.order import window_rows
-    from trainer.memory.deepspeed_terms import training
+    from trainer.memory.deepspeed_terms import host, training
     from trainer.memory.measure import measure
     from trainer.training.options import Options
 
@@ -161,7 +165,7 @@ def predicted_bytes(case: Case, rows: Path, cache: Path) -> int:
     ]
     steps = measure([request for _, request in found], subject.places)
     return max(
-        training(step, subject.zero, cublas=0, is_first=is_first).total
+        training(step, subject.zero, cublas=0, is_first=is_first).total + host(step, subject.zero)
         for step, (is_first, _) in zip(steps, found, strict=True)
     )
 

@@ -218,7 +218,9 @@ def test_stage_3_holds_twice_what_it_gathered_until_the_last_weight_is_asked_for
 def test_an_offloaded_optimizer_is_in_host_memory() -> None:
     offloaded = zero(2, offloads_optimizer=True)
     assert training(measured([Moment(2 * P, 0, 0)]), offloaded, cublas=0).optimizer == 0
-    assert host(measured([]), offloaded) == 18 * P
+    assert host(measured([]), offloaded) == 18 * P + 2 * 1000
+    assert host(measured([]), zero(3, world=2, offloads_optimizer=True)) == 20 * P // 2
+    assert host(measured([]), zero(3, offloads_weights=True)) == 2 * P
     assert host(measured([]), zero(2)) == 0
 
 

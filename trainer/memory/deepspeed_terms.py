@@ -142,12 +142,15 @@ def inference(step: Measured, zero: Zero, *, cublas: int) -> Breakdown:
 def host(step: Measured, zero: Zero) -> int:
     """Bytes that a rank keeps in the machine's memory because they were offloaded."""
     P, F, w = step.trainable, step.frozen, zero.world
-    optimizer = (
-        (4 + 8 + 4 + (zero.width if zero.width < 4 else 0)) * P // w
-        if zero.offloads_optimizer
-        else 0
-    )
-    return optimizer + (zero.width * (P + F) // w if zero.offloads_weights else 0)
+    weights = zero.width * (P + F) // w if zero.offloads_weights else 0
+    if not zero.offloads_optimizer:
+        return weights
+    # fp32 weights, AdamW's two numbers, gradients; beside them the weights as they go back, and one
+    # gradient on its way; at stage 3 the sums of the gradients
+    optimizer = (4 + 8 + 4) * P
+    if zero.stage == 3:
+        return weights + (optimizer + _sum_width(zero) * P) // w
+    return weights + (optimizer + zero.width * P) // w + zero.width * step.largest
 
 
 def host_to_read(step: Measured, zero: Zero, *, is_random: bool) -> int:
@@ -194,6 +197,8 @@ def _held_between_steps(step: Measured, zero: Zero) -> Breakdown:
         if zero.copies_into_buckets
         else 0
     )
+    if zero.offloads_optimizer and zero.stage == 2:
+        buckets += e * step.largest  # through which a gradient goes
     return Breakdown(
         weights=weights, gradients=gradients, optimizer=optimizer, buffers=step.buffers + buckets
     )
@@ -228,6 +233,8 @@ def _gathered_ahead(step: Measured, zero: Zero) -> int:
     """What came in one exchange, while weights are copied out of it (AllGatherCoalescedHandle): it
     is there until the last of them is used.
     """
+    if zero.world == 1:
+        return 0  # there is no exchange
     large = sum(size * count for size, count in step.sizes if size > zero.persisted)
     if zero.keeps_frozen:
         large = min(large, step.trainable)
@@ -240,7 +247,12 @@ def _accumulated(step: Measured, zero: Zero) -> int:
     """
     if zero.stage != 2 or zero.offloads_optimizer:
         return 0
-    return (4 if zero.is_bf16 else zero.width) * step.trainable // zero.world
+    return _sum_width(zero) * step.trainable // zero.world
+
+
+def _sum_width(zero: Zero) -> int:
+    """Bytes of a gradient that is added up (fp16: as it is)."""
+    return 4 if zero.is_bf16 else zero.width
 
 
 def _in_flight(gradients: int, step: Measured, zero: Zero) -> int:
