@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from trainer.models.decoder.halves import NO_PICTURES
 from trainer.models.masks import mend_attention
 
 VOCABULARY = 96
@@ -111,15 +112,6 @@ _SIDE: dict[str, Any] = ROTARY | {
     "final_logit_softcapping": 1.5,
 }
 _TEXT: dict[str, Any] = _SIDE | {"attn_logit_softcapping": None}
-_PICTURES: dict[str, Any] = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
 _SIDES = ("encoder", "decoder", "text_config")
 # {name: (model_type, the keys of its config)} of encoder-decoders.
 SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
@@ -146,7 +138,7 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "encoder": {
                 "text_config": _TEXT,
-                "vision_config": _PICTURES,
+                "vision_config": NO_PICTURES,
                 "mm_tokens_per_image": 4,
                 "eoi_token_index": 2,
             },

@@ -35,7 +35,7 @@ _RENAMED = {
     "post_self_attn_layernorm": "post_attention_layernorm",
 }
 # A T5Gemma 2 reads pictures too. Nobody shows one to it here: as small as can be, and zero.
-_PICTURES = {
+NO_PICTURES: dict[str, Any] = {
     "model_type": "siglip_vision_model",
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -94,7 +94,7 @@ def _config(config: Any, adapted: Adapted) -> Any:
     return T5Gemma2Config(
         encoder={
             "text_config": side,
-            "vision_config": _PICTURES,
+            "vision_config": NO_PICTURES,
             "mm_tokens_per_image": 4,
             "eoi_token_index": no_token,
             "initializer_range": config.initializer_range,
