@@ -13,6 +13,7 @@ FIDO = "tests/numerics/test_fido.py -k 'twin or plain'"
 CROSS_MODEL = "tests/numerics/test_cross_attention_model.py"
 ROTARY = "tests/numerics/test_cross_attention_rotary.py"
 PACKED = "tests/numerics/test_packed_decoder.py"
+ABSORBED = "tests/numerics/test_absorbed.py"
 FAMILIES = "tests/numerics/test_families.py"
 ADAPTERS = "tests/numerics/test_adapters.py"
 QUANTIZED = "tests/numerics/test_quantized.py"
@@ -318,6 +319,34 @@ FAULTS = [
         "own = replace(rows, keys=rows.queries)",
         why="a summary sees its own next token",
         tests=f"{FAMILIES} -k 'packed_rows and summariser'",
+    ),
+    Fault(
+        "trainer/models/packed/absorbed.py",
+        "            shares = _drop(shares, drop, is_dropped).to(dtype)",
+        "            shares = shares.to(dtype)",
+        why="passages learn from what dropout took",
+        tests=f"{ABSORBED} -k equals",
+    ),
+    Fault(
+        "trainer/models/packed/absorbed.py",
+        "places = places.new_zeros(queries).index_copy(0, rows.cells_N, places)",
+        "places = torch.arange(queries, device=shares.device)",
+        why="a short answer drops other shares beside others than alone",
+        tests=f"{ABSORBED} -k equals",
+    ),
+    Fault(
+        "trainer/models/packed/absorbed.py",
+        "scores.masked_fill_(~rows.is_state_BS[:, None], -torch.inf)",
+        "pass",
+        why="short answers read the pads behind their passages",
+        tests=f"{ABSORBED} -k equals",
+    ),
+    Fault(
+        "trainer/models/packed/absorbed.py",
+        "ctx.save_for_backward(x_NHX, weight_ID)",
+        "ctx.save_for_backward(x_NHX, weight_ID.clone())",
+        why="under ZeRO-3 every rank keeps whole weights until the backward pass",
+        tests=f"{ABSORBED} -k kept",
     ),
     Fault(
         "trainer/models/packed/attention.py",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.models import recomputation
 from trainer.models.fused import apart, of_blocks
+from trainer.models.packed import absorbed
 from trainer.models.packed.attention import Attend, in_rows
 from trainer.models.packed.stream_attention import Rows, attend
 from trainer.models.packed.t5_encoder import within_fp16
@@ -24,13 +25,15 @@ def decode(
     states_SD: Tensor,
     rows: Rows,
     *,
+    few: absorbed.FewQueries | None = None,
     recompute_every: int | None = None,
 ) -> Tensor:
     """(T, D) states of a decoder under teacher forcing, after the final norm and dropout.
 
     decoder: a T5Stack, MT5Stack or UMT5Stack; blocks of FiDO's may lack cross-attention. tokens_T:
     what each row's decoder is given. states_SD: what rows read. rows: of the targets, with the
-    tokens that each reads as its keys. recompute_every: as the encoder's.
+    tokens that each reads as its keys. few: the same as rectangles, where rows have so few targets
+    that their states need no keys and values. recompute_every: as the encoder's.
     """
     hidden_TD = decoder.dropout(decoder.embed_tokens(tokens_T))
     own = replace(rows, keys=rows.queries, is_causal=True)
@@ -40,7 +43,7 @@ def decode(
     shared = _by_biases(first, own) if is_shared else None
     run, every = of_blocks(_decoder_block), recompute_every if decoder.training else None
     for number, block in enumerate(decoder.block):
-        given = (block, hidden_TD, states_SD, shared, own, rows)
+        given = (block, hidden_TD, states_SD, shared, own, rows, few)
         hidden_TD = recomputation.run(run, *given, number=number, every=every)
     return decoder.dropout(decoder.final_layer_norm(hidden_TD))
 
@@ -51,7 +54,13 @@ def _by_biases(heads: Any, own: Rows) -> Attend:
 
 
 def _decoder_block(
-    block: Any, hidden_TD: Tensor, states_SD: Tensor, shared: Attend | None, own: Rows, rows: Rows
+    block: Any,
+    hidden_TD: Tensor,
+    states_SD: Tensor,
+    shared: Attend | None,
+    own: Rows,
+    rows: Rows,
+    few: absorbed.FewQueries | None,
 ) -> Tensor:
     """One block on tokens without an order or a batch; only attention knows which belong
     together.
@@ -63,8 +72,11 @@ def _decoder_block(
     hidden_TD = within_fp16(hidden_TD + first.dropout(heads.o(mixed_TI)))
     if hasattr(second, "EncDecAttention"):
         heads, normed_TD = second.EncDecAttention, second.layer_norm(hidden_TD)
-        given = (heads.q(normed_TD), heads.k(states_SD), heads.v(states_SD))
-        mixed_TI = apart(_across, heads, rows, *given)
+        if few is not None:
+            mixed_TI = apart(absorbed.attend, heads, few, normed_TD)
+        else:
+            given = (heads.q(normed_TD), heads.k(states_SD), heads.v(states_SD))
+            mixed_TI = apart(_across, heads, rows, *given)
         hidden_TD = within_fp16(hidden_TD + second.dropout(heads.o(mixed_TI)))
     return within_fp16(feed_forward(hidden_TD))
 

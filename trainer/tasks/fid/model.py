@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from trainer.models import base_model, generation_file
 from trainer.models.head import OutputLayer
-from trainer.models.packed import t5_decoder, t5_encoder
+from trainer.models.packed import absorbed, t5_decoder, t5_encoder
 from trainer.models.packed.attention import flex
 from trainer.models.packed.stream_attention import Rows
 from trainer.tasks.fid import fido
@@ -90,9 +90,22 @@ class FiD(nn.Module):
             written_BT.flatten().index_select(0, scored_N),
             states_MD,
             Rows(batch["target_starts"], batch["question_starts"], longest),
+            few=self._few(states_MD, batch),
         )
         targets_N = labels_BT.flatten().index_select(0, scored_N)
         return OutputLayer(self.t5).loss(hidden_ND, targets_N)
+
+    def _few(self, states_MD: Tensor, batch: Batch) -> absorbed.FewQueries | None:
+        """What the decoder reads where answers are so short that its states need no keys."""
+        scored_N, (rows, longest) = batch["scored"], batch["labels"].shape
+        written, layers = len(scored_N), fido.cross_layers(self.t5)
+        is_few = all(absorbed.is_few(written, rows, layer.EncDecAttention) for layer in layers)
+        if not (is_few and written):
+            return None
+        if rows == 1:
+            return absorbed.FewQueries(states_MD[None], None, scored_N, written)
+        fused_BSD = self.fuse(states_MD, batch)
+        return absorbed.FewQueries(fused_BSD, batch["fused_mask"], scored_N, longest)
 
     def encode(self, batch: Batch) -> Tensor:
         """(M, D) encoder states of the real tokens, after the final norm and dropout."""
