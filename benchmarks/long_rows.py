@@ -30,6 +30,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from trainer.memory.fake_device import FAKE_GPU, fake_device
 from trainer.memory.subject import T5_SHAPES
+from trainer.models.fused import fuse
 from trainer.models.packed.layout import pack, pack_targets
 from trainer.tasks.summariser.model import Summariser
 
@@ -50,6 +51,7 @@ class LongRow:
         config = T5Config(**T5_SHAPES[self.model], attn_implementation="sdpa")
         with torch.device(device):
             base = T5ForConditionalGeneration(config)
+        fuse(base)  # as a run does
         model = Summariser(base, label_smoothing=0.0, recompute_every=self.every)
         return model.bfloat16().train()
 

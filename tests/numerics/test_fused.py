@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import T5Config
 from transformers.activations import NewGELUActivation
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.t5.modeling_t5 import T5LayerNorm
+from transformers.models.t5.modeling_t5 import T5DenseActDense, T5LayerNorm
 
 from tests.facts import LLAMA, TINY_T5, experiment, write_facts
 from tests.runs.test_device_waits import trained
@@ -44,6 +45,34 @@ def test_on_the_cpu_modules_stay_as_they_are() -> None:
     fuse(model)
     assert torch.equal(model(hidden), before)
     assert model.to(DEVICE)(hidden.to(DEVICE)).shape == before.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_relu_under_dropout_keeps_one_tensor_and_changes_no_bit(dtype: torch.dtype) -> None:
+    config = T5Config(d_model=8, d_ff=32, dropout_rate=0.3)
+    given, weights = torch.randn(50, 8, dtype=dtype), torch.randn(50, 8, dtype=dtype)
+    found: list[list[torch.Tensor]] = []
+    kept: list[set[int]] = []
+    for is_fused in (False, True):
+        torch.manual_seed(2)
+        layer: Any = T5DenseActDense(config).to(dtype)
+        if is_fused:
+            fuse(layer)
+        hidden, places = given.clone().requires_grad_(), set[int]()
+
+        def keep(tensor: torch.Tensor, places: set[int] = places) -> torch.Tensor:
+            if tensor.shape == (50, 32):
+                places.add(tensor.untyped_storage().data_ptr())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            mixed = layer(hidden)
+        (mixed * weights).sum().backward()
+        found.append([mixed, hidden.grad, layer.wi.weight.grad, layer.wo.weight.grad])
+        kept.append(places)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert [len(places) for places in kept] == [3, 1]
+    assert found[0][0].std() > 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Operators that stock transformers spells out, as the one kernel that a GPU has for them; and
-blocks compiled once for streams and rows of any length, by torch.compile.
+"""Operators that stock transformers spells out, as the one kernel that a GPU has for them, or with
+less kept of them; and blocks compiled once for streams and rows of any length, by torch.compile.
 
 Eager mode reads and writes every step of a formula. T5's norm is five such steps and its gated GELU
 eight, which are a quarter of an encoder's time on an H200 by counting (docs/log.md). On the CPU the
@@ -37,6 +37,9 @@ _NORMS = (
 def fuse(model: nn.Module) -> None:
     """From here on, RMS norms and the tanh form of GELU in `model` are one kernel each on a device
     that is not the CPU. The norm rounds once, behind the weight, where transformers rounds twice.
+
+    T5's ReLU and the dropout behind it keep one tensor for the backward pass instead of three, with
+    the same bits.
     """
     for module in model.modules():
         forward = _FUSED.get(type(module).__name__)
@@ -64,11 +67,42 @@ def _gelu(self: Any, hidden: Tensor) -> Tensor:
     return F.gelu(hidden, approximate="tanh")
 
 
+def _dense(self: Any, hidden: Tensor) -> Tensor:
+    rate = self.dropout.p if self.training else 0.0
+    if not rate or type(self.act) is not nn.ReLU or torch.compiler.is_compiling():
+        return _stock(self).forward(self, hidden)
+    return self.wo(_DroppedReLU.apply(self.wi(hidden), rate))
+
+
+class _DroppedReLU(torch.autograd.Function):
+    """dropout(relu(x)), which is 0 exactly where no gradient flows: the result says it all, and the
+    layer behind keeps it anyway.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, rate: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        result = F.dropout(F.relu(hidden), rate)
+        ctx.save_for_backward(result)
+        ctx.rate = rate
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (result,) = ctx.saved_tensors
+        # rounded as torch's dropout rounds it on the CPU
+        scale = torch.ones((), dtype=gradient.dtype, device=gradient.device).div_(1 - ctx.rate)
+        return (gradient * scale).masked_fill_(result <= 0, 0.0), None
+
+
 def _stock(module: nn.Module) -> Any:
     return type(module).__mro__[1]
 
 
-_FUSED = {**dict.fromkeys(_NORMS, _norm), "NewGELUActivation": _gelu}
+_FUSED = {
+    **dict.fromkeys(_NORMS, _norm),
+    "NewGELUActivation": _gelu,
+    **dict.fromkeys(("T5DenseActDense", "MT5DenseActDense", "UMT5DenseActDense"), _dense),
+}
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float) -> Tensor:
