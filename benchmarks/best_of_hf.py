@@ -1,6 +1,7 @@
 """A training step of every task against the best that transformers alone makes of it.
 
-    python benchmarks/best_of_hf.py [--task NAME ...] [--steps 4] [--out FILE] [--products]
+    python benchmarks/best_of_hf.py [--task NAME ...] [--steps 4] [--out FILE]
+                                    [--products | --padding]
 
 The rival (hf_rivals.py) is a stock model in a bare loop, padded to the longest row of a
 micro-batch; every choice a skilled person has is tried for two steps (the first warms up), and the
@@ -11,6 +12,9 @@ that is in --out already is not run again.
 
 --products instead: the seconds that the products of a step of ours take by themselves, each shape
 timed alone, as a share of the step, at t5-base (summariser) and at 24 blocks of 768 (causal_lm).
+
+--padding instead: the positions that a step embeds, of which how many are tokens: padded to the
+limits, the rival with rows of like length together, and ours with rows in any order.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -316,11 +321,73 @@ AT_SIZE = {
 }
 
 
+# Padding
+# --------------------------------------------------------------------------------------------------
+
+# What a row has tokens in, and how many positions a row has at most.
+FIELDS = {
+    "vera": (("statements",), 4 * 96),
+    "retriever": (("query", "passages"), 32 + 2 * 256),
+    "summariser": (("source", "targets"), 1024 + 96),
+    "causal_lm": (("ids",), 1024),
+    "fid": (("prompts", "targets"), 20 * 250 + 24),
+    "cross_attention": (("decoder", "context"), 128 + 1024),
+}
+
+
+def padding(contest: Contest) -> dict[str, Any]:
+    """Tokens of a step's rows, and the positions that are embedded for them."""
+    contest.prepare(0)
+    rows, (fields, limit) = contest.rows(0), FIELDS[contest.name]
+    if contest.name == "fid":  # a passage is read behind its question
+        prompts = [contest.task._prompts_of(row) for row in rows]
+        asked = [[token for prompt in of_row for token in prompt] for of_row in prompts]
+        rows = [{**row, "prompts": flat} for row, flat in zip(rows, asked, strict=True)]
+    size = contest.race.micro_batch
+    own = [contest.rows(0)[at : at + size] for at in range(0, len(rows), size)]
+    model = contest.task.model().train()
+    rival = Rival(contest.name, contest.task, EVERY_TASK[0], micro_batch=size)
+    batches = [contest.task.collate(part) for part in own]
+    with embedded(model) as ours:
+        list(contest.task.losses(model, batches))
+    with embedded(rival.model) as theirs:
+        rival.step(contest.rows(0), contest._units[0])
+    return {
+        "task": contest.name,
+        "tokens": sum(len(row[field]) for row in rows for field in fields),
+        "limits": len(rows) * limit,
+        "rival": sum(theirs),
+        "ours": sum(ours),
+    }
+
+
+@contextmanager
+def embedded(model: Any) -> Iterator[list[int]]:
+    """Collects how many ids each call of a table of words was given."""
+    counts: list[int] = []
+    tables = [x for x in model.modules() if isinstance(x, torch.nn.Embedding)]
+    words = max(table.num_embeddings for table in tables)
+
+    def count(table: Any, given: Any) -> None:
+        counts.append(given[0].numel())
+
+    hooks = [t.register_forward_pre_hook(count) for t in tables if t.num_embeddings == words]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 # The command
 # --------------------------------------------------------------------------------------------------
 
 
 def shown(found: Mapping[str, Any]) -> str:
+    if "limits" in found:
+        shares = [f"{side} {found['tokens'] / found[side]:.1%}" for side in ("limits", "rival")]
+        ours = f"ours {found['tokens'] / found['ours']:.1%} of {found['ours']}"
+        return f"{found['task']}: tokens among positions: {', '.join(shares)}, {ours}"
     if "share" in found:
         return (
             f"{found['task']}: a step {found['step_s']:.2f} s, its products alone "
@@ -343,14 +410,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_facts(Path(temporary))
         for name in options.task or races:
-            key = f"{name} products" if options.products else name
+            what = "products" if options.products else "padding" if options.padding else ""
+            key = f"{name} {what}".strip()
             if key not in known:
+                run = {"products": share_of_products, "padding": padding}.get(what)
                 contest = Contest(name, races[name], folder)
-                known[key] = (
-                    share_of_products(contest)
-                    if options.products
-                    else raced(contest, options.steps)
-                )
+                known[key] = run(contest) if run else raced(contest, options.steps)
             print(shown(known[key]), flush=True)
             if options.out:
                 options.out.write_text(json.dumps(known, indent=1))
@@ -363,7 +428,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--task", nargs="+", choices=list(RACES), help="these only")
     made.add_argument("--steps", type=int, default=4, help="timed, of each side")
     made.add_argument("--out", type=Path, help="a JSON file that takes the results")
-    made.add_argument("--products", action="store_true", help="the share of matrix products")
+    instead = made.add_mutually_exclusive_group()
+    instead.add_argument("--products", action="store_true", help="the share of matrix products")
+    instead.add_argument("--padding", action="store_true", help="tokens among positions")
     return made
 
 

@@ -242,7 +242,7 @@ LM_TWO = vary(
 CROSSATTN_TWO = vary(
     CROSSATTN_LOOKUP,
     base={"experiment": LM_TWO},
-    train={"steps": 2000, "eval_every": 250, "save_every": 250},
+    train={"steps": 3000, "eval_every": 250, "save_every": 250},
     data=TWO_FACTS,
     **SLOWER,
 )
