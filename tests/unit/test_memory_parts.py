@@ -215,6 +215,21 @@ def test_stage_3_holds_twice_what_it_gathered_until_the_last_weight_is_asked_for
     assert ahead.activations == 40 * P
 
 
+@pytest.mark.parametrize(("width", "world", "copies"), [(2, 2, 4), (2, 4, 4), (4, 2, 8)])
+def test_stage_3_reduces_gradients_when_its_weights_are_parts_again(
+    width: int, world: int, copies: int
+) -> None:
+    """copies: bytes of each gradient; one behind the other, and once more or this rank's in fp32."""
+    sizes = [[150_000, 6], [100_000, 1]]  # the last one is left whole on every rank
+    step = replace(measured([Moment(width * P, 0, 0)], width=width, largest=150_000), sizes=sizes)
+    how = zero(3, width=width, world=world, reduce_bucket=P)
+    found = training(step, how, cublas=0)
+    assert found.workspace == copies * P
+    assert found.weights == width * P // world + width * (100_000 + 150_000)
+    less = training(step, replace(how, max_live=100_000, prefetch_bucket=0), cublas=0)
+    assert less.weights == width * P // world + width * 100_000
+
+
 def test_an_offloaded_optimizer_is_in_host_memory() -> None:
     offloaded = zero(2, offloads_optimizer=True)
     assert training(measured([Moment(2 * P, 0, 0)]), offloaded, cublas=0).optimizer == 0

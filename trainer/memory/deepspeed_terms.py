@@ -9,7 +9,7 @@ trainable and F frozen numbers, e bytes each in the model's dtype, w ranks, b nu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import deepspeed_config
@@ -176,11 +176,7 @@ def _held_between_steps(step: Measured, zero: Zero) -> Breakdown:
     P, w, e = step.trainable, zero.world, zero.width
     weights, gradients = step.weights, 0
     if zero.stage == 3:
-        whole = e * (step.trainable + step.frozen)
-        gathered = min(whole, e * (zero.max_live + zero.prefetch_bucket)) if zero.gathers else 0
-        if zero.keeps_frozen and zero.gathers:
-            gathered = e * step.frozen + min(e * step.trainable, gathered)
-        weights = (0 if zero.offloads_weights else step.weights // w) + gathered
+        weights = (0 if zero.offloads_weights else step.weights // w) + _gathered(step, zero)
         gradients = 0 if zero.offloads_optimizer else 4 * P // w
     elif zero.stage == 1 and zero.is_bf16 and not zero.offloads_optimizer:
         gradients = 4 * P
@@ -204,6 +200,25 @@ def _held_between_steps(step: Measured, zero: Zero) -> Breakdown:
     )
 
 
+def _gathered(step: Measured, zero: Zero) -> int:
+    """Whole weights at stage 3, beside this rank's part of them, while they are used."""
+    if not zero.gathers:
+        return 0
+    most = zero.width * (zero.max_live + zero.prefetch_bucket)
+    if zero.keeps_frozen:
+        return zero.width * step.frozen + min(zero.width * step.trainable, most)
+    return min(zero.width * (step.trainable + step.frozen), most)
+
+
+def _left_whole(step: Measured, zero: Zero) -> int:
+    """What is left of these behind the backward pass, in which every weight is freed at its last
+    use: the small ones, the one that was last, and frozen ones that are kept.
+    """
+    small = sum(size * count for size, count in step.sizes if size <= zero.persisted)
+    kept = step.frozen if zero.keeps_frozen else 0
+    return min(_gathered(step, zero), zero.width * (small + step.largest + kept))
+
+
 def _moments(step: Measured, zero: Zero, cublas: int, *, is_alone: bool) -> Iterator[Breakdown]:
     held = _held_between_steps(step, zero)
     if zero.stage == 3 and zero.gathers:
@@ -220,6 +235,9 @@ def _moments(step: Measured, zero: Zero, cublas: int, *, is_alone: bool) -> Iter
         )
         gradients = _in_backward(moment.gradients, step, zero, is_alone=is_alone)
         yield _sum(held, Breakdown(gradients=gradients), rest)
+    if zero.stage == 3:
+        freed = _gathered(step, zero) - _left_whole(step, zero)
+        held = replace(held, weights=held.weights - freed)
     reduced = Breakdown(
         gradients=_reduced(step, zero), workspace=cublas + _reduction_copies(step, zero)
     )
@@ -296,7 +314,9 @@ def _reduced(step: Measured, zero: Zero) -> int:
 def _reduction_copies(step: Measured, zero: Zero) -> int:
     P, e = step.trainable, zero.width
     if zero.stage == 3:
-        return (e + 4) * max(step.largest, min(P, zero.reduce_bucket))
+        # one behind the other, then gloo's own copy, or this rank's part of the sum in fp32
+        part = 4 // zero.world if e < 4 else 0
+        return (e + max(e, part)) * max(step.largest, min(P, zero.reduce_bucket))
     if zero.stage == 2:
         flat = 0 if zero.copies_into_buckets else e * (P if e == 4 else min(P, zero.reduce_bucket))
         return flat + (4 * step.largest if e < 4 else 0)

@@ -66,7 +66,7 @@ FID_CHOOSES = vary(
 FID_READS_5 = vary(
     FID_CHOOSES,
     base={"experiment": FID_CHOOSES},
-    train={"steps": 1000},
+    train={"steps": 2000},
     schedule={"shape": "linear"},
     data={"contexts": 5},
 )
@@ -235,14 +235,14 @@ SLOWER: Values = {"optim": {"lr": 1e-3}, "schedule": {"warmup_steps": 50}}
 LM_TWO = vary(
     LM_LOOKUP,
     base=LLAMA,
-    train={"steps": 1500, "eval_every": 250, "save_every": 250},
+    train={"steps": 2500, "eval_every": 250, "save_every": 250},
     data=TWO_FACTS,
     **SLOWER,
 )
 CROSSATTN_TWO = vary(
     CROSSATTN_LOOKUP,
     base={"experiment": LM_TWO},
-    train={"steps": 3000, "eval_every": 250, "save_every": 250},
+    train={"steps": 2500, "eval_every": 250, "save_every": 250},
     data=TWO_FACTS,
     **SLOWER,
 )
