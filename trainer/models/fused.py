@@ -71,7 +71,10 @@ def _dense(self: Any, hidden: Tensor) -> Tensor:
     rate = self.dropout.p if self.training else 0.0
     if not rate or type(self.act) is not nn.ReLU or torch.compiler.is_compiling():
         return _stock(self).forward(self, hidden)
-    return self.wo(_DroppedReLU.apply(self.wi(hidden), rate))
+    inner: Any = _DroppedReLU.apply(self.wi(hidden), rate)
+    weight = self.wo.weight  # transformers leaves it in fp32 where the rest is read in fp16
+    is_plain = isinstance(weight, Tensor) and weight.is_floating_point()
+    return self.wo(inner.to(weight.dtype) if is_plain else inner)
 
 
 class _DroppedReLU(torch.autograd.Function):
