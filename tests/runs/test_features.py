@@ -200,6 +200,9 @@ def test_a_run_killed_between_any_two_of_its_files_ends_with_the_files_of_an_und
         assert (
             launcher.start("-e", "mine", kill_at=kill_at).finish().returncode == -signal.SIGKILL
         ), kill_at
+        if kill_at[0] == "final":  # as if it had died before the last save removed the one before
+            newest = max((own / "checkpoints").glob("step-?"))
+            shutil.copytree(newest, newest.with_name("step-1"))
         launcher.run("-e", "mine")
         resumed = _content(own)
         assert resumed.keys() == straight.keys(), kill_at

@@ -93,7 +93,7 @@ def save(
         raise
     if distributed.is_main():
         log.info("saved step-%d: %s in %.1f s", step, size_of(needed), time.monotonic() - start)
-        _prune_after_save(root, step, keep_last, keep)
+        tidy(root, step, keep_last, keep)
     distributed.barrier()
     return _visible(root, step)
 
@@ -147,7 +147,8 @@ def _conclude(root: Path, step: int, state: Mapping[str, Any], records: list[Wri
     commit(temporary, root, step, [*records, write_json(temporary, STATE, state)])
 
 
-def _prune_after_save(root: Path, step: int, keep_last: int, keep: Collection[int]) -> None:
+def tidy(root: Path, step: int, keep_last: int, keep: Collection[int]) -> None:
+    """Prune behind a save, which is safe whatever becomes of that. Rank 0 alone calls it."""
     try:
         prune(root, keep_last=keep_last, keep=set(keep), written=step)
     except StorageError as error:  # the new checkpoint is safe; only room is lost

@@ -333,6 +333,9 @@ def _train(plan: RunPlan, options: Options, ready: Ready) -> bool:
                 on_main(lambda: push(plan))
         with ready.session.meter.paused("saving"):
             ready.saves.wait()
+        if finished:  # its last save may have been killed before it removed others
+            where = plan.folder / "checkpoints", ready.progress.step, plan.cfg.train.keep_last
+            on_main(lambda: checkpoint.tidy(*where, {ready.progress.best_step} - {0}))
         return finished
     except BaseException as error:
         ready.saves.leave(error)
@@ -382,8 +385,7 @@ def _cadence(train: Train, options: Options) -> Cadence:
     """What the dictionary says, else the flag --log_every, else a default. Lines are logged a
     hundred times in a run, and never more than DEFAULT_EVERY steps apart.
     """
-    given = train.log_every or options.log_every
-    otherwise = options.log_every or DEFAULT_EVERY
+    given, otherwise = train.log_every or options.log_every, options.log_every or DEFAULT_EVERY
     return Cadence(
         log=given or log_interval(train.steps),
         evaluate=train.eval_every or otherwise,
@@ -402,6 +404,7 @@ def snapshot(
     weights, optimizer = live.own_tensors()
     live.state_copy.of({**weights, **optimizer})
     rest: dict[str, Any] = {
+        "step": progress.step,
         "rng": rng.capture(),
         "state": {
             "progress": copy.deepcopy(progress.state()),
@@ -412,20 +415,18 @@ def snapshot(
             "made_with": checkpoint.made_with(),
         },
         "keep_last": plan.cfg.train.keep_last,
-        "keep": {progress.best_step} if progress.best_step else set(),
+        "keep": {progress.best_step} - {0},
     }
 
     def write() -> Path:
         made = live.state_copy.made()
         return checkpoint.save(
             plan.folder / "checkpoints",
-            progress_step,
             weights={name: made[name] for name in weights},
             optimizer={name: made[name] for name in optimizer},
             **rest,
         )
 
-    progress_step = progress.step
     return write
 
 

@@ -288,8 +288,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/run.py",
-        "{progress.best_step} if progress.best_step else set()",
-        "set()",
+        '"keep": {progress.best_step} - {0},',
+        '"keep": set(),',
         why="the checkpoint of the best evaluation is pruned",
         tests="tests/runs/test_features.py -k 'old_checkpoints_go'",
     ),
