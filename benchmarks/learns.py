@@ -54,7 +54,8 @@ BOUNDS = {
     "crossattn_lookup_cpu": Bound("em", 0.90, 0.02),
     "vera_lookup_cpu": Bound("auroc/all", 0.95, 0.55),
 }
-# One after another, for they begin with the same experiment: FID_COPIES, or LM_LOOKUP.
+# Two chains of like length. FiD and the summariser, or cross-attention and the summariser, begin
+# with the same experiment, FID_COPIES or LM_LOOKUP, and so are one after the other.
 IN_TURN = {
     "tiny": [["fid", "summarise", "vera"], ["crossattn"]],
     "cpu": [["fid", "vera"], ["crossattn", "summarise"]],

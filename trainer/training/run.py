@@ -333,7 +333,7 @@ def _train(plan: RunPlan, options: Options, ready: Ready) -> bool:
                 on_main(lambda: push(plan))
         with ready.session.meter.paused("saving"):
             ready.saves.wait()
-        if finished:  # its last save may have been killed before it removed others
+        if finished:  # a run killed behind its last save has not removed older ones yet
             where = plan.folder / "checkpoints", ready.progress.step, plan.cfg.train.keep_last
             on_main(lambda: checkpoint.tidy(*where, {ready.progress.best_step} - {0}))
         return finished

@@ -288,6 +288,13 @@ FAULTS = [
     ),
     Fault(
         "trainer/training/run.py",
+        "on_main(lambda: checkpoint.tidy(*where, {ready.progress.best_step} - {0}))",
+        "pass",
+        why="a run killed while it removes an old checkpoint keeps it for ever",
+        tests="tests/runs/test_features.py -k killed_between",
+    ),
+    Fault(
+        "trainer/training/run.py",
         '"keep": {progress.best_step} - {0},',
         '"keep": set(),',
         why="the checkpoint of the best evaluation is pruned",

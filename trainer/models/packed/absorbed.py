@@ -1,10 +1,11 @@
 """Cross-attention of few queries over many states, which makes no keys and no values of them.
 
 A score is q.(W s) = (q W).s: a head's weight of keys is applied to its few queries instead of to
-all states, and its weight of values to what was mixed of the states. An answer of 7 tokens over 100
-passages is then a tenth of the products, and nothing as long as the passages is kept. Equal to the
-ordinary form but for rounding, with the same dropout. Source: the absorbed weights of DeepSeek-V2
-2024 (arXiv 2405.04434), 2.1.2, there for a cache, here for training.
+all states, and its weight of values to what was mixed of the states. For an answer of 7 tokens and
+heads 64 wide that is an eighth of cross-attention's products, and nothing as long as the states is
+kept but they themselves. Equal to the ordinary form but for rounding, with the same dropout.
+Source: the absorbed weights of DeepSeek-V2 2024 (arXiv 2405.04434), 2.1.2, there for a cache, here
+for training.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from trainer.models.packed.dropped import Dropout
 # N query tokens of all rows, B rows, T queries of the row that has most, A = T x heads, S states of
 # the row that has most, D width, H heads, C width of one, I = H x C
 
-_FEW = 0.5  # absorbed where it takes at most so much of the ordinary form's products
+_FEW = 0.5  # absorbed where it takes about so much of the ordinary form's products, or less
 
 
 @dataclass(frozen=True)
 class FewQueries:
-    """Rows of few queries and the states that each reads, as rectangles."""
+    """B rows of few queries and the states that each reads, as rectangles."""
 
     states_BSD: Tensor
     is_state_BS: Tensor | None  # None: all are
@@ -36,6 +37,7 @@ class FewQueries:
 
     @property
     def count(self) -> int:
+        """B."""
         return len(self.states_BSD)
 
 
