@@ -7,7 +7,7 @@ ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCH_EXTENSIONS_DIR=$(CUR
 KERNEL := $(ENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c \
 	'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)' >/dev/null
 
-.PHONY: setup demo test test-long mutants check bench families scifact learns site gpu clean
+.PHONY: setup demo test test-long mutants check bench families scifact learns chain site gpu clean
 
 setup: $(STAMP)
 
@@ -55,6 +55,10 @@ scifact: setup
 # Does it learn? Every reader on the made-up corpus, from nothing, with its counter-check.
 learns: setup
 	$(BIN)/python benchmarks/learns.py
+
+# Corpus, retriever, reader, verifier: every step measured, on made-up people and places.
+chain: setup
+	$(BIN)/python benchmarks/chain.py
 
 # docs/ as a site, in site/; a link that leads nowhere ends it.
 site: setup

@@ -84,6 +84,21 @@ def test_another_passage_is_about_the_same_person() -> None:
         assert sum(person in passage["text"] for passage in row["ctxs"]) == 2
 
 
+def test_training_alone_is_told_what_is_asked_for_of_everybody() -> None:
+    for split, is_training in (("train", True), ("valid", False)):
+        others_alike = []
+        for row in islice(lookup.questions(split, passages=20), MANY):
+            (person,) = NAME.findall(row["question"])
+            texts = [passage["text"] for passage in row["ctxs"]]
+            (answering,) = [text for text in texts if row["answers"][0] in text]
+            asked = answering.removeprefix(person).removesuffix(f"{row['answers'][0]}.")
+            others = [text for text in texts if not text.startswith(person)]
+            assert len(others) == 18
+            others_alike += [asked in text for text in others]
+        share = sum(others_alike) / len(others_alike)
+        assert share == 1 if is_training else 0.2 < share < 0.3, split
+
+
 def test_the_control_asks_the_same_and_answers_nothing() -> None:
     valid, control = (
         list(lookup.questions(split, passages=5)) for split in ("valid", lookup.CONTROL)

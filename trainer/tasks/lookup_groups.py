@@ -66,16 +66,27 @@ FID_CHOOSES = vary(
 FID_READS_5 = vary(
     FID_CHOOSES,
     base={"experiment": FID_CHOOSES},
-    train={"steps": 2000},
+    train={"steps": 1500},
     schedule={"shape": "linear"},
     data={"contexts": 5},
 )
 FID_READS_20 = vary(
     FID_READS_5,
     base={"experiment": FID_READS_5},
-    train={"steps": 200, "micro_batch": 32, "eval_batch": 25},
+    train={"steps": 400, "micro_batch": 32, "eval_batch": 25},
     optim={"lr": 5e-4},
     data={"contexts": 20},
+)
+
+# The second and third steps of benchmarks/chain.py, which makes their files: the reader of twenty
+# goes on with what a retriever found, whose passages are about people of like names; a verifier
+# that begins with the reader's encoder judges whether a passage supports an answer.
+FID_RETRIEVED = vary(
+    FID_READS_20,
+    base={"experiment": FID_READS_20},
+    train={"steps": 150, "eval_every": 50, "save_every": 50},
+    optim={"lr": 3e-4},
+    data={"source": "fid"},
 )
 
 # The verifier: sums, orders and members, judged by what a statement says itself. Statements of a
@@ -106,6 +117,18 @@ VERA_LOOKUP: Values = {
     },
     "deepspeed": "zero2",
 }
+VERA_ANSWERS = vary(
+    VERA_LOOKUP,
+    base={"experiment": FID_RETRIEVED},
+    tokenizer=None,
+    train={"steps": 300, "eval_every": 100, "save_every": 100},
+    data={
+        "source": "files",
+        "train_tasks": ["answers"],
+        "valid_tasks": ["answers"],
+        "max_tokens": 64,
+    },
+)
 
 # Sizes of the language models below.
 DECODER: Values = {
@@ -275,6 +298,8 @@ GROUPS: dict[str, list[Values]] = {
     "crossattn_lookup_cpu": [LM_LOOKUP, LM_ALL_TOKENS, CROSSATTN_LOOKUP],
     "vera_lookup_cpu": [VERA_LOOKUP],
     "summarise_lookup_cpu": [LM_LOOKUP, SUMMARISE_LOOKUP],
+    "fid_lookup_retrieved": [FID_RETRIEVED],
+    "vera_lookup_answers": [VERA_ANSWERS],
     "fid_lookup_tiny": [FID_COPIES, FID_TWO],
     "crossattn_lookup_tiny": [LM_TWO, CROSSATTN_TWO],
     "vera_lookup_tiny": [VERA_TWO],

@@ -141,6 +141,13 @@ MINILM_NQ["data"] = {
     "passage_tokens": 256,
     "passages": 2,
 }
+# The first step of benchmarks/chain.py, which makes its files: made-up people and places.
+MINILM_LOOKUP = vary(
+    MINILM_NQ,
+    train={"steps": 40, "micro_batch": 64, "eval_every": 20, "save_every": 20},
+    schedule={"warmup_steps": 4},
+    data={"query_tokens": 24, "passage_tokens": 32},
+)
 
 GROUPS: dict[str, list[Values]] = {
     "retriever_nq_bert": [NQ_BERT],
@@ -149,4 +156,5 @@ GROUPS: dict[str, list[Values]] = {
     "retriever_llm_lora": [LLM_LORA],
     "retriever_minilm_scifact": [vary(MINILM_SCIFACT, train={"seed": seed}) for seed in (1, 2, 3)],
     "retriever_minilm_nq": [vary(MINILM_NQ, train={"seed": seed}) for seed in (1, 2, 3)],
+    "retriever_minilm_lookup": [MINILM_LOOKUP],
 }
