@@ -33,6 +33,9 @@ from trainer.models.packed.stream_attention import Rows
 from trainer.runtime import distributed
 from trainer.training.engine import Engine
 
+# Both ways sum the same products in another order, over twice the terms: up to 1.33 walks apart
+# with the instructions of older processors.
+TWO_WAYS = STEP | {"loss": 0.3, "gradients": 3.0}
 CASES: dict[str, Any] = {
     "three questions": (None, LABELS),
     "one of them without an answer": (None, [[7, 20, 1], [], [9, 8, 7, 1]]),
@@ -56,7 +59,7 @@ def _step(targets: Sequence[Sequence[int]], asked: Any, *, dropout: float, few: 
 def test_it_equals_the_ordinary_form_dropout_included(case: str, dropout: float) -> None:
     asked, targets = CASES[case]
     got, want = (_step(targets, asked, dropout=dropout, few=few) for few in (100.0, 0.0))
-    assert_same_step(got, want, **STEP)
+    assert_same_step(got, want, **TWO_WAYS)
     assert any(not torch.equal(got[1][name], want[1][name]) for name in want[1])  # two ways indeed
 
 

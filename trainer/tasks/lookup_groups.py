@@ -79,14 +79,13 @@ FID_READS_20 = vary(
 )
 
 # The second and third steps of benchmarks/chain.py, which makes their files: the reader of twenty
-# goes on with what a retriever found, whose passages are about people of like names; a verifier
+# goes on with the five that a retriever found, which are about people of like names; a verifier
 # that begins with the reader's encoder judges whether a passage supports an answer.
 FID_RETRIEVED = vary(
     FID_READS_20,
     base={"experiment": FID_READS_20},
-    train={"steps": 150, "eval_every": 50, "save_every": 50},
-    optim={"lr": 3e-4},
-    data={"source": "fid"},
+    train={"steps": 600, "micro_batch": 64, "eval_batch": 64},
+    data={"source": "fid", "contexts": 5},
 )
 
 # The verifier: sums, orders and members, judged by what a statement says itself. Statements of a
