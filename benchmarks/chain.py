@@ -8,8 +8,8 @@ after fine-tuning on negatives that it mined itself, beside BM25; the reader of 
 the five passages that it found, before and after training on such; a verifier that begins with
 the reader's encoder says whether a passage supports what was answered. The control is the same
 questions with the gold passage taken out: the reader is wrong there, and the verifier is to say so.
-Our own commands alone, one thread. Prints one table and writes it as JSON. Started again after a
-kill it goes on where it was.
+Our own commands alone, one thread. Prints one table, with the CPU minutes of what this call did,
+and writes it as JSON. Started again after a kill it goes on where it was.
 """
 
 from __future__ import annotations
@@ -105,10 +105,6 @@ class Chain:
         roots = ("-sb", self.out / "runs", "--cache_dir", self.out / "cache")
         return ["-e", group, *roots, "--data_path", data]
 
-    def figures(self, text: str) -> dict[str, float]:
-        words = [line.split() for line in text.splitlines()]
-        return {two[0]: float(two[1]) for two in words if len(two) == 2}
-
     # The retriever
     # ----------------------------------------------------------------------------------------------
 
@@ -136,7 +132,7 @@ class Chain:
         text = self.trainer(
             "judge", "--run", ranking, *self.queries, *self.corpus, "--split", "test"
         )
-        found = self.figures(text)
+        found = _figures(text)
         return {name: found[name] for name in MEASURES}
 
     def mined(self, ranking: Path) -> None:
@@ -173,7 +169,7 @@ class Chain:
         text = self.trainer(
             "evaluate", *self.where(READER, data), *model, "--split", "test", "--pred", out
         )
-        return self.figures(text)["test/em"], list(map(json.loads, out.open()))
+        return _figures(text)["test/em"], list(map(json.loads, out.open()))
 
     # The verifier
     # ----------------------------------------------------------------------------------------------
@@ -190,10 +186,17 @@ class Chain:
     def plausible(self, name: str, answers: Sequence[Row], read: Path, judge: Path) -> list[float]:
         """What the verifier gives each answer beside the passage it was read in, 0 to 1."""
         rows, asked = json.loads((read / "test.json").read_text()), self.out / f"{name}.statements"
+        assert [row["question"] for row in rows] == [each["question"] for each in answers]
         lines = [_read_in(row, each["prediction"]) for row, each in zip(rows, answers, strict=True)]
         asked.write_text("".join(line + "\n" for line in lines))
         text = self.trainer("score", *self.where(VERIFIER, judge), "--in", asked)
         return [float(line.split("\t")[0]) for line in text.splitlines() if "\t" in line]
+
+
+def _figures(text: str) -> dict[str, float]:
+    """The lines that are a name and a number."""
+    words = [line.split() for line in text.splitlines()]
+    return {two[0]: float(two[1]) for two in words if len(two) == 2}
 
 
 def _statement(question: str, passage: str, answer: str) -> str:

@@ -120,7 +120,7 @@ VERA_ANSWERS = vary(
     VERA_LOOKUP,
     base={"experiment": FID_RETRIEVED},
     tokenizer=None,
-    train={"steps": 300, "eval_every": 100, "save_every": 100},
+    train={"steps": 900, "eval_every": 300, "save_every": 300},
     data={
         "source": "files",
         "train_tasks": ["answers"],
