@@ -144,7 +144,7 @@ class _Gradients:
 
     The gradient of a weight is a sum over all positions. Either it is summed in fp32, chunk after
     chunk, or the gradient of all logits is kept for one product behind the last chunk: what takes
-    fewer bytes.
+    fewer bytes, and in 16 bits also where it takes up to twice as many.
     """
 
     def __init__(self, inputs: tuple[Tensor | None, ...], needed: tuple[bool, ...]) -> None:
@@ -156,7 +156,9 @@ class _Gradients:
         for place, rows in ((0, hidden), (3, low)):
             if needed[place] and rows is not None:
                 self._sums[place] = torch.empty_like(rows)
-        keeps = needed[1] and hidden.element_size() * len(hidden) <= 4 * hidden.shape[1]
+        # a product in 16 bits is a tensor more, and a pass over the sum more for every chunk
+        room = 4 if hidden.element_size() == 4 else 8
+        keeps = needed[1] and hidden.element_size() * len(hidden) <= room * hidden.shape[1]
         self._kept_NV = hidden.new_empty(len(hidden), len(weight)) if keeps else None
 
     def run(self, scoring: Scoring, factor: Tensor | None = None) -> Tensor:
