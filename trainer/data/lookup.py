@@ -100,8 +100,8 @@ class _Draw(random.Random):
         answer = _Fact(person, asked, self.name())
         told = [answer, _Fact(person, other, self.name())]
         while len(told) < count:
-            relation = asked if alike else self.choice(relations)
-            told.append(_Fact(self.name(), relation, self.name()))
+            other_person, relation = self.name(), self.choice(relations)
+            told.append(_Fact(other_person, asked if alike else relation, self.name()))
         del told[count:]
         self.shuffle(told)
         return told, answer
