@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout
 
 from minilm import linked
-from our_commands import run
+from our_commands import figures, run
 from sklearn.metrics import roc_auc_score
 
 from exp_configs import EXP_GROUPS
@@ -40,13 +40,13 @@ MEASURES = ("recall@1", "recall@5", "recall@100", "mrr@10", "answer_recall@5")
 Row = dict[str, Any]
 
 
-def make_world(folder: Path, num_train: int) -> None:
+def make_corpus(folder: Path, num_train: int) -> None:
     """corpus.tsv and queries.jsonl in NaturalQuestions' form: of everybody each thing is told once.
 
     A question whose answer another one's passages told already is left out.
     """
     corpus: dict[str, str] = {}  # a fact without its place -> the fact
-    places: dict[str, int] = {}
+    number_of: dict[str, int] = {}  # a fact -> its id
     questions: list[Row] = []
     for split, count in (("train", num_train), ("valid", VALID), ("test", TEST)):
         kept = 0
@@ -58,9 +58,9 @@ def make_world(folder: Path, num_train: int) -> None:
                 continue
             for text in texts:
                 if _without_place(text) not in corpus:
-                    places[text] = len(corpus)
+                    number_of[text] = len(corpus)
                     corpus[_without_place(text)] = text
-            fact = {"question": row["question"], "answers": [answer], "gold": places[gold]}
+            fact = {"question": row["question"], "answers": [answer], "gold": number_of[gold]}
             questions.append({"qid": len(questions), "split": split, **fact})
             kept += 1
             if kept == count:
@@ -89,7 +89,7 @@ class Chain:
         self.out, self.data, self.cpu_s = out, out / "data", 0.0
         self.data.mkdir(parents=True, exist_ok=True)
         if not (self.data / "queries.jsonl").is_file():
-            make_world(self.data, num_train)
+            make_corpus(self.data, num_train)
         self.corpus = ["--passages", self.data / "corpus.tsv"]
         self.queries = ["--queries", self.data / "queries.jsonl"]
 
@@ -132,8 +132,7 @@ class Chain:
         text = self.trainer(
             "judge", "--run", ranking, *self.queries, *self.corpus, "--split", "test"
         )
-        found = _figures(text)
-        return {name: found[name] for name in MEASURES}
+        return {name: float(figures(text)[name]) for name in MEASURES}
 
     def mined(self, ranking: Path) -> None:
         for split in ("train", "valid"):
@@ -169,7 +168,7 @@ class Chain:
         text = self.trainer(
             "evaluate", *self.where(READER, data), *model, "--split", "test", "--pred", out
         )
-        return _figures(text)["test/em"], list(map(json.loads, out.open()))
+        return float(figures(text)["test/em"]), list(map(json.loads, out.open()))
 
     # The verifier
     # ----------------------------------------------------------------------------------------------
@@ -191,12 +190,6 @@ class Chain:
         asked.write_text("".join(line + "\n" for line in lines))
         text = self.trainer("score", *self.where(VERIFIER, judge), "--in", asked)
         return [float(line.split("\t")[0]) for line in text.splitlines() if "\t" in line]
-
-
-def _figures(text: str) -> dict[str, float]:
-    """The lines that are a name and a number."""
-    words = [line.split() for line in text.splitlines()]
-    return {two[0]: float(two[1]) for two in words if len(two) == 2}
 
 
 def _statement(question: str, passage: str, answer: str) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout
 
-from our_commands import run
+from our_commands import figures, run
 
 from exp_configs import EXP_GROUPS
 from trainer.config.identity import exp_id
@@ -75,8 +75,7 @@ def measured(group: str, out: Path, *, is_killed: bool) -> dict[str, Any]:
     for split in ("valid", CONTROL):
         asked = ("evaluate", *where, "--exp_id", last, "--split", split)
         text, seconds = run("-m", "trainer", *asked, log=out / f"{group}.{split}.log")
-        scores = dict(line.split() for line in text.splitlines() if len(line.split()) == 2)
-        found[split] = float(scores[f"{split}/{BOUNDS[group].metric}"])
+        found[split] = float(figures(text)[f"{split}/{BOUNDS[group].metric}"])
         cpu_s += seconds
     digest = hashlib.sha256()
     for path in sorted((out / "runs" / last / "final").glob("*.safetensors")):

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from our_commands import ROOT, run
+from our_commands import ROOT, figures, run
 
 SHARED = ROOT.parent / "shared" / "data"
 DEPTH = 100
@@ -133,8 +133,7 @@ class Measured:
         for title, (measure, ids) in self.of.columns.items():
             only = ["--only", self.data / ids] if ids else []
             text = self.command("judge", "--run", ranking, *self.of.test.at(self.data), *only)
-            lines = dict(line.split() for line in text.splitlines() if len(line.split()) == 2)
-            values[title] = float(lines[measure])
+            values[title] = float(figures(text)[measure])
         return values
 
     def _encode(self, source: Path, side: str, out: Path, *split: str) -> None:

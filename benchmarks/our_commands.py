@@ -43,6 +43,11 @@ def run(
     return text, cpu_s
 
 
+def figures(text: str) -> dict[str, str]:
+    """The lines of a command's output that are a name and a value."""
+    return dict(line.split() for line in text.splitlines() if len(line.split()) == 2)
+
+
 def _waited(
     process: subprocess.Popen[bytes], killed_when: Callable[[], bool] | None
 ) -> tuple[int, float]:

@@ -84,8 +84,8 @@ def test_a_loss_in_chunks_is_that_of_all_logits_at_once(
 
 @pytest.mark.usefixtures("chunks_of_7")
 def test_a_weights_gradient_is_summed_over_chunks_in_fp32() -> None:
-    """With more positions than twice the width its sum is made as the chunks come."""
-    few, many = 2 * WIDTH, 40 * WIDTH
+    """With more positions than four times the width its sum is made as the chunks come."""
+    few, many = 4 * WIDTH, 40 * WIDTH
     for positions in (few, many):
         exact = _step("plain", torch.float32, positions=positions)["weight"]
         got = _step("plain", torch.bfloat16, positions=positions)["weight"]
@@ -98,6 +98,16 @@ def test_a_weights_gradient_is_summed_over_chunks_in_fp32() -> None:
             dtype=torch.bfloat16,
             of=str(positions),
         )
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, WIDTH), (torch.bfloat16, 4 * WIDTH)])
+def test_few_positions_make_a_weights_gradient_one_product(dtype: torch.dtype, most: int) -> None:
+    """In 16 bits also where the gradient that is kept for it takes twice the bytes of a sum."""
+    for positions, keeps in ((most, True), (most + 1, False)):
+        hidden = torch.zeros(positions, WIDTH, dtype=dtype)
+        inputs = (hidden, torch.zeros(VOCABULARY, WIDTH, dtype=dtype), None, None, None)
+        gradients = losses._Gradients(inputs, (True, True, False, False, False))
+        assert (gradients._kept_NV is not None) == keeps
 
 
 @pytest.mark.usefixtures("chunks_of_7")

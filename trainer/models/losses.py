@@ -156,9 +156,9 @@ class _Gradients:
         for place, rows in ((0, hidden), (3, low)):
             if needed[place] and rows is not None:
                 self._sums[place] = torch.empty_like(rows)
-        # a product in 16 bits is a tensor more, and a pass over the sum more for every chunk
-        room = 4 if hidden.element_size() == 4 else 8
-        keeps = needed[1] and hidden.element_size() * len(hidden) <= room * hidden.shape[1]
+        # bytes a word; a product in 16 bits is a tensor and a pass over the sum more for each chunk
+        of_kept, of_sum = hidden.element_size() * len(hidden), 4 * hidden.shape[1]
+        keeps = needed[1] and of_kept <= (of_sum if hidden.element_size() == 4 else 2 * of_sum)
         self._kept_NV = hidden.new_empty(len(hidden), len(weight)) if keeps else None
 
     def run(self, scoring: Scoring, factor: Tensor | None = None) -> Tensor:
