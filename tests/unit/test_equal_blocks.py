@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from benchmarks.gpu_shapes import Shape
 from trainer import tasks
 from trainer.memory import fake_step
-from trainer.memory.fake_device import fake_device
+from trainer.memory.fake_device import equal_chunks_once, fake_device
 from trainer.memory.measure import Measured, MeasureRequest
 from trainer.memory.planned_rows import Specimens
 from trainer.memory.tracker import PLAIN, TRACKED, forwards_in
+from trainer.models.losses import Scorer, Scoring, chunked_cross_entropy
 from trainer.tasks.protocol import Places
 from trainer.timing.blocks import Stacks, UnequalBlocksError, shortened, whole
 from trainer.timing.calibration import Listing
@@ -96,6 +98,40 @@ def test_four_blocks_tell_the_bytes_and_the_operators_of_all() -> None:
     assert short == full
     assert len(full[0]) > 1
     assert sum(full[1].values()) > 8 * DEPTH
+
+
+class Scored(nn.Module):
+    """An output layer whose logits are never there all at once."""
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__()
+        self.head, self.chunk = nn.Linear(8, 40, bias=False), chunk
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        targets = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+        scoring = Scoring(targets, self.chunk, torch.clone)
+        return chunked_cross_entropy(hidden, Scorer(self.head.weight), scoring)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 8, 31, 90])  # of chunks of 4: 1, 1, 2, 8, 23
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_three_chunks_of_an_output_layer_tell_the_bytes_and_the_operators_of_all(
+    num_rows: int, dtype: torch.dtype
+) -> None:
+    found = []
+    for is_shortened in (True, False):
+        model = Scored(chunk=4).to(dtype)
+        with fake_device("cpu") as device:
+            device.place(model)
+            device.tracker.watch(model)
+            device.tracker.restart()
+            hidden = torch.empty(num_rows, 8, dtype=dtype, requires_grad=True)
+            with equal_chunks_once(device.tracker) if is_shortened else nullcontext():
+                model(hidden).backward()
+            (ran,) = forwards_in(device.tracker.parts())
+            found.append((device.tracker.highest(), dict(ran.operators), dict(ran.calls)))
+    assert found[0] == found[1]
+    assert found[0][0][0][0].total > 0
 
 
 def test_the_hosts_calls_are_those_of_a_real_step() -> None:

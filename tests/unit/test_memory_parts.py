@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,7 @@ from trainer.memory.advice import (
     largest_fitting,
 )
 from trainer.memory.deepspeed_terms import Breakdown, Zero, host, host_to_read, inference, training
-from trainer.memory.measure import Measured, Moment, changed, scaled
+from trainer.memory.measure import ROOT, Measured, Moment, changed, scaled
 from trainer.memory.plan import MemoryPlan, Phase
 from trainer.memory.planned_rows import heaviest
 from trainer.memory.subject import published_shape
@@ -450,3 +452,18 @@ def test_only_what_a_head_gives_over_a_vocabulary_is_called_logits(
     assert tracker.live["logits"] == 0
     tracker.see([logits], torch.ops.aten.relu.default, [logits])
     assert tracker.live["logits"] == (BLOCK * -(-logits.nbytes // BLOCK) if has_logits else 0)
+
+
+def test_a_plan_imports_models_without_scipy_and_leaves_transformers_as_it_was() -> None:
+    code = """
+import sys
+from transformers import utils
+from trainer.commands.plan import _import_models
+before = utils.is_scipy_available
+_import_models()
+assert "transformers.loss.loss_for_object_detection" in sys.modules
+assert "scipy.optimize" not in sys.modules
+assert utils.is_scipy_available is before
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -88,7 +88,7 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     import numpy as np
 
     from trainer import tasks
-    from trainer.memory.fake_device import fake_device, rows_in_groups
+    from trainer.memory.fake_device import equal_chunks_once, fake_device, rows_in_groups
     from trainer.memory.tracker import forwards_in
     from trainer.models import recomputation
     from trainer.models.base_model import DTYPES
@@ -111,7 +111,8 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
         tracker = device.tracker
         tracker.watch(model, shorten(model))
         tracker.restart()
-        with rows_in_groups(tracker) if request.groups_rows else nullcontext():
+        grouping = rows_in_groups(tracker) if request.groups_rows else nullcontext()
+        with grouping, equal_chunks_once(tracker):
             _run(request, task, model, device, batch=batch, rows=rows)
         moments, reading = tracker.highest()
         of_one, of_last = _micro_batches(request, forwards_in(tracker.parts()))

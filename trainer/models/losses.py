@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +139,11 @@ class _Chunked(torch.autograd.Function):
         return None, None, *gradients
 
 
+def chunks_of(num_rows: int, size: int) -> Iterator[slice]:
+    """The rows of one chunk after the other."""
+    return (slice(start, start + size) for start in range(0, num_rows, size))
+
+
 class _Gradients:
     """Sums over chunks: the loss, and the gradients of those inputs that need one.
 
@@ -165,8 +170,8 @@ class _Gradients:
         """() fp32 the loss. factor: of the gradients."""
         total = self._hidden_ND.new_zeros((), dtype=torch.float32)
         # one at least: a rank without labels has gradients of 0, which ZeRO waits for
-        for start in range(0, max(1, len(self._hidden_ND)), scoring.chunk):
-            total += self._chunk(slice(start, start + scoring.chunk), scoring, factor)
+        for rows in chunks_of(max(1, len(self._hidden_ND)), scoring.chunk):
+            total += self._chunk(rows, scoring, factor)
         if self._kept_NV is not None:
             self._add(self._kept_NV, slice(None))
         return total
