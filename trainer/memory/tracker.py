@@ -173,8 +173,6 @@ class Tracker:
         """Count the storages of an operation's results that were not there before, and the
         operation itself.
         """
-        if func.namespace == "prim":  # a fake tensor asked for its device; a real one just says
-            return
         kwargs = kwargs or {}
         inputs = [x for x in tensors_in(args, kwargs) if x.device.type == self._device]
         outputs = [x for x in tensors_in(out) if x.device.type == self._device]
