@@ -458,9 +458,9 @@ def test_a_plan_imports_models_without_scipy_and_leaves_transformers_as_it_was()
     code = """
 import sys
 from transformers import utils
-from trainer.commands.plan import _import_models
+from trainer.commands.plan import _import_models_without_scipy
 before = utils.is_scipy_available
-_import_models()
+_import_models_without_scipy()
 assert "transformers.loss.loss_for_object_detection" in sys.modules
 assert "scipy.optimize" not in sys.modules
 assert utils.is_scipy_available is before

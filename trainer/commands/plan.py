@@ -73,7 +73,7 @@ def plan(
     """
     gc.disable()  # what is imported stays: looking through it took a fifth of a plan's seconds
     atexit.register(gc.freeze)  # nor is it looked through at the end: .8 of them
-    _import_models()
+    _import_models_without_scipy()
     from trainer.timing.target import target_of
     from trainer.training.options import Options
 
@@ -89,17 +89,15 @@ def plan(
         _show_plan(subject, target, as_json=as_json)
 
 
-def _import_models() -> None:
-    """transformers' models (5.23) without what they import for the losses of detection in images:
-    scipy.optimize, .3 s of the processor.
+def _import_models_without_scipy() -> None:
+    """transformers' models (5.23), but not scipy.optimize, which they import for the losses of
+    detection in images: .3 s of the processor.
     """
-    utils: Any = importlib.import_module("transformers.utils")
-    before = utils.is_scipy_available
-    utils.is_scipy_available = lambda: False
-    try:
-        import transformers.modeling_utils  # noqa: F401 (for what it brings)
-    finally:
-        utils.is_scipy_available = before
+    from trainer.runtime.replaced import replaced
+
+    utils = importlib.import_module("transformers.utils")
+    with replaced(utils, "is_scipy_available", lambda: False):
+        importlib.import_module("transformers.modeling_utils")
 
 
 def _show_plan(subject: Subject, target: Target, *, as_json: bool) -> None:

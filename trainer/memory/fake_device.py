@@ -10,7 +10,7 @@ replaced, so this belongs into a process of its own (trainer.memory.measure).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from transformers.utils import import_utils
 
 from trainer.memory.fake_values import run_with_twins
 from trainer.memory.tracker import Tracker
+from trainer.runtime.replaced import replaced
 
 # B batch, H heads, Q queries, K keys
 
@@ -285,16 +286,12 @@ class _LinearOfPartitioned(torch.autograd.Function):
 @contextmanager
 def linear_of_partitioned() -> Iterator[None]:
     """Inside, linear layers are ZeRO-3's."""
-    before = F.linear
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         return _LinearOfPartitioned.apply(input, weight, bias)
 
-    F.linear = linear
-    try:
+    with replaced(F, "linear", linear):
         yield
-    finally:
-        F.linear = before
 
 
 _GROUPS = 4  # of rows by length, each counted by its middle one
@@ -317,11 +314,8 @@ def rows_in_groups(tracker: Tracker) -> Iterator[None]:
                 with tracker.standing_for(stop - start):
                     yield spans[(start + stop) // 2]
 
-    stream_attention.spans_of = spans_of
-    try:
+    with replaced(stream_attention, "spans_of", spans_of):
         yield
-    finally:
-        stream_attention.spans_of = before
 
 
 @contextmanager
@@ -342,11 +336,8 @@ def equal_chunks_once(tracker: Tracker) -> Iterator[None]:
         if len(chunks) > 1:
             yield chunks[-1]
 
-    losses.chunks_of = chunks_of
-    try:
+    with replaced(losses, "chunks_of", chunks_of):
         yield
-    finally:
-        losses.chunks_of = before
 
 
 def for_real(function: Callable[..., T]) -> Callable[..., T]:
@@ -359,15 +350,9 @@ def for_real(function: Callable[..., T]) -> Callable[..., T]:
     return run
 
 
-@contextmanager
-def _values_are_known() -> Iterator[None]:
+def _values_are_known() -> AbstractContextManager[None]:
     """Inside, transformers (5.23) can look into masks: twins of the fake values answer.
 
     It looks there to leave out masks that hide nothing.
     """
-    is_fake = import_utils.is_fake_tensor
-    import_utils.is_fake_tensor = lambda x: False
-    try:
-        yield
-    finally:
-        import_utils.is_fake_tensor = is_fake
+    return replaced(import_utils, "is_fake_tensor", lambda x: False)

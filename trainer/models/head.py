@@ -5,8 +5,8 @@ own beside the base's, so that others can load the base alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from trainer.models.losses import (
     token_cross_entropy,
 )
 from trainer.models.weight_files import find_file
+from trainer.runtime.replaced import replaced
 
 HEAD_FILE = "head.safetensors"
 
@@ -138,15 +139,9 @@ def _loss_with_adapters(layer: Any, hidden_ND: Tensor, scoring: Scoring) -> Tens
         return plain(hidden_ND)
 
 
-@contextmanager
-def _doing(module: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _doing(module: nn.Module, function: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
     """Inside, a call of the module runs `function` between its hooks."""
-    before = module.forward
-    module.forward = function
-    try:
-        yield
-    finally:
-        module.forward = before
+    return replaced(module, "forward", function)
 
 
 def scales_states(config: Any) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from trainer.models.packed.layout import grids_of
 from trainer.models.packed.rectangles import in_rectangles, in_stream
+from trainer.runtime.replaced import replaced
 
 # M tokens of all rows, N rows of a rectangle, L its length, H heads, G key-value heads, C width of
 # a head
@@ -221,15 +222,9 @@ def _capped(
 AttentionInterface.register(NAME, attention)
 
 
-@contextmanager
-def on_streams(config: Any) -> Iterator[None]:
+def on_streams(config: Any) -> AbstractContextManager[None]:
     """Inside, the blocks of `config` attend on a stream."""
-    before = config._attn_implementation
-    config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+    return replaced(config, "_attn_implementation", NAME)
 
 
 def attending(config: Any, mask: Any) -> AbstractContextManager[None]:
