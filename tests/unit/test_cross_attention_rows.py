@@ -13,11 +13,16 @@ import pytest
 
 from tests.facts import experiment, write_facts
 from trainer import tasks
-from trainer.errors import DataError
+from trainer.data.content import content_of_rows
+from trainer.data.token_store import store_of
+from trainer.errors import DataError, ResumeError
 from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle
 from trainer.tasks.cross_attention.text.prompts import Prompts
 from trainer.tasks.cross_attention.text.templates import context_text
 from trainer.tasks.protocol import DRAW, Places
+from trainer.training.options import Options
+from trainer.training.run_folder import check_identity
+from trainer.training.run_plan import plan
 
 
 @pytest.fixture(scope="module")
@@ -182,3 +187,52 @@ def test_useful_contexts_of_another_number_are_refused(tmp_path: Path) -> None:
         DataError, match=r"train.jsonl, line 1: 'useful_contexts' is \[1\], want a 0 or 1 for each"
     ):
         list(qa_rows(tmp_path, "train"))
+
+
+# Runs that earlier versions began
+# --------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_known_by_what_they_were_known_by_when_runs_began(folder: Path) -> None:
+    """As recorded by the version of 2026-11-22, and by those that counted `facts` for all rows."""
+    recorded = {
+        "chunked": False,
+        "context_tokens": 64,
+        "decoder_tokens": 48,
+        "include_context_ids": False,
+        "loss_on": "all",
+        "question_on_context": False,
+        "shuffled_context": False,
+        "source": "jsonl",
+        "template": "chat",
+    }
+    task = loaded(folder, context_tokens=64, decoder_tokens=48, loss_on="all")
+    assert json.loads(task.encoding_id())["data"] == recorded
+    (between,) = task.earlier_encoding_ids()
+    assert json.loads(between)["data"] == {**recorded, "facts": 8}
+    lookup = loaded(folder, source="lookup", facts=3)
+    assert json.loads(lookup.encoding_id())["data"]["facts"] == 3
+
+
+def test_a_run_that_counted_facts_for_all_rows_goes_on_and_other_rows_are_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    task = loaded(folder)
+    planned = plan(experiment("cross_attention", folder), Options(tmp_path), world=1, rank=0)
+    planned.folder.mkdir()
+    stores = {split: store_of(task, split, folder / "cache") for split in ("train", "valid")}
+    (between,) = task.earlier_encoding_ids()
+    began = {
+        split: content_of_rows(lambda split=split: task.rows(split), between, split)[0]
+        for split in stores
+    }
+    path, now = planned.folder / "data.json", {name: s.digest for name, s in stores.items()}
+    path.write_text(json.dumps({"identity": {"base": task.fingerprint(), **began}}))
+    assert began != now
+    assert check_identity(planned, task, stores, None) == {"base": task.fingerprint(), **now}
+    assert json.loads(path.read_text())["identity"]["train"] == now["train"]
+    written = json.dumps({"identity": {"base": task.fingerprint(), **began, "train": "0" * 64}})
+    path.write_text(written)
+    with pytest.raises(ResumeError, match=r"changed since the run began: train \(was '0000"):
+        check_identity(planned, task, stores, None)
+    assert path.read_text() == written

@@ -131,6 +131,10 @@ class Task(Protocol):
         """Names all that `encode` depends on besides rows: tokenizer, templates, length limits."""
         ...
 
+    def earlier_encoding_ids(self) -> Sequence[str]:
+        """What earlier versions named the same encoding: runs that they began are resumed."""
+        ...
+
     def length(self, encoded: Mapping[str, Any]) -> int:
         """How long a row is for the device: rows of like length share a micro-batch."""
         ...

@@ -211,6 +211,9 @@ class TokenTask(ABC, Generic[C]):
             **self.cfg.model_dump(mode="json", exclude=set(Experiment.model_fields))
         )
 
+    def earlier_encoding_ids(self) -> Sequence[str]:
+        return ()
+
     def encoded_under(self, **settings: Any) -> str:
         """The encoding id of the task's name, its tokenizer and these settings."""
         named = {"task": self.cfg.task, "tokenizer": vocabulary.tokenizer_id(self.tokenizer)}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.identity import digest
 from trainer.config.userfile import kind
+from trainer.data.content import content_of_rows
 from trainer.errors import ConfigError, ResumeError, StorageError
 from trainer.exports import card, record
 from trainer.files.atomic import refusals, write_json
@@ -193,7 +194,9 @@ def check_identity(
         changed = [
             f"{key} (was {began.get(key)!r}, is {now[key]!r})"
             for key in now
-            if began and began.get(key) != now[key]
+            if began
+            and began.get(key) != now[key]
+            and not (key in stores and _was_named(task, key, began.get(key)))
         ]
         if changed:
             raise ResumeError(
@@ -205,6 +208,14 @@ def check_identity(
         return now
 
     return on_main(check)
+
+
+def _was_named(task: Task, split: str, digest: Any) -> bool:
+    """Whether an earlier version gave this digest to the rows that the split has now."""
+    return any(
+        content_of_rows(lambda: task.rows(split), encoding_id, split)[0] == digest
+        for encoding_id in task.earlier_encoding_ids()
+    )
 
 
 def _beginning(path: Path, newest: Kept | Path | None) -> dict[str, Any] | None:

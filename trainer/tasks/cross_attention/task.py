@@ -159,12 +159,17 @@ class Task(TokenTask[Config]):
         return encoded
 
     def encoding_id(self) -> str:
-        data, of_rows = self.cfg.data, dict[str, Any]()
-        if data.source == "lookup":  # rows of a user's own are known by their files
-            of_rows["rows"] = lookup.num_contexts(data.facts)
-        return self.encoded_under(
-            data=data.model_dump(mode="json", exclude=_NOT_ENCODED), **of_rows
-        )
+        data = self.cfg.data
+        if data.source == "lookup":
+            return self._encoded_under(set(), rows=lookup.num_contexts(data.facts))
+        return self._encoded_under({"facts"})  # which other rows know nothing of
+
+    def earlier_encoding_ids(self) -> Sequence[str]:
+        return [self._encoded_under(set())]  # `facts` counted for every source, 2026-11-23 to 25
+
+    def _encoded_under(self, without: set[str], **of_rows: int) -> str:
+        data = self.cfg.data.model_dump(mode="json", exclude=_NOT_ENCODED | without)
+        return self.encoded_under(data=data, **of_rows)
 
     def limits(self) -> dict[str, int]:
         return {
