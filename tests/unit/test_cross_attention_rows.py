@@ -194,7 +194,9 @@ def test_useful_contexts_of_another_number_are_refused(tmp_path: Path) -> None:
 
 
 def test_rows_are_known_by_what_they_were_known_by_when_runs_began(folder: Path) -> None:
-    """As recorded by the version of 2026-11-22, and by those that counted `facts` for all rows."""
+    """As recorded by the version of 2026-11-22, by those that counted `facts` for all rows, and by
+    the first one, in which only questions trained.
+    """
     recorded = {
         "chunked": False,
         "context_tokens": 64,
@@ -208,30 +210,31 @@ def test_rows_are_known_by_what_they_were_known_by_when_runs_began(folder: Path)
     }
     task = loaded(folder, context_tokens=64, decoder_tokens=48, loss_on="all")
     assert json.loads(task.encoding_id())["data"] == recorded
-    (between,) = task.earlier_encoding_ids()
-    assert json.loads(between)["data"] == {**recorded, "facts": 8}
+    between, first = (json.loads(name)["data"] for name in task.earlier_encoding_ids())
+    assert between == {**recorded, "facts": 8}
+    assert first == {name: of for name, of in recorded.items() if name != "include_context_ids"}
     lookup = loaded(folder, source="lookup", facts=3)
     assert json.loads(lookup.encoding_id())["data"]["facts"] == 3
 
 
-def test_a_run_that_counted_facts_for_all_rows_goes_on_and_other_rows_are_refused(
-    folder: Path, tmp_path: Path
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_run_that_an_earlier_version_began_goes_on_and_one_of_other_rows_does_not(
+    version: int, folder: Path, tmp_path: Path
 ) -> None:
     task = loaded(folder)
     planned = plan(experiment("cross_attention", folder), Options(tmp_path), world=1, rank=0)
     planned.folder.mkdir()
     stores = {split: store_of(task, split, folder / "cache") for split in ("train", "valid")}
-    (between,) = task.earlier_encoding_ids()
-    began = {
-        split: content_of_rows(lambda split=split: task.rows(split), between, split)[0]
-        for split in stores
-    }
-    path, now = planned.folder / "data.json", {name: s.digest for name, s in stores.items()}
-    path.write_text(json.dumps({"identity": {"base": task.fingerprint(), **began}}))
-    assert began != now
-    assert check_identity(planned, task, stores, None) == {"base": task.fingerprint(), **now}
-    assert json.loads(path.read_text())["identity"]["train"] == now["train"]
-    written = json.dumps({"identity": {"base": task.fingerprint(), **began, "train": "0" * 64}})
+    now = {"base": task.fingerprint(), **{name: store.digest for name, store in stores.items()}}
+    name, rows = task.earlier_encoding_ids()[version], {name: task.rows(name) for name in stores}
+    began = {split: content_of_rows(lambda split=split: rows[split], name, split) for split in rows}
+    began = {"base": now["base"], **{split: digest for split, (digest, _) in began.items()}}
+    path = planned.folder / "data.json"
+    path.write_text(json.dumps({"identity": began}))
+    assert not {*began.values()} & {stores["train"].digest, stores["valid"].digest}
+    assert check_identity(planned, task, stores, None) == now
+    assert json.loads(path.read_text())["identity"] == now
+    written = json.dumps({"identity": {**began, "train": "0" * 64}})
     path.write_text(written)
     with pytest.raises(ResumeError, match=r"changed since the run began: train \(was '0000"):
         check_identity(planned, task, stores, None)

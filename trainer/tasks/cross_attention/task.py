@@ -165,7 +165,11 @@ class Task(TokenTask[Config]):
         return self._encoded_under({"facts"})  # which other rows know nothing of
 
     def earlier_encoding_ids(self) -> Sequence[str]:
-        return [self._encoded_under(set())]  # `facts` counted for every source, 2026-11-23 to 25
+        """`facts` counted for every source from 2026-11-23 to 25; on -21 only questions trained."""
+        ids = [self._encoded_under(set())]
+        if not self.cfg.data.include_context_ids:
+            ids.append(self._encoded_under({"facts", "include_context_ids"}))
+        return ids
 
     def _encoded_under(self, without: set[str], **of_rows: int) -> str:
         data = self.cfg.data.model_dump(mode="json", exclude=_NOT_ENCODED | without)
