@@ -181,6 +181,11 @@ def _content(run_folder: Path) -> dict[str, Any]:
     return found
 
 
+def _half_removed(checkpoint: Path) -> None:
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / "manifest.json").write_text("{}")
+
+
 def test_a_run_killed_between_any_two_of_its_files_ends_with_the_files_of_an_undisturbed_one(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -201,6 +206,8 @@ def test_a_run_killed_between_any_two_of_its_files_ends_with_the_files_of_an_und
         assert (
             launcher.start("-e", "mine", kill_at=kill_at).finish().returncode == -signal.SIGKILL
         ), kill_at
+        if kill_at == ("final", 1):  # or earlier: step-2 is removed beside
+            _half_removed(own / "checkpoints" / ".step-2.gone")
         launcher.run("-e", "mine")
         resumed = _content(own)
         assert resumed.keys() == straight.keys(), kill_at

@@ -148,8 +148,13 @@ def _conclude(root: Path, step: int, state: Mapping[str, Any], records: list[Wri
 
 
 def tidy(root: Path, step: int, keep_last: int, keep: Collection[int]) -> None:
-    """Prune behind a save, which is safe whatever becomes of that. Rank 0 alone calls it."""
+    """Prune behind a save, which is safe whatever becomes of that. Rank 0 alone calls it.
+
+    At the end of a run it is the last chance to clear what a killed one was removing.
+    """
     try:
+        with refusals(root):
+            clear(root)
         prune(root, keep_last=keep_last, keep=set(keep), written=step)
     except StorageError as error:  # the new checkpoint is safe; only room is lost
         log.warning("old checkpoints stay: %s", error)
@@ -162,16 +167,24 @@ def begin(root: Path, step: int) -> Path:
     """
     with refusals(root):
         root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.glob(".step-*"):
-            visible = root / leftover.stem[1:]
-            if leftover.suffix == ".old" and not visible.exists():
-                log.warning("%s: a replacement died half-way; the earlier one is back", visible)
-                os.replace(leftover, visible)
-            else:
-                shutil.rmtree(leftover)
+        clear(root)
         temporary = _temporary(root, step)
         temporary.mkdir()
     return temporary
+
+
+def clear(root: Path) -> None:
+    """Remove what dead saves and removals left under `root`, which one process alone writes to now.
+
+    What was set aside for a replacement that never came is put back.
+    """
+    for leftover in root.glob(".step-*"):
+        visible = root / leftover.stem[1:]
+        if leftover.suffix == ".old" and not visible.exists():
+            log.warning("%s: a replacement died half-way; the earlier one is back", visible)
+            os.replace(leftover, visible)
+        else:
+            shutil.rmtree(leftover)
 
 
 def commit(temporary: Path, root: Path, step: int, records: Sequence[WrittenFile]) -> Path:

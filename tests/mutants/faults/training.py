@@ -585,4 +585,11 @@ FAULTS = [
         why="a run goes on with other rows, where an earlier version named them otherwise",
         tests="tests/unit/test_cross_attention_rows.py",
     ),
+    Fault(
+        "trainer/training/checkpoint.py",
+        "            clear(root)",
+        "            pass",
+        why="what a killed run was removing stays for ever when the next start saves no more",
+        tests="tests/runs/test_features.py -k killed_between",
+    ),
 ]
