@@ -15,7 +15,9 @@ from tests.contract.runs import untimed
 from tests.counted_collectives import install, sent
 from tests.facts import experiment, write_facts
 from tests.forked import TRAINVAL, run_ranks
+from trainer import tasks
 from trainer.config.deepspeed_config import read
+from trainer.tasks.protocol import Places
 
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 _MICRO_BATCHES, _SMALL = 4, 512  # bytes of counts and norms
@@ -56,6 +58,21 @@ def test_frozen_weights_are_never_reduced(stage: int, tmp_path: Path) -> None:
     reduced = sum(found[name] for name in _REDUCING)
     assert weights > 0
     assert 0 <= reduced - _MICRO_BATCHES * 2 * weights < _SMALL, (found, weights)
+    if stage == 3:
+        assert _gathers(tmp_path, 2) == _weights_of(tmp_path), "what stays whole, one by one"
+
+
+def _gathers(folder: Path, step: int) -> int:
+    lines = map(json.loads, (folder / "collectives.jsonl").read_text().splitlines())
+    return sum(line["step"] == step and line["call"].startswith("all_gather") for line in lines)
+
+
+def _weights_of(folder: Path) -> int:
+    """Of the run's model; all of them are small enough to stay whole on every rank."""
+    (values,) = (folder / "out").glob("*/exp_dict.json")
+    cfg = tasks.parse(json.loads(values.read_text()))
+    task = tasks.load(cfg, Places(folder / "facts", folder / "cache", folder / "out"))
+    return len(list(task.skeleton().parameters()))
 
 
 def test_at_zero_3_a_frozen_base_that_every_rank_keeps_is_not_gathered_again(

@@ -155,6 +155,16 @@ def test_stage_3_gathers_again_in_backward_what_is_not_soon_used_again() -> None
     assert sent(3, 2, persisted=10**7) < once  # what stays whole is never gathered
 
 
+def test_stage_3_gathers_every_weight_that_stays_whole_by_itself() -> None:
+    def sent_with(kept: int, batches: float) -> float:
+        step = replace(model(), sizes=[[1_000_000, 1], [10, kept]])
+        ds = replace(zero(3), world=2)
+        return step_time([(StepTime(), batches)], step, ds, PLAIN, Cluster(2)).communication
+
+    for batches in (1.0, 4.0):  # once a step, behind the update
+        assert sent_with(70, batches) - sent_with(20, batches) == pytest.approx(50 * 0.01)
+
+
 def test_stage_3_costs_the_host_something_for_every_visit_of_a_module() -> None:
     def host(visits: int) -> float:
         step = replace(model(), calls={"visits": visits})

@@ -32,7 +32,8 @@ _COLD_NUMBERS = 1 << 24  # of layers that take turns: more than any cache holds,
 _LONG_S = 0.2
 _CPU_LENGTHS, _GPU_LENGTHS = (32, 64, 128, 256, 512), (256, 1024, 4096)
 _DISK_BYTES = 64 << 20
-_SENT_NUMBERS = 4 << 20
+# More than caches hold, and more than the C library keeps of memory that was let go of (32 MiB).
+_SENT_NUMBERS = 12 << 20
 _FRESH_NUMBERS = 16 << 20  # more than malloc keeps for the next one (host_memory.py)
 _GUESSED = Link(1e9, 2e-4)  # of ranks on one processor, where there is one to measure
 

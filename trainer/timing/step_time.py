@@ -258,7 +258,11 @@ def _sending(step: Measured, zero: Zero, cluster: Cluster, rates: Rates, batches
     gather, scatter = rates.gathering or link, rates.scattering or link
     if zero.stage == 3:
         scattered = share * trained / scatter.bytes_per_s + buckets * scatter.latency_s
-        return batches * (_gathering(step, zero, rates, gather) + scattered)
+        # weights that every rank keeps are gathered one by one behind the update (_post_step)
+        kept = sum(count for size, count in step.sizes if size <= zero.persisted)
+        return (
+            batches * (_gathering(step, zero, rates, gather) + scattered) + kept * gather.latency_s
+        )
     # Stages 1 and 2 reduce every bucket on all ranks too, each of which then takes its own part
     # (allreduce_and_scatter: use_multi_rank_bucket_allreduce).
     reduced = 2 * (share * trained / link.bytes_per_s + buckets * link.latency_s)
