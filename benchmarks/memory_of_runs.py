@@ -74,7 +74,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Two ranks at every stage, one rank, adapters, a head in chunks."""
+    """Two ranks at every stage, one rank, adapters, GradCache, a head in chunks."""
     for preset in ("zero1", "zero2", "zero3"):
         for shape in ("texts-bigcode", "answers-large"):
             yield Case(shape, preset, world=2, micro_batches=2)
@@ -83,6 +83,7 @@ def cases() -> Iterator[Case]:
         yield Case("summaries-192", preset, micro_batches=2)
         yield Case("texts-llama", preset, more=_LORA)
     yield Case("statements-wide", "zero3", world=2, more=_LORA)
+    yield Case("statements-wide", "zero3", world=2, micro_batches=4)  # GradCache
     yield Case("texts-llama", "zero2", config={"vocab_size": 65536})
     yield Case("texts-llama", "zero2_offload")
     for preset in ("zero2_offload", "zero3_offload"):
