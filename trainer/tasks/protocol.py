@@ -132,7 +132,9 @@ class Task(Protocol):
         ...
 
     def earlier_encoding_ids(self) -> Sequence[str]:
-        """What earlier versions named the same encoding: runs that they began are resumed."""
+        """The ids that earlier versions gave to the same encoding, () for none: a run that began
+        under one of them is resumed if its rows are the same.
+        """
         ...
 
     def length(self, encoded: Mapping[str, Any]) -> int:

@@ -176,7 +176,7 @@ def begin(root: Path, step: int) -> Path:
 def clear(root: Path) -> None:
     """Remove what dead saves and removals left under `root`, which one process alone writes to now.
 
-    What was set aside for a replacement that never came is put back.
+    What was set aside for a replacement that never came is put back. Raises OSError.
     """
     for leftover in root.glob(".step-*"):
         visible = root / leftover.stem[1:]

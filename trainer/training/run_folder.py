@@ -196,7 +196,7 @@ def check_identity(
             for key in now
             if began
             and began.get(key) != now[key]
-            and not (key in stores and _was_named(task, key, began.get(key)))
+            and not (key in stores and _is_of_earlier_version(task, key, began.get(key)))
         ]
         if changed:
             raise ResumeError(
@@ -210,10 +210,10 @@ def check_identity(
     return on_main(check)
 
 
-def _was_named(task: Task, split: str, digest: Any) -> bool:
-    """Whether an earlier version gave this digest to the rows that the split has now."""
+def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
+    """Whether an earlier version recorded this digest for the rows that the split has now."""
     return any(
-        content_of_rows(lambda: task.rows(split), encoding_id, split)[0] == digest
+        content_of_rows(lambda: task.rows(split), encoding_id, split)[0] == recorded
         for encoding_id in task.earlier_encoding_ids()
     )
 
