@@ -93,3 +93,13 @@ def test_at_zero_3_a_frozen_base_that_every_rank_keeps_is_not_gathered_again(
     # a rank's half of the trained weights, in forward and in backward
     assert 0 < found["replicate"] <= _MICRO_BATCHES * 2 * weights + _SMALL
     assert found["shard"] > 2 * found["replicate"]
+
+
+def test_gradcache_gathers_every_weight_once_a_micro_batch_at_zero_3(tmp_path: Path) -> None:
+    """Forwards without gradients keep what the next one needs; what deepspeed 0.19.8 remembers of
+    the first forward, which had none, gathered all of it again in every backward, one by one.
+    """
+    found, weights = step_of("vera", 3, 2, tmp_path, **_GATHERS_ALL)
+    whole = weights  # a rank's half, of two bytes each
+    assert 0 <= found["all_gather_into"] - _MICRO_BATCHES * whole < 0.02 * whole, (found, weights)
+    assert _gathers(tmp_path, 2) <= 2 * _MICRO_BATCHES

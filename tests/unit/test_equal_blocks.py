@@ -65,6 +65,13 @@ def counted(model: nn.Module, stacks: Stacks | None = None) -> tuple[Any, dict[A
         return device.tracker.moments, runs
 
 
+class Sine(nn.Module):
+    """A layer that keeps what it is given."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.sin()
+
+
 class Peeks(nn.Module):
     """A large layer behind another, whose weight the module around them may look at."""
 
@@ -91,6 +98,27 @@ def test_a_weight_is_asked_for_when_the_module_begins_that_asks(
         (moments, reading) = device.tracker.highest()
     assert reading.total == 4 * activations
     assert max(moment.activations for moment in moments) > reading.activations
+
+
+def test_weights_that_a_later_run_gathers_anew_lie_beside_what_that_run_keeps() -> None:
+    """GradCache runs a micro-batch without gradients first, and then holds less."""
+    model = nn.Sequential(nn.Linear(400, 800), *(Sine() for _ in range(4)), nn.Linear(800, 400))
+    rows, found = torch.empty(64, 400), []
+    for is_run_before in (False, True):
+        with fake_device("cpu") as device:
+            device.place(model)
+            device.tracker.watch(model)
+            device.tracker.restart()
+            if is_run_before:
+                device.tracker.begin_forward()
+                with torch.no_grad():
+                    model(rows)
+                without = device.tracker.highest()[1]
+            device.tracker.begin_forward()
+            model(rows).sum().backward()
+            found.append(device.tracker.highest()[1])
+    assert without.total == 4 * 2 * 64 * 800
+    assert found[0].total == found[1].total == 4 * 5 * 64 * 800
 
 
 def test_four_blocks_tell_the_bytes_and_the_operators_of_all() -> None:

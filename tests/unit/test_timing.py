@@ -126,12 +126,19 @@ def model() -> Measured:
 
 
 def sent(
-    stage: int, world: int, *, nodes: int = 1, batches: float = 1.0, **changes: object
+    stage: int,
+    world: int,
+    *,
+    nodes: int = 1,
+    batches: float = 1.0,
+    passes: float = 1.0,
+    **changes: object,
 ) -> float:
     """Seconds of communication of a step that computes nothing."""
     ds = replace(zero(stage, **changes), world=world)
-    cluster = Cluster(world, nodes)
-    return step_time([(StepTime(), batches)], model(), ds, PLAIN, cluster).communication
+    step, cluster = model(), Cluster(world, nodes)
+    step = replace(step, calls={**step.calls, "runs": passes})
+    return step_time([(StepTime(), batches)], step, ds, PLAIN, cluster).communication
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -152,6 +159,8 @@ def test_stage_3_gathers_again_in_backward_what_is_not_soon_used_again() -> None
     once, half, twice = (sent(3, 2, max_reuse=numbers) for numbers in (10**7, 10**6, 0))
     assert once < half < twice
     assert half - once == pytest.approx(twice - half)
+    assert sent(3, 2, passes=2) == once  # a forward without gradients leaves its weights there
+    assert sent(3, 2, max_reuse=0, passes=2) - twice == pytest.approx(twice - once)
     assert sent(3, 2, persisted=10**7) < once  # what stays whole is never gathered
 
 

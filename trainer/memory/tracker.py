@@ -99,7 +99,8 @@ class Tracker:
         self._storages: dict[int, _Storage] = {}
         self._vocabularies: set[int] = set()
         self._begun: list[int] = []  # of every module that runs, how many events were before
-        self._unread: set[nn.Parameter] = set()  # large weights that nothing has asked for yet
+        self._large: set[nn.Parameter] = set()  # weights that ZeRO-3 divides
+        self._unread: set[nn.Parameter] = set()  # of these, those that this run did not ask for yet
         self.live: dict[str, int] = dict.fromkeys(
             ("weights", "buffers", "gradients", "activations", "logits"), 0
         )
@@ -125,11 +126,12 @@ class Tracker:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._is_gradient)
-        self._unread = {weight for weight in model.parameters() if weight.numel() > SMALL}
+        self._large = {weight for weight in model.parameters() if weight.numel() > SMALL}
+        self._unread = set(self._large)
         for module in model.modules():
             module.register_forward_pre_hook(lambda *_: self._begun.append(len(self._events)))
             module.register_forward_hook(self._visit)
-            if not self._unread.isdisjoint(module.parameters(recurse=False)):
+            if not self._large.isdisjoint(module.parameters(recurse=False)):
                 module._parameters = _Weights(module._parameters, self._ask)
 
     def restart(self) -> None:
@@ -137,8 +139,11 @@ class Tracker:
         self._events, self._before = [], dict(self.live)
 
     def begin_forward(self) -> None:
-        """Note that the model begins to run: see forwards_in()."""
+        """Note that the model begins to run: see forwards_in(). It may have to gather its weights
+        anew.
+        """
         self._events.append(Forward())
+        self._unread = set(self._large)
 
     @contextmanager
     def standing_for(self, count: int) -> Iterator[None]:
@@ -164,8 +169,9 @@ class Tracker:
         return self.highest()[0]
 
     def highest(self) -> tuple[list[Moment], Moment]:
-        """The moments since restart() that may be the highest, and the highest of those before the
-        last large weight is asked for: until then, ZeRO-3 holds what it has gathered twice.
+        """The moments since restart() that may be the highest, and the highest of those of a run
+        before its last large weight is asked for: until then, ZeRO-3 holds what it has gathered
+        twice.
         """
         return moments_of(self.parts(), self._before)
 
@@ -267,33 +273,43 @@ def forwards_in(parts: Sequence[Part]) -> list[Ran]:
 
 def moments_of(parts: Sequence[Part], before: Mapping[str, int]) -> tuple[list[Moment], Moment]:
     """The moments that may be the highest, whatever a gradient and an optimizer cost; and the
-    highest before the last large weight is asked for.
+    highest of a run before its last large weight is asked for.
 
     before: bytes alive by category when the first part began.
     """
     live, reading = dict(before), Moment(0, 0, 0)
+    of_run = reading
     highest: dict[int, Moment] = {}  # by bytes of gradients
 
     def note() -> None:
+        nonlocal of_run
         now = Moment(live["gradients"], live["activations"], live["logits"])
         known = highest.get(now.gradients)
         if known is None or now.total > known.total:
             highest[now.gradients] = now
+        of_run = max(of_run, now, key=_besides_gradients)
 
     note()
     for part in parts:
-        changes = [event for event in part.events if isinstance(event, _Change | _Read)]
+        changes = [event for event in part.events if isinstance(event, _Change | _Read | Forward)]
         for _ in range(part.times):
             for change in changes:
                 if isinstance(change, _Read):
-                    reading = max(highest.values(), key=lambda moment: moment.total)
+                    reading = max(reading, of_run, key=_besides_gradients)
+                    continue
+                if isinstance(change, Forward):
+                    of_run = Moment(0, 0, 0)
+                    note()
                     continue
                 live[change.category] += change.nbytes
                 if change.nbytes > 0:
                     note()
     kept: list[Moment] = []
     for moment in sorted(highest.values(), key=lambda m: -m.gradients):
-        rest = moment.total - moment.gradients
-        if not kept or rest > kept[-1].total - kept[-1].gradients:
+        if not kept or _besides_gradients(moment) > _besides_gradients(kept[-1]):
             kept.append(moment)
     return kept, reading
+
+
+def _besides_gradients(moment: Moment) -> int:
+    return moment.activations + moment.logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -110,3 +111,26 @@ def keep_frozen_whole(model: nn.Module) -> None:
     for parameter in model.parameters():
         if hasattr(parameter, "ds_persist") and not parameter.requires_grad:
             vars(parameter)["ds_persist"] = True
+
+
+def forget_old_orders(engine: Any) -> None:
+    """From here on a new order of modules decides anew which weights ZeRO-3 lets go of.
+
+    deepspeed 0.19.8 remembers for ever what follows from the first order that it saw (lru_cache of
+    PartitionedParameterCoordinator.__params_to_release). Where that was of a forward alone, as
+    GradCache begins, every later backward gathers again, weight by weight, what its forward had.
+    """
+    if not engine.zero_optimization_partition_weights():
+        return
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    decide = vars(type(coordinator))["_PartitionedParameterCoordinator__params_to_release"]
+    remembered: Any = inspect.getclosurevars(decide).nonlocals.get("func", decide)
+    if not hasattr(remembered, "cache_clear"):
+        return  # a later version remembers nothing
+    invalidate = coordinator._invalidate_trace
+
+    def forgetting() -> None:
+        remembered.cache_clear()
+        invalidate()
+
+    coordinator._invalidate_trace = forgetting

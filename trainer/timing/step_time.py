@@ -275,7 +275,8 @@ def _gathering(step: Measured, zero: Zero, rates: Rates, link: Link) -> float:
     numbers = sum(size * count for size, count in step.sizes if size > zero.persisted)
     # what backward needs again before so many numbers were used is not let go of after forward
     again = max(0.0, 1 - zero.max_reuse / max(1, 2 * numbers))
-    times = step.calls.get("runs", 1) * (1 + again)
+    # a forward without gradients (GradCache) leaves there what its backward would need
+    times = 1 + again * step.calls.get("runs", 1)
     whole = zero.width * numbers
     share, collectives = (zero.world - 1) / zero.world, 1 + numbers / zero.prefetch_bucket
     sent = share * whole / link.bytes_per_s + collectives * link.latency_s

@@ -33,14 +33,9 @@ from deepspeed.utils import safe_get_full_grad  # noqa: E402
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 from trainer.files.compilation import compiling  # noqa: E402
 from trainer.files.saved_tensors import piece_name  # noqa: E402
+from trainer.runtime import deepspeed_optimizers as mended  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.runtime.beside import StateCopy  # noqa: E402
-from trainer.runtime.deepspeed_optimizers import (  # noqa: E402
-    NumbersMadeThere,
-    every_gradient_refused,
-    step_of_whole_weights,
-    unscale_and_clip,
-)
 from trainer.runtime.host_memory import returned_at_once  # noqa: E402
 from trainer.training import optimizers  # noqa: E402
 from trainer.training.optimizer_state import OptimizerState, dtype_of, local_part, shape_of  # noqa: E402
@@ -180,6 +175,7 @@ class Engine:
             # deepspeed 0.19.8, DynamicLossScaler.update_scale: raises a bare Exception there. The
             # loop counts skips.
             scaler.raise_error_at_min_scale = False
+        mended.forget_old_orders(engine)
         self._check_that_deepspeed_agrees(ds)
         if distributed.is_gpu():
             self._wait_less(offload=ds["zero_optimization"].get("offload_optimizer") or {})
@@ -215,7 +211,7 @@ class Engine:
             if self.leaves_out_unsound and not torch.isfinite(self._norm):
                 return self.leave_out()
         self.state_copy.wait()
-        with self._watched(watch if self.stage > 0 else None), NumbersMadeThere():
+        with self._watched(watch if self.stage > 0 else None), mended.NumbersMadeThere():
             self.model.step()
 
     def leave_out(self) -> None:
@@ -225,7 +221,7 @@ class Engine:
         knows where its gradients are; a loss scale does not hear of it.
         """
         self.state_copy.wait()
-        with every_gradient_refused(self.model.optimizer):
+        with mended.every_gradient_refused(self.model.optimizer):
             self.model.step()
         self._is_left_out = True
 
@@ -376,10 +372,10 @@ class Engine:
         optimizer: Any = self.model.optimizer
         if self.stage == 0 and hasattr(optimizer, "fp32_groups"):
             # FP16_UnfusedOptimizer, which is bf16's, too: three waits for every weight
-            optimizer.step = functools.partial(step_of_whole_weights, optimizer)
+            optimizer.step = functools.partial(mended.step_of_whole_weights, optimizer)
         elif self.stage in (1, 2) and hasattr(optimizer, "unscale_and_clip_grads"):
             # its own asks for each group whether the norm is finite, which step() has just done
-            optimizer.unscale_and_clip_grads = functools.partial(unscale_and_clip, optimizer)
+            optimizer.unscale_and_clip_grads = functools.partial(mended.unscale_and_clip, optimizer)
         stream = getattr(optimizer, "reduce_and_partition_stream", None)
         if stream is not None and offload.get("device", "none") == "none":
             # stage 3 waits on the host for every micro-batch's reduction. What follows reads the
