@@ -144,8 +144,23 @@ def compile_blocks(model: nn.Module) -> int:
     _set(torch._inductor.config, "deterministic")
     blocks = list(_blocks(model))
     for block in blocks:
-        block.forward = _compiled(block.forward)
+        block.__class__ = _compiled_kind(type(block))
     return len(blocks)
+
+
+@functools.cache
+def _compiled_kind(stock: type[nn.Module]) -> type[nn.Module]:
+    """The same class, whose blocks run compiled. transformers 5.23 has a class compute its forward
+    again in the backward pass: in a graph of both, a piece that ends within would end all of it.
+    """
+    compiled = _compiled(stock.forward)
+
+    def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
+        return compiled(self, *given, **named)
+
+    kind = _like(stock, forward)
+    kind.is_compiled = True  # pyright: ignore[reportAttributeAccessIssue]
+    return kind
 
 
 def _set(config: Any, name: str) -> None:
@@ -172,7 +187,7 @@ def of_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = functools.cache(_compiled)  # its compiler takes a second to import
 
     def run(block: nn.Module, *given: Any) -> Any:
-        is_compiled = hasattr(block.forward, "get_compiler_config")
+        is_compiled = getattr(block, "is_compiled", False)
         return (compiled(function) if is_compiled else function)(block, *given)
 
     return run
