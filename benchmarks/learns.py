@@ -94,14 +94,14 @@ def _has_reached(lines: Path, step: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="the groups of up to half an hour each")
-    parser.add_argument("--group", action="append", choices=BOUNDS, help="given: only these")
+    parser.add_argument("--group", nargs="+", choices=BOUNDS, help="given: only these")
     parser.add_argument("--killed", action="store_true", help="kill -9 half way, and go on")
     parser.add_argument("--out", type=Path, default=Path("out/learns"))
     given = parser.parse_args()
-    size, out = "cpu" if given.full else "tiny", given.out.resolve()
-    chains = [[f"{name}_lookup_{size}" for name in names] for names in IN_TURN[size]]
-    if given.group:
-        chains = [[name] for name in given.group]
+    out, size = given.out.resolve(), "cpu" if given.full else "tiny"
+    every = [[f"{name}_lookup_{of}" for name in names] for of in IN_TURN for names in IN_TURN[of]]
+    wanted = given.group or [group for group in BOUNDS if group.endswith(size)]
+    chains = [[group for group in chain if group in wanted] for chain in every]
 
     def in_turn(groups: list[str]) -> dict[str, dict[str, Any]]:
         return {group: measured(group, out, is_killed=given.killed) for group in groups}
