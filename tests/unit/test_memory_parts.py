@@ -16,7 +16,7 @@ import transformers
 from exp_configs import EXP_GROUPS
 from trainer import tasks
 from trainer.config.schema import Train, validate
-from trainer.data.order import Sharding, window_rows
+from trainer.data.order import Sharding, Sizes, window_rows
 from trainer.errors import ConfigError
 from trainer.memory import launch, plan_text
 from trainer.memory.advice import (
@@ -300,6 +300,28 @@ def test_the_heaviest_micro_batch_is_one_that_the_run_makes() -> None:
         assert any(np.array_equal(numbers, batch) for batch in batches)
         assert rows.lengths[numbers].max() == max(rows.lengths[b].max() for b in batches)
     assert rows.lengths[found[True]].max() == rows.lengths.max()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sharding", "wanted"),
+    [
+        # the longest row is the first rank's, the most tokens are the second one's
+        ([50, 30, 30, 20, 15, 1], Sharding(6, 3, 2, 0), [[50, 20, 1], [30, 30, 15]]),
+        (
+            [50, 25, 25, 10, 2, 2, 2, 1],
+            Sharding(8, 4, 2, 0, micro_tokens=60),
+            [[50], [25, 25, 10], [2, 2]],
+        ),
+    ],
+    ids=["as many rows", "as many tokens"],
+)
+def test_the_heaviest_micro_batch_may_be_that_of_any_rank(
+    lengths: list[int], sharding: Sharding, wanted: list[list[int]]
+) -> None:
+    rows: Any = Lengths(lengths)
+    rows.sizes = Sizes(rows.lengths[:, None], np.zeros(len(lengths), np.int32), is_packed=True)
+    found = heaviest(rows, sharding, seed=None, steps=1)
+    assert sorted(rows.lengths[one.numbers].tolist() for one in found) == sorted(wanted)
 
 
 def test_rows_of_one_length_need_most_behind_others() -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from trainer.data.order import (
     step_rows,
     window_rows,
     windows,
+    windows_of_ranks,
 )
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
@@ -86,6 +88,10 @@ _SEEDS = st.integers(0, 2**32)
 
 def _ranks(sharding: Sharding) -> list[Sharding]:
     return [replace(sharding, rank=rank) for rank in range(sharding.world)]
+
+
+def _packed(lengths: np.ndarray) -> Sizes:
+    return Sizes(lengths[:, None], np.zeros(len(lengths), np.int32), is_packed=True)
 
 
 def _lengths(num_rows: int, seed: int) -> np.ndarray:
@@ -182,6 +188,47 @@ def test_ranks_get_rows_of_like_length_at_the_same_time_and_the_longest_first(
     ]
     dealt = [lengths[rows] for micro in zip(*per_rank, strict=True) for rows in micro]
     assert np.all(np.diff(np.concatenate(dealt)) <= 0)
+
+
+@given(sharding=_SHARDINGS, seed=_SEEDS)
+def test_of_packed_rows_every_rank_gets_as_many_and_micro_batches_are_of_like_length(
+    sharding: Sharding, seed: int
+) -> None:
+    lengths = _lengths(sharding.global_batch, seed)
+    dealt = [
+        window_rows(0, lengths=_packed(lengths), sharding=rank, seed=seed)
+        for rank in _ranks(sharding)
+    ]
+    together = [np.concatenate(micro) for micro in zip(*dealt, strict=True)]
+    assert sorted(np.concatenate(together).tolist()) == list(range(sharding.global_batch))
+    for longer, shorter in pairwise(together):
+        assert lengths[longer].min() >= lengths[shorter].max()
+    for rows in [rows for window in dealt for rows in window]:
+        assert len(rows) == sharding.micro_batch
+        assert np.all(np.diff(lengths[rows]) <= 0)
+
+
+def test_of_packed_rows_every_rank_gets_about_as_many_tokens() -> None:
+    """Of 8 rows each, as lengths of texts are: no rank waits for another."""
+    lengths = np.random.default_rng(0).lognormal(5, 0.7, 8 * 8 * 50).astype(np.int64)
+    sharding = Sharding(64, 8, 8, 0)
+    slowest = {"padded": 0, "packed": 0}
+    for step in range(50):
+        for name, sizes in (("padded", lengths), ("packed", _packed(lengths))):
+            (of_ranks,) = windows_of_ranks(step, lengths=sizes, sharding=sharding, seed=1)
+            slowest[name] += max(int(lengths[rows].sum()) for rows in of_ranks)
+    assert slowest["packed"] * 8 < 1.04 * lengths.sum()
+    assert slowest["padded"] * 8 > 2 * lengths.sum()  # whoever has the longest row takes longest
+
+
+def test_one_rank_has_the_same_micro_batches_packed_or_not() -> None:
+    lengths, sharding = _lengths(96, 3), Sharding(24, 6, 1, 0)
+    for step in range(4):
+        found = [
+            window_rows(step, lengths=sizes, sharding=sharding, seed=1)
+            for sizes in (lengths, _packed(lengths))
+        ]
+        assert np.array_equal(*found)
 
 
 def test_the_accumulation_follows_from_the_other_numbers() -> None:

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -193,12 +194,23 @@ def window_rows(
     step: int, *, lengths: Lengths, sharding: Sharding, seed: int | None
 ) -> list[np.ndarray]:
     """The rows of this rank at `step`, an array of row numbers for each micro-batch, the longest
-    rows first.
+    rows first: its part of windows_of_ranks.
+    """
+    every = windows_of_ranks(step, lengths=lengths, sharding=sharding, seed=seed)
+    return [of_ranks[sharding.rank] for of_ranks in every]
 
-    The rows of the step are sorted by kind and length before they are dealt: a micro-batch holds
-    rows of like length, and the ranks get neighbours at the same time, so that little is padded and
-    nobody waits. Over all ranks it is bucketed_step_rows. With micro_tokens a micro-batch is as
-    many rows of one kind as fit; all ranks get equally many.
+
+def windows_of_ranks(
+    step: int, *, lengths: Lengths, sharding: Sharding, seed: int | None
+) -> list[np.ndarray] | list[list[np.ndarray]]:
+    """For each micro-batch of `step` the rows of every rank; without micro_tokens an array,
+    (world, micro_batch). Over all it is bucketed_step_rows.
+
+    The rows of the step are sorted by kind and length before they are dealt: micro-batches hold
+    rows of like length, so that little is padded. At the same time the ranks get neighbours: of
+    padded rows each rank as many, for the widest takes as long whoever has it; of packed rows each
+    rank as many of about as many tokens, so that nobody waits. With micro_tokens a micro-batch is
+    as many rows of one kind as fit; all ranks get equally many.
     """
     sizes = _sizes(lengths)
     rows = bucketed_step_rows(
@@ -208,11 +220,30 @@ def window_rows(
         bucket_steps=sharding.bucket_steps,
         seed=seed,
     )
-    ranked = _longest_first(rows, sizes)
-    if sharding.micro_tokens is None:
-        dealt = ranked.reshape(sharding.accumulation, sharding.world, sharding.micro_batch)
-        return list(dealt[:, sharding.rank])
-    return _cut_by_tokens(ranked, sizes, sharding)[sharding.rank :: sharding.world]
+    ranked, world = _longest_first(rows, sizes), sharding.world
+    if sharding.micro_tokens is not None:
+        cuts = _cut_by_tokens(ranked, sizes, sharding)
+        return [cuts[start : start + world] for start in range(0, len(cuts), world)]
+    dealt = ranked.reshape(sharding.accumulation, world * sharding.micro_batch)
+    if sizes.is_packed and world > 1 and sharding.micro_batch > 1:
+        tokens = sizes.axes_NA[dealt].sum(axis=-1)
+        dealt = np.stack([_evenly(*pair, world=world) for pair in zip(dealt, tokens, strict=True)])
+    return list(dealt.reshape(sharding.accumulation, world, sharding.micro_batch))
+
+
+def _evenly(rows: np.ndarray, tokens: np.ndarray, *, world: int) -> np.ndarray:
+    """The same rows, those of the first rank first: each goes to the rank that has the fewest
+    tokens of those that have not got all their rows.
+    """
+    share = len(rows) // world
+    had: list[list[int]] = [[] for _ in range(world)]
+    fewest = [(0, rank) for rank in range(world)]
+    for row, length in zip(rows.tolist(), tokens.tolist(), strict=True):
+        sum_, rank = heappop(fewest)
+        had[rank].append(row)
+        if len(had[rank]) < share:
+            heappush(fewest, (sum_ + length, rank))
+    return np.array(had, dtype=rows.dtype).reshape(-1)
 
 
 def _cut_by_tokens(ranked: np.ndarray, sizes: Sizes, sharding: Sharding) -> list[np.ndarray]:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from trainer.data.order import Lengths, Sharding, Sizes, evaluation_batches, sizes_of, window_rows
+from trainer.data.order import (
+    Lengths,
+    Sharding,
+    Sizes,
+    evaluation_batches,
+    sizes_of,
+    windows_of_ranks,
+)
 from trainer.memory.measure import Kind, MeasureRequest
 from trainer.tasks.abilities import Answers, question_of
 from trainer.tasks.protocol import DRAW, EPOCH, Task
@@ -104,21 +111,25 @@ def heaviest(
     """The micro-batches of a run that may need most: of the most tokens, pads included, and of the
     most pairs of them, among those that begin a step and among those that follow.
 
-    Of the first MOST_STEPS steps. Rank 0 has the longest rows of every step.
+    Of all ranks, in the first MOST_STEPS steps.
     """
     is_packed = isinstance(rows.sizes, Sizes) and rows.sizes.is_packed
     found: dict[tuple[bool, int], tuple[float, np.ndarray]] = {}
     are_alike = rows.lengths.min() == rows.lengths.max()
     for step in range(1 if are_alike else min(steps, MOST_STEPS)):
-        window = window_rows(step, lengths=rows.sizes, sharding=sharding, seed=seed)
-        for place, numbers in enumerate(window):
-            lengths = rows.lengths[numbers].astype(np.float64)
-            if not is_packed:
-                lengths[:] = lengths.max()
-            for power in (1, 2):
-                weight, kind = float((lengths**power).sum()), (place == 0, power)
-                if kind not in found or weight > found[kind][0]:
-                    found[kind] = (weight, numbers)
+        window = windows_of_ranks(step, lengths=rows.sizes, sharding=sharding, seed=seed)
+        for place, of_ranks in enumerate(window):
+            # with micro_tokens, ranks have different numbers of rows
+            groups = [of_ranks] if isinstance(of_ranks, np.ndarray) else [r[None] for r in of_ranks]
+            for rows_RN in groups:
+                lengths_RN = rows.lengths[rows_RN].astype(np.float64)
+                if not is_packed:
+                    lengths_RN[:] = lengths_RN.max(axis=1, keepdims=True)
+                for power in (1, 2):
+                    weights_R, kind = (lengths_RN**power).sum(axis=1), (place == 0, power)
+                    rank = int(weights_R.argmax())
+                    if kind not in found or weights_R[rank] > found[kind][0]:
+                        found[kind] = (float(weights_R[rank]), rows_RN[rank])
     kept: dict[tuple[bool, bytes], Heavy] = {}
     for (is_first, power), (weight, numbers) in found.items():
         # a follower that is as heavy has the gradients of the others besides

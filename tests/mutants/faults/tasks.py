@@ -592,8 +592,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/memory/planned_rows.py",
-        "weight, kind = float((lengths**power).sum()), (place == 0, power)",
-        "weight, kind = float((lengths**power).sum()), (True, power)",
+        "weights_R, kind = (lengths_RN**power).sum(axis=1), (place == 0, power)",
+        "weights_R, kind = (lengths_RN**power).sum(axis=1), (True, power)",
         why="no micro-batch is planned behind the gradients of another",
         tests=f"{MEMORY} -k 'heaviest_micro_batch or one_length'",
     ),

@@ -417,8 +417,8 @@ FAULTS = [
     # Data order
     Fault(
         "trainer/data/order.py",
-        "list(dealt[:, sharding.rank])",
-        "list(dealt[:, 0])",
+        "[of_ranks[sharding.rank] for of_ranks in every]",
+        "[of_ranks[0] for of_ranks in every]",
         why="all ranks train on the rows of rank 0",
         tests=WINDOWS,
     ),
@@ -612,5 +612,19 @@ FAULTS = [
         "\n    @contextmanager",
         why="ZeRO-3 with GradCache is planned as if its weights came before any activation",
         tests=BLOCKS,
+    ),
+    Fault(
+        "trainer/data/order.py",
+        "if sizes.is_packed and world > 1 and sharding.micro_batch > 1:",
+        "if False:",
+        why="of packed rows one rank has the longest, and all others wait for it",
+        tests=WINDOWS + " -k packed",
+    ),
+    Fault(
+        "trainer/memory/planned_rows.py",
+        "rank = int(weights_R.argmax())",
+        "rank = 0",
+        why="a plan takes the first rank's micro-batch for the heaviest",
+        tests=MEMORY + " -k heaviest",
     ),
 ]
