@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -124,13 +123,13 @@ def forget_old_orders(engine: Any) -> None:
         return
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     decide = vars(type(coordinator))["_PartitionedParameterCoordinator__params_to_release"]
-    remembered: Any = inspect.getclosurevars(decide).nonlocals.get("func", decide)
-    if not hasattr(remembered, "cache_clear"):
-        return  # a later version remembers nothing
+    cells = (cell.cell_contents for cell in getattr(decide, "__closure__", None) or ())
+    remembered = [found for found in (decide, *cells) if hasattr(found, "cache_clear")]
     invalidate = coordinator._invalidate_trace
 
     def forgetting() -> None:
-        remembered.cache_clear()
+        for found in remembered:  # a later version may remember nothing
+            found.cache_clear()
         invalidate()
 
     coordinator._invalidate_trace = forgetting
