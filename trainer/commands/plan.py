@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
 import json
@@ -72,7 +71,6 @@ def plan(
     steps without computing anything.
     """
     gc.disable()  # what is imported stays: looking through it took a fifth of a plan's seconds
-    atexit.register(gc.freeze)  # nor is it looked through at the end: .8 of them
     _import_models_without_scipy()
     from trainer.timing.target import target_of
     from trainer.training.options import Options
