@@ -261,6 +261,7 @@ OF_TASK = {
         "loss": {"query_chunk": 2, "passage_chunk": 3},
     },
 }
+EVERY_BLOCK: Any = {**OF_TASK["cross_attention"]["layers"], "stride": 1}  # of a base of two blocks
 
 
 def experiment(task: str, folder: Path, **changes: object) -> dict[str, object]:

@@ -430,7 +430,8 @@ def weights_in_stock(task: str, export: Path) -> dict[str, Tensor]:
     assert not info["unexpected_keys"], info["unexpected_keys"]
     for of, tensor in load_file(export / "model.safetensors").items():
         assert torch.equal(model.get_parameter(of), tensor), of
-    return {of: weight.detach() for of, weight in model.named_parameters()}
+    named = model.named_parameters()
+    return {of: weight.detach() for of, weight in named if of not in info["missing_keys"]}
 
 
 def read_again(values: dict[str, Any], folder: Path, export: Path) -> None:

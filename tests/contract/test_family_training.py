@@ -14,8 +14,10 @@ from tests.facts import write_facts
 from tests.ranks import run_on_ranks
 from tests.tolerance import assert_close
 
-# Four steps of two passes.
-LOSSES = {"what": "losses", "depth": 4 * 2 * families.DEPTH, "margin": 0.02}
+# Four steps of two passes. A retriever's scores, and what rounding did to them, are divided by a
+# temperature of .1.
+LOSSES = {"what": "losses", "depth": 4 * 2 * families.DEPTH}
+MARGINS = {"retriever": 0.02 / 0.1}
 # Frequencies by kind of block, norms behind and before; fused projections; a table of position
 # biases for each block. The others are trained by `make test-long`.
 USUAL = ("gemma3", "phi3", "umt5")
@@ -46,7 +48,8 @@ def test_a_family_trains_partitioned_as_it_does_alone_and_its_export_loads(
         run_folder, wanted = alone[name]
         assert len(wanted) == 4
         assert len(set(wanted)) == 4, "something trains"
-        assert_close(together[name][1], wanted, **LOSSES, of=name)
+        margin = MARGINS.get(task, 0.02)
+        assert_close(together[name][1], wanted, **LOSSES, margin=margin, of=name)
         if task == "cross_attention":
             continue  # it exports the added layers, which stock transformers does not know
         one = families.weights_in_stock(task, run_folder / "final")
@@ -54,7 +57,7 @@ def test_a_family_trains_partitioned_as_it_does_alone_and_its_export_loads(
         assert one.keys() == two.keys()
         for of, weight in one.items():
             assert torch.isfinite(weight).all(), of
-            assert (weight - two[of]).abs().max() <= 4 * 1e-3, "no further than four whole steps"
+            assert (weight - two[of]).abs().max() <= 4 * 1e-3, f"{name} {of}: four whole steps"
 
 
 @pytest.mark.parametrize(("task", "name"), [("vera", "umt5"), ("fid", "mt5"), ("vera", "gemma2")])

@@ -24,7 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 GROUPS = """
 from exp_configs import EXP_GROUPS as BUILT_IN, vary
 
-SMALL = vary(BUILT_IN["causal_lm_tiny"][0], train={"steps": 4, "eval_every": 4, "log_every": 4})
+SMALL = vary(
+    BUILT_IN["causal_lm_tiny"][0],
+    train={"steps": 4, "eval_every": 4, "log_every": 4},
+    schedule={"warmup_steps": 2},
+)
 EXP_GROUPS = {"published": [vary(SMALL, optim={"lr": lr}) for lr in (1e-3, 1e-5)]}
 """
 CONFIGS = """

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.contract.runs import untimed
-from tests.facts import LLAMA, OF_TASK, experiment, with_dropout, write_facts
+from tests.facts import EVERY_BLOCK, LLAMA, OF_TASK, experiment, with_dropout, write_facts
 from tests.forked import TRAINVAL, run
 from tests.ranks import run_alone
 from tests.runs.test_commands import at_step
@@ -30,7 +30,6 @@ from trainer.models.packed.stream_kernels import _Launch
 from trainer.tasks.protocol import DRAW, EPOCH, Places
 
 TASKS = tuple(OF_TASK)
-EVERY_BLOCK = {**OF_TASK["cross_attention"]["layers"], "stride": 1}
 MOST = 3  # compilations after that of the first micro-batch, with what a recomputation adds
 
 

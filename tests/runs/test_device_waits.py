@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.contract.runs import untimed
-from tests.facts import LLAMA, experiment, write_facts
+from tests.facts import EVERY_BLOCK, LLAMA, experiment, write_facts
 from tests.fake_cuda import HOST, install, waits_of
 from tests.forked import TRAINVAL, run
 from tests.ranks import run_alone
@@ -94,7 +94,7 @@ def test_no_stage_and_no_precision_waits_more(
     ("task", "changes"),
     [
         ("cross_attention", {"data": {"packed": False}}),
-        ("cross_attention", {"base": LLAMA}),
+        ("cross_attention", {"base": LLAMA, "layers": EVERY_BLOCK}),
         ("vera", {"base": LLAMA}),
         ("retriever", {"base": LLAMA, "encoder": {"pooling": "eos"}}),
         ("causal_lm", {"base": LLAMA, "train": {"gradient_checkpointing": True}}),
