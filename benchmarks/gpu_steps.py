@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -177,13 +178,17 @@ def _profiled(step: Callable[[], Any], file: Path) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 
+_WRITING = threading.Lock()
+
+
 def repeated(task: str, folder: Path, limit_s: float, *, is_short: bool) -> dict[str, Any]:
     """A run with dropout, the same again, and once more killed and resumed: whether all numbers and
     weights are equal, as they come and, unless this `is_short`, with torch's deterministic
     algorithms; and seconds a run.
     """
     found: dict[str, Any] = {}
-    rows = write_facts(folder / "facts")
+    with _WRITING:  # a rehearsal has two parts at a time, and transformers is imported here
+        rows = write_facts(folder / task / "facts")
     train = {"steps": _STEPS, "precision": "bf16", "save_every": 4, "eval_every": _STEPS}
     values = {**with_dropout(experiment(task, rows, train=train)), "deepspeed": "zero2"}
     ways: dict[str, Callable[[], None] | None] = {"as it is": None}
