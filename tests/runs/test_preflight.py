@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from exp_configs import EXP_GROUPS, vary
-from tests.facts import TINY_BASE, experiment, facts, write_facts
+from tests.contract.runs import untimed
+from tests.facts import TINY_BASE, experiment, facts, with_dropout, write_facts
 from tests.forked import TRAINVAL, run
 from tests.ranks import run_on_ranks
 from tests.runs.test_bad_input import refuse
 from trainer import tasks
+from trainer.config.identity import exp_id
 from trainer.data.token_store import TokenStore, open_store
 from trainer.tasks.protocol import Encoded
 from trainer.training import preflight
@@ -170,8 +172,34 @@ def test_a_run_that_has_begun_goes_on_with_a_warm_up_that_is_too_long(
     values = vary(experiment("causal_lm", folder), schedule={"warmup_steps": 7})
     options = Options(tmp_path, data_path=folder, cache_dir=folder / "cache")
     planned = plan(values, options, world=1, rank=0)
-    (planned.folder / "checkpoints").mkdir(parents=True)
+    (planned.folder / "checkpoints/step-1").mkdir(parents=True)
     assert look(planned, options).problems == []
+
+
+def test_a_run_that_was_killed_in_its_first_save_begins_with_the_numbers_of_a_new_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    """What is looked at before a run draws random numbers, which the first dropout comes behind."""
+    values = with_dropout(experiment("vera", folder, train={"steps": 2, "save_every": 1}))
+    (tmp_path / "groups.py").write_text(f"EXP_GROUPS = {{'one': [{values!r}]}}\n")
+    found = []
+    for name in ("new", "killed"):
+        out = tmp_path / name
+        where = (
+            "--data_path",
+            str(folder),
+            "--cache_dir",
+            str(tmp_path / "cache"),
+            "-sb",
+            str(out),
+        )
+        groups = ("-e", "one", "--exp_configs", str(tmp_path / "groups.py"))
+        if name == "killed":
+            (out / exp_id(values) / "checkpoints/.step-1.tmp").mkdir(parents=True)
+        done = run(*TRAINVAL, *groups, *where)
+        assert done.returncode == 0, done.stderr
+        found.append(untimed(out / exp_id(values) / "metrics.jsonl"))
+    assert found[0] == found[1]
 
 
 def test_a_disk_without_room_for_one_checkpoint_is_refused_with_both_sizes(

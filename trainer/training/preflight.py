@@ -27,6 +27,7 @@ from trainer.models.frozen.freezing import trainable_report
 from trainer.statistics.examples import Segment, texts
 from trainer.statistics.ledger import refuse_lost_labels
 from trainer.tasks.protocol import DRAW, EPOCH, Encoded, Places
+from trainer.training import checkpoint
 from trainer.training.optimizers import state_shapes
 from trainer.training.schedule import warmup_steps
 
@@ -163,8 +164,10 @@ def refuse_rows(task: Task, stores: Mapping[str, TokenStore], *, most_lost: floa
 
 
 def has_begun(plan: RunPlan) -> bool:
-    """Whether an earlier start of the run has saved a checkpoint."""
-    return (plan.folder / "checkpoints").exists()
+    """Whether an earlier start of the run has saved a checkpoint, whole. One that was killed in its
+    first save begins anew, with the random numbers of a run that begins.
+    """
+    return bool(checkpoint.candidates(plan.checkpoints))
 
 
 # What is wrong without a row

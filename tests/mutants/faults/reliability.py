@@ -217,4 +217,11 @@ FAULTS = [
         why="a disk whose locks exclude nobody is called sound",
         tests="tests/runs/test_doctor.py -k disk_whose",
     ),
+    Fault(
+        "trainer/training/preflight.py",
+        "return bool(checkpoint.candidates(plan.checkpoints))",
+        "return plan.checkpoints.exists()",
+        why="a run killed in its first save begins anew with other random numbers",
+        tests="tests/runs/test_preflight.py -k first_save",
+    ),
 ]
