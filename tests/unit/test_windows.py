@@ -90,6 +90,12 @@ def _ranks(sharding: Sharding) -> list[Sharding]:
     return [replace(sharding, rank=rank) for rank in range(sharding.world)]
 
 
+def _windows(lengths: np.ndarray | Sizes, sharding: Sharding, seed: int) -> list[list[np.ndarray]]:
+    """Of the first step, by rank and micro-batch."""
+    ranks = _ranks(sharding)
+    return [window_rows(0, lengths=lengths, sharding=rank, seed=seed) for rank in ranks]
+
+
 def _packed(lengths: np.ndarray) -> Sizes:
     return Sizes(lengths[:, None], np.zeros(len(lengths), np.int32), is_packed=True)
 
@@ -183,9 +189,7 @@ def test_ranks_get_rows_of_like_length_at_the_same_time_and_the_longest_first(
     sharding: Sharding, seed: int
 ) -> None:
     lengths = _lengths(sharding.global_batch, seed)
-    per_rank = [
-        window_rows(0, lengths=lengths, sharding=rank, seed=seed) for rank in _ranks(sharding)
-    ]
+    per_rank = _windows(lengths, sharding, seed)
     dealt = [lengths[rows] for micro in zip(*per_rank, strict=True) for rows in micro]
     assert np.all(np.diff(np.concatenate(dealt)) <= 0)
 
@@ -195,10 +199,7 @@ def test_of_packed_rows_every_rank_gets_as_many_and_micro_batches_are_of_like_le
     sharding: Sharding, seed: int
 ) -> None:
     lengths = _lengths(sharding.global_batch, seed)
-    dealt = [
-        window_rows(0, lengths=_packed(lengths), sharding=rank, seed=seed)
-        for rank in _ranks(sharding)
-    ]
+    dealt = _windows(_packed(lengths), sharding, seed)
     together = [np.concatenate(micro) for micro in zip(*dealt, strict=True)]
     assert sorted(np.concatenate(together).tolist()) == list(range(sharding.global_batch))
     for longer, shorter in pairwise(together):
