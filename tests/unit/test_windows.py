@@ -229,7 +229,7 @@ def test_one_rank_has_the_same_micro_batches_packed_or_not() -> None:
             window_rows(step, lengths=sizes, sharding=sharding, seed=1)
             for sizes in (lengths, _packed(lengths))
         ]
-        assert np.array_equal(*found)
+        assert np.array_equal(found[0], found[1])
 
 
 def test_the_accumulation_follows_from_the_other_numbers() -> None:
