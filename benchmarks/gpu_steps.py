@@ -56,7 +56,7 @@ class Run:
         argv = [*TRAINVAL, *self.argv, "-sb", str(self.folder / "out"), *more]
         done = run(*argv, timeout_s=limit_s, first=first)
         if done.returncode > 0:
-            raise RuntimeError(done.stderr[-2000:])
+            raise RuntimeError((done.stdout + done.stderr)[-2000:])
         return done.returncode
 
     def until(

@@ -31,10 +31,12 @@ from trainer.errors import StorageError
 from trainer.runtime import distributed, process
 from trainer.runtime.gpus import peak_flops
 from trainer.runtime.preemption import Preemption
+from trainer.telemetry import flops as flops_module
 from trainer.telemetry import meter as meter_module
 from trainer.telemetry import metrics_file
 from trainer.telemetry import run_record as telemetry
 from trainer.telemetry.console import ConsoleHandler, shown
+from trainer.telemetry.flops import StepFlops
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.wandb_run import WandbSettings, tell_wandb
@@ -562,6 +564,39 @@ def test_mfu_is_the_achieved_share_of_the_devices_peak(monkeypatch: pytest.Monke
     found = meter.read("tokens")
     flops_per_token = 2 * (2 * 5 * 3 * 4) / 10  # forward, and the weight's gradient
     assert found["mfu"] == pytest.approx(found["tokens_per_s"] * flops_per_token / 1e12)
+
+
+def test_flops_of_grouped_attention_and_of_a_product_with_another_output_dtype_are_counted() -> (
+    None
+):
+    """Both raised in torch's formulas: runs of StarCoder and of FiD died in their first step on a GPU."""
+    query, key = (torch.empty(2, heads, 16, 8, device="meta") for heads in (4, 1))
+    left = torch.empty(2, 8, 16, dtype=torch.bfloat16, device="meta")
+    with StepFlops() as counter:
+        torch.ops.aten._scaled_dot_product_flash_attention(query, key, key)
+        torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            query, query, key, key, query, query[..., 0], None, None, 16, 16, 0.0, False, left, left
+        )
+        torch.bmm(left, left.transpose(1, 2), out_dtype=torch.float32)
+    product = 2 * (2 * 4 * 16) * 16 * 8
+    assert counter.total == (2 + 5) * product + 2 * 2 * 8 * 8 * 16
+
+
+def test_flops_that_torch_cannot_count_end_the_counting_and_not_the_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*shapes: Any, **_: Any) -> int:
+        raise AssertionError("no formula for these shapes")
+
+    monkeypatch.setitem(flops_module._FORMULAS, torch.ops.aten.mm, refuse)
+    monkeypatch.setattr(meter_module, "peak_flops", lambda: 1e12)
+    meter = Meter()
+    for _ in range(2):
+        with meter.stepping():
+            assert (torch.ones(5, 3) @ torch.ones(3, 4)).sum() == 60
+        meter.add(10)
+    assert "mfu" not in meter.read("tokens")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 @pytest.mark.parametrize(

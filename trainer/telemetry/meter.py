@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.runtime import distributed
 from trainer.runtime.gpus import peak_flops
+from trainer.telemetry.flops import StepFlops
 from trainer.telemetry.goodput import KEY, Goodput
 
 
@@ -69,9 +69,11 @@ class Meter:
         if self._peak_flops is None or self._flops_per_unit:
             yield
             return
-        with FlopCounterMode(display=False) as counter:
+        with StepFlops() as counter:
             yield
-        self._counted_flops = counter.get_total_flops()
+        self._counted_flops = counter.total
+        if not self._counted_flops:  # it will not be known in a later step either
+            self._peak_flops = None
 
     def add(self, units: int) -> None:
         """Count one step of `units`, those of all ranks."""
