@@ -1,0 +1,1 @@
+"""Sums that merge over ranks, and similarities of texts."""

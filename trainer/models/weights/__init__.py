@@ -1,0 +1,1 @@
+"""Files of weights and what is written beside them."""

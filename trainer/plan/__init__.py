@@ -1,0 +1,1 @@
+"""Memory and time of a run, predicted before it is launched."""

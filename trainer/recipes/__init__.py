@@ -1,0 +1,1 @@
+"""What reproduces published sets and groups; imported by commands and groups alone."""
