@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainer.config import groups
 from trainer.config.groups import Values, cartesian_exp_group, vary
-from trainer.tasks import lookup_groups
+from trainer.recipes import lookup_groups
 from trainer.tasks.cross_attention import published as cross_attention
 from trainer.tasks.fid import published as fid
 from trainer.tasks.retriever import published as retriever

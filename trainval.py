@@ -14,11 +14,12 @@ from typing import Annotated, Any
 
 import typer
 
-from trainer.commands.options import CacheDir, DataPath, NumProc, end, id_of, last_words
+from trainer.commands.options import CacheDir, DataPath, NumProc, id_of
 from trainer.config.userfile import kind
 from trainer.config.version import Version
 from trainer.errors import EXIT_OK, ConfigError
-from trainer.survival.spec import Survival, parse
+from trainer.files.survive import Survival, parse
+from trainer.launch.ending import end, last_words
 
 _NO_BASE = "-sb/--savedir_base is required: the folder that holds all runs. For example -sb results"
 
@@ -342,10 +343,9 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     from trainer.runtime import device_defaults
 
     device_defaults.before_torch()
-    from trainer.runtime import distributed
-    from trainer.survival import watch
+    from trainer.launch.run import run_group
+    from trainer.runtime import distributed, watch
     from trainer.training.options import Options
-    from trainer.training.run import run_group
     from trainer.training.run_plan import plan
 
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -369,14 +369,14 @@ def _outlive(experiments: list[dict[str, Any]], options: dict[str, Any], ranks: 
     from trainer.survival.agent import Agent
 
     options["mirror_every"] = ranks.every
-    return Agent(ranks, "trainer.survival.rank", experiments, options).run()
+    return Agent(ranks, "trainer.launch.rank", experiments, options).run()
 
 
 def _dry_run(
     experiments: list[dict[str, Any]], options: dict[str, Any], ranks: Survival | None
 ) -> int:
+    from trainer.launch.preflight import look, show
     from trainer.training.options import Options
-    from trainer.training.preflight import look, show
     from trainer.training.run_plan import plan
 
     chosen = Options(**options)

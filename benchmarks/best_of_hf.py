@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.facts import experiment, write_facts
 from trainer import tasks
 from trainer.data.order import Sharding
-from trainer.tasks.protocol import DRAW, EPOCH, Places
+from trainer.protocol.task import DRAW, EPOCH, Places
 
 Row = dict[str, Any]
 CLOSE = 2e-4  # of losses; they are of steps that followed other roundings

@@ -141,7 +141,7 @@ def _narrow(name: str) -> tuple[Any, Any, Any]:
     from trainer import tasks
     from trainer.models import fused
     from trainer.models.base_model import DTYPES
-    from trainer.tasks.protocol import Places
+    from trainer.protocol.task import Places
 
     shape = NAMED[name]
     values = shape.experiment(is_rehearsed=True)

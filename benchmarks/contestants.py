@@ -27,9 +27,9 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.data.order import Sharding, step_rows
 from trainer.data.token_store import TokenStore, open_store
+from trainer.protocol.task import Places
 from trainer.runtime import distributed, rng
 from trainer.runtime.preemption import Preemption
-from trainer.tasks.protocol import Places
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import METRICS, RunRecord
 from trainer.training.engine import Engine

@@ -24,10 +24,10 @@ from trainer.data.order import Sharding, Sizes, sizes_of, window_rows
 from trainer.data.readers import questions
 from trainer.data.token_store import TokenStore, open_store
 from trainer.models.packed.layout import grids_of
+from trainer.protocol.task import Batch, Places
+from trainer.recipes.cross_attention import preparation
 from trainer.runtime import distributed
-from trainer.tasks.cross_attention import preparation
 from trainer.tasks.cross_attention.decoder.generation import greedy
-from trainer.tasks.protocol import Batch, Places
 
 # B rows, T decoder tokens, L context tokens, G generated tokens
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from trainer import tasks
 from trainer.data import stdlib_docs
 from trainer.data.token_store import store_of
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 
 WORDS_OF_A_PASSAGE, PASSAGES = 100, 3
 

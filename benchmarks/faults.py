@@ -93,8 +93,8 @@ def _saves(
     """By save, in seconds: what the run waited, what its next update waited for the copy, and by
     how much all steps until the save was written were longer. step: None for a run that waits.
     """
+    from trainer.launch import run
     from trainer.runtime.beside import Beside
-    from trainer.training import run
     from trainer.training.loop import Progress
 
     waited, held, all_longer, saver = [], [], [], Beside()

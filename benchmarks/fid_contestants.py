@@ -22,8 +22,8 @@ from trainer.data.readers import retrieved
 from trainer.data.readers.passages import corpus_passages
 from trainer.models import base_model
 from trainer.models.losses import IGNORED
+from trainer.protocol.task import Places, Row
 from trainer.runtime import distributed
-from trainer.tasks.protocol import Places, Row
 
 # B questions, N passages of each, L tokens of each passage, T target tokens, G generated tokens, D
 # width

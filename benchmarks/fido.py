@@ -39,10 +39,10 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutput
 
 from trainer.models.base_model import DTYPES
+from trainer.protocol.task import Batch
 from trainer.tasks.fid.config import Reader
 from trainer.tasks.fid.fused_layout import pack
 from trainer.tasks.fid.model import FiD, Generation
-from trainer.tasks.protocol import Batch
 
 # B questions (one), S tokens of all passages, D width
 

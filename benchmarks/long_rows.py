@@ -28,10 +28,10 @@ from memory_plan import Training, live_bytes, recorded
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
-from trainer.memory.fake_device import FAKE_GPU, fake_device
-from trainer.memory.subject import T5_SHAPES
 from trainer.models.fused import fuse
 from trainer.models.packed.layout import pack, pack_targets
+from trainer.plan.memory.fake_device import FAKE_GPU, fake_device
+from trainer.plan.memory.subject import T5_SHAPES
 from trainer.tasks.summariser.model import Summariser
 
 RECORDED = 4096  # tokens up to which every allocation is recorded

@@ -95,10 +95,10 @@ def peak_of_a_run(case: Case, folder: str, rows: str) -> int:
     import torch
 
     import trainer.training.loop as loop
+    from trainer.launch.run import run
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     take, number = loop.train_step, 0
@@ -150,8 +150,8 @@ def predicted_bytes(case: Case, rows: Path, cache: Path) -> int:
 
     from trainer.commands.plan import subject_for
     from trainer.data.order import window_rows
-    from trainer.memory.deepspeed_terms import host, training
-    from trainer.memory.measure import measure
+    from trainer.plan.memory.deepspeed_terms import host, training
+    from trainer.plan.memory.measure import measure
     from trainer.training.options import Options
 
     options = Options(cache / "out", data_path=rows, cache_dir=cache)
@@ -179,7 +179,7 @@ def main() -> None:
     worst = 0.0
     with tempfile.TemporaryDirectory() as folder:
         rows = write_rows(Path(folder) / "rows", is_rehearsed=True)
-        from trainer.memory.measure import measuring
+        from trainer.plan.memory.measure import measuring
 
         with measuring():
             for case in cases():

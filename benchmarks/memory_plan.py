@@ -31,8 +31,8 @@ sys.path.insert(
 import torch
 from torch import Tensor, nn
 
-from trainer.memory.fake_device import FAKE_GPU, fake_device
-from trainer.memory.subject import T5_SHAPES
+from trainer.plan.memory.fake_device import FAKE_GPU, fake_device
+from trainer.plan.memory.subject import T5_SHAPES
 
 TOLERANCE = 0.015
 STEPS = 2

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from trainer.config import deepspeed_config
 from trainer.data.order import Sharding, StepBatches
 from trainer.data.token_store import TokenStore, open_store
+from trainer.protocol.task import Batch, Row
 from trainer.runtime import distributed
 from trainer.runtime.preemption import Preemption
-from trainer.tasks.protocol import Batch, Row
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
 from trainer.training.engine import Engine

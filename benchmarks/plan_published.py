@@ -21,9 +21,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout
 
 from trainer.commands.plan import subject_for
-from trainer.memory.measure import measuring
-from trainer.timing.run_time import run_time
-from trainer.timing.target import target_of
+from trainer.plan.memory.measure import measuring
+from trainer.plan.time.run_time import run_time
+from trainer.plan.time.target import target_of
 from trainer.training.options import Options
 
 # Width, blocks and heads. Source: the yamls of the same repository.

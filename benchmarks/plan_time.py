@@ -171,10 +171,10 @@ def cases() -> Iterator[Case]:
 def steps_of_a_run(case: Case, folder: str, rows: str, clock: str) -> list[float]:
     """Seconds of every step of a whole run."""
     import trainer.training.loop as loop
+    from trainer.launch.run import run
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     now = time.process_time if clock == "cpu" else time.perf_counter
@@ -205,8 +205,8 @@ def measured_s(case: Case, rows: Path, clock: str) -> list[float]:
 def predicted(case: Case, rows: Path, device: Path, cache: Path) -> dict[str, float]:
     """Seconds of a step by part, of its own prediction."""
     from trainer.commands.plan import subject_for
-    from trainer.timing.run_time import run_time
-    from trainer.timing.target import target_of
+    from trainer.plan.time.run_time import run_time
+    from trainer.plan.time.target import target_of
     from trainer.training.options import Options
 
     options = Options(cache / "out", data_path=rows, cache_dir=cache)
@@ -307,7 +307,7 @@ def main() -> None:
         rows = write_rows(Path(folder) / "rows", is_rehearsed=True)
         measure_all(asked, given.out, rows, rounds=given.rounds, clock=given.clock)
         measured = quickest(read(given.out))
-        from trainer.memory.measure import measuring
+        from trainer.plan.memory.measure import measuring
 
         with measuring():
             for case in asked:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from trainer import tasks
 from trainer.data.order import Sharding, sizes_of, window_rows
+from trainer.protocol.task import DRAW, EPOCH, Batch, Places, Row
 from trainer.runtime import distributed
-from trainer.tasks.protocol import DRAW, EPOCH, Batch, Places, Row
 
 # Q queries, P passages, L tokens, D width
 

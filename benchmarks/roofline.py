@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.gpu_shapes import SHAPES, Shape, bigcode
-from trainer.memory.fake_device import FAKE_GPU, fake_device
+from trainer.plan.memory.fake_device import FAKE_GPU, fake_device
 
 # An H200's: dense bf16 of NVIDIA's data sheet, what copies reach of its memory, and what the host
 # takes for a kernel with torch's eager mode.
@@ -107,7 +107,7 @@ def counted(name: str, micro_batch: int | None, counting: Counting | None = None
     """One micro-batch of a shape; in a process of its own."""
     from trainer import tasks
     from trainer.models.base_model import DTYPES
-    from trainer.tasks.protocol import Places
+    from trainer.protocol.task import Places
 
     counting = counting or Counting()
     shape = NAMED[name]
@@ -129,7 +129,7 @@ def counted(name: str, micro_batch: int | None, counting: Counting | None = None
 
 def batch_of(task: Any, rows: int) -> Any:
     """A micro-batch of rows that fill the limits."""
-    from trainer.tasks.protocol import DRAW, EPOCH
+    from trainer.protocol.task import DRAW, EPOCH
 
     zero = np.zeros(1, dtype=np.int64)
     encoded = {k: np.asarray(v, dtype=np.int64) for k, v in task.encode(task.specimen()).items()}

@@ -23,9 +23,9 @@ from torch import Tensor
 from trainer import tasks
 from trainer.data.order import Sharding
 from trainer.models.packed.layout import grids_of
+from trainer.protocol.task import DRAW, Batch, Places, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
-from trainer.tasks.protocol import DRAW, Batch, Places, Row
 from trainer.tasks.vera import groups, losses
 
 # B groups, C slots of each, S statements (of which R are real), L tokens, D width

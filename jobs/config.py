@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from jobs.code.secret_keys import SECRET
+from jobs.secret_keys import SECRET
 from trainer.config.schema import Positive, Strict
 from trainer.errors import ConfigError
-from trainer.survival.spec import FORM
+from trainer.files.survive import FORM
 
 # What may stand in a name, a path, a mount or an #SBATCH value. No space, no quote, nothing a shell
 # or an option parser could read as more than text; no leading dash.

@@ -21,7 +21,7 @@ from trainer import tasks
 from trainer.data.padding import pad_right
 from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import pack_labelled, pack_targets
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 
 STRANGER = Path(__file__).with_name("stranger.py")
 TEXTS = ["Where is the red key?", "Ada keeps the red key in the cellar. " * 2, "A coin."]

@@ -30,13 +30,13 @@ from trainer.models import base_model
 from trainer.models.decoder.streams import reader_of, why_not
 from trainer.models.losses import IGNORED, scored_before
 from trainer.models.packed.layout import pack, pack_labelled, pack_targets
+from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.tasks.causal_lm.task import CausalLM
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 from trainer.tasks.fid.config import Reader
 from trainer.tasks.fid.fused_layout import pack as fused
 from trainer.tasks.fid.model import FiD
-from trainer.tasks.protocol import DRAW, EPOCH, Places
 from trainer.tasks.retriever.config import Encoder
 from trainer.tasks.retriever.model import Retriever, is_causal, packed
 from trainer.tasks.summariser.model import Summariser

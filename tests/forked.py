@@ -95,7 +95,7 @@ def run(*argv: str, timeout_s: float = 240, **how: Any) -> subprocess.CompletedP
 
 
 class Measurer:
-    """The process of trainer/memory/measure.py, looked at as a Popen is."""
+    """The process of trainer/plan/memory/measure.py, looked at as a Popen is."""
 
     def __init__(self, said: Any) -> None:
         """said: the file that takes its standard error once it has ended."""
@@ -126,8 +126,8 @@ class Measurer:
 
 
 def _measure(asked: str, answers: str, errors: str) -> None:
-    """In the forked process: be `python -m trainer.memory.fake_step`."""
-    from trainer.memory import fake_step, measure
+    """In the forked process: be `python -m trainer.plan.memory.fake_step`."""
+    from trainer.plan.memory import fake_step, measure
 
     with open(errors, "w") as file:
         os.dup2(file.fileno(), 2)

@@ -19,9 +19,9 @@ import transformers.models.llama.modeling_llama
 import transformers.models.t5.modeling_t5
 
 import trainer.evaluation.run
-import trainer.memory.fake_device
-import trainer.memory.fake_step
-import trainer.survival.rank
+import trainer.launch.rank
+import trainer.plan.memory.fake_device
+import trainer.plan.memory.fake_step
 from trainer import tasks
 from trainer.data import stdlib_docs
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from tests.ranks import run_alone
 from trainer.commands.options import set_up_logging
+from trainer.files.survive import Survival, parse
 from trainer.survival.agent import Agent
-from trainer.survival.spec import Survival, parse
 
 ROWS = "rows.jsonl"  # beside the runs: what every rank took into every step
 
@@ -70,14 +70,15 @@ def become(line: Any, stacks: Any, memory: Any, outputs: Any, environment: Any, 
     environment |= {"AGENT": stacks.split("/")[2]}
     os.environ["AGENT"] = environment["AGENT"]
     _plant(faults, Path(base))
-    from trainer.survival import rank
+    from trainer.commands import rank
 
     rank.become(line, stacks, memory, outputs, environment, experiments, options)
 
 
 def _plant(faults: tuple[Fault, ...], base: Path) -> None:
+    from trainer.launch import run
     from trainer.survival import mirror
-    from trainer.training import loop, run
+    from trainer.training import loop
 
     take, keep, snapshot = loop.train_step, mirror.Mirror.keep, run.snapshot
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from jobs.code import secret_keys
+from jobs import secret_keys
 from trainer.errors import ConfigError, LatheError
 
 MIB = 1 << 20

@@ -42,7 +42,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.code import secret_keys
+from jobs import secret_keys
 from jobs.code.repository import (
     MAX_FILE,
     MIB,

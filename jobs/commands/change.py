@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from jobs.backends import BackendCache
-from jobs.commands.options import (
+from jobs.errors import NothingMatched
+from jobs.job_state import ENDED_BADLY
+from jobs.options import (
     Base,
     Group,
     Ids,
@@ -18,8 +20,6 @@ from jobs.commands.options import (
     guarded,
     json_alone,
 )
-from jobs.errors import NothingMatched
-from jobs.job_state import ENDED_BADLY
 from jobs.record.paths import BaseFolder
 from jobs.report import selection
 from jobs.submit.control import Again, again, cancel, reconcile, reset

@@ -10,7 +10,8 @@ import typer
 
 from jobs import backends
 from jobs.backends import BackendCache
-from jobs.commands.options import (
+from jobs.errors import NothingMatched, Unreachable
+from jobs.options import (
     BackendName,
     Base,
     ExpConfigs,
@@ -19,7 +20,6 @@ from jobs.commands.options import (
     JsonLines,
     guarded,
 )
-from jobs.errors import NothingMatched, Unreachable
 from jobs.record.paths import BaseFolder
 from jobs.record.row import Row
 from jobs.report import selection

@@ -9,7 +9,9 @@ from typing import Annotated, Any, cast, get_args
 import typer
 
 from exp_configs import experiments_of
-from jobs.commands.options import (
+from jobs.errors import NothingMatched
+from jobs.job_state import ACTIVE
+from jobs.options import (
     BackendName,
     Base,
     ExpConfigs,
@@ -24,8 +26,6 @@ from jobs.commands.options import (
     guarded,
     json_alone,
 )
-from jobs.errors import NothingMatched
-from jobs.job_state import ACTIVE
 from jobs.report import selection
 from jobs.submit.control import cancel
 from jobs.submit.group import preview, rendered, submit
@@ -182,7 +182,7 @@ def export_command(
     """The text that another tool could submit. Nothing is written or sent; such jobs are not in the
     record.
     """
-    from jobs.code.export import Kind, export
+    from jobs.submit.export import Kind, export
     from jobs.submit.group import specs
 
     kinds: tuple[Kind, ...] = get_args(Kind)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.commands.options import guarded
+from jobs.options import guarded
 from trainer.errors import ConfigError
 
 NEEDED = ("starlette", "uvicorn", "python_multipart")

@@ -72,7 +72,7 @@ class Row:
     sync_hint: str | None = None  # the command that brings its offline wandb runs to the service
     history: tuple[Sent, ...] = ()
     starts: tuple[Start, ...] = ()
-    # of ranks that died or hung, as trainer/survival/events.py writes them down
+    # of ranks that died or hung, as trainer/files/survival_events.py writes them down
     recoveries: tuple[Mapping[str, Any], ...] = ()
     # for people: what tells it from its siblings, or how the training calls itself
     name: str = ""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from jobs.code.wandb_key import sync_hint
 from jobs.job_state import ACTIVE, DECIDED, ENDED, STATES, JobState, Observed
 from jobs.record import events as record
 from jobs.record.by_hand import still_running
@@ -23,10 +22,11 @@ from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row, Start, starts_of
 from jobs.record.times import now, seconds_since
 from jobs.record.verdict import Verdict, Witnesses, settle
+from jobs.record.wandb_key import sync_hint
 from trainer.config.differences import told_apart
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
 from trainer.files.atomic import read_json
-from trainer.survival.events import read as recoveries
+from trainer.files.survival_events import read as recoveries
 
 if TYPE_CHECKING:
     from jobs.protocol import Backend

@@ -12,7 +12,6 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.code.secret_keys import redact
 from jobs.job_state import ENDED_BADLY, STATES
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row, Start, seconds_between
@@ -21,9 +20,10 @@ from jobs.report.logs import last_lines
 from jobs.report.page import page
 from jobs.report.table import summary
 from jobs.report.text import duration, shown, visible
+from jobs.secret_keys import redact
 from trainer.config.differences import short_names, written
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
-from trainer.survival.events import told
+from trainer.files.survival_events import told
 
 if TYPE_CHECKING:
     from jobs.record.events import Sent

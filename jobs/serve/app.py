@@ -25,14 +25,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope
 from starlette.types import Send as SendMessage
 
-from jobs.answers import routes as answer_routes
-from jobs.answers.workers import Workers
-from jobs.commands.options import BackendName, Base, PythonBinary, guarded
-from jobs.live import routes as live_routes
+from jobs.options import BackendName, Base, PythonBinary, guarded
 from jobs.record.paths import BaseFolder, check_base
 from jobs.serve import lathe_routes, offers, openai_routes
 from jobs.serve.access import Gate, gate
+from jobs.serve.answers import routes as answer_routes
+from jobs.serve.answers.workers import Workers
 from jobs.serve.keeper import Keeper, Send
+from jobs.serve.live import routes as live_routes
 from jobs.serve.requests import Refusal
 from jobs.serve.tickets import ServiceFolder
 from trainer.errors import ConfigError, LatheError, StorageError

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs.live.cards import job_card
 from jobs.serve.job_view import FINAL, JobEvent, event_object
+from jobs.serve.live.cards import job_card
 
 VERSION = 2  # of the tables: an index of another version is made anew
 WAIT_S = 30.0  # for another server's transaction

@@ -21,7 +21,7 @@ from jobs.record.paths import RunFolder
 from jobs.record.row import Row
 from jobs.serve.tickets import Checked, Ticket, Wish
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
-from trainer.survival.events import told
+from trainer.files.survival_events import told
 
 Status = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled"]
 Level = Literal["info", "warn", "error"]

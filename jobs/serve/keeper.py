@@ -21,7 +21,6 @@ from jobs.backends import BackendCache
 from jobs.code.snapshot import Snapshot, take
 from jobs.config import JobConfig
 from jobs.job_state import ACTIVE, JobState
-from jobs.live.runs import mark, take_in
 from jobs.record.paths import RunFolder
 from jobs.record.patience import PatientBackends
 from jobs.record.row import Row
@@ -41,6 +40,7 @@ from jobs.serve.job_view import (
     standing,
     state_events,
 )
+from jobs.serve.live.runs import mark, take_in
 from jobs.serve.offers import Offer, ServiceConfig, num_held_out
 from jobs.serve.tickets import Checked, ServiceFolder, Ticket, TicketFolder
 from jobs.submit import control, prepare

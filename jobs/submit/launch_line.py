@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jobs.node.host import HEAD
 from trainer.errors import ConfigError
-from trainer.survival import spec
+from trainer.files import survive as spec
 
 if TYPE_CHECKING:
     from jobs.config import JobConfig

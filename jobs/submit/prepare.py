@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from job_configs import job_values
+from jobs import secret_keys
 from jobs.backends import BackendCache
-from jobs.code import secret_keys, snapshot, wandb_key
+from jobs.code import snapshot
 from jobs.config import JobConfig
+from jobs.record import wandb_key
 from jobs.record.paths import BaseFolder, check_base
 from jobs.submit.request import RESEND_S, Request
 from trainer.config.schema import validate

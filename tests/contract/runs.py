@@ -19,7 +19,7 @@ from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.models import base_model
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 
 WORLDS, STAGES = (1, 2), (0, 1, 2, 3)
 EVERY_ENTRY = [(world, stage) for world in WORLDS for stage in STAGES]
@@ -46,10 +46,10 @@ def train(
     """Run an experiment to its end on the ranks of this process group; its folder and the lines of
     metrics.jsonl.
     """
+    from trainer.launch.run import run
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     options = Options(

@@ -27,7 +27,7 @@ from tests.facts import OF_TASK, experiment
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 
 TASKS = tasks.names()
 
@@ -115,8 +115,8 @@ def test_only_the_trainable_weights_move_and_all_of_them_do(name: str, folder: P
 
 
 def _scores(name: str, folder: Path, batch: int) -> dict[str, float]:
-    from trainer.evaluation import scoring
     from trainer.runtime import distributed
+    from trainer.training import scoring
 
     task = load(name, folder)
     rows = encoded(task, "valid")

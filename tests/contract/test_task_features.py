@@ -92,10 +92,10 @@ def _read_again(values: dict[str, Any], folder: Path, run_folder: Path) -> dict[
     from trainer.data.token_store import store_of
     from trainer.evaluation.run import Question
     from trainer.evaluation.run import run as evaluate
-    from trainer.evaluation.scoring import Frozen
-    from trainer.evaluation.scoring import evaluate as metrics
-    from trainer.tasks.protocol import Places
+    from trainer.protocol.task import Places
     from trainer.training.options import Options
+    from trainer.training.scoring import Frozen
+    from trainer.training.scoring import evaluate as metrics
 
     savedir, cache = run_folder.parent, folder / "cache"
     options = Options(savedir, data_path=folder, cache_dir=cache)

@@ -17,8 +17,8 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.data.order import Sharding
 from trainer.data.token_store import store_of
-from trainer.memory import advice, plan
-from trainer.memory.measure import (
+from trainer.plan.memory import advice, plan
+from trainer.plan.memory.measure import (
     Measured,
     MeasureRequest,
     MeasuringError,
@@ -27,10 +27,10 @@ from trainer.memory.measure import (
     measure,
     measuring,
 )
-from trainer.memory.planned_rows import binding_limit
-from trainer.memory.subject import Subject, subject_of
-from trainer.tasks.abilities import Answers, ShowsCuts, question_of
-from trainer.tasks.protocol import Encoded, Places, Task
+from trainer.plan.memory.planned_rows import binding_limit
+from trainer.plan.memory.subject import Subject, subject_of
+from trainer.protocol.abilities import Answers, ShowsCuts, question_of
+from trainer.protocol.task import Encoded, Places, Task
 
 TASKS = tasks.names()
 

@@ -91,7 +91,7 @@ def predicted(case: Case) -> int:
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from tests.gpu.test_memory_on_cuda import Case
-from trainer.memory.fake_device import fake_device
+from trainer.plan.memory.fake_device import fake_device
 case = {case!r}
 model, rows = case.build("meta"), case.rows()
 with fake_device("fakegpu") as device:
@@ -142,10 +142,10 @@ def test_a_run_stays_within_its_plan(stage: str, precision: str, tmp_path: Path)
 def _planned_and_measured(stage: str, precision: str, tmp_path: Path) -> dict[str, Any]:
     import json
 
+    from trainer.launch.run import run
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     distributed.init()

@@ -28,10 +28,10 @@ def train(values: dict[str, Any], folder: Path, savedir: Path, stage: int) -> li
 
 
 def _train(values: dict[str, Any], folder: Path, savedir: Path, stage: int) -> list[dict[str, Any]]:
+    from trainer.launch.run import run
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     distributed.init()

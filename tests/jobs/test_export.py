@@ -19,8 +19,8 @@ from pydantic import ValidationError
 if find_spec("kubernetes") is None:  # importing it takes seconds, which few tests need
     pytest.skip("the extra `k8s` is not installed", allow_module_level=True)
 
-from jobs.code.export import Kind, export
 from jobs.protocol import JobSpec
+from jobs.submit.export import Kind, export
 from tests.jobs import hostile
 from tests.jobs.hostile import CORPUS, TOKEN, make
 from trainer.errors import ConfigError

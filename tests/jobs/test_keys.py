@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.code.secret_keys import is_secret_file, minimal_environment, redact, secret_in
-from jobs.code.wandb_key import check_key_file, find_key_source, sync_hint
 from jobs.config import JobConfig
 from jobs.record.paths import RunFolder
+from jobs.record.wandb_key import check_key_file, find_key_source, sync_hint
+from jobs.secret_keys import is_secret_file, minimal_environment, redact, secret_in
 from trainer.errors import ConfigError
 
 KEY = "0123456789" + "abcdef0123" * 3  # looks like one, in no file of this tree
@@ -223,7 +223,7 @@ def test_files_called_like_a_secret_are_known(path: str) -> None:
     "path",
     [
         "trainval.py",
-        "jobs/code/secret_keys.py",
+        "jobs/secret_keys.py",
         "tests/test_wandb_key.py",
         "docs/credentials.md",
         "keys",

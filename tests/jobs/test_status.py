@@ -18,7 +18,6 @@ from rich.console import Console
 
 from jobs.errors import Unreachable
 from jobs.job_state import Observed
-from jobs.live.cards import run_card
 from jobs.record import events as record
 from jobs.record.by_hand import training_now
 from jobs.record.metrics import last_metrics
@@ -30,9 +29,10 @@ from jobs.report import table
 from jobs.report.html import report
 from jobs.report.scores import gather
 from jobs.report.text import duration
+from jobs.serve.live.cards import run_card
 from tests.facts import EVENT
+from trainer.files import survival_events as events
 from trainer.runtime import process
-from trainer.survival import events
 
 IDS = [f"{number:032x}" for number in range(1, 8)]
 

@@ -17,7 +17,7 @@ from tests.tolerance import assert_all_close, assert_close, depth_of
 from trainer.config import deepspeed_config
 from trainer.config.schema import Optim, Train, validate
 from trainer.errors import ConfigError
-from trainer.training import optimizers
+from trainer.models import optimizers
 
 OPTIM = Optim(name="adafactor", lr=0.02, weight_decay=0.1, clip=0.5)
 

@@ -19,8 +19,8 @@ from tests.ranks import run_on_ranks
 from tests.tolerance import assert_close, note
 from trainer import tasks
 from trainer.models import adapters
+from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.runtime import distributed
-from trainer.tasks.protocol import DRAW, EPOCH, Places
 
 peft = pytest.importorskip("peft", reason="the optional package peft is not installed")
 

@@ -24,10 +24,10 @@ from trainer.config.identity import exp_id
 from trainer.config.schema import Lora
 from trainer.errors import ConfigError
 from trainer.models import adapters, base_model
+from trainer.protocol.task import Places
 from trainer.tasks.cross_attention import interchange
 from trainer.tasks.cross_attention.decoder import export
 from trainer.tasks.fid.weights import CROSS_BIAS
-from trainer.tasks.protocol import Places
 
 pytest.importorskip("peft", reason="the optional package peft is not installed")
 

@@ -27,7 +27,7 @@ from trainer.models.packed.dropped import Dropout
 from trainer.models.packed.layout import grids_of, pack
 from trainer.models.packed.stream_attention import Biases, Rows
 from trainer.models.packed.stream_kernels import _Launch
-from trainer.tasks.protocol import DRAW, EPOCH, Places
+from trainer.protocol.task import DRAW, EPOCH, Places
 
 TASKS = tuple(OF_TASK)
 MOST = 3  # compilations after that of the first micro-batch, with what a recomputation adds

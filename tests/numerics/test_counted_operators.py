@@ -15,11 +15,11 @@ import torch
 from tests.facts import experiment, write_facts
 from tests.ranks import run_alone
 from trainer import tasks
-from trainer.memory import fake_step
-from trainer.memory.measure import MeasureRequest
-from trainer.memory.planned_rows import Specimens
-from trainer.tasks.protocol import Places
-from trainer.timing.calibration import operators_of
+from trainer.plan.memory import fake_step
+from trainer.plan.memory.measure import MeasureRequest
+from trainer.plan.memory.planned_rows import Specimens
+from trainer.plan.time.calibration import operators_of
+from trainer.protocol.task import Places
 
 
 @pytest.mark.parametrize("task_name", ["retriever", "causal_lm"])

@@ -20,8 +20,8 @@ from tests.ranks import run_on_ranks
 from trainer.__main__ import app
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError, ResumeError
-from trainer.evaluation.mergeable import answer_scores
-from trainer.tasks.abilities import Search
+from trainer.metrics.mergeable import answer_scores
+from trainer.protocol.abilities import Search
 from trainer.tasks.cross_attention.reader import Reader
 from trainer.tasks.cross_attention.text.questions import with_another_context
 
@@ -59,9 +59,9 @@ def values(folder: Path) -> dict[str, Any]:
 
 
 def train(values: dict[str, Any], folder: Path, savedir: Path) -> None:
+    from trainer.launch.run import run
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")

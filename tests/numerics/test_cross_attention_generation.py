@@ -21,7 +21,7 @@ from tests.numerics.tiny_cross_attention import (
     without,
 )
 from trainer.errors import ConfigError
-from trainer.tasks.abilities import Search
+from trainer.protocol.abilities import Search
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.generation import greedy, searched
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel

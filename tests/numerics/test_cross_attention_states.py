@@ -20,12 +20,12 @@ from trainer import tasks
 from trainer.data.order import Sharding, padding_share, sizes_of
 from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, DataError, StorageError
-from trainer.tasks.cross_attention import preparation
+from trainer.protocol.task import Batch, Places
+from trainer.recipes.cross_attention import preparation
+from trainer.recipes.cross_attention.preparation import Prepared, Wanted
 from trainer.tasks.cross_attention.encoder_states import writing
 from trainer.tasks.cross_attention.encoder_states.reading import StateCache
-from trainer.tasks.cross_attention.preparation import Prepared, Wanted
 from trainer.tasks.cross_attention.task import Task
-from trainer.tasks.protocol import Batch, Places
 
 Values = dict[str, Any]
 

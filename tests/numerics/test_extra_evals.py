@@ -16,11 +16,11 @@ from tests.facts import experiment, facts, with_dropout, write_facts
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.evaluation.mergeable import answer_scores
-from trainer.evaluation.scoring import first_questions
-from trainer.tasks.protocol import Places
+from trainer.metrics.mergeable import answer_scores
+from trainer.protocol.task import Places
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.wandb_run import WandbSettings
+from trainer.training.scoring import first_questions
 
 MEASURES = ("em", "f1", "precision", "recall", "recall_em")
 # of 22 rows, in batches of 8: three, so that of two ranks one repeats a batch that must not count
@@ -53,10 +53,10 @@ def trained(
     values: dict[str, Any], folder: Path, savedir: Path, stage: int, extra_evals: int
 ) -> Path:
     """Run an experiment to its end on the ranks of this process group; its folder."""
+    from trainer.launch.run import run
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     options = Options(

@@ -38,11 +38,11 @@ from trainer.errors import ConfigError
 from trainer.models import base_model
 from trainer.models.families import DECODERS as DECODER_TYPES
 from trainer.models.families import T5 as T5_TYPES
+from trainer.protocol.task import Places
 from trainer.tasks.causal_lm.task import CausalLM
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.generation import greedy
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
-from trainer.tasks.protocol import Places
 from trainer.tasks.vera.model import Verifier, read_by
 
 every_family = pytest.mark.parametrize("name", DECODERS)

@@ -16,8 +16,8 @@ from tests.ranks import run_on_ranks
 from tests.tolerance import assert_close, depth_of
 from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.tasks.abilities import Search
-from trainer.tasks.protocol import Places
+from trainer.protocol.abilities import Search
+from trainer.protocol.task import Places
 
 NQ = Path(__file__).resolve().parents[3] / "shared" / "data" / "nq"
 
@@ -76,9 +76,9 @@ def options(folder: Path, savedir: Path, stage: int = 0) -> Any:
 
 
 def trained(values: dict[str, Any], folder: Path, savedir: Path, stage: int = 0) -> Path:
+    from trainer.launch.run import run
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     chosen = options(folder, savedir, stage)
@@ -227,10 +227,10 @@ def test_a_task_that_reads_no_passages_does_not_score_them(folder: Path, tmp_pat
 
 
 def _toy(world_folder: Path, cache: Path) -> list[dict[str, float]]:
+    from trainer.launch.run import run
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     (values,) = EXP_GROUPS["fid_toy"]

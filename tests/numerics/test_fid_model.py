@@ -22,10 +22,10 @@ from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import pack_targets
+from trainer.protocol.task import Batch
 from trainer.tasks.fid.config import Reader
 from trainer.tasks.fid.fused_layout import pack
 from trainer.tasks.fid.model import FiD, Generation
-from trainer.tasks.protocol import Batch
 
 # B questions, P passages of all of them, L tokens of the longest, S tokens of a question, D width
 

@@ -25,14 +25,14 @@ from tests.tolerance import assert_all_close, assert_close, assert_same_step
 from trainer import tasks
 from trainer.config.schema import RandomBase
 from trainer.errors import ConfigError
-from trainer.memory.measure import MeasureRequest, measure
 from trainer.models import base_model
-from trainer.tasks.abilities import question_of
+from trainer.plan.memory.measure import MeasureRequest, measure
+from trainer.protocol.abilities import question_of
+from trainer.protocol.task import Places
 from trainer.tasks.fid import fido
 from trainer.tasks.fid.config import Reader
 from trainer.tasks.fid.interchange import export_model
 from trainer.tasks.fid.model import FiD, Generation
-from trainer.tasks.protocol import Places
 
 HEADS: int = whole.SIZES["num_heads"]
 # The T5 has three blocks in its decoder, the T5 v1.1 two.

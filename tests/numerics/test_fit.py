@@ -119,7 +119,7 @@ class Regression:
         return self.case.spoilt_rank in (None, distributed.rank())
 
     def scores(self, model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
-        from trainer.evaluation.mergeable import Ratio
+        from trainer.metrics.mergeable import Ratio
 
         self.evaluations += 1
         return {"loss": Ratio.of([self.case.scores[self.evaluations - 1]])}
@@ -185,12 +185,12 @@ def _session(
     case: Case, folder: Path, outcome: Outcome, weights: Mapping[str, Tensor] | None = None
 ) -> Any:
     from trainer.data.order import Sharding
-    from trainer.memory.launch import rehearse
+    from trainer.launch import run
+    from trainer.launch.choose import rehearse
     from trainer.runtime import distributed
     from trainer.telemetry.chain import StepChain
     from trainer.telemetry.meter import Meter
     from trainer.telemetry.run_record import RunRecord
-    from trainer.training import run
     from trainer.training.loop import Cadence, Progress, Session
 
     cfg = experiment(case)
@@ -266,8 +266,9 @@ def _fit(cases: dict[str, Case], root: Path) -> dict[str, Outcome]:
 
 def _killed(case: Case, folder: Path, session: Any) -> tuple[Any, Any]:
     """A session and the progress of a run that died after a save, and was started again."""
+    from trainer.launch import run
     from trainer.runtime import distributed
-    from trainer.training import checkpoint, run
+    from trainer.training import checkpoint
     from trainer.training.loop import Progress, fit
 
     save = session.save

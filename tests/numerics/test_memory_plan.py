@@ -26,12 +26,12 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.schema import Optim, Train
 from trainer.errors import DoesNotFitError
-from trainer.memory.deepspeed_terms import Zero, training
-from trainer.memory.measure import Measured, MeasureRequest, Moment, measure
+from trainer.plan.memory.deepspeed_terms import Zero, training
+from trainer.plan.memory.measure import Measured, MeasureRequest, Moment, measure
+from trainer.plan.time import rates
+from trainer.protocol.abilities import Answers, question_of
+from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.runtime import distributed
-from trainer.tasks.abilities import Answers, question_of
-from trainer.tasks.protocol import DRAW, EPOCH, Places
-from trainer.timing import rates
 from trainer.training.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
@@ -241,9 +241,9 @@ def _refusal(*asked: Any) -> str:
 
 
 def _run(tmp_path: Path, name: str, deepspeed: str, options: dict[str, Any]) -> Path:
+    from trainer.launch.run import run as train
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run as train
     from trainer.training.run_plan import plan
 
     distributed.init()

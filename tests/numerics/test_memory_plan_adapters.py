@@ -20,11 +20,11 @@ from tests.ranks import run_alone, run_on_ranks
 from tests.tolerance import note
 from trainer import tasks
 from trainer.config import deepspeed_config
-from trainer.memory import fake_device
-from trainer.memory.deepspeed_terms import Zero, training
-from trainer.memory.measure import MeasureRequest
+from trainer.plan.memory import fake_device
+from trainer.plan.memory.deepspeed_terms import Zero, training
+from trainer.plan.memory.measure import MeasureRequest
+from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.runtime.batch import to_device
-from trainer.tasks.protocol import DRAW, EPOCH, Places
 from trainer.training.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
@@ -131,7 +131,7 @@ def _every_real(cases: list[tuple[dict[str, Any], int]], folder: Path) -> list[i
 
 
 def _every_predicted(cases: list[tuple[dict[str, Any], int]], folder: Path) -> list[int]:
-    from trainer.memory import fake_step
+    from trainer.plan.memory import fake_step
 
     on_gpu = fake_device.fake_device
     fake_device.fake_device = lambda name: on_gpu("cpu")  # type: ignore[assignment]

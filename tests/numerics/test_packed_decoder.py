@@ -32,13 +32,13 @@ from trainer import tasks
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.models.losses import IGNORED
-from trainer.tasks.cross_attention import preparation
+from trainer.protocol.task import DRAW, Batch, Places
+from trainer.recipes.cross_attention import preparation
 from trainer.tasks.cross_attention.decoder.attention import CrossAttention, KeyMask
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 from trainer.tasks.cross_attention.decoder.packed_batch import context_stream, decoder_stream
 from trainer.tasks.cross_attention.decoder.rotary import RotaryCrossAttention
 from trainer.tasks.cross_attention.text.contexts import token_batch
-from trainer.tasks.protocol import DRAW, Batch, Places
 
 # The model
 # --------------------------------------------------------------------------------------------------

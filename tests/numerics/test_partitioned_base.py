@@ -15,7 +15,7 @@ from tests.bases import DECODERS, ROTARY
 from tests.families import FILES, write
 from tests.ranks import run_on_ranks
 from trainer.models import base_model, families
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 
 T5 = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 BERT = {

@@ -23,7 +23,7 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.errors import ConfigError
 from trainer.models.frozen.quantized import QuantizedLinear
-from trainer.tasks.protocol import DRAW, EPOCH, Places
+from trainer.protocol.task import DRAW, EPOCH, Places
 
 pytest.importorskip("bitsandbytes", reason="the optional package bitsandbytes is not installed")
 TASKS = tasks.names()

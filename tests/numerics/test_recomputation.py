@@ -23,17 +23,17 @@ from tests.tolerance import Step, assert_equal_step
 from trainer import tasks
 from trainer.commands.plan import subject_for
 from trainer.errors import ConfigError
-from trainer.memory import advice, fake_step
-from trainer.memory.measure import measuring
-from trainer.memory.plan import make
+from trainer.launch import preflight
+from trainer.launch.run import run
+from trainer.plan.memory import advice, fake_step
+from trainer.plan.memory.measure import measuring
+from trainer.plan.memory.plan import make
+from trainer.plan.time.blocks import whole
+from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.runtime import distributed
 from trainer.runtime.gpus import CONTEXT, FILLED, Device
 from trainer.runtime.preemption import Preemption
-from trainer.tasks.protocol import DRAW, EPOCH, Places
-from trainer.timing.blocks import whole
-from trainer.training import preflight
 from trainer.training.options import Options
-from trainer.training.run import run
 from trainer.training.run_plan import plan
 
 LAYERS = {"n_layer": 6}

@@ -15,7 +15,7 @@ from tests.ranks import run_on_ranks
 from tests.tolerance import assert_close, depth_of
 from tests.unit.test_retriever_task import DECODER
 from trainer import tasks
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 
 pytest.importorskip("peft", reason="the optional package peft is not installed")
 

@@ -20,8 +20,8 @@ from tests.ranks import run_on_ranks
 from tests.tolerance import assert_same_step, depth_of
 from trainer import tasks
 from trainer.config.schema import Optim
+from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.runtime import distributed
-from trainer.tasks.protocol import DRAW, EPOCH, Places
 
 QUERIES = 8
 # chunks of queries and passages (None: plain), and the micro-batches of all ranks

@@ -17,13 +17,13 @@ from tests.families import DEPTH, base, ids_of, streaming, streams_for_causal_lm
 from tests.ranks import run_alone
 from tests.tolerance import Step, assert_same_step
 from trainer import tasks
-from trainer.memory import fake_step
-from trainer.memory.measure import MeasureRequest
 from trainer.models.decoder.streams import reader_of
 from trainer.models.packed import stock
 from trainer.models.packed.layout import pack
-from trainer.tasks.protocol import DRAW, EPOCH, Places
-from trainer.timing.operators import Operator
+from trainer.plan.memory import fake_step
+from trainer.plan.memory.measure import MeasureRequest
+from trainer.plan.operators import Operator
+from trainer.protocol.task import DRAW, EPOCH, Places
 
 LENGTHS = [9, 3, 12]
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.bases import OF_TASK, VOCABULARY
 from tests.families import END, PAD, base, ids_of
-from trainer.evaluation.texts import GrowingText, begun, grown, unsure
+from trainer.models.texts import GrowingText, begun, grown, unsure
 
 LETTERS = "".join(map(chr, range(0x100, 0x100 + VOCABULARY)))
 ASKED: list[dict[str, Any]] = [

@@ -22,7 +22,7 @@ from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.protocol import DRAW, Places
+from trainer.protocol.task import DRAW, Places
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Data
 from trainer.tasks.vera.task import _represented, _statements
@@ -337,7 +337,7 @@ def test_a_bad_group_is_named_with_its_file(
 
 def test_a_stage_without_its_data_is_refused_and_told_how_to_make_it(tmp_path: Path) -> None:
     data = Data(source="groups", train_tasks=["atomic2020_3d"], valid_tasks=["copa"])
-    with pytest.raises(DataError, match="no converter knows this set"):
+    with pytest.raises(DataError, match="if that command knows this set"):
         groups.rows(data, "train", tmp_path)
     with pytest.raises(DataError, match="python -m trainer convert copa"):
         groups.rows(data, "valid", tmp_path)
@@ -348,9 +348,9 @@ def test_a_stage_without_its_data_is_refused_and_told_how_to_make_it(tmp_path: P
 
 
 def trained(values: dict[str, Any], folder: Path, savedir: Path) -> str:
+    from trainer.launch.run import run
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")

@@ -26,9 +26,9 @@ from transformers import T5Tokenizer
 from trainer import tasks
 from trainer.data.padding import flat
 from trainer.models.losses import IGNORED
+from trainer.protocol.task import Encoded, Places
 from trainer.tasks.fid.interchange import import_model
 from trainer.tasks.fid.task import Task
-from trainer.tasks.protocol import Encoded, Places
 
 PROJECT = Path(__file__).resolve().parents[2]
 ROOT = Path(os.environ.get("LATHE_PARITY", PROJECT.parent / "shared" / "parity")) / "fid"

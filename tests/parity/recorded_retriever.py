@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 
 from trainer.models.decoder.streams import reader_of
-from trainer.tasks.protocol import Batch
+from trainer.protocol.task import Batch
 from trainer.tasks.retriever.config import Encoder
 from trainer.tasks.retriever.model import Pooler, Retriever
 

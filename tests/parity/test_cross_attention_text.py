@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.parity.recorded import ROOT
-from trainer.evaluation.mergeable import cut_at
+from trainer.metrics.mergeable import cut_at
 from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle
 
 MARKS = {"postproc_X": ["</s>"], "postproc_tulu2": ["<|system|>", "<|user|>", "<|assistant|>"]}

@@ -29,11 +29,11 @@ from trainer.data import vocabulary
 from trainer.data.order import Sharding, StepBatches
 from trainer.data.padding import unflat
 from trainer.data.token_store import store_of
-from trainer.evaluation.mergeable import exact_match, normalised
+from trainer.metrics.mergeable import exact_match, normalised
+from trainer.protocol.task import Batch, Places
 from trainer.tasks.fid.model import FiD, Generation
 from trainer.tasks.fid.task import Task
 from trainer.tasks.fid.tokens import Prompts
-from trainer.tasks.protocol import Batch, Places
 from trainer.training import schedule
 
 # As tests/tolerance.py means them. A number has passed the products of every block of encoder and

@@ -21,9 +21,9 @@ from tests.ranks import run_on_ranks
 from tests.tolerance import assert_close
 from trainer import tasks
 from trainer.config.schema import Schedule
+from trainer.protocol.abilities import Side
+from trainer.protocol.task import DRAW, EPOCH, Batch, Places
 from trainer.runtime import distributed
-from trainer.tasks.abilities import Side
-from trainer.tasks.protocol import DRAW, EPOCH, Batch, Places
 from trainer.tasks.retriever import losses, selection
 from trainer.tasks.retriever.model import rows_of_streams
 from trainer.training import schedule

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from trainer.tasks.vera.conversion.convert import Conversion, convert
-from trainer.tasks.vera.conversion.report import Report
+from trainer.recipes.vera.convert import Conversion, convert
+from trainer.recipes.vera.report import Report
 
 PROJECT = Path(__file__).resolve().parents[2]
 ROOT = Path(os.environ.get("LATHE_PARITY", PROJECT.parent / "shared" / "parity")) / "vera"

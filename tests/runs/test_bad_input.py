@@ -138,9 +138,9 @@ def refuse(
     values: dict[str, Any], data: Path | None, savedir: Path, cache: Path
 ) -> tuple[str, int, str]:
     """(class, exit code, text) of the error that this experiment raises on one rank."""
+    from trainer.launch.run import run
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     options = Options(savedir, data_path=data, cache_dir=cache)
@@ -240,8 +240,8 @@ def _train_then(
     """Train to the end, change something behind the run's back, and ask for more steps of the same
     folder.
     """
+    from trainer.launch.run import run
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     options = Options(savedir, data_path=folder, cache_dir=savedir / "cache")
@@ -409,9 +409,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpo
 
 
 def _push(values: dict[str, Any], folder: Path, savedir: Path) -> tuple[str, str, bool]:
+    from trainer.launch.run import run
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     planned = plan(values, Options(savedir), world=1, rank=0)

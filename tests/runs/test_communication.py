@@ -17,7 +17,7 @@ from tests.facts import experiment, write_facts
 from tests.forked import TRAINVAL, run_ranks
 from trainer import tasks
 from trainer.config.deepspeed_config import read
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 
 _REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 _MICRO_BATCHES, _SMALL = 4, 512  # bytes of counts and norms

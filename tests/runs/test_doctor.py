@@ -15,7 +15,8 @@ import torch
 from tests.forked import TRAINER, run_ranks
 from tests.ranks import run_on_ranks
 from trainer.errors import ProofError
-from trainer.proof import doctor, place
+from trainer.launch import doctor
+from trainer.proof import place
 from trainer.runtime import distributed
 
 

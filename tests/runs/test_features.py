@@ -26,7 +26,7 @@ from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.errors import ResumeError
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 
 SMALL = {"steps": 2, "eval_every": 2, "save_every": 2}
 

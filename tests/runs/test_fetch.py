@@ -20,8 +20,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from trainer.__main__ import app
-from trainer.public_sets import layouts
-from trainer.public_sets.catalogue import SETS
+from trainer.recipes.public_sets import layouts
+from trainer.recipes.public_sets.catalogue import SETS
 
 DATA = Path(__file__).resolve().parents[2] / os.environ.get("LATHE_DATA", "../shared/data")
 SCIFACT = DATA / "retrieval" / "scifact"

@@ -20,9 +20,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _group(experiments: list[dict[str, Any]], folder: Path, savedir: Path) -> int:
+    from trainer.launch.run import run_group
     from trainer.runtime import distributed
     from trainer.training.options import Options
-    from trainer.training.run import run_group
     from trainer.training.run_plan import plan
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")
@@ -38,8 +38,9 @@ def _signalled(
     """Only rank 1 gets the signal, inside the last step of the first experiment or behind it; then
     the same group again.
     """
+    from trainer.launch import run
     from trainer.runtime import distributed
-    from trainer.training import loop, run
+    from trainer.training import loop
 
     module, name, number = {"last step": (loop, "train_step", 2), "between": (run, "run", 1)}[
         moment

@@ -18,7 +18,7 @@ from tests import exported, forked
 from tests.facts import LLAMA, TINY_T5, experiment, facts, write_facts
 from tests.numerics.tiny_cross_attention import counted_calls
 from tests.ranks import run_on_ranks
-from trainer.tasks.abilities import Search
+from trainer.protocol.abilities import Search
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
 from trainer.tasks.cross_attention.reader import Reader
 

@@ -20,10 +20,10 @@ from tests.runs.test_bad_input import refuse
 from trainer import tasks
 from trainer.config.identity import exp_id
 from trainer.data.token_store import TokenStore, open_store
-from trainer.tasks.protocol import Encoded
-from trainer.training import preflight
+from trainer.launch import preflight
+from trainer.launch.preflight import Findings, look
+from trainer.protocol.task import Encoded
 from trainer.training.options import Options
-from trainer.training.preflight import Findings, look
 from trainer.training.run_plan import plan
 
 Usage = namedtuple("Usage", "total used free")

@@ -26,8 +26,8 @@ MOMENTS = {
     "encoding": ("trainer.data.token_store:_Writer.add", 40),
     "compiling": ("trainer.files.compilation:_remove_stale", 1),
     "step": ("trainer.training.loop:train_step", 5),
-    "evaluation": ("trainer.evaluation.scoring:to_device", 3),
-    "the last evaluation": ("trainer.evaluation.scoring:to_device", 9),
+    "evaluation": ("trainer.training.scoring:to_device", 3),
+    "the last evaluation": ("trainer.training.scoring:to_device", 9),
     "saving": ("trainer.training.checkpoint:_write_shards", 2),
 }
 IN_MAKE_TEST = [("evaluation", signal.SIGINT), ("encoding", signal.SIGHUP)]

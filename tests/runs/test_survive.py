@@ -16,8 +16,8 @@ from tests.facts import experiment, with_dropout, write_facts
 from tests.forked import TRAINVAL, run_ranks
 from tests.survivors import Fault, survived, trained_rows
 from trainer.config.identity import exp_id
+from trainer.files.survival_events import read as events
 from trainer.runtime import process
-from trainer.survival.events import read as events
 
 TRAIN = {
     "steps": 8,

@@ -30,10 +30,10 @@ def of_mlflow(tmp_path: Path) -> dict[str, str]:
 def _train(tmp_path: Path, steps: int, environment: dict[str, str]) -> Path:
     """A run of so many steps."""
     os.environ |= environment
+    from trainer.launch.run import run
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     distributed.init()

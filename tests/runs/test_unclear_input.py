@@ -31,8 +31,8 @@ from trainer.files import hub
 from trainer.files.atomic import size_of
 from trainer.files.build_once import build_once
 from trainer.models import base_model
+from trainer.protocol.task import Places
 from trainer.tasks.cross_attention.reader import Reader, _device
-from trainer.tasks.protocol import Places
 from trainer.training.options import Options
 from trainer.training.run_folder import claimed
 from trainer.training.run_plan import is_finished, plan

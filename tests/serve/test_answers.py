@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from jobs.answers import workers
-from jobs.answers.workers import CannotAnswer, Overloaded, Worker, Workers
+from jobs.serve.answers import workers
+from jobs.serve.answers.workers import CannotAnswer, Overloaded, Worker, Workers
 
 # A worker that says how often its process was asked; "end" ends it, "mute" says nothing more.
 STANDIN = """

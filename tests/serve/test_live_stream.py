@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from jobs.live.series import MOST_LINES, answers_of, curves_of, lines_since, place_of
-from jobs.live.stream import Watch
 from jobs.record.status import survey
 from jobs.record.times import now
 from jobs.serve import offers
 from jobs.serve.app import make_keeper
 from jobs.serve.keeper import Keeper, Send
+from jobs.serve.live.series import MOST_LINES, answers_of, curves_of, lines_since, place_of
+from jobs.serve.live.stream import Watch
 from trainer.config.identity import digest, exp_id
 
 

@@ -17,7 +17,7 @@ from tests.facts import LLAMA, write_facts
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.models import base_model
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from trainer.data import lookup
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError, DataError
 from trainer.models.losses import IGNORED
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 
 LINES = [
     {"prompt": "Dana keeps the map. Who? ", "completion": "Dana."},

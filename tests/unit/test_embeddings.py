@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from tests.ranks import run_on_ranks
 from trainer.errors import ConfigError, DataError, DivergedError
+from trainer.protocol.abilities import Embeds, Side
+from trainer.protocol.task import Row
 from trainer.retrieval import embeddings
 from trainer.retrieval.embeddings import EmbeddingsPlan
-from trainer.tasks.abilities import Embeds, Side
-from trainer.tasks.protocol import Row
 
 ROWS: list[Row] = [
     {"id": f"p{n}", "title": "t" * (n % 3), "text": "word " * (1 + n * 7 % 11)} for n in range(23)

@@ -14,7 +14,7 @@ import torch
 from transformers import T5Config, T5EncoderModel, T5ForConditionalGeneration
 
 from trainer.errors import ConfigError
-from trainer.models.t5_encoder_weights import encoder_source
+from trainer.models.weights.t5_encoder_weights import encoder_source
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from trainer.data import encoding
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError, LatheError
-from trainer.tasks.protocol import Encoded, Row
+from trainer.protocol.task import Encoded, Row
 
 NUM_ROWS = 2500  # more chunks than may wait for two processes
 HERE = os.getpid()

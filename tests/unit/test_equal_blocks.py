@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from benchmarks.gpu_shapes import Shape
 from trainer import tasks
-from trainer.memory import fake_step
-from trainer.memory.fake_device import equal_chunks_once, fake_device
-from trainer.memory.measure import Measured, MeasureRequest
-from trainer.memory.planned_rows import Specimens
-from trainer.memory.tracker import PLAIN, TRACKED, forwards_in
 from trainer.models.losses import Scorer, Scoring, chunked_cross_entropy
-from trainer.tasks.protocol import Places
-from trainer.timing.blocks import Stacks, UnequalBlocksError, shortened, whole
-from trainer.timing.calibration import Listing
+from trainer.plan.memory import fake_step
+from trainer.plan.memory.fake_device import equal_chunks_once, fake_device
+from trainer.plan.memory.measure import Measured, MeasureRequest
+from trainer.plan.memory.planned_rows import Specimens
+from trainer.plan.memory.tracker import PLAIN, TRACKED, forwards_in
+from trainer.plan.time.blocks import Stacks, UnequalBlocksError, shortened, whole
+from trainer.plan.time.calibration import Listing
+from trainer.protocol.task import Places
 
 DEPTH = 9
 

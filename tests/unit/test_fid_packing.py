@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.models.packed.layout import grids_of
+from trainer.protocol.task import Batch
 from trainer.tasks.fid.fused_layout import pack
-from trainer.tasks.protocol import Batch
 
 ROOM = 90  # of a passage, where each gets the same
 lengths_of_questions = st.lists(

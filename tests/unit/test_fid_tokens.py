@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.facts import write_facts
 from trainer.data.padding import flat, unflat
 from trainer.data.vocabulary import load_tokenizer
+from trainer.protocol.task import DRAW
 from trainer.tasks.fid.config import Data
 from trainer.tasks.fid.tokens import Prompts, drawn_target
-from trainer.tasks.protocol import DRAW
 
 PUBLIC = Path(__file__).resolve().parents[3] / "shared" / "data" / "tokenizers"
 NAMES = ("t5", "starcoder", "facts")

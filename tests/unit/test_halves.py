@@ -14,7 +14,7 @@ from trainer.config.identity import exp_id
 from trainer.config.schema import Adapted, ExperimentBase
 from trainer.errors import ConfigError
 from trainer.models import base_model
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 
 LM = {"task": "causal_lm"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer.config.schema import EmbeddedTokenizer
 from trainer.data import lookup
 from trainer.data.vocabulary import embedded_tokenizer
-from trainer.tasks.lookup_groups import GEMMA, TOKENIZER
+from trainer.recipes.lookup_groups import GEMMA, TOKENIZER
 
 
 def test_the_last_token_of_a_fact_sees_all_of_it_in_the_window_of_the_first_blocks(

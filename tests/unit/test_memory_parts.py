@@ -18,8 +18,9 @@ from trainer import tasks
 from trainer.config.schema import Train, validate
 from trainer.data.order import Sharding, Sizes, window_rows
 from trainer.errors import ConfigError
-from trainer.memory import launch, plan_text
-from trainer.memory.advice import (
+from trainer.launch import choose as launch
+from trainer.plan.memory import plan_text
+from trainer.plan.memory.advice import (
     Advice,
     Fix,
     Stage,
@@ -27,12 +28,19 @@ from trainer.memory.advice import (
     largest_divisor,
     largest_fitting,
 )
-from trainer.memory.deepspeed_terms import Breakdown, Zero, host, host_to_read, inference, training
-from trainer.memory.measure import ROOT, Measured, Moment, changed, scaled
-from trainer.memory.plan import MemoryPlan, Phase
-from trainer.memory.planned_rows import heaviest
-from trainer.memory.subject import published_shape
-from trainer.memory.tracker import BLOCK, Tracker
+from trainer.plan.memory.deepspeed_terms import (
+    Breakdown,
+    Zero,
+    host,
+    host_to_read,
+    inference,
+    training,
+)
+from trainer.plan.memory.measure import ROOT, Measured, Moment, changed, scaled
+from trainer.plan.memory.plan import MemoryPlan, Phase
+from trainer.plan.memory.planned_rows import heaviest
+from trainer.plan.memory.subject import published_shape
+from trainer.plan.memory.tracker import BLOCK, Tracker
 from trainer.runtime.batch import batch_of, named_when_out_of_memory
 from trainer.runtime.gpus import GIB, device_of
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.evaluation.mergeable import (
+from trainer.metrics.mergeable import (
     Ratio,
     answer_scores,
     exact_match,

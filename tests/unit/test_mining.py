@@ -17,6 +17,7 @@ from trainer.data.readers.jsonl import read_jsonl
 from trainer.data.readers.questions import Query
 from trainer.data.readers.rankings import Hit, Run
 from trainer.errors import ConfigError, DataError
+from trainer.protocol.task import Row
 from trainer.retrieval.negatives import (
     RankRange,
     bm25,
@@ -26,7 +27,6 @@ from trainer.retrieval.negatives import (
     write_rows,
 )
 from trainer.retrieval.runs import judged
-from trainer.tasks.protocol import Row
 
 NQ = Path(__file__).resolve().parents[2] / os.environ.get("LATHE_DATA", "../shared/data") / "nq"
 TEXTS = {

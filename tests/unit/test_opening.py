@@ -11,8 +11,8 @@ import pytest
 from tests.facts import experiment, write_facts
 from trainer import tasks
 from trainer.data.token_store import TokenStore, open_store, store_of
+from trainer.protocol.task import Cut, Encoded, Places
 from trainer.statistics.opening import told
-from trainer.tasks.protocol import Cut, Encoded, Places
 
 
 def store(folder: Path, rows: list[Encoded]) -> TokenStore:

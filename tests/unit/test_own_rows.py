@@ -18,10 +18,10 @@ from trainer.config.schema import validate
 from trainer.data.readers import questions, retrieved
 from trainer.data.readers.own_rows import own_rows
 from trainer.errors import ConfigError, DataError
+from trainer.protocol.task import Places
 from trainer.tasks.causal_lm.config import Data as TextData
 from trainer.tasks.cross_attention.config import Data as ContextData
 from trainer.tasks.fid.config import Data as ReaderData
-from trainer.tasks.protocol import Places
 from trainer.tasks.retriever import rows as retriever_rows
 from trainer.tasks.retriever.config import Data as RetrieverData
 from trainer.tasks.summariser import data as summaries

@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from trainer.errors import ConfigError, DataError, RankLostError
-from trainer.runtime import process
-from trainer.survival import watch
-from trainer.survival.peers import Patience, Peer
-from trainer.survival.watch import Hub, PeerWatch, Spoke
+from trainer.runtime import process, watch
+from trainer.runtime.peers import Patience, Peer
+from trainer.runtime.watch import Hub, PeerWatch, Spoke
 
 SHORT = Patience(silence_s=0.6, grace_s=0.2, own_end_s=0.2)
 

@@ -14,8 +14,8 @@ import pytest
 
 from trainer.data.readers import questions
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.cross_attention.publishers.sets import Source, has_test, rows, sources_in
-from trainer.tasks.protocol import Row
+from trainer.protocol.task import Row
+from trainer.recipes.cross_attention.sets import Source, has_test, rows, sources_in
 
 
 def read(folder: Path, split: str = "train", **options: Any) -> list[Row]:

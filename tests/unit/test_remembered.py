@@ -17,7 +17,7 @@ from trainer.data.readers import data_sets
 from trainer.errors import LatheError
 from trainer.files import opened
 from trainer.files.remembered import FOLDER, remembered, remembered_sha256
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,9 @@ from trainer.config.identity import exp_id
 from trainer.config.own_rows import OwnRows, Splits
 from trainer.data.readers import retrieved
 from trainer.data.readers.rankings import read_run
+from trainer.protocol.abilities import Embeds
+from trainer.protocol.task import Places
 from trainer.retrieval import embeddings
-from trainer.tasks.abilities import Embeds
-from trainer.tasks.protocol import Places
 
 NUM_PASSAGES, NUM_QUERIES = 40, 12
 

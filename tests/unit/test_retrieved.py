@@ -22,7 +22,7 @@ from trainer.config.own_rows import OwnRows, Splits
 from trainer.data import stdlib_docs
 from trainer.data.readers import jsonl, passages, retrieved
 from trainer.errors import DataError
-from trainer.tasks.protocol import Row
+from trainer.protocol.task import Row
 
 _ROOT = Path(__file__).resolve().parents[2]
 _NQ = _ROOT / os.environ.get("LATHE_DATA", "../shared/data") / "nq"

@@ -16,8 +16,8 @@ from tests.bases import base_of
 from tests.facts import LLAMA, TINY_BASE, TINY_BERT, experiment, write_facts
 from trainer import tasks
 from trainer.errors import ConfigError
-from trainer.tasks.abilities import Embeds
-from trainer.tasks.protocol import DRAW, EPOCH, Places
+from trainer.protocol.abilities import Embeds
+from trainer.protocol.task import DRAW, EPOCH, Places
 from trainer.tasks.retriever import losses, metrics, selection
 from trainer.tasks.retriever.model import pooled
 

@@ -13,9 +13,9 @@ from safetensors.torch import load
 from safetensors.torch import save as to_bytes
 
 from trainer.errors import CheckpointError
-from trainer.evaluation import scoring
 from trainer.runtime import rng
 from trainer.runtime.preemption import Stopped
+from trainer.training import scoring
 
 
 @pytest.fixture(autouse=True)

@@ -19,13 +19,13 @@ from trainer import tasks
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError
 from trainer.models.losses import IGNORED
+from trainer.protocol.abilities import Uncut
+from trainer.protocol.task import Batch, Encoded, Places, Text
 from trainer.statistics import picture, table
 from trainer.statistics.counts import counted, is_empty
 from trainer.statistics.examples import texts
 from trainer.statistics.ledger import Ledger, refuse_lost_labels
 from trainer.statistics.report import report
-from trainer.tasks.abilities import Uncut
-from trainer.tasks.protocol import Batch, Encoded, Places, Text
 from trainer.tasks.token_task import TokenTask
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -351,9 +351,9 @@ def test_a_store_remembers_how_many_labels_were_lost(tmp_path: Path) -> None:
 
 
 def _a_refused_run_and_one_that_is_allowed(folder: Path, tmp_path: Path) -> int:
+    from trainer.launch.run import run
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     options = Options(tmp_path, data_path=folder, cache_dir=tmp_path / "cache")

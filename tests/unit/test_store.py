@@ -19,7 +19,7 @@ import pytest
 
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import DataError, StorageError
-from trainer.tasks.protocol import Encoded, Row
+from trainer.protocol.task import Encoded, Row
 
 
 def _rows(count: int = 5) -> list[Row]:

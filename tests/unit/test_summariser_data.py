@@ -13,7 +13,7 @@ import pytest
 
 from trainer.config.schema import validate
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 from trainer.tasks.summariser import data
 from trainer.tasks.summariser.config import Config, Data
 

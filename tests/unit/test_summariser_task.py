@@ -21,8 +21,8 @@ from trainer import tasks
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.models.losses import IGNORED, token_cross_entropy
-from trainer.tasks.abilities import Search
-from trainer.tasks.protocol import DRAW, Places
+from trainer.protocol.abilities import Search
+from trainer.protocol.task import DRAW, Places
 
 ROW = {
     "id": "1",
@@ -233,10 +233,10 @@ def _trained_and_evaluated(
     """
     from trainer.evaluation.run import Question
     from trainer.evaluation.run import run as evaluate
+    from trainer.launch.run import run
     from trainer.runtime import distributed
     from trainer.runtime.preemption import Preemption
     from trainer.training.options import Options
-    from trainer.training.run import run
     from trainer.training.run_plan import plan
 
     options = Options(savedir, data_path=folder, cache_dir=folder / "cache")

@@ -18,10 +18,11 @@ from tests.facts import EVENT
 from tests.ranks import run_alone
 from tests.survivors import share_fork_server
 from trainer.errors import ConfigError, DoesNotFitError, LatheError
-from trainer.survival import events, mirror
+from trainer.files import survival_events as events
+from trainer.files.survive import Survival, parse
+from trainer.survival import mirror
 from trainer.survival.agent import MOST_IN_VAIN, Agent, fitting
 from trainer.survival.member import Break, Member
-from trainer.survival.spec import Survival, parse
 from trainer.survival.stragglers import SAMPLES, Stragglers
 from trainer.training.options import Options
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainer.errors import ConfigError
-from trainer.evaluation.similarity import check, similarities
+from trainer.metrics.similarity import check, similarities
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,9 +38,7 @@ def test_meteor_of_equal_texts_is_that_of_one_chunk() -> None:
 def test_meteor_without_wordnet_says_how_to_get_it(tmp_path: Path) -> None:
     """In a process of its own: NLTK remembers what it has read."""
     pytest.importorskip("nltk")
-    code = (
-        "import nltk\nnltk.data.path = []\nfrom trainer.evaluation.similarity import similarities\n"
-    )
+    code = "import nltk\nnltk.data.path = []\nfrom trainer.metrics.similarity import similarities\n"
     code += "similarities(['a cellar'], [['the attic']], measures=['meteor'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert (

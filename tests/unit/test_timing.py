@@ -17,17 +17,14 @@ from benchmarks.plan_time import first_choices, kendall, quickest
 from tests.ranks import run_on_ranks
 from tests.unit.test_memory_parts import measured, zero
 from trainer.errors import ConfigError
-from trainer.memory.measure import Measured, Moment
-from trainer.runtime import distributed
-from trainer.runtime.gpus import data_sheet
-from trainer.telemetry import meter as meter_module
-from trainer.telemetry.meter import Meter
-from trainer.timing import calibration, late, rates, stopwatch
-from trainer.timing.calibration import operators_of
-from trainer.timing.fastest import Way, some_again, why
-from trainer.timing.operators import Operator
-from trainer.timing.rates import Link, Rates
-from trainer.timing.step_time import (
+from trainer.launch import late
+from trainer.plan.memory.measure import Measured, Moment
+from trainer.plan.operators import Operator
+from trainer.plan.time import calibration, rates, stopwatch
+from trainer.plan.time.calibration import operators_of
+from trainer.plan.time.fastest import Way, some_again, why
+from trainer.plan.time.rates import Link, Rates
+from trainer.plan.time.step_time import (
     IN_A_STEP,
     Cluster,
     StepTime,
@@ -37,7 +34,11 @@ from trainer.timing.step_time import (
     overlapped,
     step_time,
 )
-from trainer.timing.target import Target, target_of
+from trainer.plan.time.target import Target, target_of
+from trainer.runtime import distributed
+from trainer.runtime.gpus import data_sheet
+from trainer.telemetry import meter as meter_module
+from trainer.telemetry.meter import Meter
 
 PLAIN = Rates(
     name="plain",

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.vera.conversion.adapters import ADAPTERS
-from trainer.tasks.vera.conversion.convert import Conversion, convert
+from trainer.recipes.vera.adapters import ADAPTERS
+from trainer.recipes.vera.convert import Conversion, convert
 
 WSC = """<?xml version="1.0" encoding="ISO-8859-1"?><collection><schema><text><txt1>
 The cat feared the dog because</txt1><pron> it </pron><txt2> growled. </txt2></text>

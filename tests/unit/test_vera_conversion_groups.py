@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 
 from trainer.__main__ import app
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.vera.conversion.convert import Conversion, convert, known_declarer, named_values
-from trainer.tasks.vera.conversion.declare import Draft, draft, find_blanks
-from trainer.tasks.vera.conversion.problem import (
+from trainer.recipes.vera.convert import Conversion, convert, known_declarer, named_values
+from trainer.recipes.vera.declare import Draft, draft, find_blanks
+from trainer.recipes.vera.problem import (
     BadRecord,
     Problem,
     multiple_choice,

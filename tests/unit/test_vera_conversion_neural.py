@@ -15,9 +15,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from trainer.errors import ConfigError
-from trainer.tasks.vera.conversion import neural
-from trainer.tasks.vera.conversion.convert import Conversion, convert
-from trainer.tasks.vera.conversion.neural import QuestionConverter
+from trainer.recipes.vera import neural
+from trainer.recipes.vera.convert import Conversion, convert
+from trainer.recipes.vera.neural import QuestionConverter
 
 WORDS = [
     "is",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.tasks.vera.conversion.rules import declared
+from trainer.recipes.vera.rules import declared
 
 
 @pytest.mark.parametrize(

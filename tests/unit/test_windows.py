@@ -36,7 +36,7 @@ from trainer.data.order import (
 )
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.protocol import DRAW, Batch, Encoded, Task
+from trainer.protocol.task import DRAW, Batch, Encoded, Task
 
 _ROOT = Path(__file__).resolve().parents[2]
 

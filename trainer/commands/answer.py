@@ -29,11 +29,11 @@ import torch
 
 from trainer.commands.options import module_of
 from trainer.errors import ConfigError, LatheError
-from trainer.evaluation.mergeable import cut_at
 from trainer.evaluation.run import Question, opened
-from trainer.evaluation.texts import GrowingText, begun, grown
 from trainer.files.atomic import read_json
-from trainer.tasks.abilities import GREEDY, Answers, Embeds, Search
+from trainer.metrics.mergeable import cut_at
+from trainer.models.texts import GrowingText, begun, grown
+from trainer.protocol.abilities import GREEDY, Answers, Embeds, Search
 from trainer.training.options import Options
 
 

@@ -86,9 +86,9 @@ def evaluate(
     ranks.
     """
     from trainer.evaluation.run import Question, run
-    from trainer.evaluation.similarity import BERTSCORE_MODEL
+    from trainer.metrics.similarity import BERTSCORE_MODEL
+    from trainer.protocol.abilities import Search
     from trainer.runtime import distributed
-    from trainer.tasks.abilities import Search
     from trainer.training.options import Options
 
     values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)

@@ -1,28 +1,23 @@
-"""What the commands of `python -m trainer` share: their options, the experiment that is meant, and
-how they end.
-"""
+"""What the commands of `python -m trainer` share: their options and the experiment they name."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, ParamSpec
+from typing import Annotated, Any, ParamSpec
 
 import typer
 
 from trainer.config.identity import exp_id as id_of
 from trainer.config.userfile import kind
 from trainer.errors import EXIT_OK, ConfigError, LatheError
+from trainer.launch.ending import EXIT_FAILED, set_up_logging
 
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 P = ParamSpec("P")
 
 ExpGroup = Annotated[str | None, typer.Option("-e", "--exp_group", help="Group of the experiment.")]
@@ -74,16 +69,15 @@ WriteScores = Annotated[
 ]
 
 
-def module_of(task: str, name: str, what: str) -> Any:
-    """trainer/tasks/<task>/<name>.py; ConfigError when the task has none."""
-    from trainer import tasks
-
-    known = sorted(file.parent.name for file in Path(tasks.__file__).parent.glob(f"*/{name}.py"))
-    if task not in known:
+def module_of(task: str, name: str, what: str, *, room: str = "tasks") -> Any:
+    """trainer/<room>/<task>/<name>.py; ConfigError when there is none for this task."""
+    folder = Path(__file__).parent.parent / room
+    names = sorted(file.parent.name for file in folder.glob(f"*/{name}.py"))
+    if task not in names:
         raise ConfigError(
-            f"task {task!r} has nothing to {what}. Tasks that have: {', '.join(known)}."
+            f"task {task!r} has nothing to {what}. Tasks that have: {', '.join(names)}."
         )
-    return importlib.import_module(f"trainer.tasks.{task}.{name}")
+    return importlib.import_module(f"trainer.{room}.{task}.{name}")
 
 
 def experiment(
@@ -151,95 +145,6 @@ def guarded(function: Callable[P, None]) -> Callable[P, None]:
         raise typer.Exit(code)
 
     return run
-
-
-def end(command: Callable[[], int]) -> NoReturn:
-    """Run `command` and exit with its code. An error of ours is one message; any other is shown
-    whole, and then gloo's threads must not turn the exit code into an abort.
-    """
-    set_up_logging()
-    text: str | None = None
-    try:
-        code = command()
-    except LatheError as error:
-        text = f"{type(error).__name__}: {error}"
-        typer.echo(text, err=True)
-        code = error.exit_code
-    except KeyboardInterrupt:
-        text = "left without saving. The same command goes on from the last checkpoint."
-        typer.echo(text, err=True)
-        code = EXIT_INTERRUPTED
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        logging.exception("failed")
-        code = EXIT_FAILED
-    _tell_wrapper(code, text)
-    _tell_agent(code)
-    _tell_peers(code, text)
-    leave(code)
-
-
-def last_words(error: LatheError) -> None:
-    """What end() tells of an error, where its process is ended by another thread."""
-    text = f"{type(error).__name__}: {error}"
-    typer.echo(text, err=True)
-    _tell_wrapper(error.exit_code, text)
-
-
-def _tell_wrapper(code: int, text: str | None) -> None:
-    """Leave the exit code where the wrapper of a job looks for it: torchrun turns every one but 0
-    into 1.
-
-    A rank that fails is believed at once, and the first one is; success is for rank 0 to tell.
-    """
-    path = os.environ.get("LATHE_OUTCOME")
-    if path is None or (code == EXIT_OK and os.environ.get("RANK", "0") != "0"):
-        return
-    with (
-        contextlib.suppress(OSError),
-        open(path, "x") as file,
-    ):  # FileExistsError: another rank was first
-        json.dump({"code": code, "error": text}, file)
-
-
-def _tell_agent(code: int) -> None:
-    """As _tell_wrapper, to the agent of --survive, if this process is one of its ranks."""
-    if "trainer.survival.lifeline" in sys.modules:
-        from trainer.survival import lifeline
-
-        with contextlib.suppress(OSError):
-            lifeline.tell("leaving", code=code)
-
-
-def _tell_peers(code: int, text: str | None) -> None:
-    """As _tell_wrapper, to the other ranks, if they watch each other."""
-    if "trainer.survival.watch" in sys.modules:
-        from trainer.survival import watch
-
-        watch.leave(code, text or "")
-
-
-def leave(code: int) -> NoReturn:
-    """Exit with `code`. Once torch.distributed is up the interpreter's own way out can abort (see
-    distributed).
-    """
-    if "torch" in sys.modules:
-        from trainer.runtime import distributed
-
-        distributed.shutdown(code)
-    raise typer.Exit(code)
-
-
-def set_up_logging() -> None:
-    """Messages of ours on standard output, from rank 0 alone; of libraries only warnings."""
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
-    from trainer.telemetry.console import ConsoleHandler  # rich, which --help needs not
-
-    logging.basicConfig(level=level, format="%(message)s", handlers=[ConsoleHandler()])
-    for name in ("httpx", "filelock", "DeepSpeed", "torch", "wandb", "urllib3"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # an unreachable Hub ends in one ConfigError of ours
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def log_to_stderr() -> None:

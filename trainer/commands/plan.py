@@ -16,8 +16,8 @@ from trainer.commands.options import CacheDir, DataPath, ExpConfigs, ExpGroup, E
 from trainer.errors import ConfigError, DoesNotFitError
 
 if TYPE_CHECKING:
-    from trainer.memory.subject import Subject
-    from trainer.timing.target import Target
+    from trainer.plan.memory.subject import Subject
+    from trainer.plan.time.target import Target
     from trainer.training.options import Options
 
 DeviceName = Annotated[
@@ -72,7 +72,7 @@ def plan(
     """
     gc.disable()  # what is imported stays: looking through it took a fifth of a plan's seconds
     _import_models_without_scipy()
-    from trainer.timing.target import target_of
+    from trainer.plan.time.target import target_of
     from trainer.training.options import Options
 
     values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
@@ -91,7 +91,7 @@ def _import_models_without_scipy() -> None:
     """transformers' models (5.23), but not scipy.optimize, which they import for the losses of
     detection in images: .3 s of the processor.
     """
-    from trainer.runtime.replaced import replaced
+    from trainer.models.replaced import replaced
 
     utils = importlib.import_module("transformers.utils")
     with replaced(utils, "is_scipy_available", lambda: False):
@@ -99,13 +99,13 @@ def _import_models_without_scipy() -> None:
 
 
 def _show_plan(subject: Subject, target: Target, *, as_json: bool) -> None:
-    from trainer.memory import plan_text
-    from trainer.memory.advice import advise, settled
-    from trainer.memory.fake_step import answer_all
-    from trainer.memory.measure import measuring
-    from trainer.memory.plan import make
-    from trainer.timing import text
-    from trainer.timing.run_time import run_time
+    from trainer.plan.memory import plan_text
+    from trainer.plan.memory.advice import advise, settled
+    from trainer.plan.memory.fake_step import answer_all
+    from trainer.plan.memory.measure import measuring
+    from trainer.plan.memory.plan import make
+    from trainer.plan.time import text
+    from trainer.plan.time.run_time import run_time
 
     cublas = 0 if target.device is None else target.device.cublas_nbytes
     with measuring(answer_all):
@@ -124,10 +124,10 @@ def _show_plan(subject: Subject, target: Target, *, as_json: bool) -> None:
 
 
 def _show_fastest(subject: Subject, target: Target, price: float | None, *, as_json: bool) -> None:
-    from trainer.memory.fake_step import answer_all
-    from trainer.memory.measure import measuring
-    from trainer.timing import text
-    from trainer.timing.fastest import ways, why
+    from trainer.plan.memory.fake_step import answer_all
+    from trainer.plan.memory.measure import measuring
+    from trainer.plan.time import text
+    from trainer.plan.time.fastest import ways, why
 
     if target.rates is None or target.device is None:
         raise ConfigError(f"--fastest: {target.no_time}")
@@ -157,7 +157,7 @@ def _show_fastest(subject: Subject, target: Target, price: float | None, *, as_j
 def subject_for(values: dict[str, Any], given: Options, world: int) -> Subject:
     """What is planned for, with the rows that a run would read."""
     from trainer.data.token_store import store_of
-    from trainer.memory.subject import subject_of
+    from trainer.plan.memory.subject import subject_of
     from trainer.training import run_plan
 
     checked = run_plan.plan(values, given, world=world, rank=0)
@@ -172,7 +172,7 @@ def subject_for(values: dict[str, Any], given: Options, world: int) -> Subject:
 
 
 def _changed(values: dict[str, Any], text: str) -> dict[str, Any]:
-    from trainer.memory.measure import changed
+    from trainer.plan.memory.measure import changed
 
     key, separator, value = text.partition("=")
     if not separator:
@@ -193,9 +193,9 @@ def calibrate_device(
     between all ranks.
     """
     from trainer.files.atomic import write_json
+    from trainer.plan.time.calibration import calibrated
+    from trainer.plan.time.rates import plain
     from trainer.runtime import distributed
-    from trainer.timing.calibration import calibrated
-    from trainer.timing.rates import plain
 
     if not out.absolute().parent.is_dir():
         raise ConfigError(

@@ -47,7 +47,7 @@ def predict(
     same command again goes on where a killed one was.
     """
     from trainer.evaluation import predict as prediction
-    from trainer.tasks.abilities import Prediction, Search
+    from trainer.protocol.abilities import Prediction, Search
 
     if temperature is None and num_answers > num_beams:
         raise ConfigError(

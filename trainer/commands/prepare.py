@@ -69,7 +69,7 @@ def prepare(
     from trainer.training.options import Options
 
     values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
-    module = options.module_of(values["task"], "preparation", "prepare")
+    module = options.module_of(values["task"], "preparation", "prepare", room="recipes")
     given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir, num_proc=num_proc)
     places = given.places
     if data_path is not None and out.resolve() == data_path.resolve():
@@ -129,7 +129,7 @@ def fetch(
     ] = None,
 ) -> None:
     """Fetch a public set into the layout that the built-in groups read, checked by its digests."""
-    from trainer.public_sets import catalogue
+    from trainer.recipes.public_sets import catalogue
 
     if name is None:
         for each, public in catalogue.SETS.items():
@@ -145,7 +145,7 @@ def fetch(
 def _fetch(name: str, out: Path, mirror: str | None) -> None:
     from trainer.files import hub
     from trainer.files.atomic import refuse_existing
-    from trainer.public_sets import fetching
+    from trainer.recipes.public_sets import fetching
 
     if name == "tokenizers":
         hub.use_cache_where_unreachable()

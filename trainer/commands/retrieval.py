@@ -13,8 +13,8 @@ from trainer.errors import ConfigError
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
     from trainer.data.readers.rankings import Run
+    from trainer.protocol.abilities import Embeds
     from trainer.retrieval.embeddings import Embeddings
-    from trainer.tasks.abilities import Embeds
 
 RunFile = Annotated[
     Path, typer.Option("--run", help="TREC's columns, or question, passage, and score or rank.")
@@ -110,7 +110,7 @@ def encode(
 
 
 def _embeds(task: object, values: dict[str, Any]) -> Embeds:
-    from trainer.tasks.abilities import Embeds
+    from trainer.protocol.abilities import Embeds
 
     if not isinstance(task, Embeds):
         raise ConfigError(

@@ -40,9 +40,9 @@ def stats(
     """
     from trainer import tasks
     from trainer.files.atomic import refusals, write_json
+    from trainer.protocol.task import Places
     from trainer.statistics import picture, table
     from trainer.statistics.report import report
-    from trainer.tasks.protocol import Places
 
     values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
     cfg = tasks.parse(values)

@@ -55,11 +55,11 @@ def convert(
     """Make statement groups for the plausibility verifier out of publishers' question-answering
     data.
     """
-    from trainer.tasks.vera.conversion import convert as conversion
+    from trainer.recipes.vera import convert as conversion
 
     model = None
     if converter is not None:
-        from trainer.tasks.vera.conversion.neural import QuestionConverter
+        from trainer.recipes.vera.neural import QuestionConverter
 
         model = QuestionConverter(converter, cache_dir=cache_dir, batch=batch)
     asked = conversion.Conversion(

@@ -14,7 +14,7 @@ from trainer.errors import DataError
 from trainer.files.remembered import program, remembered
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row, Task
+    from trainer.protocol.task import Row, Task
 
 Content = tuple[str, int]  # of a split: the digest of its rows, and how many they are
 

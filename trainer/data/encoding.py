@@ -20,7 +20,7 @@ import numpy as np
 from trainer.errors import LatheError
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Encoded, Row
+    from trainer.protocol.task import Encoded, Row
 
 SMALL = 10_000  # rows that one process encodes before several have begun
 _CHUNK = 200  # rows that a process gets at a time: some 0.1 s of work

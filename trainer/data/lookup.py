@@ -20,7 +20,7 @@ from trainer.data.stdlib_docs import is_held_out
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 VERSION = 1  # of the names and texts below, which it seeds: whoever changes them counts on
 CONTROL = "control"

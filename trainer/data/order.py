@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from trainer.errors import ConfigError, DataError
+from trainer.protocol.abilities import Packs, Shapes
+from trainer.protocol.task import DRAW, EPOCH, Batch, Task
 from trainer.runtime import distributed
-from trainer.tasks.abilities import Packs, Shapes
-from trainer.tasks.protocol import DRAW, EPOCH, Batch, Task
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore

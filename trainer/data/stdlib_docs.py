@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 _SKIPPED = {
     *("site-packages", "dist-packages", "lib-dynload", "__pycache__", "ensurepip"),

@@ -23,7 +23,7 @@ from trainer.errors import DataError
 from trainer.files.build_once import build_once
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Cut, Encoded, Row, Task
+    from trainer.protocol.task import Cut, Encoded, Row, Task
 
 log = logging.getLogger(__name__)
 

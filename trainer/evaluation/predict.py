@@ -29,15 +29,15 @@ from trainer.evaluation.run import Question, opened
 from trainer.exports import record
 from trainer.files.atomic import aside, create_json, read_json, refusals, replace_file, sha256_of
 from trainer.models import adapters
+from trainer.protocol.abilities import Prediction, Trained
 from trainer.retrieval.embeddings import fingerprint
 from trainer.runtime import distributed
-from trainer.tasks.abilities import Prediction, Trained
 from trainer.training.options import Options
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainer.tasks.protocol import Row, Task
+    from trainer.protocol.task import Row, Task
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,12 @@ from trainer.config.schema import RandomBase
 from trainer.data.order import evaluation_batches
 from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError, nearest
-from trainer.evaluation.mergeable import answer_scores, cut_at, scores_by_dataset
-from trainer.evaluation.scoring import Frozen, answer, evaluate, pool
-from trainer.evaluation.similarity import BERTSCORE_MODEL, check, similarities
 from trainer.files.atomic import aside, write_json
-from trainer.models import base_model, weight_files
-from trainer.runtime import distributed
-from trainer.runtime.distributed import on_main
-from trainer.tasks.abilities import (
+from trainer.metrics.mergeable import answer_scores, cut_at, scores_by_dataset
+from trainer.metrics.similarity import BERTSCORE_MODEL, check, similarities
+from trainer.models import base_model
+from trainer.models.weights import weight_files
+from trainer.protocol.abilities import (
     GREEDY,
     Answers,
     JudgesAnswers,
@@ -36,11 +34,14 @@ from trainer.tasks.abilities import (
     Search,
     question_of,
 )
+from trainer.runtime import distributed
+from trainer.runtime.distributed import on_main
 from trainer.telemetry.wandb_run import tell_wandb
 from trainer.training.options import Options
+from trainer.training.scoring import Frozen, answer, evaluate, pool
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row, Task
+    from trainer.protocol.task import Row, Task
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Question:
     cut_at: Sequence[str] = ()  # answers end before the first of these texts
     # every row answered under another row's context, to see what reading is worth
     another_context: bool = False
-    measures: Sequence[str] = ()  # of trainer.evaluation.similarity, besides the task's own
+    measures: Sequence[str] = ()  # of trainer.metrics.similarity, besides the task's own
     bertscore_model: str = BERTSCORE_MODEL
     # .json (a list) or .jsonl to write: the rows with ctxs[].score
     passage_scores: Path | None = None

@@ -10,7 +10,7 @@ from typing import Any
 from trainer import tasks
 from trainer.data.vocabulary import may_be_hub_id
 from trainer.exports.record import NAME, Record
-from trainer.tasks.abilities import Answers, Usage
+from trainer.protocol.abilities import Answers, Usage
 
 CARD = "README.md"
 _RUN_HERE = """\

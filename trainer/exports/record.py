@@ -18,7 +18,7 @@ from trainer.errors import ConfigError
 from trainer.files.atomic import read_json, sha256_of
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Task
+    from trainer.protocol.task import Task
 
 NAME = "lathe.json"
 FORMAT = 1

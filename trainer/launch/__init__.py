@@ -1,1 +1,1 @@
-"""A run from its dictionary to its exit code: what is chosen, checked and planned before its first step."""
+"""A run before its first step: what is chosen, checked and planned, and who starts it."""

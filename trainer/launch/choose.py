@@ -20,8 +20,8 @@ from trainer.config.identity import digest
 from trainer.config.schema import Experiment
 from trainer.errors import ConfigError, DoesNotFitError
 from trainer.files.atomic import read_json, write_json
-from trainer.memory import plan_text
-from trainer.memory.advice import (
+from trainer.plan.memory import plan_text
+from trainer.plan.memory.advice import (
     RECOMPUTED,
     advise,
     fits_recomputed,
@@ -31,23 +31,23 @@ from trainer.memory.advice import (
     recomputing,
     told_recomputed,
 )
-from trainer.memory.measure import MeasuringError, changed, measuring
-from trainer.memory.plan import MemoryPlan, make
-from trainer.memory.planned_rows import StoredRows
-from trainer.memory.subject import Subject
+from trainer.plan.memory.measure import MeasuringError, changed, measuring
+from trainer.plan.memory.plan import MemoryPlan, make
+from trainer.plan.memory.planned_rows import StoredRows
+from trainer.plan.memory.subject import Subject
+from trainer.plan.time.target import target_of
+from trainer.plan.time.text import duration
+from trainer.protocol.task import DRAW, EPOCH, Places, Task
 from trainer.runtime import distributed, rng
 from trainer.runtime.batch import batch_of, named_when_out_of_memory, to_device
 from trainer.runtime.gpus import Device
-from trainer.tasks.protocol import DRAW, EPOCH, Places, Task
-from trainer.timing.target import target_of
-from trainer.timing.text import duration
 from trainer.training.engine import Engine, trainable
 
 if TYPE_CHECKING:
     from trainer.data.order import Sharding
     from trainer.data.token_store import TokenStore
-    from trainer.timing.fastest import Way
-    from trainer.timing.target import Target
+    from trainer.plan.time.fastest import Way
+    from trainer.plan.time.target import Target
     from trainer.training.options import Options
 
 logger = logging.getLogger(__name__)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
+from trainer.plan.time.run_time import run_time
+from trainer.plan.time.text import duration, shares
 from trainer.runtime import distributed
-from trainer.timing.run_time import run_time
-from trainer.timing.text import duration, shares
 
 if TYPE_CHECKING:
-    from trainer.memory.subject import Subject
+    from trainer.plan.memory.subject import Subject
+    from trainer.plan.time.target import Target
     from trainer.telemetry.meter import Meter
     from trainer.telemetry.run_record import RunRecord
-    from trainer.timing.target import Target
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def predicted(subject: Subject, target: Target) -> dict[str, Any] | None:
 
 
 def _refuse_another(machine: Mapping[str, Any], name: str) -> None:
-    from trainer.timing.calibration import machine as this_machine
+    from trainer.plan.time.calibration import machine as this_machine
 
     here = this_machine()
     for key in ("device", "processor"):

@@ -22,20 +22,21 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
-from trainer.models import base_model, recomputation, weight_files
+from trainer.models import base_model, recomputation
 from trainer.models.frozen.freezing import trainable_report
+from trainer.models.optimizers import state_shapes
+from trainer.models.weights import weight_files
+from trainer.protocol.task import DRAW, EPOCH, Encoded, Places
 from trainer.statistics.examples import Segment, texts
 from trainer.statistics.ledger import refuse_lost_labels
-from trainer.tasks.protocol import DRAW, EPOCH, Encoded, Places
 from trainer.training import checkpoint
-from trainer.training.optimizers import state_shapes
 from trainer.training.schedule import warmup_steps
 
 if TYPE_CHECKING:
     from torch import nn
 
     from trainer.data.token_store import TokenStore
-    from trainer.tasks.protocol import Task
+    from trainer.protocol.task import Task
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
 

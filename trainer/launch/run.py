@@ -20,11 +20,11 @@ from trainer.data.content import Content, content_of
 from trainer.data.order import sizes_of
 from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, StorageError
-from trainer.evaluation.scoring import first_questions
-from trainer.memory import launch as planning
+from trainer.launch import choose as planning
+from trainer.launch import doctor, late, preflight
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.fused import compile_blocks
-from trainer.proof import doctor
+from trainer.plan.time.fastest import ways
 from trainer.runtime import device_defaults, distributed, rng
 from trainer.runtime.beside import Beside
 from trainer.runtime.deepspeed_optimizers import keep_frozen_whole
@@ -39,9 +39,7 @@ from trainer.telemetry.chain import StepChain
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
 from trainer.telemetry.trackers import named, tracked_runs
-from trainer.timing import late
-from trainer.timing.fastest import ways
-from trainer.training import bad_steps, checkpoint, engine, preflight, run_folder
+from trainer.training import bad_steps, checkpoint, engine, run_folder
 from trainer.training.bad_steps import RolledBack
 from trainer.training.engine import Engine
 from trainer.training.loop import Cadence, Progress, Session, fit, refuse_unknown_best
@@ -49,13 +47,14 @@ from trainer.training.options import Options
 from trainer.training.run_folder import check_hub, check_identity, claimed, push
 from trainer.training.run_plan import RunPlan, is_finished, say_padding
 from trainer.training.schedule import DEFAULT_EVERY, log_interval
+from trainer.training.scoring import first_questions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trainer.config.schema import Train
     from trainer.files.held_lock import HeldLock
-    from trainer.tasks.protocol import Task
+    from trainer.protocol.task import Task
 
 logger = logging.getLogger(__name__)
 

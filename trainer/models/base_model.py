@@ -24,16 +24,17 @@ from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
 from trainer.files import hub, packages, safetensors_file
 from trainer.files.remembered import remembered_sha256
-from trainer.models import adapters, families, fused, masks, weight_files
+from trainer.models import adapters, families, fused, masks
 from trainer.models.decoder.halves import adapted_source
 from trainer.models.frozen import quantized
-from trainer.models.t5_encoder_weights import encoder_source
+from trainer.models.weights import weight_files
+from trainer.models.weights.t5_encoder_weights import encoder_source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers import PreTrainedTokenizerFast as Tokenizer
 
-    from trainer.tasks.protocol import Places
+    from trainer.protocol.task import Places
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Kind = Literal[

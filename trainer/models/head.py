@@ -23,8 +23,8 @@ from trainer.models.losses import (
     positions_of_chunk,
     token_cross_entropy,
 )
-from trainer.models.weight_files import find_file
-from trainer.runtime.replaced import replaced
+from trainer.models.replaced import replaced
+from trainer.models.weights.weight_files import find_file
 
 HEAD_FILE = "head.safetensors"
 

@@ -15,7 +15,8 @@ from typing import Any
 from trainer.config.auto import with_micro_batch, with_recomputation
 from trainer.errors import CheckpointError, ConfigError
 from trainer.files.held_lock import HeldLock
-from trainer.memory import launch as planning
+from trainer.launch import choose as planning
+from trainer.launch.run import ready
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
 from trainer.telemetry.chain import PROOF, damage
@@ -23,7 +24,6 @@ from trainer.telemetry.run_record import METRICS, RunRecord
 from trainer.training import bad_steps, checkpoint
 from trainer.training.loop import Cadence, fit
 from trainer.training.options import Options
-from trainer.training.run import ready
 from trainer.training.run_plan import RunPlan
 
 NEVER = 2**62  # steps

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainer.evaluation.mergeable import Ratio
-    from trainer.tasks.protocol import Row
+    from trainer.metrics.mergeable import Ratio
+    from trainer.protocol.task import Row
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from trainer.evaluation.mergeable import GatheredValues, Ratio
+    from trainer.metrics.mergeable import GatheredValues, Ratio
 
 # A raw row: {"question": "...", "answers": [...], "context": "..."}. Messages name it by its "id",
 # where it has one.

@@ -18,7 +18,7 @@ from trainer.errors import DataError
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
     from trainer.data.readers.rankings import Run
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 # Letters, digits and marks in a row, or any other single character that is neither white space nor
 # control.

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from trainer.errors import ConfigError, DataError, DivergedError, LatheError
 from trainer.files.atomic import refusals, replace_file, sha256_of, write_json
 from trainer.files.safetensors_file import WrittenFile, checksum_problem
+from trainer.protocol.task import Row
 from trainer.runtime import distributed
-from trainer.tasks.protocol import Row
 
 if TYPE_CHECKING:
-    from trainer.tasks.abilities import Embeds, Side
+    from trainer.protocol.abilities import Embeds, Side
 
 logger = logging.getLogger(__name__)
 

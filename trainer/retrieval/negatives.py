@@ -22,7 +22,7 @@ from trainer.retrieval.answer_recall import AnswerFinder
 
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 logger = logging.getLogger(__name__)
 

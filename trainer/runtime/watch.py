@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, LatheError, RankLostError
 from trainer.runtime import distributed, process
-from trainer.survival.peers import Line, Message, Patience, Peer
+from trainer.runtime.peers import Line, Message, Patience, Peer
 
 LEAVE_S = 30.0  # how long what waits for a lost rank may take to feel that it is gone
 CLOSE_S = 150.0  # how long the end of a run may take then: trackers upload for two minutes

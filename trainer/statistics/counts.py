@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainer.tasks.abilities import Answers, ShowsCuts, question_of
+from trainer.protocol.abilities import Answers, ShowsCuts, question_of
 
 if TYPE_CHECKING:
+    from trainer.protocol.task import Row, Task
     from trainer.statistics.ledger import Ledger
-    from trainer.tasks.protocol import Row, Task
 
 WHOLE = "row"  # the name under which a whole raw row is compared
 _SHOWN = 5  # pairs of equal rows, by id

@@ -10,7 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
-    from trainer.tasks.protocol import Batch, Task, Text
+    from trainer.protocol.task import Batch, Task, Text
 
 _PLACES = (0.1, 0.5, 1.0)  # of the rows by length: a short one, the median, the longest
 _MOST_TOKENS = 400  # shown of a text, half of them from its beginning

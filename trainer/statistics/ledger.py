@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.errors import DataError
-from trainer.evaluation.mergeable import normalised
+from trainer.metrics.mergeable import normalised
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
-    from trainer.tasks.abilities import Uncut
+    from trainer.protocol.abilities import Uncut
 
 LITTLE = 0.01  # the share that a recommended limit loses less than
 _EXAMPLES = 5  # rows that lose most, by id

@@ -20,7 +20,7 @@ from trainer.statistics.ledger import Ledger
 
 if TYPE_CHECKING:
     from trainer.config.schema import Experiment, Train
-    from trainer.tasks.protocol import Task
+    from trainer.protocol.task import Task
 
 BINS = 30
 PERCENTILES = (50, 90, 95, 99)

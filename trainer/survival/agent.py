@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, LatheError
+from trainer.files import survival_events as events
 from trainer.files.atomic import read_json, write_json
+from trainer.files.survive import Survival
 from trainer.runtime.process import PARENT, birth, facts
-from trainer.survival import events
 from trainer.survival.member import Break, Member
-from trainer.survival.spec import Survival
 from trainer.survival.stragglers import Stragglers
 
 POLL_S = 0.2

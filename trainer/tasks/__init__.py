@@ -10,7 +10,7 @@ from trainer.config.schema import Experiment, validate
 from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Places, Task
+    from trainer.protocol.task import Places, Task
 
 
 def names() -> list[str]:

@@ -21,13 +21,14 @@ from trainer.config.identity import canonical_json
 from trainer.config.schema import Base, Experiment, Lora
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
-from trainer.evaluation.mergeable import GatheredValues, Ratio
-from trainer.models import adapters, base_model, generation_file, recomputation
+from trainer.metrics.mergeable import GatheredValues, Ratio
+from trainer.models import adapters, base_model, recomputation
 from trainer.models.decoder import streams
 from trainer.models.frozen.quantized import Bits
 from trainer.models.head import HEAD_FILE, load_head, write_head
 from trainer.models.losses import IGNORED
-from trainer.tasks.protocol import Batch, Places, Text
+from trainer.models.weights import generation_file
+from trainer.protocol.task import Batch, Places, Text
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from rich.console import Console
 from torch import Tensor
 
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, LatheError, RankLostError, StorageError
+from trainer.files import survival_events as events
 from trainer.files.atomic import overwrite_json, read_json, refusals, replace_file, write_json
-from trainer.runtime import distributed, process
-from trainer.survival import events, watch
+from trainer.runtime import distributed, process, watch
 from trainer.telemetry.chain import PROOF
 from trainer.telemetry.console import Bar, Lines, Number, screen
 from trainer.telemetry.goodput import KEY, Goodput
@@ -72,7 +72,7 @@ class RunRecord:
         self._bad_steps: list[int] = []
         self._proof = ""
         self.goodput, self.startup = Goodput.of(folder), Startup()
-        # steps against their prediction (trainer/timing/late.py), once they are done
+        # steps against their prediction (trainer/launch/late.py), once they are done
         self.time: dict[str, Any] | None = None
         self._state: State = "running"
         self._status_at = 0.0

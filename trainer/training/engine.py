@@ -33,11 +33,11 @@ from deepspeed.utils import safe_get_full_grad  # noqa: E402
 from trainer.errors import CheckpointError, ConfigError  # noqa: E402
 from trainer.files.compilation import compiling  # noqa: E402
 from trainer.files.saved_tensors import piece_name  # noqa: E402
+from trainer.models import optimizers  # noqa: E402
 from trainer.runtime import deepspeed_optimizers as mended  # noqa: E402
 from trainer.runtime import distributed  # noqa: E402
 from trainer.runtime.beside import StateCopy  # noqa: E402
 from trainer.runtime.host_memory import returned_at_once  # noqa: E402
-from trainer.training import optimizers  # noqa: E402
 from trainer.training.optimizer_state import OptimizerState, dtype_of, local_part, shape_of  # noqa: E402
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.config.schema import Experiment
 from trainer.data.order import Sharding, StepBatches, windows
 from trainer.errors import ConfigError, DivergedError, nearest
-from trainer.evaluation.scoring import answer, evaluate
+from trainer.protocol.abilities import Answers
 from trainer.runtime import distributed
 from trainer.runtime.batch import (
     HostCopy,
@@ -24,17 +24,17 @@ from trainer.runtime.batch import (
 )
 from trainer.runtime.preemption import Stopped
 from trainer.survival import lifeline
-from trainer.tasks.abilities import Answers
 from trainer.telemetry.chain import StepChain
 from trainer.training import schedule
 from trainer.training.bad_steps import BadSteps, RolledBack, SkippedSteps, Trouble
 from trainer.training.schedule import Plateau
+from trainer.training.scoring import answer, evaluate
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
+    from trainer.protocol.task import Row, Task
     from trainer.runtime.preemption import Preemption
     from trainer.survival.mirror import Mirror
-    from trainer.tasks.protocol import Row, Task
     from trainer.telemetry.meter import Meter
     from trainer.telemetry.run_record import RunRecord
     from trainer.training.engine import Engine

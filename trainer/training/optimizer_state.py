@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from trainer.errors import CheckpointError
 from trainer.files.saved_tensors import part_of, piece_name
+from trainer.models import optimizers
 from trainer.runtime import distributed
-from trainer.training import optimizers
 
 if TYPE_CHECKING:
     from trainer.config.schema import Optim

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
-from trainer.tasks.protocol import Places
+from trainer.protocol.task import Places
 from trainer.telemetry.trackers import named
 from trainer.telemetry.wandb_run import WandbSettings
 

@@ -25,8 +25,8 @@ from trainer.training import checkpoint
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
+    from trainer.protocol.task import Task
     from trainer.survival.mirror import Kept
-    from trainer.tasks.protocol import Task
     from trainer.training.engine import Engine
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan

@@ -15,7 +15,7 @@ from trainer.config.schema import Experiment
 from trainer.data.order import Sharding, Sizes, padding_share
 from trainer.errors import DataError
 from trainer.files.atomic import read_json
-from trainer.timing.target import target_of
+from trainer.plan.time.target import target_of
 
 if TYPE_CHECKING:
     from trainer.training.options import Options

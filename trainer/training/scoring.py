@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from trainer.data.order import evaluation_batches
 from trainer.errors import ConfigError
-from trainer.evaluation.mergeable import GatheredValues, Ratio, scores_by_dataset
+from trainer.metrics.mergeable import GatheredValues, Ratio, scores_by_dataset
+from trainer.protocol.abilities import GREEDY, Answers, Search, question_of
 from trainer.runtime import distributed, rng
 from trainer.runtime.batch import named_when_out_of_memory, to_device
-from trainer.tasks.abilities import GREEDY, Answers, Search, question_of
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
-    from trainer.tasks.protocol import Row, Task
+    from trainer.protocol.task import Row, Task
 
 
 class Scored(Protocol):
@@ -108,7 +108,7 @@ def first_questions(task: Task, count: int | Literal["all"]) -> list[Row]:
         raise ConfigError(
             f"--do_extra_evals or train.answers: task {task.cfg.task!r} cannot answer questions "
             "by generation. "
-            "Leave it out, or give the task a method `answers` (trainer/tasks/protocol.py)."
+            "Leave it out, or give the task a method `answers` (trainer/protocol/task.py)."
         )
     rows = islice(task.rows("valid"), None if count == "all" else count)
     return [question_of(task, row) for row in rows]

@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 
 from jobs.backends.local.queue import Queue, QueuedJob, attempt_of, default_folder
 from jobs.backends.local.runner import CANCELLED, RESTARTED, Capacity
-from jobs.code.secret_keys import minimal_environment
 from jobs.errors import Refused, Unreachable
 from jobs.job_state import Observed
 from jobs.protocol import Finding, JobSpec, Rendered
+from jobs.secret_keys import minimal_environment
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals, replace_file
 from trainer.runtime.process import life

@@ -38,9 +38,9 @@ from jobs.backends.toolkit.eai import (
     followed,
     parsed,
 )
-from jobs.code.secret_keys import SECRET
 from jobs.errors import Refused, Unreachable
 from jobs.protocol import Finding, JobSpec, Rendered
+from jobs.secret_keys import SECRET
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:

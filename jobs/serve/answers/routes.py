@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from jobs.answers.workers import CannotAnswer, Overloaded, Workers
+from jobs.serve.answers.workers import CannotAnswer, Overloaded, Workers
 from jobs.serve.requests import Body, Refusal, keeper_of, read_body, tuned_job
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096

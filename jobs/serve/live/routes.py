@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from jobs.live.series import Place, answers_of, curves_of, place_of
-from jobs.live.stream import Watch
 from jobs.report.page import STYLE
 from jobs.serve.lathe_routes import run_asked
+from jobs.serve.live.series import Place, answers_of, curves_of, place_of
+from jobs.serve.live.stream import Watch
 from jobs.serve.requests import Refusal, client_of, keeper_of, shown
 from trainer.config.differences import differing, flattened, short_names, written
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.job_state import ACTIVE
-from jobs.live.cards import run_card
 from jobs.record.status import survey
 from jobs.report.table import as_json
+from jobs.serve.live.cards import run_card
 from trainer.config.differences import told_apart
 from trainer.files.atomic import read_json
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import anyio
 from starlette.concurrency import run_in_threadpool
 
-from jobs.live.series import Place, lines_since
+from jobs.serve.live.series import Place, lines_since
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -191,14 +191,14 @@ FAULTS = [
     ),
     # Secrets and snapshots
     Fault(
-        "jobs/code/secret_keys.py",
+        "jobs/secret_keys.py",
         "        and not SECRET.search(name)\n",
         "",
         why="WANDB_API_KEY of the shell stands in the scheduler's file",
         tests=KEYS,
     ),
     Fault(
-        "jobs/code/secret_keys.py",
+        "jobs/secret_keys.py",
         "        and not any(secret in value for secret in hidden)\n",
         "",
         why="a secret inside another variable stands in the scheduler's file",

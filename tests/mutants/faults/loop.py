@@ -106,14 +106,14 @@ FAULTS = [
         tests=FIT,
     ),
     Fault(
-        "trainer/evaluation/scoring.py",
+        "trainer/training/scoring.py",
         "\n        model.train()\n",
         "\n",
         why="after the first evaluation the model trains without dropout",
         tests=FIT,
     ),
     Fault(
-        "trainer/evaluation/scoring.py",
+        "trainer/training/scoring.py",
         "score = score if counted else _nothing(score)",
         "score = score",
         why="rows that fill a rank's last batch are counted twice in every metric",

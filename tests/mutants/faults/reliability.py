@@ -218,7 +218,7 @@ FAULTS = [
         tests="tests/runs/test_doctor.py -k disk_whose",
     ),
     Fault(
-        "trainer/training/preflight.py",
+        "trainer/launch/preflight.py",
         "return bool(checkpoint.candidates(plan.checkpoints))",
         "return plan.checkpoints.exists()",
         why="a run killed in its first save begins anew with other random numbers",

@@ -8,14 +8,14 @@ STREAM = "tests/serve/test_live_stream.py"
 
 FAULTS = [
     Fault(
-        "trainer/evaluation/texts.py",
+        "trainer/models/texts.py",
         "positions_RL = (mask_RL.cumsum(-1) - 1).clamp(min=0)[:, -step_RL.shape[1] :]",
         "positions_RL = (mask_RL * 0 + 1).cumsum(-1)[:, -step_RL.shape[1] :] - 1",
         why="a text that waits beside a longer one is another than alone",
         tests="tests/numerics/test_texts.py",
     ),
     Fault(
-        "jobs/answers/workers.py",
+        "jobs/serve/answers/workers.py",
         "if not is_over and all(one.has_left for one in asked):",
         "if not is_over and any(one.has_left for one in asked):",
         why="a client that leaves ends the answers of those beside it",
@@ -71,21 +71,21 @@ FAULTS = [
         tests=HOSTILE,
     ),
     Fault(
-        "jobs/live/stream.py",
+        "jobs/serve/live/stream.py",
         "            self.since = tick\n",
         "            pass\n",
         why="pages are sent every line every second",
         tests=STREAM,
     ),
     Fault(
-        "jobs/live/series.py",
+        "jobs/serve/live/series.py",
         "is_other = facts.st_ino != place.file or facts.st_size < place.end",
         "is_other = facts.st_size < place.end",
         why="the curves of a run that resumed have steps that it took back",
         tests=STREAM,
     ),
     Fault(
-        "jobs/live/runs.py",
+        "jobs/serve/live/runs.py",
         "row.exp_id not in names",
         "False",
         why="nothing tells the runs of a group apart on the page",

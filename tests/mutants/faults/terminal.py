@@ -15,14 +15,14 @@ FAULTS = [
         tests=SIGNALS,
     ),
     Fault(
-        "trainer/evaluation/scoring.py",
+        "trainer/training/scoring.py",
         "        rng.restore(before)",
         "        rng.seed_everything(0, 0)",
         why="a run that is evaluated, or stopped in it, draws other dropout afterwards",
         tests="tests/unit/test_rng.py -k evaluation",
     ),
     Fault(
-        "trainer/training/preflight.py",
+        "trainer/launch/preflight.py",
         "    if warmup > train.steps and not has_begun(plan):",
         "    if warmup > train.steps and has_begun(plan):",
         why="a warm-up longer than the run is found out when it has begun, and never before",

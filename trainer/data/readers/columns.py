@@ -13,7 +13,7 @@ from trainer.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
     from trainer.config.own_rows import Layout
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 _LOOKED_AT = 100  # rows in which a column must be seen: JSON lines leave out what they lack
 _LISTS = ("[", "{")  # what JSON lists and objects begin with

@@ -13,7 +13,7 @@ from trainer.data.readers.jsonl import shown
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 PASSAGE_IDS = ("docid", "_id", "id", "passage_id", "psg_id")  # Tevatron; BEIR; FiD; DPR, twice
 QUESTION_IDS = ("query_id", "_id", "qid", "id")  # Tevatron; BEIR; NaturalQuestions here; FiD

@@ -19,7 +19,7 @@ import ijson
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

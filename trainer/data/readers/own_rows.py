@@ -22,7 +22,7 @@ from trainer.data.stdlib_docs import is_held_out
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 _OF_DATASETS = {"train": "train", "valid": "validation", "test": "test"}
 FILES = OwnRows()  # nothing said: files by their usual names

@@ -21,7 +21,7 @@ from trainer.data.readers.jsonl import bad_line, lines, numbered_jsonl, shown
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 _FIELDS = ["id", "text", "title"]
 

@@ -20,7 +20,7 @@ from trainer.data.stdlib_docs import is_held_out
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 _POSITIVES = ("positive_passages", "positive_document_ids", "positive_docids", "gold")
 _NQ_VALID_OF_1000 = 20  # passages held out from language modelling

@@ -26,7 +26,7 @@ from trainer.data.readers.rankings import RankedPassage, check_distinct, ranked_
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 _log = logging.getLogger(__name__)
 

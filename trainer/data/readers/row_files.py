@@ -22,7 +22,7 @@ from trainer.data.readers.jsonl import begins_as_json, objects, shown
 from trainer.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _INSTALL = "Install it: pip install 'lathe[datasets]'."

@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.errors import ConfigError
 from trainer.files import safetensors_file
 from trainer.files.build_once import build_once
-from trainer.models import weight_files
+from trainer.models.weights import weight_files
 
 if TYPE_CHECKING:
     from trainer.config.schema import Adapted

@@ -18,7 +18,7 @@ from trainer.data.padding import pad_right
 from trainer.models.losses import IGNORED
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Batch
+    from trainer.protocol.task import Batch
 
 # N rows, M tokens of all of them
 

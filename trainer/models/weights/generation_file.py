@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from trainer.models.weight_files import find_file
+from trainer.models.weights.weight_files import find_file
 
 NAME = "generation_config.json"
 

@@ -17,8 +17,8 @@ from trainer import tasks
 from trainer.config.auto import AUTO, with_recomputation
 from trainer.config.deepspeed_config import PRESETS
 from trainer.errors import ConfigError
-from trainer.memory.deepspeed_terms import Breakdown, Zero, host, training
-from trainer.memory.measure import (
+from trainer.plan.memory.deepspeed_terms import Breakdown, Zero, host, training
+from trainer.plan.memory.measure import (
     TRAINING,
     Measured,
     MeasureRequest,
@@ -27,11 +27,11 @@ from trainer.memory.measure import (
     measure,
     scaled,
 )
-from trainer.memory.planned_rows import Specimens, binding_limit, training_batches
+from trainer.plan.memory.planned_rows import Specimens, binding_limit, training_batches
 
 if TYPE_CHECKING:
-    from trainer.memory.plan import Made, MemoryPlan
-    from trainer.memory.subject import Subject
+    from trainer.plan.memory.plan import Made, MemoryPlan
+    from trainer.plan.memory.subject import Subject
     from trainer.runtime.gpus import Device
 
 RECOMPUTED = "train.gradient_checkpointing"  # the key

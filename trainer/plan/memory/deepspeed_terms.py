@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config import deepspeed_config
 
 if TYPE_CHECKING:
-    from trainer.memory.measure import Measured
+    from trainer.plan.memory.measure import Measured
 
 _REDUCED_AT_ONCE = 500_000_000  # numbers: engine.allreduce_no_retain's bucket, which no key changes
 # fp32 tensors that torch's Adafactor makes of one weight: squares, their estimate, the update

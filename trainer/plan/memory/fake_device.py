@@ -4,7 +4,7 @@ Tensors are fake (shapes only) and lie on a Python backend of torch, which takes
 kernel chooses by device: dropout keeps a mask of one byte, AdamW may be fused. Fake "cuda" tensors
 cannot be used: without CUDA, torch 2.13 aborts the process in autograd (SIGABRT in
 getDeviceGuardImpl). The backend is registered for the whole process and functions of torch are
-replaced, so this belongs into a process of its own (trainer.memory.measure).
+replaced, so this belongs into a process of its own (trainer.plan.memory.measure).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers.utils import import_utils
 
-from trainer.memory.fake_values import run_with_twins
-from trainer.memory.tracker import Tracker
-from trainer.runtime.replaced import replaced
+from trainer.models.replaced import replaced
+from trainer.plan.memory.fake_values import run_with_twins
+from trainer.plan.memory.tracker import Tracker
 
 # B batch, H heads, Q queries, K keys
 

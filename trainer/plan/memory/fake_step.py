@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from trainer.memory.measure import Measured, MeasureRequest
+from trainer.plan.memory.measure import Measured, MeasureRequest
 
 if TYPE_CHECKING:
-    from trainer.memory.fake_device import FakeDevice
-    from trainer.memory.tracker import Ran
-    from trainer.tasks.protocol import Places, Task
+    from trainer.plan.memory.fake_device import FakeDevice
+    from trainer.plan.memory.tracker import Ran
+    from trainer.protocol.task import Places, Task
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def answer_all(asked: TextIO, answers: TextIO) -> None:
     """Answer requests, a line each, until they end."""
     import torch
 
-    from trainer.tasks.protocol import Places
+    from trainer.protocol.task import Places
 
     # In a fork torch makes its pool of threads anew when it is first asked for it. Where two
     # threads of a backward pass ask at once, one finds none, and the process is aborted.
@@ -55,7 +55,7 @@ def answer_all(asked: TextIO, answers: TextIO) -> None:
 
 
 def _measured(request: MeasureRequest, places: Places) -> Measured:
-    from trainer.memory.fake_device import linear_of_partitioned
+    from trainer.plan.memory.fake_device import linear_of_partitioned
 
     step = _stepped(request, places)
     if request.kind != "train" or not step.frozen:
@@ -71,7 +71,13 @@ def _measured(request: MeasureRequest, places: Places) -> Measured:
 def _stepped(request: MeasureRequest, places: Places) -> Measured:
     """One step, by a few of its model's blocks; by all of them where those do not tell enough."""
     from trainer import tasks
-    from trainer.timing.blocks import SHOWN, SHOWN_RECOMPUTED, UnequalBlocksError, shortened, whole
+    from trainer.plan.time.blocks import (
+        SHOWN,
+        SHOWN_RECOMPUTED,
+        UnequalBlocksError,
+        shortened,
+        whole,
+    )
 
     every = tasks.parse(request.experiment).train.recompute_every or 0
     if every > 1:  # blocks do different things in turn
@@ -88,11 +94,11 @@ def _stepped_by(request: MeasureRequest, places: Places, shorten: Any) -> Measur
     import numpy as np
 
     from trainer import tasks
-    from trainer.memory.fake_device import equal_chunks_once, fake_device, rows_in_groups
-    from trainer.memory.tracker import forwards_in
     from trainer.models import recomputation
     from trainer.models.base_model import DTYPES
-    from trainer.training.optimizers import state_shapes
+    from trainer.models.optimizers import state_shapes
+    from trainer.plan.memory.fake_device import equal_chunks_once, fake_device, rows_in_groups
+    from trainer.plan.memory.tracker import forwards_in
 
     started = time.process_time()
     cfg = tasks.parse(request.experiment)
@@ -150,7 +156,7 @@ def _micro_batches(request: MeasureRequest, forwards: list[Ran]) -> tuple[Ran, R
     each other (models/gradcache.py), the first of two runs, the last runs and goes back, and the
     first runs again.
     """
-    from trainer.memory.tracker import Ran
+    from trainer.plan.memory.tracker import Ran
 
     if request.kind == "train" and request.accumulates and len(forwards) == 1 + 3:
         before, unseen, last, again = forwards
@@ -163,9 +169,9 @@ def _run(
 ) -> None:
     import torch
 
-    from trainer.memory.fake_device import for_real
+    from trainer.plan.memory.fake_device import for_real
+    from trainer.protocol.abilities import Answers
     from trainer.runtime import distributed
-    from trainer.tasks.abilities import Answers
 
     if request.kind == "train":
         model.train()

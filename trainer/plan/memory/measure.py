@@ -29,7 +29,7 @@ from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import read_json, write_json
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Places
+    from trainer.protocol.task import Places
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TIME_LIMIT_S = 600.0
@@ -337,7 +337,7 @@ class _Measurer:
 def _started(said: Any) -> subprocess.Popen[str]:
     """A new process; `said` is the file that takes its standard error."""
     return subprocess.Popen(
-        [sys.executable, "-m", "trainer.memory.fake_step"],
+        [sys.executable, "-m", "trainer.plan.memory.fake_step"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=said,

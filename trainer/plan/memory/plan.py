@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.schema import RandomBase
-from trainer.memory.deepspeed_terms import (
+from trainer.models.recomputation import check
+from trainer.plan.memory.deepspeed_terms import (
     Breakdown,
     Zero,
     host,
@@ -18,26 +19,25 @@ from trainer.memory.deepspeed_terms import (
     inference,
     training,
 )
-from trainer.memory.measure import (
+from trainer.plan.memory.measure import (
     EVALUATION,
     GENERATION,
     TRAINING,
     Measured,
     measure,
 )
-from trainer.memory.planned_rows import (
+from trainer.plan.memory.planned_rows import (
     SHORT_ANSWERS,
     answer_requests,
     first_evaluated,
     request_of,
     training_batches,
 )
-from trainer.models.recomputation import check
-from trainer.tasks.abilities import Answers
+from trainer.protocol.abilities import Answers
 
 if TYPE_CHECKING:
-    from trainer.memory.planned_rows import RowsByNumber
-    from trainer.memory.subject import Subject
+    from trainer.plan.memory.planned_rows import RowsByNumber
+    from trainer.plan.memory.subject import Subject
     from trainer.runtime.gpus import Device
 
 # host memory of a process that has imported torch, transformers and CUDA's libraries

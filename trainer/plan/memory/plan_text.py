@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from trainer.memory.measure import TRAINING
+from trainer.plan.memory.measure import TRAINING
 from trainer.runtime.gpus import GIB, Device
 
 if TYPE_CHECKING:
-    from trainer.memory.advice import Advice
-    from trainer.memory.deepspeed_terms import Breakdown
-    from trainer.memory.plan import MemoryPlan
+    from trainer.plan.memory.advice import Advice
+    from trainer.plan.memory.deepspeed_terms import Breakdown
+    from trainer.plan.memory.plan import MemoryPlan
 
 _SHOWN_FIXES = 8
 

@@ -17,13 +17,13 @@ from trainer.data.order import (
     sizes_of,
     windows_of_ranks,
 )
-from trainer.memory.measure import Kind, MeasureRequest
-from trainer.tasks.abilities import Answers, question_of
-from trainer.tasks.protocol import DRAW, EPOCH, Task
+from trainer.plan.memory.measure import Kind, MeasureRequest
+from trainer.protocol.abilities import Answers, question_of
+from trainer.protocol.task import DRAW, EPOCH, Task
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
-    from trainer.memory.subject import Subject
+    from trainer.plan.memory.subject import Subject
 
 SHORT_ANSWERS = (
     4,

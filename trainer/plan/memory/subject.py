@@ -13,15 +13,15 @@ from trainer.config.schema import Experiment
 from trainer.data.vocabulary import byte_level_tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.files import hub
-from trainer.memory.deepspeed_terms import Zero
-from trainer.memory.measure import MeasureRequest, changed
-from trainer.memory.planned_rows import RowsByNumber, Specimens, StoredRows
 from trainer.models import base_model
+from trainer.plan.memory.deepspeed_terms import Zero
+from trainer.plan.memory.measure import MeasureRequest, changed
+from trainer.plan.memory.planned_rows import RowsByNumber, Specimens, StoredRows
 
 if TYPE_CHECKING:
     from trainer.data.order import Sharding
     from trainer.data.token_store import TokenStore
-    from trainer.tasks.protocol import Places, Task
+    from trainer.protocol.task import Places, Task
 
 # A tokenizer that stands in for a published one (byte_level_tokenizer): its ids of padding and end.
 _STAND_IN: dict[str, Any] = {"pad_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 0}

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.memory.fake_values import tensors_in
-from trainer.memory.measure import Moment
-from trainer.timing.blocks import Part, Stacks, repeated, storage_of, whole
-from trainer.timing.operators import Operator, operator_of
+from trainer.plan.memory.fake_values import tensors_in
+from trainer.plan.memory.measure import Moment
+from trainer.plan.operators import Operator, operator_of
+from trainer.plan.time.blocks import Part, Stacks, repeated, storage_of, whole
 
 BLOCK = 512
 LARGEST = 3  # tensors that are named

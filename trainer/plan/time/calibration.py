@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.memory.fake_values import tensors_in
+from trainer.plan.memory.fake_values import tensors_in
+from trainer.plan.operators import Operator, operator_of
+from trainer.plan.time.rates import Link, Rates
+from trainer.plan.time.stopwatch import Stopwatch
 from trainer.runtime import distributed
-from trainer.timing.operators import Operator, operator_of
-from trainer.timing.rates import Link, Rates
-from trainer.timing.stopwatch import Stopwatch
 
 _PASSES = 3  # over all that is measured: see Stopwatch
 # Numbers of a tensor whose bytes are moved: in a step the next one is another, and its results stay

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.errors import ConfigError
-from trainer.memory.advice import STAGES, largest_fitting
-from trainer.memory.deepspeed_terms import Zero, host, training
-from trainer.memory.measure import Measured, changed, measure, scaled
-from trainer.timing.step_time import Batches, Cluster, StepTime, between, step_time
+from trainer.plan.memory.advice import STAGES, largest_fitting
+from trainer.plan.memory.deepspeed_terms import Zero, host, training
+from trainer.plan.memory.measure import Measured, changed, measure, scaled
+from trainer.plan.time.step_time import Batches, Cluster, StepTime, between, step_time
 
 if TYPE_CHECKING:
-    from trainer.memory.measure import MeasureRequest
-    from trainer.memory.subject import Subject
-    from trainer.timing.rates import Rates
+    from trainer.plan.memory.measure import MeasureRequest
+    from trainer.plan.memory.subject import Subject
+    from trainer.plan.time.rates import Rates
 
 _FEW, _SOME = 2, 8  # rows that are measured
 _CUBLAS = 32 * 2**20  # of its workspace, at most

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.data.order import window_rows
-from trainer.memory.measure import Measured, MeasureRequest, measure
-from trainer.memory.planned_rows import SHORT_ANSWERS, Specimens, answer_requests
-from trainer.runtime.gpus import data_sheet
-from trainer.tasks.abilities import Answers
-from trainer.timing.step_time import (
+from trainer.plan.memory.measure import Measured, MeasureRequest, measure
+from trainer.plan.memory.planned_rows import SHORT_ANSWERS, Specimens, answer_requests
+from trainer.plan.time.step_time import (
     Batches,
     Cluster,
     StepTime,
@@ -25,10 +23,12 @@ from trainer.timing.step_time import (
     overlapped,
     step_time,
 )
+from trainer.protocol.abilities import Answers
+from trainer.runtime.gpus import data_sheet
 
 if TYPE_CHECKING:
-    from trainer.memory.subject import Subject
-    from trainer.timing.rates import Rates
+    from trainer.plan.memory.subject import Subject
+    from trainer.plan.time.rates import Rates
 
 _SAMPLED_STEPS = 60  # whose micro-batches stand for all
 _TYPICAL = 3  # micro-batches that are counted: of the small, the middle and the large third

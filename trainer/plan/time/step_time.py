@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from trainer.timing.operators import Operator
+from trainer.plan.operators import Operator
 
 if TYPE_CHECKING:
-    from trainer.memory.deepspeed_terms import Zero
-    from trainer.memory.measure import Measured
-    from trainer.timing.rates import Link, Rates
+    from trainer.plan.memory.deepspeed_terms import Zero
+    from trainer.plan.memory.measure import Measured
+    from trainer.plan.time.rates import Link, Rates
 
 # What the host does besides the model's operators, in launches. Fitted by eye to 70 measured ways
 # of ten small models on a processor (docs/log.md); none of it was measured on a GPU.

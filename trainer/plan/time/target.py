@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.errors import ConfigError
+from trainer.plan.time.rates import Rates, of_data_sheet, read
+from trainer.plan.time.step_time import Cluster
 from trainer.runtime.gpus import Device, planned_device
-from trainer.timing.rates import Rates, of_data_sheet, read
-from trainer.timing.step_time import Cluster
 
 
 @dataclass(frozen=True)

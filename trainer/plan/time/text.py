@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from trainer.runtime.gpus import GIB
 
 if TYPE_CHECKING:
-    from trainer.timing.fastest import Way
-    from trainer.timing.run_time import RunTime
-    from trainer.timing.step_time import StepTime
+    from trainer.plan.time.fastest import Way
+    from trainer.plan.time.run_time import RunTime
+    from trainer.plan.time.step_time import StepTime
 
 _SHOWN_WAYS = 10
 _LEAST = 0.005  # of a step: smaller parts are not named

@@ -30,11 +30,11 @@ from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError
 from trainer.files.atomic import refusals, write_json
 from trainer.models import base_model
+from trainer.protocol.task import Places, Row
+from trainer.recipes.cross_attention import sets as reading_sources
 from trainer.runtime import distributed
 from trainer.tasks.cross_attention.encoder_states import layout, writing
-from trainer.tasks.cross_attention.publishers import sets as reading_sources
 from trainer.tasks.cross_attention.text import contexts, questions
-from trainer.tasks.protocol import Places, Row
 from trainer.telemetry.console import WorkProgress
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Wanted:
     """What is prepared, and how."""
 
     out: Path
-    # sets of trainer/tasks/cross_attention/publishers/sets.py by name, and where they are
+    # sets of trainer/recipes/cross_attention/sets.py by name, and where they are
     sources: Mapping[str, str]
     hotpotqa_shuffles: int = reading_sources.HOTPOTQA_SHUFFLES
     batch_tokens: int = 16_384  # padded tokens per device and forward

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from urllib.parse import parse_qs, urlsplit
 
 from trainer.errors import DataError, nearest
-from trainer.tasks.cross_attention.publishers import files
-from trainer.tasks.cross_attention.publishers.files import Part, PublishedRecord, read_as
+from trainer.recipes.cross_attention import files
+from trainer.recipes.cross_attention.files import Part, PublishedRecord, read_as
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 log = logging.getLogger(__name__)
 

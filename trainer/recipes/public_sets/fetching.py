@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 from trainer.errors import DataError, LatheError, nearest
 from trainer.files.atomic import new_folder, sha256_of, size_of
-from trainer.public_sets import layouts
-from trainer.public_sets.catalogue import SETS, TOKENIZERS, PublicFile, PublicSet
+from trainer.recipes.public_sets import layouts
+from trainer.recipes.public_sets.catalogue import SETS, TOKENIZERS, PublicFile, PublicSet
 
 SOURCE_FILE = "SOURCE.md"
 _TIMEOUT_S = 60.0

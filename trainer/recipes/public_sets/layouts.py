@@ -16,7 +16,7 @@ from trainer.data.readers.questions import Query
 from trainer.retrieval.negatives import bm25
 
 if TYPE_CHECKING:
-    from trainer.public_sets.catalogue import Layout
+    from trainer.recipes.public_sets.catalogue import Layout
 
 # of the questions, in an order drawn under seed 0: train, then dev; the rest is for tests
 _NQ_TRAIN, _NQ_DEV = 2000, 300

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trainer.errors import ConfigError, DataError, nearest
 from trainer.files.atomic import refusals, replace_file, write_json
-from trainer.tasks.vera.conversion.adapters import ADAPTERS
-from trainer.tasks.vera.conversion.declare import Draft, draft, ended
-from trainer.tasks.vera.conversion.problem import BadRecord, Problem
-from trainer.tasks.vera.conversion.report import Report
-from trainer.tasks.vera.conversion.rules import declared
+from trainer.recipes.vera.adapters import ADAPTERS
+from trainer.recipes.vera.declare import Draft, draft, ended
+from trainer.recipes.vera.problem import BadRecord, Problem
+from trainer.recipes.vera.report import Report
+from trainer.recipes.vera.rules import declared
 
 if TYPE_CHECKING:
-    from trainer.tasks.vera.conversion.adapters.adapter import Adapter
+    from trainer.recipes.vera.adapters.adapter import Adapter
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from trainer.tasks.vera.conversion.problem import Problem
+    from trainer.recipes.vera.problem import Problem
 
 Rule = Literal["verbatim", "joined", "blank", "rules", "converter"]
 # last sentence, choice, what is before; None: this is not for rules

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.tasks.vera.conversion.declare import Rule, find_blanks
-from trainer.tasks.vera.conversion.problem import BadRecord, Problem, read_line
+from trainer.recipes.vera.declare import Rule, find_blanks
+from trainer.recipes.vera.problem import BadRecord, Problem, read_line
 
 _SHOWN = 5
 

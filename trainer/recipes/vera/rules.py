@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from trainer.tasks.vera.conversion.problem import YES
+from trainer.recipes.vera.problem import YES
 
 
 def _words(text: str) -> frozenset[str]:

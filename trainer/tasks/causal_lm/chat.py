@@ -22,7 +22,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

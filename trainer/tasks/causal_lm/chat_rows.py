@@ -14,7 +14,7 @@ from trainer.errors import DataError
 from trainer.tasks.causal_lm.chat import ASSISTANT, counts
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 # ShareGPT's names of things.
 _ROLES = {"human": "user", "gpt": ASSISTANT}

@@ -13,17 +13,18 @@ from trainer.data import lookup, stdlib_docs
 from trainer.data.padding import pad_right
 from trainer.data.readers import questions
 from trainer.errors import ConfigError
-from trainer.models import base_model, generation_file
+from trainer.models import base_model
 from trainer.models.decoder.streams import Read
 from trainer.models.head import OutputLayer
 from trainer.models.losses import IGNORED, scored_before
 from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack_labelled
-from trainer.tasks.abilities import Uncut
+from trainer.models.weights import generation_file
+from trainer.protocol.abilities import Uncut
+from trainer.protocol.task import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.causal_lm.chat import ChatTemplate, meets
 from trainer.tasks.causal_lm.chat_rows import chats
 from trainer.tasks.causal_lm.config import Config
-from trainer.tasks.protocol import Batch, Cut, Encoded, Places, Row
 from trainer.tasks.token_task import TokenTask
 
 

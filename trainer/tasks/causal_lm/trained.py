@@ -13,15 +13,15 @@ from trainer.data.padding import pad_right
 from trainer.data.readers import fields
 from trainer.errors import ConfigError
 from trainer.models.adapters import are_in, loading
+from trainer.protocol.abilities import Prediction, Usage, by_row
 from trainer.runtime import distributed
-from trainer.tasks.abilities import Prediction, Usage, by_row
 from trainer.tasks.causal_lm.chat_rows import opened
 from trainer.tasks.causal_lm.config import Config
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 _MAX_TOKENS = 256  # of what is written, unless it is said
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from trainer.config.schema import validate
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, DataError
-from trainer.tasks.abilities import GREEDY, Search
+from trainer.protocol.abilities import GREEDY, Search
 from trainer.tasks.cross_attention.config import Data
 from trainer.tasks.cross_attention.decoder import export
 from trainer.tasks.cross_attention.decoder.context import Context, Past
@@ -20,7 +20,7 @@ from trainer.tasks.cross_attention.decoder.generation import most_prompt_tokens,
 from trainer.tasks.cross_attention.text.prompts import Prompts
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Encoded
+    from trainer.protocol.task import Encoded
 
 _TORN = "\ufffd"  # of a letter whose bytes are several tokens, before the last of them
 

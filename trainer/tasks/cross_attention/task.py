@@ -17,12 +17,13 @@ from trainer.config.own_rows import OwnRows
 from trainer.data import lookup
 from trainer.data.padding import pad_right, unflat
 from trainer.errors import ConfigError
-from trainer.evaluation.mergeable import GatheredValues, Ratio, answer_scores
+from trainer.metrics.mergeable import GatheredValues, Ratio, answer_scores
 from trainer.models import adapters, base_model
 from trainer.models.losses import IGNORED, scored_before
 from trainer.models.packed.stock import REPLACED
+from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, answered
+from trainer.protocol.task import DRAW, Batch, Encoded, Places, Row
 from trainer.runtime import distributed
-from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered
 from trainer.tasks.cross_attention.config import Config
 from trainer.tasks.cross_attention.decoder import export, foreign
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
@@ -36,7 +37,6 @@ from trainer.tasks.cross_attention.decoder.weights import load_added, read_added
 from trainer.tasks.cross_attention.text import contexts, questions
 from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle
 from trainer.tasks.cross_attention.text.prompts import Prompts
-from trainer.tasks.protocol import DRAW, Batch, Encoded, Places, Row
 from trainer.tasks.token_task import TokenTask
 
 if TYPE_CHECKING:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.readers.questions import question_row
 from trainer.models import adapters
+from trainer.protocol.abilities import Prediction, Usage
 from trainer.runtime import distributed
-from trainer.tasks.abilities import Prediction, Usage
 from trainer.tasks.cross_attention.config import Config
 from trainer.tasks.cross_attention.text.prompts import Prompts
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 _READ = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -11,7 +11,7 @@ import torch
 from trainer.models.packed import layout
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Batch
+    from trainer.protocol.task import Batch
 
 # B questions, P passages of all of them, M tokens of all of those, S tokens of the question that
 # has most

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer.models import base_model, generation_file
+from trainer.models import base_model
 from trainer.models.head import OutputLayer
 from trainer.models.packed import absorbed, t5_decoder, t5_encoder
 from trainer.models.packed.attention import flex
 from trainer.models.packed.stream_attention import Rows
+from trainer.models.weights import generation_file
 from trainer.tasks.fid import fido
 
 if TYPE_CHECKING:
+    from trainer.protocol.task import Batch
     from trainer.tasks.fid.config import Reader
-    from trainer.tasks.protocol import Batch
 
 # B questions, P passages of all of them, M tokens of all of those, S tokens of the question that
 # has most, T target tokens, G generated tokens, D width, I width of all heads together

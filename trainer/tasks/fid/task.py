@@ -21,21 +21,22 @@ from trainer.data.readers import retrieved
 from trainer.data.readers.passages import corpus_passages
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
-from trainer.evaluation.mergeable import answer_scores
-from trainer.models import adapters, base_model, weight_files
+from trainer.metrics.mergeable import answer_scores
+from trainer.models import adapters, base_model
 from trainer.models.families import T5, check_family
 from trainer.models.frozen.quantized import Bits
 from trainer.models.packed.layout import pack_targets
+from trainer.models.weights import weight_files
+from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
+from trainer.protocol.task import DRAW, Batch, Cut, Encoded, Places, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
-from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
 from trainer.tasks.fid import fido
 from trainer.tasks.fid.config import Config
 from trainer.tasks.fid.fused_layout import pack
 from trainer.tasks.fid.model import FiD, Generation
 from trainer.tasks.fid.tokens import Prompts, drawn_target
 from trainer.tasks.fid.weights import add_cross_bias
-from trainer.tasks.protocol import DRAW, Batch, Cut, Encoded, Places, Row
 from trainer.tasks.token_task import TokenTask
 
 _MADE_UP = "is_made_up"  # marks the raw row of specimen()

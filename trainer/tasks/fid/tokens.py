@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.padding import unflat
 from trainer.data.vocabulary import eos_id
-from trainer.tasks.protocol import DRAW, Row
+from trainer.protocol.task import DRAW, Row
 
 if TYPE_CHECKING:
     from trainer.tasks.fid.config import Data

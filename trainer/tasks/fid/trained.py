@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.readers import retrieved
 from trainer.models.adapters import loading
-from trainer.tasks.abilities import Usage, predicted_texts
+from trainer.protocol.abilities import Usage, predicted_texts
 from trainer.tasks.fid.config import Config
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 predicted = predicted_texts
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.errors import ConfigError
-from trainer.models.weight_files import find_file
+from trainer.models.weights.weight_files import find_file
 
 if TYPE_CHECKING:
     from trainer.config.schema import RandomBase

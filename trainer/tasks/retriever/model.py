@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from trainer.errors import ConfigError
 from trainer.models.masks import of_right_padded
 from trainer.models.packed.layout import pack
+from trainer.protocol.abilities import Side
+from trainer.protocol.task import Text
 from trainer.runtime import distributed
-from trainer.tasks.abilities import Side
-from trainer.tasks.protocol import Text
 
 if TYPE_CHECKING:
     from trainer.models.decoder.streams import Read

@@ -26,10 +26,10 @@ from trainer.data.readers.passages import nq_passages, written_passages
 from trainer.data.readers.questions import nq_lines, queries
 from trainer.data.readers.rankings import Qrels, read_qrels
 from trainer.errors import DataError
-from trainer.evaluation.mergeable import normalised
+from trainer.metrics.mergeable import normalised
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
     from trainer.tasks.retriever.config import Data
 
 _log = logging.getLogger(__name__)

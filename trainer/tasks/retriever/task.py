@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from trainer.config.schema import Base, Lora, RandomBase
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
-from trainer.evaluation.mergeable import GatheredValues, Ratio
+from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import adapters, base_model
 from trainer.models.gradcache import PoolScope, pooled_losses
+from trainer.protocol.abilities import Side, Uncut
+from trainer.protocol.task import DRAW, EPOCH, Batch, Encoded, Places, Row, Text
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
-from trainer.tasks.abilities import Side, Uncut
-from trainer.tasks.protocol import DRAW, EPOCH, Batch, Encoded, Places, Row, Text
 from trainer.tasks.retriever import export, losses, metrics, rows, selection, sentence_folder
 from trainer.tasks.retriever.config import Config, Data, Encoder
 from trainer.tasks.retriever.model import (

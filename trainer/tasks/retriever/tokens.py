@@ -12,11 +12,11 @@ from torch import Tensor
 
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
-from trainer.tasks.protocol import Cut
+from trainer.protocol.task import Cut
 
 if TYPE_CHECKING:
-    from trainer.tasks.abilities import Side
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.abilities import Side
+    from trainer.protocol.task import Row
     from trainer.tasks.retriever.config import Data
 
 

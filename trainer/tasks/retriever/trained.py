@@ -12,14 +12,14 @@ import torch
 from trainer.data.readers import fields
 from trainer.models import adapters
 from trainer.models.families import T5
-from trainer.tasks.abilities import Prediction, Usage
+from trainer.protocol.abilities import Prediction, Usage
 from trainer.tasks.retriever import export, sentence_folder
 from trainer.tasks.retriever.config import Config
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 _SENTENCES = """\
 from sentence_transformers import SentenceTransformer

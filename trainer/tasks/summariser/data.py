@@ -18,7 +18,7 @@ from trainer.data.readers.own_rows import own_rows
 from trainer.errors import DataError, nearest
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Places, Row
+    from trainer.protocol.task import Places, Row
     from trainer.tasks.summariser.config import Data
 
 

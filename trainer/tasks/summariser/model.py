@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from trainer.models import generation_file
 from trainer.models.head import OutputLayer
 from trainer.models.losses import IGNORED
 from trainer.models.packed import t5_decoder, t5_encoder
 from trainer.models.packed.layout import grids_of
 from trainer.models.packed.stream_attention import Rows
+from trainer.models.weights import generation_file
 
 if TYPE_CHECKING:
     from trainer.tasks.summariser.config import Generation

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from trainer.data.padding import flat, pad_right, unflat
 from trainer.errors import ConfigError
-from trainer.evaluation.mergeable import Ratio
+from trainer.metrics.mergeable import Ratio
 from trainer.models import base_model
 from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import pack, pack_targets
+from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
+from trainer.protocol.task import DRAW, Batch, Cut, Encoded, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
-from trainer.tasks.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
-from trainer.tasks.protocol import DRAW, Batch, Cut, Encoded, Row
 from trainer.tasks.summariser import data, rouge
 from trainer.tasks.summariser.config import Config
 from trainer.tasks.summariser.model import Summariser, arguments

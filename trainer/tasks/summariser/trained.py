@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.models.adapters import loading
-from trainer.tasks.abilities import Usage, predicted_texts
+from trainer.protocol.abilities import Usage, predicted_texts
 from trainer.tasks.summariser import data as documents
 from trainer.tasks.summariser.config import Config
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 predicted = predicted_texts
 

@@ -17,7 +17,7 @@ from trainer.data.readers.own_rows import own_rows
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
     from trainer.tasks.vera.config import Data
 
 log = logging.getLogger(__name__)
@@ -174,12 +174,9 @@ def _group(raw: Row, place: str, task: str, *, is_boolean: bool) -> Row:
 
 
 def _advice(task: str, root: Path) -> str:
-    from trainer.tasks.vera.conversion.adapters import ADAPTERS
-
-    if task in ADAPTERS:
-        return f"make it with `python -m trainer convert {task} --in RAW --out {root}`"
     return (
-        'put a list of {"golds": [...], "distractors": [...]} there (no converter knows this set)'
+        f"make it with `python -m trainer convert {task} --in RAW --out {root}`, if that command "
+        'knows this set, or put a list of {"golds": [...], "distractors": [...]} there'
     )
 
 

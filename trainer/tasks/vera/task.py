@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.evaluation.mergeable import GatheredValues, Ratio
+from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import base_model
 from trainer.models.families import DECODERS
 from trainer.models.gradcache import pooled_losses
 from trainer.models.head import HEAD_FILE
+from trainer.protocol.abilities import Uncut
+from trainer.protocol.task import DRAW, Batch, Cut, Encoded, Places, Row
 from trainer.runtime import distributed
-from trainer.tasks.abilities import Uncut
-from trainer.tasks.protocol import DRAW, Batch, Cut, Encoded, Places, Row
 from trainer.tasks.token_task import TokenTask
 from trainer.tasks.vera import groups, losses
 from trainer.tasks.vera.config import Config, Part

@@ -10,15 +10,15 @@ import torch
 
 from trainer.data.readers import fields
 from trainer.models.head import HEAD_FILE
+from trainer.protocol.abilities import Prediction, Usage
 from trainer.runtime.batch import to_device
-from trainer.tasks.abilities import Prediction, Usage
 from trainer.tasks.vera.calibration import scores_of
 from trainer.tasks.vera.config import Config
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 _SCORE = """\
 from transformers.dynamic_module_utils import get_class_from_dynamic_module

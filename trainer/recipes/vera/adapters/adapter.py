@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 from trainer.data.readers import jsonl
 from trainer.errors import DataError
-from trainer.tasks.vera.conversion.problem import BadRecord, Problem, one_line, write_line
+from trainer.recipes.vera.problem import BadRecord, Problem, one_line, write_line
 
 Variants = Mapping[str, str]
 

@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element
 
 from trainer.data.readers import jsonl
 from trainer.errors import DataError
-from trainer.tasks.vera.conversion.adapters.adapter import (
+from trainer.recipes.vera.adapters.adapter import (
     Adapter,
     Raw,
     Variants,
@@ -27,7 +27,7 @@ from trainer.tasks.vera.conversion.adapters.adapter import (
     value_of,
     xml_items,
 )
-from trainer.tasks.vera.conversion.problem import (
+from trainer.recipes.vera.problem import (
     BadRecord,
     Problem,
     multiple_choice,

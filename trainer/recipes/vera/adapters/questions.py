@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.data.readers import jsonl
 from trainer.errors import DataError
-from trainer.tasks.vera.conversion.adapters.adapter import (
+from trainer.recipes.vera.adapters.adapter import (
     Adapter,
     Raw,
     Variants,
@@ -25,7 +25,7 @@ from trainer.tasks.vera.conversion.adapters.adapter import (
     text_of,
     value_of,
 )
-from trainer.tasks.vera.conversion.problem import BadRecord, Problem, multiple_choice, read_line
+from trainer.recipes.vera.problem import BadRecord, Problem, multiple_choice, read_line
 
 _OPTION_MARK = re.compile(r"\s*\([A-Z]\)\s*")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import DataError
-from trainer.tasks.vera.conversion.adapters.adapter import (
+from trainer.recipes.vera.adapters.adapter import (
     Adapter,
     Raw,
     Variants,
@@ -23,7 +23,7 @@ from trainer.tasks.vera.conversion.adapters.adapter import (
     value_of,
     whole_json,
 )
-from trainer.tasks.vera.conversion.problem import (
+from trainer.recipes.vera.problem import (
     BadRecord,
     Problem,
     multiple_choice,

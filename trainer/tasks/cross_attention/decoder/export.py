@@ -18,11 +18,11 @@ from trainer.data import vocabulary
 from trainer.errors import ConfigError, ResumeError
 from trainer.files import safetensors_file
 from trainer.models import adapters, base_model
+from trainer.protocol.task import Places
 from trainer.tasks.cross_attention.config import Config, Layers
 from trainer.tasks.cross_attention.decoder import foreign
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 from trainer.tasks.cross_attention.decoder.weights import PREFIX, load_added, read_added
-from trainer.tasks.protocol import Places
 
 DESCRIPTION = "cross_attention.json"
 MERGED = "./base"  # the base of a merged export: a folder in it

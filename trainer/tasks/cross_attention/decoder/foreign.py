@@ -15,8 +15,9 @@ from transformers import AutoConfig
 
 from trainer.config.schema import RandomBase, validate
 from trainer.data import vocabulary
-from trainer.models import adapters, generation_file
+from trainer.models import adapters
 from trainer.models.decoder.backbone import backbone_of
+from trainer.models.weights import generation_file
 from trainer.tasks.cross_attention import modeling_cross_attention
 from trainer.tasks.cross_attention.config import Data, Layers
 from trainer.tasks.cross_attention.decoder.shape import added_indices, layer_shape

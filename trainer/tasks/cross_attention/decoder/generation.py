@@ -20,7 +20,7 @@ from trainer.errors import ConfigError
 from trainer.tasks.cross_attention.decoder.context import Past
 
 if TYPE_CHECKING:
-    from trainer.tasks.abilities import Search
+    from trainer.protocol.abilities import Search
 
 # B batch, N answers of a row, R rows of a beam search or of draws, T prompt tokens, G generated
 # tokens, V vocabulary

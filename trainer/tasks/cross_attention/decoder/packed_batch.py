@@ -15,8 +15,8 @@ from torch import Tensor
 from trainer.models.packed.layout import pack, pack_labelled, pack_pairs
 
 if TYPE_CHECKING:
+    from trainer.protocol.task import Batch
     from trainer.tasks.cross_attention.encoder_states.reading import StateCache
-    from trainer.tasks.protocol import Batch
 
 # M decoder tokens of all rows, K context tokens of all of them, N scored tokens, D width
 

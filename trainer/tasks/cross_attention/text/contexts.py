@@ -18,8 +18,8 @@ from trainer.tasks.cross_attention.encoder_states.layout import Identity, folder
 from trainer.tasks.cross_attention.encoder_states.reading import StateCache, open_states, padded
 
 if TYPE_CHECKING:
+    from trainer.protocol.task import Batch, Places
     from trainer.tasks.cross_attention.config import Config
-    from trainer.tasks.protocol import Batch, Places
 
 FIELDS = (
     "context",

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from trainer.data import vocabulary
 from trainer.data.padding import flat, pad_right
 from trainer.errors import DataError
-from trainer.tasks.abilities import GREEDY, Search, by_row
+from trainer.protocol.abilities import GREEDY, Search, by_row
+from trainer.protocol.task import Batch, Cut, Encoded, Row
 from trainer.tasks.cross_attention.decoder.context import Past
 from trainer.tasks.cross_attention.decoder.generation import greedy, most_prompt_tokens, searched
 from trainer.tasks.cross_attention.text import questions, templates
 from trainer.tasks.cross_attention.text.contexts import state_batch, token_batch
-from trainer.tasks.protocol import Batch, Cut, Encoded, Row
 
 if TYPE_CHECKING:
     from trainer.tasks.cross_attention.config import Data

@@ -15,7 +15,7 @@ from trainer.data.readers.questions import nq_rows, qa_rows
 from trainer.errors import DataError, nearest
 
 if TYPE_CHECKING:
-    from trainer.tasks.protocol import Row
+    from trainer.protocol.task import Row
 
 OWN = ("files", "jsonl")  # sources of a user's own rows: two names of one
 PREPARED = "prepared.json"  # in a folder that `python -m trainer prepare` wrote; see preparation.py

@@ -17,14 +17,14 @@ import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from trainer import tasks
-from trainer.commands.options import end
 from trainer.errors import EXIT_OK
+from trainer.launch.ending import end
+from trainer.launch.run import run_each
 from trainer.runtime import device_defaults, distributed
 from trainer.runtime.preemption import Preemption
 from trainer.survival import groups, lifeline
 from trainer.survival.lifeline import Lifeline, Seat
 from trainer.training.options import Options
-from trainer.training.run import run_each
 from trainer.training.run_plan import plan
 
 groups.import_late_parts()
