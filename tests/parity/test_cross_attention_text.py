@@ -1,6 +1,6 @@
 """Recorded texts and token lists of the published system.
 
-Its scores are compared in tests/unit/test_metrics.py, its prompt strings in
+Its scores are compared in tests/unit/test_mergeable.py, its prompt strings in
 tests/unit/test_templates.py.
 """
 

@@ -24,7 +24,7 @@ FEATURES = "tests/contract/test_task_features.py::test_a_run_resumed_on_another_
         (f"{CONTRACT}[fid]", f"{FEATURES}[fid-2-1]", True),
         (f"{CONTRACT}[fid]", f"{CONTRACT}[vera]", False),
         ("tests/unit/test_rng.py::test_a", "tests/unit/test_rng.py::test_b[fid]", True),
-        ("tests/unit/test_rng.py::test_a", "tests/unit/test_store.py::test_a", False),
+        ("tests/unit/test_rng.py::test_a", "tests/unit/test_token_store.py::test_a", False),
         ("tests/jobs/test_slurm.py::test_a", "tests/jobs/test_chaos.py::test_on_slurm[x]", True),
         ("tests/jobs/test_local.py::test_a", "tests/jobs/test_chaos.py::test_on_slurm[x]", False),
     ],

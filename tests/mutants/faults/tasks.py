@@ -22,8 +22,8 @@ PACKAGES = "tests/unit/test_packages.py"
 SENTENCES = "tests/unit/test_sentence_folder.py"
 MEMORY = "tests/unit/test_memory_parts.py"
 SUMMARISER = "tests/unit/test_summariser_task.py"
-RANKING = "tests/unit/test_ranking.py"
-MINING = "tests/unit/test_mining.py"
+RANKING = "tests/unit/test_rankings.py"
+MINING = "tests/unit/test_negatives.py"
 
 FAULTS = [
     # Retriever
@@ -468,7 +468,7 @@ FAULTS = [
         "ordered * 2**32 + (_LOW - positions)",
         "ordered * 2**32 + positions",
         why="of equal scores the last passage wins, and positions come back wrong",
-        tests="tests/unit/test_search.py",
+        tests="tests/unit/test_exact_search.py",
     ),
     Fault(
         "trainer/retrieval/negatives.py",

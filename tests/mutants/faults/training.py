@@ -9,13 +9,13 @@ RESUME = "tests/contract/test_task_contract.py -k 'resumes_bit_for_bit and causa
 ENGINE = "tests/numerics/test_engine.py"
 GRADCACHE = "tests/numerics/test_gradcache.py"
 FOLDERS = "tests/numerics/test_partitioned_base.py"
-ATOMIC = "tests/unit/test_atomic_files.py"
+ATOMIC = "tests/unit/test_atomic.py"
 CHECKPOINT = "tests/unit/test_checkpoint.py"
 RANKS = "tests/unit/test_checkpoint_ranks.py"
 RNG = "tests/unit/test_rng.py"
 SCHEDULE = "tests/unit/test_schedule.py"
-WINDOWS = "tests/unit/test_windows.py"
-STORE = "tests/unit/test_store.py"
+WINDOWS = "tests/unit/test_order.py"
+STORE = "tests/unit/test_token_store.py"
 TELEMETRY = "tests/unit/test_telemetry.py -k 'not wandb'"
 BAD_INPUT = "tests/runs/test_bad_input.py"
 GROUPS = "tests/runs/test_groups.py"
@@ -162,21 +162,21 @@ FAULTS = [
         "(Counter(normalised(one).split()) & Counter(normalised(other).split()))",
         "(Counter(set(normalised(one).split())) & Counter(normalised(other).split()))",
         why="a repeated word counts once in F1",
-        tests="tests/unit/test_metrics.py",
+        tests="tests/unit/test_mergeable.py",
     ),
     Fault(
         "trainer/metrics/mergeable.py",
         "float(any(normalised(reference)",
         "float(all(normalised(reference)",
         why="an answer must hold every reference to be right",
-        tests="tests/unit/test_metrics.py",
+        tests="tests/unit/test_mergeable.py",
     ),
     Fault(
         "trainer/metrics/mergeable.py",
         "self.den.double() + other.den.double())",
         "self.den.double())",
         why="a mean over batches is divided by the rows of the first one",
-        tests="tests/unit/test_metrics.py",
+        tests="tests/unit/test_mergeable.py",
     ),
     # Ranks
     Fault(
@@ -234,7 +234,7 @@ FAULTS = [
         "        if got == record.sha256\n",
         "        if got\n",
         why="a flipped bit in the weights is trained on",
-        tests=f"{CHECKPOINT} tests/unit/test_shards.py",
+        tests=f"{CHECKPOINT} tests/unit/test_safetensors_file.py",
     ),
     Fault(
         "trainer/files/safetensors_file.py",

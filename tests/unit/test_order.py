@@ -602,7 +602,7 @@ def _global_random_state() -> tuple[Any, ...]:
 def test_a_script_that_dies_in_mid_epoch_still_ends(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from tests.unit.test_windows import _Lines, Encoded, Sharding, open_store, windows
+from tests.unit.test_order import _Lines, Encoded, Sharding, open_store, windows
 rows = [{{"ids": [n]}} for n in range(8)]
 store = open_store(lambda: rows, Encoded, encoding_id="e", split="train", cache_dir=Path({str(tmp_path)!r}), length=len)
 source = windows(store, _Lines(), Sharding(4, 2, 1, 0), seed=1, start_step=0, stop_step=10**9)

@@ -178,7 +178,7 @@ _SLOW = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {root!r})
-from tests.unit import test_state_cache as tests
+from tests.unit import test_encoder_states as tests
 def slow(batch):
     if Path(sys.argv[2]).is_file():
         time.sleep(600)  # to be killed here
