@@ -11,7 +11,7 @@ import pytest
 
 from tests.parity.recorded_fid import ROOT
 from trainer.retrieval.answer_recall import has_answer, tokens
-from trainer.retrieval.runs import agreement
+from trainer.retrieval.rankings import agreement
 
 CASES = ROOT / "eval_cases.json"
 

@@ -15,7 +15,7 @@ from trainer.data.readers import passages as corpora
 from trainer.data.readers import questions, retrieved
 from trainer.data.readers.jsonl import read_jsonl
 from trainer.data.readers.questions import Query
-from trainer.data.readers.rankings import Hit, Run
+from trainer.data.readers.rankings import Hit, Rankings
 from trainer.errors import ConfigError, DataError
 from trainer.protocol.task import Row
 from trainer.retrieval.negatives import (
@@ -26,7 +26,7 @@ from trainer.retrieval.negatives import (
     training_rows,
     write_rows,
 )
-from trainer.retrieval.runs import judged
+from trainer.retrieval.rankings import mean_measures
 
 NQ = Path(__file__).resolve().parents[2] / os.environ.get("LATHE_DATA", "../shared/data") / "nq"
 TEXTS = {
@@ -39,11 +39,11 @@ PASSAGES = {name: {"id": name, "title": f"T{name}", "text": text} for name, text
 QUERY = Query("q", "which city", ["rome"], ["gold"])
 
 
-def run(*ids: str) -> Run:
+def run(*ids: str) -> Rankings:
     return {"q": [Hit(name, float(-rank)) for rank, name in enumerate(ids)]}
 
 
-def negatives(found: Run, query: Query = QUERY, **window: Any) -> list[str]:
+def negatives(found: Rankings, query: Query = QUERY, **window: Any) -> list[str]:
     chosen = RankRange(**{"count": 50, **window})
     (row,) = training_rows(
         found, [query], PASSAGES, positives=positives_of([query], None), window=chosen
@@ -211,15 +211,15 @@ def test_bm25_reaches_its_known_numbers_on_natural_questions() -> None:
         "recall@20": 0.954,
         "mrr@10": 0.823,
     }  # ties as bm25s leaves them
-    whole = judged(ranked, qrels, at=[1, 5, 10, 20])
+    whole = mean_measures(ranked, qrels, at=[1, 5, 10, 20])
     assert {name: round(whole[name], 3) for name in wanted} == wanted
-    assert judged(found, qrels, at=[1])["recall@1"] == pytest.approx(
+    assert mean_measures(found, qrels, at=[1])["recall@1"] == pytest.approx(
         0.7567, abs=5e-5
     )  # ties as trec_eval has them
     tested = {
         query.id: qrels[query.id] for query in questions.queries(NQ / "queries.jsonl", "test")
     }
-    of_test = judged(ranked, tested, at=[1, 5, 10, 20])
+    of_test = mean_measures(ranked, tested, at=[1, 5, 10, 20])
     assert len(tested) == 355
     assert [round(of_test[name], 3) for name in wanted] == [0.735, 0.904, 0.955, 0.804]
 

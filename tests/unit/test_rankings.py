@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from trainer.data.readers.rankings import Hit, read_qrels, read_run
 from trainer.errors import DataError
-from trainer.retrieval.runs import (
-    agreed,
+from trainer.retrieval.rankings import (
     agreement,
-    judged,
-    judged_question,
-    run_of,
+    mean_agreement,
+    mean_measures,
+    of_search,
+    question_measures,
     without_query,
     write_run,
 )
@@ -113,9 +113,9 @@ def test_a_search_becomes_a_run_without_the_question_itself() -> None:
         np.array([[2, 0, 1], [1, -1, -1]]),
         np.array([[3.0, 2.0, 1.0], [5.0, -np.inf, -np.inf]]),
     )
-    whole = run_of(["a", "q"], ["a", "b", "c"], rows=rows, scores=scores)
+    whole = of_search(["a", "q"], ["a", "b", "c"], rows=rows, scores=scores)
     assert whole == {"a": [Hit("c", 3.0), Hit("a", 2.0), Hit("b", 1.0)], "q": [Hit("b", 5.0)]}
-    cut = run_of(
+    cut = of_search(
         ["a", "q"], ["a", "b", "c"], rows=rows, scores=scores, is_without_query=True, depth=2
     )
     assert (
@@ -144,7 +144,7 @@ def test_every_measure_is_trec_evals(values: dict[str, int], ranking: dict[str, 
         return  # trec_eval reads no question without hits; see the next test
     measures = {"map", "recip_rank", "ndcg", "recall.1,3,10", "ndcg_cut.1,3,10", "success.1,3,10"}
     theirs = pytrec_eval.RelevanceEvaluator({"q": values}, measures).evaluate({"q": ranking})["q"]
-    ours = judged_question([Hit(*item) for item in ranking.items()], values, at=AT)
+    ours = question_measures([Hit(*item) for item in ranking.items()], values, at=AT)
     names = {
         **NAMES,
         **{f"recall@{k}": f"recall_{k}" for k in AT},
@@ -159,7 +159,9 @@ def test_every_measure_is_trec_evals(values: dict[str, int], ranking: dict[str, 
 
 def test_a_question_that_the_run_lacks_counts_zero_and_one_without_relevance_not_at_all() -> None:
     qrels = {"q1": {"d1": 1}, "lost": {"d1": 1}, "none": {"d1": 0}}
-    found = judged({"q1": [Hit("d1", 1.0)], "none": [Hit("d1", 1.0)], "new": []}, qrels, at=[1])
+    found = mean_measures(
+        {"q1": [Hit("d1", 1.0)], "none": [Hit("d1", 1.0)], "new": []}, qrels, at=[1]
+    )
     assert found == dict.fromkeys(
         ("map", "mrr", "ndcg", "recall@1", "success@1", "mrr@1", "ndcg@1"), 0.5
     )
@@ -169,12 +171,12 @@ def test_a_run_of_other_questions_is_refused() -> None:
     with pytest.raises(
         DataError, match=r"for none of the 1 questions .* like 'a', theirs like 'q1'"
     ):
-        judged({"a": [Hit("d1", 1.0)]}, {"q1": {"d1": 1}}, at=[1])
+        mean_measures({"a": [Hit("d1", 1.0)]}, {"q1": {"d1": 1}}, at=[1])
 
 
 def test_the_measures_of_an_example_worked_by_hand() -> None:
     hits = [Hit("b", 4.0), Hit("x", 3.0), Hit("a", 2.0), Hit("y", 1.0)]
-    found = judged_question(hits, {"a": 1, "b": 2, "c": 1, "y": 0}, at=[2])
+    found = question_measures(hits, {"a": 1, "b": 2, "c": 1, "y": 0}, at=[2])
     ideal = 2 + 1 / math.log2(3)
     assert found["map"] == pytest.approx((1 + 2 / 3) / 3)
     assert found["recall@2"] == pytest.approx(1 / 3)
@@ -202,5 +204,5 @@ def test_a_ranking_that_the_reader_shares_has_no_inversions_and_its_reverse_has_
 
 
 def test_a_readers_scores_order_the_passages_and_questions_are_averaged() -> None:
-    found = agreed([[0.3, 0.9, 0.3], [], [5.0]], at=[1])
+    found = mean_agreement([[0.3, 0.9, 0.3], [], [5.0]], at=[1])
     assert found == {"inversions": 0.5, "overlap@1": 0.5, "reach@1": 1.5}

@@ -12,7 +12,7 @@ from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer.data.readers.questions import Query
-    from trainer.data.readers.rankings import Run
+    from trainer.data.readers.rankings import Rankings
     from trainer.protocol.abilities import Embeds
     from trainer.retrieval.embeddings import Embeddings
 
@@ -155,7 +155,7 @@ def search(
     """
     import numpy as np
 
-    from trainer.retrieval import embeddings, runs
+    from trainer.retrieval import embeddings, rankings
     from trainer.retrieval import exact_search as searching
     from trainer.runtime import distributed
 
@@ -179,7 +179,7 @@ def search(
     if distributed.is_main():
         ids = [name for corpus in corpora for name in corpus.ids]
         cut = {"is_without_query": remove_query, "depth": depth}
-        found = runs.run_of(asked.ids, ids, rows=hits.rows, scores=hits.scores, **cut)
+        found = rankings.of_search(asked.ids, ids, rows=hits.rows, scores=hits.scores, **cut)
         _write_run(out, found, run_format, tag)
 
 
@@ -241,8 +241,8 @@ def judge(
     recall.
     """
     from trainer.data.readers.rankings import read_run
-    from trainer.retrieval import runs
-    from trainer.retrieval.judging import judged_run
+    from trainer.retrieval import rankings
+    from trainer.retrieval.judging import run_measures
 
     if (run is None) == (scored is None):
         raise ConfigError("give --run or --scored, one of them.")
@@ -253,8 +253,8 @@ def judge(
         kept = set(only.read_text(encoding="utf-8").split()) if only is not None else None
         read = read_run(run)
         if remove_query:
-            read = runs.without_query(read)
-        found = judged_run(
+            read = rankings.without_query(read)
+        found = run_measures(
             read, asked, qrels, passages=passages, only=kept, at=at or [1, 5, 10, 20, 100]
         )
     for name, value in found.items():
@@ -342,7 +342,7 @@ def _rows(source: Path, side: str, split: str | None) -> Any:
 
 
 def _check_run(run_format: str, out: Path) -> None:
-    from trainer.retrieval.runs import RunFormat
+    from trainer.retrieval.rankings import RunFormat
 
     if run_format not in get_args(RunFormat):
         raise ConfigError(f"--format {run_format}: want {', '.join(get_args(RunFormat))}.")
@@ -350,10 +350,10 @@ def _check_run(run_format: str, out: Path) -> None:
         raise ConfigError(f"{out}: its folder does not exist. Make it, or write elsewhere.")
 
 
-def _write_run(out: Path, found: Run, run_format: Any, tag: str) -> None:
-    from trainer.retrieval import runs
+def _write_run(out: Path, found: Rankings, run_format: Any, tag: str) -> None:
+    from trainer.retrieval import rankings
 
-    runs.write_run(out, found, format=run_format, tag=tag)
+    rankings.write_run(out, found, format=run_format, tag=tag)
     typer.echo(f"{out}: {len(found)} questions, {sum(map(len, found.values()))} hits")
 
 
@@ -378,11 +378,11 @@ def _queries(path: Path | None, split: str | None) -> list[Query]:
 def _agreement(path: Path, at: list[int]) -> dict[str, float]:
     from trainer.config.own_rows import OwnRows, Splits
     from trainer.data.readers import retrieved
-    from trainer.retrieval import runs
+    from trainer.retrieval import rankings
 
     own = OwnRows(files=Splits(test=path.name))
     rows = retrieved.rows(
         path.parent, "test", source="fid", own=own, contexts=10**9, sort_by_score=False
     )
     scores = ([ctx["score"] for ctx in row["ctxs"] if "score" in ctx] for row in rows)
-    return runs.agreed(scores, at=at)
+    return rankings.mean_agreement(scores, at=at)

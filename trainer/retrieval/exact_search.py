@@ -1,10 +1,12 @@
 """The passages whose vectors have the largest dot product with a question's: exactly, in bounded
 memory, or by FAISS.
 
-Passages come in blocks and are read once, for all questions; of a block only what beats a
-question's k-th best so far is looked at. A hit is one int64 key: the score's bits, in an order that
-integers have too, above the position counted backwards. The largest keys are the best hits and all
-keys differ, so equal scores stand in the order of the passages.
+Passages are read once, block by block, for all questions. Of a block only the scores above a
+question's k-th best so far become candidates.
+
+A hit is packed into one int64 key: the score in the upper 32 bits, as an integer of the same order,
+and the passage's position, counted backwards, in the lower 32 bits. So the largest keys are the
+best hits, all keys differ, and equal scores stand in the order of the passages.
 """
 
 # Q questions, P passages of a block, D width, K depth, C candidates
@@ -23,13 +25,11 @@ from trainer.errors import ConfigError
 from trainer.files.packages import extra
 from trainer.runtime import distributed
 
-QUERY_BLOCK, PASSAGE_BLOCK = (
-    256,
-    8192,
-)  # scores of a block: 8 MiB, which a processor's cache still holds
+# the scores of a block are 8 MiB, which a processor's cache still holds
+QUERY_BLOCK, PASSAGE_BLOCK = 256, 8192
 GPU_QUERY_BLOCK, GPU_PASSAGE_BLOCK = 2048, 65_536
-_NONE = torch.iinfo(torch.int64).min  # no hit: below every key
-_LOW = 2**32 - 1
+_NO_HIT = torch.iinfo(torch.int64).min  # below every key
+_LOW = 2**32 - 1  # the bits of a key that hold the position
 
 
 @dataclass(frozen=True)
@@ -62,24 +62,28 @@ def search(
     passage_block = passage_block or (GPU_PASSAGE_BLOCK if is_gpu else PASSAGE_BLOCK)
     _check(queries, passages, depth)
     queries_QD = torch.from_numpy(np.asarray(queries, dtype=np.float32)).to(device)
-    keys_QK = torch.full((len(queries), depth), _NONE, device=device)
+    keys_QK = torch.full((len(queries), depth), _NO_HIT, device=device)
     for start, block in _share(passages, passage_block):
         block_PD = (
             torch.from_numpy(block if block.flags.writeable else np.array(block)).to(device).float()
         )
         for first in range(0, len(queries), query_block):
             own = slice(first, first + query_block)
-            keys_QK[own] = _better(keys_QK[own], _products(queries_QD[own], block_PD), start)
+            scores_QP = _products(queries_QD[own], block_PD)
+            keys_QK[own] = _best_with_block(keys_QK[own], scores_QP, start)
     parts = distributed.gather_rows(keys_QK)
     keys_QK = torch.cat(parts, dim=1).topk(depth, dim=1).values if len(parts) > 1 else keys_QK
-    return _hits(keys_QK)
+    is_hit = keys_QK != _NO_HIT
+    rows = torch.where(is_hit, _LOW - (keys_QK & _LOW), -1)
+    scores = torch.where(is_hit, _scores(torch.where(is_hit, keys_QK, 0)), -torch.inf)
+    return Hits(rows.cpu().numpy(), scores.cpu().numpy())
 
 
 def faiss_search(
     queries: np.ndarray, passages: Sequence[np.ndarray], *, depth: int, index: str = "Flat"
 ) -> Hits:
-    """The same by a FAISS index of inner products, all of it in memory. Equal scores come in
-    FAISS's own order.
+    """The hits that a FAISS index of inner products finds, all of it in memory. Equal scores stand
+    in FAISS's own order.
 
     index: as FAISS's index_factory spells it: Flat, "IVF1024,Flat", HNSW32. ConfigError when it is
     no such thing, or the extra is not installed.
@@ -128,39 +132,43 @@ def _share(passages: Sequence[np.ndarray], block: int) -> Iterable[tuple[int, np
         for first in range(0, len(shard), block)
     )
     world, rank = distributed.world(), distributed.rank()
-    return (found for number, found in enumerate(blocks) if number % world == rank)
+    return (block for number, block in enumerate(blocks) if number % world == rank)
 
 
 def _products(queries_QD: Tensor, block_PD: Tensor) -> Tensor:
-    """(Q, P) in fp32. On a processor by numpy: its OpenBLAS takes 15% less time than torch's MKL on
-    an AMD EPYC.
+    """(Q, P) dot products in fp32. On a processor numpy computes them: its OpenBLAS takes 15% less
+    time than torch's MKL on an AMD EPYC.
     """
     if queries_QD.device.type == "cpu":
         return torch.from_numpy(queries_QD.numpy() @ block_PD.numpy().T)
     return queries_QD @ block_PD.T
 
 
-def _better(keys_QK: Tensor, scores_QP: Tensor, start: int) -> Tensor:
-    """The best hits, given those of the passages before, and the scores of those from
-    `start` on.
+def _best_with_block(keys_QK: Tensor, scores_QP: Tensor, start: int) -> Tensor:
+    """The keys of the best hits so far, updated by a block of passages.
+
+    scores_QP: of the block, whose first passage has the position `start`.
     """
     depth, width = keys_QK.shape[1], scores_QP.shape[1]
-    if bool(
-        (keys_QK[:, -1] != _NONE).all()
-    ):  # a later passage of the same score loses: above the K-th best counts
+    has_depth_hits = bool((keys_QK[:, -1] != _NO_HIT).all())
+    if has_depth_hits:
+        # of equal scores the earlier passage is better, so only scores above the K-th best count
         candidates = _candidates(scores_QP, _scores(keys_QK[:, -1:]), is_tie_one=False)
+        if not len(candidates):
+            return keys_QK
         if len(candidates) <= depth * len(keys_QK) or width <= depth:
-            return _merged(keys_QK, scores_QP, candidates, start) if len(candidates) else keys_QK
-    if width > depth:  # the block's own K best, with all that tie with the last: the keys decide
+            return _merge(keys_QK, scores_QP, candidates, start)
+    if width > depth:
+        # the block's own K best, and all that tie with the last of them: the keys decide
         least_Q1 = scores_QP.topk(depth, dim=1, sorted=True).values[:, -1:]
     else:
         least_Q1 = scores_QP.new_full((len(scores_QP), 1), -torch.inf)
-    return _merged(keys_QK, scores_QP, _candidates(scores_QP, least_Q1, is_tie_one=True), start)
+    return _merge(keys_QK, scores_QP, _candidates(scores_QP, least_Q1, is_tie_one=True), start)
 
 
 def _candidates(scores_QP: Tensor, least_Q1: Tensor, *, is_tie_one: bool) -> Tensor:
-    """(N,) places in the flattened scores that are above the least, or as high. numpy needs 1/8 of
-    torch's time.
+    """(N,) places in the flattened scores that are above the least (or, with is_tie_one, equal to
+    it). On a processor numpy needs 1/8 of torch's time.
     """
     if scores_QP.device.type == "cpu":
         compare = np.greater_equal if is_tie_one else np.greater
@@ -169,12 +177,12 @@ def _candidates(scores_QP: Tensor, least_Q1: Tensor, *, is_tie_one: bool) -> Ten
     return beats_QP.flatten().nonzero()[:, 0]
 
 
-def _merged(keys_QK: Tensor, scores_QP: Tensor, candidates: Tensor, start: int) -> Tensor:
-    """The best of the hits so far and of the candidates, places in the flattened scores."""
+def _merge(keys_QK: Tensor, scores_QP: Tensor, candidates: Tensor, start: int) -> Tensor:
+    """The keys of the best among the hits so far and the candidates (`_candidates`)."""
     rows, columns = candidates // scores_QP.shape[1], candidates % scores_QP.shape[1]
     counts = rows.bincount(minlength=len(keys_QK))
     places = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    candidates_QC = keys_QK.new_full((len(keys_QK), int(counts.max())), _NONE)
+    candidates_QC = keys_QK.new_full((len(keys_QK), int(counts.max())), _NO_HIT)
     candidates_QC[rows, places] = _keys(scores_QP[rows, columns], columns + start)
     return (
         torch.cat([keys_QK, candidates_QC], dim=1).topk(keys_QK.shape[1], dim=1, sorted=True).values
@@ -182,24 +190,18 @@ def _merged(keys_QK: Tensor, scores_QP: Tensor, candidates: Tensor, start: int) 
 
 
 def _keys(scores: Tensor, positions: Tensor) -> Tensor:
-    """int64 in the order of (score, the earlier position). -0.0 counts as 0.0; a position of -1 is
-    no hit.
+    """int64 keys: a higher score gives a larger key, and of equal scores the earlier position does.
+
+    -0.0 counts as 0.0. A position of -1 gives _NO_HIT.
     """
     bits = (scores.float() + 0.0).view(torch.int32).long()
-    ordered = torch.where(
-        bits < 0, -(2**31) - 1 - bits, bits
-    )  # negative floats: the larger bits, the smaller
-    return torch.where(positions < 0, _NONE, ordered * 2**32 + (_LOW - positions))
+    # of negative floats those with larger bits are smaller
+    ordered = torch.where(bits < 0, -(2**31) - 1 - bits, bits)
+    return torch.where(positions < 0, _NO_HIT, ordered * 2**32 + (_LOW - positions))
 
 
 def _scores(keys: Tensor) -> Tensor:
+    """The float32 scores that keys were made of."""
     ordered = keys >> 32
     bits = torch.where(ordered < 0, -(2**31) - 1 - ordered, ordered)
     return bits.to(torch.int32).view(torch.float32)
-
-
-def _hits(keys_QK: Tensor) -> Hits:
-    is_hit = keys_QK != _NONE
-    rows = torch.where(is_hit, _LOW - (keys_QK & _LOW), -1)
-    scores = torch.where(is_hit, _scores(torch.where(is_hit, keys_QK, 0)), -torch.inf)
-    return Hits(rows.cpu().numpy(), scores.cpu().numpy())

@@ -1,4 +1,4 @@
-"""A run held against what is known to be relevant: judgements, positives, answers."""
+"""Every measure of rankings: against judgements, against positives, and by answers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 from trainer.data.readers.passages import chosen_passages
 from trainer.data.readers.questions import Query
-from trainer.data.readers.rankings import Qrels, Run, read_qrels
+from trainer.data.readers.rankings import Qrels, Rankings, read_qrels
 from trainer.errors import ConfigError
-from trainer.retrieval import runs
 from trainer.retrieval.answer_recall import answer_recall
+from trainer.retrieval.rankings import mean_measures
 
 
-def judged_run(
-    run: Run,
+def run_measures(
+    rankings: Rankings,
     queries: list[Query],
     qrels: Path | None,
     *,
@@ -21,7 +21,7 @@ def judged_run(
     only: set[str] | None,
     at: list[int],
 ) -> dict[str, float]:
-    """Every measure of a run that the files allow, at each cut-off of `at`.
+    """Every measure of rankings that the files allow, at each cut-off of `at`.
 
     qrels: None takes the positives of `queries`; passages: the corpus in which answers are looked
     for; only: the ids of the questions that count. ConfigError when nothing says what is relevant.
@@ -37,10 +37,10 @@ def judged_run(
             for name, of_query in read_qrels(qrels).items()
             if (names is None or name in names) and (only is None or name in only)
         }
-    measures = runs.judged(run, judgements, at=at) if judgements else {}
+    measures = mean_measures(rankings, judgements, at=at) if judgements else {}
     if passages is not None:
-        wanted = {hit.passage for query in queries for hit in run.get(query.id, [])[: max(at)]}
-        measures |= answer_recall(run, queries, chosen_passages(passages, wanted), at=at)
+        ids = {hit.passage for query in queries for hit in rankings.get(query.id, [])[: max(at)]}
+        measures |= answer_recall(rankings, queries, chosen_passages(passages, ids), at=at)
     if not measures:
         raise ConfigError(
             "nothing says what is relevant. Give --qrels, or --queries with positives or answers."

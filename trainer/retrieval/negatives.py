@@ -1,5 +1,5 @@
-"""What a ranking is good for: hard negatives to train a retriever on, and the passages that a
-reader reads.
+"""Training files made of rankings: hard negatives for a retriever, passages for a reader; and BM25,
+which ranks passages by their words.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.data.readers.rankings import Hit, Qrels, Run
+from trainer.data.readers.rankings import Hit, Qrels, Rankings
 from trainer.errors import ConfigError, DataError
 from trainer.files.atomic import refusals
 from trainer.files.packages import extra
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankRange:
-    """Which hits may become negatives, and how many of them do."""
+    """Which hits may become negatives, and how many are taken."""
 
     count: int  # negatives per question, at most
     first: int = 1  # ranks, from 1, both included
@@ -43,8 +43,8 @@ class RankRange:
 
 
 def positives_of(queries: Iterable[Query], qrels: Qrels | None) -> dict[str, list[str]]:
-    """Each question's relevant passages: those judged above 0, or without judgements those its file
-    names.
+    """Each question's relevant passages: those judged above 0 or, without judgements, those that
+    its file names.
     """
     if qrels is None:
         return {query.id: query.positives for query in queries}
@@ -56,7 +56,7 @@ def positives_of(queries: Iterable[Query], qrels: Qrels | None) -> dict[str, lis
 
 
 def training_rows(
-    run: Run,
+    rankings: Rankings,
     queries: Sequence[Query],
     passages: Mapping[str, Row],
     *,
@@ -66,16 +66,21 @@ def training_rows(
     """Tevatron's training rows: query_id, query, answers, positive_passages, and negative_passages
     out of the window.
 
-    A negative is a hit in the window that is no positive, has no positive's text, and no answer in
-    it (see RankRange); of more than window.count, a sample that seed and question fix, in the order
-    of the ranking. Questions without a positive or without any negative are left out, and their
-    number is logged. DataError when none is left.
+    A negative is a hit in the window that is no positive, has no positive's text, and holds no
+    answer (see RankRange). Where there are more than window.count, a sample is taken that depends
+    on seed and question alone, in the order of the ranking. Questions without a positive or without
+    any negative are left out, and their number is logged. DataError when no question remains.
     """
     finder, left_out, num_rows = AnswerFinder(passages), 0, 0
     for query in queries:
         relevant = positives[query.id]
         negatives = _negatives(
-            run.get(query.id, []), query, passages, relevant=relevant, window=window, finder=finder
+            rankings.get(query.id, []),
+            query,
+            passages,
+            relevant=relevant,
+            window=window,
+            finder=finder,
         )
         if not relevant or not negatives:
             left_out += 1
@@ -117,8 +122,8 @@ def _negatives(
         ids = [name for name in ids if name not in answering]
     if len(ids) <= window.count:
         return ids
-    drawn = random.Random(f"{window.seed} {query.id}").sample(range(len(ids)), window.count)
-    return [ids[place] for place in sorted(drawn)]
+    sample = random.Random(f"{window.seed} {query.id}").sample(range(len(ids)), window.count)
+    return [ids[place] for place in sorted(sample)]
 
 
 def _tevatron(passage: Row) -> Row:
@@ -126,14 +131,14 @@ def _tevatron(passage: Row) -> Row:
 
 
 def reader_rows(
-    run: Run, queries: Sequence[Query], passages: Mapping[str, Row], *, depth: int
+    rankings: Rankings, queries: Sequence[Query], passages: Mapping[str, Row], *, depth: int
 ) -> Iterator[Row]:
     """FiD's rows: id, question, answers, and the first `depth` hits as ctxs (id, title, text,
     score, has_answer).
     """
     finder = AnswerFinder(passages)
     for query in queries:
-        hits = run.get(query.id, [])[:depth]
+        hits = rankings.get(query.id, [])[:depth]
         answering = finder.having(query.answers, [hit.passage for hit in hits])
         ctxs = [
             {**passages[hit.passage], "score": hit.score, "has_answer": hit.passage in answering}
@@ -143,8 +148,8 @@ def reader_rows(
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> int:
-    """How many rows were written to `path`: JSON lines, or one list (.json). Whole, or as it was
-    before.
+    """Write rows to `path` as JSON lines, or as one list (.json); return their number. An error
+    leaves an older file of this name as it was.
     """
     is_list, count = path.suffix == ".json", 0
     temporary = path.with_name(f".{path.name}.tmp")
@@ -159,12 +164,12 @@ def write_rows(path: Path, rows: Iterable[Row]) -> int:
     return count
 
 
-def bm25(queries: Sequence[Query], passages: Iterable[Row], *, depth: int) -> Run:
-    """The run of BM25 over title and text: bm25s as it comes (k1 1.5, b 0.75, Lucene's form,
-    English stop words).
+def bm25(queries: Sequence[Query], passages: Iterable[Row], *, depth: int) -> Rankings:
+    """The rankings by BM25 over title and text, with the defaults of bm25s (k1 1.5, b 0.75,
+    Lucene's form, English stop words).
 
-    Passages without a word of the question are no hits; of equal scores the passage that comes
-    first in `passages` is the better one. ConfigError when the extra is not installed.
+    Passages without a word of the question are no hits; equal scores stand in the order of
+    `passages`. ConfigError when the extra is not installed.
     """
     bm25s = extra("bm25s", "bm25")
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # after the import, which sets it to DEBUG
@@ -175,20 +180,20 @@ def bm25(queries: Sequence[Query], passages: Iterable[Row], *, depth: int) -> Ru
     index = bm25s.BM25()
     index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
     words = bm25s.tokenize([query.text for query in queries], return_ids=False, show_progress=False)
-    run: Run = {}
+    rankings: Rankings = {}
     for query, of_query in zip(queries, words, strict=True):
         scores_P = index.get_scores_from_ids(index.get_tokens_ids(of_query))
-        run[query.id] = [
+        rankings[query.id] = [
             Hit(ids[place], float(scores_P[place])) for place in _highest(scores_P, depth)
         ]
-    return run
+    return rankings
 
 
 def _highest(scores_P: np.ndarray, depth: int) -> list[int]:
-    """The places of at most `depth` scores above 0, highest first, of equal ones in their order.
+    """The places of at most `depth` scores above 0, highest first; equal scores keep their order.
 
-    bm25s 0.3 would choose among equal scores as numpy's partition leaves them, which differs from
-    processor to processor.
+    bm25s 0.3 itself takes equal scores in the order in which numpy's partition leaves them, which
+    differs from processor to processor.
     """
     least = np.partition(scores_P, -depth)[-depth] if depth < len(scores_P) else 0.0
     places = np.flatnonzero((scores_P >= least) & (scores_P > 0))

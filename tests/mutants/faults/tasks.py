@@ -443,21 +443,21 @@ FAULTS = [
     ),
     # Retrieval
     Fault(
-        "trainer/retrieval/runs.py",
+        "trainer/retrieval/rankings.py",
         "math.log2(rank + 1)",
         "math.log2(rank + 2)",
         why="nDCG is not trec_eval's",
         tests=RANKING,
     ),
     Fault(
-        "trainer/retrieval/runs.py",
+        "trainer/retrieval/rankings.py",
         "key=lambda hit: (np.float32(hit.score), hit.passage), reverse=True",
         "key=lambda hit: (-np.float32(hit.score), hit.passage)",
         why="equal scores are not ordered as trec_eval orders them",
         tests=RANKING,
     ),
     Fault(
-        "trainer/retrieval/runs.py",
+        "trainer/retrieval/rankings.py",
         "start=1)) / num_relevant",
         "start=1)) / max(1, len(ranks))",
         why="MAP ignores the relevant passages that were not found",

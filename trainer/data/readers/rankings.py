@@ -26,7 +26,7 @@ class Hit(NamedTuple):
     score: float
 
 
-Run = dict[str, list[Hit]]  # by question, best first
+Rankings = dict[str, list[Hit]]  # by question, best first
 Qrels = dict[str, dict[str, int]]  # by question and passage; above 0 is relevant
 
 
@@ -61,21 +61,21 @@ def ranked_passages(path: Path) -> Iterator[tuple[str, RankedPassage]]:
         raise DataError(f"{path} is empty. Put question, passage and score on every line.")
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> Rankings:
     """A run file of any of the three formats, which the columns tell apart: best first, in the
     order of its scores.
 
     Ties keep the order of the file. Where there are ranks and no scores, the score is minus the
     rank's place.
     """
-    run: Run = {}
+    rankings: Rankings = {}
     for question, (passage, score) in ranked_passages(path):
-        hits = run.setdefault(question, [])
+        hits = rankings.setdefault(question, [])
         hits.append(Hit(passage, -float(len(hits) + 1) if score is None else score))
-    for question, hits in run.items():
+    for question, hits in rankings.items():
         hits.sort(key=lambda hit: hit.score, reverse=True)
         check_distinct([hit.passage for hit in hits], question, path)
-    return run
+    return rankings
 
 
 def read_qrels(path: Path) -> Qrels:
