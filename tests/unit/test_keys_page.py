@@ -90,7 +90,7 @@ def test_a_key_is_told_with_what_it_may_be_its_default_and_its_meaning() -> None
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("causal_lm", "lr"), "lr: no such key. Is optim.lr meant?"),
+        (("causal_lm", "lr"), "lr: no such key. Did you mean 'optim.lr'?"),
         (("causal_lm", "optim.lrr"), "optim.lrr: no such key. Did you mean 'optim.lr'?"),
         (("causal_ml",), "TASK: task='causal_ml' does not exist. Did you mean 'causal_lm'?"),
         (("fid", "optim", "--json_schema"), "--json_schema is of the whole dictionary"),

@@ -12,6 +12,8 @@ import typer
 
 from trainer.commands.options import ExpConfigs, guarded, id_of
 from trainer.config import reference
+from trainer.config.mistakes import other_place
+from trainer.config.synonyms import SYNONYMS
 from trainer.errors import ConfigError, nearest
 
 Experiments = list[dict[str, Any]]
@@ -55,11 +57,9 @@ def _chosen(all_keys: list[reference.Key], key: str | None) -> list[reference.Ke
         return all_keys
     chosen = [one for one in all_keys if one.path == key or one.path.startswith(f"{key}.")]
     if not chosen:
-        same_end = [one.path for one in all_keys if one.path.endswith(f".{key}")]
-        hint = nearest(key, [one.path for one in all_keys])
-        raise ConfigError(
-            f"{key}: no such key. " + (f"Is {' or '.join(same_end)} meant?" if same_end else hint)
-        )
+        legal = [one.path for one in all_keys]
+        elsewhere = other_place(key, legal, SYNONYMS)
+        raise ConfigError(f"{key}: no such key. {elsewhere or nearest(key, legal)}")
     return chosen
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -18,7 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from trainer.errors import ConfigError, nearest
+from trainer.config.mistakes import mistakes
+from trainer.config.synonyms import SYNONYMS, Synonym
+from trainer.errors import ConfigError
 
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -36,6 +39,8 @@ class Strict(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+    # Of a whole dictionary: what other libraries call its keys.
+    synonyms: ClassVar[Mapping[str, Synonym]] = {}
 
     @classmethod
     def renewed(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -337,6 +342,8 @@ class Lora(Strict):
 class Experiment(Strict):
     """What every experiment states. A task's own Config derives from it and adds its blocks."""
 
+    synonyms = SYNONYMS
+
     task: str
     """What is trained: the name of a folder in trainer/tasks/."""
     label: str | None = None
@@ -394,40 +401,7 @@ def validate(schema: type[C], values: dict[str, Any], *, source: str = "experime
             f"{source}: {error}. Use strings, numbers, booleans, None, lists and dictionaries."
         ) from None
     except ValidationError as error:
-        lines = [_mistake(schema, values, dict(item)) for item in error.errors()]
+        lines = mistakes(schema, error, schema.synonyms)
         raise ConfigError(
             f"{source}: {len(lines)} mistake(s)\n" + "\n".join(f"  {line}" for line in lines)
         ) from None
-
-
-def _mistake(schema: type[Strict], values: dict[str, Any], item: dict[str, Any]) -> str:
-    location: tuple[Any, ...] = item["loc"]
-    path = ".".join(str(part) for part in location if not _is_union_tag(part)) or "(top level)"
-    if item["type"] == "extra_forbidden":
-        legal = sorted(_fields_at(schema, location[:-1]))
-        return f"{path}: no such key. {nearest(str(location[-1]), legal)}"
-    if item["type"] == "missing":
-        return f"{path}: required, but not given."
-    got = "" if isinstance(item["input"], dict) else f" Got {item['input']!r}."
-    return f"{path}: {item['msg']}.{got}"
-
-
-def _is_union_tag(part: Any) -> bool:
-    return isinstance(part, str) and part.startswith("<")
-
-
-def _fields_at(schema: type[Strict], location: tuple[Any, ...]) -> list[str]:
-    """Legal keys of the block at `location`, walking through optional and tagged annotations."""
-    blocks: list[type[Strict]] = [schema]
-    for part in location:
-        if _is_union_tag(part):
-            continue
-        fields = [block.model_fields[part] for block in blocks if part in block.model_fields]
-        blocks = [block for field in fields for block in _blocks_in(field.annotation)]
-    return [name for block in blocks for name in block.model_fields]
-
-
-def _blocks_in(annotation: Any) -> list[type[Strict]]:
-    if isinstance(annotation, type) and issubclass(annotation, Strict):
-        return [annotation]
-    return [block for argument in get_args(annotation) for block in _blocks_in(argument)]

@@ -1,0 +1,110 @@
+"""A key under another library's name, or in another block, leads to ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+import exp_configs
+import trainval
+from trainer import tasks
+from trainer.config import reference
+from trainer.config.mistakes import paths
+from trainer.config.synonyms import SYNONYMS
+from trainer.errors import ConfigError
+
+LEGAL = {name: set(paths(tasks.config_of(name))) for name in tasks.names()}
+TINY = {
+    values["task"]: values
+    for group, experiments in exp_configs.EXP_GROUPS.items()
+    if group.endswith("_tiny")
+    for values in experiments
+}
+
+
+def refusal(task: str, **changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        tasks.parse(exp_configs.vary(TINY[task], **changes))
+    return str(caught.value)
+
+
+def test_every_key_that_a_synonym_leads_to_is_a_key_of_some_task() -> None:
+    every = set().union(*LEGAL.values())
+    assert {key for synonym in SYNONYMS.values() for key in synonym.keys} - every == set()
+
+
+def test_every_flag_that_a_synonym_leads_to_is_a_flag_of_trainval() -> None:
+    flags = {flag for option in get_command(trainval.app).params for flag in option.opts}
+    assert {flag for synonym in SYNONYMS.values() for flag in synonym.flags} - flags == set()
+
+
+def test_no_synonym_is_a_key_itself() -> None:
+    names = {
+        key.path.rpartition(".")[2]
+        for task in tasks.names()
+        for key in reference.keys(tasks.config_of(task))
+    }
+    assert set(SYNONYMS) & names == set()
+
+
+def test_every_synonym_says_something_to_at_least_one_task() -> None:
+    silent = [
+        name
+        for name, synonym in SYNONYMS.items()
+        if not any(synonym.sentence(legal) for legal in LEGAL.values())
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "line"),
+    [
+        ("causal_lm", {"learning_rate": 1e-4}, "learning_rate: no such key. Here it is optim.lr."),
+        (
+            "causal_lm",
+            {"optim": {"learning_rate": 1e-4}},
+            "optim.learning_rate: no such key. Here it is optim.lr.",
+        ),
+        ("causal_lm", {"seed": 1}, "seed: no such key. Did you mean 'train.seed'?"),
+        ("causal_lm", {"train": {"lr": 1.0}}, "train.lr: no such key. Did you mean 'optim.lr'?"),
+        (
+            "causal_lm",
+            {"train": {"save_steps": 5}},
+            "train.save_steps: no such key. Here it is train.save_every. It is a number of steps.",
+        ),
+        (
+            "causal_lm",
+            {"num_train_epochs": 3},
+            "num_train_epochs: no such key. A run is counted in optimizer steps: train.steps =",
+        ),
+        (
+            "causal_lm",
+            {"per_device_train_batch_size": 8},
+            "Here it is train.micro_batch. train.global_batch is the rows of one optimizer step",
+        ),
+        ("causal_lm", {"max_seq_length": 8}, "Here it is data.max_tokens."),
+        (
+            "cross_attention",
+            {"max_seq_length": 8},
+            "Here it is data.decoder_tokens or data.context_tokens.",
+        ),
+        ("retriever", {"data": {"q_max_len": 8}}, "Here it is data.query_tokens."),
+        ("fid", {"n_context": 8}, "n_context: no such key. Here it is data.contexts."),
+        ("fid", {"output_dir": "x"}, "Here it is a flag of trainval.py: --savedir_base."),
+        (
+            "vera",
+            {"report_to": "wandb"},
+            "Here it is flags of trainval.py: --trackers or --wandb_project_name.",
+        ),
+    ],
+)
+def test_a_foreign_name_leads_to_ours(task: str, changes: dict[str, Any], line: str) -> None:
+    assert line in refusal(task, **changes)
+
+
+def test_a_name_that_stands_for_nothing_in_this_task_gets_the_legal_ones() -> None:
+    assert "data.gc_q_chunk_size: no such key. Legal: chat_template," in refusal(
+        "causal_lm", data={"gc_q_chunk_size": 8}
+    )
