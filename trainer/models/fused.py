@@ -20,18 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainer.models.families import FAMILIES
+
 _CPU = torch.device("cpu")
-# Those that multiply by their weight, not by 1 + weight as Gemma's do. Source: transformers 5.23.
-_NORMS = (
-    "T5LayerNorm",
-    "MT5LayerNorm",
-    "UMT5LayerNorm",
-    "LlamaRMSNorm",
-    "MistralRMSNorm",
-    "Qwen2RMSNorm",
-    "Qwen3RMSNorm",
-    "Phi3RMSNorm",
-)
 
 
 def fuse(model: nn.Module) -> None:
@@ -102,9 +93,9 @@ def _stock(module: nn.Module) -> Any:
 
 
 _FUSED = {
-    **dict.fromkeys(_NORMS, _norm),
+    **{row.rms_norm: _norm for row in FAMILIES.values() if row.rms_norm},
+    **{row.feed_forward: _dense for row in FAMILIES.values() if row.feed_forward},
     "NewGELUActivation": _gelu,
-    **dict.fromkeys(("T5DenseActDense", "MT5DenseActDense", "UMT5DenseActDense"), _dense),
 }
 
 

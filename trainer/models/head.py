@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.files import safetensors_file
+from trainer.models.families import family_of
 from trainer.models.losses import (
     Scorer,
     Scoring,
@@ -149,9 +150,8 @@ def scales_states(config: Any) -> bool:
 
     T5 v1.0 and umT5 do, T5 v1.1 and mT5 do not. Source: transformers 5.23.
     """
-    if config.model_type == "umt5":
-        return config.tie_word_embeddings
-    return config.model_type in ("t5", "longt5") and config.scale_decoder_outputs
+    key = family_of(config).scale_key
+    return key is not None and getattr(config, key)
 
 
 def write_head(folder: Path, head: Mapping[str, Tensor]) -> None:

@@ -308,7 +308,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/models/packed/stock.py",
-        "first = config.pad_token_id + 1 if config.model_type in _AFTER_PAD else 0",
+        "first = config.pad_token_id + 1 if family_of(config).positions_follow_pad else 0",
         "first = 0",
         why="a RoBERTa on a stream counts positions from those of its pads",
         tests=f"{FAMILIES} -k 'packed_rows and roberta'",

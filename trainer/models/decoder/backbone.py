@@ -15,7 +15,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from trainer.errors import ConfigError
 from trainer.models.decoder.rotation import rotation
-from trainer.models.families import DECODERS, ROTARY, check_family
+from trainer.models.families import DECODERS, check_family, family_of
 from trainer.models.head import OutputLayer
 from trainer.models.packed.stock import Rows, attending
 
@@ -87,7 +87,8 @@ def backbone_of(base: PreTrainedModel, *, advice: str) -> Backbone:
     supported; its last sentences are `advice`.
     """
     check_family(base.config, DECODERS, advice=advice)
-    return RotaryBackbone(base) if base.config.model_type in ROTARY else GPTBigCodeBackbone(base)
+    is_rotary = family_of(base.config).reader == "rotary_decoder"
+    return RotaryBackbone(base) if is_rotary else GPTBigCodeBackbone(base)
 
 
 class GPTBigCodeBackbone:
@@ -147,7 +148,7 @@ class GPTBigCodeBackbone:
 
 
 class RotaryBackbone:
-    """A decoder with rotary positions and a gated MLP, of the families ROTARY.
+    """A decoder whose positions are rotations and whose MLP is gated.
 
     They differ in what their blocks do by themselves (norms before or behind, of queries and keys,
     fused projections), and in what stands here: which blocks see a window only, how fast each of
@@ -185,8 +186,7 @@ class RotaryBackbone:
         self._model: Any = _body_of(base)
         self.blocks: nn.ModuleList = self._model.layers
         self._output = OutputLayer(base)
-        # OLMo 2 turns queries and keys in fp32, whatever their dtype.
-        self._rotates_in_fp32 = config.model_type == "olmo2"
+        self._rotates_in_fp32 = family_of(config).rotates_in_fp32
         self._frequencies, self._rope_scales = self._rotations()
 
     def _rotations(self) -> tuple[dict[int | None, Tensor], dict[int | None, float]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.errors import ConfigError
 from trainer.models import recomputation
 from trainer.models.decoder.backbone import Backbone, backbone_of
-from trainer.models.families import DECODERS, STOCK, T5
+from trainer.models.families import DECODERS, family_of
 from trainer.models.packed import stock, t5_encoder
 
 # M tokens, D width
@@ -25,7 +25,7 @@ def why_not(config: Any) -> str | None:
     """Why a base of this configuration, as its folder or the experiment gives it, reads no streams,
     as the end of a sentence; None: it does.
     """
-    if config.model_type not in (*T5, *DECODERS, *STOCK):
+    if family_of(config).reader is None:
         return f"a {config.model_type} is not among the models whose attention is replaced"
     if getattr(config, "use_bidirectional_attention", False):
         return "its config says use_bidirectional_attention"
@@ -41,7 +41,7 @@ def reader_of(body: Any, *, recompute_every: int | None = None) -> Read:
     so many blocks are computed again in backward instead of kept.
     """
     config = body.config
-    if config.model_type in T5:
+    if family_of(config).reader == "t5_encoder":
         return lambda batch: t5_encoder.encode(body.encoder, batch, recompute_every=recompute_every)
     if config.model_type in DECODERS:
         try:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.errors import ConfigError
+from trainer.models.families import family_of
 from trainer.models.packed.layout import grids_of
 from trainer.models.packed.rectangles import in_rectangles, in_stream
 from trainer.models.packed.stream_attention import Biases, Rows
@@ -138,7 +139,7 @@ def flex(passage: Tensor, position: Tensor) -> AttendBy:
 def _buckets(table: Any, length: int, device: torch.device) -> Tensor:
     """(2 * length,) bucket of every distance key - query from -length to length - 1."""
     distances = torch.arange(-length, length, device=device)
-    if table.config.model_type == "umt5":  # transformers 5.23: it reads its config itself
+    if family_of(table.config).reads_buckets_from_config:
         return table._relative_position_bucket(distances)
     return table._relative_position_bucket(
         distances,

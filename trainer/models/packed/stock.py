@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import varlen
 from transformers.modeling_utils import AttentionInterface
 
+from trainer.models.families import family_of
 from trainer.models.packed.layout import grids_of
 from trainer.models.packed.rectangles import in_rectangles, in_stream
 from trainer.models.replaced import replaced
@@ -32,8 +33,6 @@ REPLACED = (
     None,
     "sdpa",
 )  # attention implementations that it stands in for: what a base has unless it says otherwise
-# Models whose position 0 is behind that of the pad (transformers 5.23).
-_AFTER_PAD = ("roberta", "xlm-roberta")
 # What flash attention takes: these numbers, heads so wide, this capability of a GPU (torch 2.13).
 _HALVES, _WIDEST, _AMPERE = (torch.bfloat16, torch.float16), 256, (8, 0)
 _KNOWS_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
@@ -239,7 +238,7 @@ def encode(body: Any, batch: Mapping[str, Tensor]) -> Tensor:
     a stock body without a head says of them.
     """
     config = body.config
-    first = config.pad_token_id + 1 if config.model_type in _AFTER_PAD else 0
+    first = config.pad_token_id + 1 if family_of(config).positions_follow_pad else 0
     given: dict[str, Any] = {"use_cache": False} if hasattr(config, "use_cache") else {}
     with on_streams(config):
         return body(

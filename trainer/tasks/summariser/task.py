@@ -5,6 +5,7 @@ trains but those that read pictures.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from trainer.data.padding import flat, pad_right, unflat
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import Ratio
 from trainer.models import base_model
+from trainer.models.families import SUMMARISERS, family_of
 from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import pack, pack_targets
 from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
@@ -26,9 +28,6 @@ from trainer.tasks.summariser.config import Config
 from trainer.tasks.summariser.model import Summariser, arguments
 from trainer.tasks.token_task import TokenTask
 
-# flan-T5, T5 v1.1 and ByT5 are of the first two.
-FAMILIES = ("t5", "mt5", "umt5", "longt5", "t5gemma", "t5gemma2")
-READ_PICTURES = ("t5gemma2",)  # those that bring weights for pictures, which stay frozen
 ALIGNED = 8  # tensor cores and CUDA's attention kernels want widths that are multiples of 8
 
 
@@ -43,9 +42,11 @@ class Task(TokenTask[Config]):
 
     def operate(self, base: Any) -> Summariser:
         config = base.config
-        if config.model_type not in FAMILIES:
+        family = family_of(config)
+        if family.start_key is None:
             raise ConfigError(
-                f"base: a {config.model_type}, want one of the T5 families ({', '.join(FAMILIES)})."
+                f"base: a {config.model_type}, want one of the T5 families "
+                f"({', '.join(SUMMARISERS)})."
             )
         ends = config.eos_token_id
         if self.end not in (ends if isinstance(ends, list) else [ends]):
@@ -53,22 +54,18 @@ class Task(TokenTask[Config]):
                 f"base.config.eos_token_id={ends}, but the tokenizer ends texts with {self.end}: "
                 "summaries would never end. Make them equal, or use the base's own tokenizer."
             )
-        if config.model_type in ("t5gemma", "t5gemma2"):
-            if config.decoder.bos_token_id is None:
-                raise ConfigError(
-                    "base.config.decoder.bos_token_id: missing. A T5Gemma starts texts with it."
-                )
-        elif config.decoder_start_token_id is None:
+        if attrgetter(family.start_key)(config) is None:
             raise ConfigError(
-                "base.config.decoder_start_token_id: missing. A T5 starts texts with its pad, id 0."
+                f"base.config.{family.start_key}: missing. A {family.name} starts every summary "
+                "with this token. Published T5 models use their pad, id 0."
             )
-        if config.model_type in READ_PICTURES and self.cfg.lora is not None:
+        if family.reads_pictures and self.cfg.lora is not None:
             raise ConfigError(
                 f"lora: got a {config.model_type}, of which a part reads pictures, want a base of "
                 "texts alone: adapters in that part would never train. Leave lora out, or choose a "
                 "T5 or T5Gemma."
             )
-        if config.model_type in READ_PICTURES:  # documents are texts: it would get no gradient
+        if family.reads_pictures:  # documents are texts: that part would get no gradient
             encoder = base.get_encoder()
             for module in (encoder.vision_tower, encoder.multi_modal_projector):
                 module.requires_grad_(False)
@@ -87,7 +84,7 @@ class Task(TokenTask[Config]):
 
     @property
     def _has_frozen_weights(self) -> bool:
-        return base_model.config_of(self.cfg.base, self.places).model_type in READ_PICTURES
+        return family_of(base_model.config_of(self.cfg.base, self.places)).reads_pictures
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """The whole model: what reads pictures as the base brought it."""
