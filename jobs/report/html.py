@@ -5,6 +5,7 @@ What they are, how they went, what they scored, why they fell.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from jobs.job_state import ENDED_BADLY, STATES
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row, Start, seconds_between
-from jobs.report import curves
+from jobs.report.curves import read_curves, thin
 from jobs.report.logs import last_lines
 from jobs.report.page import page
 from jobs.report.table import summary
@@ -27,11 +28,12 @@ from trainer.files.survival_events import told
 
 if TYPE_CHECKING:
     from jobs.record.events import Sent
-    from jobs.report.curves import Curves
+    from jobs.report.curves import Curves, Point
     from jobs.report.scores import ExperimentScores, Results, Score
 
 MOST_CARDS = 200  # experiments with curves: about 20 kB each
 MOST_SPARKS = 8
+SPARK_POINTS = 60
 MOST_RECOVERIES = 3
 MOST_ATTEMPTS = 6  # of one experiment, in words
 LOG_LINES = 40
@@ -52,6 +54,7 @@ def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
         f"<header><h1>{_text(title)}</h1>",
         f'<p class="soft small">{" · ".join(map(_text, facts))}</p>',
         _states(rows),
+        '<noscript><p class="empty">The charts need JavaScript.</p></noscript>',
         "</header><main>",
         f"<h2>Results</h2>{_table(rows, found, results)}",
         f"<h2>Experiments</h2>{_left_out(rows)}",
@@ -171,7 +174,6 @@ def _hours(row: Row) -> float | None:
 
 def _card(row: Row, result: ExperimentScores | None, results: Results, now: str) -> str:
     folder = RunFolder(Path(row.folder))
-    drawn = curves.read(folder)
     parts = [
         f'<article class="card" id="x{_text(row.exp_id)}">',
         f'<header><h3 class="mono" title="{_text(row.exp_id)}">{_text(row.exp_id[:8])}</h3>'
@@ -180,7 +182,7 @@ def _card(row: Row, result: ExperimentScores | None, results: Results, now: str)
         _progress(row),
         _chips(result, results),
         _why(row),
-        _picture(row, drawn, result),
+        _charts(row, read_curves(folder.metrics), result),
         _timeline(row, now),
         _log(row, folder),
         "</article>",
@@ -233,42 +235,55 @@ def _why(row: Row) -> str:
     return f'<div class="why s-{row.state}"><span>{shown_lines}</span></div>' if words else ""
 
 
-def _picture(row: Row, drawn: Curves, result: ExperimentScores | None) -> str:
-    svg = curves.chart(drawn)
-    if not svg:
+def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
+    """Places for the charts, with their numbers; until the script draws them, the last values."""
+    losses = {name: curves.points[name] for name in ("loss", "valid/loss") if name in curves.points}
+    if not losses:
         has_begun = bool(row.starts) or row.step is not None
-        return (
-            "<div "
-            f'class="empty">{"no metrics were written" if has_begun else "has not begun"}</div>'
-        )
-    valid = drawn.scores.get("valid/loss")
-    key = (
-        [f'<span class="k-train">loss <b>{shown(drawn.loss[-1][1])}</b></span>']
-        if drawn.loss
-        else []
-    )
-    key += (
-        [f'<span class="k-valid">valid/loss <b>{shown(valid[-1][1])}</b></span>'] if valid else []
-    )
-    others = [name for name in drawn.scores if name != "valid/loss"]
+        text = "no metrics were written" if has_begun else "has not begun"
+        return f'<div class="empty">{text}</div>'
+    colours = {"loss": 0, "valid/loss": 1}
+    lines = [[name, colours[name], _loss_points(points)] for name, points in losses.items()]
+    last = [
+        f"<span>{name} <b>{shown(points[-1].value)}</b></span>" for name, points in losses.items()
+    ]
+    others = [name for name in curves.points if name.startswith("valid/") and name != "valid/loss"]
     scores = result.scores if result is not None else {}
-    sparks = "".join(_spark(name, drawn, scores.get(name)) for name in others[:MOST_SPARKS])
-    rest = (
-        f'<p class="soft small">and {len(others) - MOST_SPARKS} more metrics</p>'
-        if others[MOST_SPARKS:]
-        else ""
+    sparks = "".join(
+        _spark(name, curves.points[name], scores.get(name)) for name in others[:MOST_SPARKS]
     )
-    return f'{svg}<div class="key">{"".join(key)}</div><div class="sparks">{sparks}</div>{rest}'
+    num_hidden = len(others) - MOST_SPARKS
+    rest = f'<p class="soft small">and {num_hidden} more metrics</p>' if num_hidden > 0 else ""
+    return (
+        f'<div data-title="loss" data-lines="{_data(lines)}"><p class="readout soft small">'
+        f'{"".join(last)}</p></div><div class="sparks">{sparks}</div>{rest}'
+    )
 
 
-def _spark(name: str, drawn: Curves, score: Score | None) -> str:
-    last = drawn.scores[name][-1][1]
+def _loss_points(points: Sequence[Point]) -> list[list[float]]:
+    buckets = thin(points)
+    return [[_short(each) for each in (b.step, b.mean, b.low, b.high)] for b in buckets]
+
+
+def _spark(name: str, points: Sequence[Point], score: Score | None) -> str:
     best = f"best {shown(score.best)} at step {score.best_step}" if score is not None else ""
-    label = (
-        "<span><em "
-        f'title="{_text(name)}">{_text(name.partition("/")[2])}</em><b>{shown(last)}</b></span>'
+    pairs = [[_short(b.step), _short(b.mean)] for b in thin(points, SPARK_POINTS)]
+    return (
+        f'<div title="{best}"><span><em title="{_text(name)}">{_text(name.partition("/")[2])}</em>'
+        f"<b>{shown(points[-1].value)}</b></span>"
+        f'<div data-title="{_text(name)}" data-spark="{_data(pairs)}"></div></div>'
     )
-    return f'<div title="{best}">{label}{curves.sparkline(name, drawn.scores[name])}</div>'
+
+
+def _data(value: object) -> str:
+    """JSON as the value of an attribute."""
+    return escape(json.dumps(value, separators=(",", ":")))
+
+
+def _short(value: float) -> float:
+    """A number in six digits: more cannot be seen in a chart."""
+    rounded = float(f"{value:.6g}")
+    return int(rounded) if rounded == int(rounded) else rounded
 
 
 def _timeline(row: Row, now: str) -> str:

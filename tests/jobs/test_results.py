@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -23,6 +23,7 @@ from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row, Start
 from jobs.report import curves
 from jobs.report import scores as results
+from jobs.report.curves import Point, thin
 from jobs.report.html import MOST_CARDS, report
 from jobs.report.page import SCRIPT
 from jobs.report.scores import Results, gather
@@ -226,36 +227,24 @@ def test_a_number_in_four_digits_is_near_the_number(value: float) -> None:
 
 
 def test_thinning_loses_no_spike() -> None:
-    points = [(step, 100.0 if step == 7777 else 1.0) for step in range(10_000)]
-    buckets = curves.thinned(points, 400)
+    points = [Point(step, 0.0, 100.0 if step == 7777 else 1.0) for step in range(10_000)]
+    buckets = thin(points, 400)
     assert len(buckets) == 400
     assert max(bucket.high for bucket in buckets) == 100.0
     assert min(bucket.low for bucket in buckets) == 1.0
 
 
-@given(
-    values=st.lists(st.floats(min_value=-1e99, max_value=1e99), min_size=1, max_size=30),
-    step=st.integers(min_value=0, max_value=10**9),
-)
-@example(values=[1.0, 2.225073858507203e-309], step=0)  # the larger over the smaller overflows
-@example(values=[5e-324, 1e-323], step=0)
-@example(values=[-1e99, 1e99], step=0)
-def test_any_curve_is_drawn_within_its_picture(values: list[float], step: int) -> None:
-    points = [(step + place, value) for place, value in enumerate(values)]
-    svg = curves.chart(curves.Curves(points, {"valid/loss": points[:3]}))
-    assert "nan" not in svg
-    assert "inf" not in svg
-    places = [
-        pair.split(",") for line in re.findall(r'points="([^"]+)"', svg) for pair in line.split()
-    ]
-    assert all(0 <= float(x) <= curves.WIDTH and 0 <= float(y) <= curves.HEIGHT for x, y in places)
-    assert len(re.findall("<text", svg)) < 30
-
-
-def test_ticks_are_round_and_few() -> None:
-    assert curves.ticks(0.8, 9.3) == [2, 4, 6, 8]
-    assert curves.ticks(0, 2000, wanted=5) == [0, 500, 1000, 1500, 2000]
-    assert curves.ticks(0.003, 400, is_log=True) == [0.01, 0.1, 1, 10, 100]
+def test_of_a_long_file_every_evaluation_is_read_and_some_training_lines(
+    base: BaseFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(curves, "SIZE_READ_WHOLE", 100)
+    folder = experiment(base, IDS[0], {"seed": 1})
+    lines = [{"step": step, "loss": 1.0} for step in range(50)]
+    lines += [{"step": step, "valid/loss": 2.0} for step in range(50)]
+    logged(folder, lines)
+    points = curves.read_curves(folder.metrics).points
+    assert 0 < len(points["loss"]) < 25
+    assert len(points["valid/loss"]) == 50
 
 
 # ---------------------------------------------------------------- the report
@@ -402,7 +391,7 @@ def test_what_has_not_begun_says_so(base: BaseFolder) -> None:
 
 
 def test_the_script_builds_no_markup_from_text() -> None:
-    assert SCRIPT.count("innerHTML") == 2  # kept before, put back after
-    assert not {"eval(", "document.write", "insertAdjacentHTML"} & set(
-        re.findall(r"[\w.]+\(?", SCRIPT)
+    assert not {"innerHTML", "eval(", "document.write", "insertAdjacentHTML"} & set(
+        re.findall(r"\w+\(?", SCRIPT)
     )
+    assert not re.search(r"^(import|export) ", SCRIPT, flags=re.MULTILINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import shutil
 import socket
 import sys
@@ -29,6 +30,7 @@ from jobs.serve.app import Server, make_app, make_keeper
 from jobs.serve.keeper import Keeper, Send
 from jobs.submit import prepare
 from tests.jobs.conftest import queue, wait_until
+from tests.serve.browser import Browser, browsing, missing
 
 __all__ = ["queue", "wait_until"]
 
@@ -238,3 +240,13 @@ def own_queue(folder: Path) -> Iterator[None]:
 def offered() -> list[str]:
     """Names of the models that the repository's own file offers."""
     return sorted(offers.read(None).models)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    reason = missing()
+    if reason is not None:
+        must = os.environ.get("LATHE_REQUIRE_CHROMIUM") == "1"
+        (pytest.fail if must else pytest.skip)(reason)
+    with browsing(tmp_path_factory.mktemp("browser")) as running:
+        yield running

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.browser import Browser, browsing, missing
+from tests.serve.browser import Browser
 from tests.serve.conftest import (
     CHAT,
     Service,
@@ -55,16 +55,6 @@ def log(folder: Path, step: int, **values: float) -> None:
     line = {"step": step, **values, "at": f"2026-11-23T07:00:{step % 60:02d}+00:00"}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    reason = missing()
-    if reason is not None:
-        must = os.environ.get("LATHE_REQUIRE_CHROMIUM") == "1"
-        (pytest.fail if must else pytest.skip)(reason)
-    with browsing(tmp_path_factory.mktemp("browser")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

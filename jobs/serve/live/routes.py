@@ -9,14 +9,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from jobs.report.page import STYLE
+from jobs.report.curves import Place
+from jobs.report.page import ASSETS, STYLE
 from jobs.serve.lathe_routes import run_asked
-from jobs.serve.live.series import Place, answers_of, curves_of, place_of
+from jobs.serve.live.series import answers_of, curves_of, place_of
 from jobs.serve.live.stream import Watch
 from jobs.serve.requests import Refusal, client_of, keeper_of, shown
 from trainer.config.differences import differing, flattened, short_names, written
 
 FOLDER = Path(__file__).with_name("page")
+SHARED = (ASSETS / "chart.js", ASSETS / "dom.js")  # with the report of `lathe-jobs results --html`
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 MOST_RUNS = 12  # laid over each other
 LONGEST_VALUE = 2000  # letters
@@ -24,13 +26,11 @@ LONGEST_VALUE = 2000  # letters
 
 def _files() -> dict[str, tuple[bytes, str]]:
     """Name -> content and type of the page's files: a request only picks one of them."""
-    found = {
-        path.name: (path.read_bytes(), TYPES[path.suffix])
-        for path in FOLDER.iterdir()
-        if path.suffix in TYPES
-    }
-    style, kind = found["page.css"]
-    return {**found, "page.css": (STYLE.encode() + style, kind)}
+    paths = [*(path for path in FOLDER.iterdir() if path.suffix in TYPES), *SHARED]
+    files = {path.name: (path.read_bytes(), TYPES[path.suffix]) for path in paths}
+    style, kind = files["page.css"]
+    files["page.css"] = (STYLE.encode() + style, kind)
+    return files
 
 
 FILES = _files()

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import anyio
 from starlette.concurrency import run_in_threadpool
 
-from jobs.serve.live.series import Place, lines_since
+from jobs.serve.live.series import lines_since
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from jobs.report.curves import Place
     from jobs.serve.keeper import Keeper
 
 EVERY_S = 1.0

@@ -79,8 +79,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/serve/live/series.py",
-        "is_other = facts.st_ino != place.file or facts.st_size < place.end",
-        "is_other = facts.st_size < place.end",
+        "is_replaced = facts.st_ino != place.file or facts.st_size < place.end",
+        "is_replaced = facts.st_size < place.end",
         why="the curves of a run that resumed have steps that it took back",
         tests=STREAM,
     ),

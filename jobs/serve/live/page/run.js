@@ -51,7 +51,11 @@ export class Curves {
     const isOne = this.ids.length === 1;
     const shown = isOne && names.includes("loss") ? names.filter(name => name !== "valid/loss") : names;
     if (!shown.length) this.grid.replaceChildren(h("p", { class: "empty" }, "No metrics were written yet."));
-    for (const name of shown) if (!this.charts.has(name)) this.charts.set(name, new Chart(name));
+    for (const name of shown.filter(name => !this.charts.has(name))) {
+      const chart = new Chart(name);
+      chart.node.classList.add("card");
+      this.charts.set(name, chart);
+    }
     const nodes = shown.map(name => this.charts.get(name).node);
     if (nodes.some((node, at) => node !== this.grid.children[at]) && nodes.length) this.grid.replaceChildren(...nodes);
     for (const name of shown) this.charts.get(name).draw(this.linesOf(name, isOne), this);

@@ -1,18 +1,20 @@
-// A chart of one metric: a line for each run, over steps or over time, that grows.
+// Charts of the live page and of the report: a line for each run, over steps or over time, that may grow.
 
 import { clean, duration, h, number, svg } from "./dom.js";
 
 const WIDTH = 460, HEIGHT = 190, LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 22;
-const LOG_FROM = 40;
+const SPARK_WIDTH = 110, SPARK_HEIGHT = 26;
+const LOG_FROM = 40; // largest over smallest value
+const MOST_DOTS = 40; // points of a line that are drawn as dots, too
 export const MOST_POINTS = 1200;
 
-function ticks(low, high, count) {
+// Round numbers between low and high, about `count` of them.
+export function ticks(low, high, count) {
   const rough = (high - low) / count || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map(factor => factor * power).find(one => one >= rough * 0.75);
-  const found = [];
-  for (let at = Math.ceil(low / step - 1e-9); at <= Math.floor(high / step + 1e-9); at++) found.push(Number((at * step).toPrecision(12)));
-  return found;
+  const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
+  return Array.from({ length: last - first + 1 }, (_, place) => Number(((first + place) * step).toPrecision(12)));
 }
 
 function scaleOf(values, isLog) {
@@ -21,7 +23,9 @@ function scaleOf(values, isLog) {
     const [a, b] = [Math.log(low / 1.05), Math.log(high * 1.05)];
     return { low, high, share: value => (Math.log(Math.max(value, low / 1.05)) - a) / (b - a), isLog: true };
   }
-  const margin = 0.05 * (high - low) || Math.abs(high) * 0.1 || 1;
+  // Values that differ by rounding alone count as equal: no tick fits between them.
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  const margin = high - low > 1e-9 * size ? 0.05 * (high - low) : 0.1 * size || 1;
   const [a, b] = [low - margin, high + margin];
   return { low: a, high: b, share: value => (value - a) / (b - a), isLog: false };
 }
@@ -44,7 +48,7 @@ export class Chart {
     this.readout = h("p", { class: "readout soft small", "aria-live": "off" });
     this.plot = h("div", { class: "plot", tabindex: "0", role: "group",
       onpointermove: event => this.point(event), onpointerleave: () => this.at(null), onkeydown: event => this.key(event) });
-    this.node = h("figure", { class: "card chartbox" }, h("figcaption", {}, clean(title)), this.plot, this.readout);
+    this.node = h("figure", { class: "chartbox" }, h("figcaption", {}, clean(title)), this.plot, this.readout);
     this.cursor = null;
   }
 
@@ -62,7 +66,7 @@ export class Chart {
     this.scale = scaleOf(values, isLog || (Math.min(...values) > 0 && spread > LOG_FROM));
     const xs = all.map(this.x);
     this.first = Math.min(...xs);
-    this.last = Math.max(...xs, this.first + 1e-9);
+    this.last = Math.max(...xs, this.first + 1);
     this.px = value => LEFT + (value - this.first) / (this.last - this.first) * (WIDTH - LEFT - RIGHT);
     this.py = value => HEIGHT - BOTTOM - Math.min(1, Math.max(0, this.scale.share(value))) * (HEIGHT - TOP - BOTTOM);
     const ends = this.lines.map(line => `${line.label} ${number(line.points.at(-1)[2])}`).join(", ");
@@ -95,7 +99,7 @@ export class Chart {
     const place = (x, y) => `${this.px(x).toFixed(1)},${this.py(y).toFixed(1)}`;
     const points = line.points.map(point => place(this.x(point), point[2])).join(" ");
     const parts = [svg("polyline", { class: `c${line.colour}`, points, "stroke-dasharray": line.dash ? "5 3" : null })];
-    if (line.points.length < 40) {
+    if (line.points.length < MOST_DOTS) {
       for (const point of line.points)
         parts.push(svg("circle", { class: `f${line.colour}`, cx: this.px(this.x(point)), cy: this.py(point[2]), r: 2 }));
     } else if (line.points.some(point => point[3] < point[4])) {
@@ -133,6 +137,21 @@ export class Chart {
         h("b", {}, number(near[2])), where);
     }));
   }
+}
+
+// A small picture of one metric with its last value marked. points: [[step, mean], ...]
+export function sparkline(label, points) {
+  const steps = points.map(point => point[0]), values = points.map(point => point[1]);
+  const first = steps[0], width = Math.max(steps.at(-1) - first, 1);
+  const low = Math.min(...values), height = Math.max(...values) - low;
+  const places = points.map(([step, value]) => {
+    const share = height > 0 ? (value - low) / height : 0.5;
+    return [3 + (step - first) / width * (SPARK_WIDTH - 6), SPARK_HEIGHT - 4 - share * (SPARK_HEIGHT - 8)];
+  });
+  const [x, y] = places.at(-1);
+  return svg("svg", { class: "spark", viewBox: `0 0 ${SPARK_WIDTH} ${SPARK_HEIGHT}`, role: "img", "aria-label": clean(label) },
+    svg("polyline", { class: "c1", points: places.map(place => place.map(one => one.toFixed(1)).join(",")).join(" ") }),
+    svg("circle", { class: "f1", cx: x, cy: y, r: 2.2 }));
 }
 
 // A tick's number, as short as it is round.
