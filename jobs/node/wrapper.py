@@ -25,6 +25,7 @@ from typing import IO, Any
 from jobs.errors import EXIT_DUPLICATE
 from jobs.node import host as node
 from jobs.record.paths import Attempt, RunFolder
+from jobs.record.state_table import ENDS, EXIT_FAILED, EXIT_FILES, End, Symptoms, first_rule
 from jobs.record.times import now, seconds_since
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError
 from trainer.files.atomic import create_json, read_json, write_json
@@ -37,7 +38,6 @@ SILENT = (
     "it ended with code 0, but no training told its outcome: does the launch line run trainval.py?"
 )
 ALIVE_S = 90.0  # an earlier attempt whose heart beat so recently still runs
-EXIT_FAILED = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 log = logging.getLogger(__name__)
@@ -47,9 +47,16 @@ log = logging.getLogger(__name__)
 class Ending:
     """How one start of an attempt ended."""
 
-    code: int
-    kind: str  # succeeded, failed, preempted, timeout, oom
+    end: End
     reason: str | None = None
+
+    @property
+    def code(self) -> int:
+        return EXIT_FILES[self.end][0]
+
+    @property
+    def kind(self) -> str:
+        return EXIT_FILES[self.end][1]
 
 
 class Unfit(Exception):
@@ -108,12 +115,10 @@ def _lead(attempt: Attempt, spec: dict[str, Any], stop: Stop, *, has_terminal: b
         write_json(attempt.env, node.facts())
         ending = _other_attempts(attempt) or _train(attempt, spec, stop, has_terminal=has_terminal)
     except Unfit as error:
-        start, ending = len(attempt.starts()), Ending(EXIT_BAD_INPUT, "failed", str(error))
+        start, ending = len(attempt.starts()), Ending("bad input", str(error))
     except (OSError, LatheError) as error:  # the disk, or a program that does not exist
-        start, ending = (
-            len(attempt.starts()),
-            Ending(EXIT_FAILED, "failed", f"{type(error).__name__}: {error}"),
-        )
+        start = len(attempt.starts())
+        ending = Ending("failed", f"{type(error).__name__}: {error}")
     _conclude(attempt, ending, start)
     return ending.code
 
@@ -187,9 +192,9 @@ def _other_attempts(attempt: Attempt) -> Ending | None:
         if not folder.name.isdigit() or other.number == attempt.number:
             continue
         if (read_json(other.exit) or {}).get("code") == EXIT_OK:
-            return Ending(EXIT_OK, "succeeded", f"attempt {other.number} had reached the end")
+            return Ending("succeeded", f"attempt {other.number} had reached the end")
         if _is_alive(other):
-            return Ending(EXIT_PREEMPTED, "preempted", f"attempt {other.number} is alive")
+            return Ending("preempted", f"attempt {other.number} is alive")
     return None
 
 
@@ -256,35 +261,32 @@ def _watch(
 
 
 def _ending(attempt: Attempt, code: int, stop: Stop, timed_out: bool, was_oom: bool) -> Ending:
-    """How an attempt ended.
+    """How an attempt ended, by the table ENDS.
 
-    What the training says of itself counts more than its launcher's exit code, which is 1 for
-    nearly everything.
+    The outcome that the training itself has written counts more than the exit code of its
+    launcher, which is 1 for nearly everything.
     """
     outcome = read_json(attempt.outcome) or {}
-    said, error = outcome.get("code"), outcome.get("error")
-    if said is None and code == 0:
+    outcome_code, error = outcome.get("code"), outcome.get("error")
+    if outcome_code is None and code == 0:
         has_succeeded = (read_json(_run_folder(attempt).status) or {}).get("state") == "succeeded"
-        said, error = (EXIT_OK, None) if has_succeeded else (EXIT_FAILED, SILENT)
-    if said == EXIT_OK:
-        return Ending(EXIT_OK, "succeeded")
-    if timed_out:
-        return Ending(
-            EXIT_FAILED, "timeout", "max_run_time is over; `retry` goes on from the last checkpoint"
-        )
-    if was_oom or "OutOfMemoryError" in (error or ""):
-        return Ending(
-            EXIT_FAILED, "oom", error or "the kernel killed a process of this job: out of memory"
-        )
-    final = code if said is None else said
-    if final == EXIT_PREEMPTED or (
-        said is None and stop.name is not None and code != EXIT_BAD_INPUT
-    ):
-        return Ending(EXIT_PREEMPTED, "preempted", f"stopped by {stop.name or 'its own request'}")
-    if final == EXIT_BAD_INPUT:
-        return Ending(EXIT_BAD_INPUT, "failed", error or "bad input: see the log")
-    text = f"killed by {signal.Signals(-final).name}" if final < 0 else f"exit code {final}"
-    return Ending(EXIT_FAILED, "failed", error or text)
+        outcome_code, error = (EXIT_OK, None) if has_succeeded else (EXIT_FAILED, SILENT)
+    final = code if outcome_code is None else outcome_code
+    rule = first_rule(
+        ENDS,
+        Symptoms(
+            code=final,
+            has_outcome=outcome_code is not None,
+            has_timed_out=timed_out,
+            is_out_of_memory=was_oom or "OutOfMemoryError" in (error or ""),
+            was_stopped=stop.name is not None,
+        ),
+    )
+    exit_text = f"killed by {signal.Signals(-final).name}" if final < 0 else f"exit code {final}"
+    reason = None
+    if rule.reason is not None:
+        reason = rule.reason.format(stop=stop.name or "its own request", exit=exit_text)
+    return Ending(rule.end, reason if rule.has_own_reason else error or reason)
 
 
 def environment_of(

@@ -20,11 +20,12 @@ from jobs.record.events import Job, Sent
 from jobs.record.metrics import last_metrics
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row, Start, starts_of
+from jobs.record.state_table import End, end_of
 from jobs.record.times import now, seconds_since
-from jobs.record.verdict import Verdict, Witnesses, settle
+from jobs.record.verdict import AttemptFiles, Verdict, judge
 from jobs.record.wandb_key import sync_hint
 from trainer.config.differences import told_apart
-from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_PREEMPTED, LatheError, StorageError
+from trainer.errors import LatheError, StorageError
 from trainer.files.atomic import read_json
 from trainer.files.survival_events import read as recoveries
 
@@ -40,23 +41,29 @@ class _Case:
 
     folder: RunFolder
     job: Job
-    found: Witnesses
+    files: AttemptFiles
 
     @property
-    def is_settled(self) -> bool:
+    def end(self) -> End | None:
+        """How its last start ended; None where no exit file says it."""
+        code = (self.files.exit or {}).get("code")
+        return None if code is None else end_of(code)
+
+    @property
+    def is_final(self) -> bool:
         """Whether the record already says what the exit file says, for good."""
-        sent, code = self.job.last, (self.found.exit or {}).get("code")
-        if sent is None or code is None or code == EXIT_PREEMPTED:
+        last = self.job.last
+        if last is None or self.end in (None, "preempted"):
             return False
-        return sent.state == "succeeded" if code == EXIT_OK else sent.state in DECIDED
+        return last.state == "succeeded" if self.end == "succeeded" else last.state in DECIDED
 
     @property
     def question(self) -> tuple[str, str] | None:
         """(backend, id) to ask about; None when no scheduler could add anything."""
-        sent, code = self.job.last, (self.found.exit or {}).get("code")
-        if sent is None or sent.id is None or self.is_settled or code in (EXIT_OK, EXIT_BAD_INPUT):
+        last = self.job.last
+        if last is None or last.id is None or self.is_final:
             return None
-        return sent.backend, sent.id
+        return None if self.end in ("succeeded", "bad input") else (last.backend, last.id)
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,11 @@ def survey(
             job = record.read(folder)
             if job is not None:
                 cases.append(
-                    _Case(folder, job, Witnesses.of(folder, job.last) if job.last else Witnesses())
+                    _Case(
+                        folder,
+                        job,
+                        AttemptFiles.of(folder, job.last) if job.last else AttemptFiles(),
+                    )
                 )
         except (OSError, KeyError, TypeError, ValueError, LatheError) as error:
             rows.append(_unreadable(folder, error))
@@ -172,18 +183,18 @@ def _row_of(case: _Case, sights: Mapping[str, _Sight], *, record_changes: bool) 
 
 
 def _verdict(case: _Case, sight: _Sight | None) -> Verdict:
-    sent, found = case.job.last, case.found
-    if sent is None:
+    last, files = case.job.last, case.files
+    if last is None:
         return Verdict("pending")
-    if case.is_settled:
-        return Verdict(sent.state, sent.reason, sent.host)
+    if case.is_final:
+        return Verdict(last.state, last.reason, last.host)
     if sight is None:
-        return settle(case.job, found, None, is_seen=True)
-    observed = sight.observed.get(sent.id or "")
-    if found.exit is None and (observed is None or observed.state not in ACTIVE):
+        return judge(case.job, files, None, is_seen=True)
+    observed = sight.observed.get(last.id or "")
+    if files.exit is None and (observed is None or observed.state not in ACTIVE):
         # it may have ended between our look and the scheduler's answer
-        found = Witnesses.of(case.folder, sent)
-    return settle(case.job, found, observed, is_seen=sight.problem is None)
+        files = AttemptFiles.of(case.folder, last)
+    return judge(case.job, files, observed, is_seen=sight.problem is None)
 
 
 def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
@@ -255,7 +266,7 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
         host=verdict.host,
         backend=sent.backend,
         job_id=sent.id
-        or (case.found.exit or {}).get(
+        or (case.files.exit or {}).get(
             "id"
         ),  # the reply was lost, and it ended before it was found
         attempt=sent.number,
@@ -267,7 +278,7 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
         ended_at=own[-1].ended_at if own and has_ended else None,
         unseen_since=(job.unseen_since or now()) if is_unseen else None,
         unseen_reason=sight.problem if sight is not None else None,
-        heartbeat_age_s=_known(case.found.heartbeat_age_s) if own and not has_ended else None,
+        heartbeat_age_s=_known(case.files.heartbeat_age_s) if own and not has_ended else None,
         sync_hint=sync_hint(folder) if has_ended else None,
         history=history,
         starts=starts,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from jobs.errors import NothingMatched, Unreachable
 from jobs.job_state import ACTIVE, JobState, Observed
 from jobs.record import events as record
-from jobs.record.verdict import Witnesses, settle
+from jobs.record.verdict import AttemptFiles, judge
 from jobs.report.text import visible
 
 if TYPE_CHECKING:
@@ -225,4 +225,4 @@ class _Watch:
                 observed = self._backend.query([sent.id]).get(sent.id)
             except Unreachable:
                 is_seen = False
-        return settle(job, Witnesses.of(self._run, sent), observed, is_seen=is_seen).state
+        return judge(job, AttemptFiles.of(self._run, sent), observed, is_seen=is_seen).state

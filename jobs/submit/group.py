@@ -20,6 +20,7 @@ from jobs.job_state import ACTIVE, STATES, JobState
 from jobs.protocol import ArrayBackend, JobSpec
 from jobs.record import events as record
 from jobs.record.by_hand import training_now
+from jobs.record.state_table import end_of
 from jobs.record.status import record_state, survey
 from jobs.submit.policy import Decision, Limits, decide
 from jobs.submit.request import (
@@ -30,7 +31,7 @@ from jobs.submit.request import (
     with_trial_name,
 )
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
-from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError, ResumeError
+from trainer.errors import ConfigError, LatheError, ResumeError
 from trainer.files.atomic import read_json, write_json
 
 if TYPE_CHECKING:
@@ -214,13 +215,12 @@ def _under_lock(
 
 def _ended(folder: RunFolder, spec: JobSpec) -> ActionResult:
     """What became of an experiment that ran here, now."""
-    found = read_json(folder.attempt(spec.attempt).exit) or {}
-    code, kind = found.get("code"), str(found.get("kind", "lost"))
-    text = f"{kind}: {found['reason']}" if found.get("reason") else kind
-    state: JobState = (
-        "succeeded" if code == EXIT_OK else "preempted" if code == EXIT_PREEMPTED else "failed"
-    )
-    return ActionResult(spec.exp_id, "send", text, state, is_bad=code != EXIT_OK)
+    exit_file = read_json(folder.attempt(spec.attempt).exit) or {}
+    kind = str(exit_file.get("kind", "lost"))
+    text = f"{kind}: {exit_file['reason']}" if exit_file.get("reason") else kind
+    end = end_of(exit_file.get("code"))
+    state: JobState = end if end in ("succeeded", "preempted") else "failed"
+    return ActionResult(spec.exp_id, "send", text, state, is_bad=end != "succeeded")
 
 
 def _begin(request: Request, folder: RunFolder, template: JobSpec) -> Job:

@@ -13,7 +13,7 @@ import pytest
 from jobs.job_state import ENDED_BADLY, JobState, Observed
 from jobs.record.events import Job, Sent
 from jobs.record.row import Row
-from jobs.record.verdict import Witnesses, settle
+from jobs.record.verdict import AttemptFiles, judge
 from jobs.submit.policy import Limits, decide
 
 LONG_AGO = "2020-01-01T00:00:00+00:00"
@@ -38,12 +38,12 @@ def job(**changes: Any) -> Job:
     return Job("a" * 32, "d", "g", "b", LONG_AGO, attempts=(replace(sent, **changes),))
 
 
-def exit_file(code: int, **more: Any) -> Witnesses:
-    return Witnesses(exit={"code": code, "kind": "failed", "reason": None, **more}, starts=1)
+def exit_file(code: int, **more: Any) -> AttemptFiles:
+    return AttemptFiles(exit={"code": code, "kind": "failed", "reason": None, **more}, starts=1)
 
 
-ALIVE = Witnesses(starts=1, started={"host": "n1"}, heartbeat_age_s=20)
-SILENT = Witnesses(starts=1, started={"host": "n1"}, heartbeat_age_s=10_000)
+ALIVE = AttemptFiles(starts=1, started={"host": "n1"}, heartbeat_age_s=20)
+SILENT = AttemptFiles(starts=1, started={"host": "n1"}, heartbeat_age_s=10_000)
 
 
 @pytest.mark.parametrize(
@@ -71,39 +71,39 @@ SILENT = Witnesses(starts=1, started={"host": "n1"}, heartbeat_age_s=10_000)
         ),  # by somebody who went to the scheduler itself
         (exit_file(75), Observed("timeout"), "timeout"),
         # no exit file: the scheduler
-        (Witnesses(), Observed("queued"), "queued"),
-        (Witnesses(), Observed("held", "drained"), "held"),
+        (AttemptFiles(), Observed("queued"), "queued"),
+        (AttemptFiles(), Observed("held", "drained"), "held"),
         (ALIVE, Observed("running"), "running"),
         (SILENT, Observed("running"), "running"),
-        (Witnesses(), Observed("cancelled"), "cancelled"),
-        (Witnesses(), Observed("timeout"), "timeout"),
-        (Witnesses(), Observed("preempted", will_rerun=True), "queued"),
-        (Witnesses(), Observed("preempted"), "preempted"),
-        (Witnesses(), Observed("failed", exit_code=75), "preempted"),
+        (AttemptFiles(), Observed("cancelled"), "cancelled"),
+        (AttemptFiles(), Observed("timeout"), "timeout"),
+        (AttemptFiles(), Observed("preempted", will_rerun=True), "queued"),
+        (AttemptFiles(), Observed("preempted"), "preempted"),
+        (AttemptFiles(), Observed("failed", exit_code=75), "preempted"),
         # a controller that was killed may have forgotten that it had started the job
         (ALIVE, Observed("cancelled", never_ran=True), "running"),
         (SILENT, Observed("cancelled", never_ran=True), "cancelled"),
-        (Witnesses(), Observed("cancelled", never_ran=True), "cancelled"),
+        (AttemptFiles(), Observed("cancelled", never_ran=True), "cancelled"),
         (ALIVE, Observed("cancelled"), "cancelled"),
         (
-            Witnesses(),
+            AttemptFiles(),
             Observed("succeeded"),
             "failed",
         ),  # it ended well and left no outcome: nobody believes that
         # the scheduler has forgotten it: the heartbeat
         (ALIVE, None, "running"),
         (SILENT, None, "lost"),
-        (Witnesses(), None, "lost"),
+        (AttemptFiles(), None, "lost"),
     ],
 )
 def test_a_running_job_is_judged_by_exit_file_then_scheduler_then_heartbeat(
-    found: Witnesses, observed: Observed | None, expected: JobState
+    found: AttemptFiles, observed: Observed | None, expected: JobState
 ) -> None:
-    assert settle(job(), found, observed, is_seen=True).state == expected
+    assert judge(job(), found, observed, is_seen=True).state == expected
 
 
 def test_a_start_that_ends_with_bad_input_is_not_run_again_before_somebody_has_changed_it() -> None:
-    verdict = settle(job(), exit_file(2, reason="no such group"), None, is_seen=True)
+    verdict = judge(job(), exit_file(2, reason="no such group"), None, is_seen=True)
     assert (verdict.state, verdict.reason) == ("failed", "bad input: no such group")
     ended = row(verdict.state, reason=verdict.reason)
     assert decide(ended, Limits(max_retries=5), is_finished=False).action == "skip"
@@ -113,63 +113,67 @@ def test_a_start_that_ends_with_bad_input_is_not_run_again_before_somebody_has_c
     "state", ["submitted", "queued", "running", "held", "failed", "preempted", "cancelled"]
 )
 def test_a_scheduler_that_cannot_be_seen_changes_nothing(state: JobState) -> None:
-    verdict = settle(job(state=state, reason="as it was"), Witnesses(), None, is_seen=False)
+    verdict = judge(job(state=state, reason="as it was"), AttemptFiles(), None, is_seen=False)
     assert (verdict.state, verdict.reason) == (state, "as it was")
 
 
 def test_what_can_only_be_seen_elsewhere_is_no_news() -> None:
     elsewhere = Observed("submitted", "a job of another machine")
-    assert settle(job(), Witnesses(), elsewhere, is_seen=True).state == "running"
-    assert settle(job(state="submitted"), ALIVE, elsewhere, is_seen=True).state == "running"
-    assert settle(job(), exit_file(0), elsewhere, is_seen=True).state == "succeeded"
+    assert judge(job(), AttemptFiles(), elsewhere, is_seen=True).state == "running"
+    assert judge(job(state="submitted"), ALIVE, elsewhere, is_seen=True).state == "running"
+    assert judge(job(), exit_file(0), elsewhere, is_seen=True).state == "succeeded"
 
 
 def test_an_exit_file_counts_even_when_the_scheduler_cannot_be_seen() -> None:
-    assert settle(job(), exit_file(0), None, is_seen=False).state == "succeeded"
+    assert judge(job(), exit_file(0), None, is_seen=False).state == "succeeded"
 
 
 def test_a_preempted_start_says_nothing_while_only_the_scheduler_knows_whether_it_runs_again() -> (
     None
 ):
-    assert settle(job(), exit_file(75), None, is_seen=False).state == "running"
+    assert judge(job(), exit_file(75), None, is_seen=False).state == "running"
 
 
 def test_a_job_accepted_a_moment_ago_is_not_lost_when_the_scheduler_lags() -> None:
     fresh = job(state="submitted", submitted_at=ago(5))
-    assert settle(fresh, Witnesses(), None, is_seen=True).state == "submitted"
+    assert judge(fresh, AttemptFiles(), None, is_seen=True).state == "submitted"
     assert (
-        settle(job(state="submitted", submitted_at=ago(500)), Witnesses(), None, is_seen=True).state
+        judge(
+            job(state="submitted", submitted_at=ago(500)), AttemptFiles(), None, is_seen=True
+        ).state
         == "lost"
     )
 
 
 def test_what_somebody_cancelled_is_cancelled_however_it_ended() -> None:
     asked = job(is_cancelled=True)
-    assert settle(asked, exit_file(75), None, is_seen=True).state == "cancelled"
-    assert settle(asked, exit_file(1), None, is_seen=True).state == "cancelled"
+    assert judge(asked, exit_file(75), None, is_seen=True).state == "cancelled"
+    assert judge(asked, exit_file(1), None, is_seen=True).state == "cancelled"
     assert (
-        settle(asked, Witnesses(), Observed("failed", exit_code=143), is_seen=True).state
+        judge(asked, AttemptFiles(), Observed("failed", exit_code=143), is_seen=True).state
         == "cancelled"
     )
-    assert settle(asked, Witnesses(), None, is_seen=True).state == "cancelled"
-    assert settle(asked, exit_file(0), None, is_seen=True).state == "succeeded"
+    assert judge(asked, AttemptFiles(), None, is_seen=True).state == "cancelled"
+    assert judge(asked, exit_file(0), None, is_seen=True).state == "succeeded"
 
 
 def test_an_intent_without_an_answer_stays_open_until_the_job_itself_speaks() -> None:
     unanswered = job(id=None, state="submitting")
-    assert settle(unanswered, Witnesses(), None, is_seen=True).state == "submitting"
-    assert settle(unanswered, ALIVE, None, is_seen=True).state == "running"
-    assert settle(unanswered, exit_file(0), None, is_seen=True).state == "succeeded"
+    assert judge(unanswered, AttemptFiles(), None, is_seen=True).state == "submitting"
+    assert judge(unanswered, ALIVE, None, is_seen=True).state == "running"
+    assert judge(unanswered, exit_file(0), None, is_seen=True).state == "succeeded"
 
 
 def test_an_intent_that_started_and_fell_silent_is_lost_and_so_can_be_retried() -> None:
-    assert settle(job(id=None, state="submitting"), SILENT, None, is_seen=True).state == "lost"
+    assert judge(job(id=None, state="submitting"), SILENT, None, is_seen=True).state == "lost"
 
 
 def test_a_cancelled_intent_that_no_scheduler_knows_is_cancelled_after_a_while() -> None:
     asked = job(id=None, state="submitting", is_cancelled=True)
-    assert settle(asked, Witnesses(), None, is_seen=True).state == "cancelled"
-    assert settle(replace_at(asked, ago(5)), Witnesses(), None, is_seen=True).state == "submitting"
+    assert judge(asked, AttemptFiles(), None, is_seen=True).state == "cancelled"
+    assert (
+        judge(replace_at(asked, ago(5)), AttemptFiles(), None, is_seen=True).state == "submitting"
+    )
 
 
 def replace_at(found: Job, at: str) -> Job:
@@ -178,14 +182,14 @@ def replace_at(found: Job, at: str) -> Job:
 
 def test_the_copy_that_came_second_says_nothing_about_the_first() -> None:
     second = Observed("failed", exit_code=76)
-    assert settle(job(), ALIVE, second, is_seen=True).state == "running"
-    assert settle(job(), SILENT, second, is_seen=True).state == "lost"
-    assert settle(job(), exit_file(0), second, is_seen=True).state == "succeeded"
+    assert judge(job(), ALIVE, second, is_seen=True).state == "running"
+    assert judge(job(), SILENT, second, is_seen=True).state == "lost"
+    assert judge(job(), exit_file(0), second, is_seen=True).state == "succeeded"
 
 
 def test_what_has_ended_stays_ended_when_the_scheduler_forgets_it() -> None:
     for state in ENDED_BADLY:
-        assert settle(job(state=state), Witnesses(), None, is_seen=True).state == state
+        assert judge(job(state=state), AttemptFiles(), None, is_seen=True).state == state
 
 
 # What is done about it

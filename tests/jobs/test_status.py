@@ -24,7 +24,7 @@ from jobs.record.metrics import last_metrics
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import Row
 from jobs.record.status import survey
-from jobs.record.verdict import Witnesses
+from jobs.record.verdict import AttemptFiles
 from jobs.report import table
 from jobs.report.html import report
 from jobs.report.scores import gather
@@ -402,13 +402,13 @@ def test_a_job_that_starts_while_it_is_looked_at_is_plain_json(
 ) -> None:
     folder = submitted(base, IDS[0], "7")
 
-    def before_it_starts(of: RunFolder, sent: record.Sent) -> Witnesses:
+    def before_it_starts(of: RunFolder, sent: record.Sent) -> AttemptFiles:
         found = look(of, sent)
         started(folder, 0.0)
         return found
 
-    look = Witnesses.of
-    monkeypatch.setattr(Witnesses, "of", before_it_starts)
+    look = AttemptFiles.of
+    monkeypatch.setattr(AttemptFiles, "of", before_it_starts)
     row = only_row(base, Scheduler({"7": Observed("running")}))
     assert len(row.starts) == 1
     assert row.heartbeat_age_s is None
