@@ -1,5 +1,5 @@
-"""Whether an experiment is to be sent now: its situation is worked out here, and the table DECISIONS
-of `record/state_table.py` decides.
+"""Whether an experiment is to be sent now. This module works out its situation, and the table
+DECISIONS of `record/state_table.py` decides.
 
 A pure function of how the experiment stands and of what was asked for.
 """
