@@ -73,7 +73,7 @@ def loaded(values: dict[str, Any], folder: Path, export: Path) -> tuple[Any, Any
     """The task of an experiment, and its model as exported, in evaluation mode."""
     cfg = tasks.parse(values)
     task: Any = tasks.load(cfg, Places(folder, folder / "cache", folder))
-    return task, task.exported(export).eval()
+    return task, task.load_export(export).eval()
 
 
 def asked(task: Any) -> dict[str, Any]:

@@ -442,7 +442,7 @@ def read_again(values: dict[str, Any], folder: Path, export: Path) -> None:
         weights_in_stock(values["task"], export)
         return
     task: Any = tasks.load(tasks.parse(values), Places(folder, folder / "cache", folder))
-    model = task.exported(export)
+    model = task.load_export(export)
     added = {of: x for of, x in model.state_dict().items() if of.startswith("cross_attn_layers.")}
     files = [load_file(path) for path in export.glob("*.safetensors")]
     in_files = [tensor for file in files for tensor in file.values()]

@@ -24,7 +24,7 @@ from jobs.report.text import duration, shown, visible
 from jobs.secret_keys import redact
 from trainer.config.differences import short_names, written
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
-from trainer.files.survival_events import told
+from trainer.files.survival_events import recovery_sentence
 
 if TYPE_CHECKING:
     from jobs.record.events import Sent
@@ -209,7 +209,9 @@ def _progress(row: Row) -> str:
     facts += [f"{useful:.0%} of its time in steps"] if useful is not None else []
     bad = row.metrics.get("bad_steps")
     facts += [f"{bad:.0f} bad step{'s' if bad > 1 else ''} left out"] if bad else []
-    facts += [f"rank lost: {told(event)}" for event in row.recoveries[-MOST_RECOVERIES:]]
+    facts += [
+        f"rank lost: {recovery_sentence(event)}" for event in row.recoveries[-MOST_RECOVERIES:]
+    ]
     facts += [f"{row.gpu_hours:.1f} GPU-hours"] if row.gpu_hours else []
     words = "".join(f"<span>{_text(fact)}</span>" for fact in facts)
     bar = f'<div class="progress s-{row.state}"><i style="width:{share:.1%}"></i></div>'

@@ -21,7 +21,7 @@ from jobs.record.paths import RunFolder
 from jobs.record.row import Row
 from jobs.serve.tickets import Checked, Ticket, Wish
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
-from trainer.files.survival_events import told
+from trainer.files.survival_events import recovery_sentence
 
 Status = Literal["validating_files", "queued", "running", "succeeded", "failed", "cancelled"]
 Level = Literal["info", "warn", "error"]
@@ -194,7 +194,9 @@ def state_events(facts: Facts, organization: str) -> list[JobEvent]:
             text = f"The training ended with code {start.code}"
             found.append(_event(facts, f"stop-{key}", start.ended_at, text, "warn"))
     for number, event in enumerate(facts.row.recoveries if facts.row is not None else (), 1):
-        found.append(_event(facts, f"recovery-{number}", event["at"], told(event), "warn"))
+        found.append(
+            _event(facts, f"recovery-{number}", event["at"], recovery_sentence(event), "warn")
+        )
     return sorted([*found, *_end(facts, organization)], key=lambda event: event.at)
 
 

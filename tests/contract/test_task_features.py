@@ -101,7 +101,7 @@ def _read_again(values: dict[str, Any], folder: Path, run_folder: Path) -> dict[
     options = Options(savedir, data_path=folder, cache_dir=cache)
     task = tasks.load(tasks.parse(values), Places(folder, cache, savedir))
     assert evaluate(Question(values, model="final"), options).keys()
-    model = Frozen(task.exported(run_folder / "final").eval())
+    model = Frozen(task.load_export(run_folder / "final").eval())
     return metrics(model, task, store_of(task, "valid", cache), batch=3)
 
 

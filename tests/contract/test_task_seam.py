@@ -96,7 +96,7 @@ def test_the_ledger_sees_a_cut_wherever_encoding_says_so(name: str, folder: Path
     if not isinstance(task, ShowsCuts):
         pytest.skip("an optional ability")
     for row in list(task.rows("train"))[:8]:
-        uncut = task.untruncated(row).values()
+        uncut = task.uncut_fields(row).values()
         longest = [
             max(map(len, text.texts), default=0) - text.limit
             for text in uncut

@@ -216,7 +216,7 @@ def test_adapters_are_exported_as_peft_reads_them(
     task.export(trained, tmp_path / "final")
     rows, batch = drawn_rows(task)
     want = loss_of(task, model.eval(), batch)
-    again = loss_of(task, task.exported(tmp_path / "final").eval(), batch)
+    again = loss_of(task, task.load_export(tmp_path / "final").eval(), batch)
     assert torch.equal(again, want)
     loop = plain_peft.LOOPS[name]
     stock = loop.read(str(task.cfg.base))
@@ -247,6 +247,6 @@ def test_merged_adapters_are_a_stock_model(
     stock = loop.read(str(tmp_path / "final"))
     assert_close(loop(stock, added_of(model)).loss(rows), want, **LOSS)
     for reader in (task, loaded({**values, "lora": None}, folder)):
-        again = loss_of(reader, reader.exported(tmp_path / "final").eval(), batch)
+        again = loss_of(reader, reader.load_export(tmp_path / "final").eval(), batch)
         assert_close(again, want, **LOSS)
     assert not list(tmp_path.glob("final/adapter*"))

@@ -272,7 +272,7 @@ def test_adapters_on_another_base_than_theirs_are_refused(folder: Path, tmp_path
     final = final_of(values, tmp_path, folder)
     other = loaded({**values, "base": values["base"] | {"seed": 2}}, folder)
     with pytest.raises(ConfigError, match=r"(?s)trained on base random:.*Put the old base back"):
-        other.exported(final)
+        other.load_export(final)
     line = ["export", "vera", str(final), "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 2

@@ -282,7 +282,7 @@ def test_a_trained_t5_v11_is_exported_with_its_unscaled_output(
     )
     (run_folder,) = run_on_ranks(1, _exported_v11, values, folder, tmp_path)
     task = tasks.load(tasks.parse(values), Places(folder, folder / "cache", tmp_path))
-    ours = task.exported(run_folder / "final").eval()
+    ours = task.load_export(run_folder / "final").eval()
     stock = T5ForConditionalGeneration.from_pretrained(run_folder / "final").eval()
     ids, labels = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 10, 0]])
     wanted = stock(input_ids=ids, labels=labels).logits

@@ -276,14 +276,14 @@ def check_export(final: Path, values: dict[str, Any], folder: Path, savedir: Pat
     assert {key: config[key] for key in ON} == ON
     assert (config["model_type"], config["architectures"]) == ("fido_t5", ["FiDOT5"])
     assert config["model_type"] not in CONFIG_MAPPING_NAMES
-    model = load(values, folder, savedir).exported(final)
+    model = load(values, folder, savedir).load_export(final)
     assert {name.removeprefix("t5.") for name, _ in model.named_parameters()} == set(tensors)
     for name, tensor in tensors.items():
         assert torch.equal(model.t5.get_parameter(name), tensor), name
     for off in (Reader(cross_attention_every=2), Reader(cross_attention_multi_query=True)):
         other = load(vary(values, reader=off.model_dump()), folder, savedir)
         with pytest.raises(ConfigError, match="multi_query=True, want one with cross"):
-            other.exported(final)
+            other.load_export(final)
         with pytest.raises(ConfigError, match="needs weights that are not there"):
             other.loaded(str(final), None)
     with pytest.raises(ConfigError, match="got a FiDO reader"):
@@ -295,10 +295,10 @@ def test_a_plain_t5_is_taken_as_a_base_and_not_for_a_trained_fido_reader(
 ) -> None:
     values = from_folder(switched(folder), tmp_path / "bases")
     task, base = load(values, folder, tmp_path), Path(str(values["base"]))
-    assert len(fido.cross_layers(task.exported(base).t5)) == 1
+    assert len(fido.cross_layers(task.load_export(base).t5)) == 1
     other = from_folder(vary(switched(folder), base=TINY_T5 | {"seed": 2}), tmp_path / "bases")
     with pytest.raises(ConfigError, match="every=1, cross_attention_multi_query=False, want"):
-        task.exported(Path(str(other["base"])))
+        task.load_export(Path(str(other["base"])))
 
 
 @torch.no_grad()

@@ -157,7 +157,7 @@ def test_a_trained_llama_is_exported_as_its_body_and_head_and_read_back(
     task = loaded(folder, base=LLAMA)
     model = task.model().eval()
     task.export(dict(model.state_dict()), tmp_path / "final")
-    again = task.exported(tmp_path / "final").eval()
+    again = task.load_export(tmp_path / "final").eval()
     batch = task.read([task.statement_ids("Ada keeps the key.")])
     assert torch.equal(again(**batch)["logits"], model(**batch)["logits"])
     assert json.loads((tmp_path / "final/config.json").read_text())["model_type"] == "llama"
@@ -275,7 +275,7 @@ def test_a_folder_without_a_head_is_not_scored_with_a_random_one(
     task = loaded(folder)
     task.model().encoder.save_pretrained(tmp_path / "t5")
     with pytest.raises(ConfigError, match=r"holds no head.safetensors"):
-        task.exported(tmp_path / "t5")
+        task.load_export(tmp_path / "t5")
 
 
 # Data
@@ -370,7 +370,7 @@ def test_a_second_stage_begins_with_the_encoder_and_the_head_of_the_first(
     assert all(
         torch.equal(one, two)
         for one, two in zip(
-            model.parameters(), task.exported(run_folder / "final").parameters(), strict=True
+            model.parameters(), task.load_export(run_folder / "final").parameters(), strict=True
         )
     )
     fresh = tasks.load(tasks.parse(first), Places(folder, folder / "cache", tmp_path)).model()

@@ -29,7 +29,7 @@ from trainer.data import vocabulary
 from trainer.data.order import Sharding, StepBatches
 from trainer.data.padding import unflat
 from trainer.data.token_store import store_of
-from trainer.metrics.mergeable import exact_match, normalised
+from trainer.metrics.mergeable import exact_match, normalise
 from trainer.protocol.task import Batch, Places
 from trainer.tasks.fid.model import FiD, Generation
 from trainer.tasks.fid.task import Task
@@ -607,7 +607,7 @@ def test_answers_are_cleaned_of_spaces_as_recorded(
 
 def test_texts_are_normalised_as_recorded() -> None:
     for text, want in recorded_fid.recorded_json("eval_cases.json")["normalize_answer"].items():
-        assert normalised(text) == want, text
+        assert normalise(text) == want, text
 
 
 def test_exact_matches_are_the_recorded_ones() -> None:

@@ -106,8 +106,8 @@ def test_int8_states_are_off_by_half_a_step_of_their_token_and_a_rounding(tmp_pa
 
 
 def test_a_token_of_zeros_survives_int8() -> None:
-    numbers, scale = layout.quantised(torch.zeros(2, 4))
-    assert torch.equal(layout.dequantised(numbers, scale), torch.zeros(2, 4, dtype=torch.bfloat16))
+    numbers, scale = layout.quantise(torch.zeros(2, 4))
+    assert torch.equal(layout.dequantise(numbers, scale), torch.zeros(2, 4, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4), ("int8", 1)])

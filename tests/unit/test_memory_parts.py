@@ -41,7 +41,7 @@ from trainer.plan.memory.plan import MemoryPlan, Phase
 from trainer.plan.memory.planned_rows import heaviest
 from trainer.plan.memory.subject import published_shape
 from trainer.plan.memory.tracker import BLOCK, Tracker
-from trainer.runtime.batch import batch_of, named_when_out_of_memory
+from trainer.runtime.batch import batch_of, name_batch_when_out_of_memory
 from trainer.runtime.gpus import GIB, device_of
 
 P = 1_000_000
@@ -431,7 +431,10 @@ def test_an_out_of_memory_error_names_the_largest_batch_that_was_being_run() -> 
     small, large = (
         {"input_ids": torch.zeros(rows, 512), "labels": torch.zeros(rows, 64)} for rows in (1, 4)
     )
-    with pytest.raises(torch.OutOfMemoryError) as caught, named_when_out_of_memory([small, large]):
+    with (
+        pytest.raises(torch.OutOfMemoryError) as caught,
+        name_batch_when_out_of_memory([small, large]),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     assert batch_of(caught.value) == {"input_ids": [4, 512], "labels": [4, 64]}
 

@@ -15,7 +15,7 @@ from trainer.metrics.mergeable import (
     answer_scores,
     exact_match,
     f1,
-    normalised,
+    normalise,
     precision,
     recall,
     recall_em,
@@ -54,7 +54,7 @@ def test_every_recorded_answer_gets_its_recorded_scores(row: dict[str, Any]) -> 
 def test_normalising_leaves_words_without_case_ascii_punctuation_articles_and_extra_spaces() -> (
     None
 ):
-    assert normalised(" The  U.S.A.'s\tan-a thesis, a\n theme! ") == "usas ana thesis theme"
+    assert normalise(" The  U.S.A.'s\tan-a thesis, a\n theme! ") == "usas ana thesis theme"
 
 
 def test_each_score_takes_the_reference_that_is_best_for_it() -> None:

@@ -12,7 +12,7 @@ from tests.facts import experiment, write_facts
 from trainer import tasks
 from trainer.data.token_store import TokenStore, open_store, store_of
 from trainer.protocol.task import Cut, Encoded, Places
-from trainer.statistics.opening import told
+from trainer.statistics.opening import opening_line
 
 
 def store(folder: Path, rows: list[Encoded]) -> TokenStore:
@@ -31,7 +31,7 @@ def row(*lengths: int) -> Encoded:
 
 def test_the_line_names_what_was_cut_and_by_which_limit(tmp_path: Path) -> None:
     made = store(tmp_path, [row(256, 300), row(1000), row(10)])
-    assert told(made) == (
+    assert opening_line(made) == (
         "train: 3 rows, 778 tokens; 2 of 4 contexts cut, 50.3% of their tokens: "
         "data.context_tokens 256; `stats` shows more"
     )
@@ -40,11 +40,11 @@ def test_the_line_names_what_was_cut_and_by_which_limit(tmp_path: Path) -> None:
 
 def test_nothing_cut_is_said_and_an_old_store_tells_rows_and_tokens(tmp_path: Path) -> None:
     made = store(tmp_path, [row(5), row(6, 7)])
-    assert told(made) == "train: 2 rows, 18 tokens, nothing cut"
+    assert opening_line(made) == "train: 2 rows, 18 tokens, nothing cut"
     meta = made.folder / "meta.json"
     old = {name: value for name, value in json.loads(meta.read_text()).items() if name != "cuts"}
     meta.write_text(json.dumps(old))
-    assert told(TokenStore(made.folder)) == "train: 2 rows, 18 tokens"
+    assert opening_line(TokenStore(made.folder)) == "train: 2 rows, 18 tokens"
 
 
 @pytest.mark.parametrize("task", ["cross_attention", "fid", "retriever", "summariser", "vera"])
@@ -56,7 +56,7 @@ def test_every_task_counts_its_texts_as_its_ledger_does(task: str, tmp_path: Pat
     made = store_of(loaded, "valid", tmp_path / "c")
     whole: dict[str, list[int]] = {}
     for raw in loaded.rows("valid"):
-        for uncut in loaded.untruncated(raw).values():
+        for uncut in loaded.uncut_fields(raw).values():
             whole.setdefault(uncut.setting, []).extend(len(text) for text in uncut.texts)
     assert made.cuts()
     for counts in made.cuts().values():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data.readers.passages import chosen_passages, passages
+from trainer.data.readers.passages import passages, passages_with_ids
 from trainer.data.readers.questions import Query, queries
 from trainer.errors import DataError
 
@@ -95,12 +95,12 @@ def test_a_packed_file_that_is_torn_is_refused(tmp_path: Path) -> None:
 
 def test_chosen_passages_are_those_with_the_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", *({"docid": n, "text": f"t{n}"} for n in range(9)))
-    assert {name: row["text"] for name, row in chosen_passages(path, ["7", "2"]).items()} == {
+    assert {name: row["text"] for name, row in passages_with_ids(path, ["7", "2"]).items()} == {
         "2": "t2",
         "7": "t7",
     }
     with pytest.raises(DataError, match=r"has no passage '9' \(2 of 3 are missing\)"):
-        chosen_passages(path, ["1", "9", "99"])
+        passages_with_ids(path, ["1", "9", "99"])
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def found(place: Place) -> Place:
 def test_encoded_and_searched_is_the_order_of_the_models_own_dot_products(found: Place) -> None:
     task = tasks.load(tasks.parse(found.values), Places(None, found.folder / "cache", found.folder))
     assert isinstance(task, Embeds)
-    model = task.exported(found.run_folder / "best")
+    model = task.load_export(found.run_folder / "best")
     vectors = {
         side: np.concatenate(
             [

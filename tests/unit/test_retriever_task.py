@@ -354,7 +354,7 @@ def test_an_exported_model_embeds_as_the_trained_one(
         pytest.importorskip("peft", reason="the optional package peft is not installed")
     task = loaded(folder, **KINDS[kind])
     model = exported(task, tmp_path / "final")
-    again = task.exported(tmp_path / "final")
+    again = task.load_export(tmp_path / "final")
     rows = task.ids([{"text": "where is the key"}, {"text": "the map"}], side="query")
     for side in ("query", "passage"):
         assert torch.equal(task.embed(model, rows, side=side), task.embed(again, rows, side=side))
@@ -382,7 +382,7 @@ def test_a_folder_as_tevatron_writes_it_is_read_without_our_description(
     (tmp_path / "final" / "retriever_config.json").unlink()
     (tmp_path / "final" / "config.json").unlink()
     other = loaded(folder, encoder={"tied": True, "projection": None, "normalize": False})
-    again = other.exported(tmp_path / "final")
+    again = other.load_export(tmp_path / "final")
     rows = task.ids([{"text": "the map"}], side="passage")
     assert torch.equal(
         task.embed(model, rows, side="passage"), other.embed(again, rows, side="passage")
@@ -405,9 +405,9 @@ def test_a_missing_pooler_is_an_error_and_no_new_one(folder: Path, tmp_path: Pat
     exported(task, tmp_path / "final")
     (tmp_path / "final" / "pooler.pt").unlink()
     with pytest.raises(ConfigError, match=r"holds no pooler.pt"):
-        task.exported(tmp_path / "final")
+        task.load_export(tmp_path / "final")
     with pytest.raises(ConfigError, match=r"neither config.json nor"):
-        task.exported(tmp_path)
+        task.load_export(tmp_path)
 
 
 def test_adapters_on_another_base_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_adapters_on_another_base_are_refused(folder: Path, tmp_path: Path) -> N
     exported(loaded(folder, **KINDS["adapters"]), tmp_path / "final")
     other = loaded(folder, **{**KINDS["adapters"], "base": {**LLAMA, "seed": 2}})
     with pytest.raises(ConfigError, match=r"trained on base random:"):
-        other.exported(tmp_path / "final")
+        other.load_export(tmp_path / "final")
     with pytest.raises(ConfigError, match=r"lora.targets=\['c_attn'\].*q_proj"):
         loaded(folder, **DECODER, lora={"targets": ["c_attn"]}).model()
 
@@ -438,7 +438,7 @@ def test_peft_itself_reads_the_adapters(folder: Path, tmp_path: Path) -> None:
 def test_the_texts_of_a_model_hold_against_another_experiment(folder: Path, tmp_path: Path) -> None:
     exported(loaded(folder, data={"query_prefix": "query: "}), tmp_path / "final")
     other = loaded(folder)
-    other.exported(tmp_path / "final")
+    other.load_export(tmp_path / "final")
     (ids,) = other.ids([{"text": "key"}], side="query")
     assert other.tokenizer.decode(ids) == "query: key"
     assert TINY_BERT["config"]["model_type"] == "bert"

@@ -158,7 +158,7 @@ def test_stock_minilm_makes_the_vectors_of_sentence_transformers(
     theirs = sentence_transformer(stock)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with caplog.at_level(logging.WARNING):
-        model = task.exported(stock)
+        model = task.load_export(stock)
     assert "pooler" not in caplog.text, "what is left out on purpose is no news"
     got, want = ours(task, model, "passage"), theirs.encode(TEXTS)
     assert_close(got, torch.from_numpy(want), what="vectors", depth=MINILM_DEPTH, margin=0.2)

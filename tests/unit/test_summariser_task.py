@@ -107,11 +107,11 @@ def test_texts_are_cut_to_their_limits_and_keep_their_ends(folder: Path) -> None
     assert len(long["source"]) == 20
     assert long["targets_lengths"] == [6, min(6, long["targets_lengths"][1])]
     assert long["source"][-1] == long["targets"][5] == task.end
-    whole = task.untruncated(LONG)
+    whole = task.uncut_fields(LONG)
     assert long["source"][:19] == whole["source"].texts[0][:19]
     assert long.is_truncated
     assert long.lost_labels == (len(whole["targets"].texts[0]) - 6, len(whole["targets"].texts[0]))
-    assert short.is_truncated == (len(task.untruncated(ROW)["targets"].texts[0]) > 6)
+    assert short.is_truncated == (len(task.uncut_fields(ROW)["targets"].texts[0]) > 6)
 
 
 def test_widths_are_the_longest_rounded_up_to_multiples_of_8(folder: Path) -> None:
@@ -161,7 +161,7 @@ def test_summaries_are_those_of_transformers_and_score_by_rouge(
     generation = {"num_beams": 3, "length_penalty": 0.6, "max_tokens": 7}
     task = load(folder, base=base, generation=generation)
     model = task.model().eval()
-    raw = [task.asked(row) for row in (ROW, LONG, {**ROW, "summaries": []})]
+    raw = [task.question_row(row) for row in (ROW, LONG, {**ROW, "summaries": []})]
     rows = [task.encode(row) for row in (ROW, LONG, ROW)]
     found = task.answers(model, rows, raw)
     alone = []
@@ -174,7 +174,9 @@ def test_summaries_are_those_of_transformers_and_score_by_rouge(
         ]
         alone.append(task.tokenizer.decode(made, skip_special_tokens=True).strip())
     assert found.predictions == alone
-    judged = [task.judged(text, row["answers"]) for text, row in zip(alone, raw[:2], strict=False)]
+    judged = [
+        task.answer_scores(text, row["answers"]) for text, row in zip(alone, raw[:2], strict=False)
+    ]
     for kind, score in found.scores.items():
         assert int(score.den) == 2, "a row without references has no score"
         assert score.value() == pytest.approx(sum(scores[kind] for scores in judged) / 2)
@@ -184,13 +186,18 @@ def test_several_answers_are_the_best_first(folder: Path) -> None:
     task = load(folder)
     model = task.model().eval()
     found = task.answers(
-        model, [task.encode(ROW)], [task.asked(ROW)], search=Search(num_beams=3, num_answers=2)
+        model,
+        [task.encode(ROW)],
+        [task.question_row(ROW)],
+        search=Search(num_beams=3, num_answers=2),
     )
     assert found.n_best is not None
     assert [len(texts) for texts in found.n_best] == [2]
     assert found.n_best[0][0] == found.predictions[0]
     with pytest.raises(ConfigError, match="--temperature"):
-        task.answers(model, [task.encode(ROW)], [task.asked(ROW)], search=Search(temperature=1.0))
+        task.answers(
+            model, [task.encode(ROW)], [task.question_row(ROW)], search=Search(temperature=1.0)
+        )
 
 
 def test_adapters_in_what_reads_pictures_are_refused(folder: Path) -> None:
@@ -210,7 +217,7 @@ def test_an_export_brings_along_what_reads_pictures_and_was_not_trained(
     assert task.fingerprint().startswith("random:")
     trained = {name: x + 1 for name, x in model.named_parameters() if x.requires_grad}
     task.export(trained, tmp_path / "final")
-    again = dict(task.exported(tmp_path / "final").named_parameters())
+    again = dict(task.load_export(tmp_path / "final").named_parameters())
     assert again.keys() == dict(model.named_parameters()).keys()
     for name, weight in again.items():
         assert torch.equal(weight, trained.get(name, model.get_parameter(name))), name

@@ -35,7 +35,7 @@ from trainer.telemetry import flops as flops_module
 from trainer.telemetry import meter as meter_module
 from trainer.telemetry import metrics_file
 from trainer.telemetry import run_record as telemetry
-from trainer.telemetry.console import ConsoleHandler, shown
+from trainer.telemetry.console import ConsoleHandler, format_number
 from trainer.telemetry.flops import StepFlops
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
@@ -311,7 +311,7 @@ def test_log_lines_have_a_time_of_day_and_metrics_the_moment(
     ],
 )
 def test_numbers_are_shown_as_a_person_reads_them(value: float, text: str) -> None:
-    assert shown(value) == text
+    assert format_number(value) == text
 
 
 # ---------------------------------------------------------------- ranks

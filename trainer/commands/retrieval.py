@@ -295,7 +295,7 @@ def mine(
     asked, found = list(read_queries(queries, split)), read_run(run)
     positives = negatives.positives_of(asked, None if qrels is None else read_qrels(qrels))
     needed = {hit.passage for query in asked for hit in found.get(query.id, [])[first - 1 : last]}
-    texts = corpora.chosen_passages(passages, needed.union(*positives.values()))
+    texts = corpora.passages_with_ids(passages, needed.union(*positives.values()))
     rows = negatives.training_rows(found, asked, texts, positives=positives, window=window)
     typer.echo(f"{out}: {negatives.write_rows(out, rows)} of {len(asked)} questions")
 
@@ -322,7 +322,7 @@ def contexts(
 
     asked, found = list(read_queries(queries, split)), read_run(run)
     needed = {hit.passage for query in asked for hit in found.get(query.id, [])[:depth]}
-    texts = corpora.chosen_passages(passages, needed)
+    texts = corpora.passages_with_ids(passages, needed)
     count = negatives.write_rows(out, negatives.reader_rows(found, asked, texts, depth=depth))
     typer.echo(f"{out}: {count} questions")
 

@@ -75,7 +75,7 @@ class RowHasher:
         self._sha.update(b"\n")
         self.rows += 1
 
-    def passed(self, rows: Iterable[Row]) -> Iterator[Row]:
+    def pass_through(self, rows: Iterable[Row]) -> Iterator[Row]:
         """The same rows, each of them added."""
         for row in rows:
             self.add(row)

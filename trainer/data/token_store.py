@@ -198,7 +198,7 @@ def open_store(
         processes = num_proc or usable_processes(num_rows)
         with _Writer(temporary) as writer:
             hasher = RowHasher(encoding_id)
-            found = encoded_rows(hasher.passed(rows()), encode, num_proc=processes)
+            found = encoded_rows(hasher.pass_through(rows()), encode, num_proc=processes)
             for index, encoded in enumerate(_reported(found, split, num_rows, processes)):
                 writer.add(index, encoded, length)
         if hasher.hexdigest() != digest:

@@ -184,7 +184,7 @@ def _write_pieces(
     while block := list(islice(rows, batch * _BATCHES)):
         path = parts / f"{piece:07d}.jsonl"
         if piece % world == rank and not path.is_file():
-            given = [trained.unanswered(task, raw, place) for _, place, raw in block]
+            given = [trained.row_to_predict(task, raw, place) for _, place, raw in block]
             said = _said(trained, task, model, given, asked.how, batch)
             lines = [
                 json.dumps({"id": name, **one}, ensure_ascii=False) + "\n"
@@ -205,7 +205,7 @@ def _said(
     for start in range(0, len(order), batch):
         numbers = order[start : start + batch]
         with torch.no_grad():
-            found = trained.predicted(task, model, [rows[n] for n in numbers], how)
+            found = trained.predict(task, model, [rows[n] for n in numbers], how)
         said.update(zip(numbers, found, strict=True))
     return [said[n] for n in range(len(rows))]
 

@@ -97,7 +97,7 @@ def run(asked: Question, options: Options) -> dict[str, float]:
         _refuse_answering(asked)
     folder = model_folder(asked, options)
     store = _store(task, asked, options)
-    model = Frozen(task.exported(folder).to(distributed.device()).eval())
+    model = Frozen(task.load_export(folder).to(distributed.device()).eval())
     batch = _batch(asked)
     raw = [question_of(task, row) for row in _rows(task, asked)]
     logger.info("%s: %d rows of %s, %d at a time", folder, len(raw), asked.split, batch)
@@ -175,7 +175,7 @@ def pooled(asked: Question, options: Options, name: str) -> Tensor:
     """
     task = _task(asked, options)
     store = store_of(task, asked.split, options.cache_dir)
-    model = Frozen(task.exported(model_folder(asked, options)).to(distributed.device()).eval())
+    model = Frozen(task.load_export(model_folder(asked, options)).to(distributed.device()).eval())
     found = pool(model, task, store, name=name, batch=_batch(asked))
     if found is None:
         raise ConfigError(f"task {asked.values['task']!r} has no {name} to be calibrated on.")
@@ -188,7 +188,7 @@ def opened(asked: Question, options: Options) -> tuple[Task, nn.Module, Path]:
     The model is on this rank's device, in evaluation mode.
     """
     task, folder = _task(asked, options), model_folder(asked, options)
-    return task, task.exported(folder).to(distributed.device()).eval(), folder
+    return task, task.load_export(folder).to(distributed.device()).eval(), folder
 
 
 def _task(asked: Question, options: Options) -> Task:
@@ -349,7 +349,7 @@ def _predictions(
 
 def _judged(task: Task, prediction: str, references: Sequence[str]) -> dict[str, float]:
     if isinstance(task, JudgesAnswers):
-        return task.judged(prediction, references)
+        return task.answer_scores(prediction, references)
     return {
         name: float(score.num) for name, score in answer_scores([prediction], [references]).items()
     }

@@ -31,7 +31,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             event = json.loads(line)
-            is_whole = bool(told(event) and datetime.fromisoformat(event["at"]))
+            is_whole = bool(recovery_sentence(event) and datetime.fromisoformat(event["at"]))
             is_whole &= isinstance(event["steps_lost"], int)
         except (ValueError, TypeError, KeyError):
             continue
@@ -39,7 +39,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def told(event: Mapping[str, Any]) -> str:
+def recovery_sentence(event: Mapping[str, Any]) -> str:
     """One recovery as a sentence."""
     lost = ", ".join(f"rank {one['rank']} {one['why']}" for one in event["lost"])
     return (
@@ -60,5 +60,5 @@ def summary(folder: Path) -> dict[str, Any] | None:
         "steps_lost": sum(event["steps_lost"] for event in events),
         "seconds": round(math.fsum(event["recovery_s"] for event in events), 3),
         "ranks": events[-1]["world"],
-        "last": told(events[-1]),
+        "last": recovery_sentence(events[-1]),
     }

@@ -39,7 +39,7 @@ from trainer.plan.time.target import target_of
 from trainer.plan.time.text import duration
 from trainer.protocol.task import DRAW, EPOCH, Places, Task
 from trainer.runtime import distributed, rng
-from trainer.runtime.batch import batch_of, named_when_out_of_memory, to_device
+from trainer.runtime.batch import batch_of, name_batch_when_out_of_memory, to_device
 from trainer.runtime.gpus import Device
 from trainer.training.engine import Engine, trainable
 
@@ -331,7 +331,7 @@ def rehearse(
     module = engine.model.module
     weights = list(trainable(module).values())
     trained = task.collate(rows)
-    with named_when_out_of_memory([trained]):
+    with name_batch_when_out_of_memory([trained]):
         for loss in task.losses(module, [to_device(trained)]):
             with _dropped(weights):
                 # not backward(): DeepSpeed's hooks would add what it gives to the first step's
@@ -340,7 +340,7 @@ def rehearse(
             del loss
     engine.eval()
     evaluated = task.collate([valid[row % len(valid)] for row in evaluated_rows])
-    with torch.no_grad(), named_when_out_of_memory([evaluated]):
+    with torch.no_grad(), name_batch_when_out_of_memory([evaluated]):
         task.scores(engine.model, to_device(evaluated))
     engine.train()
     rng.restore(state)

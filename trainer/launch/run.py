@@ -30,7 +30,7 @@ from trainer.runtime.beside import Beside
 from trainer.runtime.deepspeed_optimizers import keep_frozen_whole
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption, Stopped
-from trainer.statistics.opening import told
+from trainer.statistics.opening import opening_line
 from trainer.survival import lifeline, mirror
 from trainer.survival.groups import is_peer_lost
 from trainer.survival.lifeline import PeerLost
@@ -268,7 +268,7 @@ def ready(
     identity = check_identity(plan, task, stores, newest)
     say_padding(plan, sizes_of(stores["train"], task))
     for split in ("train", "valid"):
-        logger.info("%s", told(stores[split]))
+        logger.info("%s", opening_line(stores[split]))
     on_main(lambda: preflight.refuse_rows(task, stores, most_lost=cfg.train.max_lost_labels))
     memory = on_main(lambda: planning.before_launch(launch, plan.folder, options, late.predicted))
     doctor.before_first_use(plan.ds["zero_optimization"]["stage"], options.cache_dir)

@@ -62,14 +62,14 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalised(text: str) -> str:
+def normalise(text: str) -> str:
     """Lower case, no ASCII punctuation (nothing in its place), no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, references: Sequence[str]) -> float:
     """1.0 when the prediction is a reference, both normalised."""
-    return float(normalised(prediction) in map(normalised, references))
+    return float(normalise(prediction) in map(normalise, references))
 
 
 def precision(prediction: str, references: Sequence[str]) -> float:
@@ -96,7 +96,7 @@ def f1(prediction: str, references: Sequence[str]) -> float:
 
 def recall_em(prediction: str, references: Sequence[str]) -> float:
     """1.0 when a normalised reference stands somewhere in the normalised prediction."""
-    return float(any(normalised(reference) in normalised(prediction) for reference in references))
+    return float(any(normalise(reference) in normalise(prediction) for reference in references))
 
 
 def answer_scores(
@@ -139,9 +139,9 @@ def cut_at(text: str, marks: Sequence[str]) -> str:
 
 
 def _shared_words(one: str, other: str) -> int:
-    return (Counter(normalised(one).split()) & Counter(normalised(other).split())).total()
+    return (Counter(normalise(one).split()) & Counter(normalise(other).split())).total()
 
 
 def _share(part: int, text: str, if_empty: float) -> float:
-    whole = len(normalised(text).split())
+    whole = len(normalise(text).split())
     return part / whole if whole else if_empty

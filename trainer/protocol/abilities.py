@@ -43,7 +43,7 @@ class Answered:
     n_best: list[list[str]] | None = None
 
 
-def answered(
+def scored_answers(
     n_best: list[list[str]],
     raw: Sequence[Row],
     search: Search,
@@ -112,14 +112,14 @@ class JudgesAnswers(Protocol):
     For rows that are no questions, or of which EM and F1 say little.
     """
 
-    def asked(self, row: Row) -> Row:
+    def question_row(self, row: Row) -> Row:
         """`question` (the text), `answers` (the references) and perhaps `id` of a raw row.
 
         They are as `answers` takes them.
         """
         ...
 
-    def judged(self, prediction: str, references: Sequence[str]) -> dict[str, float]:
+    def answer_scores(self, prediction: str, references: Sequence[str]) -> dict[str, float]:
         """Every score of one prediction against at least one reference."""
         ...
 
@@ -127,7 +127,7 @@ class JudgesAnswers(Protocol):
 def question_of(task: object, row: Row) -> Row:
     """`question`, `answers` and, where there are such, `id` and `dataset` of a raw row."""
     if isinstance(task, JudgesAnswers):
-        return task.asked(row)
+        return task.question_row(row)
     return {key: row[key] for key in ("id", "dataset", "question", "answers") if key in row}
 
 
@@ -220,7 +220,7 @@ class Uncut:
 class ShowsCuts(Protocol):
     """What a task may offer besides Task: its rows without limits, for the truncation ledger."""
 
-    def untruncated(self, row: Row) -> dict[str, Uncut]:
+    def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """Everything that `encode` cuts of a raw row, by field."""
         ...
 
@@ -232,14 +232,14 @@ class Trained(Protocol):
         """How others load the export in `folder`."""
         ...
 
-    def unanswered(self, task: Any, raw: Row, place: str) -> Row:
+    def row_to_predict(self, task: Any, raw: Row, place: str) -> Row:
         """The row to predict that an object in our names gives, whose answers are not read.
 
         DataError names its place.
         """
         ...
 
-    def predicted(
+    def predict(
         self, task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
     ) -> list[dict[str, Any]]:
         """What the model says of each row, as JSON values by name."""
@@ -254,8 +254,8 @@ class Prediction:
     max_tokens: int | None = None  # of a text; None: what the experiment says
 
 
-def predicted_texts(task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction) -> Any:
-    """`predicted` of a task that answers: {"prediction"}, and "n_best" where several are wanted."""
+def predict_texts(task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction) -> Any:
+    """`predict` of a task that answers: {"prediction"}, and "n_best" where several are wanted."""
     encoded = [task.encode(row) for row in rows]
     raw = [{"question": "", "answers": []}] * len(rows)
     found = task.answers(model, encoded, raw, search=how.search, max_tokens=how.max_tokens)

@@ -171,7 +171,7 @@ class Task(Protocol):
         """
         ...
 
-    def exported(self, folder: Path) -> nn.Module:
+    def load_export(self, folder: Path) -> nn.Module:
         """The model that `export` wrote into `folder`.
 
         ConfigError when it holds none of this task's.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.data.readers.passages import chosen_passages
+from trainer.data.readers.passages import passages_with_ids
 from trainer.data.readers.questions import Query
 from trainer.data.readers.rankings import Qrels, Rankings, read_qrels
 from trainer.errors import ConfigError
@@ -40,7 +40,7 @@ def run_measures(
     measures = mean_measures(rankings, judgements, at=at) if judgements else {}
     if passages is not None:
         ids = {hit.passage for query in queries for hit in rankings.get(query.id, [])[: max(at)]}
-        measures |= answer_recall(rankings, queries, chosen_passages(passages, ids), at=at)
+        measures |= answer_recall(rankings, queries, passages_with_ids(passages, ids), at=at)
     if not measures:
         raise ConfigError(
             "nothing says what is relevant. Give --qrels, or --queries with positives or answers."

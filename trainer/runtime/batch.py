@@ -108,7 +108,7 @@ class HostCopy:
 
 
 @contextmanager
-def named_when_out_of_memory(batches: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
+def name_batch_when_out_of_memory(batches: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
     """Inside, an OutOfMemoryError carries the shapes of the largest of `batches`.
 
     `batch_of` reads them from the error.
@@ -122,5 +122,5 @@ def named_when_out_of_memory(batches: Sequence[Mapping[str, Tensor]]) -> Iterato
 
 
 def batch_of(error: torch.OutOfMemoryError) -> dict[str, list[int]]:
-    """The shapes that `named_when_out_of_memory` found; empty when the error arose elsewhere."""
+    """The shapes that `name_batch_when_out_of_memory` put into an error; {} for another error."""
     return vars(error).get("batch", {})

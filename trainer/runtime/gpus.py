@@ -101,7 +101,7 @@ def device_of(text: str) -> Device:
     )
 
 
-def planned_device(name: str | None) -> Device | None:
+def device_to_plan_for(name: str | None) -> Device | None:
     """The device that a run is planned for; None when there is none.
 
     It is that of --device, or else the GPU of this process.

@@ -69,7 +69,7 @@ def counted(task: Task, rows: Iterable[Row], ledger: Ledger) -> Counts:
         identity = str(row.get("id", number))
         counts.add(row, identity)
         if isinstance(task, ShowsCuts):
-            ledger.add(identity, task.untruncated(row), answers=_answers(task, row))
+            ledger.add(identity, task.uncut_fields(row), answers=_answers(task, row))
     return counts
 
 

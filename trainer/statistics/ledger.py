@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.errors import DataError
-from trainer.metrics.mergeable import normalised
+from trainer.metrics.mergeable import normalise
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
@@ -74,7 +74,7 @@ class Ledger:
     def _look_for(
         self, answers: Sequence[str], uncut: Uncut, losses: _Losses, *, is_cut: bool
     ) -> None:
-        wanted = [text for answer in answers if (text := normalised(answer))]
+        wanted = [text for answer in answers if (text := normalise(answer))]
 
         def holds(limit: int | None) -> bool:
             return any(_holds(self._decode(text[:limit]), wanted) for text in uncut.texts)
@@ -160,7 +160,7 @@ def _least(is_enough: Callable[[int], bool], *, above: int, most: int) -> int:
 
 
 def _holds(text: str, wanted: Sequence[str]) -> bool:
-    found = f" {normalised(text)} "
+    found = f" {normalise(text)} "
     return any(f" {answer} " in found for answer in wanted)
 
 

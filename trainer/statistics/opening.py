@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 _NOT_TEXT = ("lengths", "scores", "identities", "scored")
 
 
-def told(store: TokenStore) -> str:
+def opening_line(store: TokenStore) -> str:
     """One line of a split: "train: 2,000 rows, 51,204 tokens; 1,901 of 2,000 contexts cut, 36.7% of
     their tokens: data.context_tokens 256; `stats` shows more".
 

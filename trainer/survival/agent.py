@@ -385,7 +385,7 @@ class Agent:
             "steps_lost": max(ended.reached - ended.step, 0),
             "recovery_s": round(seconds, 3),
         }
-        log.warning("%s", events.told(event))
+        log.warning("%s", events.recovery_sentence(event))
         if not self._folder:
             return  # no run had begun
         try:

@@ -75,7 +75,7 @@ class TokenTask(ABC, Generic[C]):
         base = base_model.skeleton(self.cfg.base, self.places, kind=self.kind, bits=bits)
         return self.operated(base, self.cfg.lora)
 
-    def exported(self, folder: Path) -> nn.Module:
+    def load_export(self, folder: Path) -> nn.Module:
         """The folder says whether it holds a whole base or adapters, which belong into the
         experiment's.
         """

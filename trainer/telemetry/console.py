@@ -67,7 +67,7 @@ class Lines:
         """Print one entry."""
         words = [
             f"{clock()}  {self._unit} {step}/{self._total}",
-            *(f"{name} {shown(value)}" for name, value in scalars.items()),
+            *(f"{name} {format_number(value)}" for name, value in scalars.items()),
         ]
         eta = _eta(step, self._total, scalars)
         _print(self._console, "  ".join([*words, *([f"eta {eta}"] if eta else [])]))
@@ -110,7 +110,7 @@ class Bar:
     def show(self, step: int, scalars: Mapping[str, Number]) -> None:
         """Move the bar, with these numbers in it and the time left."""
         told = [name for name in scalars if name != "step_s"]
-        words = [f"{name} {shown(scalars[name])}" for name in told]
+        words = [f"{name} {format_number(scalars[name])}" for name in told]
         words += [f"eta {eta}"] if (eta := _eta(step, self._total, scalars)) else []
         self._progress.update(self._bar, completed=step, words="  ".join(words), refresh=True)
 
@@ -152,7 +152,7 @@ class WorkProgress:
         self._sink.close(0)
 
 
-def shown(value: Number) -> str:
+def format_number(value: Number) -> str:
     """A number as a person reads it: 5.1234, 12345.6, 3.0e-4, 12."""
     if isinstance(value, int) or value == 0:
         return str(int(value))

@@ -19,7 +19,7 @@ from trainer.runtime import distributed
 from trainer.runtime.batch import (
     HostCopy,
     OnDevice,
-    named_when_out_of_memory,
+    name_batch_when_out_of_memory,
     numbers_on_device,
 )
 from trainer.runtime.preemption import Stopped
@@ -227,7 +227,7 @@ def train_step(
         units, stop, diverged = host.read()
         again = Trouble(session.left_out[window.step + 1], math.nan, is_rolled_back=True)
         return Step(loss, units, stop > 0, diverged > 0, torch.isfinite(loss), again)
-    with named_when_out_of_memory(window.batches):
+    with name_batch_when_out_of_memory(window.batches):
         for summed in session.task.losses(engine.model, OnDevice(window.batches)):
             mean = summed / counts[0]
             engine.backward(mean)

@@ -20,7 +20,7 @@ from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio, scores_by_dataset
 from trainer.protocol.abilities import GREEDY, Answers, Search, question_of
 from trainer.runtime import distributed, rng
-from trainer.runtime.batch import named_when_out_of_memory, to_device
+from trainer.runtime.batch import name_batch_when_out_of_memory, to_device
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
@@ -70,7 +70,7 @@ def evaluate(
 
     def scores(rows: list[int]) -> Mapping[str, Ratio | GatheredValues]:
         collated = task.collate([store[row] for row in rows])
-        with named_when_out_of_memory([collated]):
+        with name_batch_when_out_of_memory([collated]):
             return task.scores(model.model, to_device(collated))
 
     with _evaluation(model):

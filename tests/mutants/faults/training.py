@@ -159,14 +159,14 @@ FAULTS = [
     ),
     Fault(
         "trainer/metrics/mergeable.py",
-        "(Counter(normalised(one).split()) & Counter(normalised(other).split()))",
-        "(Counter(set(normalised(one).split())) & Counter(normalised(other).split()))",
+        "(Counter(normalise(one).split()) & Counter(normalise(other).split()))",
+        "(Counter(set(normalise(one).split())) & Counter(normalise(other).split()))",
         why="a repeated word counts once in F1",
         tests="tests/unit/test_mergeable.py",
     ),
     Fault(
         "trainer/metrics/mergeable.py",
-        "float(any(normalised(reference)",
+        "float(any(normalise(reference)",
         "float(all(normalised(reference)",
         why="an answer must hold every reference to be right",
         tests="tests/unit/test_mergeable.py",

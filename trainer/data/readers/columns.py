@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.readers.jsonl import shown
+from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _followed(value: Any, parts: list[str], place: str, column: str) -> Any:
             return None
         if not isinstance(value, dict):
             raise DataError(
-                f"{place}: {column!r} of data.columns looks for {name!r} in {shown(value)}, want "
+                f"{place}: {column!r} of data.columns looks for {name!r} in {preview(value)}, want "
                 "an object there. Write [] behind the name of a list."
             )
         value = value.get(name)
@@ -106,7 +106,7 @@ def _of_each(items: Any, rest: list[str], place: str, column: str) -> Any:
         return None
     if not isinstance(items, list):
         raise DataError(
-            f"{place}: {column!r} of data.columns wants a list, got {shown(items)}. Leave [] out."
+            f"{place}: {column!r} of data.columns wants a list, got {preview(items)}. Leave [] out."
         )
     return [_followed(item, rest, place, column) for item in items] if rest else items
 
@@ -119,7 +119,7 @@ def _put(row: Row, name: str, value: Any, place: str) -> None:
         return
     values = _list_of_cell(value, place, name)
     if not isinstance(values, list):
-        raise DataError(f"{place}: {name!r} of data.columns is {shown(value)}, want a list.")
+        raise DataError(f"{place}: {name!r} of data.columns is {preview(value)}, want a list.")
     objects = row.setdefault(outer, [{} for _ in values])
     if len(objects) != len(values):
         raise DataError(
@@ -144,8 +144,8 @@ def _list_of_cell(value: Any, place: str, name: str) -> Any:
         return parsed
     if value.lstrip().startswith(_SURE_LISTS):
         raise DataError(
-            f"{place}: {name!r} is {shown(value)}, which begins as a list and is none. Write it as "
-            'JSON: ["one", "two"].'
+            f"{place}: {name!r} is {preview(value)}, which begins as a list and is none. Write it "
+            'as JSON: ["one", "two"].'
         )
     return [value]
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.readers.jsonl import shown
+from trainer.data.readers.jsonl import preview
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def keys(raw: Row) -> str:
 def text(value: Any, place: str, name: str) -> str:
     """The value, which must be text that is not blank."""
     if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{place}: {name!r} is {shown(value)}, want text that is not blank.")
+        raise DataError(f"{place}: {name!r} is {preview(value)}, want text that is not blank.")
     return value
 
 
@@ -55,7 +55,7 @@ def texts(value: Any, place: str, name: str) -> list[str]:
     """The value, which must be a list of texts that are not blank."""
     if not isinstance(value, list) or not value:
         raise DataError(
-            f"{place}: {name!r} is {shown(value)}, want a list of texts that is not empty."
+            f"{place}: {name!r} is {preview(value)}, want a list of texts that is not empty."
         )
     return [text(one, place, f"{name}[{index}]") for index, one in enumerate(value)]
 
@@ -91,7 +91,9 @@ def answers(raw: Row, place: str) -> list[str]:
     if isinstance(value, str):
         return [text(value, place, name)]
     if not isinstance(value, list):
-        raise DataError(f"{place}: {name!r} is {shown(value)}, want a list of texts, or one text.")
+        raise DataError(
+            f"{place}: {name!r} is {preview(value)}, want a list of texts, or one text."
+        )
     return texts(value, place, name)
 
 
@@ -100,7 +102,8 @@ def identity(value: Any, place: str, name: str) -> str:
     is_text = isinstance(value, str) and bool(value.strip())
     if not is_text and (not isinstance(value, int) or isinstance(value, bool)):
         raise DataError(
-            f"{place}: {name!r} is {shown(value)}, want an id: a number without decimals, or text."
+            f"{place}: {name!r} is {preview(value)}, want an id: a number without decimals, or "
+            "text."
         )
     return str(value)
 
@@ -109,7 +112,8 @@ def column_identity(value: Any, place: str, name: str) -> str:
     """An id that a run file can hold between its blanks."""
     if isinstance(value, str) and value.split() != [value]:
         raise DataError(
-            f"{place}: {name!r} is {shown(value)}, want an id: an integer, or text without blanks."
+            f"{place}: {name!r} is {preview(value)}, want an id: an integer, or text without "
+            "blanks."
         )
     return identity(value, place, name)
 
@@ -121,7 +125,7 @@ def finite(value: Any, place: str, name: str) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"{place}: {name} is {shown(value)}, want a finite number.")
+        raise DataError(f"{place}: {name} is {preview(value)}, want a finite number.")
     return number
 
 
@@ -149,7 +153,7 @@ def passage_fields(raw: Row, place: str, prefix: str = "") -> Row:
         if value is None:
             continue
         if not isinstance(value, str):
-            raise DataError(f"{place}: '{prefix}{key}' is {shown(value)}, want text.")
+            raise DataError(f"{place}: '{prefix}{key}' is {preview(value)}, want text.")
         row[key] = value
     if raw.get("score") is not None:
         row["score"] = finite(raw["score"], place, f"'{prefix}score'")

@@ -17,7 +17,7 @@ _SPLIT_NAMES = {
 }
 
 
-def given_folder(folder: Path | None, contents: str) -> Path:
+def required_folder(folder: Path | None, contents: str) -> Path:
     """--data_path; None, when it was not given, is refused with the files that it should hold."""
     if folder is None:
         raise DataError(
@@ -41,7 +41,7 @@ def split_names(split: str) -> Sequence[str]:
 
 def nq_folder(folder: Path | None) -> Path:
     """The folder of NaturalQuestions: --data_path or its subfolder nq, whichever has the corpus."""
-    folder = given_folder(
+    folder = required_folder(
         folder, f"{CORPUS} (id, text, title) and {QUERIES} (split, question, answers, gold)"
     )
     return folder / "nq" if _is_below_nq(folder, CORPUS) else folder
@@ -52,7 +52,7 @@ def corpus_file(folder: Path | None, name: str) -> Path:
 
     It may be packed, with or without .gz in its name.
     """
-    folder = given_folder(folder, f"{name} (passages: id, text, title)")
+    folder = required_folder(folder, f"{name} (passages: id, text, title)")
     return _present(folder / name) or _present(folder / "nq" / name) or folder / name
 
 
@@ -66,7 +66,7 @@ def split_file(
     file can be named.
     """
     stems = split_names(split)
-    folder = given_folder(folder, name or f"{stems[0]}{suffixes[0]}")
+    folder = required_folder(folder, name or f"{stems[0]}{suffixes[0]}")
     if name is not None:
         return folder / name
     present = _present_of(folder, stems, suffixes)
@@ -91,7 +91,7 @@ def first_split_file(folder: Path | None, split: str, suffix: str) -> Path | Non
     None when there is none.
     """
     stems = split_names(split)
-    folder = given_folder(folder, f"train{suffix} and valid{suffix}")
+    folder = required_folder(folder, f"train{suffix} and valid{suffix}")
     return next(iter(_present_of(folder, stems, [suffix])), None)
 
 

@@ -87,7 +87,7 @@ def objects(path: Path) -> Iterator[tuple[str, Row]]:
         raise DataError(f"{path} is an empty list. Put one JSON object for every question into it.")
 
 
-def shown(value: Any) -> str:
+def preview(value: Any) -> str:
     """The value as messages show it: at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

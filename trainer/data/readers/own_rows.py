@@ -13,8 +13,8 @@ from trainer.data.readers.columns import in_our_names
 from trainer.data.readers.data_sets import data_set
 from trainer.data.readers.folders import (
     first_split_file,
-    given_folder,
     only_row_file,
+    required_folder,
     split_file,
     split_names,
 )
@@ -63,7 +63,7 @@ def _file(own: OwnRows, split: str, folder: Path | None, suffixes: Sequence[str]
     """The file, or folder of files, that a split is read from."""
     name = getattr(own.files, split)
     if own.valid_share and split == "train" and name is None:
-        return only_row_file(given_folder(folder, "a file of rows"), suffixes)
+        return only_row_file(required_folder(folder, "a file of rows"), suffixes)
     return split_file(folder, split, suffixes, name=name, key="data.files")
 
 

@@ -17,7 +17,7 @@ from trainer.data.readers.fields import (
     passage_fields,
 )
 from trainer.data.readers.folders import CORPUS, corpus_file, nq_folder
-from trainer.data.readers.jsonl import bad_line, lines, numbered_jsonl, shown
+from trainer.data.readers.jsonl import bad_line, lines, numbered_jsonl, preview
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def written_passages(path: Path) -> Iterator[Row]:
     return (row for _, row in _placed_passages(path))
 
 
-def chosen_passages(path: Path, ids: Iterable[str]) -> dict[str, Row]:
+def passages_with_ids(path: Path, ids: Iterable[str]) -> dict[str, Row]:
     """The passages of a corpus with these ids, by id; only they are held in memory. DataError when
     one is not there.
     """
@@ -94,7 +94,7 @@ def tsv_passages(path: Path) -> Iterator[Row]:
                 raise bad_line(
                     path,
                     line,
-                    f"the header is {shown(fields)}, want id, text and title with tabs between",
+                    f"the header is {preview(fields)}, want id, text and title with tabs between",
                 )
             continue
         number, body, title = fields

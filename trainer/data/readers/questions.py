@@ -13,7 +13,7 @@ from trainer.config.own_rows import COMPLETIONS, QUESTIONS, TEXTS, Layout, OwnRo
 from trainer.data.readers import fields
 from trainer.data.readers.fields import first_given
 from trainer.data.readers.folders import CORPUS, QUERIES, nq_folder, split_names
-from trainer.data.readers.jsonl import numbered_jsonl, objects, shown
+from trainer.data.readers.jsonl import numbered_jsonl, objects, preview
 from trainer.data.readers.own_rows import FILES, own_rows
 from trainer.data.readers.passages import nq_passages
 from trainer.data.stdlib_docs import is_held_out
@@ -209,7 +209,7 @@ def question_row(raw: Row, place: str) -> Row:
         row["useful_contexts"] = useful = raw["useful_contexts"]
         if not isinstance(useful, list) or len(useful) != count or not set(useful) <= {0, 1}:
             raise DataError(
-                f"{place}: 'useful_contexts' is {shown(useful)}, want a 0 or 1 for each context."
+                f"{place}: 'useful_contexts' is {preview(useful)}, want a 0 or 1 for each context."
             )
     return row
 
@@ -217,7 +217,7 @@ def question_row(raw: Row, place: str) -> Row:
 def _of_passages(values: Any, place: str) -> Row:
     """contexts and, where all have one, titles of FiD's ctxs."""
     if not isinstance(values, list) or not values:
-        raise DataError(f"{place}: 'ctxs' is {shown(values)}, want a list that is not empty.")
+        raise DataError(f"{place}: 'ctxs' is {preview(values)}, want a list that is not empty.")
     passages = [fields.passage(one, place, f"ctxs[{n}]") for n, one in enumerate(values)]
     row: Row = {"contexts": fields.texts([one.get("text") for one in passages], place, "ctxs")}
     titles = [one["title"] for one in passages if one.get("title")]

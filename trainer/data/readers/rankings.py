@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.data.readers.fields import finite
-from trainer.data.readers.jsonl import bad_line, lines, shown
+from trainer.data.readers.jsonl import bad_line, lines, preview
 from trainer.errors import DataError
 
 
@@ -92,7 +92,7 @@ def read_qrels(path: Path) -> Qrels:
             raise bad_line(
                 path,
                 line,
-                f"{shown(text)}, want question, iteration, passage, relevance, or question, "
+                f"{preview(text)}, want question, iteration, passage, relevance, or question, "
                 "passage, relevance; relevance an integer",
             )
         qrels.setdefault(columns[0], {})[columns[-2]] = int(columns[-1])
@@ -120,7 +120,9 @@ def _check_columns(columns: list[str], num_columns: int, path: Path, line: int) 
             "Q0, passage, rank, score, tag), the same on every line",
         )
     if num_columns == 6 and not _is_integer(columns[3]):
-        raise bad_line(path, line, f"the rank is {shown(columns[3])}, want an integer as 4th of 6")
+        raise bad_line(
+            path, line, f"the rank is {preview(columns[3])}, want an integer as 4th of 6"
+        )
 
 
 def _rank(value: str, last: int | None, path: Path, line: int) -> int:

@@ -19,7 +19,7 @@ from trainer.config.own_rows import QUESTIONS, OwnRows, Splits
 from trainer.data import lookup, stdlib_docs
 from trainer.data.readers import fields
 from trainer.data.readers.folders import split_file
-from trainer.data.readers.jsonl import shown
+from trainer.data.readers.jsonl import preview
 from trainer.data.readers.own_rows import FILES, own_rows
 from trainer.data.readers.questions import nq_lines
 from trainer.data.readers.rankings import RankedPassage, check_distinct, ranked_passages
@@ -253,6 +253,6 @@ def _other_name(raw: Row) -> str:
 
 def _list(raw: Row, name: str, place: str) -> list[Any]:
     if not isinstance(raw.get(name), list):
-        value = shown(raw[name]) if name in raw else f"missing (keys: {fields.keys(raw)})"
+        value = preview(raw[name]) if name in raw else f"missing (keys: {fields.keys(raw)})"
         raise DataError(f"{place}: {name!r} is {value}, want a list of passages or of their ids.")
     return raw[name]

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from trainer.data.readers.jsonl import begins_as_json, objects, shown
+from trainer.data.readers.jsonl import begins_as_json, objects, preview
 from trainer.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -132,13 +132,13 @@ def _check_header(names: list[str], path: Path, separator: str) -> None:
     other = next((sign for sign in (";", "\t", "|", ",") if names and sign in names[0]), None)
     if len(names) == 1 and other not in (None, separator):
         raise DataError(
-            f"{path}: its header is one column, {shown(names[0])}: its columns are separated by "
+            f"{path}: its header is one column, {preview(names[0])}: its columns are separated by "
             f"{other!r}, want {separator!r}. Save it so, or as .tsv for tabs."
         )
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(
-            f"{path}: the header names {shown(twice[0])} twice. Give every column a name of its "
+            f"{path}: the header names {preview(twice[0])} twice. Give every column a name of its "
             "own."
         )
 

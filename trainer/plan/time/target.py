@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.errors import ConfigError
 from trainer.plan.time.rates import Rates, of_data_sheet, read
 from trainer.plan.time.step_time import Cluster
-from trainer.runtime.gpus import Device, planned_device
+from trainer.runtime.gpus import Device, device_to_plan_for
 
 
 @dataclass(frozen=True)
@@ -65,5 +65,5 @@ def target_of(text: str | None, *, world: int | None, nodes: int = 1) -> Target:
     if text is not None and text.endswith(".json"):
         rates = read(Path(text))
         return Target(rates.device, rates, cluster)
-    device = planned_device(text)
+    device = device_to_plan_for(text)
     return Target(device, None if device is None else of_data_sheet(device.name), cluster)

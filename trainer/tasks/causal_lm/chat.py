@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from trainer.data.readers.jsonl import shown
+from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.causal_lm.chat_templates import BUILT_IN
 
@@ -204,7 +204,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _named(messages: Sequence[Message]) -> str:
-    return f"the conversation that begins {shown(messages[0].get('content'))}"
+    return f"the conversation that begins {preview(messages[0].get('content'))}"
 
 
 def _read(given: str, data_path: Path | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.own_rows import CHATS, OwnRows
-from trainer.data.readers.jsonl import shown
+from trainer.data.readers.jsonl import preview
 from trainer.data.readers.own_rows import own_rows
 from trainer.errors import DataError
 from trainer.tasks.causal_lm.chat import ASSISTANT, counts
@@ -34,7 +34,7 @@ def chats(
         values = _values(raw, place)
         if not isinstance(values, list) or not values:
             raise DataError(
-                f"{place}: 'messages' is {shown(values)}, want a list of objects with role and "
+                f"{place}: 'messages' is {preview(values)}, want a list of objects with role and "
                 "content that is not empty."
             )
         messages = [
@@ -56,7 +56,7 @@ def opened(raw: Row, place: str) -> Row:
         raw = {**raw, "completion": ""}
     values = _values(raw, place)
     if not isinstance(values, list):
-        raise DataError(f"{place}: 'messages' is {shown(values)}, want a list of objects.")
+        raise DataError(f"{place}: 'messages' is {preview(values)}, want a list of objects.")
     messages = [_message(one, f"{place}: messages[{n}]") for n, one in enumerate(values)]
     while messages and messages[-1]["role"] == ASSISTANT:
         del messages[-1]
@@ -83,19 +83,19 @@ def _values(raw: Row, place: str) -> Any:
 
 def _message(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{place} is {shown(value)}, want an object with role and content.")
+        raise DataError(f"{place} is {preview(value)}, want an object with role and content.")
     message = {name: one for name, one in value.items() if one is not None}
     if "from" in message and "role" not in message:
         message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
     role = message.get("role")
     if not isinstance(role, str) or not role.strip():
-        raise DataError(f"{place}.role is {shown(role)}, want system, user, assistant or tool.")
+        raise DataError(f"{place}.role is {preview(role)}, want system, user, assistant or tool.")
     message["role"] = _ROLES.get(role, role)
     if message.get("tool_calls"):
         message["tool_calls"] = [_call(call, place) for call in message["tool_calls"]]
         message.setdefault("content", "")
     if not isinstance(message.get("content"), str):
-        raise DataError(f"{place}.content is {shown(message.get('content'))}, want text.")
+        raise DataError(f"{place}.content is {preview(message.get('content'))}, want text.")
     _check_weight(message, place)
     return message
 
@@ -106,8 +106,8 @@ def _check_weight(message: dict[str, Any], place: str) -> None:
     weight = message["weight"]
     if message["role"] != ASSISTANT or weight not in (0, 1):
         raise DataError(
-            f"{place}.weight is {shown(weight)} of role {message['role']!r}: want 0 or 1, on turns "
-            "of the assistant alone."
+            f"{place}.weight is {preview(weight)} of role {message['role']!r}: want 0 or 1, on "
+            "turns of the assistant alone."
         )
     message["weight"] = int(weight)
 
@@ -117,7 +117,7 @@ def _call(call: Any, place: str) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         raise DataError(
-            f'{place}.tool_calls holds {shown(call)}, want {{"type": "function", "function": '
+            f'{place}.tool_calls holds {preview(call)}, want {{"type": "function", "function": '
             '{"name": ..., "arguments": ...}}.'
         )
     given = {name: one for name, one in function.items() if one is not None}
@@ -139,5 +139,5 @@ def _tools(raw: Row, place: str) -> dict[str, Any]:
     if not tools:
         return {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"{place}: 'tools' is {shown(tools)}, want a list of JSON schemas.")
+        raise DataError(f"{place}: 'tools' is {preview(tools)}, want a list of JSON schemas.")
     return {"tools": tools}

@@ -174,7 +174,7 @@ class Task(TokenTask[Config]):
             cuts={"conversations": Cut("data.max_tokens", limit, [length])},
         )
 
-    def untruncated(self, row: Row) -> dict[str, Uncut]:
+    def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """ids: nothing is cut off, for a text that is too long goes on in the next row. Of a
         conversation the end is, and labels are counted from the first one.
         """

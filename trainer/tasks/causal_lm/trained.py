@@ -58,7 +58,7 @@ def usage(cfg: Config, folder: Path) -> Usage:
     return Usage("peft" if are_in(folder) else "transformers", [("Load it", code)], limits)
 
 
-def unanswered(task: Any, raw: Row, place: str) -> Row:
+def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     """What is to be gone on with: messages (or a prompt) of a conversation; else prompt or text."""
     if task.chat is not None:
         return {"text": task.chat.opened(opened(raw, place))}
@@ -67,7 +67,7 @@ def unanswered(task: Any, raw: Row, place: str) -> Row:
 
 
 @torch.no_grad()
-def predicted(
+def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
     """{"prediction"}, and "n_best" where several are wanted. Of a prompt that is too long for the

@@ -21,7 +21,7 @@ from trainer.metrics.mergeable import GatheredValues, Ratio, answer_scores
 from trainer.models import adapters, base_model
 from trainer.models.losses import IGNORED, scored_before
 from trainer.models.packed.stock import REPLACED
-from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, answered
+from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, scored_answers
 from trainer.protocol.task import DRAW, Batch, Encoded, Places, Row
 from trainer.runtime import distributed
 from trainer.tasks.cross_attention.config import Config
@@ -115,7 +115,7 @@ class Task(TokenTask[Config]):
             tokenizer=self.tokenizer,
         )
 
-    def exported(self, folder: Path) -> nn.Module:
+    def load_export(self, folder: Path) -> nn.Module:
         return export.load(folder, self.places, precision=self.cfg.train.precision)
 
     # Data
@@ -318,7 +318,7 @@ class Task(TokenTask[Config]):
         is_synced = distributed.must_keep_step(model)
         how: dict[str, Any] = {"device": distributed.device(), "is_synced": is_synced}
         n_best = self.prompts.answers(model, rows, search=search, max_tokens=max_tokens, **how)
-        return answered(n_best, raw, search, answer_scores)
+        return scored_answers(n_best, raw, search, answer_scores)
 
     def under_another_context(self, encoded: Mapping[str, Any]) -> Mapping[str, Any]:
         """The row with the context that shuffled_loss is computed under."""
@@ -333,7 +333,7 @@ class Task(TokenTask[Config]):
     # What limits cut off
     # ----------------------------------------------------------------------------------------
 
-    def untruncated(self, row: Row) -> dict[str, Uncut]:
+    def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """decoder: prompt and answer, or the context that is learnt; context: every chunk."""
         data = self.cfg.data
         whole = self._without_limits.encode(

@@ -58,13 +58,13 @@ def usage(cfg: Config, folder: Path) -> Usage:
     return Usage("transformers", [("Load it", code)], limits)
 
 
-def unanswered(task: Any, raw: Row, place: str) -> Row:
+def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     """question, with context, contexts or ctxs."""
     given = {name: value for name, value in raw.items() if name not in ("answer", "answers")}
     return {**question_row({**given, "answers": ["?"]}, place), "answers": [""]}
 
 
-def predicted(
+def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
     """{"prediction"}, and "n_best" where several are wanted. Contexts are encoded here, whatever

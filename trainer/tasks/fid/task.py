@@ -27,7 +27,7 @@ from trainer.models.families import T5, check_family
 from trainer.models.frozen.quantized import Bits
 from trainer.models.packed.layout import pack_targets
 from trainer.models.weights import weight_files
-from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
+from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, by_row, scored_answers
 from trainer.protocol.task import DRAW, Batch, Cut, Encoded, Places, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
@@ -93,7 +93,7 @@ class Task(TokenTask[Config]):
             )
         return FiD(base, self.cfg.reader, recompute_every=self.cfg.train.recompute_every)
 
-    def exported(self, folder: Path) -> nn.Module:
+    def load_export(self, folder: Path) -> nn.Module:
         base = base_model.resolve(self.cfg.base, self.places)
         is_base = isinstance(base, str) and (
             weight_files.find_file(base, "config.json") == folder / "config.json"
@@ -101,7 +101,7 @@ class Task(TokenTask[Config]):
         if not is_base and not adapters.are_in(folder):
             config = base_model.config_of(str(folder), self.places)
             fido.check_trained(config, self.cfg.reader, folder=folder)
-        return super().exported(folder)
+        return super().load_export(folder)
 
     def exported_config(self) -> Any:
         config = fido.described(super().exported_config(), self.cfg.reader)
@@ -215,7 +215,7 @@ class Task(TokenTask[Config]):
             )
         return found
 
-    def untruncated(self, row: Row) -> dict[str, Uncut]:
+    def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """targets, and where passages stand in the rows: each with its question in front."""
         data = self.cfg.data
         whole = Prompts(
@@ -302,7 +302,7 @@ class Task(TokenTask[Config]):
         )
         tokens = model(generation=how, **self._on_device(rows))["tokens"][:, 1:].tolist()
         texts = [self.prompts.answer(ids) for ids in tokens]
-        return answered(by_row(texts, search), raw, search, answer_scores)
+        return scored_answers(by_row(texts, search), raw, search, answer_scores)
 
     def passage_scores(
         self, model: nn.Module, rows: Sequence[Mapping[str, Any]]

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.data.readers import retrieved
 from trainer.models.adapters import loading
-from trainer.protocol.abilities import Usage, predicted_texts
+from trainer.protocol.abilities import Usage, predict_texts
 from trainer.tasks.fid.config import Config
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
-predicted = predicted_texts
+predict = predict_texts
 
 _FUSE = """\
 import torch
@@ -72,7 +72,7 @@ def usage(cfg: Config, folder: Path) -> Usage:
     return Usage("transformers", [("Load it, and fuse the passages", code)], limits)
 
 
-def unanswered(task: Any, raw: Row, place: str) -> Row:
+def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     """question, with ctxs or contexts."""
     data = task.cfg.data
     wanted: dict[str, Any] = {"contexts": data.contexts, "sort_by_score": data.sort_by_score}

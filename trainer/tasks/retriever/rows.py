@@ -19,14 +19,14 @@ from trainer.data.readers import fields, retrieved
 from trainer.data.readers.columns import in_our_names
 from trainer.data.readers.data_sets import data_set
 from trainer.data.readers.fields import QUESTION_IDS, first_given
-from trainer.data.readers.folders import corpus_file, given_folder, split_file, split_names
-from trainer.data.readers.jsonl import bad_line, numbered_jsonl, objects, shown
+from trainer.data.readers.folders import corpus_file, required_folder, split_file, split_names
+from trainer.data.readers.jsonl import bad_line, numbered_jsonl, objects, preview
 from trainer.data.readers.own_rows import own_rows
 from trainer.data.readers.passages import nq_passages, written_passages
 from trainer.data.readers.questions import nq_lines, queries
 from trainer.data.readers.rankings import Qrels, read_qrels
 from trainer.errors import DataError
-from trainer.metrics.mergeable import normalised
+from trainer.metrics.mergeable import normalise
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
@@ -118,7 +118,7 @@ def _tevatron_row(
 
 def _passages(values: Any, place: str, name: str) -> list[Row]:
     if not isinstance(values, list):
-        raise DataError(f"{place}: {name!r} is {shown(values)}, want a list.")
+        raise DataError(f"{place}: {name!r} is {preview(values)}, want a list.")
     return [fields.passage(one, place, f"{name}[{index}]") for index, one in enumerate(values)]
 
 
@@ -129,7 +129,7 @@ def _pretokenised_rows(path: Path) -> Iterator[Row]:
             texts = [value] if name == "query" else value
             if not isinstance(texts, list) or not all(_are_ids(ids) for ids in texts):
                 expected = "token ids" if name == "query" else "a list of lists of token ids"
-                raise bad_line(path, line, f"{name!r} is {shown(value)}, want {expected}")
+                raise bad_line(path, line, f"{name!r} is {preview(value)}, want {expected}")
         yield {"id": str(raw.get("query_id", line)), **lists}
 
 
@@ -146,7 +146,7 @@ def _beir_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
     of its training queries, chosen by their first relevant document, so that queries about one
     document stay together.
     """
-    folder = given_folder(folder, "corpus.jsonl, queries.jsonl and qrels/<split>.tsv")
+    folder = required_folder(folder, "corpus.jsonl, queries.jsonl and qrels/<split>.tsv")
     judged = _relevant(data, split, folder)
     corpus, texts = _Corpus(data.corpus or "corpus.jsonl", folder), _queries(folder)
     negatives = _negative_ids(folder / data.negatives) if data.negatives else {}
@@ -278,13 +278,13 @@ def _marks(raw: Row, passages: Sequence[Row], place: str) -> list[bool]:
         is_right = isinstance(useful, list) and len(useful) == len(passages)
         if not is_right or not set(useful) <= {0, 1}:
             raise DataError(
-                f"{place}: 'useful_contexts' is {shown(useful)}, want a 0 or 1 for each context."
+                f"{place}: 'useful_contexts' is {preview(useful)}, want a 0 or 1 for each context."
             )
         return [bool(one) for one in useful]
     if len(passages) == 1:
         return [True]
-    answers = [normalised(answer) for answer in fields.answers(raw, place)]
-    return [_holds(normalised(one["text"]), answers) for one in passages]
+    answers = [normalise(answer) for answer in fields.answers(raw, place)]
+    return [_holds(normalise(one["text"]), answers) for one in passages]
 
 
 def _scored_rows(
@@ -318,13 +318,13 @@ def _nq_rows(data: Data, split: str, folder: Path | None) -> Iterator[Row]:
         unknown = [one for one in (gold, *ranked) if one not in texts]
         if unknown:
             raise DataError(f"{place}: passage {unknown[0]!r} is not in corpus.tsv.")
-        answers = [normalised(answer) for answer in fields.answers(raw, place)]
+        answers = [normalise(answer) for answer in fields.answers(raw, place)]
         others = [texts[one] for one in ranked if one != gold]
         yield {
             "id": _id_of(raw, place, str(index + 1)),
             "query": fields.required_text(raw, "question", place),
             "positives": [texts[gold]],
-            "negatives": [one for one in others if not _holds(normalised(one["text"]), answers)],
+            "negatives": [one for one in others if not _holds(normalise(one["text"]), answers)],
         }
 
 

@@ -94,7 +94,7 @@ class Task(TokenTask[Config]):
             sentence_folder.warn_of_another(folder, self.cfg.encoder)
         return model
 
-    def exported(self, folder: Path) -> nn.Module:
+    def load_export(self, folder: Path) -> nn.Module:
         how = export.described(folder, self.cfg.encoder)
         export.check_holds_model(folder, tied=how.tied)
         self._follow(folder, how)
@@ -229,7 +229,7 @@ class Task(TokenTask[Config]):
             },
         )
 
-    def untruncated(self, row: Row) -> dict[str, Uncut]:
+    def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """query; passages: positives and negatives, each with its special tokens."""
         data = self.cfg.data
         texts = [*row["positives"], *row["negatives"]]

@@ -132,7 +132,7 @@ def _is_t5(folder: Path) -> bool:
     return path.is_file() and json.loads(path.read_text()).get("model_type") in T5
 
 
-def unanswered(task: Any, raw: Row, place: str) -> Row:
+def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     """query, perhaps with the passages that are to be scored: ctxs, contexts or context."""
     name, query = fields.first_given(raw, fields.QUESTIONS)
     row: Row = {"query": fields.text(query, place, name)}
@@ -146,7 +146,7 @@ def unanswered(task: Any, raw: Row, place: str) -> Row:
 
 
 @torch.no_grad()
-def predicted(
+def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
     """{"scores"}, one for each passage of the query; of a query without passages its {"vector"}."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.own_rows import SUMMARIES
 from trainer.data import lookup, stdlib_docs
 from trainer.data.readers.folders import split_names
-from trainer.data.readers.jsonl import shown
+from trainer.data.readers.jsonl import preview
 from trainer.data.readers.own_rows import own_rows
 from trainer.errors import DataError, nearest
 
@@ -74,7 +74,7 @@ def _texts(value: Any, column: str, place: str) -> list[str]:
     wrong = [item for item in values if not isinstance(item, str)]
     if wrong:
         raise DataError(
-            f"{place}: {column!r} is {shown(wrong[0])}, want a text or a list of texts."
+            f"{place}: {column!r} is {preview(wrong[0])}, want a text or a list of texts."
         )
     return values
 

@@ -19,7 +19,7 @@ from trainer.models import base_model
 from trainer.models.families import SUMMARISERS, family_of
 from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import pack, pack_targets
-from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, answered, by_row
+from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, by_row, scored_answers
 from trainer.protocol.task import DRAW, Batch, Cut, Encoded, Row
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
@@ -108,7 +108,7 @@ class Task(TokenTask[Config]):
 
     def encode(self, row: Row) -> Encoded:
         """Token ids of the document and of every reference, each cut to its limit, its end kept."""
-        fields = self.untruncated(row)
+        fields = self.uncut_fields(row)
         source, targets = fields["source"], fields["targets"]
         kept = [self._cut(ids, self.cfg.data.target_tokens) for ids in targets.texts]
         longest = max(map(len, targets.texts), default=0)
@@ -128,7 +128,7 @@ class Task(TokenTask[Config]):
             },
         )
 
-    def untruncated(self, row: Row) -> dict[str, Uncut]:
+    def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """source: prefix and document with their end; targets: every reference with its end."""
         limits = self.cfg.data
         texts = self.tokenizer(
@@ -193,10 +193,10 @@ class Task(TokenTask[Config]):
     # Summaries
     # ----------------------------------------------------------------------------------------------
 
-    def asked(self, row: Row) -> Row:
+    def question_row(self, row: Row) -> Row:
         return {"id": row["id"], "question": row["document"], "answers": row["summaries"]}
 
-    def judged(self, prediction: str, references: Sequence[str]) -> dict[str, float]:
+    def answer_scores(self, prediction: str, references: Sequence[str]) -> dict[str, float]:
         return rouge.scores(prediction, references, self.cfg.rouge)
 
     def answer_tokens(self) -> int:
@@ -225,12 +225,12 @@ class Task(TokenTask[Config]):
         told = arguments(how, num_beams=beams, num_answers=search.num_answers, is_synced=is_synced)
         tokens = model(**to_device(self.collate(rows)), generation=told)["tokens"][:, 1:]
         texts = [self._text(ids) for ids in tokens.tolist()]
-        return answered(by_row(texts, search), raw, search, self._rouge)
+        return scored_answers(by_row(texts, search), raw, search, self._rouge)
 
     def _rouge(
         self, predictions: Sequence[str], references: Sequence[Sequence[str]]
     ) -> dict[str, Ratio]:
-        judged = [self.judged(*pair) for pair in zip(predictions, references, strict=True)]
+        judged = [self.answer_scores(*pair) for pair in zip(predictions, references, strict=True)]
         return {kind: Ratio.of([of_row[kind] for of_row in judged]) for kind in rouge.KINDS}
 
     def _text(self, tokens: list[int]) -> str:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.models.adapters import loading
-from trainer.protocol.abilities import Usage, predicted_texts
+from trainer.protocol.abilities import Usage, predict_texts
 from trainer.tasks.summariser import data as documents
 from trainer.tasks.summariser.config import Config
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
-predicted = predicted_texts
+predict = predict_texts
 
 _WRITE = """\
 import torch
@@ -45,6 +45,6 @@ def usage(cfg: Config, folder: Path) -> Usage:
     return Usage("transformers", [("Load it", code)], limits)
 
 
-def unanswered(task: Any, raw: Row, place: str) -> Row:
+def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     """The column of the document; those of summaries are not read."""
     return documents.unsummarised(raw, task.cfg.data, place)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from trainer.config.own_rows import STATEMENTS
 from trainer.data import lookup, stdlib_docs
-from trainer.data.readers.folders import given_folder, split_names
+from trainer.data.readers.folders import required_folder, split_names
 from trainer.data.readers.own_rows import own_rows
 from trainer.errors import DataError
 
@@ -106,7 +106,7 @@ def _of_task(
 
 
 def _read(task: str, data: Data, split: str, folder: Path | None) -> list[Row]:
-    root = given_folder(
+    root = required_folder(
         folder, f"<task>/train.json and <task>/dev.json, for example {task}/{_FILES[split]}"
     )
     # many sets publish no test answers

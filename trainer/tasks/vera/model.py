@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.data.readers.jsonl import shown
+from trainer.data.readers.jsonl import preview
 from trainer.errors import ConfigError
 from trainer.models.decoder import streams
 from trainer.models.decoder.backbone import Backbone, backbone_of
@@ -119,7 +119,7 @@ def read_temperature(folder: Path) -> float:
         value = None
     if not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError(
-            f"{path}: temperature is {shown(value)}, want a number above 0. Calibrate the model "
+            f"{path}: temperature is {preview(value)}, want a number above 0. Calibrate the model "
             "again."
         )
     return float(value)

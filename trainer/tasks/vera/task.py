@@ -63,14 +63,14 @@ class Task(TokenTask[Config]):
     # Model
     # ----------------------------------------------------------------------------------------------
 
-    def exported(self, folder: Path) -> nn.Module:
+    def load_export(self, folder: Path) -> nn.Module:
         self.temperature = read_temperature(folder)
         if not (folder / HEAD_FILE).is_file():
             raise ConfigError(
                 f"{folder} holds no {HEAD_FILE}, so it is no trained verifier. Give a best/ or "
                 "final/ folder, or one that `python -m trainer import vera` wrote."
             )
-        return super().exported(folder)
+        return super().load_export(folder)
 
     def operate(self, base: Any) -> Verifier:
         if self.cfg.dropout is not None:
@@ -134,7 +134,7 @@ class Task(TokenTask[Config]):
             },
         )
 
-    def untruncated(self, row: Row) -> dict[str, Uncut]:
+    def uncut_fields(self, row: Row) -> dict[str, Uncut]:
         """statements: each with its end."""
         texts = [[*ids, self.end] for ids in self._ids([*row["golds"], *row["distractors"]])]
         return {"statements": Uncut(texts, self.cfg.data.max_tokens, "data.max_tokens")}

@@ -51,7 +51,7 @@ def usage(cfg: Config, folder: Path) -> Usage:
     return Usage("transformers", [("Load it, and score statements", _SCORE)], limits)
 
 
-def unanswered(task: Any, raw: Row, place: str) -> Row:
+def row_to_predict(task: Any, raw: Row, place: str) -> Row:
     """One statement, or several that are scored side by side."""
     if raw.get("statements") is not None:
         return {"statements": fields.texts(raw["statements"], place, "statements")}
@@ -59,7 +59,7 @@ def unanswered(task: Any, raw: Row, place: str) -> Row:
 
 
 @torch.no_grad()
-def predicted(
+def predict(
     task: Any, model: nn.Module, rows: Sequence[Row], how: Prediction
 ) -> list[dict[str, Any]]:
     """{"score"} of a statement, 0 to 1; {"scores"} of several."""

@@ -162,7 +162,7 @@ def value_of(row: Any, *names: str) -> Any:
     """row[name][name]...; BadRecord where there is none."""
     for name in names:
         if not isinstance(row, dict) or name not in row:
-            there = ", ".join(row) if isinstance(row, dict) else jsonl.shown(row)
+            there = ", ".join(row) if isinstance(row, dict) else jsonl.preview(row)
             raise BadRecord(f"{'.'.join(names)!r} is missing (there is: {there or 'nothing'})")
         row = row[name]
     return row
@@ -178,14 +178,14 @@ def text_of(row: Any, *names: str) -> str:
 
 def checked_text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise BadRecord(f"{name!r} is {jsonl.shown(value)}, want text that is not blank")
+        raise BadRecord(f"{name!r} is {jsonl.preview(value)}, want text that is not blank")
     return one_line(value)
 
 
 def index_of(value: Any, legal: Sequence[str], name: str) -> int:
     """The place of a label, a number or a text, among the legal ones."""
     if str(value).strip() not in legal:
-        raise BadRecord(f"{name!r} is {jsonl.shown(value)}, want one of {', '.join(legal)}")
+        raise BadRecord(f"{name!r} is {jsonl.preview(value)}, want one of {', '.join(legal)}")
     return list(legal).index(str(value).strip())
 
 

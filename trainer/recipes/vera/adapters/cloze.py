@@ -83,7 +83,7 @@ def _wsc_options(path: Path) -> list[tuple[str, str]]:
         )
         if len(options) != 2 or right not in options:
             problem = (
-                f"options {jsonl.shown(lines[start + 2])} and answer {jsonl.shown(right)} do "
+                f"options {jsonl.preview(lines[start + 2])} and answer {jsonl.preview(right)} do "
                 "not fit"
             )
             raise jsonl.bad_line(path, start + 3, f"{problem}; take the published file")
@@ -161,7 +161,7 @@ def _swag(row: Any, _: Variants) -> Problem:
 def _hellaswag(row: Any, _: Variants) -> Problem:
     endings = value_of(row, "endings")
     if not isinstance(endings, list):
-        raise BadRecord(f"'endings' is {jsonl.shown(endings)}, want a list")
+        raise BadRecord(f"'endings' is {jsonl.preview(endings)}, want a list")
     choices = [checked_text(ending, f"endings[{index}]") for index, ending in enumerate(endings)]
     gold = index_of(value_of(row, "label"), [str(index) for index in range(len(choices))], "label")
     return multiple_choice(text_of(row, "ctx"), choices, gold)

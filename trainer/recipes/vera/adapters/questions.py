@@ -37,7 +37,7 @@ def _stem(row: Any, _: Variants) -> Problem:
     """
     options = value_of(row, "question", "choices")
     if not isinstance(options, list):
-        raise BadRecord(f"'question.choices' is {jsonl.shown(options)}, want a list")
+        raise BadRecord(f"'question.choices' is {jsonl.preview(options)}, want a list")
     labels = [str(value_of(option, "label")) for option in options]
     gold = index_of(value_of(row, "answerKey"), labels, "answerKey")
     return multiple_choice(

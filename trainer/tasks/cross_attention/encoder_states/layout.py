@@ -144,7 +144,7 @@ def read_json(path: Path) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 
 
-def quantised(states_LD: Tensor) -> tuple[Tensor, Tensor]:
+def quantise(states_LD: Tensor) -> tuple[Tensor, Tensor]:
     """(L, D) -> int8 numbers and the fp32 scale of each token, (L,).
 
     The largest number of a token becomes 127.
@@ -153,7 +153,7 @@ def quantised(states_LD: Tensor) -> tuple[Tensor, Tensor]:
     return (states_LD.float() / scale_L[:, None]).round().to(torch.int8), scale_L
 
 
-def dequantised(numbers_LD: Tensor, scale_L: Tensor) -> Tensor:
+def dequantise(numbers_LD: Tensor, scale_L: Tensor) -> Tensor:
     """(L, D) bf16 states, whose own rounding is a fraction of what int8 lost."""
     return (numbers_LD.float() * scale_L[:, None]).to(torch.bfloat16)
 

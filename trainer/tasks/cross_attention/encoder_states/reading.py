@@ -18,7 +18,7 @@ from trainer.tasks.cross_attention.encoder_states.layout import (
     Identity,
     StatesPlan,
     checksum,
-    dequantised,
+    dequantise,
     folder_name,
     key_of,
     read_json,
@@ -73,7 +73,7 @@ class StateCache:
                     self.records[number], f"the checksum of its context {place} is another"
                 )
             self._is_checked[entry] = True
-        return parts[0] if len(parts) == 1 else dequantised(*parts)
+        return parts[0] if len(parts) == 1 else dequantise(*parts)
 
     def _find(self, ids: Sequence[int] | np.ndarray) -> int | None:
         key = np.frombuffer(key_of(ids), dtype=_KEY)[0]

@@ -29,7 +29,7 @@ from trainer.tasks.cross_attention.encoder_states.layout import (
     StatesPlan,
     checksum,
     key_of,
-    quantised,
+    quantise,
     read_json,
     record_of,
     shard_bounds,
@@ -249,7 +249,7 @@ def _tensors(keys: np.ndarray, states: list[Tensor], dtype: Dtype) -> dict[str, 
     }
     tensors["keys"] = tensors["keys"].view(len(states), KEY_BYTES)
     if dtype == "int8":
-        tensors["states"], tensors["scales"] = quantised(joined)
+        tensors["states"], tensors["scales"] = quantise(joined)
     else:
         tensors["states"] = joined.to(TORCH[dtype])
     spans = zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
