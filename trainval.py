@@ -6,15 +6,17 @@ Works under python, torchrun and deepspeed. Imports no torch until an experiment
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from trainer.commands.options import CacheDir, DataPath, NumProc, id_of
+from trainer.commands.options import spread
+from trainer.config.flags import RunFlags
+from trainer.config.identity import exp_id as id_of
 from trainer.config.userfile import kind
 from trainer.config.version import Version
 from trainer.errors import EXIT_OK, ConfigError
@@ -26,189 +28,100 @@ _NO_BASE = "-sb/--savedir_base is required: the folder that holds all runs. For 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-def _switch(value: str) -> str:
-    """on/off, true/false, yes/no, 1/0, as researchers of this lineage write them."""
-    text = value.strip().lower()
-    if text not in _SWITCHES:
-        close = difflib.get_close_matches(text, _SWITCHES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise typer.BadParameter(
-            f"{value!r} is neither on nor off. Use one of {', '.join(_SWITCHES)}.{hint}"
-        )
-    return text
+# Flags are spelled as researchers of this lineage know them.
+@dataclass(frozen=True)
+class WhichRuns:
+    """The experiments that are meant, and where their folders are."""
+
+    exp_group: Annotated[
+        str | None, typer.Option("-e", "--exp_group", help="Group of experiments to run.")
+    ] = None
+    savedir_base: Annotated[
+        Path | None, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")
+    ] = None
+    reset: Annotated[
+        int,
+        typer.Option(
+            "-r",
+            "--reset",
+            min=0,
+            max=1,
+            help="1: move old folders aside and start over; 0: resume.",
+        ),
+    ] = 0
+    exp_id: Annotated[
+        str | None,
+        typer.Option("--exp_id", help="Run this one; its dictionary is read from its folder."),
+    ] = None
+    exp_configs: Annotated[
+        Path | None,
+        typer.Option(
+            "--exp_configs", help="Python file with EXP_GROUPS, instead of the built-in one."
+        ),
+    ] = None
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            "--steps", min=1, help="Optimizer steps; shapes the schedule, so it changes the id."
+        ),
+    ] = None
 
 
-_SWITCHES = {
-    "true": True,
-    "false": False,
-    "on": True,
-    "off": False,
-    "yes": True,
-    "no": False,
-    "1": True,
-    "0": False,
-}
+@dataclass(frozen=True)
+class Launch:
+    """How the runs are started: here or as jobs, for real or not."""
 
-# The flags, spelled as researchers of this lineage know them.
-ExpGroup = Annotated[
-    str | None, typer.Option("-e", "--exp_group", help="Group of experiments to run.")
-]
-SavedirBase = Annotated[
-    Path | None, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")
-]
-Reset = Annotated[
-    int,
-    typer.Option(
-        "-r", "--reset", min=0, max=1, help="1: move old folders aside and start over; 0: resume."
-    ),
-]
-ExpId = Annotated[
-    str | None,
-    typer.Option("--exp_id", help="Run this one; its dictionary is read from its folder."),
-]
-ExpConfigs = Annotated[
-    Path | None,
-    typer.Option("--exp_configs", help="Python file with EXP_GROUPS, instead of the built-in one."),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        "--steps", min=1, help="Optimizer steps; shapes the schedule, so it changes the id."
-    ),
-]
-LogEvery = Annotated[
-    int | None,
-    typer.Option(
-        "--log_every",
-        min=1,
-        help="Steps between log lines, evaluations and saves where the dictionary does not say; "
-        "default: a hundred lines a run, the others every 1000 steps.",
-    ),
-]
-DeepSpeed = Annotated[
-    str | None,
-    typer.Option(
-        "--deepspeed",
-        help="DeepSpeed JSON, a name in ds_configs/, or auto: what fits; never changes the id.",
-    ),
-]
-DeviceName = Annotated[
-    str | None,
-    typer.Option("--device", help="Plan memory for it: h200, 24GiB, ...; default: the GPU here."),
-]
-Force = Annotated[bool, typer.Option("--force", help="Run what does not fit by the memory plan.")]
-Entity = Annotated[
-    str | None, typer.Option("--wandb_entity_name", help="With a project: wandb on.")
-]
-Project = Annotated[
-    str | None, typer.Option("--wandb_project_name", help="With an entity: wandb on.")
-]
-RunName = Annotated[
-    str | None, typer.Option("--wandb_run_name", help="Shown name; the id is the exp_id.")
-]
-Trackers = Annotated[
-    str | None,
-    typer.Option("--trackers", help="Besides wandb: tensorboard, mlflow, or both, by a comma."),
-]
-LogGradients = Annotated[
-    str,
-    typer.Option(
-        "--wandb_log_gradients",
-        metavar="BOOL",
-        callback=_switch,
-        help="Gradient norms per parameter.",
-    ),
-]
-ExtraEvals = Annotated[
-    str,
-    typer.Option(
-        "--do_extra_evals",
-        metavar="BOOL",
-        callback=_switch,
-        help="Evaluate by generated answers too.",
-    ),
-]
-SampleSize = Annotated[
-    int,
-    typer.Option(
-        "--generation_eval_max_sample_size", min=1, help="Rows that are answered per evaluation."
-    ),
-]
-PushToHub = Annotated[
-    str,
-    typer.Option(
-        "--push_to_hub", metavar="BOOL", callback=_switch, help="Upload final/ when done."
-    ),
-]
-JobScheduler = Annotated[
-    str | None,
-    typer.Option(
-        "-j", "--j", "--job_scheduler", help="Submit the group instead of running it here."
-    ),
-]
-PythonBinary = Annotated[
-    str,
-    typer.Option(
-        "--python_binary", help="With -j: launch line; NGPUS stands for the GPUs of the job."
-    ),
-]
-JobConfigs = Annotated[
-    Path | None,
-    typer.Option(
-        "--job_configs", help="With -j: Python file with JOB_CONFIGS, instead of the built-in one."
-    ),
-]
-AllowDirty = Annotated[
-    bool,
-    typer.Option(
-        "--allow_dirty", "--allow-dirty", help="With -j: send uncommitted code, with its patch."
-    ),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry_run", help="Check everything, show what would run, train nothing.")
-]
-Survive = Annotated[
-    str | None,
-    typer.Option(
-        "--survive",
-        metavar="RANKS[+SPARES][,hang_s=S][,every=K]",
-        help="Start so many ranks here, instead of torchrun, and go on when one dies or makes no "
-        "progress for 60 s; they keep what they go on from in memory, every step.",
-    ),
-]
+    job_scheduler: Annotated[
+        str | None,
+        typer.Option(
+            "-j", "--j", "--job_scheduler", help="Submit the group instead of running it here."
+        ),
+    ] = None
+    python_binary: Annotated[
+        str,
+        typer.Option(
+            "--python_binary",
+            help="With -j: launch line; NGPUS stands for the GPUs of the job.",
+        ),
+    ] = ""
+    job_configs: Annotated[
+        Path | None,
+        typer.Option(
+            "--job_configs",
+            help="With -j: Python file with JOB_CONFIGS, instead of the built-in one.",
+        ),
+    ] = None
+    allow_dirty: Annotated[
+        bool,
+        typer.Option(
+            "--allow_dirty", "--allow-dirty", help="With -j: send uncommitted code, with its patch."
+        ),
+    ] = False
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry_run", help="Check everything, show what would run, train nothing."),
+    ] = False
+    survive: Annotated[
+        str | None,
+        typer.Option(
+            "--survive",
+            metavar="RANKS[+SPARES][,hang_s=S][,every=K]",
+            help="Start so many ranks here, instead of torchrun, and go on when one dies or makes "
+            "no progress for 60 s; they keep what they go on from in memory, every step.",
+        ),
+    ] = None
+
+
 LocalRank = Annotated[int | None, typer.Option("--local_rank", "--local-rank", hidden=True)]
 DistUrl = Annotated[str, typer.Option("--dist_url", hidden=True)]
 
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
+@spread
 def main(
-    exp_group: ExpGroup = None,
-    savedir_base: SavedirBase = None,
-    reset: Reset = 0,
-    exp_id: ExpId = None,
-    exp_configs: ExpConfigs = None,
-    data_path: DataPath = None,
-    cache_dir: CacheDir = Path("tmp-cache"),
-    steps: Steps = None,
-    log_every: LogEvery = None,
-    deepspeed: DeepSpeed = None,
-    device: DeviceName = None,
-    force: Force = False,
-    num_proc: NumProc = None,
-    wandb_entity_name: Entity = None,
-    wandb_project_name: Project = None,
-    wandb_run_name: RunName = None,
-    wandb_log_gradients: LogGradients = "false",
-    trackers: Trackers = None,
-    do_extra_evals: ExtraEvals = "false",
-    generation_eval_max_sample_size: SampleSize = 100,
-    push_to_hub: PushToHub = "false",
-    job_scheduler: JobScheduler = None,
-    python_binary: PythonBinary = "",
-    job_configs: JobConfigs = None,
-    allow_dirty: AllowDirty = False,
-    dry_run: DryRun = False,
-    survive: Survive = None,
+    which: WhichRuns,
+    flags: RunFlags,
+    launch: Launch,
     local_rank: LocalRank = None,
     dist_url: DistUrl = "env://",
     version: Version = False,
@@ -217,45 +130,38 @@ def main(
     del dist_url, version  # launch scripts pass the one; the launcher's environment decides
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    end(lambda: _train_or_send(which, flags, launch))
 
-    def command() -> int:
-        if savedir_base is None:
-            raise ConfigError(_NO_BASE)
-        experiments = _experiments(exp_group, exp_id, exp_configs, savedir_base, steps)
-        options = {
-            "savedir_base": savedir_base,
-            "data_path": data_path,
-            "cache_dir": cache_dir,
-            "reset": bool(reset) and not _is_restart(),
-            "log_every": log_every,
-            "deepspeed": _given(deepspeed),
-            "wandb_entity": _given(wandb_entity_name),
-            "wandb_project": _given(wandb_project_name),
-            "wandb_run_name": _given(wandb_run_name),
-            "log_gradients": _SWITCHES[wandb_log_gradients],
-            "extra_evals": generation_eval_max_sample_size if _SWITCHES[do_extra_evals] else 0,
-            "push_to_hub": _SWITCHES[push_to_hub],
-            "device": device,
-            "force": force,
-            "num_proc": num_proc,
-            "trackers": trackers,
-            "is_shortened": steps is not None,
+
+def _train_or_send(which: WhichRuns, flags: RunFlags, launch: Launch) -> int:
+    if which.savedir_base is None:
+        raise ConfigError(_NO_BASE)
+    experiments = _experiments(which, which.savedir_base)
+    resets = bool(which.reset) and not _is_restart()
+    if launch.job_scheduler in (None, "None", "0"):
+        options: dict[str, Any] = {
+            **vars(flags),
+            "savedir_base": which.savedir_base,
+            "reset": resets,
+            "is_shortened": which.steps is not None,
+            "names": _names(which),
         }
-        if job_scheduler in (None, "None", "0"):
-            options["names"] = _names(exp_group, exp_configs, steps)
-            return _begin(experiments, options, survive, is_dry=dry_run)
-        from jobs.commands.of_trainval import submit_group
+        return _begin(experiments, options, launch.survive, is_dry=launch.dry_run)
+    from jobs.commands.of_trainval import submit_group
 
-        job: dict[str, Any] = {"backend": job_scheduler, "file": job_configs, "survive": survive}
-        job |= {"python_binary": python_binary, "is_dry": dry_run, "allow_dirty": allow_dirty}
-        return submit_group(exp_group, experiments, options, **job)
-
-    end(command)
-
-
-def _given(text: str | None) -> str | None:
-    """What launch scripts of this lineage mean by "None"."""
-    return None if text in ("None", "none") else text
+    return submit_group(
+        which.exp_group,
+        experiments,
+        flags,
+        base=which.savedir_base,
+        resets=resets,
+        backend=launch.job_scheduler,
+        file=launch.job_configs,
+        survive=launch.survive,
+        python_binary=launch.python_binary,
+        is_dry=launch.dry_run,
+        allow_dirty=launch.allow_dirty,
+    )
 
 
 def _is_restart() -> bool:
@@ -268,14 +174,15 @@ def _is_restart() -> bool:
     )
 
 
-def _experiments(
-    group: str | None, exp_id: str | None, file: Path | None, savedir_base: Path, steps: int | None
-) -> list[dict[str, Any]]:
+def _experiments(which: WhichRuns, savedir_base: Path) -> list[dict[str, Any]]:
     """The dictionaries to run, with --steps written in: of a whole group, or of one folder."""
     from exp_configs import experiments_of
 
+    group, exp_id, steps = which.exp_group, which.exp_id, which.steps
     if exp_id is not None and group is not None:
-        chosen = {id_of(values): values for values in experiments_of(group, file, steps)}
+        chosen = {
+            id_of(values): values for values in experiments_of(group, which.exp_configs, steps)
+        }
         if exp_id not in chosen:
             raise ConfigError(
                 f"--exp_id {exp_id} is not in -e {group}, which has {', '.join(chosen)}. Leave -e "
@@ -300,17 +207,20 @@ def _experiments(
             "-e/--exp_group is required: the name of a group in exp_configs.py. For example -e "
             "crossattn_tiny"
         )
-    return experiments_of(group, file, steps)
+    return experiments_of(group, which.exp_configs, steps)
 
 
-def _names(group: str | None, file: Path | None, steps: int | None) -> dict[str, str]:
-    """What people call the experiments of a group, by id; nothing of a run that is named by its
-    id alone.
+def _names(which: WhichRuns) -> dict[str, str]:
+    """What people call the experiments of a group, by id; {} for a run that is named by its id
+    alone.
     """
     from exp_configs import experiments_of
     from trainer.config.groups import names
 
-    return {} if group is None else names(group, experiments_of(group, file, steps))
+    group = which.exp_group
+    return (
+        {} if group is None else names(group, experiments_of(group, which.exp_configs, which.steps))
+    )
 
 
 def _stored(savedir_base: Path, exp_id: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.ranks import run_alone
-from trainer.commands.options import set_up_logging
 from trainer.files.survive import Survival, parse
+from trainer.launch.ending import set_up_logging
 from trainer.survival.agent import Agent
 
 ROWS = "rows.jsonl"  # beside the runs: what every rank took into every step
@@ -70,7 +70,7 @@ def become(line: Any, stacks: Any, memory: Any, outputs: Any, environment: Any, 
     environment |= {"AGENT": stacks.split("/")[2]}
     os.environ["AGENT"] = environment["AGENT"]
     _plant(faults, Path(base))
-    from trainer.commands import rank
+    from trainer.launch import rank
 
     rank.become(line, stacks, memory, outputs, environment, experiments, options)
 

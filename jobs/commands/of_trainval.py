@@ -10,14 +10,17 @@ from jobs.report import selection
 from jobs.submit import control, prepare
 from jobs.submit import group as group_of_jobs
 from jobs.submit.request import Request
+from trainer.config.flags import RunFlags
 from trainer.errors import EXIT_OK, ConfigError
 
 
 def submit_group(
     group: str | None,
     experiments: list[dict[str, Any]],
-    options: dict[str, Any],
+    flags: RunFlags,
     *,
+    base: Path,
+    resets: bool,
     backend: str,
     file: Path | None,
     python_binary: str,
@@ -31,7 +34,6 @@ def submit_group(
             "-j needs -e GROUP: an experiment that was sent before runs again by `lathe-jobs "
             "retry ID`."
         )
-    base = options["savedir_base"]
     request = prepare.make(
         group=group,
         experiments=experiments,
@@ -40,14 +42,14 @@ def submit_group(
         job=prepare.job_config(
             group, file, "" if python_binary == "python" else python_binary, survive=survive
         ),
-        flags=_passed_on(options),
+        flags=flags.as_text(),
         allow_dirty=allow_dirty or is_dry,
         take_snapshot=not is_dry,
     )
     if is_dry:
         results = group_of_jobs.preview(request)
     else:
-        if options["reset"]:
+        if resets:
             _move_aside(request)
         results = group_of_jobs.submit(request)
     selection.show(results, as_json=False)
@@ -71,23 +73,3 @@ def _move_aside(request: Request) -> None:
             [control.reset(request.base, folder.path.name, request.backend_of, aside=aside)],
             as_json=False,
         )
-
-
-def _passed_on(options: dict[str, Any]) -> dict[str, str]:
-    """The flags of this command that the job's own command gets."""
-    values = {
-        **options,
-        "wandb_entity_name": options["wandb_entity"],
-        "wandb_project_name": options["wandb_project"],
-        "wandb_log_gradients": options["log_gradients"],
-        "do_extra_evals": options["extra_evals"] > 0,
-        "generation_eval_max_sample_size": options["extra_evals"] or None,
-    }
-    flags = {name: values[name] for name in prepare.FLAGS if values[name] is not None}
-    for name in prepare.SWITCHES:
-        if flags.pop(name):
-            flags[name] = ""
-    return {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in flags.items()
-    }

@@ -20,6 +20,7 @@ from jobs.config import JobConfig
 from jobs.record import wandb_key
 from jobs.record.paths import BaseFolder, check_base
 from jobs.submit.request import RESEND_S, Request
+from trainer.config.flags import PATHS, RUN_FLAGS, SWITCHES
 from trainer.config.schema import validate
 from trainer.errors import ConfigError, nearest
 
@@ -28,25 +29,6 @@ if TYPE_CHECKING:
     from jobs.protocol import Backend
 
 PROJECT = Path(__file__).resolve().parent.parent.parent  # the folder of trainval.py
-PATHS = ("data_path", "cache_dir")  # made absolute: the job runs in its snapshot
-FLAGS = (
-    *PATHS,
-    "log_every",
-    "deepspeed",
-    "wandb_entity_name",
-    "wandb_project_name",
-    "wandb_run_name",
-    "wandb_log_gradients",
-    "trackers",
-    "push_to_hub",
-    "do_extra_evals",
-    "generation_eval_max_sample_size",
-    "device",
-    "force",
-    "num_proc",
-)
-SWITCHES = ("force",)  # those of FLAGS that take no value
-
 log = logging.getLogger(__name__)
 
 
@@ -78,8 +60,8 @@ def training_flags(words: Sequence[str]) -> dict[str, str]:
     while rest:
         name, equals, text = rest.pop(0).partition("=")
         key = name.removeprefix("--").replace("-", "_")
-        if not name.startswith("--") or key not in FLAGS:
-            raise ConfigError(f"{name!r}: no such training flag. {nearest(key, list(FLAGS))}")
+        if not name.startswith("--") or key not in RUN_FLAGS:
+            raise ConfigError(f"{name!r}: no such training flag. {nearest(key, list(RUN_FLAGS))}")
         if key in SWITCHES and equals:
             raise ConfigError(f"{name}={text}: want no value. Write {name} alone, or leave it out.")
         if not equals and not rest and key not in SWITCHES:
@@ -160,6 +142,7 @@ def make(
 
 
 def _absolute(name: str, text: str) -> str:
+    """A path as an absolute one, for the job runs in its snapshot; any other text as it is."""
     if name in PATHS or (name == "deepspeed" and Path(text).is_file()):
         return str(Path(text).expanduser().absolute())
     return text

@@ -148,7 +148,7 @@ class Runs:
         key = (name, kind, world, stage)
         if key not in self._trained:
             savedir = self._root / "-".join(map(str, key))
-            flags = {"log_gradients": kind.endswith("plain") and world > 1}
+            flags = {"wandb_log_gradients": kind.endswith("plain") and world > 1}
             ranks = run_on_ranks(
                 world, _train, self.values(name, kind), self.folder, savedir, stage, flags
             )

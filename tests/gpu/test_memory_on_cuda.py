@@ -163,14 +163,16 @@ def _planned_and_measured(stage: str, precision: str, tmp_path: Path) -> dict[st
     values = experiment("causal_lm", folder, train={"precision": precision}) | {"base": base}
     planned = plan(
         values,
-        Options(tmp_path / "out", folder, tmp_path / "cache", deepspeed=stage),
+        Options(tmp_path / "out", data_path=folder, cache_dir=tmp_path / "cache", deepspeed=stage),
         world=1,
         rank=0,
     )
     assert (
         run(
             planned,
-            Options(tmp_path / "out", folder, tmp_path / "cache", deepspeed=stage),
+            Options(
+                tmp_path / "out", data_path=folder, cache_dir=tmp_path / "cache", deepspeed=stage
+            ),
             Preemption(),
         )
         == 0

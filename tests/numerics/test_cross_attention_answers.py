@@ -324,7 +324,7 @@ def test_an_evaluation_is_told_to_the_run_in_wandb(
         folder,
         savedir,
         tmp_path / "p.jsonl",
-        {"wandb_entity": "someone", "wandb_project": "something"},
+        {"wandb_entity_name": "someone", "wandb_project_name": "something"},
     )
     (record,) = (savedir / exp_id(values)).glob("wandb/offline-run-*/*.wandb")
     names = {b"evaluate/test/em", b"evaluate/test/f1_squad", b"evaluate/test/answers"}
@@ -343,5 +343,5 @@ def test_half_of_where_wandb_is_is_refused_before_anything_is_read(
             folder,
             tmp_path / "nowhere",
             tmp_path / "p.jsonl",
-            {"wandb_entity": "someone"},
+            {"wandb_entity_name": "someone"},
         )

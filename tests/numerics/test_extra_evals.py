@@ -64,7 +64,8 @@ def trained(
         data_path=folder,
         cache_dir=folder / "cache",
         deepspeed=f"zero{stage}",
-        extra_evals=extra_evals,
+        do_extra_evals=extra_evals > 0,
+        generation_eval_max_sample_size=max(extra_evals, 1),
     )
     planned = plan(values, options, world=distributed.world(), rank=distributed.rank())
     assert run(planned, options, Preemption()) == 0

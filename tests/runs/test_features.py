@@ -405,7 +405,9 @@ WANDB_KEY = "0123456789abcdef" * 2 + "5ecre7ed"  # as long as a real one
 
 def _train_with_wandb(values: dict[str, Any], folder: Path, savedir: Path) -> Path:
     os.environ |= {"WANDB_MODE": "offline", "WANDB_API_KEY": WANDB_KEY}
-    return train(values, folder, savedir, wandb_entity="someone", wandb_project="something")[0]
+    return train(
+        values, folder, savedir, wandb_entity_name="someone", wandb_project_name="something"
+    )[0]
 
 
 def test_a_run_with_wandb_leaves_its_rows_and_no_key(folder: Path, tmp_path: Path) -> None:

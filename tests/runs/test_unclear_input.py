@@ -366,16 +366,20 @@ def test_an_id_goes_with_a_group_that_has_it_and_with_a_folder_that_holds_a_dict
     tmp_path: Path,
 ) -> None:
     (values,) = EXP_GROUPS["crossattn_tiny"]
-    of = trainval._experiments
-    assert of("crossattn_tiny", exp_id(values), None, tmp_path, None) == [values]
-    said = _refusal_of(of, "crossattn_tiny", "0" * 32, None, tmp_path, None)
+
+    def of(group: str | None, name: str) -> list[dict[str, Any]]:
+        which = trainval.WhichRuns(exp_group=group, exp_id=name)
+        return trainval._experiments(which, tmp_path)
+
+    assert of("crossattn_tiny", exp_id(values)) == [values]
+    said = _refusal_of(of, "crossattn_tiny", "0" * 32)
     assert "is not in -e crossattn_tiny" in said
     (tmp_path / "mine").mkdir()
     for content in ("[1]", "3", "{"):
         (tmp_path / "mine" / "exp_dict.json").write_text(content)
-        said = _refusal_of(of, None, "mine", None, tmp_path, None)
+        said = _refusal_of(of, None, "mine")
         assert "exp_dict.json" in said
-    assert "a group is trained with -e" in _refusal_of(of, None, "none", None, tmp_path, None)
+    assert "a group is trained with -e" in _refusal_of(of, None, "none")
 
 
 # Models at work

@@ -48,14 +48,14 @@ def test_names_say_group_and_place_and_are_what_wandb_shows(tmp_path: Path) -> N
         exp_id(one): "sweep 1/2 deepspeed=zero0",
         exp_id(two): "sweep 2/2 deepspeed=zero2",
     }
-    options = Options(tmp_path, wandb_project="p", names=named)
+    options = Options(tmp_path, wandb_project_name="p", names=named)
     settings = options.wandb(two)
     assert settings is not None
     assert (settings.entity, settings.name) == (None, "sweep 2/2 deepspeed=zero2")
     assert settings.id == exp_id(two)
     assert Options(tmp_path).wandb(two) is None
     with pytest.raises(ConfigError, match="the entity alone"):
-        Options(tmp_path, wandb_entity="me").wandb(two)
+        Options(tmp_path, wandb_entity_name="me").wandb(two)
 
 
 def test_wandb_says_its_page_or_the_command_that_uploads_it() -> None:

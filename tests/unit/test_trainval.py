@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import trainval
-from trainer.commands import options as options_of_commands
+from trainer.launch import ending
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return 0
 
     monkeypatch.setattr(trainval, "_train", train)
-    monkeypatch.setattr(options_of_commands, "leave", lambda code: None)
+    monkeypatch.setattr(ending, "leave", lambda code: None)
     for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "LATHE_OUTCOME"):
         monkeypatch.delenv(name, raising=False)
     return handed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -56,13 +55,7 @@ BertscoreModel = Annotated[
 
 @options.guarded
 def evaluate(
-    savedir_base: options.SavedirBase,
-    exp_group: options.ExpGroup = None,
-    exp_id: options.ExpId = None,
-    exp_configs: options.ExpConfigs = None,
-    steps: options.Steps = None,
-    data_path: options.DataPath = None,
-    cache_dir: options.CacheDir = Path("tmp-cache"),
+    which: options.ExperimentOptions,
     model: options.Model = "best",
     split: options.Split = "valid",
     limit: options.Limit = None,
@@ -89,18 +82,13 @@ def evaluate(
     from trainer.metrics.similarity import BERTSCORE_MODEL
     from trainer.protocol.abilities import Search
     from trainer.runtime import distributed
-    from trainer.training.options import Options
 
-    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    values = which.values()
     distributed.init()
-    given = Options(
-        savedir_base,
-        data_path=data_path,
-        cache_dir=cache_dir,
-        wandb_entity=wandb_entity_name,
-        wandb_project=wandb_project_name,
+    run_options = which.run_options(
+        wandb_entity_name=wandb_entity_name, wandb_project_name=wandb_project_name
     )
-    asked = Question(
+    question = Question(
         values,
         model=model,
         split=split,
@@ -115,6 +103,6 @@ def evaluate(
         bertscore_model=bertscore_model or BERTSCORE_MODEL,
         passage_scores=write_scores,
     )
-    for name, value in run(asked, given).items():
+    for name, value in run(question, run_options).items():
         if distributed.is_main():
             typer.echo(f"{split}/{name} {value:.6f}")

@@ -2,46 +2,94 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
+import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
 
+from trainer.config.flags import CacheDir, DataPath, OnOff
 from trainer.config.identity import exp_id as id_of
 from trainer.config.userfile import kind
 from trainer.errors import EXIT_OK, ConfigError, LatheError
 from trainer.launch.ending import EXIT_FAILED, set_up_logging
 
-P = ParamSpec("P")
+if TYPE_CHECKING:
+    from trainer.training.options import Options
 
-ExpGroup = Annotated[str | None, typer.Option("-e", "--exp_group", help="Group of the experiment.")]
+R = TypeVar("R")
+_WORDS = {
+    "true": True,
+    "false": False,
+    "on": True,
+    "off": False,
+    "yes": True,
+    "no": False,
+    "1": True,
+    "0": False,
+}
 SavedirBase = Annotated[
     Path, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")
-]
-ExpId = Annotated[
-    str | None, typer.Option("--exp_id", help="This one only; alone, read from its folder.")
 ]
 ExpConfigs = Annotated[
     Path | None, typer.Option("--exp_configs", help="Python file with EXP_GROUPS.")
 ]
-Steps = Annotated[
-    int | None,
-    typer.Option("--steps", min=1, help="As given to trainval.py: it is part of the id."),
-]
-DataPath = Annotated[Path | None, typer.Option("--data_path", help="Folder of the data set.")]
-CacheDir = Annotated[Path, typer.Option("--cache_dir", help="Token caches and tokenizers.")]
-NumProc = Annotated[
-    int | None,
-    typer.Option(
-        "--num_proc", min=1, help="Processes that encode rows; default: 1 for few, else all cores."
-    ),
-]
+
+
+@dataclass(frozen=True)
+class ExperimentOptions:
+    """The one experiment that a command is about, and where its files are."""
+
+    savedir_base: SavedirBase
+    exp_group: Annotated[
+        str | None, typer.Option("-e", "--exp_group", help="Group of the experiment.")
+    ] = None
+    exp_id: Annotated[
+        str | None, typer.Option("--exp_id", help="This one only; alone, read from its folder.")
+    ] = None
+    exp_configs: ExpConfigs = None
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, help="As given to trainval.py: it is part of the id."),
+    ] = None
+    data_path: DataPath = None
+    cache_dir: CacheDir = Path("tmp-cache")
+
+    def values(self) -> dict[str, Any]:
+        """The dictionary of the experiment."""
+        return experiment(
+            self.exp_group, self.exp_id, self.exp_configs, self.savedir_base, self.steps
+        )
+
+    def run_options(self, **more: Any) -> Options:
+        """What a run reads besides its dictionary. Imports torch.
+
+        more: other fields of Options.
+        """
+        from trainer.training.options import Options
+
+        return Options(
+            self.savedir_base, data_path=self.data_path, cache_dir=self.cache_dir, **more
+        )
+
+
+@dataclass(frozen=True)
+class UntrainedOptions(ExperimentOptions):
+    """The same of a command that needs no trained model, and so no folder of runs, unless the base
+    of the experiment is a run.
+    """
+
+    savedir_base: SavedirBase = Path("results")
+
+
 Model = Annotated[
     str,
     typer.Option(
@@ -117,18 +165,18 @@ def experiment(
     return found[exp_id or next(iter(found))]
 
 
-def guarded(function: Callable[P, None]) -> Callable[P, None]:
-    """Run a command as trainval.py does.
-
-    An error of ours is one message on stderr, and its own exit code.
+def guarded(function: Callable[..., None]) -> Callable[..., None]:
+    """The command as typer reads it (spread), which ends as trainval.py does: an error of ours is
+    one message on stderr, and its own exit code.
     """
+    command = spread(function)
 
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
         set_up_logging()
         code = EXIT_OK
         try:
-            function(*args, **kwargs)
+            command(**values)
         except LatheError as error:
             typer.echo(f"{type(error).__name__}: {error}", err=True)
             code = error.exit_code
@@ -154,3 +202,69 @@ def log_to_stderr() -> None:
     from trainer.telemetry.console import ConsoleHandler
 
     logging.getLogger().handlers = [ConsoleHandler(Console(stderr=True))]
+
+
+# Commands whose flags stand in dataclasses
+# --------------------------------------------------------------------------------------------------
+
+
+def spread(command: Callable[..., R]) -> Callable[..., R]:
+    """The same command with the signature that typer reads: each parameter that is a dataclass is
+    replaced by the fields of it, which are declared as parameters are (Annotated).
+    """
+    kinds = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    tables: dict[str, Any] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        kind: Any = kinds[parameter.name]
+        if is_dataclass(kind):
+            tables[parameter.name] = kind
+            parameters += _parameters_of(kind)
+        else:
+            parameters.append(
+                parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY)
+            )
+
+    @functools.wraps(command)
+    def run(**values: Any) -> R:
+        for name, table in tables.items():
+            own = [field.name for field in fields(table) if field.name in values]
+            values[name] = table(**{each: values.pop(each) for each in own})
+        return command(**values)
+
+    changed: Any = run
+    changed.__signature__ = inspect.Signature(parameters)
+    changed.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
+
+
+def _parameters_of(table: Any) -> Iterator[inspect.Parameter]:
+    annotations = get_type_hints(table, include_extras=True)
+    for field in fields(table):
+        annotation: Any = annotations[field.name]
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        for declaration in get_args(annotation)[1:]:
+            if isinstance(declaration, OnOff):
+                annotation, default = _on_off(declaration), str(default).lower()
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
+
+
+def _on_off(declaration: OnOff) -> Any:
+    option = typer.Option(
+        declaration.name, metavar="BOOL", callback=on_or_off, help=declaration.help
+    )
+    return Annotated[str, option]
+
+
+def on_or_off(value: str) -> bool:
+    """on/off, true/false, yes/no, 1/0, as researchers of this lineage write them."""
+    text = value.strip().lower()
+    if text not in _WORDS:
+        close = difflib.get_close_matches(text, _WORDS, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise typer.BadParameter(
+            f"{value!r} is neither on nor off. Use one of {', '.join(_WORDS)}.{hint}"
+        )
+    return _WORDS[text]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.commands import options
-from trainer.commands.options import CacheDir, DataPath, ExpConfigs, ExpGroup, ExpId, Steps
 from trainer.errors import ConfigError, DoesNotFitError
 
 if TYPE_CHECKING:
@@ -47,15 +46,7 @@ Change = Annotated[
 
 @options.guarded
 def plan(
-    savedir_base: Annotated[
-        Path, typer.Option("-sb", "--savedir_base", help="Root of all run folders.")
-    ] = Path("results"),
-    exp_group: ExpGroup = None,
-    exp_id: ExpId = None,
-    exp_configs: ExpConfigs = None,
-    steps: Steps = None,
-    data_path: DataPath = None,
-    cache_dir: CacheDir = Path("tmp-cache"),
+    which: options.UntrainedOptions,
     device: DeviceName = None,
     world: World = None,
     nodes: Nodes = 1,
@@ -73,14 +64,13 @@ def plan(
     gc.disable()  # what is imported stays: looking through it took a fifth of a plan's seconds
     _import_models_without_scipy()
     from trainer.plan.time.target import target_of
-    from trainer.training.options import Options
 
-    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    values = which.values()
     for text in change or []:
         values = _changed(values, text)
     target = target_of(device, world=world, nodes=nodes)
-    given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir, deepspeed=deepspeed)
-    subject = subject_for(values, given, target.cluster.world)
+    run_options = which.run_options(deepspeed=deepspeed)
+    subject = subject_for(values, run_options, target.cluster.world)
     if fastest:
         _show_fastest(subject, target, price_per_gpu_hour, as_json=as_json)
     else:

@@ -12,7 +12,8 @@ import typer
 
 from trainer.commands import options
 from trainer.commands.evaluate import Seed, Temperature, TopP
-from trainer.commands.options import BatchSize, CacheDir, NumAnswers, NumBeams
+from trainer.commands.options import BatchSize, NumAnswers, NumBeams
+from trainer.config.flags import CacheDir
 from trainer.errors import ConfigError
 
 Trained = Annotated[

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainer.commands import options
-from trainer.commands.options import CacheDir, DataPath, ExpConfigs, ExpGroup, ExpId, NumProc, Steps
+from trainer.config.flags import NumProc
 from trainer.errors import ConfigError, LatheError
 
 if TYPE_CHECKING:
@@ -32,23 +32,13 @@ BatchTokens = Annotated[
 ShardTokens = Annotated[
     int | None, typer.Option("--shard_tokens", min=1, help="Tokens per file: what a kill costs.")
 ]
-Savedir = Annotated[
-    Path,
-    typer.Option("-sb", "--savedir_base", help="Where the base is, if a run of ours trained it."),
-]
 
 
 @options.guarded
 def prepare(
     out: Out,
-    exp_group: ExpGroup = None,
-    exp_id: ExpId = None,
-    exp_configs: ExpConfigs = None,
-    steps: Steps = None,
-    data_path: DataPath = None,
+    which: options.UntrainedOptions,
     source: Source = None,
-    cache_dir: CacheDir = Path("tmp-cache"),
-    savedir_base: Savedir = Path("results"),
     hotpotqa_shuffles: Shuffles = 3,
     batch_tokens: BatchTokens = 16_384,
     shard_tokens: ShardTokens = None,
@@ -66,13 +56,11 @@ def prepare(
     from trainer.runtime import distributed
     from trainer.runtime.distributed import on_main
     from trainer.tasks.cross_attention.encoder_states.writing import gib
-    from trainer.training.options import Options
 
-    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    values = which.values()
     module = options.module_of(values["task"], "preparation", "prepare", room="recipes")
-    given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir, num_proc=num_proc)
-    places = given.places
-    if data_path is not None and out.resolve() == data_path.resolve():
+    places = which.run_options(num_proc=num_proc).places
+    if which.data_path is not None and out.resolve() == which.data_path.resolve():
         raise ConfigError(f"--out {out}: is --data_path itself. Name another folder.")
     distributed.init()
     wanted = module.Wanted(out, _by_name(source), hotpotqa_shuffles, batch_tokens, shard_tokens)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.commands import options
-from trainer.commands.options import CacheDir, DataPath
+from trainer.config.flags import CacheDir, DataPath
 from trainer.errors import ConfigError, ProofError
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ At = Annotated[
 
 @options.guarded
 def encode(
-    savedir_base: options.SavedirBase,
+    which: options.ExperimentOptions,
     source: Annotated[
         Path, typer.Option("--in", help="A corpus (see search), or JSON lines of questions.")
     ],
@@ -52,12 +52,6 @@ def encode(
     out: Annotated[
         Path, typer.Option("--out", help="The folder of vectors; one that was begun is continued.")
     ],
-    exp_group: options.ExpGroup = None,
-    exp_id: options.ExpId = None,
-    exp_configs: options.ExpConfigs = None,
-    steps: options.Steps = None,
-    data_path: options.DataPath = None,
-    cache_dir: options.CacheDir = Path("tmp-cache"),
     model: options.Model = "best",
     split: OfSplit = None,
     batch: options.BatchSize = 64,
@@ -78,13 +72,11 @@ def encode(
     from trainer.retrieval import embeddings
     from trainer.runtime import distributed
     from trainer.runtime.distributed import on_main
-    from trainer.training.options import Options
 
     _check_words(side, dtype, precision)
-    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    values = which.values()
     distributed.init()
-    given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir)
-    task, retriever, folder = opened(Question(values, model=model), given)
+    task, retriever, folder = opened(Question(values, model=model), which.run_options())
     maker = _embeds(task, values)
     _check_split(side, split)
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))

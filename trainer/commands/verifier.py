@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from trainer.commands import options
+from trainer.config.flags import CacheDir
 from trainer.errors import ConfigError
 
 Declarer = Annotated[
@@ -50,7 +51,7 @@ def convert(
     batch: Annotated[
         int, typer.Option("--batch", min=1, help="Texts per forward of the converter.")
     ] = 64,
-    cache_dir: options.CacheDir = Path("tmp-cache"),
+    cache_dir: CacheDir = Path("tmp-cache"),
 ) -> None:
     """Make statement groups for the plausibility verifier out of publishers' question-answering
     data.
@@ -78,13 +79,7 @@ def convert(
 
 @options.guarded
 def calibrate(
-    savedir_base: options.SavedirBase,
-    exp_group: options.ExpGroup = None,
-    exp_id: options.ExpId = None,
-    exp_configs: options.ExpConfigs = None,
-    steps: options.Steps = None,
-    data_path: options.DataPath = None,
-    cache_dir: options.CacheDir = Path("tmp-cache"),
+    which: options.ExperimentOptions,
     model: options.Model = "best",
     split: options.Split = "valid",
     batch: options.BatchSize = None,
@@ -96,17 +91,17 @@ def calibrate(
     from trainer.evaluation.run import Question, model_folder, pooled
     from trainer.runtime import distributed
     from trainer.runtime.distributed import on_main
-    from trainer.training.options import Options
 
-    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    values = which.values()
     use = options.module_of(values["task"], "use", "calibrate or score")
     if objective not in ("ece", "nll"):
         raise ConfigError(f"--objective {objective}: no such objective. Use ece or nll.")
     distributed.init()
-    given = Options(savedir_base, data_path=data_path, cache_dir=cache_dir)
-    asked = Question(values, model=model, split=split, batch=batch)
-    table, folder = pooled(asked, given, use.POOL), model_folder(asked, given)
-    report = savedir_base / options.id_of(values) / f"calibration-{folder.name}"
+    run_options = which.run_options()
+    question = Question(values, model=model, split=split, batch=batch)
+    table = pooled(question, run_options, use.POOL)
+    folder = model_folder(question, run_options)
+    report = which.savedir_base / options.id_of(values) / f"calibration-{folder.name}"
 
     def store() -> dict[str, Any]:
         return asdict(
@@ -120,13 +115,7 @@ def calibrate(
 
 @options.guarded
 def score(
-    savedir_base: options.SavedirBase,
-    exp_group: options.ExpGroup = None,
-    exp_id: options.ExpId = None,
-    exp_configs: options.ExpConfigs = None,
-    steps: options.Steps = None,
-    data_path: options.DataPath = None,
-    cache_dir: options.CacheDir = Path("tmp-cache"),
+    which: options.ExperimentOptions,
     model: options.Model = "best",
     source: Annotated[
         Path | None, typer.Option("--in", help="One statement a line; without it, standard input.")
@@ -134,19 +123,15 @@ def score(
 ) -> None:
     """Write how plausible each statement is, 0 to 1, a tab, and the statement."""
     from trainer.evaluation.run import Question, opened
-    from trainer.training.options import Options
 
     options.log_to_stderr()  # standard output is for scores
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("score runs on one device: start it with python, not with torchrun.")
-    values = options.experiment(exp_group, exp_id, exp_configs, savedir_base, steps)
+    values = which.values()
     use = options.module_of(values["task"], "use", "calibrate or score")
     lines = (source.read_text(encoding="utf-8") if source else sys.stdin.read()).splitlines()
     statements = [line.strip() for line in lines if line.strip()]
-    task, verifier, folder = opened(
-        Question(values, model=model),
-        Options(savedir_base, data_path=data_path, cache_dir=cache_dir),
-    )
+    task, verifier, folder = opened(Question(values, model=model), which.run_options())
     for text, plausibility in zip(
         statements, use.plausibilities(task, verifier, statements, folder=folder), strict=True
     ):

@@ -305,7 +305,7 @@ def ready(
         preemption=preemption,
         save=save,
         export_best=lambda: export("best"),
-        log_gradients=options.log_gradients,
+        log_gradients=options.wandb_log_gradients,
         questions=questions,
         chain=chain,
         left_out=bad_steps.left_out(plan.folder),

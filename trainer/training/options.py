@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.config.flags import RunFlags
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
 from trainer.protocol.task import Places
@@ -15,28 +16,14 @@ from trainer.telemetry.wandb_run import WandbSettings
 
 
 @dataclass(frozen=True)
-class Options:
-    """The flags of trainval.py that are no part of an experiment's identity."""
+class Options(RunFlags):
+    """The flags that a run reads, where it stands, and what its launch decided."""
 
     savedir_base: Path
-    data_path: Path | None = None
-    cache_dir: Path = Path("tmp-cache")
-    reset: bool = False
-    log_every: int | None = None  # None: a hundred lines a run; evaluations every 1000 steps
-    deepspeed: str | None = None
-    extra_evals: int = 0  # rows that are answered by generation at each evaluation; 0: none
-    wandb_entity: str | None = None
-    wandb_project: str | None = None
-    wandb_run_name: str | None = None
-    log_gradients: bool = False
-    push_to_hub: bool = False
-    device: str | None = None  # that memory is planned for; None: the GPU of this process
+    reset: bool = False  # move an old folder aside and start over
     names: Mapping[str, str] = field(default_factory=dict[str, str])  # by id, for people
-    force: bool = False  # run what does not fit by the plan
     saves_behind: bool = True  # checkpoints are written while the steps behind them are made
-    num_proc: int | None = None  # processes that encode rows; None: by their number
     is_shortened: bool = False  # its steps are those of --steps
-    trackers: str | None = None  # besides wandb, by commas: of trackers.TRACKERS
 
     # of a run that survives its ranks: two files in memory for each rank, every how many steps
     # they are written, and which experiments were begun before a rank was lost
@@ -53,8 +40,8 @@ class Options:
 
     def wandb(self, values: dict[str, Any]) -> WandbSettings | None:
         """Where the run of an experiment appears in wandb; None: nowhere."""
-        if self.wandb_project is None:
-            if self.wandb_entity is not None:
+        if self.wandb_project_name is None:
+            if self.wandb_entity_name is not None:
                 raise ConfigError(
                     "--wandb_entity_name and --wandb_project_name: got the entity alone, want the "
                     "project too (or alone: then it is your default entity's), or neither."
@@ -63,7 +50,7 @@ class Options:
         number = exp_id(values)
         name = self.wandb_run_name or self.names.get(number) or number
         return WandbSettings(
-            self.wandb_entity, self.wandb_project, name=name, id=number, config=values
+            self.wandb_entity_name, self.wandb_project_name, name=name, id=number, config=values
         )
 
     @property

@@ -1,0 +1,145 @@
+"""The flags of trainval.py that a run reads. Imports no torch.
+
+This is their one table: trainval.py takes them, a run reads them (trainer/training/options.py),
+and `trainval.py -j` and `lathe-jobs submit ... -- FLAGS` pass them on to the command of a job.
+docs/add-a-flag.md adds one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+
+@dataclass(frozen=True)
+class OnOff:
+    """How a flag is declared that is followed by on or off: `--push_to_hub true`."""
+
+    name: str
+    help: str
+
+
+def _text_or_none(text: str | None) -> str | None:
+    """Launch scripts of this lineage write "None" for a flag that they do not give."""
+    return None if text in ("None", "none") else text
+
+
+DataPath = Annotated[Path | None, typer.Option("--data_path", help="Folder of the data set.")]
+CacheDir = Annotated[Path, typer.Option("--cache_dir", help="Token caches and tokenizers.")]
+NumProc = Annotated[
+    int | None,
+    typer.Option(
+        "--num_proc", min=1, help="Processes that encode rows; default: 1 for few, else all cores."
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """What a run reads besides its dictionary: no part of an experiment's identity."""
+
+    data_path: DataPath = None
+    cache_dir: CacheDir = Path("tmp-cache")
+    log_every: Annotated[
+        int | None,
+        typer.Option(
+            "--log_every",
+            min=1,
+            help="Steps between log lines, evaluations and saves where the dictionary does not "
+            "say; default: a hundred lines a run, the others every 1000 steps.",
+        ),
+    ] = None
+    deepspeed: Annotated[
+        str | None,
+        typer.Option(
+            "--deepspeed",
+            callback=_text_or_none,
+            help="DeepSpeed JSON, a name in ds_configs/, or auto: what fits; never changes the id.",
+        ),
+    ] = None
+    wandb_entity_name: Annotated[
+        str | None,
+        typer.Option(
+            "--wandb_entity_name", callback=_text_or_none, help="With a project: wandb on."
+        ),
+    ] = None
+    wandb_project_name: Annotated[
+        str | None,
+        typer.Option(
+            "--wandb_project_name", callback=_text_or_none, help="With an entity: wandb on."
+        ),
+    ] = None
+    wandb_run_name: Annotated[
+        str | None,
+        typer.Option(
+            "--wandb_run_name", callback=_text_or_none, help="Shown name; the id is the exp_id."
+        ),
+    ] = None
+    wandb_log_gradients: Annotated[
+        bool, OnOff("--wandb_log_gradients", help="Gradient norms per parameter.")
+    ] = False
+    trackers: Annotated[
+        str | None,
+        typer.Option("--trackers", help="Besides wandb: tensorboard, mlflow, or both, by a comma."),
+    ] = None
+    push_to_hub: Annotated[bool, OnOff("--push_to_hub", help="Upload final/ when done.")] = False
+    do_extra_evals: Annotated[
+        bool, OnOff("--do_extra_evals", help="Evaluate by generated answers too.")
+    ] = False
+    generation_eval_max_sample_size: Annotated[
+        int,
+        typer.Option(
+            "--generation_eval_max_sample_size",
+            min=1,
+            help="Rows that are answered per evaluation.",
+        ),
+    ] = 100
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device", help="Plan memory for it: h200, 24GiB, ...; default: the GPU here."
+        ),
+    ] = None
+    force: Annotated[
+        bool, typer.Option("--force", help="Run what does not fit by the memory plan.")
+    ] = False
+    num_proc: NumProc = None
+
+    @property
+    def extra_evals(self) -> int:
+        """Rows that are answered by generation at each evaluation; 0: none."""
+        return self.generation_eval_max_sample_size if self.do_extra_evals else 0
+
+    def as_text(self) -> dict[str, str]:
+        """The flags that the command of a job gets, by name: {"data_path": "/data"}; "" of a
+        switch that is on.
+        """
+        values: dict[str, Any] = {flag.name: getattr(self, flag.name) for flag in fields(RunFlags)}
+        if not self.do_extra_evals:
+            del values["generation_eval_max_sample_size"]
+        texts: dict[str, str] = {}
+        for name, value in values.items():
+            if name in SWITCHES:
+                if value:
+                    texts[name] = ""
+            elif value is not None:
+                texts[name] = str(value).lower() if isinstance(value, bool) else str(value)
+        return texts
+
+
+def _is_switch(kind: type, *declarations: Any) -> bool:
+    return kind is bool and not any(isinstance(one, OnOff) for one in declarations)
+
+
+_ANNOTATIONS = {
+    name: get_args(annotation)
+    for name, annotation in get_type_hints(RunFlags, include_extras=True).items()
+}
+RUN_FLAGS = tuple(_ANNOTATIONS)
+SWITCHES = tuple(name for name, parts in _ANNOTATIONS.items() if _is_switch(*parts))  # no value
+PATHS = tuple(  # a job runs in another folder
+    name for name, (kind, *_) in _ANNOTATIONS.items() if kind is Path or Path in get_args(kind)
+)
