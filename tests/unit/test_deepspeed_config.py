@@ -1,4 +1,4 @@
-"""trainer/config/deepspeed_config.py: what is refused, what is settled, and what the engine
+"""trainer/config/deepspeed_config/: what is refused, what is settled, and what the engine
 gets.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from trainer.config import deepspeed_config as dc
-from trainer.config.deepspeed_keys import REFUSED
+from trainer.config.deepspeed_config.keys import REFUSED
 from trainer.config.schema import Optim, Train
 from trainer.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""trainer/config/deepspeed_config.py against the programs that read its files: DeepSpeed itself and
+"""trainer/config/deepspeed_config/ against the programs that read its files: DeepSpeed itself and
 the Hugging Face Trainer.
 
 An upgrade of DeepSpeed that adds, removes or retypes a key fails here.
@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.test_deepspeed_config import PRESETS, autos, build, preset
 from trainer.config import deepspeed_config as dc
-from trainer.config.deepspeed_keys import LEGAL, REFUSED, VERSION
+from trainer.config.deepspeed_config.keys import LEGAL, REFUSED, VERSION
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_the_table_was_read_from_the_installed_version() -> None:
     from importlib.metadata import version
 
     assert version("deepspeed") == VERSION, (
-        "read the source again, and update trainer/config/deepspeed_keys.py"
+        "read the source again, and update trainer/config/deepspeed_config/keys.py"
     )
 
 

@@ -172,11 +172,11 @@ def guarded(function: Callable[..., None]) -> Callable[..., None]:
     command = spread(function)
 
     @functools.wraps(command)
-    def run(**values: Any) -> None:
+    def run(*arguments: Any, **values: Any) -> None:
         set_up_logging()
         code = EXIT_OK
         try:
-            command(**values)
+            command(*arguments, **values)
         except LatheError as error:
             typer.echo(f"{type(error).__name__}: {error}", err=True)
             code = error.exit_code
@@ -224,6 +224,9 @@ def spread(command: Callable[..., R]) -> Callable[..., R]:
             parameters.append(
                 parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY)
             )
+
+    if not tables:
+        return command
 
     @functools.wraps(command)
     def run(**values: Any) -> R:

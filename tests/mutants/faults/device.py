@@ -28,7 +28,7 @@ FAULTS = [
         tests=OF_A_STEP,
     ),
     Fault(
-        "trainer/config/deepspeed_config.py",
+        "trainer/config/deepspeed_config/engine.py",
         'setdefault("throughput", {}).setdefault("enabled", False)',
         'setdefault("throughput", {}).setdefault("enabled", True)',
         why="DeepSpeed drains the device before every forward, for a number that nobody reads",
@@ -77,7 +77,7 @@ FAULTS = [
         tests="tests/numerics/test_compiled.py -m 'not long' -k lengths",
     ),
     Fault(
-        "trainer/config/deepspeed_config.py",
+        "trainer/config/deepspeed_config/stages.py",
         "if not train.compile or stage < 3:",
         "if not train.compile or stage < 4:",
         why="blocks are compiled at ZeRO-3, where nothing is left to fuse",
@@ -91,7 +91,7 @@ FAULTS = [
         tests="tests/runs/test_communication.py -k keeps",
     ),
     Fault(
-        "trainer/config/deepspeed_config.py",
+        "trainer/config/deepspeed_config/stages.py",
         "if size < 1 or world % size:",
         "if size < 1:",
         why="ranks that do not fill a node divide weights among ranks that are not there",

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from trainer.config.deepspeed_keys import LEGAL, REFUSED, REFUSED_VALUES, VERSION
+from trainer.config.deepspeed_config.keys import LEGAL, REFUSED, REFUSED_VALUES, VERSION
 from trainer.errors import nearest
 
 Config = dict[str, Any]
