@@ -66,10 +66,26 @@ class Finding:
     is_blocking: bool = True
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What is true of a backend. Submission asks for these, never for a backend's name."""
+
+    # `submit` runs the job in this process and returns when it has ended: one after the other, with
+    # this terminal, and from the project itself instead of a snapshot
+    is_in_process: bool = False
+    # jobs run on the machine that submits, so they inherit what is true of this machine only
+    runs_here: bool = False
+    # its nodes see the submitter's file system, so a folder that is absent here is absent there
+    shares_disk: bool = False
+    # it counts the live jobs of a group itself, so submission does not count max_parallel
+    keeps_queue: bool = False
+
+
 class Backend(Protocol):
     """A place where jobs run. Made anew for each command; keeps no state of its own."""
 
     name: ClassVar[str]
+    traits: ClassVar[Traits]
     # how far this was tried, shown in --help: "real Slurm 22.05", "offline only"
     validation: ClassVar[str]
 

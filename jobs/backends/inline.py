@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from jobs.node import wrapper
-from jobs.protocol import Finding, JobSpec, Rendered
+from jobs.protocol import Finding, JobSpec, Rendered, Traits
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ class Inline:
     """The wrapper called as a function: breakpoints of the training have the terminal."""
 
     name: ClassVar[str] = "inline"
+    traits: ClassVar[Traits] = Traits(
+        is_in_process=True, runs_here=True, shares_disk=True, keeps_queue=True
+    )
     validation: ClassVar[str] = "run for real by the tests"
 
     def check(self) -> list[Finding]:

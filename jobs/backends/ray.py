@@ -32,7 +32,7 @@ from jobs.backends.k8s.manifest import (
 )
 from jobs.errors import Refused, Unreachable
 from jobs.job_state import JobState, Observed
-from jobs.protocol import Finding, JobSpec, Rendered
+from jobs.protocol import Finding, JobSpec, Rendered, Traits
 from trainer.errors import ConfigError
 
 TIMEOUT_S = 60.0  # for one request; Ray 2.60 answers a submission in 3 s
@@ -62,6 +62,7 @@ class Ray:
     """A Ray cluster: job.address, else $RAY_ADDRESS, else the one of this machine."""
 
     name: ClassVar[str] = "ray"
+    traits: ClassVar[Traits] = Traits()
     validation: ClassVar[str] = (
         "by hand on one real Ray 2.60 head without GPU; a loopback HTTP server in the tests"
     )

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope
 from starlette.types import Send as SendMessage
 
+from jobs import backends
 from jobs.options import BackendName, Base, PythonBinary, guarded
 from jobs.record.paths import BaseFolder, check_base
 from jobs.serve import lathe_routes, offers, openai_routes
@@ -185,9 +186,9 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
 
 def make_keeper(base: Path, config: offers.ServiceConfig, send: Send, every_s: float) -> Keeper:
     """The keeper of a savedir_base, whose folders are made. ConfigError, StorageError."""
-    if send.backend == "inline":
+    if backends.load(send.backend).traits.is_in_process:
         raise ConfigError(
-            "-j inline: it runs jobs in the server itself. Use -j local for this machine."
+            f"-j {send.backend}: it runs jobs in the server itself. Use -j local for this machine."
         )
     folder = ServiceFolder(BaseFolder(base.absolute()))
     folder.make()

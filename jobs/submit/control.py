@@ -153,7 +153,7 @@ def _again_under_lock(
         return _result(
             row, "settle", settle_intent(folder, job.last, backend, resend_s=asked.resend_s)
         )
-    if _is_full(row, rows, template):
+    if _is_full(asked, row, rows, template):
         return ActionResult(
             row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
         )
@@ -171,9 +171,9 @@ def _template(folder: RunFolder, job: Job) -> JobSpec | None:
     return stored(folder, job.last.number) if job.last is not None else None
 
 
-def _is_full(row: Row, rows: Collection[Row], template: JobSpec) -> bool:
-    """Whether the group has its fill of live jobs. The local queue counts by itself."""
-    if template.max_parallel is None or template.backend in ("local", "inline"):
+def _is_full(asked: Again, row: Row, rows: Collection[Row], template: JobSpec) -> bool:
+    """Whether max_parallel jobs of the group are alive. A backend with a queue counts by itself."""
+    if template.max_parallel is None or asked.backend_of(template.backend).traits.keeps_queue:
         return False
     return (
         sum(other.group == row.group and other.state in ACTIVE for other in rows)

@@ -88,7 +88,7 @@ def submit(request: Request) -> list[ActionResult]:
     def send_it(name: str) -> ActionResult:
         return _submit_one(request, name, templates[name], rows.get(name), budget)
 
-    if request.backend.name == "inline":
+    if request.backend.traits.is_in_process:
         done.update(_one_after_the_other(left, send_it))
     elif budget.left is not None:  # each has to be counted before the next
         done.update({name: send_it(name) for name in left})
@@ -139,11 +139,7 @@ class _Budget:
 
     def __init__(self, request: Request) -> None:
         self.left: int | None = None
-        if (
-            request.max_parallel is None
-            or request.use_array
-            or request.backend.name in ("local", "inline")
-        ):
+        if request.max_parallel is None or request.use_array or request.backend.traits.keeps_queue:
             return
         rows = survey(request.base, backend_of=request.backend_of, record_changes=False)
         self.left = request.max_parallel - sum(
@@ -208,9 +204,9 @@ def _under_lock(
     budget.spend()
     spec = fresh(job, template, folder)
     outcome = send(folder, spec, request.backend)
-    return (
-        _ended(folder, spec) if request.backend.name == "inline" else _result(name, "send", outcome)
-    )
+    if request.backend.traits.is_in_process:
+        return _ended(folder, spec)
+    return _result(name, "send", outcome)
 
 
 def _ended(folder: RunFolder, spec: JobSpec) -> ActionResult:

@@ -92,13 +92,8 @@ def make(
     The code is snapshotted (not for a plan), and the key's whereabouts are checked.
     """
     check_base(base)
-    if backend == "local" and job.gpus and "CUDA_VISIBLE_DEVICES" in job.environment_vars:
-        raise ConfigError(
-            f"job dictionary of {group!r}: environment_vars sets CUDA_VISIBLE_DEVICES, which the "
-            f"local queue gives to each job ({job.gpus} GPUs). Remove it; to keep GPUs from the "
-            "queue set it in the submitting shell."
-        )
     load = backend_of or BackendCache()
+    target = load(backend)
     folder = BaseFolder(base.absolute())
     source = wandb_key.find_key_source(job, os.environ)
     # the job reads it; its path may come from WANDB_API_KEY_FILE of this shell
@@ -106,24 +101,24 @@ def make(
         job = job.model_copy(update={"wandb_key_file": str(source.key_file)})
     if flags.get("wandb_project_name") and flags.get("wandb_entity_name"):
         log.info("wandb: %s", source.text)
-    taken = None
-    if take_snapshot and backend != "inline":
-        taken = snapshot.take(PROJECT, folder, allow_dirty=allow_dirty)
+    code = None
+    if take_snapshot and not target.traits.is_in_process:
+        code = snapshot.take(PROJECT, folder, allow_dirty=allow_dirty)
         log.info(
             "code: snapshot %s of commit %s%s",
-            taken.digest[:12],
-            taken.commit,
-            " + patch" if taken.is_dirty else "",
+            code.digest[:12],
+            code.commit,
+            " + patch" if code.is_dirty else "",
         )
     return Request(
         base=folder,
         group=group,
         experiments=experiments,
         job=job,
-        backend=load(backend),
+        backend=target,
         backend_of=load,
-        workdir=PROJECT if taken is None else taken.workdir,
-        snapshot=taken,
+        workdir=PROJECT if code is None else code.workdir,
+        snapshot=code,
         python=sys.executable,
         flags=[
             f"--{name}" if name in SWITCHES else f"--{name}={_absolute(name, text)}"
@@ -131,7 +126,7 @@ def make(
         ],
         deepspeed=flags.get("deepspeed"),
         environment=secret_keys.minimal_environment(
-            os.environ, is_same_machine=backend in ("inline", "local")
+            os.environ, is_same_machine=target.traits.runs_here
         ),
         retry=retry,
         max_parallel=max_parallel,

@@ -27,7 +27,6 @@ LOCK_WAIT_S = 60.0
 
 # how old an intent must be before a name that the scheduler does not know is sent again
 RESEND_S = 10.0
-SHARED_DISK = ("inline", "local", "slurm")  # backends whose nodes see the submitter's file system
 
 
 @dataclass(frozen=True)
@@ -176,11 +175,7 @@ def _check_flags(request: Request) -> None:
         name, _, text = flag.partition("=")
         if "\0" in flag:
             raise ConfigError(f"{name}: {text!r} holds a NUL character. Remove it.")
-        if (
-            name == "--data_path"
-            and request.backend.name in SHARED_DISK
-            and not Path(text).exists()
-        ):
+        if name == "--data_path" and request.backend.traits.shares_disk and not Path(text).exists():
             raise ConfigError(
                 f"--data_path {text}: there is no such folder. Give one that the job's node sees "
                 "too."

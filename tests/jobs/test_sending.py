@@ -16,7 +16,7 @@ import pytest
 from jobs.config import JobConfig
 from jobs.errors import Refused, Unreachable
 from jobs.job_state import ENDED_BADLY, Observed
-from jobs.protocol import Finding, JobSpec, Rendered
+from jobs.protocol import Finding, JobSpec, Rendered, Traits
 from jobs.record import events as record
 from jobs.record.paths import BaseFolder
 from jobs.record.row import Row
@@ -41,6 +41,7 @@ class Memory:
     """A scheduler: names it has accepted, what became of them, and what goes wrong next."""
 
     name: ClassVar[str] = "local"
+    traits: ClassVar[Traits] = Traits(runs_here=True, shares_disk=True)
     validation: ClassVar[str] = "in memory"
     ids: dict[str, str] = field(default_factory=dict)  # token -> id
     states: dict[str, Observed] = field(default_factory=dict)  # id -> what it says
@@ -351,10 +352,8 @@ def test_bad_input_is_sent_again_by_retry_when_what_is_sent_has_changed(
 
 
 def test_retry_sends_no_more_than_the_group_may_have_alive(
-    base: BaseFolder, scheduler: Memory, monkeypatch: pytest.MonkeyPatch
+    base: BaseFolder, scheduler: Memory
 ) -> None:
-    monkeypatch.setattr(type(scheduler), "name", "elsewhere")  # the local queue counts by itself
-
     def fail(row: Row) -> None:
         base.run(row.exp_id).attempt(1).exit.write_text(json.dumps({"code": 1, "kind": "failed"}))
 
@@ -374,21 +373,12 @@ def test_retry_sends_no_more_than_the_group_may_have_alive(
 def test_the_limit_of_a_group_holds_over_all_its_submissions(
     base: BaseFolder, scheduler: Memory
 ) -> None:
-    scheduler_elsewhere = scheduler
-    type(scheduler_elsewhere).name = "elsewhere"  # not the local queue, which counts by itself
-    try:
-        results = submit(request(base, scheduler, 3, max_parallel=2))
-        assert sorted(result.action for result in results) == ["send", "send", "wait"]
-        assert [result.action for result in reconcile(Again(base, lambda name: scheduler))] == [
-            "wait"
-        ]
-        done = next(row for row in rows(base, scheduler) if row.job_id == "0")
-        base.run(done.exp_id).attempt(1).exit.write_text(
-            json.dumps({"code": 0, "kind": "succeeded"})
-        )
-        assert [result.action for result in reconcile(Again(base, lambda name: scheduler))] == [
-            "send"
-        ]
-    finally:
-        type(scheduler_elsewhere).name = "local"
+    results = submit(request(base, scheduler, 3, max_parallel=2))
+    assert sorted(result.action for result in results) == ["send", "send", "wait"]
+    everything = Again(base, lambda name: scheduler)
+    assert [result.action for result in reconcile(everything)] == ["wait"]
+    first = next(row for row in rows(base, scheduler) if row.job_id == "0")
+    exit_file = {"code": 0, "kind": "succeeded"}
+    base.run(first.exp_id).attempt(1).exit.write_text(json.dumps(exit_file))
+    assert [result.action for result in reconcile(everything)] == ["send"]
     assert record.read(base.recorded()[0]) is not None

@@ -31,7 +31,7 @@ from jobs.backends.k8s.client import (
 from jobs.backends.k8s.manifest import CONTAINER, KINDS, TOKEN, manifest, text_of, token_in
 from jobs.backends.k8s.observed import creation_time, observe, rank_of
 from jobs.errors import Refused, Unreachable
-from jobs.protocol import Finding, JobSpec, Rendered
+from jobs.protocol import Finding, JobSpec, Rendered, Traits
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class K8s:
     """A cluster as ~/.kube/config, $KUBECONFIG or a pod's own service account name it."""
 
     name: ClassVar[str] = "k8s"
+    traits: ClassVar[Traits] = Traits()
     validation: ClassVar[str] = (
         "offline only: manifests against the schemas of Kubernetes and JobSet, requests against a "
         "loopback HTTP server; no real cluster"

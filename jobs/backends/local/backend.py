@@ -24,7 +24,7 @@ from jobs.backends.local.queue import Queue, QueuedJob, attempt_of, default_fold
 from jobs.backends.local.runner import CANCELLED, RESTARTED, Capacity
 from jobs.errors import Refused, Unreachable
 from jobs.job_state import Observed
-from jobs.protocol import Finding, JobSpec, Rendered
+from jobs.protocol import Finding, JobSpec, Rendered, Traits
 from jobs.secret_keys import minimal_environment
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals, replace_file
@@ -45,6 +45,7 @@ class Local:
     """jobs/backends/local/queue.py as a backend."""
 
     name: ClassVar[str] = "local"
+    traits: ClassVar[Traits] = Traits(runs_here=True, shares_disk=True, keeps_queue=True)
     validation: ClassVar[str] = "run for real by the tests"
 
     def __init__(self) -> None:
@@ -96,6 +97,12 @@ class Local:
         if spec.job.nodes > 1:
             raise ConfigError(
                 f"nodes={spec.job.nodes}: the local queue is one machine. Use nodes=1, or -j slurm."
+            )
+        if spec.job.gpus and "CUDA_VISIBLE_DEVICES" in spec.job.environment_vars:
+            raise ConfigError(
+                f"job dictionary of {spec.group!r}: environment_vars sets CUDA_VISIBLE_DEVICES, "
+                f"which the local queue gives to each job ({spec.job.gpus} GPUs). Remove it; to "
+                "keep GPUs from the queue set it in the submitting shell."
             )
         _ = self._capacity  # ConfigError before anything is sent
         entry = {

@@ -37,7 +37,7 @@ from jobs.backends.slurm.squeue import (
 )
 from jobs.errors import Refused, Unreachable
 from jobs.job_state import ACTIVE, Observed
-from jobs.protocol import Finding, JobSpec, Rendered
+from jobs.protocol import Finding, JobSpec, Rendered, Traits
 from trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Slurm:
     """Jobs on a Slurm cluster, found by SLURM_CONF or the commands' own configuration."""
 
     name: ClassVar[str] = "slurm"
+    traits: ClassVar[Traits] = Traits(shares_disk=True)
     validation: ClassVar[str] = "real Slurm 22.05 on one machine; GPUs pretended"
 
     def check(self) -> list[Finding]:

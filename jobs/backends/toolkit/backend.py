@@ -39,7 +39,7 @@ from jobs.backends.toolkit.eai import (
     parsed,
 )
 from jobs.errors import Refused, Unreachable
-from jobs.protocol import Finding, JobSpec, Rendered
+from jobs.protocol import Finding, JobSpec, Rendered, Traits
 from jobs.secret_keys import SECRET
 from trainer.errors import ConfigError
 
@@ -66,6 +66,7 @@ class Toolkit:
     """
 
     name: ClassVar[str] = "toolkit"
+    traits: ClassVar[Traits] = Traits()
     validation: ClassVar[str] = "stand-in only; never reached the real service"
 
     def __init__(self, *, account: str | None = None, retry_s: float | None = None) -> None:
