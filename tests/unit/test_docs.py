@@ -19,8 +19,10 @@ _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, TOPS))})/[\w./*-]*[\w*](?![<{{\w])")
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
-# docs/add-a-task.md walks through a task that the reader adds.
-ADDED_BY_THE_READER = re.compile(r"^(trainer/tasks/reward|tests/golden/reward)")
+# docs/add-a-task.md and docs/add-a-backend.md walk through what the reader adds.
+ADDED_BY_THE_READER = re.compile(
+    r"^(trainer/tasks/reward|tests/golden/reward|jobs/backends/detached)"
+)
 
 
 def named_paths(text: str) -> set[str]:
