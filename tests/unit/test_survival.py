@@ -191,10 +191,10 @@ def test_a_recovery_may_take_longer_than_ranks_may_hold_on_to_a_broken_group() -
         one.heard_at = time.monotonic()
         one.stack_text = str
     agent._generation = 2  # begun, and loading
-    agent._look_for_hangs()
+    agent._act()
     assert killed == []
     agent._generation = 1
-    agent._look_for_hangs()
+    agent._act()
     assert killed == [1, 2]
 
 
@@ -209,7 +209,7 @@ def test_a_rank_that_still_waits_for_the_others_after_it_was_told_to_let_go_is_r
         one.process.kill = lambda one=one: killed.append(one.rank)
         one.heard_at, one.stack_text = time.monotonic(), str
     agent._take(agent._members[1], {"is": "beat", "waited_s": 11.5, "busy": 0, "of": 0})
-    agent._look_for_hangs()
+    agent._act()
     assert killed == [2]
 
 
@@ -222,7 +222,7 @@ def test_an_error_of_its_own_in_a_recovery_is_not_put_down_to_the_loss_before_it
     agent._take(one, {"is": "stranded", "error": "ValueError: its own"})
     assert agent._break is not None
     agent._break.ended_at -= 6
-    agent._give_places()
+    agent._act()
     assert told == ["let go", "fail"]
 
 
@@ -281,7 +281,7 @@ def test_a_run_that_is_given_up_is_not_left_running(tmp_path: Path) -> None:
     agent._folder = str(tmp_path)
     agent._members = [member(state="warming")]
     agent._break = Break(time.monotonic(), 3, 1, is_explained=True)
-    agent._wanted = Survival(0)
+    agent._survival = Survival(0)
     agent._hear = agent._members.clear
     agent._context = SimpleNamespace(set_forkserver_preload=lambda names: None)
     with pytest.raises(LatheError, match="every rank is lost"):

@@ -65,8 +65,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/survival/agent.py",
-        'is_in_vain = member.state == "warming" and self._cold >= MOST_IN_VAIN',
-        "is_in_vain = False",
+        "if self._failed_imports >= MOST_IN_VAIN:",
+        "if False:",
         why="processes that cannot import are started for ever",
         tests=SURVIVAL,
     ),

@@ -1,0 +1,40 @@
+"""Which ranks hang: silent ones, those that hold on to a broken group, and those that make the others
+wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.survival.member import Member
+
+JOIN_S = 20.0  # how long a process may go on joining a group of which another one has died
+FREE_S = 10.0  # how long a rank may go on waiting for the others after it was told to let go
+
+
+def silent(ranks: Sequence[Member], now: float, patience_s: float) -> list[Member]:
+    """The ranks of which nothing was heard for longer than patience_s."""
+    return [rank for rank in ranks if now - rank.heard_at > patience_s]
+
+
+def holders(ranks: Sequence[Member], since_s: float, patience_s: float) -> list[Member]:
+    """The ranks that still hold on to a group that broke since_s seconds ago, and should not."""
+    return [rank for rank in ranks if since_s > _hold_limit_s(rank, patience_s)]
+
+
+def stuck(ranks: Sequence[Member], now: float, patience_s: float) -> list[Member]:
+    """The ranks that the others wait for, if no rank has moved for longer than patience_s.
+
+    If all ranks wait for each other, the last one: new connections are all that can be tried.
+    """
+    if any(rank.place != "step" or now - rank.moved_at <= patience_s for rank in ranks):
+        return []
+    busy = [rank for rank in ranks if rank.waited_s < patience_s / 2]
+    return busy or list(ranks[-1:])
+
+
+def _hold_limit_s(member: Member, patience_s: float) -> float:
+    if not member.has_joined:
+        return JOIN_S
+    # torch 2.13: gloo making a group waits for a rank that is gone, and no closed socket ends that
+    return FREE_S if member.waited_s > FREE_S else patience_s
