@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from trainer import tasks
 from trainer.data.readers import retrieved
 from trainer.data.readers.passages import corpus_passages
-from trainer.models import base_model
+from trainer.models import base_model, base_source
 from trainer.models.losses import IGNORED
 from trainer.protocol.task import Places, Row
 from trainer.runtime import distributed
@@ -176,7 +176,7 @@ class Reference:
     def __init__(self, work: Work) -> None:
         cfg = tasks.parse(work.experiment(2))
         self._work = work
-        self._tokenizer = base_model.tokenizer_of(cfg, work.places)
+        self._tokenizer = base_source.tokenizer_of(cfg, work.places)
         t5: Any = base_model.load(cfg.base, work.places, precision="fp32", kind="seq2seq_lm")
         shrink_embeddings(t5)
         assert t5.config._attn_implementation == "sdpa", (

@@ -26,7 +26,7 @@ from tests.numerics.test_packed_decoder import packed_of, padded_of
 from trainer import tasks
 from trainer.config.schema import RandomBase
 from trainer.data.padding import pad_right
-from trainer.models import base_model
+from trainer.models import base_model, base_source
 from trainer.models.decoder.streams import reader_of, why_not
 from trainer.models.losses import IGNORED, scored_before
 from trainer.models.packed.layout import pack, pack_labelled, pack_targets
@@ -241,7 +241,7 @@ _WITH_STOCK: dict[str, Callable[[Any], Pair]] = {
 def is_padded(task: str, name: str) -> bool:
     """Whether rows are padded: there, rows together are held against each row alone."""
     places = Places(None, Path("unused"), Path("unused"))
-    config = base_model.config_of(RandomBase(**base_of(task, name)), places)
+    config = base_source.config_of(RandomBase(**base_of(task, name)), places)
     return why_not(config) is not None
 
 
@@ -351,7 +351,7 @@ def wrongly_read(task: str, name: str, files: str, folder: Path) -> list[str]:
     """
     random = RandomBase(**base_of(task, name))
     places = Places(None, folder / "cache", folder)
-    whole = kind_of(base_model.config_of(random, places))
+    whole = kind_of(base_source.config_of(random, places))
     written = base_model.load(random, places, precision="fp32", kind=whole)
     write(written, folder / "base", files)
     read = base_model.load(str(folder / "base"), places, precision="fp32", kind=KINDS[task])
@@ -380,7 +380,7 @@ def experiment_on(task: str, name: str, folder: Path, **changes: Any) -> dict[st
     if task in ("cross_attention", "causal_lm"):
         stated["config"] |= {"initializer_range": 0.05}
     own: dict[str, Any] = {"base": stated, "train": STEPS, "optim": {"lr": 1e-3}}
-    if task == "retriever" and is_causal(base_model._random_config(RandomBase(**stated))):
+    if task == "retriever" and is_causal(base_source.random_config(RandomBase(**stated))):
         own |= {"encoder": {"pooling": "eos"}, "data": {"append_eos": True}}
     if name == "byt5":
         own |= {"tokenizer": _bytes(folder / "byt5")}

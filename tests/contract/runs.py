@@ -18,7 +18,7 @@ from tests.facts import experiment, with_dropout
 from tests.ranks import run_on_ranks
 from trainer import tasks
 from trainer.config.identity import exp_id
-from trainer.models import base_model
+from trainer.models import base_model, base_source
 from trainer.protocol.task import Places
 
 WORLDS, STAGES = (1, 2), (0, 1, 2, 3)
@@ -104,7 +104,7 @@ def from_folder(values: dict[str, Any], bases: Path) -> dict[str, Any]:
     random, places = tasks.parse(values).base, Places(None, bases / "cache", bases)
     saved = bases / exp_id(values)
     if not saved.is_dir():
-        kind = kind_of(base_model.config_of(random, places))
+        kind = kind_of(base_source.config_of(random, places))
         model = base_model.load(random, places, precision="fp32", kind=kind)
         model.save_pretrained(saved, max_shard_size="60KB")
         assert len(list(saved.glob("*.safetensors"))) > 1

@@ -309,6 +309,7 @@ def test_an_output_layer_of_its_own_survives_zero3(folder: Path, tmp_path: Path)
 
     from trainer.config.schema import RandomBase
     from trainer.models import base_model
+    from trainer.models.weights import model_folder
 
     values = learning(folder)
     config = values["base"]["config"] | {
@@ -321,7 +322,7 @@ def test_an_output_layer_of_its_own_survives_zero3(folder: Path, tmp_path: Path)
     )
     t5.lm_head.weight = torch.nn.Parameter(torch.randn_like(t5.lm_head.weight) * 0.1)
     weights = dict(t5.named_parameters())
-    base_model.export_folder(
+    model_folder.write(
         tmp_path / "base", t5.config, tasks.load(tasks.parse(values), places).tokenizer, weights
     )
     values = vary(

@@ -26,6 +26,7 @@ from trainer import tasks
 from trainer.config.schema import RandomBase
 from trainer.errors import ConfigError
 from trainer.models import base_model
+from trainer.models.weights import model_folder
 from trainer.plan.memory.measure import MeasureRequest, measure
 from trainer.protocol.abilities import question_of
 from trainer.protocol.task import Places
@@ -381,7 +382,7 @@ def test_stock_transformers_can_load_no_head_of_another_width(tmp_path: Path) ->
     model = reader("t5", 1, True)
     config = fido.described(model.t5.config, model.reader)
     config.save_pretrained(tmp_path)
-    base_model.export_folder(tmp_path, config, _NoTokenizer(), dict(model.t5.named_parameters()))
+    model_folder.write(tmp_path, config, _NoTokenizer(), dict(model.t5.named_parameters()))
     with pytest.raises(RuntimeError, match="mismatch"):
         T5ForConditionalGeneration.from_pretrained(tmp_path)
 

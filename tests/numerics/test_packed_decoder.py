@@ -392,16 +392,16 @@ def test_a_batch_with_an_empty_context_stays_padded_and_trains(folder: Path) -> 
 def test_another_attention_implementation_of_the_base_keeps_the_padded_way(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.models import base_model
+    from trainer.models import base_source
 
-    config_of = base_model.config_of
+    config_of = base_source.config_of
 
     def eager(*args: Any) -> Any:
         config = config_of(*args)
         config._attn_implementation = "eager"
         return config
 
-    monkeypatch.setattr(base_model, "config_of", eager)
+    monkeypatch.setattr(base_source, "config_of", eager)
     task = loaded(folder, {})
     assert "input_ids" in task.collate(rows_of(task)[:2])
     task = loaded(folder, {}, packed=True)

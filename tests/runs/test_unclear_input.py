@@ -30,7 +30,7 @@ from trainer.errors import ConfigError, DataError, LatheError, ResumeError, Stor
 from trainer.files import hub
 from trainer.files.atomic import size_of
 from trainer.files.build_once import build_once
-from trainer.models import base_model
+from trainer.models import base_model, base_source
 from trainer.protocol.task import Places
 from trainer.tasks.cross_attention.reader import Reader, _device
 from trainer.training.options import Options
@@ -167,7 +167,7 @@ def test_a_base_that_is_nowhere_is_blamed_itself_and_not_its_tokenizer(
         rank=0,
     ).cfg
     with pytest.raises(ConfigError, match=r"^base=") as refusal:
-        base_model.tokenizer_of(cfg, Places(None, tmp_path, tmp_path))
+        base_source.tokenizer_of(cfg, Places(None, tmp_path, tmp_path))
     assert part in str(refusal.value)
 
 
@@ -217,7 +217,7 @@ def test_a_tokenizer_that_is_looked_for_below_a_missing_data_path_says_so(tmp_pa
     (values,) = EXP_GROUPS["lm_nq_cpu"]
     cfg = plan(values, Options(tmp_path), world=1, rank=0).cfg
     with pytest.raises(ConfigError, match="below --data_path, which was not given"):
-        base_model.tokenizer_of(cfg, Places(None, tmp_path, tmp_path))
+        base_source.tokenizer_of(cfg, Places(None, tmp_path, tmp_path))
 
 
 # Flags and folders

@@ -13,7 +13,7 @@ from trainer.config.groups import with_steps
 from trainer.config.identity import exp_id
 from trainer.config.schema import Adapted, ExperimentBase
 from trainer.errors import ConfigError
-from trainer.models import base_model
+from trainer.models import base_model, base_source
 from trainer.protocol.task import Places
 
 LM = {"task": "causal_lm"}
@@ -79,18 +79,18 @@ def test_the_encoders_last_block_begins_as_the_identity_and_can_learn(adapted: A
 
 
 def test_a_folder_is_made_once_for_each_window_with_the_tokenizer(places: Places) -> None:
-    first = Path(str(base_model.resolve(base(), places)))
-    assert str(first) == base_model.resolve(base(), places)
+    first = Path(str(base_source.resolve(base(), places)))
+    assert str(first) == base_source.resolve(base(), places)
     assert (first / "tokenizer.json").read_text() == "{}"
     given = decoder("gemma3").config.sliding_window
-    wider = base_model.config_of(base(6), places)
-    assert base_model.config_of(base(), places).decoder.sliding_window == given
+    wider = base_source.config_of(base(6), places)
+    assert base_source.config_of(base(), places).decoder.sliding_window == given
     assert (wider.decoder.sliding_window, wider.encoder.text_config.sliding_window) == (6, 6)
 
 
 def test_another_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"base\.adapted: a llama .* want a gemma3_text"):
-        base_model.resolve(base(), places_with("llama", tmp_path))
+        base_source.resolve(base(), places_with("llama", tmp_path))
 
 
 def test_a_base_stays_adapted_where_all_steps_are_changed() -> None:

@@ -17,7 +17,7 @@ from trainer.data.vocabulary import load_tokenizer
 from trainer.errors import ConfigError
 from trainer.evaluation.run import Question, model_folder
 from trainer.files import packages
-from trainer.models import base_model
+from trainer.models import base_source
 from trainer.training.options import Options
 
 NAME = "weights_of_nobody"
@@ -35,7 +35,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def named(name: str, tmp_path: Path) -> str:
-    return base_model.named(name, tmp_path / "cache")
+    return base_source.folder_or_id(name, tmp_path / "cache")
 
 
 def test_a_folder_of_a_package_is_found_without_running_its_code(

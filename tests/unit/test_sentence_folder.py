@@ -19,7 +19,7 @@ from tests.tolerance import assert_close
 from tests.unit.test_retriever_task import DECODER, exported, loaded
 from trainer.errors import ConfigError
 from trainer.files import packages
-from trainer.models import base_model
+from trainer.models import base_source
 from trainer.tasks.retriever.published import MINILM_BASE
 
 if find_spec("sentence_transformers") is None:
@@ -154,7 +154,7 @@ def test_stock_minilm_makes_the_vectors_of_sentence_transformers(
         encoder={"projection": None, "pooling": "mean", "normalize": True},
         data={"query_tokens": 256, "passage_tokens": 256},
     )
-    assert base_model.resolve(task.cfg.base, task.places) == str(stock)
+    assert base_source.resolve(task.cfg.base, task.places) == str(stock)
     theirs = sentence_transformer(stock)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with caplog.at_level(logging.WARNING):

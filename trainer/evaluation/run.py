@@ -23,7 +23,7 @@ from trainer.errors import ConfigError, nearest
 from trainer.files.atomic import aside, write_json
 from trainer.metrics.mergeable import answer_scores, cut_at, scores_by_dataset
 from trainer.metrics.similarity import BERTSCORE_MODEL, check, similarities
-from trainer.models import base_model
+from trainer.models import base_source
 from trainer.models.weights import weight_files
 from trainer.protocol.abilities import (
     GREEDY,
@@ -229,7 +229,7 @@ def model_folder(asked: Question, options: Options) -> Path:
     if asked.model == _UNTRAINED:
         return _base_folder(asked, options)
     if asked.model not in _EXPORTS:
-        named = Path(base_model.named(asked.model, options.cache_dir))
+        named = Path(base_source.folder_or_id(asked.model, options.cache_dir))
         if not named.is_dir():
             legal = [*_EXPORTS, _UNTRAINED]
             raise ConfigError(
@@ -248,7 +248,7 @@ def model_folder(asked: Question, options: Options) -> Path:
 
 def _base_folder(asked: Question, options: Options) -> Path:
     """The folder of the base that an experiment starts from, before any training."""
-    source = base_model.resolve(tasks.parse(asked.values).base, options.places)
+    source = base_source.resolve(tasks.parse(asked.values).base, options.places)
     if isinstance(source, RandomBase):
         raise ConfigError(
             "--model base: this experiment's base has random weights and no folder. Use "

@@ -22,7 +22,7 @@ from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.errors import ConfigError, DataError, LatheError
 from trainer.files.atomic import size_of
-from trainer.models import base_model, recomputation
+from trainer.models import base_model, base_source, recomputation
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.optimizers import state_shapes
 from trainer.models.weights import weight_files
@@ -218,7 +218,7 @@ def _of_model(plan: RunPlan, places: Places, task: Task) -> tuple[str, list[str]
     try:
         model = task.skeleton()
         recomputation.check(plan.cfg.train.recompute_every, recomputation.num_blocks(model))
-        source = base_model.resolve(plan.cfg.base, places)
+        source = base_source.resolve(plan.cfg.base, places)
         if isinstance(source, str):
             weight_files.check_whole(source)
     except LatheError as error:

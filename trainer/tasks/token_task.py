@@ -22,12 +22,12 @@ from trainer.config.schema import Base, Experiment, Lora
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
-from trainer.models import adapters, base_model, recomputation
+from trainer.models import adapters, base_model, base_source, recomputation
 from trainer.models.decoder import streams
 from trainer.models.frozen.quantized import Bits
 from trainer.models.head import HEAD_FILE, load_head, write_head
 from trainer.models.losses import IGNORED
-from trainer.models.weights import generation_file
+from trainer.models.weights import generation_file, model_folder
 from trainer.protocol.task import Batch, Places, Text
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class TokenTask(ABC, Generic[C]):
 
     def __init__(self, cfg: C, places: Places, *, tokenizer: Any = None) -> None:
         self.cfg, self.places = cfg, places
-        self.tokenizer = base_model.tokenizer_of(cfg, places) if tokenizer is None else tokenizer
+        self.tokenizer = base_source.tokenizer_of(cfg, places) if tokenizer is None else tokenizer
 
     @cached_property
     def pad(self) -> int:
@@ -83,7 +83,7 @@ class TokenTask(ABC, Generic[C]):
         if lora is None:
             model = self.loaded(str(folder), None)
         else:
-            adapters.check_base(folder, base_model.fingerprint(self.cfg.base, self.places))
+            adapters.check_base(folder, base_source.fingerprint(self.cfg.base, self.places))
             model = self.loaded(self.cfg.base, lora, bits=self.cfg.train.base_bits)
             adapters.load(model.get_submodule(self.base_name), folder)
         head = _head_of(model)
@@ -100,7 +100,7 @@ class TokenTask(ABC, Generic[C]):
         """
         how: Any = {"precision": self.cfg.train.precision, "kind": self.kind, "bits": bits}
         model = self.operated(base_model.load(base, self.places, **how), lora)
-        source, head = base_model.resolve(base, self.places), _head_of(model)
+        source, head = base_source.resolve(base, self.places), _head_of(model)
         if head is not None and isinstance(source, str):
             log.info(
                 "the head %s %s",
@@ -120,7 +120,7 @@ class TokenTask(ABC, Generic[C]):
     @cached_property
     def is_packed(self) -> bool:
         """Whether micro-batches are streams of real tokens: where the base can read them."""
-        configs = [base_model.config_of(base, self.places) for base in self.bases()]
+        configs = [base_source.config_of(base, self.places) for base in self.bases()]
         reasons = [reason for reason in map(streams.why_not, configs) if reason is not None]
         if reasons:
             log.info("rows are padded, for the base reads no streams: %s", reasons[0])
@@ -148,7 +148,7 @@ class TokenTask(ABC, Generic[C]):
     def fingerprint(self) -> str:
         if self.cfg.lora is None:
             return ""
-        return base_model.fingerprint(self.cfg.base, self.places)
+        return base_source.fingerprint(self.cfg.base, self.places)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         weights = self.whole(weights, [self.base_name])
@@ -159,7 +159,7 @@ class TokenTask(ABC, Generic[C]):
             self.tokenizer.save_pretrained(folder)
         else:
             config.dtype = next(iter(base.values())).dtype
-            base_model.export_folder(folder, config, self.tokenizer, base)
+            model_folder.write(folder, config, self.tokenizer, base)
         if said:
             generation_file.write(folder, config, **said)
         if head:
@@ -185,7 +185,7 @@ class TokenTask(ABC, Generic[C]):
     def export_adapters(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the adapters of one base, by their names in it."""
         assert self.cfg.lora is not None
-        source = base_model.resolve(self.cfg.base, self.places)
+        source = base_source.resolve(self.cfg.base, self.places)
         adapters.write(
             folder,
             weights,

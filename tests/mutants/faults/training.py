@@ -502,7 +502,7 @@ FAULTS = [
         tests=FOLDERS,
     ),
     Fault(
-        "trainer/models/base_model.py",
+        "trainer/models/weights/zero3.py",
         "if name not in untied}",
         "}",
         why="the output layer of a T5 v1.1 becomes its embedding under ZeRO-3",

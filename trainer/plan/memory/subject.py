@@ -13,7 +13,7 @@ from trainer.config.schema import Experiment
 from trainer.data.vocabulary import byte_level_tokenizer
 from trainer.errors import ConfigError, DataError
 from trainer.files import hub
-from trainer.models import base_model
+from trainer.models import base_source
 from trainer.plan.memory.deepspeed_terms import Zero
 from trainer.plan.memory.measure import MeasureRequest, changed
 from trainer.plan.memory.planned_rows import RowsByNumber, Specimens, StoredRows
@@ -122,7 +122,7 @@ def reachable(values: dict[str, Any], places: Places) -> tuple[dict[str, Any], l
     try:
         if not hub.may_answer() and not Path(str(cfg.base)).is_dir():
             raise ConfigError("no connection")  # transformers would try for half a minute
-        base_model.config_of(cfg.base, places)
+        base_source.config_of(cfg.base, places)
         return values, []
     except ConfigError:
         notes = [f"the Hub is out of reach: {cfg.base} is planned for by its published shape"]

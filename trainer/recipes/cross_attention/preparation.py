@@ -29,7 +29,7 @@ from trainer.data.readers.row_files import SUFFIXES
 from trainer.data.token_store import TokenStore, store_of
 from trainer.errors import ConfigError
 from trainer.files.atomic import refusals, write_json
-from trainer.models import base_model
+from trainer.models import base_model, base_source
 from trainer.protocol.task import Places, Row
 from trainer.recipes.cross_attention import sets as reading_sources
 from trainer.runtime import distributed
@@ -92,7 +92,7 @@ def write_states(cfg: Config, places: Places, wanted: Wanted) -> Prepared:
     stores = [store_of(task, split, places.cache_dir, num_proc=places.num_proc) for split in counts]
     found = writing.distinct(_met(stores), lambda place: _chunk(stores, place))
     identity = contexts.identity(cfg, places, task.tokenizer)
-    width = base_model.config_of(cfg.base, places).hidden_size
+    width = base_source.config_of(cfg.base, places).hidden_size
     asked = layout.plan_for(
         identity,
         found.keys,

@@ -13,7 +13,7 @@ from trainer.data import lookup, stdlib_docs
 from trainer.data.padding import pad_right
 from trainer.data.readers import questions
 from trainer.errors import ConfigError
-from trainer.models import base_model
+from trainer.models import base_source
 from trainer.models.decoder.streams import Read
 from trainer.models.head import OutputLayer
 from trainer.models.losses import IGNORED, scored_before
@@ -88,7 +88,7 @@ class Task(TokenTask[Config]):
         """As the base's own file says, but that a text ends with its end, and an answer of a
         conversation with the token that ends a turn.
         """
-        said = generation_file.of_base(base_model.resolve(self.cfg.base, self.places))
+        said = generation_file.of_base(base_source.resolve(self.cfg.base, self.places))
         of_base = said.get("eos_token_id", [])
         ends = [self.turn_end, self.end, *(of_base if isinstance(of_base, list) else [of_base])]
         ends = list(dict.fromkeys(ends))

@@ -18,7 +18,7 @@ from trainer.data import lookup
 from trainer.data.padding import pad_right, unflat
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio, answer_scores
-from trainer.models import adapters, base_model
+from trainer.models import adapters, base_model, base_source
 from trainer.models.losses import IGNORED, scored_before
 from trainer.models.packed.stock import REPLACED
 from trainer.protocol.abilities import GREEDY, Answered, Search, Uncut, scored_answers
@@ -97,7 +97,7 @@ class Task(TokenTask[Config]):
         return model
 
     def fingerprint(self) -> str:
-        return base_model.fingerprint(self.cfg.base, self.places)
+        return base_source.fingerprint(self.cfg.base, self.places)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         content = export.write(
@@ -111,7 +111,7 @@ class Task(TokenTask[Config]):
             folder,
             content,
             base_model.skeleton(self.cfg.base, self.places),
-            source=base_model.resolve(self.cfg.base, self.places),
+            source=base_source.resolve(self.cfg.base, self.places),
             tokenizer=self.tokenizer,
         )
 
@@ -234,7 +234,7 @@ class Task(TokenTask[Config]):
         asked = self.cfg.data.packed
         if asked is False:
             return False
-        found = base_model.config_of(self.cfg.base, self.places)._attn_implementation
+        found = base_source.config_of(self.cfg.base, self.places)._attn_implementation
         if asked and found not in REPLACED:
             raise ConfigError(
                 f"data.packed=True: the base's attention is {found!r}, want 'sdpa', which can be "

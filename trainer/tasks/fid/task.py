@@ -22,7 +22,7 @@ from trainer.data.readers.passages import corpus_passages
 from trainer.data.token_store import TokenStore, open_store
 from trainer.errors import ConfigError, DataError
 from trainer.metrics.mergeable import answer_scores
-from trainer.models import adapters, base_model
+from trainer.models import adapters, base_model, base_source
 from trainer.models.families import T5, check_family
 from trainer.models.frozen.quantized import Bits
 from trainer.models.packed.layout import pack_targets
@@ -63,7 +63,7 @@ class Task(TokenTask[Config]):
     def loaded(self, base: Base, lora: Lora | None, *, bits: Bits | None = None) -> nn.Module:
         model: Any = super().loaded(base, lora, bits=bits)
         if self.cfg.reader.compat_cross_bias:
-            add_cross_bias(model.t5, base_model.resolve(base, self.places))
+            add_cross_bias(model.t5, base_source.resolve(base, self.places))
         return model
 
     def operate(self, base: Any) -> FiD:
@@ -94,12 +94,12 @@ class Task(TokenTask[Config]):
         return FiD(base, self.cfg.reader, recompute_every=self.cfg.train.recompute_every)
 
     def load_export(self, folder: Path) -> nn.Module:
-        base = base_model.resolve(self.cfg.base, self.places)
+        base = base_source.resolve(self.cfg.base, self.places)
         is_base = isinstance(base, str) and (
             weight_files.find_file(base, "config.json") == folder / "config.json"
         )
         if not is_base and not adapters.are_in(folder):
-            config = base_model.config_of(str(folder), self.places)
+            config = base_source.config_of(str(folder), self.places)
             fido.check_trained(config, self.cfg.reader, folder=folder)
         return super().load_export(folder)
 

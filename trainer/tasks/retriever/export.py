@@ -17,7 +17,8 @@ from torch import Tensor
 
 from trainer.config.schema import validate
 from trainer.errors import ConfigError
-from trainer.models import adapters, base_model
+from trainer.models import adapters
+from trainer.models.weights import model_folder
 from trainer.tasks.retriever import sentence_folder
 from trainer.tasks.retriever.config import Config, Encoder, Strict
 
@@ -75,7 +76,7 @@ def write(
             continue
         config = configs[side]
         config.dtype = next(iter(named.values())).dtype
-        base_model.export_folder(place, config, tokenizer, named)
+        model_folder.write(place, config, tokenizer, named)
         if place != folder:
             config.save_pretrained(
                 folder

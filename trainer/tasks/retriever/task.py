@@ -17,7 +17,7 @@ from trainer.config.schema import Base, Lora, RandomBase
 from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
-from trainer.models import adapters, base_model
+from trainer.models import adapters, base_model, base_source
 from trainer.models.gradcache import PoolScope, pooled_losses
 from trainer.protocol.abilities import Side, Uncut
 from trainer.protocol.task import DRAW, EPOCH, Batch, Encoded, Places, Row, Text
@@ -65,15 +65,15 @@ class Task(TokenTask[Config]):
         own = (
             {}
             if base == cfg.base or cfg.tokenizer
-            else {"tokenizer": base_model.resolve(cfg.base, places)}
+            else {"tokenizer": base_source.resolve(cfg.base, places)}
         )
         named = cfg.model_copy(update={"base": base, **own})
         super().__init__(
-            cfg, places, tokenizer=base_model.tokenizer_of(named, places, needs_eos=False)
+            cfg, places, tokenizer=base_source.tokenizer_of(named, places, needs_eos=False)
         )
         self.tokens = Tokens(self.tokenizer, cfg.data)
         self._is_told = False  # whether the size of a pool was logged
-        if cfg.encoder.pooling == "cls" and is_causal(base_model.config_of(base, places)):
+        if cfg.encoder.pooling == "cls" and is_causal(base_source.config_of(base, places)):
             raise ConfigError(
                 'encoder.pooling="cls": in a decoder the first token sees nothing but itself. '
                 'Use "eos" or "mean".'
@@ -84,7 +84,7 @@ class Task(TokenTask[Config]):
 
     def model(self) -> nn.Module:
         model = self._both(self.cfg.base, self.cfg.encoder, self.cfg.lora)
-        source = base_model.resolve(self.cfg.base, self.places)
+        source = base_source.resolve(self.cfg.base, self.places)
         if isinstance(source, RandomBase):
             return model
         folder = Path(source)
@@ -152,7 +152,7 @@ class Task(TokenTask[Config]):
 
     def _side(self, base: Base, side: str) -> Base:
         """The base of one side: a folder with query_model/ and passage_model/ holds two."""
-        source = None if isinstance(base, RandomBase) else base_model.resolve(base, self.places)
+        source = None if isinstance(base, RandomBase) else base_source.resolve(base, self.places)
         return (
             str(Path(source) / side)
             if isinstance(source, str) and (Path(source) / side).is_dir()

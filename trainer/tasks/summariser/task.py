@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer.data.padding import flat, pad_right, unflat
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import Ratio
-from trainer.models import base_model
+from trainer.models import base_model, base_source
 from trainer.models.families import SUMMARISERS, family_of
 from trainer.models.losses import IGNORED
 from trainer.models.packed.layout import pack, pack_targets
@@ -80,11 +80,11 @@ class Task(TokenTask[Config]):
     def fingerprint(self) -> str:
         if not self._has_frozen_weights:
             return super().fingerprint()
-        return base_model.fingerprint(self.cfg.base, self.places)
+        return base_source.fingerprint(self.cfg.base, self.places)
 
     @property
     def _has_frozen_weights(self) -> bool:
-        return family_of(base_model.config_of(self.cfg.base, self.places)).reads_pictures
+        return family_of(base_source.config_of(self.cfg.base, self.places)).reads_pictures
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """The whole model: what reads pictures as the base brought it."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
-from trainer.models import base_model
+from trainer.models import base_model, base_source
 from trainer.models.families import DECODERS
 from trainer.models.gradcache import pooled_losses
 from trainer.models.head import HEAD_FILE
@@ -91,7 +91,7 @@ class Task(TokenTask[Config]):
 
     def exported_config(self) -> Any:
         """As it came; but of a decoder, which may come as a language model, the body is named."""
-        config = base_model.config_of(self.cfg.base, self.places)
+        config = base_source.config_of(self.cfg.base, self.places)
         return super().exported_config() if config.model_type in DECODERS else config
 
     # Data

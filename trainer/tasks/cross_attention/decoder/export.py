@@ -17,7 +17,8 @@ from trainer.config.schema import Base, RandomBase, Strict, validate
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, ResumeError
 from trainer.files import safetensors_file
-from trainer.models import adapters, base_model
+from trainer.models import adapters, base_model, base_source
+from trainer.models.weights import model_folder
 from trainer.protocol.task import Places
 from trainer.tasks.cross_attention.config import Config, Layers
 from trainer.tasks.cross_attention.decoder import foreign
@@ -65,7 +66,7 @@ def load(
     """
     content = described(folder)
     base = base_of(folder, content)
-    found, wanted = base_model.fingerprint(base, places), content["base_fingerprint"]
+    found, wanted = base_source.fingerprint(base, places), content["base_fingerprint"]
     if found != wanted:
         raise ResumeError(
             f"{folder}: its layers were trained on base {wanted}, but {content['base']!r} is now "
@@ -123,11 +124,11 @@ def merge(folder: Path, out: Path, places: Places) -> None:
     tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=places.cache_dir)
     adapters.remove(model.base)  # they lie in the folder, beside the base
     weights = {name: parameter.detach() for name, parameter in model.base.named_parameters()}
-    base_model.export_folder(out / MERGED, model.base.config, tokenizer, weights)
+    model_folder.write(out / MERGED, model.base.config, tokenizer, weights)
     for file in folder.iterdir():
         if file.is_file():
             shutil.copy(file, out)
-    fingerprint = base_model.fingerprint(str(out / MERGED), places)
+    fingerprint = base_source.fingerprint(str(out / MERGED), places)
     content |= {"base": MERGED, "base_fingerprint": fingerprint}
     content.pop("base_bits", None)
     (out / DESCRIPTION).write_text(json.dumps(content, indent=2) + "\n")
@@ -141,6 +142,6 @@ def copy(folder: Path, out: Path, places: Places) -> None:
     tokenizer = vocabulary.load_tokenizer(str(folder), data_path=None, cache_dir=places.cache_dir)
     base = base_of(folder, content)
     is_within = content["base"] == MERGED
-    source = MERGED if is_within else base_model.resolve(base, places)
+    source = MERGED if is_within else base_source.resolve(base, places)
     stock = base_model.skeleton(base, places)
     foreign.write(out, content, stock, source=source, tokenizer=tokenizer)

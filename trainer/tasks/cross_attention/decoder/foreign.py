@@ -39,7 +39,7 @@ def write(
     """Add those files to an export.
 
     content: its cross_attention.json. stock: the base, perhaps on the meta device. source: where it
-    is, as base_model.resolve says, or "./base".
+    is, as base_source.resolve says, or "./base".
     """
     shutil.copyfile(CODE, folder / CODE.name)
     layers = validate(Layers, content["layers"], source="layers")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.data import vocabulary
 from trainer.data.padding import pad_right, unflat
-from trainer.models import base_model
+from trainer.models import base_source
 from trainer.tasks.cross_attention.encoder_states.layout import Identity, folder_name
 from trainer.tasks.cross_attention.encoder_states.reading import StateCache, open_states, padded
 
@@ -57,7 +57,7 @@ def identity(cfg: Config, places: Places, tokenizer: Any) -> Identity:
     data, bits = cfg.data, cfg.train.base_bits
     return {
         **({} if bits is None else {"base_bits": bits}),
-        "base": base_model.fingerprint(cfg.base, places),
+        "base": base_source.fingerprint(cfg.base, places),
         "tokenizer": vocabulary.tokenizer_id(tokenizer),
         "template": data.template,
         "context_tokens": data.context_tokens,

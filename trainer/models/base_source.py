@@ -1,0 +1,180 @@
+"""Where a base comes from: a Hub id, a folder, random weights from a dictionary, or another
+experiment; and what can be read without its weights: config, tokenizer, fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub.errors import StrictDataclassError
+
+from trainer.config.identity import canonical_json, exp_id
+from trainer.config.schema import Base, Experiment, ExperimentBase, RandomBase
+from trainer.data import vocabulary
+from trainer.errors import ConfigError, nearest
+from trainer.files import hub, packages
+from trainer.files.remembered import remembered_sha256
+from trainer.models import adapters
+from trainer.models.decoder.halves import adapted_source
+from trainer.models.weights import weight_files
+from trainer.models.weights.zero3 import without_partitioning
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+    from transformers import PreTrainedTokenizerFast as Tokenizer
+
+    from trainer.protocol.task import Places
+
+_DIGEST = "#sha256="
+_WEIGHT_FILES = ("*.safetensors", "*.bin", "*.json")
+
+
+def resolve(base: Base, places: Places) -> str | RandomBase:
+    """A Hub id, the path of a folder, or the random base itself.
+
+    An experiment becomes the path of its final/ folder, or with `adapted` of the folder that is
+    made from it; "package:NAME/FOLDER" becomes the path of that folder. A name may end with
+    "#sha256=" and the digest of its weights: ConfigError when the weights have another digest.
+    """
+    if isinstance(base, ExperimentBase):
+        folder = places.savedir_base / exp_id(base.experiment) / "final"
+        adapters.refuse(folder, because="but is named as a base")
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"base: experiment {folder.parent.name} (task {base.experiment.get('task')}), "
+                "which it names, has not "
+                f"finished: {folder} holds no model. Run it first, into the same --savedir_base."
+            )
+        if base.adapted is None:
+            return str(folder)
+        with without_partitioning():
+            return adapted_source(str(folder), base.adapted, places.cache_dir)
+    if isinstance(base, RandomBase):
+        return base
+    source = folder_or_id(base, places.cache_dir)
+    if not source or not Path(source).is_dir():
+        _ask_the_hub(source)
+    return source
+
+
+def _ask_the_hub(source: str) -> None:
+    """ConfigError for a name that is no folder here and cannot be a Hub id."""
+    if vocabulary.may_be_hub_id(source):
+        return hub.use_cache_where_unreachable()
+    problem = "it is a file" if Path(source).is_file() else "there is no such folder here"
+    raise ConfigError(
+        f"base={source!r}: {problem}. Give the folder that holds config.json and the weights, a "
+        "Hub id, or a dictionary with a config."
+    )
+
+
+def folder_or_id(name: str, cache_dir: Path) -> str:
+    """The folder or Hub id that a base's name stands for; see resolve."""
+    source, _, digest = name.partition(_DIGEST)
+    if packages.is_packaged(source):
+        source = str(packages.folder_of(source))
+    if _DIGEST in name:
+        weight_files.check_digest(source, digest, lambda path: remembered_sha256(path, cache_dir))
+    return source
+
+
+def config_of(base: Base, places: Places) -> PretrainedConfig:
+    """The transformers config of a base; ConfigError when it can be found nowhere."""
+    from transformers import AutoConfig
+
+    source = resolve(base, places)
+    if isinstance(source, RandomBase):
+        return random_config(source)
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        if vocabulary.is_of_foreign_code(error):
+            raise ConfigError(
+                f"base={source!r}: {vocabulary.FOREIGN_CODE.format('model')}"
+            ) from None
+        raise ConfigError(
+            f"base={source!r}: neither a folder with config.json ({Path(source).absolute()}) nor a "
+            f"model that the Hub gives out ({reason}).\n"
+            "Give an existing folder, a Hub id this machine can reach, or a dictionary with a "
+            "config."
+        ) from None
+
+
+def tokenizer_of(cfg: Experiment, places: Places, *, needs_eos: bool = True) -> Tokenizer:
+    """The tokenizer that an experiment names, or its base's own.
+
+    needs_eos: the model writes texts, so that a tokenizer without an end-of-text token is a
+    ConfigError. So is no tokenizer at all, or one with more tokens than the base has embeddings.
+    """
+    spec = cfg.tokenizer
+    # read first, so that a wrong base is reported as a wrong base
+    num_embeddings = config_of(cfg.base, places).vocab_size
+    if spec is None:
+        source = resolve(cfg.base, places)
+        if isinstance(source, RandomBase):
+            raise ConfigError(
+                "tokenizer: required, because a base given as a dictionary brings none. "
+                'Name a folder, a Hub id, or {"vocab_size": 2048} for the embedded one.'
+            )
+        spec = source
+    tokenizer = vocabulary.load_tokenizer(
+        spec,
+        data_path=places.data_path,
+        cache_dir=places.cache_dir,
+        is_of_base=cfg.tokenizer is None,
+    )
+    if needs_eos:
+        vocabulary.eos_id(tokenizer)
+    vocabulary.check_fits(tokenizer, num_embeddings)
+    return tokenizer
+
+
+def fingerprint(base: Base, places: Places) -> str:
+    """A string that identifies the weights of a base: a digest of its files, a Hub commit, or the
+    digest of a random base's dictionary.
+    """
+    source = resolve(base, places)
+    if isinstance(source, RandomBase):
+        return "random:" + hashlib.sha256(canonical_json(source.model_dump()).encode()).hexdigest()
+    folder = Path(source)
+    if folder.is_dir():
+        files = {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
+        total = hashlib.sha256()
+        for path in sorted(files):
+            digest = remembered_sha256(path, places.cache_dir / "fingerprints")
+            total.update(f"{path.name}:{digest};".encode())
+        return "files:" + total.hexdigest()
+    commit = getattr(config_of(base, places), "_commit_hash", None)
+    return f"hub:{source}@{commit}"
+
+
+def random_config(base: RandomBase) -> PretrainedConfig:
+    """The transformers config that the dictionary of a random base states; ConfigError names every
+    key that its family does not have.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    values = dict(base.config)
+    family = values.pop("model_type", None)
+    if family not in CONFIG_MAPPING:
+        legal = sorted(CONFIG_MAPPING.keys())
+        close = nearest(str(family), legal)
+        raise ConfigError(
+            f"base.config.model_type={family!r} does not exist in transformers. {close}"
+        )
+    default = CONFIG_MAPPING[family]()
+    # decoder_start_token_id has no default, so that to_dict() lacks it
+    legal = sorted({*default.to_dict(), *default.attribute_map, "decoder_start_token_id"})
+    unknown = [key for key in values if key not in legal]
+    if unknown:
+        raise ConfigError(
+            "\n".join(f"base.config.{key}: no such key. {nearest(key, legal)}" for key in unknown)
+        )
+    try:
+        return AutoConfig.for_model(family, **values)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"base.config: {reason}. Mend it in the experiment.") from error
