@@ -253,7 +253,7 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     from trainer.runtime import device_defaults
 
     device_defaults.before_torch()
-    from trainer.launch.run import run_group
+    from trainer.launch.group import run_group
     from trainer.runtime import distributed, watch
     from trainer.training.options import Options
     from trainer.training.run_plan import plan

@@ -33,7 +33,8 @@ from trainer.runtime.preemption import Preemption
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import METRICS, RunRecord
 from trainer.training.engine import Engine
-from trainer.training.loop import Cadence, Progress, Session, fit
+from trainer.training.loop import fit
+from trainer.training.session import Cadence, Progress, Session
 
 Between = Callable[[], None]
 

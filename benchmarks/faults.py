@@ -93,9 +93,9 @@ def _saves(
     """By save, in seconds: what the run waited, what its next update waited for the copy, and by
     how much all steps until the save was written were longer. step: None for a run that waits.
     """
-    from trainer.launch import run
+    from trainer.launch import start
     from trainer.runtime.beside import Beside
-    from trainer.training.loop import Progress
+    from trainer.training.session import Progress
 
     waited, held, all_longer, saver = [], [], [], Beside()
 
@@ -112,7 +112,7 @@ def _saves(
         for number in range(saves + 1):  # the first one meets memory that nobody has used
             held.append(0.0)
             start, longer = time.monotonic(), list[float]()
-            saver.start(run.snapshot(plan, live, Progress(step=number + 1), {}))
+            saver.start(start.snapshot(plan, live, Progress(step=number + 1), {}))
             if step is None:
                 saver.wait()
             waited.append(time.monotonic() - start)

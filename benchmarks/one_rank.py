@@ -21,7 +21,8 @@ from trainer.runtime.preemption import Preemption
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
 from trainer.training.engine import Engine
-from trainer.training.loop import Cadence, Session, train_step
+from trainer.training.loop import train_step
+from trainer.training.session import Cadence, Session
 
 
 class OneRank:

@@ -76,11 +76,11 @@ def become(line: Any, stacks: Any, memory: Any, outputs: Any, environment: Any, 
 
 
 def _plant(faults: tuple[Fault, ...], base: Path) -> None:
-    from trainer.launch import run
+    from trainer.launch import start
     from trainer.survival import mirror
     from trainer.training import loop
 
-    take, keep, snapshot = loop.train_step, mirror.Mirror.keep, run.snapshot
+    take, keep, snapshot = loop.train_step, mirror.Mirror.keep, start.snapshot
 
     def step(session: Any, window: Any, **how: Any) -> Any:
         rows = [int(row) for rows in window.rows for row in rows]
@@ -115,7 +115,7 @@ def _plant(faults: tuple[Fault, ...], base: Path) -> None:
             if fault.what in _HAPPENINGS and _is_first(base / f"fault-{number}"):
                 return _HAPPENINGS[fault.what]()
 
-    loop.train_step, mirror.Mirror.keep, run.snapshot = step, kept, snap
+    loop.train_step, mirror.Mirror.keep, start.snapshot = step, kept, snap
 
 
 def _is_first(marker: Path) -> bool:

@@ -185,13 +185,13 @@ def _session(
     case: Case, folder: Path, outcome: Outcome, weights: Mapping[str, Tensor] | None = None
 ) -> Any:
     from trainer.data.order import Sharding
-    from trainer.launch import run
-    from trainer.launch.choose import rehearse
+    from trainer.launch import start
+    from trainer.launch.memory import rehearse
     from trainer.runtime import distributed
     from trainer.telemetry.chain import StepChain
     from trainer.telemetry.meter import Meter
     from trainer.telemetry.run_record import RunRecord
-    from trainer.training.loop import Cadence, Progress, Session
+    from trainer.training.session import Cadence, Progress, Session
 
     cfg = experiment(case)
     live, asked, rank = _engine(case, cfg, weights), Asked(), distributed.rank()
@@ -206,7 +206,7 @@ def _session(
         outcome.saved.append(progress.step)
         if case.resume_after is not None:
             progress.links = chain.links()
-            run.snapshot(plan, live, progress, {})()
+            start.snapshot(plan, live, progress, {})()
         weights = live.weights(lambda k: True).values()
         outcome.all_saved_are_finite &= all(
             bool(torch.isfinite(weight).all()) for weight in weights
@@ -239,7 +239,8 @@ def _session(
 def _fit(cases: dict[str, Case], root: Path) -> dict[str, Outcome]:
     from trainer.errors import LatheError
     from trainer.runtime import distributed
-    from trainer.training.loop import Progress, fit
+    from trainer.training.loop import fit
+    from trainer.training.session import Progress
 
     outcomes: dict[str, Outcome] = {}
     for number, (name, case) in enumerate(cases.items()):
@@ -266,10 +267,11 @@ def _fit(cases: dict[str, Case], root: Path) -> dict[str, Outcome]:
 
 def _killed(case: Case, folder: Path, session: Any) -> tuple[Any, Any]:
     """A session and the progress of a run that died after a save, and was started again."""
-    from trainer.launch import run
+    from trainer.launch import start
     from trainer.runtime import distributed
     from trainer.training import checkpoint
-    from trainer.training.loop import Progress, fit
+    from trainer.training.loop import fit
+    from trainer.training.session import Progress
 
     save = session.save
 
@@ -285,7 +287,7 @@ def _killed(case: Case, folder: Path, session: Any) -> tuple[Any, Any]:
     newest = checkpoint.resume_point(folder / "checkpoints")
     assert newest is not None
     again = _session(case, folder, Outcome(), dict(checkpoint.read_tensors(newest, "weights")))
-    progress = run._restore(again.engine, newest, seed=0)
+    progress = start.restore(again.engine, checkpoint.Checkpoint(newest), seed=0)
     again.run.resume(progress.step, progress.bad.steps)
     again.chain.link = progress.links[distributed.rank()]
     return again, progress

@@ -388,7 +388,7 @@ def _session(cfg: Any, task: Any, live: Any, folder: Path) -> Any:
     from trainer.runtime.preemption import Preemption
     from trainer.telemetry.meter import Meter
     from trainer.telemetry.run_record import RunRecord
-    from trainer.training.loop import Cadence, Session
+    from trainer.training.session import Cadence, Session
 
     store = store_of(task, "train", folder / "cache")
     return Session(

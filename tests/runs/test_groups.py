@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _group(experiments: list[dict[str, Any]], folder: Path, savedir: Path) -> int:
-    from trainer.launch.run import run_group
+    from trainer.launch.group import run_group
     from trainer.runtime import distributed
     from trainer.training.options import Options
     from trainer.training.run_plan import plan
@@ -38,11 +38,11 @@ def _signalled(
     """Only rank 1 gets the signal, inside the last step of the first experiment or behind it; then
     the same group again.
     """
-    from trainer.launch import run
+    from trainer.launch import group
     from trainer.runtime import distributed
     from trainer.training import loop
 
-    module, name, number = {"last step": (loop, "train_step", 2), "between": (run, "run", 1)}[
+    module, name, number = {"last step": (loop, "train_step", 2), "between": (group, "run", 1)}[
         moment
     ]
     original, calls = getattr(module, name), []

@@ -30,11 +30,11 @@ from trainer.errors import ConfigError, DataError, LatheError, ResumeError, Stor
 from trainer.files import hub
 from trainer.files.atomic import size_of
 from trainer.files.build_once import build_once
+from trainer.launch.run_folder import claimed
 from trainer.models import base_model, base_source
 from trainer.protocol.task import Places
 from trainer.tasks.cross_attention.reader import Reader, _device
 from trainer.training.options import Options
-from trainer.training.run_folder import claimed
 from trainer.training.run_plan import is_finished, plan
 
 Refusal = tuple[str, int, str]  # class, exit code and text of an error

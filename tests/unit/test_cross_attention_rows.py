@@ -16,12 +16,12 @@ from trainer import tasks
 from trainer.data.content import content_of_rows
 from trainer.data.token_store import store_of
 from trainer.errors import DataError, ResumeError
+from trainer.launch.run_folder import check_identity
 from trainer.protocol.task import DRAW, Places
 from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle
 from trainer.tasks.cross_attention.text.prompts import Prompts
 from trainer.tasks.cross_attention.text.templates import context_text
 from trainer.training.options import Options
-from trainer.training.run_folder import check_identity
 from trainer.training.run_plan import plan
 
 

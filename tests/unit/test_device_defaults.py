@@ -115,7 +115,7 @@ def _most_alive() -> int:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_iter
 
-    from trainer.launch.choose import _dropped
+    from trainer.launch.memory import _dropped
 
     alive: dict[int, Any] = {}
     most = [0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,8 @@ from trainer import tasks
 from trainer.config.schema import Train, validate
 from trainer.data.order import Sharding, Sizes, window_rows
 from trainer.errors import ConfigError
-from trainer.launch import choose as launch
+from trainer.launch import choose
+from trainer.launch.prepare import PreparedRun
 from trainer.plan.memory import plan_text
 from trainer.plan.memory.advice import (
     Advice,
@@ -43,6 +45,7 @@ from trainer.plan.memory.subject import published_shape
 from trainer.plan.memory.tracker import BLOCK, Tracker
 from trainer.runtime.batch import batch_of, name_batch_when_out_of_memory
 from trainer.runtime.gpus import GIB, device_of
+from trainer.training.run_plan import RunPlan
 
 P = 1_000_000
 
@@ -175,13 +178,15 @@ def test_frozen_weights_are_kept_where_the_plan_says_that_they_fit(
         asked.append(subject)
         return SimpleNamespace(plan=plan_of(gib))
 
-    monkeypatch.setattr(launch, "make", made)
-    monkeypatch.setattr(launch.UpcomingRun, "subject", lambda self: self.cfg.train.frozen)
+    monkeypatch.setattr(choose, "make", made)
+    monkeypatch.setattr(PreparedRun, "subject", lambda self: self.plan.cfg.train.frozen)
     sharding, ds = Sharding(4, 1, 2, 0), {"zero_optimization": {"stage": 3}}
-    upcoming: Any = launch.UpcomingRun({}, cfg, ds, sharding, *[None] * 3, False)  # type: ignore
-    assert launch.frozen(upcoming, name="24GiB") == how
+    plan = RunPlan({}, cfg, "", Path(), ds, sharding)
+    nothing: Any = None
+    run = PreparedRun(plan, nothing, {}, nothing)
+    assert choose.frozen(run, name="24GiB") == how
     assert asked == ["replicate"]
-    assert launch.frozen(upcoming, name=None) == "shard", "there is no device here"
+    assert choose.frozen(run, name=None) == "shard", "there is no device here"
 
 
 def test_more_ranks_divide_the_optimizer_from_stage_1_on() -> None:
@@ -490,6 +495,7 @@ def test_only_what_a_head_gives_over_a_vocabulary_is_called_logits(
 def test_a_plan_imports_models_without_scipy_and_leaves_transformers_as_it_was() -> None:
     code = """
 import sys
+from pathlib import Path
 from transformers import utils
 from trainer.commands.plan import _import_models_without_scipy
 before = utils.is_scipy_available

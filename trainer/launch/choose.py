@@ -1,29 +1,20 @@
-"""The memory plan of a run that is being launched: made, obeyed, and compared with what came."""
+"""RunPlan -> Chosen: what an experiment leaves "auto" is chosen by planning memory and time."""
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
+from trainer import tasks
+from trainer.config import auto
 from trainer.config.auto import AUTO, presets_of, with_frozen
-from trainer.config.identity import digest
-from trainer.config.schema import Experiment
 from trainer.errors import ConfigError, DoesNotFitError
-from trainer.files.atomic import read_json, write_json
-from trainer.plan.memory import plan_text
+from trainer.launch import preflight, run_folder
+from trainer.launch.prepare import PreparedRun, contents, open_stores
 from trainer.plan.memory.advice import (
     RECOMPUTED,
-    advise,
     fits_recomputed,
     largest_divisor,
     largest_rows,
@@ -31,194 +22,186 @@ from trainer.plan.memory.advice import (
     recomputing,
     told_recomputed,
 )
-from trainer.plan.memory.measure import MeasuringError, changed, measuring
-from trainer.plan.memory.plan import MemoryPlan, make
-from trainer.plan.memory.planned_rows import StoredRows
-from trainer.plan.memory.subject import Subject
+from trainer.plan.memory.measure import MeasuringError
+from trainer.plan.memory.plan import make
+from trainer.plan.time.fastest import ways
 from trainer.plan.time.target import target_of
 from trainer.plan.time.text import duration
-from trainer.protocol.task import DRAW, EPOCH, Places, Task
-from trainer.runtime import distributed, rng
-from trainer.runtime.batch import batch_of, name_batch_when_out_of_memory, to_device
-from trainer.runtime.gpus import Device
-from trainer.training.engine import Engine, trainable
+from trainer.runtime.distributed import on_main
+from trainer.survival import mirror
 
 if TYPE_CHECKING:
-    from trainer.data.order import Sharding
-    from trainer.data.token_store import TokenStore
-    from trainer.plan.time.fastest import Way
+    from trainer.data.content import Content
     from trainer.plan.time.target import Target
+    from trainer.runtime.gpus import Device
     from trainer.training.options import Options
+    from trainer.training.run_plan import RunPlan
 
 logger = logging.getLogger(__name__)
 
-FILE, TIME = "memory_plan.json", "time"  # the key of the run's predicted time in it
-
 
 @dataclass(frozen=True)
-class UpcomingRun:
-    """What a run is about to do."""
+class Chosen:
+    """A run plan in which nothing is "auto" any more."""
 
-    values: dict[str, Any]
-    cfg: Experiment
-    ds: dict[str, Any]
-    sharding: Sharding
-    task: Task
-    places: Places
-    stores: dict[str, TokenStore]
-    answers: bool
-
-    def subject(self) -> Subject:
-        rows = {split: StoredRows(store, self.task, split) for split, store in self.stores.items()}
-        how = self.cfg.train.gradient_checkpointing
-        return Subject(
-            changed(self.values, RECOMPUTED, how),
-            self.cfg,
-            self.ds,
-            self.sharding,
-            self.task,
-            self.places,
-            rows["train"],
-            rows["valid"],
-            self.answers,
-        )
-
-    def key(self, target: Device) -> str:
-        """Names everything that a plan depends on."""
-        digests = {split: store.digest for split, store in self.stores.items()}
-        versions = {"torch": version("torch"), "transformers": version("transformers")}
-        shards = [self.sharding.world, self.sharding.micro_batch, self.answers]
-        shards += [self.cfg.train.frozen, self.cfg.train.gradient_checkpointing]
-        return digest(
-            {"values": self.values, "ds": self.ds, "shards": shards, "device": target.name}
-            | digests
-            | versions
-        )
+    plan: RunPlan
+    # digest and number of the rows of each split, where choosing has read them; else {}
+    content: Mapping[str, Content] = field(default_factory=dict[str, "Content"])
 
 
-@measuring()
-def before_launch(
-    launch: UpcomingRun,
-    folder: Path,
-    options: Options,
-    predict: Callable[[Subject, Target], dict[str, Any] | None],
-) -> dict[str, Any] | None:
-    """The plan as plain values, shown in one line and kept in the run folder; None without a device
-    to plan for.
+def choose(plan: RunPlan, options: Options) -> Chosen:
+    """Choose the DeepSpeed file, the micro-batch, what is computed again and where frozen weights
+    lie, each where the experiment says "auto". The task and the rows are loaded once for all of
+    them, by rank 0. A collective.
 
-    predict: the time of the run, late.predicted. DoesNotFitError, with what would fit, unless
-    they force it. A step that cannot be measured is reported, not refused.
+    ConfigError where nothing is known to choose by; DoesNotFitError when nothing fits.
     """
-    meant = target_of(options.device, world=launch.sharding.world)
-    target = meant.device
-    if target is None:
-        logger.info(
-            "memory: not planned, for there is no GPU here; `python -m trainer plan --device "
-            "24GiB` plans"
-        )
-        return None
-    key = launch.key(target)
-    try:
-        made, plan = None, _kept(folder / FILE, key)
-        if plan is None:
-            made = make(launch.subject(), cublas=target.cublas_nbytes)
-            plan = made.plan
-        logger.info("%s", plan_text.summary(plan, target))
-        time = predict(launch.subject(), meant)
-        write_json(folder / FILE, {"key": key, "plan": plan.plain(), TIME: time})
-        if not plan.fits(target, launch.sharding.world) and not options.force:
-            subject = launch.subject()
-            made = made or make(subject, cublas=target.cublas_nbytes)
-            advice = advise(subject, made, target, cublas=target.cublas_nbytes)
-            raise DoesNotFitError(
-                plan_text.refusal(plan, advice, target, world=launch.sharding.world)
-            )
-    except MeasuringError as error:
-        logger.warning("memory: not planned. %s", error)
-        return None
-    return plan.plain()
+    if options.device is not None:
+        target_of(options.device, world=None)  # a device that is not known is refused at once
+    train = plan.cfg.train
+    preset = options.deepspeed or plan.cfg.deepspeed
+    is_open = AUTO in (preset, plan.values["train"]["micro_batch"])
+    if not (is_open or AUTO in (train.gradient_checkpointing, train.frozen)):
+        return Chosen(plan)
+
+    def choices() -> dict[str, Any]:
+        task = tasks.load(plan.cfg, options.places)
+        content = contents(task, options.cache_dir)
+        stores = open_stores(task, options, content)
+        run = PreparedRun(plan, task, stores, options.places)
+        chosen: dict[str, Any] = {"content": {name: list(of) for name, of in content.items()}}
+        if is_open:
+            chosen["preset"], chosen["rows"] = _preset_and_rows(run, preset, options.device)
+            run = replace(run, plan=_with_choices(plan, chosen))
+        if train.gradient_checkpointing == AUTO:
+            recorded = _recorded_recomputation(run.plan, options)
+            chosen["recomputed"] = recomputation(run, name=options.device, recorded=recorded)
+            run = replace(run, plan=_with_choices(plan, chosen))
+        if train.frozen == AUTO:
+            chosen["frozen"] = frozen(run, name=options.device)
+        return chosen
+
+    chosen = on_main(choices)
+    content = {name: (str(of[0]), int(of[1])) for name, of in chosen["content"].items()}
+    return Chosen(_with_choices(plan, chosen), content)
 
 
-def _kept(path: Path, key: str) -> MemoryPlan | None:
-    """The plan of an earlier start of the same run."""
-    stored = read_json(path)
-    if stored is None or stored.get("key") != key:
-        return None
-    try:
-        return MemoryPlan.of(stored["plan"])
-    except (KeyError, TypeError, ValueError):  # not whole, or an older form: it is made again
-        return None
+def _with_choices(plan: RunPlan, chosen: Mapping[str, Any]) -> RunPlan:
+    cfg, ds, sharding = plan.cfg, plan.ds, plan.sharding
+    if "preset" in chosen:
+        cfg = auto.with_micro_batch(cfg, chosen["rows"])
+        ds = auto.rebuilt(cfg, chosen["preset"], world=sharding.world)
+        sharding = replace(sharding, micro_batch=chosen["rows"])
+    if "recomputed" in chosen:
+        cfg = auto.with_recomputation(cfg, chosen["recomputed"])
+    if "frozen" in chosen:
+        cfg = with_frozen(cfg, chosen["frozen"])
+    return replace(plan, cfg=cfg, ds=ds, sharding=sharding)
 
 
-# "auto"
-# --------------------------------------------------------------------------------------------------
+def _recorded_recomputation(plan: RunPlan, options: Options) -> bool | int | None:
+    """What an earlier start of the run chose; None for a run that begins now."""
+    is_in_memory = mirror.newest(options.memory, plan.id) is not None
+    goes_on = is_in_memory or (preflight.has_begun(plan) and not options.resets(plan.id))
+    return run_folder.recorded_recomputation(plan.folder) if goes_on else None
 
 
-def chosen(
-    launch: UpcomingRun, asked: str, name: str | None, ways: Callable[..., list[Way]]
-) -> tuple[str, int]:
-    """The DeepSpeed file and the micro-batch that a run takes where it says "auto".
+def _preset_and_rows(run: PreparedRun, preset: str, name: str | None) -> tuple[str, int]:
+    """The DeepSpeed file and the micro-batch of a run that says "auto" for one of them.
 
-    asked: the file, or "auto". ways: those of timing.fastest. Where the device's rates are known,
-    the fastest of them; else the first of presets_of() that fits, with the largest micro-batch that
-    does and divides a rank's rows of a step, so that global_batch stays. DoesNotFitError when
-    nothing fits.
+    preset: the file, or "auto". Where the device's rates are known, the fastest way that fits; else
+    the first of presets_of() that fits, with the largest micro-batch that does and divides a rank's
+    rows of a step, so that global_batch stays. DoesNotFitError when nothing fits.
     """
-    meant = target_of(name, world=launch.sharding.world)
-    target = meant.device
-    if target is None:
+    target = target_of(name, world=run.plan.sharding.world)
+    device = target.device
+    if device is None:
         raise ConfigError(
             f'"{AUTO}" needs to know the device. Run on a GPU, or give --device, such as '
             "--device 24GiB."
         )
-    train, world = launch.cfg.train, launch.sharding.world
-    presets = presets_of(launch.cfg) if asked == AUTO else (asked,)
-    picks_rows = launch.values["train"]["micro_batch"] == AUTO
-    usable = target.filled(world)
-    if meant.rates is not None:
-        found = _fastest(launch, ways, presets, meant, usable=usable, picks_rows=picks_rows)
-        if found is not None:
-            return found
-        raise _nothing_fits(target, presets)
-    now = train.gradient_checkpointing
-    for how in (False, True) if now == AUTO else (now,):
-        subject = recomputing(launch.subject(), how)
-        fitting = largest_rows(subject, presets, usable=usable, cublas=target.cublas_nbytes)
-        for preset, rows in fitting.items():
-            if rows >= (1 if picks_rows else train.micro_batch):
-                found_rows = (
-                    largest_divisor(train.global_batch // world, rows)
-                    if picks_rows
-                    else train.micro_batch
-                )
-                logger.info(
-                    "memory: %s with micro-batches of %d, for %d of the longest rows fit",
-                    preset,
-                    found_rows,
-                    rows,
-                )
-                return preset, found_rows
-    raise _nothing_fits(target, presets)
+    presets = presets_of(run.plan.cfg) if preset == AUTO else (preset,)
+    if target.rates is not None:
+        choice = _fastest(run, presets, target, device)
+    else:
+        choice = _first_that_fits(run, presets, device)
+    if choice is None:
+        raise DoesNotFitError(
+            f"{device.name}: the longest rows do not fit under {', '.join(presets)}. "
+            "`python -m trainer plan` names what would make them fit."
+        )
+    return choice
 
 
-def _nothing_fits(target: Device, presets: Sequence[str]) -> DoesNotFitError:
-    return DoesNotFitError(
-        f"{target.name}: the longest rows do not fit under {', '.join(presets)}. "
-        "`python -m trainer plan` names what would make them fit."
+def _picks_rows(run: PreparedRun) -> bool:
+    return run.plan.values["train"]["micro_batch"] == AUTO
+
+
+def _fastest(
+    run: PreparedRun, presets: Sequence[str], target: Target, device: Device
+) -> tuple[str, int] | None:
+    """The way that is predicted to take least, among those that fit; None when none does."""
+    train = run.plan.cfg.train
+    assert target.rates is not None, "the caller has looked"
+    fitting = ways(
+        run.subject(),
+        target.rates,
+        target.cluster,
+        usable=device.filled(run.plan.sharding.world),
+        presets=presets,
+        micro_batches=None if _picks_rows(run) else (train.micro_batch,),
+        recomputed=None if train.gradient_checkpointing == AUTO else (train.recompute_every,),
     )
+    if not fitting:
+        return None
+    best = fitting[0]
+    logger.info(
+        "time: %s, %s a step predicted, the fastest of %d ways that fit",
+        best.text,
+        duration(best.time.total),
+        len(fitting),
+    )
+    return best.preset, best.micro_batch
 
 
-def recomputed(launch: UpcomingRun, *, name: str | None, recorded: bool | int | None) -> bool | int:
+def _first_that_fits(
+    run: PreparedRun, presets: Sequence[str], device: Device
+) -> tuple[str, int] | None:
+    """The first file under which the longest rows fit, with nothing computed again if possible."""
+    train, world = run.plan.cfg.train, run.plan.sharding.world
+    recomputed = train.gradient_checkpointing
+    for how in (False, True) if recomputed == AUTO else (recomputed,):
+        subject = recomputing(run.subject(), how)
+        fitting = largest_rows(
+            subject, presets, usable=device.filled(world), cublas=device.cublas_nbytes
+        )
+        for preset, most_rows in fitting.items():
+            if most_rows < (1 if _picks_rows(run) else train.micro_batch):
+                continue
+            rows = train.micro_batch
+            if _picks_rows(run):
+                rows = largest_divisor(train.global_batch // world, most_rows)
+            logger.info(
+                "memory: %s with micro-batches of %d, for %d of the longest rows fit",
+                preset,
+                rows,
+                most_rows,
+            )
+            return preset, rows
+    return None
+
+
+def recomputation(run: PreparedRun, *, name: str | None, recorded: bool | int | None) -> bool | int:
     """What train.gradient_checkpointing "auto" becomes: what it was in an earlier start of the run,
     unless that does not fit this device. ConfigError where nothing can be planned.
     """
-    device = target_of(name, world=launch.sharding.world).device
+    device = target_of(name, world=run.plan.sharding.world).device
     if recorded is not None and (
-        device is None or fits_recomputed(launch.subject(), recorded, device)
+        device is None or fits_recomputed(run.subject(), recorded, device)
     ):
         logger.info("memory: %s computed again, as this run began", told_recomputed(recorded))
         return recorded
-    how = least_recomputed(launch.subject(), device)
+    how = least_recomputed(run.subject(), device)
     logger.info("memory: %s computed again (%s is auto)", told_recomputed(how), RECOMPUTED)
     if device is not None and recorded not in (None, how):
         logger.warning(
@@ -231,156 +214,18 @@ def recomputed(launch: UpcomingRun, *, name: str | None, recorded: bool | int | 
     return how
 
 
-def frozen(launch: UpcomingRun, *, name: str | None) -> str:
+def frozen(run: PreparedRun, *, name: str | None) -> str:
     """What train.frozen "auto" becomes: "replicate" where the run then fits its device."""
-    target = target_of(name, world=launch.sharding.world).device
-    if target is None or launch.ds["zero_optimization"]["stage"] < 3:
+    plan = run.plan
+    target = target_of(name, world=plan.sharding.world).device
+    if target is None or plan.ds["zero_optimization"]["stage"] < 3:
         return "shard"
-    whole = replace(launch, cfg=with_frozen(launch.cfg, "replicate"))
+    whole = replace(run, plan=replace(plan, cfg=with_frozen(plan.cfg, "replicate")))
     try:
-        made = make(whole.subject(), cublas=target.cublas_nbytes)
+        memory = make(whole.subject(), cublas=target.cublas_nbytes)
     except MeasuringError:
         return "shard"
-    fits = made.plan.peak.peak.total <= target.filled(launch.sharding.world)
+    fits = memory.plan.peak.peak.total <= target.filled(plan.sharding.world)
     how = "replicate" if fits else "shard"
     logger.info("memory: frozen weights: %s (train.frozen is auto)", how)
     return how
-
-
-def _fastest(
-    launch: UpcomingRun,
-    ways: Callable[..., list[Way]],
-    presets: Sequence[str],
-    meant: Target,
-    *,
-    usable: int,
-    picks_rows: bool,
-) -> tuple[str, int] | None:
-    """The way that is predicted to take least, among those that fit; None when none does."""
-    train = launch.cfg.train
-    found = ways(
-        launch.subject(),
-        meant.rates,
-        meant.cluster,
-        usable=usable,
-        presets=presets,
-        micro_batches=None if picks_rows else (train.micro_batch,),
-        recomputed=None if train.gradient_checkpointing == AUTO else (train.recompute_every,),
-    )
-    if not found:
-        return None
-    best = found[0]
-    logger.info(
-        "time: %s, %s a step predicted, the fastest of %d ways that fit",
-        best.text,
-        duration(best.time.total),
-        len(found),
-    )
-    return best.preset, best.micro_batch
-
-
-# In the run
-# --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def obeyed(
-    memory: dict[str, Any] | None, engine: Engine, launch: UpcomingRun, folder: Path
-) -> Iterator[None]:
-    """A run inside: the heaviest batches come first, and memory is compared with its plan
-    afterwards.
-
-    memory: what before_launch gave. DoesNotFitError, with the page of it, for an OutOfMemoryError
-    inside.
-    """
-    plan = MemoryPlan.of(memory) if memory is not None else None
-    try:
-        if plan is not None:
-            rehearse(engine, launch, plan.heaviest, plan.heaviest_evaluated)
-        elif launch.cfg.train.compile:
-            # equal runs compile for the same rows, wherever they begin: equal kernels, equal bits
-            first = list(range(launch.sharding.micro_batch))
-            rehearse(engine, launch, first, first)
-        yield
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(plan, engine, folder, error) from error
-    if plan is not None:
-        compare(plan, folder)
-
-
-def rehearse(
-    engine: Engine, launch: UpcomingRun, trained_rows: Sequence[int], evaluated_rows: Sequence[int]
-) -> None:
-    """Run a micro-batch and an evaluation batch of these rows before step 1: now is the time to
-    fail, and to compile.
-
-    Nothing that counts is changed: no optimizer step, gradients that no weight keeps, random state
-    put back. Every rank calls it, for a forward may be a collective.
-    """
-    state = rng.capture()
-    engine.train()
-    task, train, valid = launch.task, launch.stores["train"], launch.stores["valid"]
-    rows = [
-        {
-            **train[row % len(train)],
-            DRAW: np.zeros(1, dtype=np.int64),
-            EPOCH: np.zeros(1, dtype=np.int64),
-        }
-        for row in trained_rows
-    ]
-    module = engine.model.module
-    weights = list(trainable(module).values())
-    trained = task.collate(rows)
-    with name_batch_when_out_of_memory([trained]):
-        for loss in task.losses(module, [to_device(trained)]):
-            with _dropped(weights):
-                # not backward(): DeepSpeed's hooks would add what it gives to the first step's
-                # gradient
-                torch.autograd.grad(loss, weights, allow_unused=True)
-            del loss
-    engine.eval()
-    evaluated = task.collate([valid[row % len(valid)] for row in evaluated_rows])
-    with torch.no_grad(), name_batch_when_out_of_memory([evaluated]):
-        task.scores(engine.model, to_device(evaluated))
-    engine.train()
-    rng.restore(state)
-
-
-@contextmanager
-def _dropped(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, autograd.grad keeps no gradient of these: all of them at once are as large as the
-    model, and from ZeRO-2 on no step holds them.
-    """
-    hooks = [
-        weight.register_hook(lambda gradient: gradient.new_zeros(()).expand_as(gradient))
-        for weight in weights
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def compare(plan: MemoryPlan, folder: Path) -> None:
-    """Say and keep what was planned and what came, on a GPU."""
-    if not torch.cuda.is_available():
-        return
-    planned, measured = plan.peak.peak.total, torch.cuda.max_memory_allocated()
-    logger.info("%s", plan_text.compared(planned, measured))
-    if distributed.is_main() and (path := folder / FILE).is_file():
-        write_json(path, json.loads(path.read_text()) | {"measured": measured})
-
-
-def out_of_memory(
-    plan: MemoryPlan | None, engine: Engine, folder: Path, error: torch.OutOfMemoryError
-) -> DoesNotFitError:
-    """The page on an OutOfMemoryError, which is also written into the run folder."""
-    held = engine.held_bytes()
-    taken = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else sum(held.values())
-    text = plan_text.out_of_memory(
-        plan, held | {"rest": taken - sum(held.values())}, batch_of(error), str(error)
-    )
-    if distributed.is_main():
-        (folder / "out_of_memory.txt").write_text(text + "\n")
-    return DoesNotFitError(text)

@@ -26,6 +26,7 @@ from trainer.models import base_model, base_source, recomputation
 from trainer.models.frozen.freezing import trainable_report
 from trainer.models.optimizers import state_shapes
 from trainer.models.weights import weight_files
+from trainer.plan.time.target import target_of
 from trainer.protocol.task import DRAW, EPOCH, Encoded, Places
 from trainer.statistics.examples import Segment, texts
 from trainer.statistics.ledger import refuse_lost_labels
@@ -64,7 +65,7 @@ def look(plan: RunPlan, options: Options, *, is_awaited: bool = False) -> Findin
 
     is_awaited: the base is trained by an earlier experiment of the same group.
     """
-    found = Findings([*_of_best(plan), *_of_folder(plan)])
+    found = Findings([*_of_device(options), *_of_best(plan), *_of_folder(plan)])
     (found.warnings if options.is_shortened else found.problems).extend(_of_schedule(plan))
     try:
         task = tasks.load(plan.cfg, options.places)
@@ -184,6 +185,15 @@ def _of_schedule(plan: RunPlan) -> Iterator[str]:
             f"its learning rate would never be reached. Use at most {train.steps}, a "
             "warmup_ratio, or more steps."
         )
+
+
+def _of_device(options: Options) -> Iterator[str]:
+    """A --device that names nothing that is known."""
+    try:
+        if options.device is not None:
+            target_of(options.device, world=None)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _of_best(plan: RunPlan) -> Iterator[str]:

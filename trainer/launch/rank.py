@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from trainer import tasks
 from trainer.errors import EXIT_OK
 from trainer.launch.ending import end
-from trainer.launch.run import run_each
+from trainer.launch.group import run_each
 from trainer.runtime import device_defaults, distributed
 from trainer.runtime.preemption import Preemption
 from trainer.survival import groups, lifeline

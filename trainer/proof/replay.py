@@ -15,16 +15,19 @@ from typing import Any
 from trainer.config.auto import with_micro_batch, with_recomputation
 from trainer.errors import CheckpointError, ConfigError
 from trainer.files.held_lock import HeldLock
-from trainer.launch import choose as planning
-from trainer.launch.run import ready
+from trainer.launch import doctor, memory
+from trainer.launch.choose import Chosen
+from trainer.launch.prepare import prepare
+from trainer.launch.start import start as start_run
 from trainer.runtime.distributed import on_main
 from trainer.runtime.preemption import Preemption
 from trainer.telemetry.chain import PROOF, damage
 from trainer.telemetry.run_record import METRICS, RunRecord
 from trainer.training import bad_steps, checkpoint
-from trainer.training.loop import Cadence, fit
+from trainer.training.loop import fit
 from trainer.training.options import Options
 from trainer.training.run_plan import RunPlan
+from trainer.training.session import Cadence
 
 NEVER = 2**62  # steps
 
@@ -102,7 +105,10 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
     lock, preemption = HeldLock(scratch / ".lock", what=str(scratch)), Preemption()
     on_main(lock.acquire)
     try:
-        again = ready(settled, options, record, preemption, lock)
+        prepared = prepare(Chosen(settled), options, record.startup.lap)
+        memory_plan = memory.plan_before_start(prepared, options)
+        doctor.before_first_use(prepared.zero_stage, options.cache_dir)
+        again = start_run(prepared, options, record, preemption, lock, memory_plan)
         session = replace(
             again.session,
             cadence=Cadence(log=1, evaluate=_evaluations(plan, recorded), save=NEVER),
@@ -112,7 +118,7 @@ def replay(plan: RunPlan, options: Options, scratch: Path, *, start: int, stop: 
         )
         then = _made_with(scratch, start)
         try:
-            with planning.obeyed(again.memory, session.engine, again.launch, scratch):
+            with memory.enforced(memory_plan, session, prepared):
                 fit(session, again.progress, until=stop)
         finally:
             session.engine.destroy()

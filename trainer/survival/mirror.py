@@ -33,8 +33,7 @@ from trainer.training.optimizer_state import MASTER
 if TYPE_CHECKING:
     from trainer.telemetry.chain import StepChain
     from trainer.training.engine import Engine
-    from trainer.training.loop import Progress
-    from trainer.training.options import Options
+    from trainer.training.session import Progress
 
 BYTES = 12  # a trained parameter: an fp32 master and two moments
 _HEAD, _WHOLE, _ALIGNED = struct.Struct("<qqq"), struct.Struct("<q"), 64
@@ -130,8 +129,8 @@ def _view(memory: mmap.mmap | memoryview, row: list[Any]) -> Tensor:
 
 
 @dataclass
-class Kept:
-    """The state of all ranks at one step, as read back."""
+class MirroredState:
+    """The state of all ranks at one step, as read back: a SavedState (training/checkpoint.py)."""
 
     step: int
     headers: list[dict[str, Any]]  # by rank
@@ -181,13 +180,13 @@ class Kept:
 class Whole(Mapping[str, Tensor]):
     """Full tensors, each put together out of the ranks' pieces when it is asked for."""
 
-    kept: Kept
+    saved: MirroredState
     names: dict[str, tuple[str, torch.Size]]
 
     def __getitem__(self, name: str) -> Tensor:
         stored, shape = self.names[name]
         whole = torch.zeros(shape, dtype=torch.float32)
-        for start, part in self.kept.pieces(stored):
+        for start, part in self.saved.pieces(stored):
             whole.view(-1)[start : start + part.numel()].copy_(part)
         return whole
 
@@ -198,15 +197,19 @@ class Whole(Mapping[str, Tensor]):
         return len(self.names)
 
 
-def of_this_rank(options: Options, run: str, live: Engine, *, step: int) -> Mirror | None:
-    """None for a run that does not survive its ranks. step: that it goes on from. DoesNotFitError
-    before the first step when the host has no room for what all ranks keep.
+def of_this_rank(
+    memory: list[list[str]], run: str, live: Engine, *, step: int, every: int
+) -> Mirror | None:
+    """The mirror of this rank; None for a run that does not survive its ranks.
+
+    memory: two files of each rank. step: the one that the run goes on from. every: how many steps
+    lie between two copies. DoesNotFitError before the first step when the host has no room for what
+    all ranks keep.
     """
-    memory = options.memory
     if not memory:
         return None
     _refuse_too_large(live, sum(os.stat(file).st_size for files in memory for file in files))
-    mirror = Mirror(memory[distributed.rank()], run, options.mirror_every)
+    mirror = Mirror(memory[distributed.rank()], run, every)
     mirror.forget_after(step)
     return mirror
 
@@ -224,7 +227,7 @@ def _refuse_too_large(live: Engine, held: int) -> None:
         )
 
 
-def newest(memory: list[list[str]], run: str) -> Kept | None:
+def newest(memory: list[list[str]], run: str) -> MirroredState | None:
     """What all ranks of some world kept of `run` at the last step that they have in common."""
     kept: dict[tuple[int, int], dict[int, Path]] = {}
     for rank, files in enumerate(memory):
@@ -237,7 +240,9 @@ def newest(memory: list[list[str]], run: str) -> Kept | None:
         return None
     step, world = max(whole)
     files = [kept[step, world][rank] for rank in range(world)]
-    return Kept(step, [_must(_header(file)) for file in files], [_map(file) for file in files])
+    return MirroredState(
+        step, [_must(_header(file)) for file in files], [_map(file) for file in files]
+    )
 
 
 def _must(header: dict[str, Any] | None) -> dict[str, Any]:

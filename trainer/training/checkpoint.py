@@ -24,10 +24,10 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,6 +53,57 @@ DAMAGED = "%s is damaged and passed over: %s"
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+class SavedState(Protocol):
+    """What a run goes on from: a checkpoint, or what ranks keep in memory (survival/mirror.py)."""
+
+    @property
+    def world(self) -> int:
+        """How many ranks saved it."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """As state.json of a checkpoint: at least "progress" and "engine"."""
+        ...
+
+    def random_state(self, rank: int) -> dict[str, Tensor]:
+        """That of one of its ranks."""
+        ...
+
+    def weights(self, shapes: Mapping[str, torch.Size]) -> Mapping[str, Tensor]:
+        """Full trainable weights by name, for a model with these shapes."""
+        ...
+
+    def optimizer(self, shapes: Mapping[str, torch.Size]) -> Mapping[str, Tensor]:
+        """Full optimizer tensors by name."""
+        ...
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on the disk as a SavedState. It knows its shapes by itself."""
+
+    folder: Path
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    @property
+    def world(self) -> int:
+        return saved_world(self.folder)
+
+    def state(self) -> dict[str, Any]:
+        return read_json(self.folder)
+
+    def random_state(self, rank: int) -> dict[str, Tensor]:
+        return read_rng(self.folder, rank)
+
+    def weights(self, shapes: Mapping[str, torch.Size]) -> Mapping[str, Tensor]:
+        return read_tensors(self.folder, "weights")
+
+    def optimizer(self, shapes: Mapping[str, torch.Size]) -> Mapping[str, Tensor]:
+        return read_tensors(self.folder, "optimizer")
 
 
 # ---------------------------------------------------------------- writing

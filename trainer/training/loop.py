@@ -1,20 +1,18 @@
-"""The step loop: count units, run the task's losses, step, log, evaluate, save, stop if asked."""
+"""The step loop: train on one window after another, then log, save, evaluate or stop where due."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from trainer.config.schema import Experiment
-from trainer.data.order import Sharding, StepBatches, windows
-from trainer.errors import ConfigError, DivergedError, nearest
-from trainer.protocol.abilities import Answers
+from trainer.data.order import StepBatches, windows
+from trainer.errors import DataError, DivergedError
 from trainer.runtime import distributed
 from trainer.runtime.batch import (
     HostCopy,
@@ -22,90 +20,13 @@ from trainer.runtime.batch import (
     name_batch_when_out_of_memory,
     numbers_on_device,
 )
-from trainer.runtime.preemption import Stopped
-from trainer.survival import lifeline
-from trainer.telemetry.chain import StepChain
 from trainer.training import schedule
-from trainer.training.bad_steps import BadSteps, RolledBack, SkippedSteps, Trouble
-from trainer.training.schedule import Plateau
-from trainer.training.scoring import answer, evaluate
+from trainer.training.bad_steps import RolledBack, Trouble
+from trainer.training.session import Moved
+from trainer.training.validation import evaluate_and_keep_best, pay_evaluation
 
 if TYPE_CHECKING:
-    from trainer.data.token_store import TokenStore
-    from trainer.protocol.task import Row, Task
-    from trainer.runtime.preemption import Preemption
-    from trainer.survival.mirror import Mirror
-    from trainer.telemetry.meter import Meter
-    from trainer.telemetry.run_record import RunRecord
-    from trainer.training.engine import Engine
-
-SHOWN_ANSWERS = 20  # rows of the table of answers, as published
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """Every how many steps the loop logs, evaluates and saves."""
-
-    log: int
-    evaluate: int
-    save: int
-    is_first_logged: bool = False  # the first step has a line in metrics.jsonl whatever `log` says
-
-
-@dataclass
-class Progress:
-    """What the loop remembers between steps; saved with every checkpoint."""
-
-    step: int = 0  # optimizer steps done
-    units: int = 0  # units trained on so far
-    best: float | None = None
-    best_step: int = 0
-    owes_evaluation: bool = False  # that of this step is not done: a save comes before it
-    plateau: Plateau = field(default_factory=Plateau)
-    skipped: SkippedSteps = field(default_factory=SkippedSteps)
-    bad: BadSteps = field(default_factory=BadSteps)
-    links: list[str] = field(default_factory=list[str])  # of the chain, by rank (chain.py)
-
-    def state(self) -> dict[str, Any]:
-        own = {"plateau": self.plateau.state(), "skipped": self.skipped.state()}
-        return {**self.__dict__, **own, "bad": self.bad.state()}
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> Progress:
-        # older checkpoints have neither of these
-        skipped, bad = SkippedSteps(**state.get("skipped", {})), BadSteps(**state.get("bad", {}))
-        own = {"plateau": Plateau.of(state["plateau"]), "skipped": skipped, "bad": bad}
-        return cls(**{**state, **own})
-
-
-@dataclass(frozen=True)
-class Session:
-    """Everything one run of the loop needs."""
-
-    cfg: Experiment
-    task: Task
-    engine: Engine
-    train: TokenStore
-    valid: TokenStore
-    sharding: Sharding
-    cadence: Cadence
-    run: RunRecord
-    meter: Meter
-    preemption: Preemption
-    save: Callable[[Progress], None]  # a checkpoint of the present state; a collective
-    export_best: Callable[[], None]  # the present weights as best/; a collective
-    log_gradients: bool = False
-    # the first validation rows, answered by generation at each evaluation
-    questions: Sequence[Row] = ()
-    left_out: Mapping[int, str] = field(default_factory=dict[int, str])  # by rollbacks: step, why
-    chain: StepChain = field(default_factory=StepChain)  # what proves the steps, from here on
-    mirror: Mirror | None = None  # of a run that survives its ranks
-    roll_back: Callable[[int, Trouble], None] | None = None  # leaves a window out; a collective
-
-    @property
-    def is_judged(self) -> bool:
-        """Whether the loss of every step is looked at before it updates anything."""
-        return self.cfg.train.on_bad_step != "stop" or self.cfg.train.spike_z is not None
+    from trainer.training.session import Progress, Session
 
 
 @dataclass(frozen=True)
@@ -130,75 +51,80 @@ def fit(session: Session, progress: Progress, *, until: int | None = None) -> bo
     run, or when fp16's loss scale leaves out too many updates; earlier checkpoints stay. RolledBack
     when a run goes back to its last checkpoint.
     """
+    steps = session.cfg.train.steps
     session.engine.leaves_out_unsound = session.is_judged
-    cfg, steps = session.cfg.train, session.cfg.train.steps
-    source = windows(
-        session.train,
-        session.task,
-        session.sharding,
-        seed=cfg.seed,
-        start_step=progress.step,
-        stop_step=min(steps, until or steps),
-        is_shuffled=cfg.order == "shuffled",
-    )
-    bad = torch.zeros((), dtype=torch.int64, device=distributed.device())
     session.engine.train()
-    if progress.owes_evaluation and not _pays_evaluation(session, progress):
-        source.close()
-        return False
-    for window in source:
-        rate = session.cfg.optim.lr * schedule.factor(session.cfg.schedule, window.step, steps)
-        log_now = _due(window.step + 1, session.cadence.log, steps) or (
-            window.step == 0 and session.cadence.is_first_logged
-        )
-        with session.meter.stepping():
-            step = train_step(
-                session,
-                window,
-                lr=rate * progress.plateau.factor,
-                bad=bad,
-                watch=session.log_gradients and log_now,
-                progress=progress,
-            )
-        progress.step = window.step + 1
-        progress.units += 0 if step.trouble else step.units
-        session.meter.add(step.units)
-        norm = math.nan if step.trouble else session.engine.norm()
-        session.chain.add(progress.step, window.rows, step.loss, norm)
-        session.run.move(progress.step)
-        bad = (~step.is_sound).long()
-        if step.diverged:
-            raise _diverged("loss or gradient norm", float("nan"), progress.step - 1, window)
-        if step.trouble:
-            _treat(session, progress, step.trouble, window)
-        else:
-            _count_skipped(session, progress, window)
-        evaluate_now = _due(progress.step, session.cadence.evaluate, steps)
-        save_now = step.stop or _due(progress.step, session.cadence.save, steps)
-        lifeline.moved(progress.step, is_stepping=not (evaluate_now or save_now))
-        if log_now or evaluate_now or save_now:
-            loss = _sound_loss(session, step, progress, window)
-            if log_now:
-                _log(session, progress, step, loss, rate * progress.plateau.factor)
-        elif progress.step == 1:
-            session.run.say(1, loss=_sound_loss(session, step, progress, window), lr=rate)
-        progress.owes_evaluation = evaluate_now
-        if save_now:
-            session.save(progress)
-        if (evaluate_now and not _evaluated(session, progress, is_saved=save_now)) or (
-            step.stop and progress.step < steps
-        ):
-            source.close()
+    was_unsound = torch.zeros((), dtype=torch.int64, device=distributed.device())
+    previous: StepBatches | None = None
+    with contextlib.closing(_windows(session, progress, until)) as source:
+        if progress.owes_evaluation and not pay_evaluation(session, progress):
             return False
-        _keep(session, progress)
+        for window in source:
+            due = session.cadence.due(window.step + 1, steps)
+            lr = _learning_rate(session, progress, window.step)
+            with session.meter.stepping():
+                step = train_step(
+                    session,
+                    window,
+                    lr=lr,
+                    bad=was_unsound,
+                    watch=session.log_gradients and due.log,
+                    progress=progress,
+                )
+            _count(session, progress, step, window)
+            if step.diverged:  # the verdict on a step comes with the counts of the next one
+                raise _diverged("loss or gradient norm", math.nan, progress.step - 1, previous)
+            was_unsound, previous = (~step.is_sound).long(), window
+            _treat_left_out(session, progress, step, window)
+            saves = step.stop or due.save
+            session.report(Moved(progress.step, is_stepping=not (due.evaluation or saves)))
+            if due.log or due.evaluation or saves or progress.step == 1:
+                loss = _sound_loss(session, step, progress, window)
+                if due.log:
+                    _log(session, progress, step, loss, lr)
+                elif progress.step == 1:
+                    session.run.say(1, loss=loss, lr=lr)
+            progress.owes_evaluation = due.evaluation
+            if saves:
+                session.save(progress)
+            if due.evaluation and not evaluate_and_keep_best(session, progress, is_saved=saves):
+                return False
+            if step.stop and progress.step < steps:
+                return False
+            session.after_step(session.engine, progress)
     return True
 
 
-def _keep(session: Session, progress: Progress) -> None:
-    """The end of a step, for a run that survives its ranks: what they would go on from."""
-    if session.mirror is not None:
-        session.mirror.keep(session.engine, progress, session.chain)
-        lifeline.moved(progress.step, is_stepping=progress.step < session.cfg.train.steps)
+def _windows(
+    session: Session, progress: Progress, until: int | None
+) -> Generator[StepBatches, None, None]:
+    """The rows of every step that is left."""
+    train = session.cfg.train
+    return windows(
+        session.train,
+        session.task,
+        session.sharding,
+        seed=train.seed,
+        start_step=progress.step,
+        stop_step=min(train.steps, until or train.steps),
+        is_shuffled=train.order == "shuffled",
+    )
+
+
+def _learning_rate(session: Session, progress: Progress, step: int) -> float:
+    """The learning rate of the step behind `step` others."""
+    factor = schedule.factor(session.cfg.schedule, step, session.cfg.train.steps)
+    return session.cfg.optim.lr * factor * progress.plateau.factor
+
+
+def _count(session: Session, progress: Progress, step: Step, window: StepBatches) -> None:
+    """Add a step to the progress, the speed and the chain of proofs."""
+    progress.step = window.step + 1
+    progress.units += 0 if step.trouble else step.units
+    session.meter.add(step.units)
+    norm = math.nan if step.trouble else session.engine.norm()
+    session.chain.add(progress.step, window.rows, step.loss, norm)
+    session.run.move(progress.step)
 
 
 def train_step(
@@ -217,16 +143,16 @@ def train_step(
     flag and the previous loss's verdict ride in the same all-reduce, so that all ranks act on them
     at the same step.
     """
-    engine, device = session.engine, distributed.device()
-    asked = numbers_on_device([int(window.units), int(session.preemption.requested), 0])
-    asked[2] = bad
-    counts = distributed.total(asked)
+    engine, number = session.engine, window.step + 1
+    own_counts = numbers_on_device([int(window.units), int(session.preemption.requested), 0])
+    own_counts[2] = bad
+    counts = distributed.total(own_counts)
     host = HostCopy(counts)
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    if window.step + 1 in session.left_out:
+    loss = torch.zeros((), dtype=torch.float64, device=distributed.device())
+    if number in session.left_out:
         units, stop, diverged = host.read()
-        again = Trouble(session.left_out[window.step + 1], math.nan, is_rolled_back=True)
-        return Step(loss, units, stop > 0, diverged > 0, torch.isfinite(loss), again)
+        trouble = Trouble(session.left_out[number], math.nan, is_rolled_back=True)
+        return Step(loss, units, stop > 0, diverged > 0, torch.isfinite(loss), trouble)
     with name_batch_when_out_of_memory(window.batches):
         for summed in session.task.losses(engine.model, OnDevice(window.batches)):
             mean = summed / counts[0]
@@ -235,20 +161,21 @@ def train_step(
     trouble = None
     if session.is_judged:
         assert progress is not None, "a loss is judged by those before"
-        trouble = progress.bad.judge(float(distributed.total(loss)), session.cfg.train)
+        total = float(distributed.total(loss))
+        _refuse_without_units(host.read()[0], number, window)
+        trouble = progress.bad.judge(total, session.cfg.train)
     if trouble:
         engine.leave_out()
     else:
         with session.meter.updating():
-            engine.step(
-                lr, (lambda named: session.run.gradients(window.step + 1, named)) if watch else None
-            )
+            engine.step(lr, (lambda norms: session.run.gradients(number, norms)) if watch else None)
         if session.is_judged and engine.step_was_skipped() and engine.loss_scale() is None:
             trouble = Trouble("gradient", math.nan)
     is_sound = torch.isfinite(loss)
     if not engine.step_was_skipped():
         is_sound = is_sound & engine.has_finite_gradient()
     units, stop, diverged = host.read()
+    _refuse_without_units(units, number, window)
     return Step(
         loss,
         units,
@@ -259,121 +186,22 @@ def train_step(
     )
 
 
-def refuse_unknown_best(session: Session) -> None:
-    """ConfigError, before the first step, when no evaluation will give the metric train.best. Every
-    rank calls it.
-
-    The first rows are evaluated; all of them where that does not show the metric, for some metrics
-    are named after what is in the rows. Nothing is logged, and random state stays.
-    """
-    best, task, valid = session.cfg.train.best, session.task, session.valid
-    if best in (None, "valid/loss"):
-        return
-    batch = session.cfg.train.eval_batch or session.cfg.train.micro_batch
-    names: set[str] = set()
-    for count in (min(batch, len(valid)), len(valid)):
-        with session.meter.paused():
-            scores = evaluate(session.engine, task, valid, batch=batch, num_rows=count)
-            asked = session.questions[:count]
-            if asked and isinstance(task, Answers):
-                scores |= answer(session.engine, task, valid, asked, batch=batch)[0]
-        names |= {f"valid/{name}" for name in scores}
-        if best in names:
-            return
-    raise ConfigError(f"train.best={best!r}: no such metric. {nearest(str(best), sorted(names))}")
-
-
-def _evaluated(session: Session, progress: Progress, *, is_saved: bool) -> bool:
-    """Evaluate a step that owes it, and save the best so far. False when a signal ended the
-    evaluation: a checkpoint that owes it is there, and a resumed run begins with it.
-
-    is_saved: there is a checkpoint of this step, which a run that ends here goes on from.
-    """
-    try:
-        with session.meter.paused():
-            improved = _is_best(session, progress, _evaluate(session, progress.step))
-    except Stopped:
-        if not is_saved:
-            session.save(progress)
-        return False
-    progress.owes_evaluation = False
-    if improved and not is_saved:
-        session.save(progress)
-    return True
-
-
-def _pays_evaluation(session: Session, progress: Progress) -> bool:
-    """What _evaluated does, of a step that an earlier attempt saved: if it went on to log the
-    scores, they are taken.
-    """
-    known = distributed.on_main(lambda: session.run.scored(progress.step))
-    if known is None:
-        return _evaluated(session, progress, is_saved=True)
-    if session.cfg.train.best is not None:
-        known.setdefault(session.cfg.train.best, math.nan)  # what is not finite is not logged
-    with session.meter.paused():
-        _is_best(session, progress, known)
-    progress.owes_evaluation = False
-    return True
-
-
-def _stop_if_asked(session: Session) -> None:
-    """Raise Stopped on all ranks when one of them was asked to stop. A collective."""
-    if int(distributed.total(torch.tensor(int(session.preemption.requested)))):
-        raise Stopped
-
-
-def _evaluate(session: Session, step: int) -> dict[str, float]:
-    """Score the validation split and log it."""
-    scores = _scores(session, step)
-    named = {f"valid/{name}": value for name, value in scores.items()}
-    session.run.log(step, **named)
-    session.run.score(step, **named)
-    return named
-
-
-def _is_best(session: Session, progress: Progress, named: Mapping[str, float]) -> bool:
-    """True when these scores are the best so far, which then becomes best/. A collective."""
-    train = session.cfg.train
-    if "valid/loss" in named:
-        progress.plateau.update(named["valid/loss"], session.cfg.schedule)
-    if train.best is None:
-        return False
-    if train.best not in named:
-        raise ConfigError(
-            f"train.best={train.best!r}: no such metric. {nearest(train.best, sorted(named))}"
+def _refuse_without_units(units: int, step: int, window: StepBatches) -> None:
+    """DataError when the loss of a step is over nothing, on all ranks together."""
+    if units == 0:
+        raise DataError(
+            f"step {step}: no row of its global batch has a label left ({_first_rows(window)}).\n"
+            "The loss is a mean over labels, and there are none. Raise the limit that cuts them "
+            "off (`python -m trainer stats` counts what limits cut), take such rows out, or use a "
+            "larger train.global_batch."
         )
-    value = named[train.best]
-    if math.isnan(value):
-        return False
-    if progress.best is not None and (
-        value >= progress.best if train.best_is == "min" else value <= progress.best
-    ):
-        return False
-    progress.best, progress.best_step = value, progress.step
-    session.export_best()
-    return True
 
 
-def _scores(session: Session, step: int) -> dict[str, float]:
-    """All metrics of the validation split; answers, if asked for, are also written down."""
-    engine, task, valid, train = session.engine, session.task, session.valid, session.cfg.train
-    batch = train.eval_batch or train.micro_batch
-    stop = functools.partial(_stop_if_asked, session)
-    scores = evaluate(engine, task, valid, batch=batch, stop=stop)
-    if session.questions:
-        assert isinstance(task, Answers), "first_questions() refuses a task that cannot answer"
-        of_answers, answers = answer(engine, task, valid, session.questions, batch=batch, stop=stop)
-        shown = zip(session.questions, answers[:SHOWN_ANSWERS], strict=False)
-        session.run.answers(
-            step,
-            [
-                {"question": row["question"], "prediction": texts[0], "references": row["answers"]}
-                for row, texts in shown
-            ],
-        )
-        scores |= of_answers
-    return scores
+def _treat_left_out(session: Session, progress: Progress, step: Step, window: StepBatches) -> None:
+    if step.trouble:
+        _treat(session, progress, step.trouble, window)
+    else:
+        _count_skipped(session, progress, window)
 
 
 def _treat(session: Session, progress: Progress, trouble: Trouble, window: StepBatches) -> None:
@@ -433,9 +261,10 @@ def _log(session: Session, progress: Progress, step: Step, loss: float, lr: floa
     session.run.log(progress.step, **scalars, **session.meter.read(session.task.unit))
 
 
-def _diverged(what: str, value: float, step: int, window: StepBatches) -> DivergedError:
+def _diverged(what: str, value: float, step: int, window: StepBatches | None) -> DivergedError:
+    rows = "its rows are not known" if window is None else _first_rows(window)
     return DivergedError(
-        f"{what} is {value} at step {step} ({_first_rows(window)}).\n"
+        f"{what} is {value} at step {step} ({rows}).\n"
         "The last good checkpoint is kept. Look at these rows; lower optim.lr, lengthen the "
         "warm-up, or clip harder (optim.clip)."
     )
@@ -444,7 +273,3 @@ def _diverged(what: str, value: float, step: int, window: StepBatches) -> Diverg
 def _first_rows(window: StepBatches) -> str:
     first = (str(int(row)) for rows in window.rows for row in rows[:4])
     return f"this rank's rows of that window begin with {', '.join(first)}"
-
-
-def _due(step: int, every: int, last: int) -> bool:
-    return step % every == 0 or step == last

@@ -15,7 +15,6 @@ from trainer.config.schema import Experiment
 from trainer.data.order import Sharding, Sizes, padding_share
 from trainer.errors import DataError
 from trainer.files.atomic import read_json
-from trainer.plan.time.target import target_of
 
 if TYPE_CHECKING:
     from trainer.training.options import Options
@@ -87,7 +86,7 @@ def plan(
 
 
 def _check_places(options: Options) -> None:
-    """DataError or ConfigError for flags that name what is not there."""
+    """DataError for a --data_path that is not there."""
     data = options.data_path
     if data is not None and not data.is_dir():
         problem = f"there is no such folder (from {Path.cwd()}). Give the folder of the data."
@@ -96,8 +95,6 @@ def _check_places(options: Options) -> None:
                 f"it is a file, and its folder is wanted, which holds every split: {data.parent}."
             )
         raise DataError(f"--data_path {data}: {problem}")
-    if options.device is not None:
-        target_of(options.device, world=None)
 
 
 def say_padding(plan: RunPlan, sizes: Sizes) -> None:

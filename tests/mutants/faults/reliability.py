@@ -120,7 +120,7 @@ FAULTS = [
         tests=FIT,
     ),
     Fault(
-        LOOP,
+        "trainer/training/session.py",
         '"bad": self.bad.state()',
         '"bad": {}',
         why="a resumed run has forgotten the losses that a spike is told by",
@@ -135,8 +135,8 @@ FAULTS = [
     ),
     Fault(
         LOOP,
-        "if window.step + 1 in session.left_out:",
-        "if window.step in session.left_out:",
+        "if number in session.left_out:",
+        "if number - 1 in session.left_out:",
         why="a rollback leaves out the window behind the bad one",
         tests=ROLLED,
     ),
@@ -162,7 +162,7 @@ FAULTS = [
         tests=VERIFY,
     ),
     Fault(
-        "trainer/training/run_folder.py",
+        "trainer/launch/run_folder.py",
         "    if problem and _is_resolved(plan):",
         "    if problem:",
         why="a torn dictionary is made again where nothing says that it was this one",

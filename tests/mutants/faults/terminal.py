@@ -9,8 +9,8 @@ UNCLEAR = "tests/runs/test_unclear_input.py"
 FAULTS = [
     Fault(
         "trainer/training/loop.py",
-        "        progress.owes_evaluation = evaluate_now",
-        "        progress.owes_evaluation = False",
+        "            progress.owes_evaluation = due.evaluation",
+        "            progress.owes_evaluation = False",
         why="an evaluation that Ctrl-C ended is never done: its scores are missing, and the rate differs",
         tests=SIGNALS,
     ),

@@ -49,7 +49,7 @@ _TURN = " [SEP] "  # between the turns of a conversation, as in TopiOCQA's own "
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedSource:
     """One set and where it is: a folder, or an id on the Hub."""
 
     name: Name
@@ -70,7 +70,7 @@ _FILES_OF_OTHERS = (
 )  # in the names of files that stand beside a set's own
 
 
-def sources_in(folder: Path | None, given: Mapping[str, str]) -> list[Source]:
+def sources_in(folder: Path | None, given: Mapping[str, str]) -> list[PublishedSource]:
     """The sets below a folder, in subfolders of their names, and those that are given by name and
     place.
 
@@ -87,7 +87,7 @@ def sources_in(folder: Path | None, given: Mapping[str, str]) -> list[Source]:
         elif folder is not None and (folder / name).is_dir():
             places[name] = folder / name
     found = [
-        Source(name, places[name], places.get(NQ_OPEN) if name == "nq" else None)
+        PublishedSource(name, places[name], places.get(NQ_OPEN) if name == "nq" else None)
         for name in NAMES
         if name in places
     ]
@@ -100,7 +100,7 @@ def sources_in(folder: Path | None, given: Mapping[str, str]) -> list[Source]:
 
 
 def rows(
-    sources: Iterable[Source], split: str, *, hotpotqa_shuffles: int = HOTPOTQA_SHUFFLES
+    sources: Iterable[PublishedSource], split: str, *, hotpotqa_shuffles: int = HOTPOTQA_SHUFFLES
 ) -> Iterator[Row]:
     """The rows of a split of some sets, one set after another."""
     for source in sources:
@@ -111,7 +111,7 @@ def rows(
         log.info("%s: %d rows of the %s split", source.name, count, split)
 
 
-def _rows_of(source: Source, split: str, shuffles: int) -> Iterator[Row]:
+def _rows_of(source: PublishedSource, split: str, shuffles: int) -> Iterator[Row]:
     if source.name == "hotpotqa":
         return _hotpotqa(source, split, shuffles if split == "train" else 0)
     if source.name == "topiocqa":
@@ -130,7 +130,7 @@ def _rows_of(source: Source, split: str, shuffles: int) -> Iterator[Row]:
     return found if source.only_questions is None else _asked_in(found, source.only_questions)
 
 
-def has_test(sources: Iterable[Source]) -> bool:
+def has_test(sources: Iterable[PublishedSource]) -> bool:
     """Whether one of the sets has a test split."""
     return any(source.name in _HAS_TEST for source in sources)
 
@@ -323,7 +323,7 @@ def _is_no_answer(answer: Any) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-def _hotpotqa(source: Source, split: str, shuffles: int) -> Iterator[Row]:
+def _hotpotqa(source: PublishedSource, split: str, shuffles: int) -> Iterator[Row]:
     """Ten passages each; those with a supporting sentence are useful.
 
     shuffles: copies of a row in other orders; 0: as given.
@@ -364,7 +364,7 @@ def _hotpotqa_id(record: PublishedRecord) -> str:
     return record.text("_id" if "_id" in record.values else "id")
 
 
-def _held_out(source: Source) -> set[str]:
+def _held_out(source: PublishedSource) -> set[str]:
     """The ids of the questions of train that are the valid split: as many as dev has, chosen by a
     hash.
     """
@@ -393,7 +393,7 @@ def _draw(name: str) -> bytes:
 # --------------------------------------------------------------------------------------------------
 
 
-def _topiocqa(source: Source, split: str) -> Iterator[Row]:
+def _topiocqa(source: PublishedSource, split: str) -> Iterator[Row]:
     """A turn of a conversation on its gold passage; the last conversations of train, as many as dev
     has, are valid.
     """

@@ -21,12 +21,13 @@ from trainer.files.atomic import refusals, write_json
 from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
-from trainer.training import checkpoint
+from trainer.telemetry.run_record import RunRecord
+from trainer.telemetry.trackers import named, tracked_runs
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
     from trainer.protocol.task import Task
-    from trainer.survival.mirror import Kept
+    from trainer.training.checkpoint import SavedState
     from trainer.training.engine import Engine
     from trainer.training.options import Options
     from trainer.training.run_plan import RunPlan
@@ -41,6 +42,23 @@ WRITTEN_AGAIN = (
     "data.json",
     "memory_plan.json",
 )
+
+
+def open_record(plan: RunPlan, options: Options) -> RunRecord:
+    """The record of a run: on the console, in its folder, in wandb and in other trackers."""
+    return RunRecord(
+        plan.folder,
+        total=plan.cfg.train.steps,
+        wandb=options.wandb(plan.values),
+        name=plan.name,
+        others=lambda: tracked_runs(
+            named(options.trackers),
+            plan.folder,
+            name=plan.name,
+            exp_id=plan.id,
+            values=plan.values,
+        ),
+    )
 
 
 @contextlib.contextmanager
@@ -176,7 +194,7 @@ def _check_dictionary(plan: RunPlan) -> None:
 
 
 def check_identity(
-    plan: RunPlan, task: Task, stores: dict[str, TokenStore], newest: Kept | Path | None
+    plan: RunPlan, task: Task, stores: dict[str, TokenStore], newest: SavedState | None
 ) -> dict[str, str]:
     """Data and base model must be those that the run began with; their digests. A collective.
 
@@ -218,12 +236,12 @@ def _is_of_earlier_version(task: Task, split: str, recorded: Any) -> bool:
     )
 
 
-def _beginning(path: Path, newest: Kept | Path | None) -> dict[str, Any] | None:
+def _beginning(path: Path, newest: SavedState | None) -> dict[str, Any] | None:
     """The digests that a run began with; None for one that begins now."""
     problem = _problem(path, _is_identity)
     if not problem:
         return _stored(path)["identity"] if path.exists() else None
-    identity = checkpoint.read_json(newest).get("identity") if isinstance(newest, Path) else None
+    identity = newest.state().get("identity") if newest is not None else None
     if not identity:
         raise ResumeError(f"{problem}; want which data and base the run began with.\n{MEND}")
     logger.warning("%s: it is made again from %s", problem, newest)

@@ -1,0 +1,52 @@
+"""The experiments of a group, one after another, on every rank or alone."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer.errors import EXIT_OK, EXIT_PREEMPTED
+from trainer.launch.run import run
+from trainer.runtime import distributed
+from trainer.runtime.distributed import on_main
+from trainer.runtime.preemption import Preemption
+from trainer.survival import mirror
+from trainer.training.run_plan import is_finished
+
+if TYPE_CHECKING:
+    from trainer.training.options import Options
+    from trainer.training.run_plan import RunPlan
+
+logger = logging.getLogger(__name__)
+
+
+def run_group(plans: Sequence[RunPlan], options: Options) -> int:
+    """Train every experiment in order, leaving out finished ones; stops at the first that does not
+    finish.
+
+    A signal between two experiments counts as well. Returns the exit code of the last one that ran.
+    """
+    preemption = Preemption()
+    try:
+        return run_each(plans, options, preemption)
+    finally:
+        preemption.close()
+
+
+def run_each(plans: Sequence[RunPlan], options: Options, preemption: Preemption) -> int:
+    """As run_group, with somebody else's look-out for signals."""
+    for plan in plans:
+        if not options.resets(plan.id) and on_main(functools.partial(is_finished, plan)):
+            logger.info("%s is finished; -r 1 starts it over", plan.folder)
+            continue
+        is_in_memory = mirror.newest(options.memory, plan.id) is not None
+        if not is_in_memory and int(distributed.total(torch.tensor(int(preemption.requested)))):
+            return EXIT_PREEMPTED
+        code = run(plan, options, preemption)
+        if code != EXIT_OK:
+            return code
+    return EXIT_OK

@@ -1,0 +1,193 @@
+"""The memory plan of a run: made before its first step, enforced while it trains, and compared with
+what the allocator gave.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.errors import DoesNotFitError
+from trainer.files.atomic import read_json, write_json
+from trainer.launch import late
+from trainer.plan.memory import plan_text
+from trainer.plan.memory.advice import advise
+from trainer.plan.memory.measure import MeasuringError, measuring
+from trainer.plan.memory.plan import MemoryPlan, make
+from trainer.plan.time.target import target_of
+from trainer.protocol.task import DRAW, EPOCH
+from trainer.runtime import distributed, rng
+from trainer.runtime.batch import batch_of, name_batch_when_out_of_memory, to_device
+from trainer.training.engine import Engine, trainable
+
+if TYPE_CHECKING:
+    from trainer.launch.prepare import PreparedRun
+    from trainer.training.options import Options
+    from trainer.training.session import Session
+
+logger = logging.getLogger(__name__)
+
+FILE, TIME = "memory_plan.json", "time"  # the key of the run's predicted time in it
+
+
+def plan_before_start(run: PreparedRun, options: Options) -> dict[str, Any] | None:
+    """plan_memory() on rank 0, for all ranks. A collective."""
+    return distributed.on_main(lambda: plan_memory(run, options))
+
+
+@measuring()
+def plan_memory(run: PreparedRun, options: Options) -> dict[str, Any] | None:
+    """The plan as plain values, shown in one line and written into the run folder; None without a
+    device to plan for.
+
+    DoesNotFitError, with what would fit, unless --force is given. A step that cannot be measured is
+    reported, not refused.
+    """
+    world, file = run.plan.sharding.world, run.plan.folder / FILE
+    target = target_of(options.device, world=world)
+    device = target.device
+    if device is None:
+        logger.info(
+            "memory: not planned, for there is no GPU here; `python -m trainer plan --device "
+            "24GiB` plans"
+        )
+        return None
+    key, subject, cublas = run.key(device), run.subject(), device.cublas_nbytes
+    try:
+        measured, plan = None, _earlier(file, key)
+        if plan is None:
+            measured = make(subject, cublas=cublas)
+            plan = measured.plan
+        logger.info("%s", plan_text.summary(plan, device))
+        time = late.predicted(subject, target)
+        write_json(file, {"key": key, "plan": plan.plain(), TIME: time})
+        if not plan.fits(device, world) and not options.force:
+            measured = measured or make(subject, cublas=cublas)
+            advice = advise(subject, measured, device, cublas=cublas)
+            raise DoesNotFitError(plan_text.refusal(plan, advice, device, world=world))
+    except MeasuringError as error:
+        logger.warning("memory: not planned. %s", error)
+        return None
+    return plan.plain()
+
+
+def _earlier(path: Path, key: str) -> MemoryPlan | None:
+    """The plan of an earlier start of the same run."""
+    stored = read_json(path)
+    if stored is None or stored.get("key") != key:
+        return None
+    try:
+        return MemoryPlan.of(stored["plan"])
+    except (KeyError, TypeError, ValueError):  # not whole, or an older form: it is made again
+        return None
+
+
+@contextmanager
+def enforced(memory: dict[str, Any] | None, session: Session, run: PreparedRun) -> Iterator[None]:
+    """Around the steps of a run: the heaviest batches are tried first, and afterwards memory and
+    time are compared with their plan.
+
+    memory: from plan_memory(). An OutOfMemoryError inside becomes a DoesNotFitError that says where
+    memory went.
+    """
+    folder, engine = run.plan.folder, session.engine
+    plan = MemoryPlan.of(memory) if memory is not None else None
+    try:
+        if plan is not None:
+            rehearse(engine, run, plan.heaviest, plan.heaviest_evaluated)
+        elif run.plan.cfg.train.compile:
+            # equal runs compile for the same rows, wherever they begin: equal kernels, equal bits
+            first = list(range(run.plan.sharding.micro_batch))
+            rehearse(engine, run, first, first)
+        yield
+        late.tell(session.meter, session.run)
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(plan, engine, folder, error) from error
+    if plan is not None:
+        compare(plan, folder)
+
+
+def rehearse(
+    engine: Engine, run: PreparedRun, trained_rows: Sequence[int], evaluated_rows: Sequence[int]
+) -> None:
+    """Run a micro-batch and an evaluation batch of these rows before step 1: now is the time to
+    fail, and to compile.
+
+    Nothing that counts is changed: no optimizer step, gradients that no weight keeps, random state
+    put back. Every rank calls it, for a forward may be a collective.
+    """
+    state = rng.capture()
+    engine.train()
+    task, train, valid = run.task, run.stores["train"], run.stores["valid"]
+    rows = [
+        {
+            **train[row % len(train)],
+            DRAW: np.zeros(1, dtype=np.int64),
+            EPOCH: np.zeros(1, dtype=np.int64),
+        }
+        for row in trained_rows
+    ]
+    module = engine.model.module
+    weights = list(trainable(module).values())
+    trained = task.collate(rows)
+    with name_batch_when_out_of_memory([trained]):
+        for loss in task.losses(module, [to_device(trained)]):
+            with _dropped(weights):
+                # not backward(): DeepSpeed's hooks would add what it gives to the first step's
+                # gradient
+                torch.autograd.grad(loss, weights, allow_unused=True)
+            del loss
+    engine.eval()
+    evaluated = task.collate([valid[row % len(valid)] for row in evaluated_rows])
+    with torch.no_grad(), name_batch_when_out_of_memory([evaluated]):
+        task.scores(engine.model, to_device(evaluated))
+    engine.train()
+    rng.restore(state)
+
+
+@contextmanager
+def _dropped(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, autograd.grad keeps no gradient of these: all of them at once are as large as the
+    model, and from ZeRO-2 on no step holds them.
+    """
+    hooks = [
+        weight.register_hook(lambda gradient: gradient.new_zeros(()).expand_as(gradient))
+        for weight in weights
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def compare(plan: MemoryPlan, folder: Path) -> None:
+    """Say and keep what was planned and what came, on a GPU."""
+    if not torch.cuda.is_available():
+        return
+    planned, measured = plan.peak.peak.total, torch.cuda.max_memory_allocated()
+    logger.info("%s", plan_text.compared(planned, measured))
+    if distributed.is_main() and (path := folder / FILE).is_file():
+        write_json(path, json.loads(path.read_text()) | {"measured": measured})
+
+
+def out_of_memory(
+    plan: MemoryPlan | None, engine: Engine, folder: Path, error: torch.OutOfMemoryError
+) -> DoesNotFitError:
+    """The page on an OutOfMemoryError, which is also written into the run folder."""
+    held = engine.held_bytes()
+    taken = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else sum(held.values())
+    text = plan_text.out_of_memory(
+        plan, held | {"rest": taken - sum(held.values())}, batch_of(error), str(error)
+    )
+    if distributed.is_main():
+        (folder / "out_of_memory.txt").write_text(text + "\n")
+    return DoesNotFitError(text)

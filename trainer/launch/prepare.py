@@ -1,0 +1,152 @@
+"""Chosen -> PreparedRun: the task of a run, its rows as tokens, and the state it goes on from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer import tasks
+from trainer.config.identity import digest
+from trainer.data.content import Content, content_of
+from trainer.data.order import sizes_of
+from trainer.data.token_store import TokenStore, store_of
+from trainer.launch import preflight
+from trainer.launch.run_folder import check_hub, check_identity
+from trainer.plan.memory.advice import RECOMPUTED
+from trainer.plan.memory.measure import changed
+from trainer.plan.memory.planned_rows import StoredRows
+from trainer.plan.memory.subject import Subject
+from trainer.runtime import distributed, rng
+from trainer.runtime.distributed import on_main
+from trainer.statistics.opening import opening_line
+from trainer.survival import mirror
+from trainer.training import checkpoint
+from trainer.training.run_plan import say_padding
+from trainer.training.scoring import first_questions
+
+if TYPE_CHECKING:
+    from trainer.launch.choose import Chosen
+    from trainer.protocol.task import Places, Row, Task
+    from trainer.runtime.gpus import Device
+    from trainer.training.checkpoint import SavedState
+    from trainer.training.options import Options
+    from trainer.training.run_plan import RunPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run whose rows are encoded. No weight is loaded yet."""
+
+    plan: RunPlan
+    task: Task
+    stores: dict[str, TokenStore]  # by split: train, valid
+    places: Places
+    questions: Sequence[Row] = ()  # validation rows that each evaluation answers by generation
+    identity: Mapping[str, str] = field(default_factory=dict[str, str])  # digests: base, splits
+    newest: SavedState | None = None  # what the run goes on from
+
+    @property
+    def zero_stage(self) -> int:
+        return self.plan.ds["zero_optimization"]["stage"]
+
+    def subject(self) -> Subject:
+        """What the plan of memory and time is about."""
+        plan = self.plan
+        rows = {split: StoredRows(store, self.task, split) for split, store in self.stores.items()}
+        return Subject(
+            changed(plan.values, RECOMPUTED, plan.cfg.train.gradient_checkpointing),
+            plan.cfg,
+            plan.ds,
+            plan.sharding,
+            self.task,
+            self.places,
+            rows["train"],
+            rows["valid"],
+            bool(self.questions),
+        )
+
+    def key(self, target: Device) -> str:
+        """Names everything that a memory plan for this device depends on."""
+        plan, train = self.plan, self.plan.cfg.train
+        digests = {split: store.digest for split, store in self.stores.items()}
+        versions = {"torch": version("torch"), "transformers": version("transformers")}
+        shards = [plan.sharding.world, plan.sharding.micro_batch, bool(self.questions)]
+        shards += [train.frozen, train.gradient_checkpointing]
+        return digest(
+            {"values": plan.values, "ds": plan.ds, "shards": shards, "device": target.name}
+            | digests
+            | versions
+        )
+
+
+def prepare(chosen: Chosen, options: Options, lap: Callable[[str], None]) -> PreparedRun:
+    """Load the task, encode the rows once, and find the state that the run goes on from. Everything
+    that can be refused without a weight is refused here. A collective.
+
+    lap: told the name of each part of the start as it ends.
+    """
+    plan, cfg = chosen.plan, chosen.plan.cfg
+    lap("imports")
+    if options.push_to_hub:
+        on_main(check_hub)
+    rng.seed_everything(cfg.train.seed, distributed.rank())
+    task = tasks.load(cfg, options.places)
+    on_main(lambda: preflight.refuse_early(plan, options, task))
+    questions = first_questions(task, cfg.train.answers or options.extra_evals)
+    stores = open_stores(task, options, chosen.content or _shared_content(task, options.cache_dir))
+    distributed.wait_for_all()
+    distributed.make_side_group()  # here: a rank that dies while the group is made is noticed late
+    lap("rows")
+    newest = newest_state(plan, options)
+    identity = check_identity(plan, task, stores, newest)
+    say_padding(plan, sizes_of(stores["train"], task))
+    for split in ("train", "valid"):
+        logger.info("%s", opening_line(stores[split]))
+    on_main(lambda: preflight.refuse_rows(task, stores, most_lost=cfg.train.max_lost_labels))
+    return PreparedRun(plan, task, stores, options.places, questions, identity, newest)
+
+
+def newest_state(plan: RunPlan, options: Options) -> SavedState | None:
+    """What ranks have kept in memory, else the newest good checkpoint. A collective."""
+    in_memory = mirror.newest(options.memory, plan.id)
+    if in_memory is not None:
+        return in_memory
+    folder = checkpoint.resume_point(plan.checkpoints)
+    return None if folder is None else checkpoint.Checkpoint(folder)
+
+
+def contents(task: Task, cache_dir: Path) -> dict[str, Content]:
+    """{split: (digest, number of rows)}. The smaller split comes first, so that what is wrong with
+    its rows is said before the other one is encoded.
+    """
+    return {split: content_of(task, split, cache_dir) for split in ("valid", "train")}
+
+
+def open_stores(
+    task: Task, options: Options, content: Mapping[str, Content]
+) -> dict[str, TokenStore]:
+    """The token store of each split, encoded now if need be."""
+    return {
+        split: store_of(
+            task,
+            split,
+            options.cache_dir,
+            num_proc=options.num_proc,
+            content=content[split],
+        )
+        for split in ("valid", "train")
+    }
+
+
+def _shared_content(task: Task, cache_dir: Path) -> dict[str, Content]:
+    """contents(), read by rank 0 for all ranks. A collective."""
+    shared: dict[str, list[str | int]] = on_main(
+        lambda: {split: list(content) for split, content in contents(task, cache_dir).items()}
+    )
+    return {split: (str(name), int(count)) for split, (name, count) in shared.items()}

@@ -1,0 +1,222 @@
+"""PreparedRun -> ReadyRun: the engine in the state that a run goes on from, and the session."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import deepspeed_config
+from trainer.config.identity import digest
+from trainer.launch import late, memory, run_folder
+from trainer.models.frozen.freezing import trainable_report
+from trainer.models.fused import compile_blocks
+from trainer.runtime import distributed, rng
+from trainer.runtime.beside import Beside
+from trainer.runtime.deepspeed_optimizers import keep_frozen_whole
+from trainer.runtime.distributed import on_main
+from trainer.survival import lifeline, mirror
+from trainer.survival.mirror import Mirror
+from trainer.telemetry.chain import StepChain
+from trainer.telemetry.meter import Meter
+from trainer.training import bad_steps, checkpoint, engine
+from trainer.training.engine import Engine
+from trainer.training.schedule import DEFAULT_EVERY, log_interval
+from trainer.training.session import Cadence, Moved, Progress, Session
+
+if TYPE_CHECKING:
+    from trainer.config.schema import Train
+    from trainer.files.held_lock import HeldLock
+    from trainer.launch.prepare import PreparedRun
+    from trainer.runtime.preemption import Preemption
+    from trainer.telemetry.run_record import RunRecord
+    from trainer.training.checkpoint import SavedState
+    from trainer.training.options import Options
+    from trainer.training.run_plan import RunPlan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReadyRun:
+    """A run before its next step."""
+
+    session: Session
+    progress: Progress
+    export: Callable[[str], None]  # the present weights as a folder of this name; a collective
+    saves: Beside  # the checkpoint that is being written, if any
+    mirror: Mirror | None  # of a run that survives its ranks
+    checkpoints: Path
+
+    def tidy(self) -> None:
+        """Remove old checkpoints at the end of a run: one that was killed behind its last save has
+        not done so yet. Rank 0 alone.
+        """
+        best = {self.progress.best_step} - {0}
+        keep_last = self.session.cfg.train.keep_last
+        checkpoint.tidy(self.checkpoints, self.progress.step, keep_last, best)
+
+
+def start(
+    run: PreparedRun,
+    options: Options,
+    record: RunRecord,
+    preemption: Preemption,
+    lock: HeldLock,
+    memory_plan: Mapping[str, Any] | None,
+) -> ReadyRun:
+    """Build the engine, read the newest state into it, and put the session together. Nothing is
+    saved yet. A collective.
+
+    memory_plan: from memory.plan_memory, with the predicted time beside it.
+    """
+    plan, cfg = run.plan, run.plan.cfg
+    live, progress = _engine(run, record.startup.lap)
+    record.resume(progress.step, progress.bad.steps)
+    record.status("running", step=progress.step)
+    meter = Meter(record.goodput, counts_flops=not cfg.train.compile)
+    meter.prediction = late.of_plan(memory_plan, plan.folder / memory.FILE)
+    chain, saves = StepChain.of(progress.links), Beside()
+    own_mirror = mirror.of_this_rank(
+        options.memory, plan.id, live, step=progress.step, every=options.mirror_every
+    )
+
+    def save(progress: Progress) -> None:
+        with meter.paused("saving"):
+            on_main(lock.check)
+            progress.links = chain.links()
+            saves.start(snapshot(plan, live, progress, run.identity))
+            if not options.saves_behind:
+                saves.wait()
+
+    def export(name: str) -> None:
+        on_main(lock.check)
+        run_folder.export(plan, run.task, live, name)
+
+    def mirror_step(live: Engine, progress: Progress) -> None:
+        if own_mirror is not None:
+            own_mirror.keep(live, progress, chain)
+            lifeline.moved(progress.step, is_stepping=progress.step < cfg.train.steps)
+
+    session = Session(
+        cfg=cfg,
+        task=run.task,
+        engine=live,
+        train=run.stores["train"],
+        valid=run.stores["valid"],
+        sharding=plan.sharding,
+        cadence=_cadence(cfg.train, options),
+        run=record,
+        meter=meter,
+        preemption=preemption,
+        save=save,
+        export_best=lambda: export("best"),
+        log_gradients=options.wandb_log_gradients,
+        questions=run.questions,
+        chain=chain,
+        left_out=bad_steps.left_out(plan.folder),
+        roll_back=functools.partial(bad_steps.roll_back, plan.folder),
+        after_step=mirror_step,
+        report=_report,
+    )
+    return ReadyRun(session, progress, export, saves, own_mirror, plan.checkpoints)
+
+
+def _report(event: Moved) -> None:
+    lifeline.moved(event.step, is_stepping=event.is_stepping)
+
+
+def _engine(run: PreparedRun, lap: Callable[[str], None]) -> tuple[Engine, Progress]:
+    """The task's model under DeepSpeed, with the state that the run goes on from. A collective."""
+    plan, newest = run.plan, run.newest
+    ds = deepspeed_config.for_engine(plan.ds)
+    with engine.partitioned_loading(ds):
+        model = run.task.model()
+    if plan.cfg.train.compile:
+        logger.info("%d blocks are compiled", compile_blocks(model))
+    lap("model")
+    logger.info("run folder %s", plan.folder)
+    logger.info("%s", trainable_report(model))
+    if newest is not None:
+        engine.load_weights(model, newest.weights(engine.shapes(model)))
+    live = Engine(model, ds, plan.cfg.optim)
+    if plan.cfg.train.frozen == "replicate":
+        keep_frozen_whole(model)
+    lap("engine")
+    if newest is None:
+        return live, Progress()
+    progress = restore(live, newest, seed=plan.cfg.train.seed)
+    lifeline.tell("resumed", step=progress.step, source=str(newest))
+    lap("checkpoint")
+    return live, progress
+
+
+def restore(live: Engine, saved: SavedState, *, seed: int) -> Progress:
+    """Put the optimizer and the random state of a run back, and return its progress. A collective.
+
+    seed: of the run. On another number of ranks random state is drawn anew from it.
+    """
+    state = saved.state()
+    live.optimizer.restore(saved.optimizer(live.optimizer.shapes()), state["engine"])
+    if saved.world == distributed.world():
+        rng.restore(saved.random_state(distributed.rank()))
+    else:
+        text = "%s was saved by %d rank(s), this run has %d: the same batches, other dropout"
+        logger.warning(text, saved, saved.world, distributed.world())
+        rng.seed_everything(seed + state["progress"]["step"], distributed.rank())
+    progress = Progress.of(state["progress"])
+    logger.info("resumed from %s", saved)
+    return progress
+
+
+def _cadence(train: Train, options: Options) -> Cadence:
+    """What the dictionary says, else the flag --log_every, else a default. Lines are logged a
+    hundred times in a run, and never more than DEFAULT_EVERY steps apart.
+    """
+    log_every, otherwise = train.log_every or options.log_every, options.log_every or DEFAULT_EVERY
+    return Cadence(
+        log=log_every or log_interval(train.steps),
+        evaluate=train.eval_every or otherwise,
+        save=train.save_every or otherwise,
+        is_first_logged=log_every is None,
+    )
+
+
+def snapshot(
+    plan: RunPlan, live: Engine, progress: Progress, identity: Mapping[str, Any]
+) -> Callable[[], Path]:
+    """The present state as a checkpoint that another thread writes. This rank's own part of weights
+    and moments, 12 to 14 bytes / world of a trainable parameter, is copied by that thread, too.
+    What is returned is a collective.
+    """
+    weights, optimizer = live.own_tensors()
+    live.state_copy.of({**weights, **optimizer})
+    rest: dict[str, Any] = {
+        "step": progress.step,
+        "rng": rng.capture(),
+        "state": {
+            "progress": copy.deepcopy(progress.state()),
+            "engine": live.optimizer.scalars(),
+            "world": distributed.world(),
+            "digest": digest(plan.values),
+            "identity": identity,
+            "made_with": checkpoint.made_with(),
+        },
+        "keep_last": plan.cfg.train.keep_last,
+        "keep": {progress.best_step} - {0},
+    }
+
+    def write() -> Path:
+        tensors = live.state_copy.made()
+        return checkpoint.save(
+            plan.folder / "checkpoints",
+            weights={name: tensors[name] for name in weights},
+            optimizer={name: tensors[name] for name in optimizer},
+            **rest,
+        )
+
+    return write

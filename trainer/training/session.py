@@ -1,0 +1,131 @@
+"""What one run of the step loop works with, and what it remembers between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trainer.config.schema import Experiment
+from trainer.data.order import Sharding
+from trainer.telemetry.chain import StepChain
+from trainer.training.bad_steps import BadSteps, SkippedSteps, Trouble
+from trainer.training.schedule import Plateau
+
+if TYPE_CHECKING:
+    from trainer.data.token_store import TokenStore
+    from trainer.protocol.task import Row, Task
+    from trainer.runtime.preemption import Preemption
+    from trainer.telemetry.meter import Meter
+    from trainer.telemetry.run_record import RunRecord
+    from trainer.training.engine import Engine
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Every how many steps the loop logs, evaluates and saves."""
+
+    log: int
+    evaluate: int
+    save: int
+    is_first_logged: bool = False  # step 1 has a line in metrics.jsonl whatever `log` says
+
+    def due(self, step: int, last: int) -> Due:
+        """What follows step `step` (counted from 1) of a run of `last` steps."""
+
+        def is_due(every: int) -> bool:
+            return step % every == 0 or step == last
+
+        return Due(
+            log=is_due(self.log) or (step == 1 and self.is_first_logged),
+            evaluation=is_due(self.evaluate),
+            save=is_due(self.save),
+        )
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is to be done after one step."""
+
+    log: bool
+    evaluation: bool
+    save: bool
+
+    @property
+    def is_nothing(self) -> bool:
+        return not (self.log or self.evaluation or self.save)
+
+
+@dataclass
+class Progress:
+    """What the loop remembers between steps. Every checkpoint saves it."""
+
+    step: int = 0  # optimizer steps done
+    units: int = 0  # units trained on so far
+    best: float | None = None
+    best_step: int = 0
+    owes_evaluation: bool = False  # this step was saved before its evaluation was done
+    plateau: Plateau = field(default_factory=Plateau)
+    skipped: SkippedSteps = field(default_factory=SkippedSteps)
+    bad: BadSteps = field(default_factory=BadSteps)
+    links: list[str] = field(default_factory=list[str])  # of the chain, by rank (chain.py)
+
+    def state(self) -> dict[str, Any]:
+        own = {"plateau": self.plateau.state(), "skipped": self.skipped.state()}
+        return {**self.__dict__, **own, "bad": self.bad.state()}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Progress:
+        # older checkpoints have neither of these
+        skipped, bad = SkippedSteps(**state.get("skipped", {})), BadSteps(**state.get("bad", {}))
+        own = {"plateau": Plateau.of(state["plateau"]), "skipped": skipped, "bad": bad}
+        return cls(**{**state, **own})
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An event: `step` steps are done. is_stepping: the next thing is a step, not a save or an
+    evaluation, so that its length is known.
+    """
+
+    step: int
+    is_stepping: bool
+
+
+def ignore(event: Moved) -> None:
+    """Report to nobody."""
+
+
+def do_nothing(engine: Engine, progress: Progress) -> None:
+    """Follow a step with nothing."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything that one run of the loop needs."""
+
+    cfg: Experiment
+    task: Task
+    engine: Engine
+    train: TokenStore
+    valid: TokenStore
+    sharding: Sharding
+    cadence: Cadence
+    run: RunRecord
+    meter: Meter
+    preemption: Preemption
+    save: Callable[[Progress], None]  # a checkpoint of the present state; a collective
+    export_best: Callable[[], None]  # the present weights as best/; a collective
+    log_gradients: bool = False
+    # the first validation rows, answered by generation at each evaluation
+    questions: Sequence[Row] = ()
+    left_out: Mapping[int, str] = field(default_factory=dict[int, str])  # by rollbacks: step, why
+    chain: StepChain = field(default_factory=StepChain)  # what proves the steps, from here on
+    roll_back: Callable[[int, Trouble], None] | None = None  # leaves a window out; a collective
+    after_step: Callable[[Engine, Progress], None] = do_nothing  # the last thing of every step
+    report: Callable[[Moved], None] = ignore  # to whoever watches this rank
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the loss of every step is looked at before it updates anything."""
+        return self.cfg.train.on_bad_step != "stop" or self.cfg.train.spike_z is not None

@@ -1,0 +1,139 @@
+"""The validation split as the loop meets it: scored, logged, and the best weights so far kept."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from trainer.errors import ConfigError, nearest
+from trainer.protocol.abilities import Answers
+from trainer.runtime import distributed
+from trainer.runtime.preemption import Stopped
+from trainer.training.scoring import answer, evaluate
+
+if TYPE_CHECKING:
+    from trainer.training.session import Progress, Session
+
+SHOWN_ANSWERS = 20  # rows of the table of answers, as published
+
+
+def refuse_unknown_best(session: Session) -> None:
+    """ConfigError, before the first step, when no evaluation will give the metric train.best. Every
+    rank calls it.
+
+    The first rows are evaluated; all of them where that does not show the metric, for some metrics
+    are named after what is in the rows. Nothing is logged, and random state stays.
+    """
+    best, task, valid = session.cfg.train.best, session.task, session.valid
+    if best in (None, "valid/loss"):
+        return
+    batch = session.cfg.train.eval_batch or session.cfg.train.micro_batch
+    names: set[str] = set()
+    for count in (min(batch, len(valid)), len(valid)):
+        with session.meter.paused():
+            scores = evaluate(session.engine, task, valid, batch=batch, num_rows=count)
+            questions = session.questions[:count]
+            if questions and isinstance(task, Answers):
+                scores |= answer(session.engine, task, valid, questions, batch=batch)[0]
+        names |= {f"valid/{name}" for name in scores}
+        if best in names:
+            return
+    raise ConfigError(f"train.best={best!r}: no such metric. {nearest(str(best), sorted(names))}")
+
+
+def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bool) -> bool:
+    """Evaluate the present step, and save the weights if they are the best so far. False when a
+    signal ended the evaluation: a checkpoint then says that it is owed, and a resumed run begins
+    with it.
+
+    is_saved: a checkpoint of this step is there already.
+    """
+    try:
+        with session.meter.paused():
+            improved = _is_best(session, progress, _evaluate(session, progress.step))
+    except Stopped:
+        if not is_saved:
+            session.save(progress)
+        return False
+    progress.owes_evaluation = False
+    if improved and not is_saved:
+        session.save(progress)
+    return True
+
+
+def pay_evaluation(session: Session, progress: Progress) -> bool:
+    """Do what evaluate_and_keep_best does, for a step that an earlier attempt saved but did not
+    finish evaluating. Scores that the attempt has logged already are used.
+    """
+    scores = distributed.on_main(lambda: session.run.scored(progress.step))
+    if scores is None:
+        return evaluate_and_keep_best(session, progress, is_saved=True)
+    if session.cfg.train.best is not None:
+        scores.setdefault(session.cfg.train.best, math.nan)  # what is not finite is not logged
+    with session.meter.paused():
+        _is_best(session, progress, scores)
+    progress.owes_evaluation = False
+    return True
+
+
+def _stop_if_asked(session: Session) -> None:
+    """Raise Stopped on all ranks when one of them was asked to stop. A collective."""
+    if int(distributed.total(torch.tensor(int(session.preemption.requested)))):
+        raise Stopped
+
+
+def _evaluate(session: Session, step: int) -> dict[str, float]:
+    """Score the validation split and log it."""
+    scores = _scores(session, step)
+    metrics = {f"valid/{name}": value for name, value in scores.items()}
+    session.run.log(step, **metrics)
+    session.run.score(step, **metrics)
+    return metrics
+
+
+def _is_best(session: Session, progress: Progress, metrics: Mapping[str, float]) -> bool:
+    """True when these scores are the best so far, which then becomes best/. A collective."""
+    train = session.cfg.train
+    if "valid/loss" in metrics:
+        progress.plateau.update(metrics["valid/loss"], session.cfg.schedule)
+    if train.best is None:
+        return False
+    if train.best not in metrics:
+        raise ConfigError(
+            f"train.best={train.best!r}: no such metric. {nearest(train.best, sorted(metrics))}"
+        )
+    value = metrics[train.best]
+    if math.isnan(value):
+        return False
+    if progress.best is not None and (
+        value >= progress.best if train.best_is == "min" else value <= progress.best
+    ):
+        return False
+    progress.best, progress.best_step = value, progress.step
+    session.export_best()
+    return True
+
+
+def _scores(session: Session, step: int) -> dict[str, float]:
+    """All metrics of the validation split; answers, if asked for, are also written down."""
+    engine, task, valid, train = session.engine, session.task, session.valid, session.cfg.train
+    batch = train.eval_batch or train.micro_batch
+    stop = functools.partial(_stop_if_asked, session)
+    scores = evaluate(engine, task, valid, batch=batch, stop=stop)
+    if session.questions:
+        assert isinstance(task, Answers), "first_questions() refuses a task that cannot answer"
+        of_answers, answers = answer(engine, task, valid, session.questions, batch=batch, stop=stop)
+        pairs = zip(session.questions, answers[:SHOWN_ANSWERS], strict=False)
+        session.run.answers(
+            step,
+            [
+                {"question": row["question"], "prediction": texts[0], "references": row["answers"]}
+                for row, texts in pairs
+            ],
+        )
+        scores |= of_answers
+    return scores
