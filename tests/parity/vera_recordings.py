@@ -8,42 +8,87 @@ and grads_2rank.safetensors, where present, those of batches whose rows were spl
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel
 
+from tests.parity.recordings import Entry, digest, folders, once
 from trainer.tasks.vera.losses import Statements
 
-PROJECT = Path(__file__).resolve().parents[2]
-ROOT = Path(os.environ.get("LATHE_PARITY", PROJECT.parent / "shared" / "parity")) / "vera"
+SYSTEM = "vera"
 TEMPERATURE, COEFFICIENT = 0.05, 0.1
 DEFAULT = "mce+bce", 4  # the published program's loss function and contrastive type
 TERMS = ("loss", "scoring", "contrastive")
 
+T = TypeVar("T")
+
 # B groups, C columns, L tokens, D width, S statements
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A folder of recorded weights, batches and results."""
+
+    folder: Path
+
+    def tensors(self, name: str = "batches.safetensors") -> dict[str, Tensor]:
+        """A file of tensors; {} where it is absent."""
+        file = self.folder / name
+        return _load(file) if file.is_file() else {}
+
+    def json(self, name: str = "expected.json") -> dict[str, Any]:
+        """A JSON file; {} where it is absent."""
+        file = self.folder / name
+        return json.loads(file.read_text()) if file.is_file() else {}
+
+    def batches(self) -> list[Batch]:
+        names = [name for name in self.tensors() if name.endswith(".logits")]
+        return [Batch(self, name.removesuffix(".logits")) for name in sorted(names)]
+
+    @property
+    def weights(self) -> list[Path]:
+        return [self.folder / name for name in ("state_dict.safetensors", "t5-tiny/config.json")]
+
+
+@cache
+def _load(file: Path) -> dict[str, Tensor]:
+    return load_file(file)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A recorded batch by its name."""
+
+    recording: Recording
+    name: str
+
+    def __getitem__(self, part: str) -> Tensor:
+        return self.recording.tensors()[f"{self.name}.{part}"]
+
+    def rows(self, part: str, rows: Sequence[int] | None) -> Tensor:
+        """Some rows of a part, or all of them."""
+        return self[part] if rows is None else self[part][list(rows)]
 
 
 @dataclass(frozen=True)
 class Loss:
     """A batch, a loss function and a contrastive type, and what is recorded of them."""
 
-    batch: str
+    batch: Batch
     loss_fn: Any
     contrastive_type: Any
     recorded: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        return f"{self.batch}|{self.loss_fn}|ctr{self.contrastive_type}"
+        return f"{self.batch.name}|{self.loss_fn}|ctr{self.contrastive_type}"
 
 
 @dataclass(frozen=True)
@@ -51,67 +96,85 @@ class Split:
     """A batch whose rows were split over processes, and what is recorded of it."""
 
     name: str
-    batch: str
+    batch: Batch
     rows: Sequence[Sequence[int]]  # by rank
     recorded: Mapping[
         str, Any
     ]  # of TERMS: a list by rank, or the mean over ranks; "grad_norm": the averaged gradient's
 
 
-@cache
-def tensors() -> dict[str, Tensor]:
-    return _load("batches.safetensors")
+def recordings() -> list[Recording]:
+    return [Recording(folder) for folder in folders(SYSTEM)]
+
+
+def batches() -> list[Entry[Batch]]:
+    """Every batch, as far as its numbers are compared without the weights."""
+    return once(_entry(batch, batch, batch.name) for own in recordings() for batch in own.batches())
+
+
+def batches_with_weights() -> list[Entry[Batch]]:
+    return once(
+        _entry(batch, batch, batch.name, *own.weights)
+        for own in recordings()
+        for batch in own.batches()
+    )
+
+
+def losses() -> list[Entry[Loss]]:
+    return once(
+        _entry(loss, loss.batch, loss.name, loss.recorded)
+        for own in recordings()
+        for loss in _losses(own, "terms")
+    )
+
+
+def gradient_norms() -> list[Entry[Loss]]:
+    return once(
+        _entry(loss, loss.batch, loss.name, loss.recorded, *own.weights)
+        for own in recordings()
+        for loss in _losses(own, "grad_norms")
+    )
+
+
+def _losses(own: Recording, block: str) -> list[Loss]:
+    return [loss_named(own, name, values) for name, values in own.json().get(block, {}).items()]
+
+
+def gradients() -> list[Entry[Loss]]:
+    """The batches whose gradients of the default loss are recorded, as {parameter: gradient}."""
+    found: list[Entry[Loss]] = []
+    for own in recordings():
+        by_batch: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in own.tensors().items():
+            batch, mark, parameter = name.partition(".grad.")
+            if mark:
+                by_batch.setdefault(batch, {})[parameter] = tensor
+        for batch, recorded in sorted(by_batch.items()):
+            loss = Loss(Batch(own, batch), *DEFAULT, recorded)
+            files = [own.folder / "batches.safetensors", *own.weights]
+            found.append(_entry(loss, loss.batch, loss.name, *files))
+    return once(found)
 
 
 @cache
-def expected() -> dict[str, Any]:
-    file = ROOT / "expected.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
+def _numbers(batch: Batch) -> str:
+    """The digest of all that is recorded of a batch, but no gradients."""
+    found: list[Any] = []
+    for name, tensor in sorted(batch.recording.tensors().items()):
+        if name.startswith(f"{batch.name}.") and ".grad." not in name:
+            found += [name, tensor.tolist()]
+    return digest(found)
 
 
-def batches() -> list[str]:
-    return sorted(name.removesuffix(".logits") for name in tensors() if name.endswith(".logits"))
+def _entry(case: T, batch: Batch, name: str, *made_of: Any) -> Entry[T]:
+    """The entry of a case that is made of the batch's numbers and of these files and values."""
+    return Entry(case, name, batch.recording.folder, digest(_numbers(batch), *made_of))
 
 
-def losses() -> list[Loss]:
-    return [loss_named(name, values) for name, values in expected().get("terms", {}).items()]
-
-
-def gradient_norms() -> list[Loss]:
-    return [loss_named(name, values) for name, values in expected().get("grad_norms", {}).items()]
-
-
-def gradients() -> list[Loss]:
-    """The batches whose gradients of the default loss are recorded in full, as {parameter:
-    gradient}.
-    """
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in tensors().items():
-        batch, mark, parameter = name.partition(".grad.")
-        if mark:
-            found.setdefault(batch, {})[parameter] = tensor
-    return [Loss(batch, *DEFAULT, recorded) for batch, recorded in sorted(found.items())]
-
-
-def loss_named(name: str, recorded: Mapping[str, Any]) -> Loss:
+def loss_named(own: Recording, name: str, recorded: Mapping[str, Any]) -> Loss:
     """The loss that "BATCH|LOSS_FN|ctrTYPE" stands for."""
     batch, loss_fn, contrastive = name.split("|")
-    return Loss(batch, loss_fn, int(contrastive.removeprefix("ctr")), recorded)
-
-
-def _load(name: str) -> dict[str, Tensor]:
-    file = ROOT / name
-    return load_file(file) if file.is_file() else {}
-
-
-def cases(found: Sequence[Any], what: str) -> list[Any]:
-    """Parameters for pytest: the cases, or one that skips and says what is absent."""
-    if found:
-        return [
-            pytest.param(case, id=case if isinstance(case, str) else case.name) for case in found
-        ]
-    reason = f"no {what} in $LATHE_PARITY/vera (default ../shared/parity)"
-    return [pytest.param(None, id="absent", marks=pytest.mark.skip(reason=reason))]
+    return Loss(Batch(own, batch), loss_fn, int(contrastive.removeprefix("ctr")), recorded)
 
 
 # Statements
@@ -121,20 +184,21 @@ def cases(found: Sequence[Any], what: str) -> list[Any]:
 class Verifier(nn.Module):
     """A stock T5 encoder and a head, with the recorded weights under the recorded names."""
 
-    def __init__(self) -> None:
+    def __init__(self, recording: Recording) -> None:
         super().__init__()
-        weights = _load("state_dict.safetensors")
-        self.model: Any = T5EncoderModel(T5Config.from_pretrained(ROOT / "t5-tiny"))
+        weights = recording.tensors("state_dict.safetensors")
+        config = T5Config.from_pretrained(recording.folder / "t5-tiny")
+        self.model: Any = T5EncoderModel(config)
         self.linear = nn.Linear(self.model.config.d_model, 1)
         missing, unexpected = self.load_state_dict(weights, strict=False)
         assert (missing, unexpected) == (["model.encoder.embed_tokens.weight"], [])
         assert self.model.encoder.embed_tokens.weight is self.model.shared.weight
 
-    def statements(self, batch: str, rows: Sequence[int] | None = None) -> Statements:
+    def statements(self, batch: Batch, rows: Sequence[int] | None = None) -> Statements:
         """The statements of some rows of a recorded batch, run through the model."""
         structure = recorded_statements(batch, rows)
         ids_BCL, mask_BCL = (
-            _of(batch, f"sourcess_{part}", rows) for part in ("input_ids", "attention_mask")
+            batch.rows(f"sourcess_{part}", rows) for part in ("input_ids", "attention_mask")
         )
         ids_SL, mask_SL = (
             part[structure.group_S, structure.column_S] for part in (ids_BCL, mask_BCL)
@@ -151,42 +215,40 @@ class Verifier(nn.Module):
         )
 
 
-def recorded_statements(batch: str, rows: Sequence[int] | None = None) -> Statements:
+def recorded_statements(batch: Batch, rows: Sequence[int] | None = None) -> Statements:
     """The statements of some rows of a recorded batch, with the recorded logits and states."""
-    group_S, column_S = _of(batch, "mask", rows).nonzero(as_tuple=True)
-    has_gold_B = _of(batch, "first_is_corrects", rows).bool()
+    group_S, column_S = batch.rows("mask", rows).nonzero(as_tuple=True)
+    has_gold_B = batch.rows("first_is_corrects", rows).bool()
     return Statements(
-        _of(batch, "logits", rows)[group_S, column_S],
-        _of(batch, "hidden", rows)[group_S, column_S],
+        batch.rows("logits", rows)[group_S, column_S],
+        batch.rows("hidden", rows)[group_S, column_S],
         group_S,
         column_S,
         has_gold_B[group_S] & (column_S == 0),
-        _of(batch, "is_mcs", rows).bool(),
+        batch.rows("is_mcs", rows).bool(),
     )
-
-
-def _of(batch: str, what: str, rows: Sequence[int] | None) -> Tensor:
-    tensor = tensors()[f"{batch}.{what}"]
-    return tensor if rows is None else tensor[list(rows)]
 
 
 # Rows split over processes
 # ------------------------------------------------------------------------------------------
 
 
-def splits() -> list[Split]:
+def splits() -> list[Entry[Split]]:
     """Every object of expected_2rank.json that lists rows: by rank, or in one object for
     each rank.
     """
-    file = ROOT / "expected_2rank.json"
-    if not file.is_file():
-        return []
-    found = list(_splits(json.loads(file.read_text()), ()))
-    assert found, f"{file} lists no rows in a way that is understood here: {file.read_text()[:300]}"
-    return found
+    found: list[Entry[Split]] = []
+    for own in recordings():
+        file = own.folder / "expected_2rank.json"
+        if file.is_file():
+            every = list(_splits(own, own.json(file.name), ()))
+            assert every, f"{file} lists no rows in a way that is understood here"
+            made_of = [file, own.folder / "grads_2rank.safetensors", *own.weights]
+            found += [_entry(split, split.batch, split.name, *made_of) for split in every]
+    return once(found)
 
 
-def _splits(node: Any, path: tuple[str, ...]) -> Iterator[Split]:
+def _splits(own: Recording, node: Any, path: tuple[str, ...]) -> Iterator[Split]:
     if not isinstance(node, dict):
         return
     by_rank = [
@@ -200,7 +262,7 @@ def _splits(node: Any, path: tuple[str, ...]) -> Iterator[Split]:
             for term in TERMS
             if all(term in e for e in by_rank)
         }
-        yield _split(node, path, [entry["rows"] for entry in by_rank], shared)
+        yield _split(own, node, path, [entry["rows"] for entry in by_rank], shared)
         return
     for key, value in node.items():
         lists = list(value.values()) if isinstance(value, dict) else value
@@ -210,10 +272,10 @@ def _splits(node: Any, path: tuple[str, ...]) -> Iterator[Split]:
             and len(lists) > 1
             and all(map(_is_row_list, lists))
         ):
-            yield _split(node, path, lists, {})
+            yield _split(own, node, path, lists, {})
             return
     for key, value in node.items():
-        yield from _splits(value, (*path, key))
+        yield from _splits(own, value, (*path, key))
 
 
 def _entries(node: dict[str, Any]) -> list[Any]:
@@ -233,19 +295,24 @@ def _is_row_list(value: Any) -> bool:
 
 
 def _split(
-    node: dict[str, Any], path: tuple[str, ...], rows: list[list[int]], by_rank: dict[str, Any]
+    own: Recording,
+    node: dict[str, Any],
+    path: tuple[str, ...],
+    rows: list[list[int]],
+    by_rank: dict[str, Any],
 ) -> Split:
     words = [*path, *(value for value in node.values() if isinstance(value, str))]
     named = [
         batch
-        for batch in batches()
-        if any(batch == word or word.startswith(f"{batch}|") for word in words)
+        for batch in own.batches()
+        if any(batch.name == word or word.startswith(f"{batch.name}|") for word in words)
     ]
     recorded = {term: node[term] for term in TERMS if term in node} | by_rank
     norm = next((value for key, value in node.items() if key.startswith("grad_norm")), None)
     norm = norm.get("total") if isinstance(norm, dict) else norm
     recorded |= {} if norm is None else {"grad_norm": norm}
-    return Split(path[-1] if path else "all", named[0] if named else "mixed", rows, recorded)
+    batch = named[0] if named else Batch(own, "mixed")
+    return Split(path[-1] if path else "all", batch, rows, recorded)
 
 
 def split_gradients(split: Split) -> dict[str, Tensor]:
@@ -253,9 +320,9 @@ def split_gradients(split: Split) -> dict[str, Tensor]:
     is recorded.
     """
     found: dict[str, Tensor] = {}
-    for name, tensor in _load("grads_2rank.safetensors").items():
+    for name, tensor in split.batch.recording.tensors("grads_2rank.safetensors").items():
         start = max(name.find("model."), name.find("linear."))
         prefix, parameter = name[:start].removesuffix("grad.").rstrip(".|/"), name[start:]
-        if prefix in ("", split.name, split.batch) or prefix.endswith(f".{split.name}"):
+        if prefix in ("", split.name, split.batch.name) or prefix.endswith(f".{split.name}"):
             found[parameter] = tensor
     return found
