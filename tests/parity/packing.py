@@ -47,7 +47,7 @@ def write_packed(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
         path.with_name(path.name + _PLANES).write_bytes(packed_numbers(content))
-    elif len(content) > 1000:
+    elif len(content) > 1200:  # what is shorter is worth reading as it is
         path.with_name(path.name + _PLAIN).write_bytes(lzma.compress(content, preset=9))
     else:
         path.write_bytes(content)

@@ -81,7 +81,7 @@ WHOLE = {
 EQUAL = {
     "cross_attention/K_generate/xattn.safetensors": "cross_attention/H_encode/xattn.safetensors"
 }
-STATEMENTS = ["numersense/validation.masked.tsv", "wsc273/WSCollection.xml"]
+STATEMENTS = ["numersense/LICENSE", "numersense/validation.masked.tsv", "wsc273/WSCollection.xml"]
 OF_TWO_RANKS = ("meta", "f64/tied/n2", "f64/untied_pooler_norm/n2", "f32/tied/n1")
 BATCHES = ("mixed", "bool_true_plus_false", "single_bool_false", "single_mc_2", "single_mc_3")
 # Rows that stay of every tensor, the one with the largest number among them.
