@@ -7,7 +7,7 @@ ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCH_EXTENSIONS_DIR=$(CUR
 KERNEL := $(ENV) PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c \
 	'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)' >/dev/null
 
-.PHONY: setup demo test test-long mutants check bench families scifact learns chain site gpu clean
+.PHONY: setup demo test test-long mutants check bench families scifact learns chain picture site gpu clean
 
 setup: $(STAMP)
 
@@ -59,6 +59,10 @@ learns: setup
 # Corpus, retriever, reader, verifier: every step measured, on made-up people and places.
 chain: setup
 	$(BIN)/python benchmarks/chain.py
+
+# The live page of a run, in light and dark, for the front page: docs/pictures/. Needs chromium and chromedriver.
+picture: setup
+	$(ENV) $(BIN)/python benchmarks/picture.py
 
 # docs/ as a site, in site/; a link that leads nowhere ends it.
 site: setup

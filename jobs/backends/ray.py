@@ -76,7 +76,7 @@ class Ray:
         try:
             version = importlib.import_module("ray").__version__
         except ModuleNotFoundError:
-            return [Finding("ray", False, "not installed: pip install 'lathe[ray]'")]
+            return [Finding("ray", False, "not installed: pip install -e '.[ray]'")]
         found = [Finding("ray", True, str(version))]
         try:
             remote = _asked(self.address, lambda client: client.get_version())
@@ -264,7 +264,7 @@ def _connected(address: str | None) -> Any:
     try:
         package = importlib.import_module("ray.job_submission")
     except ModuleNotFoundError:
-        raise ConfigError("the ray backend needs Ray. pip install 'lathe[ray]'") from None
+        raise ConfigError("the ray backend needs Ray. pip install -e '.[ray]'") from None
     winner = next((name for name in OVERRIDES if os.environ.get(name)), None)
     if (
         address is not None

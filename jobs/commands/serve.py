@@ -21,7 +21,7 @@ def serve_command(context: typer.Context) -> None:
     """A fine-tuning service for OpenAI's clients over the run folders of -sb (docs/service.md)."""
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if absent:
-        raise ConfigError(f'serve needs {", ".join(absent)}. Install: pip install "lathe[serve]".')
+        raise ConfigError(f'serve needs {", ".join(absent)}. Install: pip install -e ".[serve]".')
     # a program of its own, so that no other command pays for what it imports
     os.execv(sys.executable, [sys.executable, "-m", "jobs.serve.app", *context.args])
 

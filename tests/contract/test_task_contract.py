@@ -4,8 +4,6 @@ there.
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 import exp_configs
+from tests import golden_files
 from tests.contract.runs import (
     EVERY_ENTRY,
     SHORT,
@@ -96,18 +95,13 @@ def test_only_the_trainable_weights_move_and_all_of_them_do(name: str, folder: P
     optimizer.step()
     moved = [key for key, p in model.named_parameters() if not torch.equal(p, before[key])]
     trainable = [key for key, p in model.named_parameters() if p.requires_grad]
-    golden = Path(__file__).parent.parent / "golden" / f"{name}.json"
     still = [key for key in trainable if key not in moved]
-    if os.environ.get("LATHE_WRITE_GOLDEN"):
-        written = json.loads(golden.read_text()) if golden.exists() else {}
-        golden.write_text(
-            json.dumps({**written, "trainable": trainable, "unmoved": still}, indent=1) + "\n"
-        )
-    known = json.loads(golden.read_text())
+    golden_files.write_if_told(name, trainable=trainable, unmoved=still)
+    known = golden_files.read(name)
     assert trainable == known["trainable"]
     assert set(moved) <= set(trainable)
     assert set(still) <= set(known.get("unmoved", [])), (
-        f"{golden.name} names under `unmoved` the trainable weights whose gradient is always 0, "
+        f"tests/golden/{name}.json names under `unmoved` the trainable weights whose gradient is always 0, "
         "such as a bias of keys "
         "that softmax takes no notice of. The others have to move."
     )
@@ -171,16 +165,12 @@ def _losses_at(
 def test_ten_golden_losses(name: str, folder: Path, tmp_path: Path) -> None:
     values = experiment(name, folder, train={"steps": 10})
     (by_stage,) = run_on_ranks(1, _losses_at, (0,), values, folder, tmp_path)
-    golden = Path(__file__).parent.parent / "golden" / f"{name}.json"
-    if os.environ.get("LATHE_WRITE_GOLDEN"):
-        golden.write_text(
-            json.dumps({**json.loads(golden.read_text()), "losses": by_stage[0]}, indent=1) + "\n"
-        )
+    golden_files.write_if_told(name, losses=by_stage[0])
     assert min(by_stage[0][5:]) < by_stage[0][0], (
         "the loss has to fall within ten steps of eight rows, or no test could tell training from "
         "standing still: make this task's rows in tests/facts.py easier, or raise optim.lr there"
     )
-    assert by_stage[0] == pytest.approx(json.loads(golden.read_text())["losses"], rel=2e-5)
+    assert by_stage[0] == pytest.approx(golden_files.read(name)["losses"], rel=2e-5)
 
 
 def _die_then_resume(

@@ -4,7 +4,6 @@ its gradients.
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import golden_files
 from tests.contract.runs import Runs, losses, train, usual
 from tests.ranks import run_on_ranks
 from trainer import tasks
@@ -65,8 +65,7 @@ def test_gradient_checkpointing_changes_no_loss_even_with_dropout(
 
 @pytest.mark.parametrize("name", TASKS)
 def test_logged_gradient_norms_make_up_the_global_norm(name: str, runs: Runs) -> None:
-    golden = Path(__file__).parent.parent / "golden" / f"{name}.json"
-    trainable = json.loads(golden.read_text())["trainable"]
+    trainable = golden_files.read(name)["trainable"]
     for stage in [stage for world, stage in usual(name) if world == 2]:
         by_step: dict[int, dict[str, float]] = {}
         for line in runs.of(name, "plain", 2, stage).lines:

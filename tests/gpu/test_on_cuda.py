@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import golden_files
 from tests.contract.runs import untimed
 from tests.facts import experiment, write_facts
 from tests.ranks import run_alone
@@ -53,9 +54,7 @@ def test_golden_losses_hold_on_cuda(task: str, precision: str, stage: int, tmp_p
     found = [
         line["loss"] for line in train(values, folder, tmp_path / "out", stage) if "loss" in line
     ]
-    golden = json.loads((Path(__file__).parent.parent / "golden" / f"{task}.json").read_text())[
-        "losses"
-    ]
+    golden = golden_files.read(task)["losses"]
     assert found == pytest.approx(golden, rel=1e-4 if precision == "fp32" else 3e-2)
 
 

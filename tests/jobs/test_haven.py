@@ -31,7 +31,7 @@ from trainer.telemetry.run_record import RunRecord
 ROOT = Path(__file__).resolve().parents[2]
 HAS_HAVEN = importlib.util.find_spec("haven") is not None
 needs_haven = pytest.mark.skipif(
-    not HAS_HAVEN, reason="haven is an extra: pip install 'lathe[haven]'"
+    not HAS_HAVEN, reason="haven is an extra: pip install -e '.[haven]'"
 )
 EXPERIMENTS = [{"lr": 0.1, "model": {"name": "a"}}, {"lr": 0.2, "model": {"name": "a"}}]
 

@@ -53,7 +53,7 @@ JOB_CONFIG = {{
 
 @pytest.mark.long
 @pytest.mark.skipif(
-    find_spec("haven") is None, reason="haven is an extra: pip install 'lathe[haven]'"
+    find_spec("haven") is None, reason="haven is an extra: pip install -e '.[haven]'"
 )
 def test_two_dictionaries_of_one_group_train_two_configurations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

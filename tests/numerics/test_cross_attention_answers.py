@@ -1,5 +1,5 @@
 """A trained model answers a split, and is taken elsewhere: `evaluate`, `export`, and the script of
-the README.
+docs/tasks/cross_attention.md.
 """
 
 from __future__ import annotations
@@ -293,14 +293,15 @@ def test_a_merged_folder_whose_base_was_changed_is_refused(
         Reader(tmp_path / "out", cache_dir=tmp_path / "cache")
 
 
-def test_the_script_of_the_readme_answers(
+def test_the_script_of_the_tasks_page_answers(
     values: dict[str, Any],
     savedir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: Any,
 ) -> None:
-    (script,) = re.findall(r"```python\n([^`]*Reader\([^`]*)```", (ROOT / "README.md").read_text())
+    page = (ROOT / "docs" / "tasks" / "cross_attention.md").read_text()
+    (script,) = re.findall(r"```python\n([^`]*Reader\([^`]*)```", page)
     assert len(script.splitlines()) <= 10
     monkeypatch.chdir(tmp_path)
     exec(script.replace("results/ID/final", str(savedir / exp_id(values) / "final")), {})

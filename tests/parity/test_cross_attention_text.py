@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.parity.recorded import ROOT
+from tests.parity.cross_attention_recordings import SYSTEM
+from tests.parity.recordings import files
 from trainer.metrics.mergeable import cut_at
 from trainer.tasks.cross_attention.text.fim import Sentinels, fill_in_the_middle
 
@@ -20,12 +21,10 @@ MARKS = {"postproc_X": ["</s>"], "postproc_tulu2": ["<|system|>", "<|user|>", "<
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
-    path = ROOT / "text" / f"{name}.json"
-    if not path.is_file():
-        pytest.skip(
-            f"no {path.name} in $LATHE_PARITY/cross_attention/text (default ../shared/parity)"
-        )
-    return json.loads(path.read_text(encoding="utf-8"))
+    places = files(SYSTEM, f"text/{name}.json")
+    if not places:
+        pytest.skip(f"no text/{name}.json is recorded")
+    return [case for path in places for case in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def test_every_recorded_answer_is_cut_where_it_was() -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,10 +19,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, T5ForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutput
 
+from tests.parity.fid_recordings import SYSTEM
+from tests.parity.recordings import Entry, digest, folders, once, params
 from trainer.tasks.fid.interchange import CROSS_BIAS, export_model, import_model
 
-PROJECT = Path(__file__).resolve().parents[2]
-ROOT = Path(os.environ.get("LATHE_PARITY", PROJECT.parent / "shared" / "parity")) / "fid"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 # B questions, P passages of each, L tokens of a passage, D width
 
@@ -48,27 +50,90 @@ def expects_answers(path: Path) -> bool:
     )
 
 
-def found(paths: list[Path], what: str) -> list[Any]:
-    if paths:
-        return [pytest.param(path, id=str(path.relative_to(ROOT))) for path in paths]
-    reason = f"no {what} in $LATHE_PARITY/fid (default ../shared/parity)"
-    return [pytest.param(None, id="absent", marks=pytest.mark.skip(reason=reason))]
+def entries(pattern: str, *beside: str) -> list[Entry[Path]]:
+    """The files of this pattern by their paths below the recordings, each with its neighbours."""
+    return [
+        Entry(
+            path,
+            str(path.relative_to(folder)),
+            folder,
+            digest(path, *(path.parent / name for name in beside)),
+        )
+        for folder in folders(SYSTEM)
+        for path in sorted(folder.rglob(pattern))
+    ]
 
 
-READERS = sorted(path.parent for path in ROOT.rglob("config.json") if is_reader(path))
-PICKLES = sorted(
-    path
-    for kind in ("*.pt", "*.pth", "*.bin")
-    for path in ROOT.rglob(kind)
-    if not (path.parent / "config.json").is_file() and is_minfid(path)
+def readers() -> list[Entry[Path]]:
+    found = [
+        replace(entry, case=entry.case.parent, name=entry.name.removesuffix("/config.json"))
+        for entry in entries("config.json", *WEIGHTS)
+        if is_reader(entry.case)
+    ]
+    return once(found)
+
+
+def pickles() -> list[Entry[Path]]:
+    """Files of minFiD, which has no config.json."""
+    found = [entry for kind in ("*.pt", "*.pth", "*.bin") for entry in entries(kind)]
+    return once(
+        entry
+        for entry in found
+        if not (entry.case.parent / "config.json").is_file() and is_minfid(entry.case)
+    )
+
+
+def weights_of(reader: Path) -> Path | None:
+    """The reader's own weights: tests/parity/recorded has a reader without them."""
+    return next((reader / name for name in WEIGHTS if (reader / name).is_file()), None)
+
+
+def public_reader(meta: Path) -> Path | None:
+    """The reader whose answers a meta.json of minFiD tells, where it has its weights."""
+    places = meta.parents[1].glob("*/public_style_checkpoint")
+    return next((place for place in sorted(places) if weights_of(place)), None)
+
+
+def answered() -> list[Entry[Path]]:
+    found = [entry for entry in entries("meta.json") if entry.name.count("/") == 1]
+    return once(
+        entry for entry in found if expects_answers(entry.case) and public_reader(entry.case)
+    )
+
+
+each_reader = pytest.mark.parametrize(
+    "place", params(readers(), "reader of facebookresearch/FiD", SYSTEM)
 )
-ANSWERED = [path for path in sorted(ROOT.glob("*/meta.json")) if expects_answers(path)]
-
-each_reader = pytest.mark.parametrize("reader", found(READERS, "reader of facebookresearch/FiD"))
-each_pickle = pytest.mark.parametrize("pickle", found(PICKLES, "file of minFiD"))
+each_pickle = pytest.mark.parametrize("pickle", params(pickles(), "file of minFiD", SYSTEM))
 each_answered = pytest.mark.parametrize(
-    "meta", found(ANSWERED, "meta.json with answers of a public reader")
+    "meta", params(answered(), "weights of a public reader with its answers", SYSTEM)
 )
+
+
+@pytest.fixture
+def reader(place: Path, tmp_path: Path) -> Path:
+    """The recorded reader. Where its weights are left out, those of the common start stand in for
+    them, under the recorded names and with the recorded config.
+    """
+    if weights_of(place):
+        return place
+    folder = tmp_path / place.parent.name / place.name
+    folder.mkdir(parents=True)
+    shutil.copyfile(place / "config.json", folder / "config.json")
+    shutil.copyfile(place.parent / "meta.json", folder.parent / "meta.json")
+    start = load_file(place.parents[1] / "init" / "model.safetensors")
+    names = json.loads((place.parent / "meta.json").read_text())["wrapped_state_dict_keys"]
+    torch.save({name: start[plain_name(name)] for name in names}, folder / "pytorch_model.bin")
+    return folder
+
+
+def plain_name(wrapped: str) -> str:
+    """T5's name of a tensor of facebookresearch/FiD, whose encoder wraps a stack and each of its
+    blocks. What is tied to the embeddings has theirs.
+    """
+    name = wrapped.replace("encoder.encoder.", "encoder.").replace(".module.", ".")
+    is_tied = name.endswith("embed_tokens.weight") or name == "lm_head.weight"
+    return "shared.weight" if is_tied else name
 
 
 def original(reader: Path) -> dict[str, Tensor]:
@@ -156,14 +221,14 @@ def test_a_minfid_file_loads_into_stock_transformers(pickle: Path, tmp_path: Pat
 @each_answered
 def test_an_imported_reader_answers_as_in_the_reference(meta: Path, tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece", reason="spiece.model is read by sentencepiece")
-    readers = [reader for reader in READERS if reader.name == "public_style_checkpoint"]
-    if not readers:
-        pytest.skip("no */public_style_checkpoint beside the recorded answers")
+    reader = public_reader(meta)
+    assert reader, "only such files are parameters"
     recorded = json.loads(meta.read_text())
     batch = load_file(
         meta.parent / f"forward_L{recorded['train_toy']['args']['max_length']}.safetensors"
     )
-    import_model(readers[0], out=tmp_path / "t5", tokenizer=str(ROOT / "tokenizer"))
+    tokenizer_folder = meta.parents[1] / "tokenizer"
+    import_model(reader, out=tmp_path / "t5", tokenizer=str(tokenizer_folder))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "t5")
     answers = tokenizer.batch_decode(
         generated(loaded(tmp_path / "t5"), batch), skip_special_tokens=True

@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.parity.recorded_fid import ROOT
+from tests.parity.recordings import file_params
 from trainer.retrieval.answer_recall import has_answer, tokens
 from trainer.retrieval.rankings import agreement
 
-CASES = ROOT / "eval_cases.json"
 
-
-@pytest.fixture
-def cases() -> dict[str, Any]:
-    if not CASES.is_file():
-        pytest.skip("no eval_cases.json in $LATHE_PARITY/fid (default ../shared/parity)")
-    return json.loads(CASES.read_text(encoding="utf-8"))
+@pytest.fixture(params=file_params("fid", "eval_cases.json"))
+def cases(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return json.loads(request.param.read_text(encoding="utf-8"))
 
 
 def test_texts_are_cut_into_tokens_as_published(cases: dict[str, Any]) -> None:

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.parity.recordings import Entry, digest, folders, once, params, statements_folder
 from trainer.recipes.vera.convert import Conversion, convert
 from trainer.recipes.vera.report import Report
 
-PROJECT = Path(__file__).resolve().parents[2]
-ROOT = Path(os.environ.get("LATHE_PARITY", PROJECT.parent / "shared" / "parity")) / "vera"
-DATA = PROJECT / os.environ.get("LATHE_DATA", "../shared/data") / "statements"
-GOLDEN = sorted(ROOT.glob("adapters/golden*.json"))
+SYSTEM = "vera"
 
 # The author's train file has the line ends that are inside eight questions; the dev file has not.
 AS_THE_AUTHOR = {"csqa2/train": {"newlines": "keep"}}
@@ -44,16 +42,21 @@ COUNTS = {
 }
 
 
-def recorded() -> list[Any]:
-    cases = [
-        (name, case)
-        for path in GOLDEN
-        for name, case in json.loads(path.read_text())["sets"].items()
-    ]
-    if cases:
-        return [pytest.param(name, case, id=name) for name, case in cases]
-    reason = "no golden conversions in $LATHE_PARITY/vera (default ../shared/parity)"
-    return [pytest.param("", {}, id="absent", marks=pytest.mark.skip(reason=reason))]
+@dataclass(frozen=True)
+class Conversions:
+    """What the original program makes of one set of statements."""
+
+    name: str  # "wsc273/dev"
+    facts: dict[str, Any]
+
+
+def recorded() -> list[Entry[Conversions]]:
+    return once(
+        Entry(Conversions(name, facts), name, folder, digest(facts))
+        for folder in folders(SYSTEM)
+        for path in sorted(folder.glob("adapters/golden*.json"))
+        for name, facts in json.loads(path.read_text())["sets"].items()
+    )
 
 
 def marks(texts: Sequence[str]) -> list[str]:
@@ -64,9 +67,9 @@ def raw_folder(task: str, tmp_path: Path) -> Path:
     """The publisher's folder; that of WSC with wsc273.txt, whose options differ from those of the
     collection.
     """
-    folder = DATA / task
-    if not folder.is_dir():
-        pytest.skip(f"no {task} in $LATHE_DATA/statements (default ../shared/data)")
+    folder = statements_folder(task)
+    if folder is None:
+        pytest.skip(f"no {task} in tests/parity/recorded/statements or $LATHE_DATA/statements")
     if task != "wsc273" or (folder / "wsc273.txt").is_file():
         return folder
     made = tmp_path / "raw"
@@ -93,23 +96,23 @@ def canonical_digest(path: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-each_recorded = pytest.mark.parametrize(("name", "case"), recorded())
+each_recorded = pytest.mark.parametrize("case", params(recorded(), "golden conversions", SYSTEM))
 
 
 @each_recorded
-def test_the_unifiedqa_lines_are_those_of_the_author(
-    name: str, case: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_unifiedqa_lines_are_those_of_the_author(case: Conversions, tmp_path: Path) -> None:
+    name, facts = case.name, case.facts
     converted(name, tmp_path, variants=AS_THE_AUTHOR.get(name, {}))
     content = (tmp_path / "out" / f"{name}.tsv").read_bytes()
-    assert len(content) == case["tsv_bytes"]
-    assert hashlib.sha256(content).hexdigest() == case["tsv_sha256"]
+    assert len(content) == facts["tsv_bytes"]
+    assert hashlib.sha256(content).hexdigest() == facts["tsv_sha256"]
 
 
 @each_recorded
 def test_the_statements_of_those_lines_are_those_of_the_original(
-    name: str, case: dict[str, Any], tmp_path: Path
+    case: Conversions, tmp_path: Path
 ) -> None:
+    name, facts = case.name, case.facts
     converted(name, tmp_path, variants=AS_THE_AUTHOR.get(name, {}))
     task, split = name.split("/")
     lines = Conversion(
@@ -122,24 +125,25 @@ def test_the_statements_of_those_lines_are_those_of_the_original(
     )
     (report,) = convert(lines, marks)
     assert (report.groups, report.statements, report.gold_groups) == (
-        case["groups"],
-        case["statements"],
-        case["gold_groups"],
+        facts["groups"],
+        facts["statements"],
+        facts["gold_groups"],
     )
-    assert (report.converter_share > 0) == case["needs_question_converter"]
+    assert (report.converter_share > 0) == facts["needs_question_converter"]
     found = json.loads((tmp_path / "again" / f"{name}.json").read_text())
-    assert found[: len(case.get("first_3", []))] == case.get("first_3", [])
-    assert canonical_digest(tmp_path / "again" / f"{name}.json") == case["canonical_json_sha256"]
+    assert found[: len(facts.get("first_3", []))] == facts.get("first_3", [])
+    assert canonical_digest(tmp_path / "again" / f"{name}.json") == facts["canonical_json_sha256"]
 
 
 @each_recorded
 def test_statements_made_without_a_detour_over_lines_are_the_same(
-    name: str, case: dict[str, Any], tmp_path: Path
+    case: Conversions, tmp_path: Path
 ) -> None:
+    name, facts = case.name, case.facts
     if name in AS_THE_AUTHOR:
         pytest.skip("lines of the author are broken: without the detour the rows are whole")
     converted(name, tmp_path)
-    assert canonical_digest(tmp_path / "out" / f"{name}.json") == case["canonical_json_sha256"]
+    assert canonical_digest(tmp_path / "out" / f"{name}.json") == facts["canonical_json_sha256"]
 
 
 @pytest.mark.parametrize("name", COUNTS)

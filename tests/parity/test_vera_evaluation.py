@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.parity.recorded_vera import ROOT, batches, cases, tensors
+from tests.parity.recordings import Entry, digest, folders, once, params
+from tests.parity.vera_recordings import SYSTEM, Batch, batches
 from tests.tolerance import assert_close
 from trainer.tasks.vera.calibration import ece, scores_of
 from trainer.tasks.vera.metrics import COLUMN, Kind, Part, best_rows, statement_metrics
@@ -65,8 +66,8 @@ class Evaluation:
     file: Path
 
     @property
-    def name(self) -> str:
-        return str(self.file.relative_to(ROOT))
+    def stats_file(self) -> Path:
+        return self.file.with_name(self.file.name.replace("booleans", "stats"))
 
     @cached_property
     def statements(self) -> list[dict[str, Any]]:
@@ -77,8 +78,7 @@ class Evaluation:
     @cached_property
     def stats(self) -> dict[str, float]:
         """By path of keys; the program's None and NaN as NaN."""
-        file = self.file.with_name(self.file.name.replace("booleans", "stats"))
-        return dict(_numbers(json.loads(file.read_text()), ""))
+        return dict(_numbers(json.loads(self.stats_file.read_text()), ""))
 
     @property
     def tasks(self) -> list[str]:
@@ -120,7 +120,7 @@ class Evaluation:
                     match["metric"], value
                 )
         assert is_known, (
-            f"{self.name}: no recorded metric is called like {pattern.pattern!r}, but "
+            f"{self.file.name}: no recorded metric is called like {pattern.pattern!r}, but "
             f"{list(self.stats)[:9]}"
         )
         return found
@@ -173,40 +173,48 @@ def parts(tasks: list[str]) -> dict[str, Part]:
     }
 
 
-def table_of(batch: str) -> np.ndarray:
+def table_of(batch: Batch) -> np.ndarray:
     """The recorded statements of a batch; every problem is a task of its own."""
-    recorded = {
-        name: tensors()[f"{batch}.{name}"] for name in ("mask", "logits", "first_is_corrects")
-    }
+    recorded = {name: batch[name] for name in ("mask", "logits", "first_is_corrects")}
     group_S, column_S = (index.numpy() for index in recorded["mask"].nonzero(as_tuple=True))
     logit_S = recorded["logits"].double().numpy()[group_S, column_S]
     label_S = (column_S == 0) & recorded["first_is_corrects"].bool().numpy()[group_S]
     return np.stack([group_S, group_S, column_S, logit_S, label_S], axis=1).astype(np.float64)
 
 
-EVALUATIONS = [Evaluation(file) for file in sorted(ROOT.rglob("*booleans*.json"))]
+def evaluations() -> list[Entry[Evaluation]]:
+    found: list[Entry[Evaluation]] = []
+    for folder in folders(SYSTEM):
+        for file in sorted(folder.rglob("*booleans*.json")):
+            case = Evaluation(file)
+            made_of = digest(file, case.stats_file)
+            found.append(Entry(case, str(file.relative_to(folder)), folder, made_of))
+    return once(found)
 
-every_batch = pytest.mark.parametrize("batch", cases(batches(), "batches.safetensors"))
-every_evaluation = pytest.mark.parametrize("evaluation", cases(EVALUATIONS, "eval_booleans.json"))
+
+every_batch = pytest.mark.parametrize("batch", params(batches(), "batches.safetensors", SYSTEM))
+every_evaluation = pytest.mark.parametrize(
+    "evaluation", params(evaluations(), "eval_booleans.json", SYSTEM)
+)
 
 
 @every_batch
-def test_scores_of_a_batch_are_the_recorded_ones(batch: str) -> None:
-    scores_BC = torch.from_numpy(scores_of(tensors()[f"{batch}.logits"]))
-    assert_close(scores_BC, tensors()[f"{batch}.scores"], **SCORES)
+def test_scores_of_a_batch_are_the_recorded_ones(batch: Batch) -> None:
+    scores_BC = torch.from_numpy(scores_of(batch["logits"]))
+    assert_close(scores_BC, batch["scores"], **SCORES)
 
 
 @every_batch
-def test_the_chosen_column_of_every_problem_of_a_batch_is_the_recorded_one(batch: str) -> None:
+def test_the_chosen_column_of_every_problem_of_a_batch_is_the_recorded_one(batch: Batch) -> None:
     table = table_of(batch)
-    assert table[best_rows(table), COLUMN].tolist() == tensors()[f"{batch}.preds"].tolist()
+    assert table[best_rows(table), COLUMN].tolist() == batch["preds"].tolist()
 
 
 @every_batch
-def test_a_multiple_choice_problem_of_a_batch_is_right_exactly_when_it_was(batch: str) -> None:
+def test_a_multiple_choice_problem_of_a_batch_is_right_exactly_when_it_was(batch: Batch) -> None:
     corrects, is_choice = (
-        tensors()[f"{batch}.corrects"].tolist(),
-        tensors()[f"{batch}.is_mcs"].tolist(),
+        batch["corrects"].tolist(),
+        batch["is_mcs"].tolist(),
     )
     names = [f"problem {row}" for row in range(len(corrects))]
     of_problem: Mapping[str, Kind] = {

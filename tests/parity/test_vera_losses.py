@@ -15,13 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity import recorded_vera
-from tests.parity.recorded_vera import (
+from tests.parity import vera_recordings
+from tests.parity.recordings import known, params
+from tests.parity.vera_recordings import (
     COEFFICIENT,
     DEFAULT,
+    SYSTEM,
     TEMPERATURE,
     TERMS,
+    Batch,
     Loss,
+    Recording,
     Split,
     Verifier,
     recorded_statements,
@@ -42,26 +46,26 @@ NORMS = {"what": "norms", "margin": 0.5}
 TOTAL_NORM = {"what": "total norm", "margin": 1.5}
 
 every_batch = pytest.mark.parametrize(
-    "batch", recorded_vera.cases(recorded_vera.batches(), "batches.safetensors")
+    "batch", params(vera_recordings.batches_with_weights(), "batches.safetensors", SYSTEM)
 )
 every_loss = pytest.mark.parametrize(
-    "case", recorded_vera.cases(recorded_vera.losses(), "terms in an expected.json")
+    "case", params(vera_recordings.losses(), "terms in an expected.json", SYSTEM)
 )
 every_norm = pytest.mark.parametrize(
-    "case", recorded_vera.cases(recorded_vera.gradient_norms(), "grad_norms in an expected.json")
+    "case", params(vera_recordings.gradient_norms(), "grad_norms in an expected.json", SYSTEM)
 )
 every_gradient = pytest.mark.parametrize(
-    "case", recorded_vera.cases(recorded_vera.gradients(), "gradients in batches.safetensors")
+    "case", params(vera_recordings.gradients(), "gradients in batches.safetensors", SYSTEM)
 )
 every_split = pytest.mark.parametrize(
-    "split", recorded_vera.cases(recorded_vera.splits(), "expected_2rank.json")
+    "split", params(vera_recordings.splits(), "expected_2rank.json", SYSTEM)
 )
 
 
 @cache
-def depth() -> int:
+def depth(recording: Recording) -> int:
     """Operations on the way to a logit. A gradient goes back the same way."""
-    return depth_of(Verifier())
+    return depth_of(Verifier(recording))
 
 
 def of_term(
@@ -97,12 +101,16 @@ def loss_of(statements: Statements, case: Loss) -> Original:
     )
 
 
+def gradients_of(case: Loss) -> dict[str, Tensor]:
+    """{parameter: gradient} of a loss with the recorded weights."""
+    return _gradients(case.batch, case.loss_fn, case.contrastive_type)
+
+
 @cache
-def gradients_of(name: str) -> dict[str, Tensor]:
-    """{parameter: gradient} of a loss by its name, with the recorded weights."""
-    case = recorded_vera.loss_named(name, {})
-    verifier = Verifier()
-    loss_of(verifier.statements(case.batch), case).loss.backward()
+def _gradients(batch: Batch, loss_fn: Any, contrastive_type: Any) -> dict[str, Tensor]:
+    verifier = Verifier(batch.recording)
+    case = Loss(batch, loss_fn, contrastive_type, {})
+    loss_of(verifier.statements(batch), case).loss.backward()
     return {
         n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in verifier.named_parameters()
     }
@@ -124,37 +132,41 @@ def test_every_term_of_a_loss_equals_the_recorded_one(case: Loss) -> None:
 
 
 @every_batch
-def test_a_stock_encoder_gives_the_recorded_states_logits_and_scores(batch: str) -> None:
+def test_a_stock_encoder_gives_the_recorded_states_logits_and_scores(batch: Batch) -> None:
+    own_depth = depth(batch.recording)
     with torch.no_grad():
-        ours = Verifier().statements(batch)
+        ours = Verifier(batch.recording).statements(batch)
     want = recorded_statements(batch)
-    assert_close(ours.hidden_SD, want.hidden_SD, depth=depth(), **STATES)
-    assert_close(ours.logits_S, want.logits_S, depth=depth(), **LOGITS)
-    scores_BC = recorded_vera.tensors()[f"{batch}.scores"]
-    recorded = scores_BC[want.group_S, want.column_S]
-    assert_close(ours.logits_S.sigmoid(), recorded, depth=depth(), **SCORES)
+    assert_close(ours.hidden_SD, want.hidden_SD, depth=own_depth, **STATES)
+    assert_close(ours.logits_S, want.logits_S, depth=own_depth, **LOGITS)
+    recorded = batch["scores"][want.group_S, want.column_S]
+    assert_close(ours.logits_S.sigmoid(), recorded, depth=own_depth, **SCORES)
 
 
 @every_norm
 def test_gradient_norms_equal_the_recorded_ones(case: Loss) -> None:
-    ours = gradients_of(case.name)
+    ours = gradients_of(case)
     if (
         "error" in case.recorded
     ):  # no multiple-choice group: the published loss is a constant, ours has gradient 0
         assert total_norm(ours) == 0
         return
-    total = case.recorded["total"]
-    assert_close(total_norm(ours), total, depth=2 * depth(), **TOTAL_NORM)
+    total, twice = case.recorded["total"], 2 * depth(case.batch.recording)
+    assert_close(total_norm(ours), total, depth=twice, **TOTAL_NORM)
     for name, norm in (case.recorded.get("per_param") or {}).items():
         want = norm or 0.0
-        how = {"depth": 2 * depth(), "scale": max(want, CANCELS * total)}
+        how = {"depth": twice, "scale": max(want, CANCELS * total)}
         assert_close(ours[name].norm().item(), want, of=name, **how, **NORMS)
 
 
 @every_gradient
 def test_gradients_equal_the_recorded_ones(case: Loss) -> None:
-    ours = gradients_of(case.name)
-    assert_all_close(ours, case.recorded, depth=2 * depth(), cancels=CANCELS, **GRADIENTS)
+    ours = gradients_of(case)
+    assert ours.keys() == case.recorded.keys()
+    pairs = {name: known(ours[name], want) for name, want in case.recorded.items()}
+    got, want = ({name: pair[side] for name, pair in pairs.items()} for side in (0, 1))
+    twice = 2 * depth(case.batch.recording)
+    assert_all_close(got, want, depth=twice, cancels=CANCELS, **GRADIENTS)
 
 
 # Rows split over processes
@@ -170,9 +182,9 @@ class Replay:
     gradients: dict[str, Tensor]
 
 
-def replay(batch: str, rows: list[list[int]]) -> Replay:
+def replay(batch: Batch, rows: list[list[int]]) -> Replay:
     """What one rank of many computes of its rows."""
-    verifier = Verifier()
+    verifier = Verifier(batch.recording)
     statements = verifier.statements(batch, rows[distributed.rank()])
     everyone = gather(statements)
     ours = original(
@@ -211,13 +223,17 @@ def test_terms_and_averaged_gradients_of_split_rows_equal_the_recorded_ones(spli
             readings = tuple([math.fsum(each) / len(each)] for each in readings)
         got = min(readings, key=partial(math.dist, want))
         how = of_term(statements, DEFAULT[1], term, contrastive=1.0)
-        how["depth"] += depth()
+        how["depth"] += depth(split.batch.recording)
         assert_close(got, want, what=f"{term} of two ranks", margin=OF_STATES, **how)
+    twice = 2 * depth(split.batch.recording)
     if "grad_norm" in split.recorded:
         norm = total_norm(ranks[0].gradients)
-        assert_close(norm, split.recorded["grad_norm"], depth=2 * depth(), **TOTAL_NORM)
-    for name, want in recorded_vera.split_gradients(split).items():
-        assert_close(ranks[0].gradients[name], want, of=name, depth=2 * depth(), **GRADIENTS)
+        assert_close(norm, split.recorded["grad_norm"], depth=twice, **TOTAL_NORM)
+    for name, want in vera_recordings.split_gradients(split).items():
+        assert_close(ranks[0].gradients[name], want, of=name, depth=twice, **GRADIENTS)
+
+
+MIXED = [entry for entry in vera_recordings.batches_with_weights() if entry.case.name == "mixed"]
 
 
 # (rows by rank, mean scoring loss, norm of the averaged gradient), to the digits that the
@@ -229,12 +245,11 @@ def test_terms_and_averaged_gradients_of_split_rows_equal_the_recorded_ones(spli
         pytest.param([[0, 2, 4], [1, 3, 5]], "3.270", "34.4", id="more-choices-on-one-rank"),
     ],
 )
+@pytest.mark.parametrize("batch", params(MIXED, "batch 'mixed'", SYSTEM))
 def test_two_ranks_give_the_published_scoring_loss_and_gradient_norm(
-    rows: list[list[int]], scoring: str, norm: str
+    rows: list[list[int]], scoring: str, norm: str, batch: Batch
 ) -> None:
-    if "mixed" not in recorded_vera.batches():
-        pytest.skip("no batch 'mixed' in $LATHE_PARITY/vera (default ../shared/parity)")
-    ranks = run_on_ranks(2, replay, "mixed", rows)
+    ranks = run_on_ranks(2, replay, batch, rows)
     mean = math.fsum(rank.terms["scoring"] for rank in ranks) / len(ranks)
     assert f"{mean:.3f}" == scoring
     assert f"{total_norm(ranks[0].gradients):.{len(norm.partition('.')[2])}f}" == norm

@@ -139,7 +139,7 @@ def test_faiss_finds_the_same_scores() -> None:
 
 def test_a_missing_extra_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(ConfigError, match=r"faiss is not installed.*pip install 'lathe\[faiss\]'"):
+    with pytest.raises(ConfigError, match=r"faiss is not installed.*pip install -e '\.\[faiss\]'"):
         faiss_search(integers(1, 2, 0), [integers(1, 2, 1)], depth=1)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.parity.recordings import files
 from trainer.metrics.mergeable import (
     Ratio,
     answer_scores,
@@ -21,10 +20,6 @@ from trainer.metrics.mergeable import (
     recall_em,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
-RECORDED = (
-    Path(os.environ.get("LATHE_PARITY", ROOT.parent / "shared" / "parity")) / "cross_attention"
-)
 MEASURES = {
     "em": exact_match,
     "f1": f1,
@@ -35,11 +30,8 @@ MEASURES = {
 
 
 def recorded_rows() -> list[Any]:
-    files = sorted(RECORDED.rglob("text/metrics.json"))
-    rows = [row for file in files for row in json.loads(file.read_text())]
-    if not rows:
-        reason = "no text/metrics.json in $LATHE_PARITY/cross_attention (default ../shared/parity)"
-        return [pytest.param(None, id="absent", marks=pytest.mark.skip(reason=reason))]
+    places = files("cross_attention", "text/metrics.json")
+    rows = [row for path in places for row in json.loads(path.read_text())]
     return [pytest.param(row, id=f"{index}") for index, row in enumerate(rows)]
 
 

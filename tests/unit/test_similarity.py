@@ -132,6 +132,6 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(
 
     monkeypatch.setattr("importlib.import_module", absent)
     with pytest.raises(
-        ConfigError, match=r"'torchmetrics'\. Install it: pip install 'lathe\[bertscore\]'"
+        ConfigError, match=r"'torchmetrics'\. Install it: pip install -e '\.\[bertscore\]'"
     ):
         check(["bertscore"])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.parity.recordings import file_params
 from trainer.tasks.cross_attention.text import templates
 from trainer.tasks.cross_attention.text.templates import (
     Template,
@@ -18,10 +17,6 @@ from trainer.tasks.cross_attention.text.templates import (
     prompt,
 )
 
-_ROOT = Path(__file__).resolve().parents[2]
-_FORMATS = (
-    _ROOT / os.environ.get("LATHE_PARITY", "../shared/parity") / "cross_attention/text/formats.json"
-)
 _FAMILIES: dict[str, Template] = {
     "gptbigcode_and_tulu": "chat",
     "llama": "chat",
@@ -29,11 +24,9 @@ _FAMILIES: dict[str, Template] = {
 }
 
 
-@pytest.fixture(scope="module")
-def formats() -> dict[str, Any]:
-    if not _FORMATS.is_file():
-        pytest.skip(f"no published strings at {_FORMATS}; set LATHE_PARITY")
-    return json.loads(_FORMATS.read_text(encoding="utf-8"))
+@pytest.fixture(scope="module", params=file_params("cross_attention", "text/formats.json"))
+def formats(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return json.loads(request.param.read_text(encoding="utf-8"))
 
 
 def _family_strings(example: dict[str, Any], name: str) -> dict[str, Any]:

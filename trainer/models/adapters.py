@@ -338,7 +338,7 @@ def _peft() -> Any:
         import peft
     except ModuleNotFoundError:
         raise ConfigError(
-            'lora needs the package peft. Install it: pip install "lathe[lora]".'
+            'lora needs the package peft. Install it: pip install -e ".[lora]".'
         ) from None
     return peft
 

@@ -1,5 +1,5 @@
-"""Which ranks hang: silent ones, those that hold on to a broken group, and those that make the others
-wait for ever.
+"""Which ranks hang: silent ones, those that hold on to a broken group, and those that make
+the others wait for ever.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class K8s:
         try:
             version = importlib.import_module("kubernetes").__version__
         except ModuleNotFoundError:
-            return [Finding("kubernetes client", False, "not installed: pip install 'lathe[k8s]'")]
+            return [Finding("kubernetes client", False, "not installed: pip install -e '.[k8s]'")]
         found = [Finding("kubernetes client", True, str(version))]
         for kind, note in (("job", ""), ("jobset", " (needed for nodes > 1 only)")):
             try:

@@ -95,7 +95,7 @@ def _client(api: str) -> Any:
         )
     except ModuleNotFoundError:
         raise ConfigError(
-            "the k8s backend needs the kubernetes package. pip install 'lathe[k8s]'"
+            "the k8s backend needs the kubernetes package. pip install -e '.[k8s]'"
         ) from None
     configuration = client.Configuration()
     # the client reads the variable at import only

@@ -437,7 +437,7 @@ def _models() -> Any:
         return importlib.import_module("kubernetes.client")
     except ModuleNotFoundError:
         raise ConfigError(
-            "the k8s backend needs the kubernetes package. pip install 'lathe[k8s]'"
+            "the k8s backend needs the kubernetes package. pip install -e '.[k8s]'"
         ) from None
 
 

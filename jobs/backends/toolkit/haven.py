@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from jobs.backends.toolkit.eai import EaiJob
     from jobs.protocol import Rendered
 
-INSTALL = "Install it with: pip install 'lathe[haven]'"
+INSTALL = "Install it with: pip install -e '.[haven]'"
 SHELL_WORDS = frozenset(";&|<>()")
 KILL_S, KILL_POLL_S = 600.0, 0.5
 # haven raises "wtf" for every other state, and starts what is FAILED, CANCELLED or INTERRUPTED

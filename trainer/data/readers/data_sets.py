@@ -8,7 +8,7 @@ from typing import Any
 from trainer.errors import ConfigError, DataError
 from trainer.files.opened import unseen
 
-_INSTALL = "Install it: pip install 'lathe[datasets]'."
+_INSTALL = "Install it: pip install -e '.[datasets]'."
 _SAVED = ("dataset_dict.json", "state.json")  # of save_to_disk
 
 

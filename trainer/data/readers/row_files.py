@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainer.protocol.task import Row
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
-_INSTALL = "Install it: pip install 'lathe[datasets]'."
+_INSTALL = "Install it: pip install -e '.[datasets]'."
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _ROWS_AT_ONCE = 1024  # of Parquet in memory
 

@@ -138,6 +138,6 @@ def _bitsandbytes() -> Any:
     except ModuleNotFoundError:
         raise ConfigError(
             "train.base_bits=4 needs the package bitsandbytes. Install it: pip install "
-            '"lathe[bits]", or use 8, which needs none.'
+            '-e ".[bits]", or use 8, which needs none.'
         ) from None
     return bitsandbytes

@@ -192,7 +192,7 @@ def _of_dataset(place: Path | str, part: Part, config: str | None) -> Iterator[P
     except ImportError:
         raise ConfigError(
             f"{place}: reading it takes the datasets library. Install it: pip install "
-            "'lathe[datasets]'."
+            "-e '.[datasets]'."
         ) from None
     try:
         if isinstance(place, Path):

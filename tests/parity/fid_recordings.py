@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import T5Tokenizer
 
+from tests.parity.recordings import Entry, digest, folders, once
 from trainer import tasks
 from trainer.data.padding import flat
 from trainer.models.losses import IGNORED
@@ -30,13 +30,44 @@ from trainer.protocol.task import Encoded, Places
 from trainer.tasks.fid.interchange import import_model
 from trainer.tasks.fid.task import Task
 
-PROJECT = Path(__file__).resolve().parents[2]
-ROOT = Path(os.environ.get("LATHE_PARITY", PROJECT.parent / "shared" / "parity")) / "fid"
-INIT = ROOT / "init"
-QUESTIONS = ROOT / "data" / "train3.json"
-TOKENIZER = ROOT / "tokenizer"
+SYSTEM = "fid"
 GRADIENT = "grad::"
 ATTENTIONS = ("padded", "bucketed")
+VERSIONS = ("3.0.2", "4.17.0", "5.23.0")  # of transformers, whose ids of the same texts differ
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A folder of references with the start, the questions and the tokenizer that they share."""
+
+    folder: Path
+
+    @property
+    def init(self) -> Path:
+        return self.folder / "init"
+
+    @property
+    def questions(self) -> Path:
+        return self.folder / "data" / "train3.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.folder / "tokenizer"
+
+    @property
+    def digest(self) -> str:
+        """Of what the references share."""
+        start = [self.init / name for name in ("config.json", "model.safetensors")]
+        return digest(self.questions, self.tokenizer / "spiece.model", *start)
+
+    def json(self, *path: str) -> Mapping[str, Any]:
+        """A JSON file; skips where it is absent."""
+        file = self.folder.joinpath(*path)
+        if not file.is_file():
+            pytest.skip(f"no {'/'.join(path)} is recorded")
+        return json.loads(file.read_text())
 
 
 @dataclass(frozen=True)
@@ -44,6 +75,10 @@ class Reference:
     """One published implementation on one version of transformers."""
 
     folder: Path
+
+    @property
+    def recording(self) -> Recording:
+        return Recording(self.folder.parent)
 
     @cached_property
     def meta(self) -> dict[str, Any]:
@@ -71,7 +106,7 @@ class Reference:
     ) -> Task:
         """The task whose model and batches are this reference's; `reader` overrides how it runs."""
         given = {"dropout": 0.0, "compat_cross_bias": self.has_cross_bias, **reader}
-        return task_of(tokenizer, base=base or INIT, reader=given, **lengths)
+        return task_of(self.recording, tokenizer, base=base, reader=given, **lengths)
 
 
 @dataclass(frozen=True)
@@ -148,7 +183,8 @@ class Told:
         """Rows of the reference's own ids of prompts and targets, cut as the case says; three
         prompts a question.
         """
-        said = recorded_json("tokenizer", f"ids_{self.reference.meta['transformers']}.json")
+        version = self.reference.meta["transformers"]
+        said = self.reference.recording.json("tokenizer", f"ids_{version}.json")
         targets = said["target_fb" if self.reference.has_slow_tokenizer else "target_default"]
         lengths = lengths_of(self.meta)
         passages = [ids[: lengths["passage_tokens"]] for ids in said["ids"]]
@@ -193,7 +229,8 @@ class Trained:
         source = self.file.parent if self.file.suffix == ".bin" else folder / "source"
         if source != self.file.parent:
             source.mkdir()
-            shutil.copyfile(INIT / "config.json", source / "config.json")
+            init = self.forward.reference.recording.init
+            shutil.copyfile(init / "config.json", source / "config.json")
             weights = {n: t for n, t in load_file(self.file).items() if not n.startswith("__")}
             save_file(weights, source / "model.safetensors")
         import_model(
@@ -295,10 +332,8 @@ class Training:
             },
             "schedule": {"shape": "linear", "warmup_steps": self.warmup},
         }
-        return {
-            **experiment(tokenizer, base=INIT, reader=reader, **self.forward.lengths),
-            **changed,
-        }
+        recording, lengths = self.forward.reference.recording, self.forward.lengths
+        return experiment(recording, tokenizer, reader=reader, **lengths) | changed
 
 
 def lengths_of(meta: Mapping[str, Any]) -> dict[str, int | None]:
@@ -311,13 +346,19 @@ def lengths_of(meta: Mapping[str, Any]) -> dict[str, int | None]:
 
 
 def experiment(
-    tokenizer: Path, *, base: Path, reader: dict[str, Any], **data: Any
+    recording: Recording,
+    tokenizer: Path,
+    *,
+    base: Path | None = None,
+    reader: dict[str, Any],
+    **data: Any,
 ) -> dict[str, Any]:
-    """An experiment on the recorded questions."""
-    files = {"train": QUESTIONS.name, "valid": QUESTIONS.name}
+    """An experiment on the recorded questions, from the common start unless told."""
+    name = recording.questions.name
+    files = {"train": name, "valid": name}
     return {
         "task": "fid",
-        "base": str(base),
+        "base": str(base or recording.init),
         "tokenizer": str(tokenizer),
         "data": {"source": "fid", "contexts": 100, "files": files, **data},
         "reader": reader,
@@ -327,39 +368,59 @@ def experiment(
     }
 
 
-def task_of(tokenizer: Path, *, base: Path = INIT, reader: dict[str, Any], **data: Any) -> Task:
-    values = experiment(tokenizer, base=base, reader=reader, **data)
+def task_of(
+    recording: Recording,
+    tokenizer: Path,
+    *,
+    base: Path | None = None,
+    reader: dict[str, Any],
+    **data: Any,
+) -> Task:
+    values = experiment(recording, tokenizer, base=base, reader=reader, **data)
     cfg: Any = tasks.parse(values)
-    return Task(
-        cfg, Places(QUESTIONS.parent, tokenizer.parent / "cache", tokenizer.parent / "runs")
-    )
+    folder = tokenizer.parent
+    return Task(cfg, Places(recording.questions.parent, folder / "cache", folder / "runs"))
 
 
-def write_tokenizer(folder: Path) -> Path:
+def write_tokenizer(recording: Recording, folder: Path) -> Path:
     """The recorded SentencePiece model as a tokenizer that an experiment can name."""
-    if not TOKENIZER.is_dir():
-        pytest.skip("no tokenizer in $LATHE_PARITY/fid (default ../shared/parity)")
-    T5Tokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
+    if not recording.tokenizer.is_dir():
+        pytest.skip("no tokenizer is recorded")
+    T5Tokenizer.from_pretrained(recording.tokenizer).save_pretrained(folder)
     return folder
 
 
 def num_blocks_times_width() -> int:
-    """Of the common start, encoder and decoder together; 0 without recordings."""
-    if not (INIT / "config.json").is_file():
-        return 0
-    config = json.loads((INIT / "config.json").read_text())
-    return (config["num_layers"] + config["num_decoder_layers"]) * config["d_model"]
+    """Of the deepest common start, encoder and decoder together; 0 without recordings."""
+    files = [entry.case.init / "config.json" for entry in recordings()]
+    configs = [json.loads(file.read_text()) for file in files if file.is_file()]
+    return max(
+        ((c["num_layers"] + c["num_decoder_layers"]) * c["d_model"] for c in configs), default=0
+    )
 
 
 # Discovery
 # --------------------------------------------------------------------------------------------------
 
 
+def recordings() -> list[Entry[Recording]]:
+    """Every folder of references, once where all that they share is equal."""
+    names = ("prompts_and_ids.json", *(f"ids_{version}.json" for version in VERSIONS))
+    found: list[Entry[Recording]] = []
+    for folder in folders(SYSTEM):
+        own = Recording(folder)
+        told = [own.tokenizer / name for name in names]
+        told += [folder / "eval_cases.json", folder / "fb302" / "meta.json"]
+        found.append(Entry(own, "texts", folder, digest(own.digest, *told)))
+    return once(found)
+
+
 def references() -> list[Reference]:
-    return [Reference(file.parent) for file in sorted(ROOT.glob("*/meta.json"))]
+    places = [path for folder in folders(SYSTEM) for path in sorted(folder.glob("*/meta.json"))]
+    return [Reference(path.parent) for path in places]
 
 
-def forwards() -> list[Forward]:
+def _every_forward() -> list[Forward]:
     return [
         Forward(own, file)
         for own in references()
@@ -367,45 +428,50 @@ def forwards() -> list[Forward]:
     ]
 
 
-def told() -> list[Told]:
-    return [Told(own, name) for own in references() for name in own.meta.get("cases", {})]
+def _entry(case: T, reference: Reference, name: str, *made_of: Any) -> Entry[T]:
+    """The entry of a case that is made of these files and values, and of what references share."""
+    own = digest(reference.recording.digest, *made_of)
+    return Entry(case, f"{reference.folder.name}-{name}", reference.folder, own)
 
 
-def trained() -> list[Trained]:
+def forwards() -> list[Entry[Forward]]:
+    return once(_entry(c, c.reference, c.name, c.file, c.meta) for c in _every_forward())
+
+
+def told() -> list[Entry[Told]]:
+    every = [Told(own, name) for own in references() for name in own.meta.get("cases", {})]
+    return once(_entry(case, case.reference, case.name, case.meta) for case in every)
+
+
+def trained() -> list[Entry[Trained]]:
     """Every file of trained weights whose reference has the batch that such weights answer: the one
     cut to 30.
     """
     patterns = ("trained_*.safetensors", "best_toy*.safetensors", "*/pytorch_model.bin")
-    return [
+    every = [
         Trained(forward, file)
-        for forward in forwards()
+        for forward in _every_forward()
         if forward.name == "L30"
         for pattern in patterns
         for file in sorted(forward.reference.folder.glob(pattern))
     ]
+    return once(_entry(c, c.forward.reference, c.name, c.file, c.forward.file) for c in every)
 
 
-def trainings() -> list[Training]:
-    return [
+def trainings() -> list[Entry[Training]]:
+    every = [
         Training(forward, name)
-        for forward in forwards()
+        for forward in _every_forward()
         if forward.name == "L30"
         for name, value in forward.reference.meta.items()
         if isinstance(value, dict) and "micro" in value.get("log", {})
     ]
+    return once(
+        _entry(case, case.forward.reference, case.name, case.meta, _ids(case.forward))
+        for case in every
+    )
 
 
-def cases(found: Sequence[Any], names: Sequence[str], what: str) -> list[Any]:
-    """Parameters for pytest: the cases, or one that skips and says what is absent."""
-    if found:
-        return [pytest.param(case, id=name) for case, name in zip(found, names, strict=True)]
-    reason = f"no {what} in $LATHE_PARITY/fid (default ../shared/parity)"
-    return [pytest.param(None, id="absent", marks=pytest.mark.skip(reason=reason))]
-
-
-def recorded_json(*path: str) -> Mapping[str, Any]:
-    """A JSON file below the recordings; skips where it is absent."""
-    file = ROOT.joinpath(*path)
-    if not file.is_file():
-        pytest.skip(f"no {'/'.join(path)} in $LATHE_PARITY/fid (default ../shared/parity)")
-    return json.loads(file.read_text())
+def _ids(case: Forward) -> list[Any]:
+    names = ("input_ids", "attention_mask", "labels")
+    return [case.tensors[name].tolist() for name in names]

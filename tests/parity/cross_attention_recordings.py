@@ -5,7 +5,6 @@ inputs are to be read.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,14 +23,12 @@ from transformers import (
 )
 from transformers.masking_utils import eager_mask
 
+from tests.parity.recordings import Entry, digest, folders, once
 from trainer.tasks.cross_attention.config import Layers
 from trainer.tasks.cross_attention.decoder.model import CrossAttentionModel
 from trainer.tasks.cross_attention.decoder.weights import load_added
 
-PROJECT = Path(__file__).resolve().parents[2]
-ROOT = (
-    Path(os.environ.get("LATHE_PARITY", PROJECT.parent / "shared" / "parity")) / "cross_attention"
-)
+SYSTEM = "cross_attention"
 NEEDED = ("meta.json", "inputs.safetensors", "xattn.safetensors", "outputs.safetensors")
 # Longest first: "encoder_attention_mask" contains "attention_mask", "context_input_ids" contains
 # "input_ids".
@@ -172,10 +169,31 @@ def _all_counted(mask: Tensor) -> Tensor:
     return torch.arange(mask.shape[1]).expand(mask.shape)
 
 
-def recorded_cases() -> list[Case]:
+def recorded_cases() -> list[Entry[Case]]:
     """Every folder that holds a complete case."""
-    folders = sorted(ROOT.iterdir()) if ROOT.is_dir() else []
-    return [Case(folder) for folder in folders if all((folder / name).is_file() for name in NEEDED)]
+    places = [folder for root in folders(SYSTEM) for folder in sorted(root.iterdir())]
+    complete = [
+        Case(folder) for folder in places if all((folder / name).is_file() for name in NEEDED)
+    ]
+    return once(
+        Entry(case, case.folder.name, case.folder, digest(*_files(case))) for case in complete
+    )
+
+
+def _files(case: Case) -> list[Path]:
+    own = [case.folder / name for name in (*NEEDED, "encoded.safetensors")]
+    return own + [case.base_folder / name for name in ("config.json", "model.safetensors")]
+
+
+def base_folders() -> list[Entry[Path]]:
+    """The base models of which inputs and outputs are recorded."""
+    names = ("base_io.safetensors", "config.json", "model.safetensors")
+    return once(
+        Entry(folder, folder.name, folder, digest(*(folder / name for name in names)))
+        for root in folders(SYSTEM)
+        for folder in sorted(root.glob("base_*"))
+        if (folder / names[0]).is_file()
+    )
 
 
 def load_base(folder: Path, *, kernel: str = "sdpa") -> PreTrainedModel:
