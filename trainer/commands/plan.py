@@ -81,7 +81,7 @@ def _import_models_without_scipy() -> None:
     """transformers' models (5.23), but not scipy.optimize, which they import for the losses of
     detection in images: .3 s of the processor.
     """
-    from trainer.models.replaced import replaced
+    from trainer.models.packed.replaced import replaced
 
     utils = importlib.import_module("transformers.utils")
     with replaced(utils, "is_scipy_available", lambda: False):

@@ -24,7 +24,7 @@ from trainer.models.losses import (
     positions_of_chunk,
     token_cross_entropy,
 )
-from trainer.models.replaced import replaced
+from trainer.models.packed.replaced import replaced
 from trainer.models.weights.weight_files import find_file
 
 HEAD_FILE = "head.safetensors"

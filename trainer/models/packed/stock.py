@@ -23,7 +23,7 @@ from transformers.modeling_utils import AttentionInterface
 from trainer.models.families import family_of
 from trainer.models.packed.layout import grids_of
 from trainer.models.packed.rectangles import in_rectangles, in_stream
-from trainer.models.replaced import replaced
+from trainer.models.packed.replaced import replaced
 
 # M tokens of all rows, N rows of a rectangle, L its length, H heads, G key-value heads, C width of
 # a head

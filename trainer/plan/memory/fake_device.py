@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from transformers.utils import import_utils
 
-from trainer.models.replaced import replaced
+from trainer.models.packed.replaced import replaced
 from trainer.plan.memory.fake_values import run_with_twins
 from trainer.plan.memory.tracker import Tracker
 
