@@ -24,7 +24,6 @@ from trainer.survival import mirror
 from trainer.survival.agent import MOST_IN_VAIN, Agent, fitting
 from trainer.survival.member import Break, Member
 from trainer.survival.stragglers import SAMPLES, Stragglers
-from trainer.training.options import Options
 
 
 @pytest.mark.parametrize(
@@ -110,14 +109,14 @@ def test_what_does_not_fit_into_host_memory_is_refused_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     live: Any = SimpleNamespace(model=SimpleNamespace(module=torch.nn.Linear(1000, 1000)))
-    how = Options(Path(), memory=[["/dev/null"] * 2])
+    memory = [["/dev/null"] * 2]
     room = SimpleNamespace(available=2 * 12 * 1_001_000)
     monkeypatch.setattr("psutil.virtual_memory", lambda: room)
-    assert mirror.of_this_rank(how, "a", live, step=0) is not None
+    assert mirror.of_this_rank(memory, "a", live, step=0, every=1) is not None
     room.available -= 1
     with pytest.raises(DoesNotFitError, match="12 bytes a trained parameter, twice"):
-        mirror.of_this_rank(how, "a", live, step=0)
-    assert mirror.of_this_rank(Options(Path()), "a", live, step=0) is None
+        mirror.of_this_rank(memory, "a", live, step=0, every=1)
+    assert mirror.of_this_rank([], "a", live, step=0, every=1) is None
 
 
 def test_what_not_all_ranks_kept_is_forgotten_by_those_that_go_on(tmp_path: Path) -> None:
