@@ -24,7 +24,7 @@ from trainer.config import reference
 from trainer.config.mistakes import blocks_in
 from trainer.data import vocabulary
 from trainer.errors import ConfigError
-from trainer.models import base_model
+from trainer.models import base_source
 from trainer.protocol.task import Places, Task
 
 TASKS = tasks.names()
@@ -124,7 +124,7 @@ def merged(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def one_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer is read once for all tasks that are loaded here."""
-    usual, tokenizers = base_model.tokenizer_of, {}
+    usual, tokenizers = base_source.tokenizer_of, {}
 
     def tokenizer_of(cfg: Any, places: Places, **how: Any) -> Any:
         key = json.dumps([cfg.model_dump(mode="json")["tokenizer"], how], sort_keys=True)
@@ -132,7 +132,7 @@ def one_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             tokenizers[key] = usual(cfg, places, **how)
         return copy.deepcopy(tokenizers[key])  # a chat template is written into it
 
-    monkeypatch.setattr(base_model, "tokenizer_of", tokenizer_of)
+    monkeypatch.setattr(base_source, "tokenizer_of", tokenizer_of)
 
 
 def candidates(name: str, path: str) -> list[Any]:
