@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs.job_state import ENDED_BADLY, STATES
 from jobs.record.paths import BaseFolder, RunFolder
@@ -233,7 +233,10 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
         text = "no metrics were written" if has_begun else "has not begun"
         return f'<div class="empty">{text}</div>'
     colours = {"loss": 0, "valid/loss": 1}
-    lines = [[name, colours[name], _loss_points(points)] for name, points in losses.items()]
+    lines: list[Any] = []  # as report.js reads them
+    for name, points in losses.items():
+        numbers = [[_short(n) for n in (b.step, b.mean, b.low, b.high)] for b in thin(points)]
+        lines.append([name, colours[name], numbers])
     last = [
         f"<span>{name} <b>{number_text(points[-1].value)}</b></span>"
         for name, points in losses.items()
@@ -249,11 +252,6 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
         f'<div data-title="loss" data-lines="{_data(lines)}"><p class="readout soft small">'
         f'{"".join(last)}</p></div><div class="sparks">{sparks}</div>{rest}'
     )
-
-
-def _loss_points(points: Sequence[Point]) -> list[list[float]]:
-    buckets = thin(points)
-    return [[_short(each) for each in (b.step, b.mean, b.low, b.high)] for b in buckets]
 
 
 def _spark(name: str, points: Sequence[Point], score: Score | None) -> str:

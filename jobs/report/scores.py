@@ -275,7 +275,9 @@ def as_csv(results: Results) -> str:
     )
     for result in results.results:
         cells: list[Any] = [result.exp_id, result.group]
-        cells += [_cell(result.parameters, key) for key in results.parameters]
+        for key in results.parameters:
+            value = result.parameters.get(key, "")
+            cells.append(value if type(value) in (int, float) else written(value))
         for name in results.metrics:
             score = result.scores.get(name)
             cells += (
@@ -284,11 +286,6 @@ def as_csv(results: Results) -> str:
         cells += [result.steps, None if result.wall_s is None else round(result.wall_s, 1)]
         writer.writerow([_without_formula(cell) for cell in cells])
     return out.getvalue()
-
-
-def _cell(values: Mapping[str, Any], key: str) -> Any:
-    value = values.get(key, "")
-    return value if type(value) in (int, float) else written(value)
 
 
 def _without_formula(cell: Any) -> Any:

@@ -216,14 +216,6 @@ def _message_problems(place: str, message: Any) -> Iterator[tuple[str, str]]:
 # --------------------------------------------------------------------------------------------------
 
 
-def _completion_problems(row: Row) -> Iterator[tuple[str, str]]:
-    yield from _texts(row, "prompt", "completion")
-
-
-def _text_problems(row: Row) -> Iterator[tuple[str, str]]:
-    yield from _texts(row, "text")
-
-
 def _triple_problems(row: Row) -> Iterator[tuple[str, str]]:
     yield from _texts(row, "query")
     yield from _lists(row, "positive", "negative")
@@ -259,10 +251,6 @@ def _question_row(row: Row, number: int) -> Row:
     }
 
 
-def _document_problems(row: Row) -> Iterator[tuple[str, str]]:
-    yield from _texts(row, "document", "summary")
-
-
 def _label(row: Row) -> str | None:
     """A label as "true" or "false"; None for any other label."""
     text = str(row["label"]).strip().lower()
@@ -275,18 +263,10 @@ def _statement_problems(row: Row) -> Iterator[tuple[str, str]]:
         yield f"label={_quote(row['label'])}", "label as true or false"
 
 
-def _statement_row(row: Row, number: int) -> Row:
-    return {"statement": row["statement"], "label": _label(row)}
-
-
 def _group_problems(row: Row) -> Iterator[tuple[str, str]]:
     yield from _lists(row, "golds", "distractors")
     if len(_as_list(row["golds"])) > 1:
         yield f"{len(_as_list(row['golds']))} golds", "one gold"
-
-
-def _group_row(row: Row, number: int) -> Row:
-    return {name: _as_list(row[name]) for name in ("golds", "distractors")}
 
 
 def _as_it_is(row: Row, number: int) -> Row:
@@ -309,7 +289,7 @@ KINDS: dict[str, Kind] = {
     ),
     "completion": Kind(
         ("prompt", "completion"),
-        _completion_problems,
+        lambda row: _texts(row, "prompt", "completion"),
         _as_it_is,
         {"causal_lm": {"source": "jsonl", "loss_on": "answer", "chat_template": None}},
     ),
@@ -333,7 +313,7 @@ KINDS: dict[str, Kind] = {
     ),
     "document": Kind(
         ("document", "summary"),
-        _document_problems,
+        lambda row: _texts(row, "document", "summary"),
         _as_it_is,
         {
             "summariser": {
@@ -346,13 +326,18 @@ KINDS: dict[str, Kind] = {
     "statement": Kind(
         ("statement", "label"),
         _statement_problems,
-        _statement_row,
+        lambda row, _: {"statement": row["statement"], "label": _label(row)},
         _verifier("statements"),
     ),
-    "group": Kind(("golds", "distractors"), _group_problems, _group_row, _verifier()),
+    "group": Kind(
+        ("golds", "distractors"),
+        _group_problems,
+        lambda row, _: {name: _as_list(row[name]) for name in ("golds", "distractors")},
+        _verifier(),
+    ),
     "text": Kind(
         ("text",),
-        _text_problems,
+        lambda row: _texts(row, "text"),
         _as_it_is,
         {"causal_lm": {"source": "jsonl", "loss_on": "all", "chat_template": None}},
     ),

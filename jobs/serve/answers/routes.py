@@ -129,7 +129,8 @@ async def _answer(request: Request, body: AskText, prompt: dict[str, Any], limit
     seed = secrets.randbelow(2**31) if body.seed is None else body.seed
     question = {**prompt, "max_tokens": limit, "temperature": body.temperature}
     question |= {"seed": seed, "stop": stop}
-    if _task_of(request, body.model) in READERS:
+    run = _run_of(request, body.model)
+    if keeper_of(request).index.experiment(run.name).get("task") in READERS:
         pieces = _read(request, body, question)
     elif body.contexts is None:
         pieces = _ask_worker(request, body.model, question)
@@ -222,10 +223,6 @@ async def _ask_once(request: Request, model: str, question: dict[str, Any]) -> d
     """The answer of the model's worker, if it comes in one piece. Refusal."""
     (answer,) = [piece async for piece in _ask_worker(request, model, question)]
     return answer
-
-
-def _task_of(request: Request, model: str) -> str:
-    return keeper_of(request).index.experiment(_run_of(request, model).name).get("task", "")
 
 
 def _run_of(request: Request, model: str) -> Path:
