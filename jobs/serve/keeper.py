@@ -341,7 +341,7 @@ class Keeper:
             take_snapshot=False,
             backend_of=self.backend_of,
         )
-        _ = request.templates  # raises ConfigError before anything is written
+        _ = request.trials  # raises ConfigError before anything is written
         if is_plan:
             return request
         return replace(request, snapshot=self.snapshot, workdir=self.snapshot.workdir)
