@@ -1,8 +1,8 @@
 """The command: `python -m jobs`, or `lathe-jobs`.
 
-Exit codes: 0 all is as asked, 2 bad input, 3 some experiments failed to be dealt with, 4 a
-scheduler cannot be reached, 5 nothing matched. Nothing is ever asked: what is dangerous needs
---yes. With --json stdout holds JSON and nothing else.
+Exit codes: 0 success, 2 bad input, 3 the command failed for some experiments, 4 a scheduler cannot
+be reached, 5 nothing matched. No command asks a question: dangerous ones need --yes. With --json,
+stdout holds JSON and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="Submit groups of experiments, and see what becomes of them. Backends: "
+    help="Submit groups of experiments, and follow them. Backends: "
     + ", ".join(backends.names())
     + ". `doctor -j NAME` says how far each was validated.",
 )
@@ -51,6 +51,6 @@ app.command("export")(send.export_command)
 app.command("token")(serve.token_command)
 app.command(
     "serve",
-    add_help_option=False,  # its program has the options, and tells them
+    add_help_option=False,  # the program that it starts has the options and the help
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )(serve.serve_command)

@@ -1,4 +1,4 @@
-"""What the commands share: their options, their errors, and a stdout that holds JSON alone."""
+"""What the commands share: options, the exit codes of errors, and a stdout with JSON alone."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ JobConfigs = Annotated[
 ]
 Steps = Annotated[
     int | None,
-    typer.Option("--steps", min=1, help="Written into the dictionaries: changes their ids."),
+    typer.Option("--steps", min=1, help="Written into the dictionaries, so that their ids change."),
 ]
 PythonBinary = Annotated[
-    str, typer.Option("--python_binary", help="Launch line, parsed and never given to a shell.")
+    str, typer.Option("--python_binary", help="Launch line; no shell runs it.")
 ]
 Only = Annotated[
     list[str] | None,
@@ -44,14 +44,15 @@ JsonLines = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, for scripts.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do it.")]
+ResendAfter = Annotated[float, typer.Option("--resend_after", hidden=True)]
 Ids = Annotated[list[str] | None, typer.Argument(help="Ids of experiments, or their beginnings.")]
 Flags = Annotated[
     list[str] | None, typer.Argument(help="After --: flags of trainval.py, such as --data_path D.")
 ]
 
 
-def guarded(function: Callable[P, None]) -> Callable[P, None]:
-    """Turn our errors into one message and their exit code."""
+def report_errors(function: Callable[P, None]) -> Callable[P, None]:
+    """Make a command print each of our errors as one message, and exit with its code."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -61,11 +62,11 @@ def guarded(function: Callable[P, None]) -> Callable[P, None]:
                 check_base(base)
             function(*args, **kwargs)
         except LatheError as error:
-            raise _told(error) from None
-        except BrokenPipeError:  # the reader of a pipe has left: `logs -f ID | head`
+            raise _exit(error) from None
+        except BrokenPipeError:  # the reader of the pipe has ended: `logs -f ID | head`
             raise typer.Exit(0) from None
-        except OSError as error:  # a folder that is a file, or not ours to read
-            raise _told(
+        except OSError as error:  # a folder that is a file, or that we may not read
+            raise _exit(
                 StorageError(
                     f"{error.filename or 'disk'}: {error.strerror or error}. Check --savedir_base."
                 )
@@ -74,22 +75,22 @@ def guarded(function: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-def _told(error: LatheError) -> typer.Exit:
+def _exit(error: LatheError) -> typer.Exit:
     typer.echo(printable(f"{type(error).__name__}: {error}"), err=True)
     return typer.Exit(error.exit_code)
 
 
 @contextlib.contextmanager
 def json_alone(as_json: bool) -> Generator[None]:
-    """Inside, what a started process prints (`-j inline`) goes to stderr: stdout is for JSON."""
+    """Send what child processes print (`-j inline`) to stderr, so that stdout holds JSON alone."""
     if not as_json:
         yield
         return
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)

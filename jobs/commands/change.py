@@ -1,4 +1,4 @@
-"""Commands that act on what was sent: cancel, retry, reset, reconcile, gc."""
+"""Commands that change submitted experiments: cancel, retry, reset, reconcile, gc."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from jobs.options import (
     Group,
     Ids,
     Json,
+    ResendAfter,
     Yes,
-    guarded,
     json_alone,
+    report_errors,
 )
 from jobs.record.paths import BaseFolder
 from jobs.report import selection
@@ -28,7 +29,7 @@ from jobs.submit.request import RESEND_S
 from trainer.errors import ConfigError
 
 
-@guarded
+@report_errors
 def cancel_command(
     savedir_base: Base,
     ids: Ids = None,
@@ -36,10 +37,8 @@ def cancel_command(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Ask for the end of live jobs; the training saves first. A group, or several ids, need
-    --yes.
-    """
-    rows = selection.chosen(savedir_base, ids, exp_group)
+    """Stop live jobs; the training first saves. A group, or several ids, need --yes."""
+    rows = selection.select_rows(savedir_base, ids, exp_group)
     selection.refuse_by_hand(rows, "cancel")
     if not yes and (exp_group or len(rows) > 1):
         raise ConfigError(f"cancel: this ends up to {len(rows)} experiments. Say --yes.")
@@ -48,7 +47,7 @@ def cancel_command(
     selection.fail_if_any(results)
 
 
-@guarded
+@report_errors
 def retry_command(
     savedir_base: Base,
     ids: Ids = None,
@@ -62,13 +61,13 @@ def retry_command(
     states = selection.states(state)
     rows = [
         row
-        for row in selection.chosen(savedir_base, ids, exp_group, is_all=bool(state))
+        for row in selection.select_rows(savedir_base, ids, exp_group, is_all=bool(state))
         if not states or row.state in states
     ]
     selection.refuse_by_hand(rows, "retry")
     if not rows:
         raise NothingMatched(f"retry: no experiment is {state}.")
-    # by its id: somebody has mended it
+    # Whoever names an id has mended its input: run it again even if it ended with "bad input".
     limits = Limits(retry=states or (*ENDED_BADLY, "preempted"), with_bad_input=bool(ids))
     with json_alone(as_json):
         results = again(Again(BaseFolder(savedir_base.absolute()), BackendCache(), limits), rows)
@@ -76,12 +75,12 @@ def retry_command(
     selection.fail_if_any(results)
 
 
-@guarded
+@report_errors
 def reset_command(ids: Ids, savedir_base: Base, yes: Yes = False, as_json: Json = False) -> None:
     """Move the folders of experiments to deleted/, so that they can start over. Nothing is
     overwritten.
     """
-    rows = selection.chosen(savedir_base, ids, None)
+    rows = selection.select_rows(savedir_base, ids, None)
     if not yes:
         raise ConfigError(
             f"reset: this moves {len(rows)} run folder(s) away, checkpoints and all. Say --yes."
@@ -93,17 +92,19 @@ def reset_command(ids: Ids, savedir_base: Base, yes: Yes = False, as_json: Json 
     selection.show(results, as_json)
 
 
-@guarded
+@report_errors
 def reconcile_command(
     savedir_base: Base,
-    every: Annotated[str | None, typer.Option("--every", help="Go on for ever: 30s, 5m.")] = None,
-    resend_after: Annotated[float, typer.Option("--resend_after", hidden=True)] = RESEND_S,
+    every: Annotated[
+        str | None, typer.Option("--every", help="Repeat for ever, at this interval: 30s, 5m.")
+    ] = None,
+    resend_after: ResendAfter = RESEND_S,
     as_json: Json = False,
 ) -> None:
-    """Adopt what was never answered, run preempted experiments again, send what waited for its
-    turn.
+    """Find submissions that got no answer, run preempted experiments again, and submit those that
+    waited for their turn.
 
-    --every with --json: one JSON document a round, each in one line.
+    With --every, --json prints one JSON document per round, each in one line.
     """
     pause_s = selection.seconds(every) if every is not None else None
     cache = BackendCache()
@@ -119,7 +120,7 @@ def reconcile_command(
     selection.fail_if_any(results)
 
 
-@guarded
+@report_errors
 def gc_command(
     savedir_base: Base,
     older_than_days: Annotated[
@@ -128,9 +129,7 @@ def gc_command(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Code snapshots that no run refers to, and old deleted runs: listed, and with --yes
-    removed.
-    """
+    """List code snapshots that no run refers to, and old deleted runs; with --yes remove them."""
     from jobs.code import gc
 
     garbage = gc.plan_gc(BaseFolder(savedir_base.absolute()), older_than_days=older_than_days)

@@ -1,4 +1,4 @@
-"""Commands that look and change nothing: status, show, logs, results, doctor."""
+"""Commands that only read: status, show, logs, results, doctor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jobs.options import (
     Group,
     Json,
     JsonLines,
-    guarded,
+    report_errors,
 )
 from jobs.record.paths import BaseFolder
 from jobs.record.row import Row
@@ -26,22 +26,22 @@ from jobs.report import selection
 from trainer.errors import ConfigError
 
 
-@guarded
+@report_errors
 def status_command(
     savedir_base: Base,
     exp_group: Group = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")
+        bool, typer.Option("--watch", help="Refresh until all have ended, or Ctrl-C.")
     ] = False,
-    every: Annotated[str, typer.Option("--every", help="Between two looks: 5s, 1m.")] = "5s",
+    every: Annotated[str, typer.Option("--every", help="Interval of --watch: 5s, 1m.")] = "5s",
     exp_configs: ExpConfigs = None,
     is_all: Annotated[bool, typer.Option("--all", hidden=True)] = False,  # today it always is
     as_json: Json = False,
 ) -> None:
     """State, step, last metrics, time left, host, attempts and GPU-hours of every experiment.
 
-    Runs that trainval.py started without submitting them are shown too ("by hand"); with -e those
-    whose dictionary is in the group, as --exp_configs has it.
+    Runs that trainval.py started without submitting them are shown too ("by hand"); with -e, those
+    whose dictionary is in that group of --exp_configs.
     """
     from rich.console import Console
 
@@ -67,30 +67,31 @@ def status_command(
         )
 
 
-@guarded
+@report_errors
 def show_command(exp_id: str, savedir_base: Base, as_json: Json = False) -> None:
-    """All that is known of one experiment: its record, its attempts, its files."""
+    """Everything about one experiment: its record, its attempts, its files."""
     from jobs.report import table
 
     row = selection.one(savedir_base, exp_id)
     typer.echo(json.dumps(table.as_json([row])[0], indent=1) if as_json else selection.details(row))
 
 
-@guarded
+@report_errors
 def logs_command(
     exp_id: str,
     savedir_base: Base,
     follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Go on until the attempt ends.")
+        bool, typer.Option("-f", "--follow", help="Continue until the attempt ends.")
     ] = False,
     err: Annotated[bool, typer.Option("--err", help="stderr instead of stdout.")] = False,
     attempt: Annotated[
-        int | None, typer.Option("--attempt", min=1, help="Which attempt; the last.")
+        int | None,
+        typer.Option("--attempt", min=1, help="Number of the attempt; the last one by default."),
     ] = None,
     tail: Annotated[int | None, typer.Option("--tail", min=1, help="Only the last lines.")] = None,
     as_json: JsonLines = False,
 ) -> None:
-    """What the training printed."""
+    """Print what the training printed."""
     from jobs.report import logs
 
     row = selection.one(savedir_base, exp_id)
@@ -101,9 +102,9 @@ def logs_command(
         typer.echo(json.dumps({"line": line}) if as_json else line)
 
 
-@guarded
+@report_errors
 def doctor_command(job_scheduler: BackendName = "local", as_json: Json = False) -> None:
-    """Whether a backend can be used from here, and what to do if not."""
+    """Check whether a backend can be used from here, and say what to do if not."""
     backend = backends.load(job_scheduler)
     findings = backend.check()
     if as_json:
@@ -116,7 +117,7 @@ def doctor_command(job_scheduler: BackendName = "local", as_json: Json = False) 
         raise Unreachable(f"{job_scheduler} cannot be used from here: see BAD above.")
 
 
-@guarded
+@report_errors
 def results_command(
     savedir_base: Base,
     exp_group: Group = None,
@@ -127,7 +128,7 @@ def results_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What differs between the experiments, and what they reached."""
+    """Show the hyper-parameters in which the experiments differ, and their scores."""
     from rich.console import Console
 
     from jobs.report import scores as tables
@@ -138,17 +139,17 @@ def results_command(
     rows = selection.rows(savedir_base, exp_group, by_hand=True, exp_configs=exp_configs)
     if not rows:
         raise NothingMatched(f"{savedir_base} holds no experiment of {exp_group or 'any group'}.")
-    gathered = tables.gather(base, [row.exp_id for row in rows])
+    results = tables.gather(base, [row.exp_id for row in rows])
     if html is not None:
         from jobs.report.html import report
         from trainer.files.atomic import replace_file
 
-        replace_file(html, report(base, rows, gathered).encode())
+        replace_file(html, report(base, rows, results).encode())
         typer.echo(str(html))
     elif csv:
-        typer.echo(tables.as_csv(gathered), nl=False)
+        typer.echo(tables.as_csv(results), nl=False)
     elif as_json:
-        typer.echo(json.dumps(tables.as_json(gathered), indent=1))
+        typer.echo(json.dumps(tables.as_json(results), indent=1))
     else:
         screen = Console()
-        screen.print(tables.as_table(gathered, width=screen.width))
+        screen.print(tables.as_table(results, width=screen.width))

@@ -1,4 +1,4 @@
-"""`trainval.py -j BACKEND`: sends a whole group with that command's flags. Imports no torch."""
+"""`trainval.py -j BACKEND`: submits a whole group with the flags of trainval.py. No torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def submit_group(
     is_dry: bool,
     allow_dirty: bool,
 ) -> int:
-    """Send the group as `lathe-jobs submit` does, with trainval.py's flags. Imports no torch."""
+    """Submit the group as `lathe-jobs submit` does, with the flags of trainval.py. Returns the exit
+    code.
+    """
     if group is None:
         raise ConfigError(
             "-j needs -e GROUP: an experiment that was sent before runs again by `lathe-jobs "
@@ -58,11 +60,11 @@ def submit_group(
 
 
 def _move_aside(request: Request) -> None:
-    """Begin a group anew: every folder of it, sent or run by hand, gets another name.
+    """Rename every run folder of a group, submitted or run by hand, so that the group starts anew.
 
-    None does when one of them is alive.
+    ConfigError, and nothing is renamed, when one of them is alive.
     """
-    # This checks every dictionary and flag: nothing is moved for what cannot be sent.
+    # This checks every dictionary and flag: nothing is moved for a group that cannot be sent.
     group_of_jobs.specs(request)
     folders = [folder for name in request.by_id if (folder := request.base.run(name)).path.exists()]
     rows = selection.rows(request.base.path, None, by_hand=True)

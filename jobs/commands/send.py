@@ -1,4 +1,4 @@
-"""Commands that send a group, or show what would be sent: plan, submit, export."""
+"""Commands that submit a group, or show what would be submitted: plan, submit, export."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from jobs.options import (
     NeededGroup,
     Only,
     PythonBinary,
+    ResendAfter,
     Steps,
     Yes,
-    guarded,
     json_alone,
+    report_errors,
 )
 from jobs.report import selection
 from jobs.submit.control import cancel
@@ -38,28 +39,31 @@ from trainer.errors import ConfigError, nearest
 def experiments(
     group: str, file: Path | None, steps: int | None, only: Sequence[str] | None
 ) -> list[dict[str, Any]]:
-    """The dictionaries of a group, or those whose ids begin as asked for.
+    """The dictionaries of a group, or those whose ids begin with a text of `only`.
 
-    NothingMatched names every text of `only` that fits none, ConfigError refuses one that would fit
-    all.
+    NothingMatched names every text of `only` that matches none; ConfigError refuses an empty text.
     """
-    found = experiments_of(group, file, steps)
+    dictionaries = experiments_of(group, file, steps)
     if not only:
-        return found
+        return dictionaries
     if not all(only):
         raise ConfigError(
             '--only "": want an id, or its beginning. Leave --only out to take the whole group.'
         )
-    ids = [exp_id(values) for values in found]
+    ids = [exp_id(values) for values in dictionaries]
     strays = [text for text in only if not any(name.startswith(text) for name in ids)]
     if strays:
         raise NothingMatched(
             f"--only {', '.join(map(repr, strays))}: no experiment of {group} has an id like that."
         )
-    return [values for name, values in zip(ids, found, strict=True) if name.startswith(tuple(only))]
+    return [
+        values
+        for name, values in zip(ids, dictionaries, strict=True)
+        if name.startswith(tuple(only))
+    ]
 
 
-@guarded
+@report_errors
 def plan_command(
     exp_group: NeededGroup,
     savedir_base: Base,
@@ -70,14 +74,14 @@ def plan_command(
     python_binary: PythonBinary = "",
     only: Only = None,
     show_rendered: Annotated[
-        bool, typer.Option("--show-rendered", help="The text each scheduler would get.")
+        bool,
+        typer.Option("--show-rendered", help="Also print the text that the scheduler would get."),
     ] = False,
     as_json: Json = False,
     flags: Flags = None,
 ) -> None:
-    """What would be sent, adopted, run again or left alone, and why. Asks the scheduler.
-
-    Writes nothing below --savedir_base.
+    """Show what submit would do with each experiment, and why. Asks the scheduler, and writes
+    nothing below --savedir_base.
     """
     request = make(
         group=exp_group,
@@ -95,7 +99,7 @@ def plan_command(
     selection.fail_if_any(results)
 
 
-@guarded
+@report_errors
 def submit_command(
     exp_group: NeededGroup,
     savedir_base: Base,
@@ -109,7 +113,7 @@ def submit_command(
         str, typer.Option("--retry", help="States to run again: failed,preempted,lost,...")
     ] = "",
     max_parallel: Annotated[
-        int | None, typer.Option("--max-parallel", min=1, help="At most so many at once.")
+        int | None, typer.Option("--max-parallel", min=1, help="At most so many jobs at once.")
     ] = None,
     array: Annotated[bool, typer.Option("--array", help="One submission for all (Slurm).")] = False,
     after: Annotated[
@@ -121,20 +125,21 @@ def submit_command(
     prune: Annotated[
         bool,
         typer.Option(
-            "--prune", help="Cancel what is alive in this group but no longer in it. Needs --yes."
+            "--prune",
+            help="Cancel live experiments that were removed from this group. Needs --yes.",
         ),
     ] = False,
     yes: Yes = False,
-    resend_after: Annotated[float, typer.Option("--resend_after", hidden=True)] = RESEND_S,
+    resend_after: ResendAfter = RESEND_S,
     as_json: Json = False,
     flags: Flags = None,
 ) -> None:
-    """Send every experiment of the group that is neither done nor alive. Safe to repeat, and to run
-    many at once.
+    """Submit every experiment of the group that has neither succeeded nor is alive. Safe to repeat,
+    and to run many times at once.
     """
     if prune and not yes:
         raise ConfigError(
-            "--prune: this cancels whatever is alive and no longer in the group. Say --yes."
+            "--prune: this cancels live experiments that are no longer in the group. Say --yes."
         )
     values = experiments(exp_group, exp_configs, steps, only)
     request = make(
@@ -153,21 +158,21 @@ def submit_command(
     )
     with json_alone(as_json):
         results = submit(request)
-        if prune:  # of the whole group: what --only left out is still in it
+        if prune:  # compares with the whole group: experiments outside of --only are still in it
             results += _prune(request, experiments(exp_group, exp_configs, steps, None))
     selection.show(results, as_json)
     selection.fail_if_any(results)
 
 
 def _prune(request: Request, whole: Collection[dict[str, Any]]) -> list[ActionResult]:
-    """Cancel what is alive under the group's name and is none of its experiments."""
-    kept = {exp_id(values) for values in whole}
+    """Cancel live experiments that carry the group's name but are no longer in it."""
+    members = {exp_id(values) for values in whole}
     rows = selection.rows(request.base.path, request.group)
-    strays = [row for row in rows if row.state in ACTIVE and row.exp_id not in kept]
+    strays = [row for row in rows if row.state in ACTIVE and row.exp_id not in members]
     return cancel(request.base, strays, request.backend_of)
 
 
-@guarded
+@report_errors
 def export_command(
     exp_group: NeededGroup,
     savedir_base: Base,
@@ -179,8 +184,8 @@ def export_command(
     only: Only = None,
     flags: Flags = None,
 ) -> None:
-    """The text that another tool could submit. Nothing is written or sent; such jobs are not in the
-    record.
+    """Print the text of each job for another tool to submit. Nothing is written or submitted, and
+    such jobs are not in the record.
     """
     from jobs.submit.export import Kind, export
     from jobs.submit.group import specs

@@ -10,34 +10,35 @@ from typing import Annotated
 
 import typer
 
-from jobs.options import guarded
+from jobs.options import report_errors
 from trainer.errors import ConfigError
 
-NEEDED = ("starlette", "uvicorn", "python_multipart")
+PACKAGES = ("starlette", "uvicorn", "python_multipart")
 
 
-@guarded
+@report_errors
 def serve_command(context: typer.Context) -> None:
     """A fine-tuning service for OpenAI's clients over the run folders of -sb (docs/service.md)."""
-    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if absent:
         raise ConfigError(f'serve needs {", ".join(absent)}. Install: pip install -e ".[serve]".')
-    # a program of its own, so that no other command pays for what it imports
+    # A program of its own, so that no other command has to import a web server.
     os.execv(sys.executable, [sys.executable, "-m", "jobs.serve.app", *context.args])
 
 
-@guarded
+@report_errors
 def token_command(
-    token_file: Annotated[Path, typer.Option("--token_file", help="Made when it is not there.")],
-    name: Annotated[str, typer.Option("--name", help="Whose it is; shown as the owner of jobs.")],
+    token_file: Annotated[Path, typer.Option("--token_file", help="Created if it does not exist.")],
+    name: Annotated[str, typer.Option("--name", help="Its owner; shown as the owner of jobs.")],
     role: Annotated[
-        str, typer.Option("--role", help="read: look; run: tune, and see its own; admin: all.")
+        str,
+        typer.Option("--role", help="read: look at all; run: tune, and see its own; admin: all."),
     ] = "run",
     jobs: Annotated[int | None, typer.Option("--jobs", help="At most so many at once.")] = None,
     gpu_hours: Annotated[float | None, typer.Option("--gpu_hours", help="In all.")] = None,
     max_bytes: Annotated[int | None, typer.Option("--bytes", help="Of uploaded files.")] = None,
 ) -> None:
-    """Make a token of the service: it is printed once and kept nowhere; the file has its hash."""
+    """Make a token of the service. It is printed once; the file keeps only its hash."""
     from jobs.serve.access import add_token
 
     quota = {"jobs": jobs, "gpu_hours": gpu_hours, "bytes": max_bytes}

@@ -96,12 +96,19 @@ def append(folder: RunFolder, *events: dict[str, Any], is_durable: bool = True) 
             os.fsync(file.fileno())
 
 
-def create(folder: RunFolder, *, exp_id: str, digest: str, group: str) -> None:
-    """Begin the record of an experiment.
+def new_nonce() -> str:
+    """Six random letters that tell the names of one record's attempts from those of another."""
+    return secrets.token_hex(3)
+
+
+def create(
+    folder: RunFolder, *, exp_id: str, digest: str, group: str, nonce: str | None = None
+) -> None:
+    """Begin the record of an experiment, with this nonce or a new one.
 
     The intent that follows makes it durable: before that, nothing was sent.
     """
-    nonce = secrets.token_hex(3)
+    nonce = nonce or new_nonce()
     event = {"event": "created", "exp_id": exp_id, "digest": digest, "group": group, "nonce": nonce}
     append(folder, event, is_durable=False)
 

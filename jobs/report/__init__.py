@@ -1,1 +1,1 @@
-"""What people see of jobs: tables, logs, scores, pages."""
+"""What commands print about jobs: tables, logs, scores, and the HTML report."""

@@ -1,6 +1,5 @@
-"""One static HTML file about a group of experiments.
-
-What they are, how they went, what they scored, why they fell.
+"""The report: one HTML file with the states, curves, scores and failures of a group of
+experiments.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs.job_state import ENDED_BADLY, STATES
 from jobs.record.paths import BaseFolder, RunFolder
@@ -19,8 +18,9 @@ from jobs.record.row import Row, Start, seconds_between
 from jobs.report.curves import read_curves, thin
 from jobs.report.logs import last_lines
 from jobs.report.page import page
+from jobs.report.scores import best_value
 from jobs.report.table import summary
-from jobs.report.text import duration, shown, visible
+from jobs.report.text import duration, number_text, visible
 from jobs.secret_keys import redact
 from trainer.config.differences import short_names, written
 from trainer.errors import EXIT_OK, EXIT_PREEMPTED
@@ -41,12 +41,12 @@ LONGEST_TEXT = 400  # letters of one hyper-parameter
 
 
 def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
-    """The whole page, without any reference outside itself. Reads metrics.jsonl and the logs of
-    what failed.
+    """The whole page; it loads nothing. Reads metrics.jsonl, and the logs of failed experiments.
 
-    rows: from `status.survey`. results: from `results.gather`, of the same experiments.
+    rows: from `record.status.survey`. results: from `report.scores.gather`, of the same
+    experiments.
     """
-    found = {result.exp_id: result for result in results.results}
+    scores = {result.exp_id: result for result in results.results}
     now = datetime.now(timezone.utc)
     title = base.path.resolve().name
     facts = [str(base.path), f"{now:%Y-%m-%d %H:%M} UTC", *summary(rows).split("; ")[1:]]
@@ -56,10 +56,13 @@ def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
         _states(rows),
         '<noscript><p class="empty">The charts need JavaScript.</p></noscript>',
         "</header><main>",
-        f"<h2>Results</h2>{_table(rows, found, results)}",
-        f"<h2>Experiments</h2>{_left_out(rows)}",
+        f"<h2>Results</h2>{_table(rows, scores, results)}",
+        f"<h2>Experiments</h2>{_omission_note(rows)}",
         '<div class="cards">',
-        *(_card(row, found.get(row.exp_id), results, now.isoformat()) for row in rows[:MOST_CARDS]),
+        *(
+            _card(row, scores.get(row.exp_id), results, now.isoformat())
+            for row in rows[:MOST_CARDS]
+        ),
         "</div><footer class='soft small'>Scores are the best of each run; the last one stands in "
         "brackets where it differs. Where a curve has a shade, it is the mean of neighbouring "
         "steps and the shade how far they reach.</footer></main>",
@@ -68,7 +71,7 @@ def report(base: BaseFolder, rows: Sequence[Row], results: Results) -> str:
 
 
 def _text(value: str) -> str:
-    """Text of a file or of a person, harmless in HTML."""
+    """Any text, escaped for HTML."""
     return escape(visible(value))
 
 
@@ -83,7 +86,7 @@ def _states(rows: Sequence[Row]) -> str:
     return f'<div class="states">{bars}</div><ul class="legend">{"".join(items)}</ul>'
 
 
-def _left_out(rows: Sequence[Row]) -> str:
+def _omission_note(rows: Sequence[Row]) -> str:
     if len(rows) <= MOST_CARDS:
         return ""
     return (
@@ -93,13 +96,13 @@ def _left_out(rows: Sequence[Row]) -> str:
     )
 
 
-def _table(rows: Sequence[Row], found: dict[str, ExperimentScores], results: Results) -> str:
+def _table(rows: Sequence[Row], scores: dict[str, ExperimentScores], results: Results) -> str:
     has_groups = len({row.group for row in rows}) > 1
     texts = ["id", *(["group"] if has_groups else []), "state", *short_names(results.parameters)]
     numbers = [*results.metrics, "steps", "hours", "GPU-hours"]
     heads = [f"<th><button>{_text(name)}</button></th>" for name in texts]
     heads += [f'<th class="num"><button>{_text(name)}</button></th>' for name in numbers]
-    bests = {name: _best(results, name) for name in results.metrics}
+    bests = {name: best_value(results, name) for name in results.metrics}
     lines: list[str] = []
     for place, row in enumerate(rows):
         name = row.exp_id[:8]
@@ -115,10 +118,10 @@ def _table(rows: Sequence[Row], found: dict[str, ExperimentScores], results: Res
             else []
         )
         cells.append(f'<td class="pill s-{row.state}">{_state(row)}</td>')
-        cells += _result_cells(found.get(row.exp_id), results, bests)
+        cells += _result_cells(scores.get(row.exp_id), results, bests)
         cells += [
             _number(row.step, ""),
-            _number(_hours(row), ".2f"),
+            _number(sum(start.hours for start in row.starts) if row.starts else None, ".2f"),
             _number(row.gpu_hours or None, ".1f"),
         ]
         lines.append(f"<tr>{''.join(cells)}</tr>")
@@ -143,18 +146,11 @@ def _result_cells(
             continue
         kind = "num best" if score.best == bests[name] else "num"
         last = (
-            f' <span class="soft">({shown(score.last)})</span>' if score.last != score.best else ""
+            f' <span class="soft">({number_text(score.last)})</span>'
+            if score.last != score.best
+            else ""
         )
-        yield f'<td class="{kind}" data-value="{score.best!r}">{shown(score.best)}{last}</td>'
-
-
-def _best(results: Results, metric: str) -> float | None:
-    """The best value of all; None when there are not two to compare."""
-    scores = [result.scores[metric] for result in results.results if metric in result.scores]
-    if len(scores) < 2:
-        return None
-    values = [score.best for score in scores]
-    return min(values) if scores[0].is_least_best else max(values)
+        yield f'<td class="{kind}" data-value="{score.best!r}">{number_text(score.best)}{last}</td>'
 
 
 def _parameter(result: ExperimentScores | None, key: str) -> str:
@@ -168,16 +164,13 @@ def _number(value: float | None, form: str) -> str:
     return '<td class="num"></td>' if value is None else f'<td class="num">{value:{form}}</td>'
 
 
-def _hours(row: Row) -> float | None:
-    return sum(start.hours for start in row.starts) if row.starts else None
-
-
 def _card(row: Row, result: ExperimentScores | None, results: Results, now: str) -> str:
     folder = RunFolder(Path(row.folder))
+    name = _text(row.name or row.group)
     parts = [
         f'<article class="card" id="x{_text(row.exp_id)}">',
         f'<header><h3 class="mono" title="{_text(row.exp_id)}">{_text(row.exp_id[:8])}</h3>'
-        f'<span class="group soft small" title="{_text(_called(row))}">{_text(_called(row))}</span>'
+        f'<span class="group soft small" title="{name}">{name}</span>'
         f'<span class="pill dot s-{row.state}">{_state(row)}</span></header>',
         _progress(row),
         _chips(result, results),
@@ -188,11 +181,6 @@ def _card(row: Row, result: ExperimentScores | None, results: Results, now: str)
         "</article>",
     ]
     return "".join(parts)
-
-
-def _called(row: Row) -> str:
-    """What people call it: group, place and what differs; else the group alone."""
-    return row.name or row.group
 
 
 def _progress(row: Row) -> str:
@@ -245,9 +233,13 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
         text = "no metrics were written" if has_begun else "has not begun"
         return f'<div class="empty">{text}</div>'
     colours = {"loss": 0, "valid/loss": 1}
-    lines = [[name, colours[name], _loss_points(points)] for name, points in losses.items()]
+    lines: list[Any] = []  # as report.js reads them
+    for name, points in losses.items():
+        numbers = [[_short(n) for n in (b.step, b.mean, b.low, b.high)] for b in thin(points)]
+        lines.append([name, colours[name], numbers])
     last = [
-        f"<span>{name} <b>{shown(points[-1].value)}</b></span>" for name, points in losses.items()
+        f"<span>{name} <b>{number_text(points[-1].value)}</b></span>"
+        for name, points in losses.items()
     ]
     others = [name for name in curves.points if name.startswith("valid/") and name != "valid/loss"]
     scores = result.scores if result is not None else {}
@@ -262,17 +254,12 @@ def _charts(row: Row, curves: Curves, result: ExperimentScores | None) -> str:
     )
 
 
-def _loss_points(points: Sequence[Point]) -> list[list[float]]:
-    buckets = thin(points)
-    return [[_short(each) for each in (b.step, b.mean, b.low, b.high)] for b in buckets]
-
-
 def _spark(name: str, points: Sequence[Point], score: Score | None) -> str:
-    best = f"best {shown(score.best)} at step {score.best_step}" if score is not None else ""
+    best = f"best {number_text(score.best)} at step {score.best_step}" if score is not None else ""
     pairs = [[_short(b.step), _short(b.mean)] for b in thin(points, SPARK_POINTS)]
     return (
         f'<div title="{best}"><span><em title="{_text(name)}">{_text(name.partition("/")[2])}</em>'
-        f"<b>{shown(points[-1].value)}</b></span>"
+        f"<b>{number_text(points[-1].value)}</b></span>"
         f'<div data-title="{_text(name)}" data-spark="{_data(pairs)}"></div></div>'
     )
 
@@ -299,14 +286,14 @@ def _timeline(row: Row, now: str) -> str:
     total_s = max(seconds_between(begin, end), 1.0)
     bars: list[str] = []
     for start in row.starts:
-        left = min(max(seconds_between(begin, start.began_at) / total_s, 0.0), 1.0)
-        width = min(start.hours * 3600 / total_s, 1.0 - left)
+        offset = min(max(seconds_between(begin, start.began_at) / total_s, 0.0), 1.0)
+        width = min(start.hours * 3600 / total_s, 1.0 - offset)
         words = f"attempt {start.attempt}, start {start.number}: {duration(start.hours * 3600)}"
         bars.append(
-            f'<i class="{_colour(start, row)}" style="left:{left:.2%};width:{width:.2%}" '
+            f'<i class="{_colour(start, row)}" style="left:{offset:.2%};width:{width:.2%}" '
             f'title="{words}"></i>'
         )
-    sentences = [_sentence(sent, row.starts) for sent in row.history[-MOST_ATTEMPTS:]]
+    sentences = [_sentence(attempt, row.starts) for attempt in row.history[-MOST_ATTEMPTS:]]
     earlier = len(row.history) - len(sentences)
     items = [f"<li>{earlier} earlier attempts</li>"] if earlier else []
     items += [f"<li>{_text(sentence)}</li>" for sentence in sentences]
@@ -321,15 +308,15 @@ def _colour(start: Start, row: Row) -> str:
     return {EXIT_OK: "s-succeeded", EXIT_PREEMPTED: "s-preempted"}.get(start.code, "s-failed")
 
 
-def _sentence(sent: Sent, starts: Iterable[Start]) -> str:
-    own = [start for start in starts if start.attempt == sent.number]
-    where = f"{sent.backend} {sent.id or ''}".strip()
+def _sentence(attempt: Sent, starts: Iterable[Start]) -> str:
+    own = [start for start in starts if start.attempt == attempt.number]
+    where = f"{attempt.backend} {attempt.id or ''}".strip()
     hosts = list(dict.fromkeys(start.host for start in own if start.host))
     ran = f", ran {duration(sum(start.hours for start in own) * 3600)}" if own else ""
     times = f" in {len(own)} starts" if len(own) > 1 else ""
     return (
-        f"{sent.number}. {where}{' on ' + ', '.join(hosts) if hosts else ''}: "
-        f"{sent.state}{ran}{times}"
+        f"{attempt.number}. {where}{' on ' + ', '.join(hosts) if hosts else ''}: "
+        f"{attempt.state}{ran}{times}"
     )
 
 

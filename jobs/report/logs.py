@@ -1,7 +1,4 @@
-"""What a job printed, as lines that are safe to show.
-
-Nothing in a log can drive the terminal that shows it.
-"""
+"""What a job printed, as lines that are safe to show: they cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ if TYPE_CHECKING:
     from jobs.record.paths import Attempt, RunFolder
 
 POLL_S = 0.2
-ASK_S = 15.0  # between two questions to the scheduler while a log stands still
-ELSEWHERE_S = 60.0  # a job that runs so long without a file here writes to another file system
+ASK_S = 15.0  # between two questions to the scheduler
+ELSEWHERE_S = 60.0  # a job that ran so long without a file here writes to another file system
 LONGEST_LINE = 64 << 10  # bytes; a longer line comes in pieces
 BLOCK = 64 << 10
 # a progress bar's returns too; the last "\r" may be half of "\r\n"
@@ -41,15 +38,15 @@ def show(
     tail: int | None = None,
     follow: bool = False,
 ) -> Iterator[str]:
-    """Lines of what an attempt printed (the last one unless given), without line ends and safe to
-    print.
+    """The lines that an attempt printed, without line ends and safe to print. When there is no log
+    file, the lines of the scheduler's own log.
 
-    err: what it printed to stderr. tail: only so many of the lines that are there now. follow: go
-    on until the attempt has ended and everything is read. Where there is no file, the scheduler's
-    own log. NothingMatched, Unreachable.
+    attempt: its number; None for the last one. err: read stderr instead of stdout. tail: only the
+    last so many lines. follow: continue until the attempt has ended and everything is read.
+    Raises NothingMatched, Unreachable.
     """
     job = record.read(run)
-    numbers = [sent.number for sent in job.attempts] if job is not None else []
+    numbers = [each.number for each in job.attempts] if job is not None else []
     if not numbers:
         raise NothingMatched(f"{run.path.name} was never submitted, so it has no log.")
     number = numbers[-1] if attempt is None else attempt
@@ -64,7 +61,9 @@ def show(
 
 
 def last_lines(path: Path, count: int, *, most: int = 64 << 10) -> list[str]:
-    """The last `count` lines of a log's last `most` bytes, without colours; none without a file."""
+    """The last `count` lines within the last `most` bytes of a log, without colours; [] without a
+    file.
+    """
     try:
         with path.open("rb") as file:
             begin = max(file.seek(0, os.SEEK_END) - most, 0)
@@ -96,7 +95,7 @@ def _lines(path: Path, watch: _Watch, *, tail: int | None, follow: bool) -> Iter
             there += [] if follow else list(reader.rest())
             yield from there[max(len(there) - tail, 0) :]
         while follow:
-            # asked before reading: what was printed until then is read below
+            # Asked before reading: whatever was printed before the end is then read below.
             is_over = watch.is_over()
             has_grown = False
             for line in reader.read():
@@ -116,7 +115,7 @@ def _text(line: bytes) -> str:
 
 
 class _Reader:
-    """The lines of a file that grows, and may be cut or replaced meanwhile."""
+    """The lines of a file that grows, and that may be truncated or replaced meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -133,13 +132,13 @@ class _Reader:
                 yield from self.rest()
 
     def rest(self) -> Iterator[str]:
-        """The last line, which has no end yet."""
+        """The last line, which has no line end yet."""
         pending, self._pending = self._pending, b""
         if pending:
             yield _text(pending.removesuffix(b"\r"))
 
     def skip_to_last(self, count: int) -> None:
-        """Go to a place from which at least `count` lines follow."""
+        """Seek to a place that is followed by at least `count` lines."""
         position = self._file.seek(0, os.SEEK_END)
         ends = 0 if count else 1  # with the end of the last line itself: count + 1
         while position > 0 and count and ends <= count:
@@ -154,18 +153,20 @@ class _Reader:
 
     def _begin_again_if_cut(self) -> Iterator[str]:
         try:
-            found = self._path.stat()
+            facts = self._path.stat()
         except FileNotFoundError:
-            return  # moved aside: the rest of the old one is still read
-        is_another = found.st_ino != os.fstat(self._file.fileno()).st_ino
-        if is_another or found.st_size < self._file.tell():
+            return  # it was moved away: the rest of the open file is still read
+        is_another = facts.st_ino != os.fstat(self._file.fileno()).st_ino
+        if is_another or facts.st_size < self._file.tell():
             yield from self.rest()
             self._file.close()
             self._file = self._path.open("rb")
 
 
 class _Watch:
-    """Whether an attempt goes on, by its exit file or else its scheduler, asked now and then."""
+    """Whether an attempt still runs: by its exit file, or else by its scheduler, which is asked
+    every ASK_S seconds.
+    """
 
     def __init__(self, run: RunFolder, files: Attempt, backend: Backend | None) -> None:
         self._run, self._files, self._backend = run, files, backend
@@ -177,9 +178,8 @@ class _Watch:
         return self._files.exit.exists() or self._ask() not in ACTIVE
 
     def appears(self, path: Path) -> bool:
-        """Wait until a file is there.
-
-        False when its job ended without it, or runs where this folder is not seen.
+        """Wait until a file exists. False when its job ended without it, or runs on a machine that
+        does not share this folder.
         """
         running_since: float | None = None
         while not path.exists():
@@ -193,10 +193,10 @@ class _Watch:
         return True
 
     def of_scheduler(self, *, tail: int | None, follow: bool) -> Iterator[str]:
-        """Lines of the scheduler's own log; `tail` applies to a log that is not followed."""
+        """Lines of the scheduler's own log. `tail` counts only when the log is not followed."""
         job = record.read(self._run)
         ids = (
-            [sent.id for sent in job.attempts if sent.number == self._files.number]
+            [each.id for each in job.attempts if each.number == self._files.number]
             if job is not None
             else []
         )
@@ -209,20 +209,20 @@ class _Watch:
 
     def _ask(self) -> JobState:
         if time.monotonic() - self._asked_at > ASK_S:
-            self._state = self._settled()
+            self._state = self._find_state()
             self._asked_at = time.monotonic()
         return self._state
 
-    def _settled(self) -> JobState:
+    def _find_state(self) -> JobState:
         job = record.read(self._run)
-        sent = job.last if job is not None else None
-        if job is None or sent is None or sent.number != self._files.number:
+        attempt = job.last if job is not None else None
+        if job is None or attempt is None or attempt.number != self._files.number:
             return "lost"  # a later attempt has begun: this one prints no more
         observed: Observed | None = None
-        is_seen = self._backend is not None and sent.id is not None
-        if self._backend is not None and sent.id is not None:
+        is_seen = self._backend is not None and attempt.id is not None
+        if self._backend is not None and attempt.id is not None:
             try:
-                observed = self._backend.query([sent.id]).get(sent.id)
+                observed = self._backend.query([attempt.id]).get(attempt.id)
             except Unreachable:
                 is_seen = False
-        return judge(job, AttemptFiles.of(self._run, sent), observed, is_seen=is_seen).state
+        return judge(job, AttemptFiles.of(self._run, attempt), observed, is_seen=is_seen).state

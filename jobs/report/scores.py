@@ -1,7 +1,4 @@
-"""What came out of a group of experiments.
-
-The hyper-parameters in which they differ, and their scores.
-"""
+"""The results of experiments: the hyper-parameters in which they differ, and their scores."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from jobs.record import events as record
 from jobs.record.metrics import last_metrics, numbers, numbers_in
 from jobs.record.paths import BaseFolder, RunFolder
 from jobs.record.row import starts_of
-from jobs.report.text import shown, visible
+from jobs.report.text import number_text, visible
 from trainer.config.differences import differing, flattened, short_names, written
 from trainer.files.atomic import read_json
 
-# Names whose best value is the least. `train.best_is` of an experiment decides for its own
-# `train.best`.
+# Metrics with one of these words in their name are better when smaller. For the metric that an
+# experiment calls `train.best`, its `train.best_is` decides.
 LEAST_IS_BEST = (
     "loss",
     "perplexity",
@@ -39,7 +36,7 @@ LEAST_IS_BEST = (
     "mse",
     "rmse",
 )
-FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # how a spreadsheet knows one
+FORMULA = ("=", "+", "-", "@", "\t", "＝", "＋", "－", "＠")  # first letters, for a spreadsheet
 ID_WIDTH, GAP = 8, 2
 PREFIX = "valid/"  # of a score's name
 WIDEST_CELL = 24  # letters of a hyper-parameter in the table
@@ -58,9 +55,9 @@ class Score:
 
 @dataclass(frozen=True)
 class ExperimentScores:
-    """One experiment: its dictionary, flattened, and its scores.
+    """The flattened dictionary of one experiment, and its scores.
 
-    wall_s: of all starts, None when run by hand.
+    wall_s: seconds of all starts together; None for a run by hand.
     """
 
     exp_id: str
@@ -73,7 +70,9 @@ class ExperimentScores:
 
 @dataclass(frozen=True)
 class Results:
-    """Experiments by the keys in which they differ (in order of appearance) and their metrics."""
+    """Experiments, the keys in which their dictionaries differ (in order of appearance) and
+    metrics.
+    """
 
     results: tuple[ExperimentScores, ...]
     parameters: tuple[str, ...]
@@ -86,22 +85,18 @@ def gather(
 ) -> Results:
     """The results of the experiments in `base`, submitted or run by hand, on validation rows.
 
-    only: ids of experiments, in the order wanted; None for all. One without an exp_dict.json is
-    left out.
+    only: ids of experiments, in the order of the results; None for all. An experiment without an
+    exp_dict.json is skipped.
     """
     folders = base.runs() if only is None else [base.run(name) for name in dict.fromkeys(only)]
-    found = [_result(folder) for folder in folders]
-    results = tuple(result for result in found if result is not None)
+    scores = [_result(folder) for folder in folders]
+    results = tuple(result for result in scores if result is not None)
     metrics = dict.fromkeys(name for result in results for name in result.scores)
     return Results(
         results,
         differing([result.parameters for result in results]),
-        tuple(sorted(metrics, key=_by_kind)),
+        tuple(sorted(metrics, key=lambda name: (not name.endswith("/loss"), name))),
     )
-
-
-def _by_kind(metric: str) -> tuple[bool, str]:
-    return not metric.endswith("/loss"), metric
 
 
 def _result(folder: RunFolder) -> ExperimentScores | None:
@@ -111,8 +106,8 @@ def _result(folder: RunFolder) -> ExperimentScores | None:
     job = record.read(folder)
     starts = [
         start
-        for sent in (job.attempts if job else ())
-        for start in starts_of(folder.attempt(sent.number))
+        for attempt in (job.attempts if job else ())
+        for start in starts_of(folder.attempt(attempt.number))
     ]
     step = last_metrics(folder).get("step")
     return ExperimentScores(
@@ -126,7 +121,9 @@ def _result(folder: RunFolder) -> ExperimentScores | None:
 
 
 def best_scores(folder: RunFolder, experiment: Mapping[str, Any]) -> dict[str, Score]:
-    """The scores of one run by metric; the direction of `train.best` is as its dictionary says."""
+    """Metric -> best and last score of one run. `train.best_is` says which value of `train.best` is
+    best.
+    """
     return _scores(folder, _directions(experiment))
 
 
@@ -161,9 +158,8 @@ def _scores(folder: RunFolder, directions: Mapping[str, Literal["min", "max"]]) 
 
 
 def evaluations(folder: RunFolder) -> Iterable[dict[str, float]]:
-    """Every evaluation in order.
-
-    Of score_list.json or, where it is absent or torn, of metrics.jsonl.
+    """Every evaluation in order, from score_list.json; when that is absent or malformed, from
+    metrics.jsonl.
     """
     try:
         listed: Any = json.loads((folder.path / "score_list.json").read_bytes())
@@ -179,20 +175,17 @@ def evaluations(folder: RunFolder) -> Iterable[dict[str, float]]:
 
 
 def as_table(results: Results, *, width: int = 120) -> Table:
-    """The results for a terminal: of each metric the best value, and the last in brackets where it
-    is another.
+    """The results for a terminal: the best value of each metric, with the last one in brackets when
+    it differs.
 
-    Parameters that do not fit into `width` columns are left out, and the caption says how many.
+    Parameters that do not fit into `width` columns are omitted, and the caption says how many.
     """
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
-    bests = {name: _winner(results, name) for name in results.metrics}
+    bests = {name: best_value(results, name) for name in results.metrics}
     scores = [
         (
             _head(name),
-            [
-                _score_cell(each, name, is_best=bests[name] == each.exp_id)
-                for each in results.results
-            ],
+            [_score_cell(each, name, bests[name]) for each in results.results],
         )
         for name in results.metrics
     ]
@@ -215,14 +208,14 @@ def as_table(results: Results, *, width: int = 120) -> Table:
         if room >= 0:
             table.add_column(Text(visible(name)), no_wrap=True)
             columns.append(cells)
-    left_out = len(results.parameters) - len(columns) + 1
+    num_hidden = len(results.parameters) - len(columns) + 1
     for head, cells in scores:
         table.add_column(head, justify="right", no_wrap=True)
         columns.append(cells)
     for row in zip(*columns, strict=True):
         table.add_row(*row)
-    if left_out:
-        table.caption = f"{left_out} more parameters differ: --csv, --json or --html shows all"
+    if num_hidden:
+        table.caption = f"{num_hidden} more parameters differ: --csv, --json or --html shows all"
     return table
 
 
@@ -234,16 +227,13 @@ def _width(head: Text, cells: Sequence[Text]) -> int:
     return max(cell.cell_len for cell in (*head.split("\n"), *cells))
 
 
-def _winner(results: Results, metric: str) -> str | None:
-    """Which experiment has the best value; None when there are not two to compare."""
-    found = [
-        (result.scores[metric], result.exp_id)
-        for result in results.results
-        if metric in result.scores
-    ]
-    if len(found) < 2:
+def best_value(results: Results, metric: str) -> float | None:
+    """The best value of a metric among all experiments; None when fewer than two have one."""
+    scores = [result.scores[metric] for result in results.results if metric in result.scores]
+    if len(scores) < 2:
         return None
-    return min(found, key=lambda pair: pair[0].best if pair[0].is_least_best else -pair[0].best)[1]
+    values = [score.best for score in scores]
+    return min(values) if scores[0].is_least_best else max(values)
 
 
 def _short(values: Mapping[str, Any], key: str) -> str:
@@ -253,18 +243,22 @@ def _short(values: Mapping[str, Any], key: str) -> str:
     return text if len(text) <= WIDEST_CELL else text[: WIDEST_CELL - 1] + "…"
 
 
-def _score_cell(result: ExperimentScores, metric: str, *, is_best: bool) -> Text:
+def _score_cell(result: ExperimentScores, metric: str, best: float | None) -> Text:
     score = result.scores.get(metric)
     if score is None:
         return Text("–", style="dim")
-    text = Text().append(shown(score.best), style="bold green" if is_best else "")
-    return text if score.last == score.best else text.append(f" ({shown(score.last)})", style="dim")
+    text = Text().append(number_text(score.best), style="bold green" if score.best == best else "")
+    return (
+        text
+        if score.last == score.best
+        else text.append(f" ({number_text(score.last)})", style="dim")
+    )
 
 
 def as_csv(results: Results) -> str:
     """The results as CSV with whole ids and unrounded numbers.
 
-    Text that a spreadsheet would run is defused by a '.
+    A text that a spreadsheet would run as a formula gets a ' in front.
     """
     heads = [
         head
@@ -275,30 +269,27 @@ def as_csv(results: Results) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(
         [
-            _defused(head)
+            _without_formula(head)
             for head in ("exp_id", "group", *results.parameters, *heads, "steps", "wall_s")
         ]
     )
     for result in results.results:
         cells: list[Any] = [result.exp_id, result.group]
-        cells += [_cell(result.parameters, key) for key in results.parameters]
+        for key in results.parameters:
+            value = result.parameters.get(key, "")
+            cells.append(value if type(value) in (int, float) else written(value))
         for name in results.metrics:
             score = result.scores.get(name)
             cells += (
                 [score.best, score.best_step, score.last] if score is not None else ["", "", ""]
             )
         cells += [result.steps, None if result.wall_s is None else round(result.wall_s, 1)]
-        writer.writerow([_defused(cell) for cell in cells])
+        writer.writerow([_without_formula(cell) for cell in cells])
     return out.getvalue()
 
 
-def _cell(values: Mapping[str, Any], key: str) -> Any:
-    value = values.get(key, "")
-    return value if type(value) in (int, float) else written(value)
-
-
-def _defused(cell: Any) -> Any:
-    """`cell` with a quote in front where a spreadsheet would take it for a formula.
+def _without_formula(cell: Any) -> Any:
+    """`cell` with a quote in front if a spreadsheet would read it as a formula.
 
     Control characters become visible; numbers stay as they are.
     """

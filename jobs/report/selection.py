@@ -1,4 +1,4 @@
-"""What a command's words mean: which experiments, which states; and how its outcome is told."""
+"""How commands read their arguments (experiments, states, intervals) and print their results."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ MOST_IDS = 8  # in one message
 def rows(
     base: Path, group: str | None, *, by_hand: bool = False, exp_configs: Path | None = None
 ) -> list[Row]:
-    """How the submitted experiments of a folder stand, of one group or all.
+    """The state of every submitted experiment in a folder, or of those of one group.
 
-    by_hand: also those that were run without being submitted; of a group, when their dictionary is
-    one of the group in `exp_configs` (None: the built-in file), for no group is on record for them.
+    by_hand: also experiments that were run without being submitted. Their record names no group:
+    they belong to `group` when their dictionary is in that group of `exp_configs` (None: the
+    built-in file).
     """
     folder = BaseFolder(base.absolute())
-    found = survey(folder, backend_of=BackendCache(), include_unsubmitted=by_hand)
+    all_rows = survey(folder, backend_of=BackendCache(), include_unsubmitted=by_hand)
     if group is None:
-        return found
-    members = _members(group, exp_configs) if any(row.by_hand for row in found) else set[str]()
-    return [row for row in found if row.group == group or (row.by_hand and row.exp_id in members)]
+        return all_rows
+    members = _members(group, exp_configs) if any(row.by_hand for row in all_rows) else set[str]()
+    return [
+        row for row in all_rows if row.group == group or (row.by_hand and row.exp_id in members)
+    ]
 
 
 def _members(group: str, exp_configs: Path | None) -> set[str]:
-    """Ids of a group's experiments. Of a group that the built-in file lacks there are none: it was
-    submitted from another file, which need not be named again to see it.
+    """Ids of a group's experiments; none when the built-in file lacks the group: then it was
+    submitted from another file, which need not be named again.
     """
     from exp_configs import experiments_of  # a hundred dictionaries, which few commands need
     from trainer.config.identity import exp_id
@@ -56,34 +59,36 @@ def _members(group: str, exp_configs: Path | None) -> set[str]:
         return set()
 
 
-def chosen(
+def select_rows(
     base: Path, ids: Sequence[str] | None, group: str | None, *, is_all: bool = False
 ) -> list[Row]:
-    """The rows that ids or a group name; what was run by hand only by its id. ConfigError when
-    neither is given, NothingMatched when there are none.
+    """The rows that ids or a group name. A run by hand must be named by its id. ConfigError when
+    neither is given, NothingMatched when nothing matches.
     """
     if not ids and group is None and not is_all:
         raise ConfigError("name experiments: their ids, or -e GROUP.")
-    found = rows(base, group, by_hand=bool(ids) and group is None)
+    matches = rows(base, group, by_hand=bool(ids) and group is None)
     if ids:
-        named = [match(found, text) for text in ids]
-        found = list({row.exp_id: row for row in named}.values())
-    if not found:
+        named_rows = [match(matches, text) for text in ids]
+        matches = list({row.exp_id: row for row in named_rows}.values())
+    if not matches:
         raise NothingMatched(f"{base} holds no submitted experiment of {group or 'any group'}.")
-    return found
+    return matches
 
 
 def one(base: Path, text: str) -> Row:
-    """The one row whose id begins so."""
+    """The one row of a folder whose id begins with `text`."""
     return match(rows(base, None, by_hand=True), text)
 
 
 def match(rows: Sequence[Row], text: str) -> Row:
-    """The one row whose id begins so. NothingMatched, or ConfigError when several do."""
-    found = [row for row in rows if text and row.exp_id.startswith(text)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    """The one row whose id begins with `text`. NothingMatched when there is none, ConfigError when
+    there are several.
+    """
+    matches = [row for row in rows if text and row.exp_id.startswith(text)]
+    if len(matches) == 1:
+        return matches[0]
+    if not matches:
         of_group = [row.exp_id[:8] for row in rows if text and row.group == text]
         if of_group:
             raise NothingMatched(
@@ -94,16 +99,16 @@ def match(rows: Sequence[Row], text: str) -> Row:
             f"{text!r}: no experiment has an id that begins so. `status` lists them."
         )
     raise ConfigError(
-        f"{text!r}: {len(found)} ids begin so ({', '.join(row.exp_id[:12] for row in found)}). "
+        f"{text!r}: {len(matches)} ids begin so ({', '.join(row.exp_id[:12] for row in matches)}). "
         "Give more."
     )
 
 
-def refuse_by_hand(found: Iterable[Row], command: str) -> None:
-    """Return when all of these were submitted. ConfigError says what to do with the others."""
+def refuse_by_hand(rows: Iterable[Row], command: str) -> None:
+    """Return if all of these were submitted. ConfigError names those that were started by hand."""
     strays = [
         f"{row.exp_id} was started by hand on {row.host} and never submitted."
-        for row in found
+        for row in rows
         if row.by_hand
     ]
     if strays:
@@ -111,16 +116,15 @@ def refuse_by_hand(found: Iterable[Row], command: str) -> None:
         raise ConfigError("\n".join([*strays, f"{command}: nothing is done. {cure}."]))
 
 
-def refuse_live(found: Iterable[Row]) -> None:
-    """Return when none of these is alive: then their folders may be moved.
-
-    ConfigError names those that are.
+def refuse_live(rows: Iterable[Row]) -> None:
+    """Return if none of these is alive, so that their folders may be moved. ConfigError names those
+    that are.
     """
     live = [
         f"{row.exp_id} is {row.state} as {row.job_id}. `cancel` it first."
         if row.history
         else f"{row.exp_id} is running on {row.host}, started by hand. Stop it there first."
-        for row in found
+        for row in rows
         if (row.state in ACTIVE if row.history else row.state == "running")
     ]
     if live:
@@ -137,18 +141,18 @@ def states(text: str) -> list[JobState]:
 
 
 def seconds(text: str) -> float:
-    """Seconds of a text such as 30s, 5m or 2h: more than none, and at most a year."""
+    """Seconds of a text such as 30s, 5m or 2h: more than 0, at most a year."""
     units = {"s": 1, "m": 60, "h": 3600}
     number, unit = (text[:-1], text[-1]) if text[-1:] in units else (text, "s")
     try:
-        found = float(number) * units[unit]
+        value = float(number) * units[unit]
     except ValueError:
-        found = 0.0
-    if not 0 < found <= 366 * 24 * 3600:
+        value = 0.0
+    if not 0 < value <= 366 * 24 * 3600:
         raise ConfigError(
             f"--every {text!r}: want a number of seconds above 0, or one with s, m or h: 30s."
         )
-    return found
+    return value
 
 
 def show(
@@ -158,16 +162,15 @@ def show(
     rendered: Mapping[str, str] | None = None,
     is_line: bool = False,
 ) -> None:
-    """Print what was done with each experiment; with the text for the scheduler where `rendered`
-    has one.
+    """Print what was done with each experiment.
 
-    is_line: the JSON in one line, because another one follows.
+    rendered: id -> the text that the scheduler gets. is_line: write the JSON in one line.
     """
     if as_json:
-        found = [vars(result) for result in results]
+        documents = [vars(result) for result in results]
         if rendered is not None:
-            found = [{**values, "rendered": rendered[values["exp_id"]]} for values in found]
-        typer.echo(json.dumps(found, indent=None if is_line else 1))
+            documents = [{**values, "rendered": rendered[values["exp_id"]]} for values in documents]
+        typer.echo(json.dumps(documents, indent=None if is_line else 1))
         return
     for result in results:
         typer.echo(printable(f"{result.exp_id}  {result.action:<7} {result.text}"))
@@ -176,7 +179,7 @@ def show(
 
 
 def fail_if_any(results: Sequence[ActionResult]) -> None:
-    """Raise what gives the command its exit code when some experiment was not dealt with."""
+    """Raise the error of the command's exit code if something failed for some experiment."""
     bad = [result for result in results if result.is_bad]
     if not bad:
         return
@@ -202,13 +205,15 @@ def details(row: Row) -> str:
     if row.total:
         lines.append(f"step      {row.step or 0} of {row.total}")
     lines += [f"          {name} {value:.6g}" for name, value in row.metrics.items()]
-    for sent in row.history:
-        where = f"{sent.backend} {sent.id or '(no id yet)'}" + (
-            f", part {sent.index} of {sent.name}" if sent.index is not None else ""
+    for attempt in row.history:
+        where = f"{attempt.backend} {attempt.id or '(no id yet)'}" + (
+            f", part {attempt.index} of {attempt.name}" if attempt.index is not None else ""
         )
-        why = f": {sent.reason}" if sent.reason else ""
-        lines.append(f"attempt {sent.number}  {sent.state}{why}  ({where}, sent {sent.at[:19]})")
-        for start in (start for start in row.starts if start.attempt == sent.number):
+        why = f": {attempt.reason}" if attempt.reason else ""
+        lines.append(
+            f"attempt {attempt.number}  {attempt.state}{why}  ({where}, sent {attempt.at[:19]})"
+        )
+        for start in (start for start in row.starts if start.attempt == attempt.number):
             when = f"{start.began_at[:19]} to {start.ended_at[:19]}"
             lines.append(f"  start {start.number}  {when} on {start.host}, code {start.code}")
     if row.unseen_since:

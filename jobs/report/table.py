@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jobs.job_state import ACTIVE, ENDED_BADLY, STATES, JobState
-from jobs.report.text import duration, shown, visible
+from jobs.report.text import duration, number_text, visible
 
 if TYPE_CHECKING:
     from jobs.record.row import Row
@@ -34,25 +34,24 @@ COLOURS: dict[JobState, str] = {
     "cancelled": "magenta",
     "lost": "red",
 }
-# What a person wants to see first where not all fits on the screen.
-MOST = 200  # lines that anybody reads
+MOST = 200  # lines of the table when nobody watches it
+# The states that come first when not all experiments fit on the screen.
 URGENT: tuple[JobState, ...] = ("held", "lost", "failed", "oom", "timeout", "running", "preempted")
 WRONG: tuple[JobState, ...] = ("held", *ENDED_BADLY)
 BAR = 8
 GAP = 2  # between columns
 LONGEST_NAME = 16  # of a group or a metric
-LONGEST_DIFFERENCE = 40  # of what tells an experiment from its siblings
-ENOUGH, NARROWEST = (
-    18,
-    10,
-)  # of the last column: what a layout must leave for it, and what it always has
+LONGEST_DIFFERENCE = 40  # of the name that tells an experiment from the others of its group
+# Widths of the last column: a layout is used when it leaves so much, and the column has so much
+# at least.
+ENOUGH, NARROWEST = 18, 10
 LONGEST_REASON, MOST_REASONS = 500, 8
-AROUND = 7  # lines of the screen that the head, the summary and the prompt take
+AROUND = 7  # lines of the screen for the head, the summary and the prompt
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which columns there are besides those that always are."""
+    """Which of the optional columns a table has."""
 
     has_groups: bool = False
     has_names: bool = False
@@ -70,7 +69,7 @@ LAYOUTS = (
     _Layout(),
     _Layout(has_scores=False),
 )
-# What tells siblings apart is worth more than bars and hours.
+# Layouts with the column of names come before those with bars and hours.
 NAMED = (
     *(replace(layout, has_names=True) for layout in LAYOUTS if layout.has_groups),
     *(replace(layout, has_names=True) for layout in LAYOUTS[3:]),
@@ -78,7 +77,9 @@ NAMED = (
 
 
 def table(rows: Sequence[Row], *, width: int = 100) -> Table:
-    """One line for each experiment, `width` columns wide; `reasons` says in full what it cuts."""
+    """One line for each experiment, `width` columns wide. Long reasons are cut; `reasons` has them
+    in full.
+    """
     metric = _main_metric(rows)
     fits = [
         columns
@@ -86,17 +87,17 @@ def table(rows: Sequence[Row], *, width: int = 100) -> Table:
         if _room(columns := _columns(rows, layout, metric), width) >= ENOUGH
     ]
     columns = fits[0] if fits else _columns(rows, LAYOUTS[-1], metric)
-    found = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
+    grid = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
     for cells in columns:
         side: Literal["left", "right"] = (
             "left" if cells[0].plain in ("id", "group", "name", "state", "step") else "right"
         )
-        found.add_column(cells[0], no_wrap=True, justify=side, width=_widest(cells))
+        grid.add_column(cells[0], no_wrap=True, justify=side, width=_widest(cells))
     room = max(_room(columns, width), NARROWEST)
-    found.add_column("where, why", no_wrap=True, overflow="ellipsis", max_width=room)
+    grid.add_column("where, why", no_wrap=True, overflow="ellipsis", max_width=room)
     for place, row in enumerate(rows, 1):
-        found.add_row(*(cells[place] for cells in columns), _where(row))
-    return found
+        grid.add_row(*(cells[place] for cells in columns), _where(row))
+    return grid
 
 
 def _widest(cells: Sequence[Text]) -> int:
@@ -104,12 +105,12 @@ def _widest(cells: Sequence[Text]) -> int:
 
 
 def _room(columns: Sequence[Sequence[Text]], width: int) -> int:
-    """What these columns leave of `width` for the last one."""
+    """The width that remains for the last column beside these."""
     return width - sum(_widest(cells) + GAP for cells in columns)
 
 
 def _columns(rows: Sequence[Row], layout: _Layout, metric: str | None) -> list[list[Text]]:
-    """The cells of every column but the last, each with its head first."""
+    """The cells of every column but the last. The first cell of each is its head."""
     columns = [[Text("id"), *(Text(row.exp_id[:8]) for row in rows)]]
     if layout.has_groups and len({row.group for row in rows}) > 1:
         columns.append([Text("group"), *(_cut(row.group) for row in rows)])
@@ -123,7 +124,10 @@ def _columns(rows: Sequence[Row], layout: _Layout, metric: str | None) -> list[l
     if layout.has_scores:
         columns += [
             [_cut(metric or "valid"), *(_metric(row, metric) for row in rows)],
-            [Text("left"), *map(_left, rows)],
+            [
+                Text("left"),
+                *(Text("" if row.eta_s is None else duration(row.eta_s)) for row in rows),
+            ],
             [Text("try"), *map(_tries, rows)],
         ]
     if layout.has_hours:
@@ -137,32 +141,31 @@ def _columns(rows: Sequence[Row], layout: _Layout, metric: str | None) -> list[l
 
 
 def _cut(text: str, longest: int = LONGEST_NAME) -> Text:
-    found = Text(visible(text))
-    found.truncate(longest, overflow="ellipsis")
-    return found
+    cell = Text(visible(text))
+    cell.truncate(longest, overflow="ellipsis")
+    return cell
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Print the table, what is wrong in full, and the summary of all.
+    """Print the table, all reasons in full, and the summary.
 
-    The table is of MOST experiments, urgent ones first.
+    The table shows at most MOST experiments; the urgent ones come first when there are more.
     """
-    shown = _most_urgent(rows, MOST)
-    if shown:
-        console.print(table(shown, width=console.width))
+    visible_rows = _most_urgent(rows, MOST)
+    if visible_rows:
+        console.print(table(visible_rows, width=console.width))
         console.print()
-        console.print(reasons(shown), end="")
-    if len(shown) < len(rows):
+        console.print(reasons(visible_rows), end="")
+    if len(visible_rows) < len(rows):
         console.print(
-            f"{len(rows) - len(shown)} more are not shown: --json tells of all.", style="dim"
+            f"{len(rows) - len(visible_rows)} more are not shown: --json lists all.", style="dim"
         )
     console.print(Text(summary(rows)))
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many are in which state: "31 succeeded, 2 running, 1 held".
-
-    Then GPU-hours, and what cannot be seen.
+    """Counts by state, GPU-hours, and backends that do not answer: "31 succeeded, 1 held; 2.5
+    GPU-hours".
     """
     if not rows:
         return "no experiments"
@@ -189,9 +192,9 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def watch(
     make_rows: Callable[[], Sequence[Row]], every_s: float, *, console: Console | None = None
 ) -> None:
-    """Show the table anew every `every_s` seconds until all is decided, or ctrl-c.
+    """Show the table again every `every_s` seconds, until every experiment has ended or ctrl-c.
 
-    Without a terminal: the whole table, again when a state has changed.
+    Without a terminal it prints the whole table again whenever a state has changed.
     """
     screen = console or Console()
     try:
@@ -231,32 +234,32 @@ def _goes_on(rows: Sequence[Row]) -> bool:
 
 
 def _screen(rows: Sequence[Row], screen: Console, *, every_s: float) -> RenderableType:
-    """As much as fits: the urgent ones when not all do."""
+    """The table, summary and footer, with the urgent experiments only when not all fit."""
     room = max(screen.height - AROUND, 3)
-    chosen = _most_urgent(rows, room)
-    left_out = f"{len(rows) - len(chosen)} more are not shown. " if len(chosen) < len(rows) else ""
-    foot = Text(f"{left_out}Every {every_s:.0f} s; ctrl-c leaves.", style="dim")
-    return Group(table(chosen, width=screen.width), Text(""), Text(summary(rows)), foot)
+    visible_rows = _most_urgent(rows, room)
+    hidden_note = (
+        f"{len(rows) - len(visible_rows)} more are not shown. "
+        if len(visible_rows) < len(rows)
+        else ""
+    )
+    foot = Text(f"{hidden_note}Every {every_s:.0f} s; ctrl-c leaves.", style="dim")
+    return Group(table(visible_rows, width=screen.width), Text(""), Text(summary(rows)), foot)
 
 
 def _most_urgent(rows: Sequence[Row], count: int) -> Sequence[Row]:
-    """All rows as they stand when there are no more than `count`.
-
-    Else those that a person wants to see first.
-    """
+    """All rows in their order when there are at most `count`; else the `count` most urgent."""
+    if len(rows) <= count:
+        return rows
     order = list(dict.fromkeys((*URGENT, *STATES)))
-    return (
-        rows if len(rows) <= count else sorted(rows, key=lambda row: order.index(row.state))[:count]
-    )
+    return sorted(rows, key=lambda row: order.index(row.state))[:count]
 
 
 def _main_metric(rows: Sequence[Row]) -> str | None:
+    """ "valid/loss", or else the evaluation metric that most rows have."""
     names = Counter(name for row in rows for name in row.metrics if "/" in name)
-    return (
-        "valid/loss"
-        if "valid/loss" in names
-        else min(names, key=lambda name: (-names[name], name), default=None)
-    )
+    if "valid/loss" in names:
+        return "valid/loss"
+    return min(names, key=lambda name: (-names[name], name), default=None)
 
 
 def _state(row: Row) -> Text:
@@ -281,11 +284,7 @@ def _progress(row: Row, layout: _Layout) -> Text:
 
 
 def _metric(row: Row, name: str | None) -> Text:
-    return Text(shown(row.metrics[name]) if name in row.metrics else "")
-
-
-def _left(row: Row) -> Text:
-    return Text(duration(row.eta_s) if row.eta_s is not None else "")
+    return Text(number_text(row.metrics[name]) if name in row.metrics else "")
 
 
 def _tries(row: Row) -> Text:
@@ -294,7 +293,7 @@ def _tries(row: Row) -> Text:
 
 
 def _where(row: Row) -> Text:
-    """The host while all is well; otherwise what is wrong."""
+    """What is wrong; the host when nothing is."""
     why = _why(row)
     if why:
         return Text(why, style=COLOURS[row.state])
@@ -305,7 +304,7 @@ def _where(row: Row) -> Text:
 
 
 def _why(row: Row) -> str:
-    """What is wrong, or what it waits for, on one line; "" when there is nothing to say."""
+    """What is wrong, or what the job waits for, on one line; "" when there is nothing to say."""
     if row.unseen_since:
         text = f"not seen since {row.unseen_since[11:16]} UTC: {row.unseen_reason}"
     else:
@@ -314,7 +313,7 @@ def _why(row: Row) -> str:
 
 
 def reasons(rows: Sequence[Row]) -> Text:
-    """What is wrong with which experiments, in full: one line for each thing that is wrong."""
+    """Every reason in full, one line each, with the experiments that have it."""
     wrong: dict[tuple[JobState, str], list[str]] = {}
     for row in rows:
         if (row.state in WRONG or row.unseen_since) and (why := _why(row)):

@@ -1,4 +1,4 @@
-"""Text for people: safe to print, and numbers and times as one reads them."""
+"""Text for people: without control characters, and with short numbers and times."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ def visible(text: str, *, keep_colours: bool = False) -> str:
     """`text` with every control character but the tab made visible: ESC as ␛, others as \\x9b or
     \\u202e.
 
-    keep_colours: ANSI colours stay, and end where the text ends; otherwise they are dropped.
+    keep_colours: ANSI colours stay and are reset at the end of the text; otherwise they are
+    removed.
     """
     if not CONTROL.search(text):
         return text
     pieces = COLOUR.split(text)
     pieces[::2] = [CONTROL.sub(_picture, piece) for piece in pieces[::2]]
     pieces[1::2] = [_colour(piece, keep=keep_colours) for piece in pieces[1::2]]
-    shown = "".join(pieces)
-    return f"{shown}\x1b[0m" if "\x1b" in shown else shown
+    safe = "".join(pieces)
+    return f"{safe}\x1b[0m" if "\x1b" in safe else safe
 
 
 def printable(text: str) -> str:
-    """`text`, which may quote a log or a file name, with nothing that drives the terminal."""
+    """`text` of several lines, each made `visible`, so that it cannot control the terminal."""
     return "\n".join(visible(line) for line in text.split("\n"))
 
 
@@ -49,7 +50,7 @@ def _colour(sequence: str, *, keep: bool) -> str:
     return sequence if keep else ""
 
 
-def shown(value: float) -> str:
+def number_text(value: float) -> str:
     """A number in four digits: 5.123, 0.03120, 3.0e-05, 12000; whole ones in full."""
     if value == int(value) and abs(value) < 1e15:
         return str(int(value))
@@ -59,7 +60,7 @@ def shown(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as one reads them: 45 s, 12 min, 3 h 05, 2 d 4 h."""
+    """Seconds as a short text: 45 s, 12 min, 3 h 05, 2 d 4 h."""
     minutes = round(seconds / 60)
     if round(seconds) < 60:
         return f"{seconds:.0f} s"

@@ -1,1 +1,1 @@
-"""The service: an HTTP server over run folders. It keeps no truth, and imports no torch."""
+"""The service: an HTTP server over run folders. All its state is files; it imports no torch."""

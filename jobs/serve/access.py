@@ -1,7 +1,7 @@
-"""Who may do what: tokens and their roles, the names under which the server answers, rates.
+"""Access to the service: tokens and roles, host names and origins, rates of requests.
 
-A token's file holds names, roles and the sha256 of each token, never a token. Without a file the
-server answers on the loopback only, and whoever reaches it there is "local", an admin.
+The token file holds names, roles and the sha256 of each token, never a token. Without a file the
+server listens on the loopback only, and every client is "local", an admin.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from trainer.errors import ConfigError
 from trainer.files.atomic import replace_file
 
 Role = Literal["read", "run", "admin"]
-MAX_CLIENTS = 10_000  # whose rates are remembered
+MAX_CLIENTS = 10_000  # with a rate in memory
 TOKEN_PREFIX = "lathe-"
 
 
 class Quota(Strict):
-    """How much a token may use. None: as much as there is."""
+    """How much a token may use. None: no limit."""
 
-    jobs: Positive | None = None  # that have not ended
-    gpu_hours: Annotated[float, Field(gt=0)] | None = None  # no new job above it
+    jobs: Positive | None = None  # that have not ended, at one time
+    gpu_hours: Annotated[float, Field(gt=0)] | None = None  # after so many no new job starts
     bytes: Positive | None = None  # of files
 
 
@@ -64,15 +64,15 @@ class Client:
 
     @property
     def owner(self) -> str | None:
-        """Whose things it sees: its own, or everybody's (None)."""
+        """The owner of the jobs and files that this client sees; None: it sees everybody's."""
         return self.name if self.role == "run" else None
 
     def sees(self, owner: str) -> bool:
-        """Whether it may look at what belongs to `owner`."""
+        """Whether it sees the jobs and files of `owner`."""
         return self.owner in (None, owner)
 
     def may_change(self, owner: str) -> bool:
-        """Whether it may change what belongs to `owner`."""
+        """Whether it may change the jobs and files of `owner`."""
         return self.role == "admin" or (self.role == "run" and owner == self.name)
 
 
@@ -81,9 +81,10 @@ LOCAL = Client("local", "admin")
 
 @dataclass
 class Gate:
-    """Decides about a request by its headers alone.
+    """Admits or refuses a request by its headers alone.
 
-    hosts: values of Host that are ours, lower case. token_file: None for the loopback without.
+    hosts: the server's own values of the Host header, in lower case. token_file: None only on the
+    loopback.
     """
 
     hosts: frozenset[str]
@@ -96,13 +97,13 @@ class Gate:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_our_host(self, host: str | None) -> bool:
-        """Whether a request is meant for this server. A page elsewhere whose name was bound to our
-        address (DNS rebinding) sends its own.
+        """Whether the Host header names this server. A foreign page whose name was bound to our
+        address (DNS rebinding) sends its own name.
         """
         return host is not None and host.lower() in self.hosts
 
     def is_our_origin(self, headers: Mapping[str, str]) -> bool:
-        """Whether no page of another site sent a request. Programs send no Origin."""
+        """Whether a request comes from our own page or from a program, which sends no Origin."""
         origin = headers.get("origin")
         if origin is None:
             return headers.get("sec-fetch-site") in (None, "same-origin", "none")
@@ -110,22 +111,22 @@ class Gate:
         return origin.lower() in own | self.origins
 
     def client(self, authorization: str | None) -> Client | None:
-        """Who a request is from; None for nobody that is known. Takes as long for any token."""
+        """The client of a request; None for an unknown token. Takes the same time for any token."""
         if self.token_file is None:
             return LOCAL
         scheme, _, text = (authorization or "").partition(" ")
-        sent = hashlib.sha256(text.strip().encode(errors="surrogateescape")).hexdigest()
-        found: Token | None = None
-        for token in self._known():
-            if hmac.compare_digest(token.sha256, sent):
-                found = token
-        if found is None or scheme.lower() != "bearer":
+        digest = hashlib.sha256(text.strip().encode(errors="surrogateescape")).hexdigest()
+        match: Token | None = None
+        for token in self._current_tokens():
+            if hmac.compare_digest(token.sha256, digest):
+                match = token
+        if match is None or scheme.lower() != "bearer":
             return None
-        return Client(found.name, found.role, found.quota)
+        return Client(match.name, match.role, match.quota)
 
-    def _known(self) -> tuple[Token, ...]:
-        """The tokens of the file as it is now: one that is taken out is refused at once."""
-        assert self.token_file is not None, "asked for by `client`"
+    def _current_tokens(self) -> tuple[Token, ...]:
+        """The tokens in the file now: a token that was removed is refused at once."""
+        assert self.token_file is not None, "`client` has checked it"
         facts = self.token_file.stat()
         now = (facts.st_mtime_ns, facts.st_ino)
         if now != self._read_at:
@@ -133,16 +134,16 @@ class Gate:
         return self._tokens
 
     def wait_s(self, who: str) -> float:
-        """How long a client has to wait until its next request; 0 when it may come now."""
+        """Seconds until the client may send its next request; 0 when it may now."""
         per_s, now = self.requests_per_minute / 60, time.monotonic()
         with self._lock:
             if len(self._rates) > MAX_CLIENTS:
                 self._rates.clear()
-            left, at = self._rates.get(who, (float(self.requests_per_minute), now))
-            left = min(left + (now - at) * per_s, float(self.requests_per_minute))
-            is_free = left >= 1
-            self._rates[who] = (left - 1 if is_free else left, now)
-        return 0.0 if is_free else (1 - left) / per_s
+            budget, at = self._rates.get(who, (float(self.requests_per_minute), now))
+            budget = min(budget + (now - at) * per_s, float(self.requests_per_minute))
+            is_free = budget >= 1
+            self._rates[who] = (budget - 1 if is_free else budget, now)
+        return 0.0 if is_free else (1 - budget) / per_s
 
 
 def gate(
@@ -154,9 +155,10 @@ def gate(
     origins: Sequence[str],
     requests_per_minute: int,
 ) -> Gate:
-    """The gate of a server at an address. ConfigError for an open address without tokens.
+    """The gate of a server at an address. ConfigError for an address beyond the loopback without
+    tokens.
 
-    names: other values of Host under which it is reached.
+    names: further values of the Host header under which clients reach it.
     """
     if token_file is None and not is_loopback(host):
         raise ConfigError(
@@ -179,7 +181,7 @@ def gate(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
+    """Whether only this machine can reach an address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -187,14 +189,14 @@ def is_loopback(host: str) -> bool:
 
 
 def read_tokens(path: Path) -> list[Token]:
-    """The tokens of a file. ConfigError when others may write it, or it is not as wanted."""
+    """The tokens of a file. ConfigError when others may read or write it, or it is malformed."""
     try:
         facts = path.stat()
         values: Any = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--token_file {path}: {error}. `lathe-jobs token` makes one.") from None
     mode = stat.S_IMODE(facts.st_mode)
-    if mode & 0o037:  # a group may read it: a Secret of Kubernetes is mounted so
+    if mode & 0o037:  # a group may read it: Kubernetes mounts a Secret this way
         raise ConfigError(
             f"--token_file {path}: mode {mode:#o}, want 0o600: others could add their own token. "
             f"chmod 600 {path}"
@@ -208,7 +210,9 @@ def read_tokens(path: Path) -> list[Token]:
 
 
 def add_token(path: Path, name: str, role: str, quota: Mapping[str, Any]) -> str:
-    """Add a new token to a file and return it: it is kept nowhere. ConfigError, StorageError."""
+    """Add a new token to a file, which keeps only its hash, and return it. ConfigError,
+    StorageError.
+    """
     tokens = read_tokens(path) if path.exists() else []
     text = TOKEN_PREFIX + secrets.token_urlsafe(32)
     entry = {

@@ -1,6 +1,6 @@
-"""The server: `python -m jobs.serve.app -sb BASE`. The gate, the routes, the keeper's thread.
+"""The server: `python -m jobs.serve.app -sb BASE`, with its gate, routes and keeper thread.
 
-`lathe-jobs serve` becomes this program.
+`lathe-jobs serve` starts this program in its place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 from starlette.types import Send as SendMessage
 
 from jobs import backends
-from jobs.options import BackendName, Base, PythonBinary, guarded
+from jobs.options import BackendName, Base, PythonBinary, report_errors
 from jobs.record.paths import BaseFolder, check_base
 from jobs.serve import lathe_routes, offers, openai_routes
 from jobs.serve.access import Gate, gate
@@ -41,7 +41,7 @@ from trainer.errors import ConfigError, LatheError, StorageError
 MAX_HEADERS = 16 << 10  # bytes, of the request line and all headers
 MAX_CONNECTIONS = 512
 ONCE = ("host", "authorization", "origin", "content-length", "content-type", "idempotency-key")
-# Nothing from elsewhere, nothing framed, no script but our own files.
+# A page loads nothing from other servers, no page may frame it, only our own files are scripts.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 
 class Door:
-    """Lets in, by its headers alone, what may come in, and puts ours on every answer."""
+    """Admits or refuses requests by their headers, and adds our headers to every answer."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self.app, self.gate = app, gate
@@ -110,7 +110,7 @@ class Door:
 
 
 class Server(uvicorn.Server):
-    """Ends the streams of pages first, for it waits until every answer is whole."""
+    """A server that first ends the event streams, because uvicorn waits for every answer to end."""
 
     def __init__(self, options: uvicorn.Config, keeper: Keeper) -> None:
         super().__init__(options)
@@ -121,11 +121,11 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-PUBLIC_PATHS = ("/healthz", "/", "/live")  # what holds nothing of anybody: the page is empty
+PUBLIC_PATHS = ("/healthz", "/", "/live")  # they hold no data: the page itself is empty
 
 
 def health(request: Request) -> Response:
-    """Whether the server answers: for probes."""
+    """Answers probes: the server is up."""
     return Response("ok\n", media_type="text/plain")
 
 
@@ -142,7 +142,7 @@ async def on_http(request: Request, error: Exception) -> Response:
 
 async def on_full_disk(request: Request, error: Exception) -> Response:
     log.warning("%s", error)
-    text = "The disk refused: what was asked for is not done. Ask whoever runs the service."
+    text = "The disk is full or refuses writes, so nothing was done. Ask whoever runs the service."
     return Refusal(507, text, code="insufficient_storage").response()
 
 
@@ -157,7 +157,7 @@ async def on_fault(request: Request, error: Exception) -> Response:
 
 
 def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
-    """The application. has_keeper: its own thread moves jobs on while it runs."""
+    """The application. has_keeper: a thread of the server looks after the jobs."""
 
     @contextlib.asynccontextmanager
     async def life(app: Starlette) -> AsyncGenerator[None]:
@@ -185,7 +185,7 @@ def make_app(keeper: Keeper, gate: Gate, *, has_keeper: bool = True) -> Door:
 
 
 def make_keeper(base: Path, config: offers.ServiceConfig, send: Send, every_s: float) -> Keeper:
-    """The keeper of a savedir_base, whose folders are made. ConfigError, StorageError."""
+    """The keeper of a savedir_base; makes its folders. ConfigError, StorageError."""
     if backends.load(send.backend).traits.is_in_process:
         raise ConfigError(
             f"-j {send.backend}: it runs jobs in the server itself. Use -j local for this machine."
@@ -196,21 +196,19 @@ def make_keeper(base: Path, config: offers.ServiceConfig, send: Send, every_s: f
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:
-    """Return when the files of a certificate and of its key go together, or there are none.
-    ConfigError.
-    """
+    """Return if the certificate and the key belong together, or both are None; else ConfigError."""
     if cert is None and key is None:
         return
     if cert is None or key is None:
         raise ConfigError("--tls_cert and --tls_key: give both, or none.")
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
-    except OSError as error:  # an SSLError is one
+    except OSError as error:  # this includes SSLError
         reason = error.strerror or "want PEM files that belong together"
         raise ConfigError(f"--tls_cert {cert}, --tls_key {key}: {reason}. Give others.") from None
 
 
-@guarded
+@report_errors
 def serve(
     savedir_base: Base,
     host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1",
@@ -220,13 +218,16 @@ def serve(
         Path | None, typer.Option("--service_config", help="Python file with SERVICE.")
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option("--token_file", help="Who may come: `lathe-jobs token`.")
+        Path | None,
+        typer.Option("--token_file", help="The tokens that are admitted: `lathe-jobs token`."),
     ] = None,
     python_binary: PythonBinary = "",
     allow_dirty: Annotated[
         bool, typer.Option("--allow-dirty", help="Run uncommitted code, with its patch.")
     ] = False,
-    every: Annotated[float, typer.Option("--every_s", min=0.05, help="Between two looks.")] = 1.0,
+    every: Annotated[
+        float, typer.Option("--every_s", min=0.05, help="Seconds between two looks at the jobs.")
+    ] = 1.0,
     tls_cert: Annotated[Path | None, typer.Option("--tls_cert", help="PEM file.")] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls_key", help="PEM file.")] = None,
 ) -> None:

@@ -1,6 +1,6 @@
-"""What the folders say, in one SQLite file, so that lists and searches are fast. Never the truth.
+"""A copy of the facts in all folders, in one SQLite file, so that lists and searches are fast.
 
-It can be deleted at any time and is filled again; several servers of one host may share it.
+It may be deleted at any time and is then filled again. Several servers of one host may share it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from jobs.serve.job_view import FINAL, JobEvent, event_object
 from jobs.serve.live.cards import job_card
 
-VERSION = 2  # of the tables: an index of another version is made anew
+VERSION = 2  # of the tables; an index of another version is deleted and filled again
 WAIT_S = 30.0  # for another server's transaction
 CACHE_KIB = 1024  # of each thread
 TABLES = """
@@ -46,8 +46,8 @@ create table if not exists clock (tick integer not null);
 insert into clock select 0 where not exists (select 1 from clock);
 """
 
-TICK = "(select tick from clock)"  # grows with every change that pages are told of
-# A run whose line is as it was keeps its tick.
+TICK = "(select tick from clock)"  # grows with every change that pages show
+# A run whose card did not change keeps its tick.
 PUT_RUN = f"""
 insert into runs values (:exp_id, :facts, :state, :body, :group, :name, :experiment, {TICK}, :card)
 on conflict (exp_id) do update set facts = :facts, state = :state, body = :body, name = :name,
@@ -69,7 +69,7 @@ class Page:
 
 @dataclass(frozen=True)
 class PageRequest:
-    """Which part of a list is wanted. owner: None for everybody's."""
+    """Which page of a list to return. owner: None for everybody's."""
 
     owner: str | None
     after: str | None = None
@@ -78,14 +78,16 @@ class PageRequest:
 
 @dataclass(frozen=True)
 class MetricsPlace:
-    """How far a job's metrics.jsonl has been told, and the digest of the last line told."""
+    """How far a job's metrics.jsonl was turned into events. mark: a digest of the bytes before
+    `end`.
+    """
 
     end: int = 0
     mark: str = ""
 
 
 class Index:
-    """The tables, for any thread."""
+    """The tables, usable by any thread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -103,30 +105,30 @@ class Index:
 
     @property
     def connection(self) -> sqlite3.Connection:
-        """This thread's connection; a file that was deleted is made anew."""
-        found: sqlite3.Connection | None = getattr(self._own, "connection", None)
-        if found is not None and self._own.file == _identity(self.path):
-            return found
-        found = sqlite3.connect(self.path, timeout=WAIT_S, isolation_level=None)
-        found.execute("pragma journal_mode=wal")
-        found.execute("pragma synchronous=off")  # a power cut costs the index, and no truth
-        found.execute(f"pragma cache_size=-{CACHE_KIB}")
-        if not found.execute("select 1 from sqlite_master where name = 'jobs'").fetchone():
-            found.executescript(f"{TABLES}\npragma user_version={VERSION};")
-        self._own.connection, self._own.file = found, _identity(self.path)
-        return found
+        """This thread's connection. A file that was deleted is created again."""
+        connection: sqlite3.Connection | None = getattr(self._own, "connection", None)
+        if connection is not None and self._own.file == _identity(self.path):
+            return connection
+        connection = sqlite3.connect(self.path, timeout=WAIT_S, isolation_level=None)
+        connection.execute("pragma journal_mode=wal")
+        connection.execute("pragma synchronous=off")  # a power cut costs the index, and no truth
+        connection.execute(f"pragma cache_size=-{CACHE_KIB}")
+        if not connection.execute("select 1 from sqlite_master where name = 'jobs'").fetchone():
+            connection.executescript(f"{TABLES}\npragma user_version={VERSION};")
+        self._own.connection, self._own.file = connection, _identity(self.path)
+        return connection
 
     # Jobs
 
-    def known_jobs(self) -> dict[str, str]:
-        """id -> what its files were like when they were read, of every job."""
+    def job_marks(self) -> dict[str, str]:
+        """id -> the mark that its files had when they were read, of every job (Keeper._marks)."""
         return dict(self.connection.execute("select id, facts from jobs"))
 
     def open_jobs(self) -> set[str]:
-        """Ids of the jobs of which something is still to come."""
+        """Ids of the jobs that have not ended."""
         return {row[0] for row in self.connection.execute("select id from jobs where is_open")}
 
-    def put_job(
+    def write_job(
         self,
         body: Mapping[str, Any],
         *,
@@ -138,7 +140,7 @@ class Index:
         place: MetricsPlace,
         events: Sequence[JobEvent],
     ) -> None:
-        """Replace what is known of a job, and add the events that are not known yet."""
+        """Replace the row of a job, and add the events that are new."""
         ours = body["lathe"]
         values = (
             body["id"],
@@ -155,7 +157,7 @@ class Index:
             json.dumps(body),
             json.dumps(job_card(body)),
         )
-        told = [(event.id, body["id"], json.dumps(event_object(event))) for event in events]
+        event_rows = [(event.id, body["id"], json.dumps(event_object(event))) for event in events]
         with self.connection as connection:
             connection.execute("begin immediate")
             connection.execute("update clock set tick = tick + 1")
@@ -163,17 +165,17 @@ class Index:
                 f"insert or replace into jobs values ({_marks(values[:-1])}, {TICK}, ?)", values
             )
             connection.executemany(
-                "insert or ignore into events (id, job, body) values (?, ?, ?)", told
+                "insert or ignore into events (id, job, body) values (?, ?, ?)", event_rows
             )
 
     def metrics_place(self, job_id: str) -> MetricsPlace:
-        """How far its metrics have been told."""
+        """How far its metrics were turned into events."""
         query = "select metrics_end, metrics_mark from jobs where id = ?"
         row = self.connection.execute(query, (job_id,)).fetchone()
         return MetricsPlace(*row) if row else MetricsPlace()
 
     def job(self, job_id: str) -> dict[str, Any] | None:
-        """A job, as it was when its files were last read."""
+        """A job as its files were when they were last read."""
         row = self.connection.execute("select body from jobs where id = ?", (job_id,)).fetchone()
         return None if row is None else json.loads(row[0])
 
@@ -184,18 +186,18 @@ class Index:
         return None if row is None else json.loads(row[0])
 
     def job_of_run(self, exp_id: str) -> dict[str, Any] | None:
-        """The job whose experiment this is."""
+        """The job that has this experiment."""
         row = self.connection.execute("select body from jobs where exp_id = ?", (exp_id,))
-        found = row.fetchone()
-        return None if found is None else json.loads(found[0])
+        body = row.fetchone()
+        return None if body is None else json.loads(body[0])
 
     def jobs(
         self, cut: PageRequest, metadata: Mapping[str, str] | None, *, has_none: bool = False
     ) -> Page:
-        """Jobs, the newest first; with `metadata`, those that have these entries. has_none: those
+        """Jobs, the newest first. metadata: only those with these entries. has_none: only those
         without metadata. KeyError for an unknown `after`.
         """
-        where, values = _owned(cut.owner)
+        where, values = _where_owner(cut.owner)
         for key, value in (metadata or {}).items():
             where.append(
                 "exists (select 1 from json_each(body, '$.metadata') as entry "
@@ -207,8 +209,8 @@ class Index:
         return self._page("jobs", cut, where, values)
 
     def tuned_models(self, owner: str | None) -> list[dict[str, Any]]:
-        """Jobs that succeeded and whose model is there, the newest first."""
-        where, values = _owned(owner)
+        """Jobs that succeeded and whose model was not deleted, the newest first."""
+        where, values = _where_owner(owner)
         where += ["status = 'succeeded'", "not is_deleted"]
         query = f"select body from jobs where {' and '.join(where)} order by created desc, id desc"
         return [json.loads(row[0]) for row in self.connection.execute(query, values)]
@@ -242,29 +244,29 @@ class Index:
 
     # Uploads and runs
 
-    def put_upload(self, body: Mapping[str, Any], *, owner: str, created: float) -> None:
-        """Add a file that was handed in."""
+    def write_upload(self, body: Mapping[str, Any], *, owner: str, created: float) -> None:
+        """Add an uploaded file."""
         values = (body["id"], created, owner, body["purpose"], body["bytes"], json.dumps(body))
         self.connection.execute(f"insert or replace into uploads values ({_marks(values)})", values)
 
     def upload_ids(self) -> set[str]:
-        """Ids of the files that are known."""
+        """Ids of the uploaded files in the index."""
         return {row[0] for row in self.connection.execute("select id from uploads")}
 
     def drop_uploads(self, ids: Iterable[str]) -> None:
-        """Forget files that were deleted."""
+        """Remove files that were deleted."""
         self.connection.executemany("delete from uploads where id = ?", [(one,) for one in ids])
 
     def uploads(self, cut: PageRequest, purpose: str | None, *, is_rising: bool = False) -> Page:
-        """Files that were handed in, the newest first unless is_rising. KeyError as `jobs`."""
-        where, values = _owned(cut.owner)
+        """Uploaded files, the newest first unless is_rising. KeyError for an unknown `after`."""
+        where, values = _where_owner(cut.owner)
         if purpose is not None:
             where.append("purpose = ?")
             values.append(purpose)
         return self._page("uploads", cut, where, values, is_rising=is_rising)
 
-    def known_runs(self) -> dict[str, str]:
-        """exp_id -> what its files were like when they were read."""
+    def run_marks(self) -> dict[str, str]:
+        """exp_id -> the mark that its files had when they were read (live.runs.mark)."""
         return dict(self.connection.execute("select exp_id, facts from runs"))
 
     def live_runs(self, states: Sequence[str]) -> set[str]:
@@ -273,22 +275,22 @@ class Index:
         return {row[0] for row in self.connection.execute(query, states)}
 
     def run_ids_of(self, owner: str) -> set[str]:
-        """Ids of the runs that belong to the jobs of a token."""
+        """Ids of the runs of the jobs of an owner."""
         query = "select exp_id from jobs where owner = ?"
         return {row[0] for row in self.connection.execute(query, (owner,))}
 
-    def put_runs(self, entries: Iterable[Mapping[str, str]]) -> None:
-        """Replace what is known of runs: exp_id, facts, state, body, group, name, experiment and
-        card (JSON) of each.
+    def write_runs(self, entries: Iterable[Mapping[str, str]]) -> None:
+        """Replace the rows of runs. An entry has exp_id, facts, state, body, group, name,
+        experiment and card (JSON).
         """
         self._change(PUT_RUN, list(entries))
 
-    def put_names(self, names: Mapping[str, str]) -> None:
-        """exp_id -> what tells a run from its siblings."""
+    def write_names(self, names: Mapping[str, str]) -> None:
+        """Set names. names: exp_id -> what distinguishes a run from the others of its group."""
         self._change(NAME_RUN, [(name, exp_id) for exp_id, name in names.items()])
 
     def _change(self, query: str, values: Sequence[Any]) -> None:
-        """Change what pages are told of, in one transaction."""
+        """Change runs that pages show, and advance the tick, in one transaction."""
         with self.connection as connection:
             connection.execute("begin immediate")
             connection.execute("update clock set tick = tick + 1")
@@ -299,7 +301,7 @@ class Index:
         return dict(self.connection.execute("select exp_id, name from runs"))
 
     def experiments_of(self, group: str) -> dict[str, str]:
-        """exp_id -> the JSON of its dictionary, of the runs that were sent with a group."""
+        """exp_id -> the JSON of its dictionary, of the runs that were submitted with a group."""
         query = (
             "select exp_id, experiment from runs where grp = ? "
             "and not json_extract(body, '$.by_hand') order by exp_id"
@@ -307,40 +309,40 @@ class Index:
         return dict(self.connection.execute(query, (group,)))
 
     def experiment(self, exp_id: str) -> dict[str, Any]:
-        """A run's dictionary; empty where there is none."""
+        """A run's dictionary; {} for an unknown run."""
         query = "select experiment from runs where exp_id = ?"
         row = self.connection.execute(query, (exp_id,)).fetchone()
         return {} if row is None else json.loads(row[0])
 
     def tick(self) -> int:
-        """Grows with every change that pages are told of."""
+        """A number that grows with every change that pages show."""
         return self.connection.execute("select tick from clock").fetchone()[0]
 
     def board(self, since: int, owner: str | None) -> str:
-        """The JSON of what changed behind a tick: {"tick", "num_runs", "runs", "jobs"}, each a list
-        of lines. owner: None for everybody's.
+        """The JSON of what changed after a tick: {"tick", "num_runs", "runs", "jobs"}; the last two
+        are lists of cards. owner: None for everybody's.
         """
         whose, values = ("", []) if owner is None else ("where owner = ?", [owner])
         own = f"exp_id in (select exp_id from jobs {whose})" if owner is not None else "1"
         look = self.connection.execute
         tick = self.tick()
         (count,) = look(f"select count(*) from runs where {own}", values).fetchone()
-        behind = [*values, since]
-        runs = look(f"select card from runs where {own} and tick > ?", behind).fetchall()
+        values_since = [*values, since]
+        runs = look(f"select card from runs where {own} and tick > ?", values_since).fetchall()
         where = f"{whose} and" if whose else "where"
-        jobs = look(f"select card from jobs {where} tick > ?", behind).fetchall()
+        jobs = look(f"select card from jobs {where} tick > ?", values_since).fetchall()
         lists = {"runs": runs, "jobs": jobs}
         parts = [f'"{key}":[{",".join(row[0] for row in rows)}]' for key, rows in lists.items()]
         return f'{{"tick":{tick},"num_runs":{count},{",".join(parts)}}}'
 
     def drop_runs(self, ids: Iterable[str]) -> None:
-        """Forget runs whose folder is gone."""
-        gone = [(one,) for one in ids]
-        if gone:
-            self._change("delete from runs where exp_id = ?", gone)
+        """Remove runs whose folder is gone."""
+        values = [(exp_id,) for exp_id in ids]
+        if values:
+            self._change("delete from runs where exp_id = ?", values)
 
     def runs(self, only: str | None = None) -> list[str]:
-        """The JSON of every run, or of one, by id."""
+        """The JSON of every run in the order of ids, or of one run."""
         where, values = ("", ()) if only is None else ("where exp_id = ?", (only,))
         query = f"select body from runs {where} order by exp_id"
         return [row[0] for row in self.connection.execute(query, values)]
@@ -367,7 +369,7 @@ class Index:
         return _cut(self.connection.execute(query, [*values, cut.limit + 1]), cut.limit)
 
 
-def _owned(owner: str | None) -> tuple[list[str], list[Any]]:
+def _where_owner(owner: str | None) -> tuple[list[str], list[Any]]:
     return ([], []) if owner is None else (["owner = ?"], [owner])
 
 
@@ -376,12 +378,12 @@ def _marks(values: Sequence[Any]) -> str:
 
 
 def _cut(rows: Iterable[tuple[str]], limit: int) -> Page:
-    found = [json.loads(row[0]) for row in rows]
-    return Page(found[:limit], len(found) > limit)
+    objects = [json.loads(row[0]) for row in rows]
+    return Page(objects[:limit], len(objects) > limit)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file lies at a path; None for none."""
+    """Device and inode of a file; None when there is none."""
     with suppress(FileNotFoundError):
         facts = path.stat()
         return facts.st_dev, facts.st_ino

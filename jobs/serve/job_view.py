@@ -1,18 +1,18 @@
-"""What a client sees of a job: its status, its events, its checkpoints, made of what lies on the
-disk.
+"""What a client sees of a job: its status, events and checkpoints, made from its files.
 
-Every event has an id that its cause determines (the second start of attempt 1, the loss at step
-30), so an event is the same event whoever looks, and how often.
+The id of an event follows from its cause (the second start of attempt 1, the loss at step 30), so
+every server and every reading gives the same event.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -27,7 +27,7 @@ Status = Literal["validating_files", "queued", "running", "succeeded", "failed",
 Level = Literal["info", "warn", "error"]
 FINAL: tuple[Status, ...] = ("succeeded", "failed", "cancelled")
 FAILED = ("failed", "timeout", "oom", "lost")
-# theirs -> ours, where both have a word for it
+# OpenAI's name -> our name of a metric
 SCORES = {
     "train_loss": "loss",
     "valid_loss": "valid/loss",
@@ -40,7 +40,7 @@ SCORES = {
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is known of a job. row: None when its experiment was never sent."""
+    """Everything that the files say about a job. row: None when it was never submitted."""
 
     ticket: Ticket
     checked: Checked | None
@@ -59,7 +59,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Standing:
-    """How a job stands. finished_at: ISO time."""
+    """The status of a job. finished_at: ISO time."""
 
     status: Status
     finished_at: str | None = None
@@ -68,7 +68,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class JobEvent:
-    """Something that happened. `at`: seconds since 1970."""
+    """Something that happened to a job. at: seconds since 1970."""
 
     id: str
     at: float
@@ -79,14 +79,14 @@ class JobEvent:
 
 
 def standing(facts: Facts) -> Standing:
-    """The status that clients know, of a job's files. What was cancelled stays cancelled."""
+    """The status of a job for clients. A cancelled job stays cancelled."""
     row, cancel = facts.row, facts.last_wish("cancel")
     if facts.checked is not None and facts.checked.message is not None:
         error = _error("invalid_training_file", facts.checked.message, facts.checked.param)
         return Standing("failed", facts.checked.at, error)
     if row is not None and row.state == "succeeded":
-        is_too_late = cancel is None or (row.ended_at or "") <= cancel.at
-        if is_too_late:
+        is_before_cancel = cancel is None or (row.ended_at or "") <= cancel.at
+        if is_before_cancel:
             return Standing("succeeded", _ended_at(row))
     if cancel is not None:
         return Standing("cancelled", cancel.at)
@@ -94,7 +94,7 @@ def standing(facts: Facts) -> Standing:
         return Standing("validating_files")
     if row is None or not row.history:
         return Standing("queued")
-    if row.state in FAILED or row.state == "pending":  # pending: the scheduler refused it
+    if row.state in FAILED or row.state == "pending":  # "pending": the scheduler refused it
         reason = row.reason or f"it ended as {row.state}"
         code = "refused" if row.state == "pending" else f"training_{row.state}"
         return Standing("failed", _ended_at(row), _error(code, reason, None))
@@ -104,18 +104,18 @@ def standing(facts: Facts) -> Standing:
 
 
 def _ended_at(row: Row) -> str | None:
-    """When it ended; of what left no end, when it was sent last."""
+    """When a run ended; when that is unknown, when it was last submitted."""
     return row.ended_at or (row.history[-1].at if row.history else row.created_at)
 
 
 def is_paused(facts: Facts) -> bool:
-    """Whether a pause is wished, and no resumption after it."""
+    """Whether the last wish is a pause."""
     last = facts.last_wish("pause", "resume", "cancel")
     return last is not None and last.wish == "pause"
 
 
 def _was_paused(facts: Facts, row: Row) -> bool:
-    """Whether a cancelled attempt was ended by a pause: then it goes on, now or some day."""
+    """Whether a pause ended a cancelled attempt: then the job is resumed, now or later."""
     last = facts.last_wish("pause", "resume")
     return last is not None and (last.wish == "pause" or row.history[-1].at < last.at)
 
@@ -125,7 +125,7 @@ def _error(code: str, message: str, param: str | None) -> dict[str, Any]:
 
 
 def job_object(facts: Facts, organization: str) -> dict[str, Any]:
-    """The job as the OpenAI API shows one. Source: openai 3.54, types/fine_tuning."""
+    """The job in the format of the OpenAI API. Source: openai 3.54, types/fine_tuning."""
     ticket, row, now_ = facts.ticket, facts.row, standing(facts)
     numbers_used = {
         "n_epochs": ticket.epochs,
@@ -151,7 +151,7 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
         "trained_tokens": None if tokens is None else int(tokens),
         "training_file": ticket.training_file,
         "validation_file": ticket.validation_file,
-        "estimated_finish": None if eta_s is None else int(_now_s() + eta_s),
+        "estimated_finish": None if eta_s is None else int(time.time() + eta_s),
         "integrations": [],
         "metadata": ticket.metadata,
         "method": {"type": "supervised", "supervised": {"hyperparameters": numbers_used}},
@@ -160,7 +160,7 @@ def job_object(facts: Facts, organization: str) -> dict[str, Any]:
 
 
 def _ours(facts: Facts) -> dict[str, Any]:
-    """What the OpenAI API has no word for; a strict client ignores it."""
+    """Facts that the OpenAI API has no field for; clients ignore this extra object."""
     row = facts.row
     return {
         "exp_id": facts.ticket.exp_id,
@@ -181,23 +181,23 @@ def _ours(facts: Facts) -> dict[str, Any]:
 
 
 def state_events(facts: Facts, organization: str) -> list[JobEvent]:
-    """What happened to a job, in order, without its metrics."""
-    found = [*_service_events(facts)]
+    """The events of a job except its metrics, in order."""
+    events = [*_service_events(facts)]
     for start in facts.row.starts if facts.row is not None else ():
         verb = "started" if (start.attempt, start.number) == (1, 1) else "resumed"
         key = f"{start.attempt}-{start.number}"
-        found.append(_event(facts, f"start-{key}", start.began_at, f"Fine-tuning job {verb}"))
+        events.append(_event(facts, f"start-{key}", start.began_at, f"Fine-tuning job {verb}"))
         if start.code == EXIT_PREEMPTED:
             text = "The training saved and stopped"
-            found.append(_event(facts, f"stop-{key}", start.ended_at, text))
+            events.append(_event(facts, f"stop-{key}", start.ended_at, text))
         elif start.code not in (None, EXIT_OK):
             text = f"The training ended with code {start.code}"
-            found.append(_event(facts, f"stop-{key}", start.ended_at, text, "warn"))
+            events.append(_event(facts, f"stop-{key}", start.ended_at, text, "warn"))
     for number, event in enumerate(facts.row.recoveries if facts.row is not None else (), 1):
-        found.append(
+        events.append(
             _event(facts, f"recovery-{number}", event["at"], recovery_sentence(event), "warn")
         )
-    return sorted([*found, *_end(facts, organization)], key=lambda event: event.at)
+    return sorted([*events, *_end(facts, organization)], key=lambda event: event.at)
 
 
 def _service_events(facts: Facts) -> Iterator[JobEvent]:
@@ -217,7 +217,7 @@ def _service_events(facts: Facts) -> Iterator[JobEvent]:
 
 
 def _end(facts: Facts, organization: str) -> Iterator[JobEvent]:
-    """The last events of a job that has ended. An end that a retry takes back stays told."""
+    """The last events of a job that has ended. They stay even if a retry starts it again."""
     now_ = standing(facts)
     if now_.status not in FINAL or now_.finished_at is None:
         return
@@ -242,19 +242,19 @@ def _event(facts: Facts, key: str, at: str, message: str, level: Level = "info")
 def metric_events(
     ticket: Ticket, lines: Iterable[Mapping[str, Any]], at: float
 ) -> Iterator[JobEvent]:
-    """The events of some lines of metrics.jsonl; `at`: when they were written, nearly."""
+    """The events of some lines of metrics.jsonl. at: about when they were written."""
     total = ticket.experiment["train"]["steps"]
     for line in lines:
         values = numbers(dict(line))
         step = values.get("step")
         if step is None or any(name.startswith("grad_norm/") for name in values):
             continue
-        told = {theirs: values[ours] for theirs, ours in SCORES.items() if ours in values}
+        scores = {theirs: values[ours] for theirs, ours in SCORES.items() if ours in values}
         rest = {name: value for name, value in values.items() if name != "step"}
         # a step may have several lines, each with its own metrics
         names = ",".join(sorted(rest))
         kind = "train" if "loss" in rest else hashlib.sha256(names.encode()).hexdigest()[:6]
-        data = {"step": int(step), "total_steps": total, **told, **rest}
+        data = {"step": int(step), "total_steps": total, **scores, **rest}
         key = f"ftevent-{ticket.digits}-{kind}-{int(step)}"
         text = f"Step {int(step)}/{total}: {_scores_text(values)}"
         yield JobEvent(key, at, text, type="metrics", data=data)
@@ -268,7 +268,7 @@ def _scores_text(values: Mapping[str, float]) -> str:
 
 
 def event_object(event: JobEvent) -> dict[str, Any]:
-    """The event as the OpenAI API shows one."""
+    """The event in the format of the OpenAI API."""
     return {
         "id": event.id,
         "object": "fine_tuning.job.event",
@@ -285,42 +285,42 @@ def event_object(event: JobEvent) -> dict[str, Any]:
 
 
 def checkpoints(ticket: Ticket, folder: RunFolder, organization: str) -> list[dict[str, Any]]:
-    """The checkpoints of a run that are whole and still there, the newest first."""
-    found: dict[int, float] = {}
+    """The complete checkpoints of a run that still exist, the newest first."""
+    times: dict[int, float] = {}
     for path in (folder.path / "checkpoints").glob("step-*/manifest.json"):
         number = path.parent.name.removeprefix("step-")
         with suppress(OSError, ValueError):
-            found[int(number)] = path.stat().st_mtime
-    metrics = _metrics_at(folder.metrics, set(found))
+            times[int(number)] = path.stat().st_mtime
+    metrics = _metrics_at(folder.metrics, set(times))
     name = ticket.tuned_model(organization)
     return [
         {
             "id": f"ftckpt-{ticket.digits}-{step}",
             "object": "fine_tuning.job.checkpoint",
-            "created_at": int(found[step]),
+            "created_at": int(times[step]),
             "fine_tuned_model_checkpoint": f"{name}:ckpt-step-{step}",
             "fine_tuning_job_id": ticket.id,
             "metrics": {"step": step, **metrics.get(step, {})},
             "step_number": step,
         }
-        for step in sorted(found, reverse=True)
+        for step in sorted(times, reverse=True)
     ]
 
 
 def _metrics_at(path: Path, steps: set[int]) -> dict[int, dict[str, float]]:
-    """What metrics.jsonl says at these steps, in the client's words."""
-    found: dict[int, dict[str, float]] = {}
+    """step -> the metrics of metrics.jsonl at these steps, under OpenAI's names."""
+    metrics: dict[int, dict[str, float]] = {}
     for line in metric_lines(path):
         step = line.get("step")
         if step in steps:
             values = numbers(line)
-            told = {theirs: values[ours] for theirs, ours in SCORES.items() if ours in values}
-            found.setdefault(step, {}).update(told)
-    return found
+            scores = {theirs: values[ours] for theirs, ours in SCORES.items() if ours in values}
+            metrics.setdefault(step, {}).update(scores)
+    return metrics
 
 
 def metric_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl; none where there is no such file."""
+    """The complete lines of metrics.jsonl; [] when there is no such file."""
     try:
         with path.open("rb") as file:
             return metric_lines_from(file, 0)[0]
@@ -329,8 +329,8 @@ def metric_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def metric_lines_from(file: IO[bytes], start: int) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines from a place on, and the place behind them."""
-    found: list[dict[str, Any]] = []
+    """The complete lines after a place, and the place after them."""
+    lines: list[dict[str, Any]] = []
     file.seek(start)
     for line in file:
         if not line.endswith(b"\n"):
@@ -339,21 +339,21 @@ def metric_lines_from(file: IO[bytes], start: int) -> tuple[list[dict[str, Any]]
         with suppress(ValueError):
             value: Any = json.loads(line)
             if isinstance(value, dict):
-                found.append(cast("dict[str, Any]", value))
-    return found, start
+                lines.append(cast("dict[str, Any]", value))
+    return lines, start
 
 
 def results_csv(folder: RunFolder) -> str:
-    """The result file of a job: step, train_loss, valid_loss, as a table."""
-    found: dict[int, dict[str, float]] = {}
+    """The result file of a job: a CSV table of step, train_loss, valid_loss."""
+    by_step: dict[int, dict[str, float]] = {}
     for line in metric_lines(folder.metrics):
         values = numbers(line)
         if "step" in values:
-            found.setdefault(int(values["step"]), {}).update(values)
+            by_step.setdefault(int(values["step"]), {}).update(values)
     columns = ("loss", "valid/loss")
     rows = [
         ",".join([str(step), *(str(values.get(name, "")) for name in columns)])
-        for step, values in sorted(found.items())
+        for step, values in sorted(by_step.items())
     ]
     return "\n".join(["step,train_loss,valid_loss", *rows]) + "\n"
 
@@ -361,7 +361,3 @@ def results_csv(folder: RunFolder) -> str:
 def seconds(at: str) -> float:
     """Seconds since 1970 of an ISO time."""
     return datetime.fromisoformat(at).timestamp()
-
-
-def _now_s() -> float:
-    return datetime.now(timezone.utc).timestamp()

@@ -1,8 +1,8 @@
-"""What moves jobs on: checks their files, sends them, pauses and resumes them, and keeps the index.
+"""The keeper checks the files of jobs, submits, pauses and resumes them, and updates the index.
 
-Everything it does is decided by what lies on the disk and may be done again, by this server after
-it was killed, or by another one at the same time: the record of a run folder lets one attempt start
-once.
+It decides everything from files, and every action may be repeated: by this server after it was
+killed, or by another server at the same time. The record of a run folder makes sure that one
+attempt starts once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from jobs.serve.job_view import (
     standing,
     state_events,
 )
-from jobs.serve.live.runs import mark, take_in
+from jobs.serve.live.runs import mark, update_index
 from jobs.serve.offers import Offer, ServiceConfig, num_held_out
 from jobs.serve.tickets import Checked, ServiceFolder, Ticket, TicketFolder
 from jobs.submit import control, prepare
@@ -53,14 +53,16 @@ from trainer.files.atomic import create_json, refusals
 
 GROUP = "service"  # of every job that the service sends
 ASK_AGAIN_S = 10.0  # between two requests for the end of the same attempt
-MARK_BYTES = 4096  # of the last line of metrics that was told: enough to know it again
+MARK_BYTES = (
+    4096  # before a place in metrics.jsonl; their digest shows whether the file is the same
+)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Send:
-    """How jobs are sent: where, and with which code."""
+    """How jobs are submitted: to which backend, and with which code."""
 
     backend: str
     python_binary: str = ""
@@ -69,7 +71,7 @@ class Send:
 
 @dataclass
 class Keeper:
-    """The one who looks after jobs, for one server."""
+    """Looks after the jobs of one server."""
 
     folder: ServiceFolder
     config: ServiceConfig
@@ -85,76 +87,76 @@ class Keeper:
 
     @cached_property
     def index(self) -> Index:
-        """What the folders say."""
+        """The index of the folders."""
         with refusals(self.folder.index):
             return Index(self.folder.index)
 
     @cached_property
     def snapshot(self) -> Snapshot:
-        """The code that jobs run: of when this server sent its first one."""
+        """The code that jobs run: a snapshot, taken when this server submits its first job."""
         return take(prepare.PROJECT, self.folder.base, allow_dirty=self.send.allow_dirty)
 
     def run(self) -> None:
-        """Take a turn every so often, until `stop`. What is done has a thread of its own, for a
-        scheduler may let it wait.
+        """Take a turn every `every_s` seconds, until `stop`. Actions run in a thread of their own,
+        because a scheduler may keep them waiting.
         """
-        doing: threading.Thread | None = None
+        acting: threading.Thread | None = None
         while not self._is_stopped:
             self._poked.clear()
             try:
                 facts = self._see()
-                if doing is None or not doing.is_alive():
-                    doing = threading.Thread(target=self._act, args=(facts,), daemon=True)
-                    doing.start()
-                    doing.join(self.every_s)
-            except Exception:  # any: one bad folder must not end the service
+                if acting is None or not acting.is_alive():
+                    acting = threading.Thread(target=self._act, args=(facts,), daemon=True)
+                    acting.start()
+                    acting.join(self.every_s)
+            except Exception:  # of any kind: one bad folder must not end the service
                 log.exception("a turn failed; the next one is in %s s", self.every_s)
             self._poked.wait(self.every_s)
 
     def poke(self) -> None:
-        """Have the next turn begin at once."""
+        """Start the next turn at once."""
         self._poked.set()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the server ends."""
+        """Whether the server is stopping."""
         return self._is_stopped
 
     def stop(self) -> None:
-        """End `run` after this turn. Jobs go on."""
+        """End `run` after this turn. The jobs continue."""
         self._is_stopped = True
         self._poked.set()
 
     def turn(self) -> None:
-        """Look at everything that may have changed, and do what is to be done."""
+        """Read everything that may have changed, and act on it."""
         self._act(self._see())
 
     def _see(self) -> dict[str, Facts]:
-        """Look at everything that may have changed; the jobs of it."""
-        known, waiting = self.index.known_jobs(), self.index.open_jobs()
+        """Read everything that may have changed; returns the jobs among it."""
+        marks, waiting = self.index.job_marks(), self.index.open_jobs()
         changed = [
             name
             for name in self.folder.ticket_ids()
-            if name not in known or name in waiting or self._marks(name) != known[name]
+            if name not in marks or name in waiting or self._marks(name) != marks[name]
         ]
         facts = self._look(changed)
         self._take_in_uploads()
-        take_in(self.index, self.folder.base, self.observed_by)
+        update_index(self.index, self.folder.base, self.observed_by)
         return facts
 
     def _act(self, facts: Mapping[str, Facts]) -> None:
-        """Do what is to be done for jobs, and look at those for which anything was."""
+        """Advance jobs, and read again those for which something was done."""
         self._look([name for name in facts if self._advance(facts[name])])
 
     def look(self, job_id: str) -> dict[str, Any] | None:
-        """A job as its files say now, and the index from now on; None where there is none."""
+        """A job as its files are now, also written to the index; None for an unknown id."""
         self._look([job_id])
         return self.index.job(job_id)
 
     # Reading
 
     def facts(self, job_id: str, row: Row | None) -> Facts | None:
-        """What lies on the disk of a job; None where there is no ticket."""
+        """What the files of a job say; None when there is no ticket."""
         folder = self.folder.ticket(job_id)
         ticket = folder.read() if folder is not None else None
         if folder is None or ticket is None:
@@ -162,35 +164,35 @@ class Keeper:
         return Facts(ticket, folder.read_checked(), folder.wishes(), row)
 
     def rows(self, exp_ids: Collection[str]) -> dict[str, Row]:
-        """How these experiments stand, of those that were sent."""
-        found = survey(self.folder.base, only=exp_ids, backend_of=self.observed_by)
-        return {row.exp_id: row for row in found}
+        """The states of these experiments; those that were never submitted are missing."""
+        rows = survey(self.folder.base, only=exp_ids, backend_of=self.observed_by)
+        return {row.exp_id: row for row in rows}
 
     def _look(self, job_ids: Collection[str]) -> dict[str, Facts]:
-        """Read jobs anew and put them into the index."""
-        found: dict[str, Facts] = {}
-        with self._looking:  # what was read first must not be put last
+        """Read jobs again and write them to the index."""
+        by_id: dict[str, Facts] = {}
+        with self._looking:  # older facts must not replace newer ones in the index
             marks = {name: self._marks(name) for name in job_ids}
             exp_ids = {name: self._exp_id(name) for name in job_ids}
             rows = self.rows([name for name in exp_ids.values() if name is not None])
             for name, exp_id in exp_ids.items():
                 facts = self.facts(name, rows.get(exp_id or ""))
                 if facts is not None:
-                    found[name] = facts
-                    self._put(facts, marks[name])
-        return found
+                    by_id[name] = facts
+                    self._write_to_index(facts, marks[name])
+        return by_id
 
-    def _put(self, facts: Facts, marks: str) -> None:
+    def _write_to_index(self, facts: Facts, marks: str) -> None:
         ticket, organization = facts.ticket, self.config.organization
         before = self.index.metrics_place(ticket.id)
-        metrics, place = told_metrics(ticket, self._run(ticket), before)
+        metrics, place = new_metric_events(ticket, self._run(ticket), before)
         events = [*state_events(facts, organization), *metrics]
         is_alive = facts.row is not None and facts.row.state in ACTIVE
-        self.index.put_job(
+        self.index.write_job(
             job_object(facts, organization),
             created=seconds(ticket.created_at),
             model=ticket.tuned_model(organization),
-            # one that was cancelled may not have heard of it yet
+            # a cancelled job may still be running
             is_open=is_alive or standing(facts).status not in FINAL,
             is_deleted=facts.is_deleted,
             facts=marks,
@@ -199,7 +201,7 @@ class Keeper:
         )
 
     def _exp_id(self, job_id: str) -> str | None:
-        """The experiment of a ticket, which never changes; None where there is no ticket yet."""
+        """The experiment of a ticket, which never changes; None while there is no ticket."""
         if job_id not in self._exp_ids:
             folder = self.folder.ticket(job_id)
             ticket = folder.read() if folder is not None else None
@@ -212,7 +214,7 @@ class Keeper:
         return self.folder.base.run(ticket.exp_id)
 
     def _marks(self, job_id: str) -> str:
-        """What the files of a job are like: another text as soon as one of them changes."""
+        """A text that changes whenever one of the files of a job changes."""
         exp_id = self._exp_id(job_id)
         if exp_id is None:
             return ""
@@ -221,27 +223,30 @@ class Keeper:
         return " ".join(map(mark, paths))
 
     def _take_in_uploads(self) -> None:
-        there, known = set(self.folder.upload_ids()), self.index.upload_ids()
-        self.index.drop_uploads(known - there)
-        for file_id in there - known:
+        on_disk, indexed = set(self.folder.upload_ids()), self.index.upload_ids()
+        self.index.drop_uploads(indexed - on_disk)
+        for file_id in on_disk - indexed:
             folder = self.folder.upload(file_id)
             upload = folder.read() if folder is not None else None
             if upload is not None:
-                self.index.put_upload(
+                self.index.write_upload(
                     upload.model_dump(mode="json"),
                     owner=upload.owner,
                     created=seconds(upload.created_at),
                 )
 
-    # Doing
+    # Acting
 
     def _advance(self, facts: Facts) -> bool:
-        """Do what is to be done for a job; whether anything was."""
+        """Take the next step of a job, if there is one; returns whether anything was done."""
         folder = self.folder.ticket(facts.ticket.id)
         assert folder is not None, "a ticket has a folder"
         try:
             return self._do(folder, facts)
-        except (LatheError, OSError) as error:  # a full disk, a scheduler: the next turn tries anew
+        except (
+            LatheError,
+            OSError,
+        ) as error:  # a full disk, a scheduler: the next turn tries again
             log.warning("%s: %s", facts.ticket.id, error)
             return False
 
@@ -262,22 +267,22 @@ class Keeper:
         return self._again(row, len(facts.wishes))
 
     def _check(self, folder: TicketFolder, ticket: Ticket) -> None:
-        """Check the whole files of a job, and write them as its task reads them."""
+        """Check the files of a job completely, and write their rows as its task reads them."""
         message, param = None, None
         for name, file_id in _files(ticket):
             upload = self.folder.upload(file_id)
-            found = None if upload is None else upload.read()
-            if upload is None or found is None:
+            facts = None if upload is None else upload.read()
+            if upload is None or facts is None:
                 message, param = f"{name} {file_id} was deleted. Upload it again.", name
                 break
             report = uploaded_rows.check(upload.content, [ticket.kind])
             if report.num_mistakes:
-                message, param = _told(name, file_id, report), name
+                message, param = _mistakes_text(name, file_id, report), name
                 break
         if message is None:
             self._write_data(folder, ticket)
         values = Checked(at=now(), param=param, message=message).model_dump(mode="json")
-        create_json(folder.checked, values)
+        create_json(folder.check_file, values)
 
     def _write_data(self, folder: TicketFolder, ticket: Ticket) -> None:
         with refusals(folder.data):
@@ -286,22 +291,17 @@ class Keeper:
         write = uploaded_rows.write_split
         if ticket.validation_file is not None:
             valid = self.folder.uploads / ticket.validation_file / "content"
-            write(train, folder.data / "train.jsonl", ticket.kind, keep=_every_row)
-            write(valid, folder.data / "valid.jsonl", ticket.kind, keep=_every_row)
+            write(train, folder.data / "train.jsonl", ticket.kind, keep=lambda row: True)
+            write(valid, folder.data / "valid.jsonl", ticket.kind, keep=lambda row: True)
             return
-        held_out = _held_out(ticket, self.config.models[ticket.model])
-        is_alone = not held_out
-        write(
-            train,
-            folder.data / "train.jsonl",
-            ticket.kind,
-            keep=lambda row: row not in held_out,
-        )
+        held_out = _validation_rows(ticket, self.config.models[ticket.model])
+        is_only_row = not held_out
+        write(train, folder.data / "train.jsonl", ticket.kind, keep=lambda row: row not in held_out)
         write(
             train,
             folder.data / "valid.jsonl",
             ticket.kind,
-            keep=lambda row: is_alone or row in held_out,
+            keep=lambda row: is_only_row or row in held_out,
         )
 
     def _submit(self, ticket: Ticket, folder: TicketFolder) -> bool:
@@ -326,9 +326,9 @@ class Keeper:
         *,
         is_plan: bool = False,
     ) -> Request:
-        """How experiments are sent from here, with the code of this server. ConfigError.
+        """The submission of experiments with the code of this server. ConfigError.
 
-        is_plan: nothing is written, and nothing can be sent.
+        is_plan: writes nothing; the request can be previewed but not submitted.
         """
         request = prepare.make(
             group=group,
@@ -341,14 +341,13 @@ class Keeper:
             take_snapshot=False,
             backend_of=self.backend_of,
         )
-        _ = request.templates  # a mistake is told before anything is written
+        _ = request.trials  # raises ConfigError before anything is written
         if is_plan:
             return request
-        taken = self.snapshot
-        return replace(request, snapshot=taken, workdir=taken.workdir)
+        return replace(request, snapshot=self.snapshot, workdir=self.snapshot.workdir)
 
     def _end(self, row: Row) -> bool:
-        """Ask for the end of an attempt; again only after a while."""
+        """Cancel an attempt; at most every ASK_AGAIN_S seconds."""
         key = f"{row.exp_id}/{row.attempt}"
         if row.history[-1].is_cancelled and key not in self._asked:
             self._asked[key] = time.monotonic()  # another server has asked
@@ -360,25 +359,22 @@ class Keeper:
         return True
 
     def _again(self, row: Row, num_wishes: int) -> bool:
-        """Go on with what was paused or preempted, or never answered for.
+        """Continue a run that was paused or preempted, or whose submission got no answer.
 
-        What has to wait is looked at again only after a while, for that reads every run.
+        A run that has to wait is tried again after ASK_AGAIN_S seconds, because a try reads every
+        run.
         """
         key = f"{row.exp_id}/{row.attempt} again {num_wishes}"
         if time.monotonic() - self._asked.get(key, -ASK_AGAIN_S) < ASK_AGAIN_S:
             return False
         paused: tuple[JobState, ...] = ("cancelled",)
         limits = Limits(retry=paused) if row.state == "cancelled" else None
-        asked = control.Again(self.folder.base, self.backend_of, limits)
-        (result,) = control.again(asked, [row])
+        request = control.Again(self.folder.base, self.backend_of, limits)
+        (result,) = control.again(request, [row])
         if result.action == "skip" or result.is_bad:
             self._asked[key] = time.monotonic()
             return False
         return True
-
-
-def _every_row(number: int) -> bool:
-    return True
 
 
 def _files(ticket: Ticket) -> Iterator[tuple[str, str]]:
@@ -387,13 +383,13 @@ def _files(ticket: Ticket) -> Iterator[tuple[str, str]]:
         yield "validation_file", ticket.validation_file
 
 
-def _held_out(ticket: Ticket, offer: Offer) -> set[int]:
-    """Numbers of the rows that are kept for validation, evenly spread."""
+def _validation_rows(ticket: Ticket, offer: Offer) -> set[int]:
+    """Numbers of the rows that are used for validation, evenly spread."""
     count = num_held_out(offer, ticket.num_rows)
     return {(2 * part + 1) * ticket.num_rows // (2 * count) for part in range(count)}
 
 
-def _told(name: str, file_id: str, report: uploaded_rows.RowReport) -> str:
+def _mistakes_text(name: str, file_id: str, report: uploaded_rows.RowReport) -> str:
     lines = [f"  {mistake}" for mistake in report.mistakes]
     more = report.num_mistakes - len(lines)
     if more:
@@ -401,13 +397,13 @@ def _told(name: str, file_id: str, report: uploaded_rows.RowReport) -> str:
     return f"{name} {file_id}: {report.num_mistakes} mistake(s)\n" + "\n".join(lines)
 
 
-def told_metrics(
+def new_metric_events(
     ticket: Ticket, run: RunFolder, before: MetricsPlace
 ) -> tuple[list[JobEvent], MetricsPlace]:
-    """The events of the lines of metrics.jsonl behind a place, and the place behind them.
+    """The events of the lines of metrics.jsonl after a place, and the place after them.
 
-    A run that resumes cuts its file back: then it is told from the start, and what is known stays
-    as it is.
+    A run that resumes truncates its file: then the events are made from the first line on, and
+    those that the index already has stay as they are.
     """
     try:
         with run.metrics.open("rb") as file:
@@ -424,7 +420,7 @@ def told_metrics(
 
 
 def _digest(file: Any, end: int) -> str:
-    """A digest of what stands before a place of a file."""
+    """A digest of the bytes just before a place in a file."""
     start = max(end - MARK_BYTES, 0)
     file.seek(start)
     return hashlib.sha256(file.read(end - start)).hexdigest()[:16] if end else ""

@@ -1,4 +1,4 @@
-"""Our own dialect, /lathe/v1: what lathe-jobs can do, in the same words and the same JSON."""
+"""Our own API, /lathe/v1: the commands of lathe-jobs, with the same JSON."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from jobs.serve.requests import (
     Refusal,
     client_of,
     keeper_of,
-    page_asked,
+    page_query,
+    quote,
     read_body,
-    shown,
     writer_of,
 )
 from jobs.submit import control, prepare
@@ -56,12 +56,12 @@ from pathlib import Path
 EXP_GROUPS = json.loads(Path(__file__).with_suffix(".json").read_text())
 """
 DRY_RUN_S = 600.0
-MAX_TOLD = 100_000  # letters of a dry run
+MAX_OUTPUT = 100_000  # letters of a dry run
 ONE_DRY_RUN = threading.Lock()
 
 
 class AskExperiment(Body):
-    """An experiment's dictionary or a group's name; what is to be done with it."""
+    """An experiment's dictionary or a group's name, and the action to take with it."""
 
     experiment: dict[str, Any] | None = None
     group: Annotated[str, Field(max_length=128)] | None = None
@@ -71,23 +71,23 @@ class AskExperiment(Body):
 
 
 def list_status(request: Request) -> Response:
-    """Rows of `lathe-jobs status --json`, of a group or in a state."""
-    keeper, wanted = keeper_of(request), request.query_params
-    found = [json.loads(text) for text in keeper.index.runs()]
+    """Rows of `lathe-jobs status --json`. Parameters: group, state."""
+    keeper, query = keeper_of(request), request.query_params
+    all_rows = [json.loads(text) for text in keeper.index.runs()]
     own = own_runs(request)
     rows = [
         row
-        for row in found
+        for row in all_rows
         if (own is None or row["exp_id"] in own)
-        and wanted.get("group") in (None, row["group"])
-        and wanted.get("state") in (None, row["state"])
+        and query.get("group") in (None, row["group"])
+        and query.get("state") in (None, row["state"])
     ]
     return JSONResponse(rows)
 
 
 def show_run(request: Request) -> Response:
-    """A row of `status`, with the experiment's dictionary."""
-    keeper, folder = keeper_of(request), run_asked(request)
+    """A row of `status`, together with the experiment's dictionary."""
+    keeper, folder = keeper_of(request), find_run(request)
     (text,) = keeper.index.runs(folder.path.name)
     job = keeper.index.job_of_run(folder.path.name)
     more = {
@@ -99,38 +99,38 @@ def show_run(request: Request) -> Response:
 
 
 def show_metrics(request: Request) -> Response:
-    """The lines of metrics.jsonl behind a step."""
+    """The lines of metrics.jsonl after the step `since`."""
     text = request.query_params.get("since", "0")
     if not (text.isascii() and text.isdigit() and len(text) < 12):
-        raise Refusal(400, f"since: got {shown(text)}, want a step, such as 100.", param="since")
-    lines = [line for line in metric_lines(run_asked(request).metrics) if _step(line) > int(text)]
+        raise Refusal(400, f"since: got {quote(text)}, want a step, such as 100.", param="since")
+    lines = [line for line in metric_lines(find_run(request).metrics) if _step(line) > int(text)]
     return JSONResponse({"metrics": lines[:MAX_LINES], "has_more": len(lines) > MAX_LINES})
 
 
 def show_logs(request: Request) -> Response:
-    """The last lines that an attempt printed: of `err` instead of stdout, of another `attempt`."""
-    wanted = request.query_params
-    tail = page_asked(request, usual=200, most=MAX_TAIL).limit
-    number = wanted.get("attempt")
+    """The last lines that an attempt printed. Parameters: limit, attempt, err=1 for stderr."""
+    query = request.query_params
+    tail = page_query(request, usual=200, most=MAX_TAIL).limit
+    number = query.get("attempt")
     if number is not None and not (number.isascii() and number.isdigit() and len(number) < 6):
-        raise Refusal(400, f"attempt: got {shown(number)}, want a number.", param="attempt")
+        raise Refusal(400, f"attempt: got {quote(number)}, want a number.", param="attempt")
     attempt = None if number is None else int(number)
     lines = logs.show(
-        run_asked(request), None, attempt=attempt, err=wanted.get("err") == "1", tail=tail
+        find_run(request), None, attempt=attempt, err=query.get("err") == "1", tail=tail
     )
     return JSONResponse({"lines": list(lines)})
 
 
 def show_memory(request: Request) -> Response:
-    """The memory plan of a run, with what was measured: memory_plan.json."""
-    plan = read_json(run_asked(request).path / MEMORY_PLAN)
+    """The memory plan of a run and its measured peak: memory_plan.json."""
+    plan = read_json(find_run(request).path / MEMORY_PLAN)
     if plan is None:
-        raise Refusal(404, "This run has no memory plan: it is made where there is a GPU.")
+        raise Refusal(404, "This run has no memory plan: only a run on a GPU has one.")
     return JSONResponse(plan)
 
 
 def list_results(request: Request) -> Response:
-    """What `lathe-jobs results --json` says, of a group or of everything."""
+    """The answer of `lathe-jobs results --json`. Parameter: group."""
     keeper, own = keeper_of(request), own_runs(request)
     group = request.query_params.get("group")
     rows = [json.loads(text) for text in keeper.index.runs()]
@@ -140,37 +140,42 @@ def list_results(request: Request) -> Response:
 
 
 def show_doctor(request: Request) -> Response:
-    """Whether the service's backend can be used from here, as `lathe-jobs doctor --json`."""
+    """Whether the service's backend can be used: the answer of `lathe-jobs doctor --json`."""
     findings = load(keeper_of(request).send.backend).check()
     return JSONResponse([asdict(finding) for finding in findings])
 
 
 def cancel_run(request: Request) -> Response:
-    """Ask for the end of a live run."""
-    return _done_to(request, lambda keeper, rows: control.cancel(*_parts(keeper, rows)))
+    """Cancel a live run; its training saves a checkpoint first."""
+
+    def cancel(keeper: Keeper, rows: list[Any]) -> list[ActionResult]:
+        return control.cancel(keeper.folder.base, rows, keeper.backend_of)
+
+    return _change_run(request, cancel)
 
 
 def retry_run(request: Request) -> Response:
-    """Run an ended experiment again, from its last checkpoint, as it was sent before."""
+    """Run an ended experiment again from its last checkpoint, with the same flags and code."""
     limits = Limits(retry=(*ENDED_BADLY, "preempted"), with_bad_input=True)
 
     def retry(keeper: Keeper, rows: list[Any]) -> list[ActionResult]:
         return control.again(control.Again(keeper.folder.base, keeper.backend_of, limits), rows)
 
-    return _done_to(request, retry)
+    return _change_run(request, retry)
 
 
 def reconcile(request: Request) -> Response:
-    """What `lathe-jobs reconcile` does: adopt, run again, send what waited."""
+    """Do what `lathe-jobs reconcile` does: adopt submissions, run preempted experiments again,
+    submit those that waited.
+    """
     keeper = keeper_of(request)
     _refuse_others(request)
-    asked = control.Again(keeper.folder.base, keeper.backend_of)
-    return _results(control.reconcile(asked))
+    return _results(control.reconcile(control.Again(keeper.folder.base, keeper.backend_of)))
 
 
 async def ask_experiments(request: Request) -> Response:
-    """Plan, try without training (dry_run) or submit an experiment's dictionary, or a group of the
-    repository.
+    """Plan, check without training (dry_run) or submit an experiment's dictionary, or a group of
+    the repository.
     """
     keeper = keeper_of(request)
     _refuse_others(request)
@@ -191,7 +196,7 @@ def _plan_or_submit(keeper: Keeper, body: AskExperiment) -> Response:
         experiments = [values]
     strays = [text for values in experiments for text in strange_texts(values, keeper.config.roots)]
     if body.data_path is not None and not is_below(body.data_path, keeper.config.roots):
-        strays.append(f"data_path={shown(body.data_path)}")
+        strays.append(f"data_path={quote(body.data_path)}")
     if strays:
         text = f"{'; '.join(strays[:5])}: want names and folders below one of the service's roots."
         raise Refusal(403, text, code="path_not_allowed")
@@ -209,9 +214,9 @@ def _plan_or_submit(keeper: Keeper, body: AskExperiment) -> Response:
 
 
 def _dry_run(keeper: Keeper, experiments: list[dict[str, Any]], flags: dict[str, str]) -> Response:
-    """What `trainval.py --dry_run` says, and its exit code: torch is in its process alone."""
+    """The output and exit code of `trainval.py --dry_run`, in a process that may import torch."""
     if not ONE_DRY_RUN.acquire(blocking=False):
-        raise Refusal(429, "Another dry run is being made. Ask again.", retry_after_s=10)
+        raise Refusal(429, "Another dry run is in progress. Ask again.", retry_after_s=10)
     try:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "groups.py"
@@ -220,7 +225,7 @@ def _dry_run(keeper: Keeper, experiments: list[dict[str, Any]], flags: dict[str,
             words = ["-e", GROUP_OF_REQUESTS, "--exp_configs", str(file), "--dry_run"]
             words += ["-sb", str(keeper.folder.base.path)]
             words += [f"--{name}={value}" for name, value in flags.items()]
-            done = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, str(prepare.PROJECT / "trainval.py"), *words],
                 cwd=prepare.PROJECT,
                 capture_output=True,
@@ -232,12 +237,14 @@ def _dry_run(keeper: Keeper, experiments: list[dict[str, Any]], flags: dict[str,
         raise Refusal(504, text) from None
     finally:
         ONE_DRY_RUN.release()
-    told = {"code": done.returncode, "text": done.stdout[-MAX_TOLD:]}
-    return JSONResponse({**told, "error": done.stderr[-MAX_TOLD:] if done.returncode else None})
+    outcome = {"code": process.returncode, "text": process.stdout[-MAX_OUTPUT:]}
+    return JSONResponse(
+        {**outcome, "error": process.stderr[-MAX_OUTPUT:] if process.returncode else None}
+    )
 
 
 def strange_texts(value: Any, roots: list[str], place: str = "") -> Iterator[str]:
-    """What a dictionary of a request may not say: code, and paths outside of the roots."""
+    """The places in a request's dictionary that name code, or paths outside of the roots."""
     if isinstance(value, Mapping):
         for key, one in cast("Mapping[str, Any]", value).items():
             if key in CODE_KEYS:
@@ -247,11 +254,11 @@ def strange_texts(value: Any, roots: list[str], place: str = "") -> Iterator[str
         for one in cast("list[Any]", value):
             yield from strange_texts(one, roots, place)
     elif isinstance(value, str) and not is_below(value, roots):
-        yield f"{place.rstrip('.')}={shown(value)}"
+        yield f"{place.rstrip('.')}={quote(value)}"
 
 
 def is_below(text: str, roots: list[str]) -> bool:
-    """Whether a text is no path that leads out, or one of a folder below a root."""
+    """Whether a text is not a path that leaves the run folders, or is a path below a root."""
     is_path = text.startswith(("/", "~", "file:")) or ".." in Path(text).parts or "\0" in text
     if not is_path:
         return True
@@ -261,12 +268,10 @@ def is_below(text: str, roots: list[str]) -> bool:
     return any(path.is_relative_to(Path(root).resolve()) for root in roots)
 
 
-def _parts(keeper: Keeper, rows: list[Any]) -> tuple[Any, ...]:
-    return keeper.folder.base, rows, keeper.backend_of
-
-
-def _done_to(request: Request, act: Callable[[Keeper, list[Any]], list[ActionResult]]) -> Response:
-    client, keeper, folder = writer_of(request), keeper_of(request), run_asked(request)
+def _change_run(
+    request: Request, act: Callable[[Keeper, list[Any]], list[ActionResult]]
+) -> Response:
+    client, keeper, folder = writer_of(request), keeper_of(request), find_run(request)
     job = keeper.index.job_of_run(folder.path.name)
     if job is not None:
         text = f"It belongs to {job['id']}: use /v1/fine_tuning/jobs/{job['id']}."
@@ -275,7 +280,7 @@ def _done_to(request: Request, act: Callable[[Keeper, list[Any]], list[ActionRes
         raise Refusal(403, "Only a token of the role admin changes what others sent.")
     rows = list(keeper.rows([folder.path.name]).values())
     if not rows:
-        raise Refusal(400, "It was started by hand: it is stopped and started where it runs.")
+        raise Refusal(400, "It was started by hand: stop or start it on its own machine.")
     return _results(act(keeper, rows))
 
 
@@ -288,19 +293,21 @@ def _refuse_others(request: Request) -> None:
         raise Refusal(403, "Only a token of the role admin may do this.")
 
 
-def run_asked(request: Request, name: str | None = None) -> RunFolder:
-    """The run that the path names, or `name`. Refusal: there is none that this client sees."""
+def find_run(request: Request, name: str | None = None) -> RunFolder:
+    """The run `name`, or else the one in the request's path. Refusal when this client sees no such
+    run.
+    """
     keeper = keeper_of(request)
     name = str(request.path_params["exp_id"]) if name is None else name
     own = own_runs(request)
     is_there = is_exp_id(name) and bool(keeper.index.runs(name))
     if not is_there or (own is not None and name not in own):
-        raise Refusal(404, f"No such run: {shown(name)}.", param="exp_id")
+        raise Refusal(404, f"No such run: {quote(name)}.", param="exp_id")
     return keeper.folder.base.run(name)
 
 
 def own_runs(request: Request) -> set[str] | None:
-    """Ids of the runs that a client sees; None for all."""
+    """Ids of the runs that a client sees; None when it sees all."""
     owner = client_of(request).owner
     return None if owner is None else keeper_of(request).index.run_ids_of(owner)
 
@@ -311,7 +318,7 @@ def _step(line: Mapping[str, Any]) -> int:
 
 
 def refusal_of(error: LatheError) -> Refusal:
-    """One of our errors as an answer: bad input, nothing there, a scheduler that is away."""
+    """The answer for one of our errors: bad input, no match, an unreachable scheduler."""
     if isinstance(error, NothingMatched):
         return Refusal(404, str(error))
     if isinstance(error, Unreachable):
@@ -326,7 +333,7 @@ _TAKES_EXPERIMENT = {"requestBody": {"required": True, "content": {"application/
 
 
 def openapi(request: Request) -> Response:
-    """What can be asked, as an OpenAPI document."""
+    """The OpenAPI document of these routes."""
     paths: dict[str, dict[str, Any]] = {}
     routes: list[Route] = [one for one in request.app.routes if one.path.startswith("/lathe/v1/")]
     for route in routes:

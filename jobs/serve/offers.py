@@ -1,15 +1,13 @@
-"""The models that are offered, and how a request becomes an experiment: the service's own file.
+"""Offers: the models that can be tuned (service.py), and the experiment made of a request.
 
-A request names a model and fills four places of its dictionary: the rows, how long (epochs), the
-batch and the learning rate (a factor), besides the seed. It can state nothing else: no key, no
-code, no path.
+A request names a model and sets five values of its dictionary: the rows, the number of epochs, the
+batch, a factor of the learning rate, and the seed. It cannot set any other key, code or path.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -36,32 +34,36 @@ class Offer(Strict):
 
     experiment: Values  # its dictionary; rows, steps, batch, learning rate and seed are filled in
     job: Values = Field(default_factory=dict)  # where it runs: a job dictionary, as job_configs.py
-    epochs: Positive = 3  # what "auto" means
+    epochs: Positive = 3  # the value of "auto"
     evaluations: Positive = 4  # of a job, each with a checkpoint
-    held_out: Fraction = 0.1  # of the rows, for validation, where no file is given for it
+    held_out: Fraction = (
+        0.1  # of the rows, for validation when the request names no validation file
+    )
     max_steps: Positive = 1_000_000
 
 
 class ServiceConfig(Strict):
-    """The whole file. Bytes, unless a name says otherwise."""
+    """All settings of the service. Sizes are in bytes."""
 
     models: dict[ModelName, Offer]
-    organization: ModelName = "lathe"  # stands in the names of fine-tuned models
-    hosts: list[str] = Field(default_factory=list)  # names under which it is reached: "gpu.org:443"
-    origins: list[str] = Field(default_factory=list)  # of pages elsewhere that may call it
+    organization: ModelName = "lathe"  # part of the names of fine-tuned models
+    hosts: list[str] = Field(default_factory=list)  # names in clients' URLs: "gpu.org:443"
+    origins: list[str] = Field(default_factory=list)  # of other servers' pages that may call it
     roots: list[str] = Field(default_factory=list)  # folders that dictionaries may name
     max_file: Positive = 512 * MEBIBYTE
     max_body: Positive = MEBIBYTE  # of a JSON document
     reserve: Annotated[int, Field(ge=0)] = 1024 * MEBIBYTE  # of the disk, never filled by uploads
     requests_per_minute: Positive = 1200  # of one token, or one address without
-    loaded_models: Positive = 2  # at once, of those that answer
-    body_s: Annotated[float, Field(gt=0)] = 30.0  # a JSON document must be here by then
-    silence_s: Annotated[float, Field(gt=0)] = 30.0  # an upload that sends nothing for so long ends
+    loaded_models: Positive = 2  # at the same time, for answers
+    body_s: Annotated[float, Field(gt=0)] = 30.0  # within which a JSON document must arrive
+    silence_s: Annotated[float, Field(gt=0)] = (
+        30.0  # an upload that sends nothing for so long is aborted
+    )
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a request fills in. None and "auto": as the offer says."""
+class TuningRequest:
+    """The values that a request sets. None and "auto": the value of the offer."""
 
     num_rows: int
     kind: str  # of the rows, a key of rows.KINDS
@@ -73,8 +75,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Filled:
-    """The experiment of a request, and the numbers that stand in it."""
+class FilledOffer:
+    """The experiment of a request, and the numbers that were filled in."""
 
     experiment: Values
     epochs: int
@@ -83,9 +85,9 @@ class Filled:
 
 
 def read(file: Path | None) -> ServiceConfig:
-    """The checked SERVICE of a Python file, or of service.py. ConfigError names every mistake."""
-    chosen = BUILT_IN if file is None else file
-    values = userfile.execute(chosen, flag="--service_config", defines="SERVICE").get("SERVICE")
+    """The checked SERVICE of a Python file (None: service.py). ConfigError names every mistake."""
+    path = BUILT_IN if file is None else file
+    values = userfile.execute(path, flag="--service_config", defines="SERVICE").get("SERVICE")
     source = f"{file or 'service.py'}: SERVICE"
     if not isinstance(values, dict):
         raise ConfigError(f"{source} is {userfile.kind(values)}. Want a dictionary.")
@@ -95,7 +97,7 @@ def read(file: Path | None) -> ServiceConfig:
         try:
             validate(JobConfig, offer.job, source=f"{source}: job of {name!r}")
             for kind in kinds_of(offer):
-                trial = Asked(num_rows=100, kind=kind, seed=0, label="trial")
+                trial = TuningRequest(num_rows=100, kind=kind, seed=0, label="trial")
                 tasks.parse(fill(offer, trial).experiment, source=f"{source}: model {name!r}")
         except ConfigError as error:
             mistakes.append(str(error))
@@ -105,61 +107,60 @@ def read(file: Path | None) -> ServiceConfig:
 
 
 def kinds_of(offer: Offer) -> list[str]:
-    """The kinds of rows that a model learns from. ConfigError for a task that has none."""
+    """The kinds of rows that a model can be tuned on. ConfigError for a task without any."""
     task = offer.experiment.get("task")
     kinds = [name for name, kind in KINDS.items() if task in kind.data]
     if not kinds:
-        known = sorted({name for kind in KINDS.values() for name in kind.data})
-        raise ConfigError(f"task {task!r} takes no uploaded rows. Use one of {', '.join(known)}.")
+        tasks_with_rows = sorted({name for kind in KINDS.values() for name in kind.data})
+        raise ConfigError(
+            f"task {task!r} takes no uploaded rows. Use one of {', '.join(tasks_with_rows)}."
+        )
     return kinds
 
 
-def fill(offer: Offer, asked: Asked) -> Filled:
-    """The experiment that a request asks for. ConfigError for numbers that cannot be met."""
+def fill(offer: Offer, request: TuningRequest) -> FilledOffer:
+    """The experiment of a request. ConfigError for numbers that do not fit the offer."""
     values = copy.deepcopy(offer.experiment)
     train: Values = dict(values["train"])
     world = _world(offer)
-    epochs = offer.epochs if asked.epochs in (None, "auto") else asked.epochs
-    batch = _auto_batch(train, asked, world) if asked.batch in (None, "auto") else asked.batch
-    factor = 1.0 if asked.lr_factor in (None, "auto") else asked.lr_factor
+    epochs = offer.epochs if request.epochs in (None, "auto") else request.epochs
+    batch = request.batch
+    if batch in (None, "auto"):  # the offer's batch, or a smaller one when there are fewer rows
+        limit = min(int(train["global_batch"]), max(request.num_rows, 1))
+        batch = max(limit // world, 1) * world
+    factor = 1.0 if request.lr_factor in (None, "auto") else request.lr_factor
     if batch % world:
         raise ConfigError(
             f"batch_size={batch}: it runs on {world} devices at once. "
             f"Use a multiple of {world}, such as {math.ceil(batch / world) * world}."
         )
-    steps = max(1, math.ceil(epochs * asked.num_rows / batch))
+    steps = max(1, math.ceil(epochs * request.num_rows / batch))
     if steps > offer.max_steps:
         raise ConfigError(
-            f"{epochs} epochs of {asked.num_rows} rows, {batch} at a time, are {steps} steps; "
+            f"{epochs} epochs of {request.num_rows} rows, {batch} at a time, are {steps} steps; "
             f"at most {offer.max_steps} are allowed. Use fewer epochs or a larger batch_size."
         )
     pace = math.ceil(steps / offer.evaluations)
-    train |= {"steps": steps, "global_batch": batch, "seed": asked.seed}
+    train |= {"steps": steps, "global_batch": batch, "seed": request.seed}
     train |= {"eval_every": pace, "save_every": pace}
     if train.get("micro_batch") != "auto":
         train["micro_batch"] = _micro_batch(batch // world, train["micro_batch"])
     values["train"] = train
     values["optim"] = {**values["optim"], "lr": values["optim"]["lr"] * factor}
-    values["data"] = {**values["data"], **KINDS[asked.kind].data[values["task"]]}
-    values["label"] = asked.label
-    return Filled(values, epochs, batch, factor)
+    values["data"] = {**values["data"], **KINDS[request.kind].data[values["task"]]}
+    values["label"] = request.label
+    return FilledOffer(values, epochs, batch, factor)
 
 
 def num_held_out(offer: Offer, num_rows: int) -> int:
-    """How many rows of a file are kept for validation where no file is given for it: at least one.
-    The only row of a file is both trained on and validated with.
+    """Number of rows used for validation when the request names no validation file: at least one. A
+    file with one row uses it for training and validation.
     """
     return min(max(round(num_rows * offer.held_out), 1), max(num_rows - 1, 0))
 
 
-def _auto_batch(train: Mapping[str, Any], asked: Asked, world: int) -> int:
-    """The offer's batch, or less where there are fewer rows."""
-    most = min(int(train["global_batch"]), max(asked.num_rows, 1))
-    return max(most // world, 1) * world
-
-
 def _micro_batch(rows_of_a_device: int, most: int) -> int:
-    """The largest micro-batch, at most the offer's, that divides what a device gets of a batch."""
+    """The largest micro-batch, at most the offer's, that divides a device's share of the batch."""
     return next(
         size for size in range(min(most, rows_of_a_device), 0, -1) if rows_of_a_device % size == 0
     )

@@ -16,18 +16,18 @@ from jobs.record.times import now
 from jobs.serve import uploads
 from jobs.serve.index import Page, PageRequest
 from jobs.serve.job_view import FINAL, checkpoints, results_csv
-from jobs.serve.offers import Asked, Offer, fill, kinds_of, num_held_out
+from jobs.serve.offers import Offer, TuningRequest, fill, kinds_of, num_held_out
 from jobs.serve.requests import (
     CreateJob,
     Refusal,
     client_of,
     keeper_of,
     list_object,
-    metadata_asked,
+    metadata_query,
     one_of,
-    page_asked,
+    page_query,
+    quote,
     read_body,
-    shown,
     tuned_job,
     writer_of,
 )
@@ -38,7 +38,7 @@ from jobs.serve.tickets import (
     TicketFolder,
     Upload,
     UploadFolder,
-    Wanted,
+    WishKind,
     id_of_key,
     is_id,
     new_id,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from jobs.serve.keeper import Keeper
 
 MAX_KEY = 255  # letters of an Idempotency-Key
+PAST = {"pause": "paused", "resume": "resumed", "cancel": "cancelled"}
 
 
 # Files
@@ -66,11 +67,11 @@ async def create_file(request: Request) -> Response:
 
 
 def list_files(request: Request) -> Response:
-    keeper, asked = keeper_of(request), page_asked(request, usual=10_000, most=10_000)
+    keeper, query = keeper_of(request), page_query(request, usual=10_000, most=10_000)
     order = one_of(request, "order", ("asc", "desc"), "desc")
-    cut = PageRequest(client_of(request).owner, asked.after, asked.limit)
+    cut = PageRequest(client_of(request).owner, query.after, query.limit)
     purpose = request.query_params.get("purpose")
-    page = _page(lambda: keeper.index.uploads(cut, purpose, is_rising=order == "asc"), asked.after)
+    page = _page(lambda: keeper.index.uploads(cut, purpose, is_rising=order == "asc"), query.after)
     data = [uploads.file_object(Upload.model_validate(body)) for body in page.data]
     return JSONResponse(list_object(data, has_more=page.has_more))
 
@@ -83,7 +84,7 @@ def retrieve_file(request: Request) -> Response:
 
 
 def file_content(request: Request) -> Response:
-    """The bytes of a file: for its owner and admins, whatever else a token may see."""
+    """The bytes of a file: only for its owner and for admins."""
     if _result_file(request) is not None:
         return PlainTextResponse(_results(request), media_type="text/csv")
     folder, upload = _upload(request)
@@ -106,18 +107,18 @@ def delete_file(request: Request) -> Response:
 
 
 def _upload(request: Request) -> tuple[UploadFolder, Upload]:
-    """The file that a path names. Refusal: there is none that this client sees."""
+    """The file in the request's path. Refusal when this client sees no such file."""
     file_id = request.path_params["file_id"]
-    found = visible_upload(keeper_of(request), client_of(request), file_id)
-    if found is None:
-        raise Refusal(404, f"No such file: {shown(file_id)}.", param="id")
-    return found
+    match = visible_upload(keeper_of(request), client_of(request), file_id)
+    if match is None:
+        raise Refusal(404, f"No such file: {quote(file_id)}.", param="id")
+    return match
 
 
 def visible_upload(
     keeper: Keeper, client: Client, file_id: str
 ) -> tuple[UploadFolder, Upload] | None:
-    """A file that this client sees; None for any other id."""
+    """A file, if this client sees it; None for any other id."""
     folder = keeper.folder.upload(file_id)
     upload = folder.read() if folder is not None else None
     if folder is None or upload is None or not client.sees(upload.owner):
@@ -126,7 +127,7 @@ def visible_upload(
 
 
 def _result_file(request: Request) -> dict[str, Any] | None:
-    """The file of a job's scores, which is made when it is read; None for other ids."""
+    """The file of a job's scores, which is computed on each reading; None for other ids."""
     file_id = request.path_params["file_id"]
     if not is_id(file_id, FILE):
         return None
@@ -159,7 +160,7 @@ def _page(look: Any, after: str | None) -> Page:
     try:
         return look()
     except KeyError:
-        raise Refusal(400, f"after: there is no {shown(after)} here.", param="after") from None
+        raise Refusal(400, f"after: there is no {quote(after)} here.", param="after") from None
 
 
 # Jobs
@@ -176,7 +177,7 @@ async def create_job(request: Request) -> Response:
 
 
 def _create(keeper: Keeper, client: Client, body: CreateJob, key: str | None) -> dict[str, Any]:
-    """The new job, or the one that this key has made before."""
+    """The new job, or the job that a request with the same key has created before."""
     job_id = new_id(JOB) if key is None else id_of_key(client.name, key)
     folder = keeper.folder.ticket(job_id)
     assert folder is not None, "the id is ours"
@@ -188,26 +189,26 @@ def _create(keeper: Keeper, client: Client, body: CreateJob, key: str | None) ->
         if not keeper.folder.create(ticket):
             before = folder.read()
     if before is not None and before.request_digest != body.digest():
-        text = f"The Idempotency-Key {shown(key)} made {job_id} of another request. Use a new key."
+        text = f"The Idempotency-Key {quote(key)} made {job_id} of another request. Use a new key."
         raise Refusal(409, text, code="idempotency_error")
     keeper.poke()
-    found = keeper.look(job_id)
-    assert found is not None, "its ticket is on the disk"
-    return found
+    job = keeper.look(job_id)
+    assert job is not None, "its ticket is on the disk"
+    return job
 
 
 def _ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Ticket:
     offer = keeper.config.models.get(body.model)
     if offer is None:
-        known = ", ".join(sorted(keeper.config.models))
-        text = f"model: got {shown(body.model)}, want one of {known}."
+        names = ", ".join(sorted(keeper.config.models))
+        text = f"model: got {quote(body.model)}, want one of {names}."
         raise Refusal(404, text, param="model", code="model_not_found")
     training = _training_file(keeper, client, body.training_file, "training_file")
     if body.validation_file is not None:
         _training_file(keeper, client, body.validation_file, "validation_file")
-    asked = _asked(offer, training, body, job_id)
+    request = _tuning_request(offer, training, body, job_id)
     try:
-        filled = fill(offer, asked)
+        filled = fill(offer, request)
         tasks.parse(filled.experiment, source=f"model {body.model!r}")
     except ConfigError as error:
         raise Refusal(400, str(error), param="hyperparameters", code="invalid_value") from None
@@ -219,9 +220,9 @@ def _ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Tic
         exp_id=exp_id(filled.experiment),
         experiment=filled.experiment,
         request_digest=body.digest(),
-        kind=asked.kind,
+        kind=request.kind,
         num_rows=training.num_rows,
-        seed=asked.seed,
+        seed=request.seed,
         epochs=filled.epochs,
         batch=filled.batch,
         lr_factor=filled.lr_factor,
@@ -232,28 +233,28 @@ def _ticket(keeper: Keeper, client: Client, body: CreateJob, job_id: str) -> Tic
     )
 
 
-def _asked(offer: Offer, training: Upload, body: CreateJob, job_id: str) -> Asked:
+def _tuning_request(offer: Offer, training: Upload, body: CreateJob, job_id: str) -> TuningRequest:
     kinds, num_rows = kinds_of(offer), training.num_rows
     if body.validation_file is None:
         num_rows -= num_held_out(offer, num_rows)
-    return Asked(
+    return TuningRequest(
         num_rows=max(num_rows, 1),
-        # rows of another kind are the mistakes that the check of the whole file tells
+        # the check of the complete file reports rows of another kind
         kind=training.kind if training.kind in kinds else kinds[0],
         seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
         label=job_id,
-        epochs=body.chosen.n_epochs,
-        batch=body.chosen.batch_size,
-        lr_factor=body.chosen.learning_rate_multiplier,
+        epochs=body.effective_hyperparameters.n_epochs,
+        batch=body.effective_hyperparameters.batch_size,
+        lr_factor=body.effective_hyperparameters.learning_rate_multiplier,
     )
 
 
 def _training_file(keeper: Keeper, client: Client, file_id: str, param: str) -> Upload:
-    found = visible_upload(keeper, client, file_id)
-    if found is None or not client.may_change(found[1].owner):
-        text = f"{param}: there is no file {shown(file_id)} of yours. Upload it first."
+    match = visible_upload(keeper, client, file_id)
+    if match is None or not client.may_change(match[1].owner):
+        text = f"{param}: there is no file {quote(file_id)} of yours. Upload it first."
         raise Refusal(400, text, param=param, code="file_not_found")
-    return found[1]
+    return match[1]
 
 
 def _refuse_above_quota(keeper: Keeper, client: Client) -> None:
@@ -268,10 +269,10 @@ def _refuse_above_quota(keeper: Keeper, client: Client) -> None:
 
 
 def list_jobs(request: Request) -> Response:
-    keeper, asked = keeper_of(request), page_asked(request, usual=20, most=100)
-    metadata, has_none = metadata_asked(request)
-    cut = PageRequest(client_of(request).owner, asked.after, asked.limit)
-    page = _page(lambda: keeper.index.jobs(cut, metadata, has_none=has_none), asked.after)
+    keeper, query = keeper_of(request), page_query(request, usual=20, most=100)
+    metadata, has_none = metadata_query(request)
+    cut = PageRequest(client_of(request).owner, query.after, query.limit)
+    page = _page(lambda: keeper.index.jobs(cut, metadata, has_none=has_none), query.after)
     return JSONResponse(list_object(page.data, has_more=page.has_more))
 
 
@@ -280,36 +281,36 @@ def retrieve_job(request: Request) -> Response:
 
 
 def visible_job(request: Request) -> dict[str, Any]:
-    """The job that a path names. Refusal: there is none that this client sees."""
+    """The job in the request's path. Refusal when this client sees no such job."""
     keeper, job_id = keeper_of(request), request.path_params["job_id"]
     job = keeper.index.job(job_id) if is_id(job_id, JOB) else None
-    if job is None and is_id(job_id, JOB):  # made by another server a moment ago
+    if job is None and is_id(job_id, JOB):  # another server may have just created it
         job = keeper.look(job_id)
     if job is None or not client_of(request).sees(job["lathe"]["owner"]):
-        raise Refusal(404, f"No such fine-tuning job: {shown(job_id)}.", param="id")
+        raise Refusal(404, f"No such fine-tuning job: {quote(job_id)}.", param="id")
     return job
 
 
 def list_events(request: Request) -> Response:
-    keeper, asked = keeper_of(request), page_asked(request, usual=20, most=1000)
+    keeper, query = keeper_of(request), page_query(request, usual=20, most=1000)
     job = visible_job(request)
-    cut = PageRequest(None, asked.after, asked.limit)
-    page = _page(lambda: keeper.index.events(job["id"], cut), asked.after)
+    cut = PageRequest(None, query.after, query.limit)
+    page = _page(lambda: keeper.index.events(job["id"], cut), query.after)
     return JSONResponse(list_object(page.data, has_more=page.has_more))
 
 
 def list_checkpoints(request: Request) -> Response:
-    keeper, asked = keeper_of(request), page_asked(request, usual=10, most=100)
+    keeper, query = keeper_of(request), page_query(request, usual=10, most=100)
     folder = _ticket_folder(request)
     ticket = folder.read()
     assert ticket is not None, "its job was found"
     run = keeper.folder.base.run(ticket.exp_id)
-    found = checkpoints(ticket, run, keeper.config.organization)
-    ids = [one["id"] for one in found]
-    if asked.after is not None and asked.after not in ids:
-        raise Refusal(400, f"after: there is no {shown(asked.after)} here.", param="after")
-    start = ids.index(asked.after) + 1 if asked.after is not None else 0
-    data, rest = found[start : start + asked.limit], found[start + asked.limit :]
+    objects = checkpoints(ticket, run, keeper.config.organization)
+    ids = [one["id"] for one in objects]
+    if query.after is not None and query.after not in ids:
+        raise Refusal(400, f"after: there is no {quote(query.after)} here.", param="after")
+    start = ids.index(query.after) + 1 if query.after is not None else 0
+    data, rest = objects[start : start + query.limit], objects[start + query.limit :]
     return JSONResponse(list_object(data, has_more=bool(rest)))
 
 
@@ -325,8 +326,8 @@ def resume_job(request: Request) -> Response:
     return _wish(request, "resume")
 
 
-def _wish(request: Request, wish: Wanted) -> Response:
-    """Wish something of a job that has not ended. What is so already is left alone."""
+def _wish(request: Request, wish: WishKind) -> Response:
+    """Add a wish about a job that has not ended, unless it is already fulfilled."""
     client, keeper = writer_of(request), keeper_of(request)
     folder, job_id = _ticket_folder(request), request.path_params["job_id"]
     job = keeper.look(job_id)
@@ -334,7 +335,7 @@ def _wish(request: Request, wish: Wanted) -> Response:
     if not client.may_change(job["lathe"]["owner"]):
         raise Refusal(403, f"{job_id} belongs to another token.")
     if job["status"] in FINAL:
-        text = f"{job_id} has {job['status']}: nothing of it can be {_done(wish)} any more."
+        text = f"{job_id} has {job['status']}: it can no longer be {PAST[wish]}."
         raise Refusal(400, text, code="job_has_ended")
     is_paused = job["lathe"]["is_paused"]
     if wish == "resume" and not is_paused:
@@ -343,10 +344,6 @@ def _wish(request: Request, wish: Wanted) -> Response:
         folder.add_wish(wish, client.name)
     keeper.poke()
     return JSONResponse(keeper.look(job_id))
-
-
-def _done(wish: str) -> str:
-    return {"pause": "paused", "resume": "resumed", "cancel": "cancelled"}[wish]
 
 
 def _ticket_folder(request: Request) -> TicketFolder:
@@ -362,7 +359,7 @@ def _ticket_folder(request: Request) -> TicketFolder:
 def list_models(request: Request) -> Response:
     keeper, client = keeper_of(request), client_of(request)
     bases = [_model(name, 0, "system") for name in sorted(keeper.config.models)]
-    tuned = [_tuned(job) for job in keeper.index.tuned_models(client.owner)]
+    tuned = [_tuned_model(job) for job in keeper.index.tuned_models(client.owner)]
     return JSONResponse({"object": "list", "data": bases + tuned})
 
 
@@ -370,11 +367,11 @@ def retrieve_model(request: Request) -> Response:
     name = request.path_params["model"]
     if name in keeper_of(request).config.models:
         return JSONResponse(_model(name, 0, "system"))
-    return JSONResponse(_tuned(tuned_job(request, name)))
+    return JSONResponse(_tuned_model(tuned_job(request, name)))
 
 
 def delete_model(request: Request) -> Response:
-    """Move a tuned model aside, into deleted/, where `lathe-jobs gc` finds it."""
+    """Move a tuned model into deleted/, from where `lathe-jobs gc` removes it."""
     client, keeper = writer_of(request), keeper_of(request)
     name = request.path_params["model"]
     if name in keeper.config.models:
@@ -396,7 +393,7 @@ def delete_model(request: Request) -> Response:
     return JSONResponse({"id": name, "object": "model", "deleted": True})
 
 
-def _tuned(job: dict[str, Any]) -> dict[str, Any]:
+def _tuned_model(job: dict[str, Any]) -> dict[str, Any]:
     return _model(job["fine_tuned_model"], job["finished_at"], job["lathe"]["owner"])
 
 

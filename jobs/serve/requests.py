@@ -1,4 +1,4 @@
-"""What a request may hold, read with limits; and how one is refused: one JSON error."""
+"""Requests: their bodies and parameters, read with limits, and the JSON error that refuses one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jobs.serve.offers import ServiceConfig
 
 MAX_DEPTH = 32  # of JSON
-MAX_ERRORS = 20  # told of one body
+MAX_ERRORS = 20  # in the message about one body
 Auto = Literal["auto"]
 Epochs = Annotated[int, Field(ge=1, le=10_000)] | Auto
 Batch = Annotated[int, Field(ge=1, le=1_000_000)] | Auto
@@ -29,7 +29,7 @@ MetaValue = Annotated[str, Field(max_length=512)]
 
 
 class Refusal(Exception):
-    """A request that is not served. The message says got, want and fix."""
+    """The reason why a request is refused. The message says got, want and fix."""
 
     def __init__(
         self,
@@ -46,21 +46,21 @@ class Refusal(Exception):
 
     @property
     def type(self) -> str:
-        """The word that the OpenAI API has for it."""
-        known = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-        return known.get(
+        """The `type` of this error in the OpenAI API."""
+        words = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        return words.get(
             self.status, "server_error" if self.status >= 500 else "invalid_request_error"
         )
 
     def response(self) -> JSONResponse:
-        """The error as the OpenAI API shows one."""
+        """The answer with the error in the format of the OpenAI API."""
         error = {
             "message": self.message,
             "type": self.type,
             "param": self.param,
             "code": self.code,
         }
-        # its client repeats what may go away by itself: 409, 429 and from 500 on
+        # OpenAI's client repeats 409, 429 and 5xx by itself unless this header says false
         headers = {"x-should-retry": "true" if self.retry_after_s is not None else "false"}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, round(self.retry_after_s)))
@@ -68,13 +68,13 @@ class Refusal(Exception):
 
 
 class Body(BaseModel):
-    """A JSON document of a client: unknown keys and other types are mistakes."""
+    """A JSON document of a client. Unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Hyperparameters(Body):
-    """Of a fine-tuning job."""
+    """The hyper-parameters of a fine-tuning job."""
 
     n_epochs: Epochs | None = None
     batch_size: Batch | None = None
@@ -82,20 +82,20 @@ class Hyperparameters(Body):
 
 
 class Supervised(Body):
-    """Learning from examples."""
+    """The method of learning from examples."""
 
     hyperparameters: Hyperparameters | None = None
 
 
 class Method(Body):
-    """How it is tuned: by examples. Preferences and rewards are not offered."""
+    """The method of tuning: by examples only. Preferences and rewards are not offered."""
 
     type: Literal["supervised"]
     supervised: Supervised | None = None
 
 
 class CreateJob(Body):
-    """A fine-tuning job that is asked for. Source: openai 3.54, job_create_params.py."""
+    """The request for a fine-tuning job. Source: openai 3.54, job_create_params.py."""
 
     model: Annotated[str, Field(max_length=256)]
     training_file: Annotated[str, Field(max_length=64)]
@@ -112,18 +112,18 @@ class CreateJob(Body):
     def _is_text(cls, value: dict[str, str] | None) -> dict[str, str] | None:
         for text in [*(value or {}), *(value or {}).values()]:
             if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-                raise ValueError("a NUL, or half of a surrogate pair, is no text")
+                raise ValueError("text must have no NUL and no lone surrogate")
         return value
 
     @property
-    def chosen(self) -> Hyperparameters:
-        """Those of `method`, or the ones beside it, as older clients send them."""
+    def effective_hyperparameters(self) -> Hyperparameters:
+        """The hyper-parameters inside `method`; else those beside it, as older clients do."""
         method = self.method.supervised if self.method is not None else None
         inner = method.hyperparameters if method is not None else None
         return inner or self.hyperparameters or Hyperparameters()
 
     def digest(self) -> str:
-        """The same for the same request."""
+        """A digest that is the same for the same request."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()
 
 
@@ -131,7 +131,7 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, schema: type[B], config: ServiceConfig) -> B:
-    """The JSON body of a request. Refusal names every mistake in it."""
+    """The JSON body of a request. The Refusal names every mistake in it."""
     values = await read_json_object(request, config)
     try:
         return schema.model_validate_json(json.dumps(values), strict=True)
@@ -145,17 +145,17 @@ async def read_body(request: Request, schema: type[B], config: ServiceConfig) ->
 def _mistake(item: dict[str, Any]) -> str:
     place = ".".join(str(part) for part in item["loc"]) or "(the whole body)"
     if item["type"] == "extra_forbidden":
-        return f"{place}: there is no such parameter. Leave it out."
+        return f"{place}: there is no such parameter. Remove it."
     if item["type"] == "missing":
         return f"{place}: required, but not given."
-    return f"{place}: got {shown(item['input'])}. {item['msg']}."
+    return f"{place}: got {quote(item['input'])}. {item['msg']}."
 
 
 async def read_json_object(request: Request, config: ServiceConfig) -> dict[str, Any]:
-    """The JSON object in a body. Refusal: too large, too slow, too deep, no object."""
+    """The JSON object in a body. Refusal when it is too large, too slow, too deep, or no object."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refusal(415, f"Content-Type: got {shown(kind)}, want application/json.")
+        raise Refusal(415, f"Content-Type: got {quote(kind)}, want application/json.")
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refusal(415, "Content-Encoding: want none. Send the body as it is.")
     content = await _content(request, config)
@@ -164,11 +164,11 @@ async def read_json_object(request: Request, config: ServiceConfig) -> dict[str,
             content.decode(), object_pairs_hook=_without_twins, parse_constant=_no_number
         )
     except UnicodeDecodeError:
-        raise Refusal(400, "The body is not UTF-8. Encode it so.") from None
+        raise Refusal(400, "The body is not UTF-8. Encode it as UTF-8.") from None
     except RecursionError:
         raise Refusal(400, f"The JSON is nested more than {MAX_DEPTH} deep.") from None
     except ValueError as error:
-        raise Refusal(400, f"The body is no JSON that is taken: {shown(str(error))}.") from None
+        raise Refusal(400, f"The body is not valid JSON: {quote(str(error))}.") from None
     if not isinstance(value, dict):
         raise Refusal(400, f"The body is a JSON {type(value).__name__}, want an object.")
     if _is_deeper(value, MAX_DEPTH):
@@ -179,7 +179,7 @@ async def read_json_object(request: Request, config: ServiceConfig) -> dict[str,
 async def _content(request: Request, config: ServiceConfig) -> bytes:
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > config.max_body:
-        raise Refusal(413, f"The body has {declared} bytes, at most {config.max_body} are taken.")
+        raise Refusal(413, f"The body has {declared} bytes; at most {config.max_body} are allowed.")
     content = bytearray()
     try:
         with anyio.fail_after(config.body_s):
@@ -195,10 +195,10 @@ async def _content(request: Request, config: ServiceConfig) -> bytes:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise ValueError("a key stands twice in one object")
-    return found
+    return values
 
 
 def _no_number(text: str) -> Any:
@@ -206,7 +206,7 @@ def _no_number(text: str) -> Any:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Whether dictionaries and lists lie in each other more than `depth` deep."""
+    """Whether dictionaries and lists are nested more than `depth` deep."""
     level: list[Any] = [value]
     for _ in range(depth):
         inner: list[Any] = []
@@ -220,54 +220,54 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 
 @dataclass(frozen=True)
-class PageAsked:
-    """`after` and `limit` of a list."""
+class PageQuery:
+    """The query parameters `after` and `limit` of a list."""
 
     after: str | None
     limit: int
 
 
-def page_asked(request: Request, *, usual: int, most: int) -> PageAsked:
-    """What part of a list a request wants. Refusal for a limit that is none."""
+def page_query(request: Request, *, usual: int, most: int) -> PageQuery:
+    """The page of a list that a request names. Refusal for a malformed limit."""
     text = request.query_params.get("limit", str(usual))
     if not (text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= most):
-        raise Refusal(400, f"limit: got {shown(text)}, want 1 to {most}.", param="limit")
-    return PageAsked(request.query_params.get("after"), int(text))
+        raise Refusal(400, f"limit: got {quote(text)}, want 1 to {most}.", param="limit")
+    return PageQuery(request.query_params.get("after"), int(text))
 
 
 def one_of(request: Request, name: str, values: tuple[str, ...], usual: str | None) -> str | None:
-    """A query parameter that has one of a few values. Refusal for another one."""
+    """A query parameter with one of a few values. Refusal for any other value."""
     text = request.query_params.get(name)
     if text is None:
         return usual
     if text not in values:
-        raise Refusal(400, f"{name}: got {shown(text)}, want {' or '.join(values)}.", param=name)
+        raise Refusal(400, f"{name}: got {quote(text)}, want {' or '.join(values)}.", param=name)
     return text
 
 
-def metadata_asked(request: Request) -> tuple[dict[str, str] | None, bool]:
-    """(entries that a list is filtered by: metadata[k]=v, whether metadata=null was asked for)."""
-    found: dict[str, str] = {}
+def metadata_query(request: Request) -> tuple[dict[str, str] | None, bool]:
+    """(the entries of the filter metadata[k]=v, whether the filter is metadata=null)."""
+    entries: dict[str, str] = {}
     has_none = False
     for name, value in request.query_params.multi_items():
         if name == "metadata" and value == "null":
             has_none = True
         elif name.startswith("metadata[") and name.endswith("]"):
-            found[name[len("metadata[") : -1]] = value
+            entries[name[len("metadata[") : -1]] = value
         elif name.startswith("metadata"):
-            raise Refusal(400, f"{shown(name)}: want metadata[key]=value.", param="metadata")
-    return found or None, has_none
+            raise Refusal(400, f"{quote(name)}: want metadata[key]=value.", param="metadata")
+    return entries or None, has_none
 
 
-def shown(value: Any) -> str:
-    """A value as messages show it: at most 80 characters, printable."""
+def quote(value: Any) -> str:
+    """A value for a message: quoted, printable, at most 80 characters."""
     text = value if isinstance(value, str) else repr(value)
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     return repr(text if len(text) <= 80 else f"{text[:77]}...")
 
 
 def list_object(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """A page of a list as the OpenAI API shows one."""
+    """A page of a list in the format of the OpenAI API."""
     ids: Mapping[str, Any] = {
         "first_id": data[0]["id"] if data else None,
         "last_id": data[-1]["id"] if data else None,
@@ -276,17 +276,17 @@ def list_object(data: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]
 
 
 def keeper_of(request: Request) -> Keeper:
-    """The keeper of the server that got the request."""
+    """The keeper of the server that received the request."""
     return cast("Keeper", request.app.state.keeper)
 
 
 def client_of(request: Request) -> Client:
-    """Who sent it."""
+    """The client that sent the request."""
     return cast("Client", request.state.client)
 
 
 def writer_of(request: Request) -> Client:
-    """Who sent it. Refusal for one that may only read."""
+    """The client that sent the request. Refusal when it may only read."""
     client = client_of(request)
     if client.role == "read":
         raise Refusal(403, f"{client.name} may only read. Use a token of the role run or admin.")
@@ -294,9 +294,9 @@ def writer_of(request: Request) -> Client:
 
 
 def tuned_job(request: Request, name: str) -> dict[str, Any]:
-    """The job that made a model which this client sees. Refusal for any other name."""
+    """The job that trained a model, if this client sees it. Refusal for any other name."""
     job = keeper_of(request).index.job_of_model(name)
     if job is None or not client_of(request).sees(job["lathe"]["owner"]):
-        text = f"The model {shown(name)} does not exist, or is not yours."
+        text = f"The model {quote(name)} does not exist, or is not yours."
         raise Refusal(404, text, param="model", code="model_not_found")
     return job

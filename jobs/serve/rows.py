@@ -1,7 +1,7 @@
-"""Uploaded rows: which kinds there are, what is wrong with a line, and the files that a task reads.
+"""Uploaded rows: their kinds, the mistakes in a file, and its conversion to what a task reads.
 
-Torch-free, a line at a time. A mistake says line, got and want; a file may have any number of them,
-and the first ones are told.
+Needs no torch and reads one line at a time. A mistake says line, got and want. A report counts all
+mistakes of a file and names the first ones.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from trainer.files.atomic import aside
 
 Row = dict[str, Any]
 MAX_MISTAKES = 20
-MAX_LINE = 8 << 20  # bytes; a longer line is no training example
+MAX_LINE = 8 << 20  # bytes; a longer line is refused
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class Mistake(NamedTuple):
-    """What is wrong with a line, counted from 1."""
+    """A mistake in a line. line: counted from 1."""
 
     line: int
     got: str
@@ -34,23 +34,25 @@ class Mistake(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of row: its keys, what may be wrong with one, what a task reads in its place.
+    """A kind of row.
 
-    data: task -> the keys of its `data` block that make it read `files_row`.
+    needs: keys that every row of it has. problems: finds the mistakes in a row, as (got, want).
+    files_row: converts a row and its number to the row that a task reads. data: task -> keys of its
+    `data` block that make it read such rows.
     """
 
     needs: tuple[str, ...]
-    problems: Callable[[Row], Iterator[tuple[str, str]]]  # (got, want)
+    problems: Callable[[Row], Iterator[tuple[str, str]]]
     files_row: Callable[[Row, int], Row]
     data: Mapping[str, dict[str, Any]]
 
 
 @dataclass
 class RowReport:
-    """What a file holds."""
+    """The number and kind of the rows in a file, and its mistakes."""
 
     num_rows: int = 0
-    kind: str | None = None  # that of the first row that is of any
+    kind: str | None = None  # of the first row that has a kind
     num_mistakes: int = 0
     mistakes: list[Mistake] = field(default_factory=list[Mistake])  # the first ones
 
@@ -61,20 +63,23 @@ class RowReport:
 
 
 def check(path: Path, kinds: Sequence[str] | None = None) -> RowReport:
-    """What a JSON-lines file holds, and the mistakes in it. kinds: those that are wanted.
+    """Check a JSON-lines file, whose rows must all be of one kind.
 
-    All rows of a file are of one kind.
+    kinds: the allowed kinds; None for all.
     """
     report = RowReport()
-    wanted = list(kinds or KINDS)
+    allowed = list(kinds or KINDS)
     for line, content in _lines(path):
         row = _object(report, line, content)
         if row is None:
             continue
         report.num_rows += 1
-        kind = kind_of(row, wanted)
+        kind = kind_of(row, allowed)
         if kind is None:
-            report.add(line, f"the keys {_cut(', '.join(sorted(row)))}", _choice(wanted))
+            want = " or ".join(
+                f"{name} rows with {', '.join(KINDS[name].needs)}" for name in allowed
+            )
+            report.add(line, f"the keys {_cut(', '.join(sorted(row)))}", want)
         elif report.kind not in (None, kind):
             report.add(line, f"a {kind} row", f"a {report.kind} row, as before")
         else:
@@ -92,9 +97,10 @@ def kind_of(row: Row, kinds: Sequence[str]) -> str | None:
 
 
 def write_split(source: Path, target: Path, kind: str, *, keep: Callable[[int], bool]) -> int:
-    """Write the rows of an upload, those whose number from 0 `keep` wants, as a task reads them.
+    """Write rows of an upload in the format that a task reads; returns how many.
 
-    Returns how many. DataError when the upload is not what `check` said; StorageError.
+    keep: whether to write the row of this number, counted from 0. DataError when the upload has
+    changed since it was checked; StorageError.
     """
     written = 0
     with aside(target) as temporary, temporary.open("wb") as file:
@@ -111,7 +117,7 @@ def write_split(source: Path, target: Path, kind: str, *, keep: Callable[[int], 
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(line from 1, content) of the lines that are not blank; an endless one is cut."""
+    """(number from 1, content) of every line that is not blank. A too long line is cut."""
     with path.open("rb") as file:
         number = 0
         while content := file.readline(MAX_LINE + 1):
@@ -127,7 +133,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _object(report: RowReport, line: int, content: bytes) -> Row | None:
-    """The object of a line; None, and a mistake on the report, when it is none."""
+    """The JSON object in a line; None, with a mistake added to the report, when there is none."""
     if len(content) > MAX_LINE:
         report.add(line, "a line that is too long", f"at most {MAX_LINE} bytes")
         return None
@@ -148,11 +154,7 @@ def _object(report: RowReport, line: int, content: bytes) -> Row | None:
     return cast("Row", value)
 
 
-def _choice(kinds: Sequence[str]) -> str:
-    return " or ".join(f"{name} rows with {', '.join(KINDS[name].needs)}" for name in kinds)
-
-
-def _shown(value: Any) -> str:
+def _quote(value: Any) -> str:
     return _cut(repr(value))
 
 
@@ -165,18 +167,18 @@ def _is_text(value: Any) -> bool:
 
 
 def _texts(row: Row, *names: str) -> Iterator[tuple[str, str]]:
-    """The keys whose value is no text, or a blank one."""
+    """Mistakes of the keys whose value is not a text, or is blank."""
     for name in names:
         if not _is_text(row.get(name)):
-            yield f"{name}={_shown(row.get(name))}", f"{name} as text that is not blank"
+            yield f"{name}={_quote(row.get(name))}", f"{name} as text that is not blank"
 
 
 def _lists(row: Row, *names: str) -> Iterator[tuple[str, str]]:
-    """The keys whose value is neither a text nor a list of them."""
+    """Mistakes of the keys whose value is neither a text nor a list of texts."""
     for name in names:
         values = _as_list(row.get(name))
         if not values or not all(map(_is_text, values)):
-            yield f"{name}={_shown(row.get(name))}", f"{name} as text, or a list of texts"
+            yield f"{name}={_quote(row.get(name))}", f"{name} as text, or a list of texts"
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -190,36 +192,28 @@ def _as_list(value: Any) -> list[Any]:
 def _chat_problems(row: Row) -> Iterator[tuple[str, str]]:
     messages: Any = row["messages"]
     if not isinstance(messages, list) or not messages:
-        yield f"messages={_shown(messages)}", "a list of messages that is not empty"
+        yield f"messages={_quote(messages)}", "a list of messages that is not empty"
         return
     for number, message in enumerate(cast("list[Any]", messages)):
         yield from _message_problems(f"messages[{number}]", message)
     last = cast("list[Any]", messages)[-1]
     if isinstance(last, dict) and cast("Row", last).get("role") != "assistant":
-        yield f"a last message of {_shown(cast('Row', last).get('role'))}", "one of the assistant"
+        yield f"a last message of {_quote(cast('Row', last).get('role'))}", "one of the assistant"
 
 
 def _message_problems(place: str, message: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(message, dict):
-        yield f"{place}={_shown(message)}", "an object with role and content"
+        yield f"{place}={_quote(message)}", "an object with role and content"
         return
     values = cast("Row", message)
     if values.get("role") not in ROLES:
-        yield f"{place}.role={_shown(values.get('role'))}", f"one of {', '.join(ROLES)}"
+        yield f"{place}.role={_quote(values.get('role'))}", f"one of {', '.join(ROLES)}"
     if not isinstance(values.get("content"), str):
-        yield f"{place}.content={_shown(values.get('content'))}", f"{place}.content as text"
+        yield f"{place}.content={_quote(values.get('content'))}", f"{place}.content as text"
 
 
 # Other rows
 # --------------------------------------------------------------------------------------------------
-
-
-def _completion_problems(row: Row) -> Iterator[tuple[str, str]]:
-    yield from _texts(row, "prompt", "completion")
-
-
-def _text_problems(row: Row) -> Iterator[tuple[str, str]]:
-    yield from _texts(row, "text")
 
 
 def _triple_problems(row: Row) -> Iterator[tuple[str, str]]:
@@ -246,7 +240,7 @@ def _question_problems(row: Row) -> Iterator[tuple[str, str]]:
 
 
 def _question_row(row: Row, number: int) -> Row:
-    """What cross_attention reads as "jsonl" and fid as "fid"."""
+    """A row that cross_attention reads with source "jsonl" and fid with source "fid"."""
     contexts = _as_list(row["contexts"])
     return {
         "id": str(number),
@@ -257,12 +251,8 @@ def _question_row(row: Row, number: int) -> Row:
     }
 
 
-def _document_problems(row: Row) -> Iterator[tuple[str, str]]:
-    yield from _texts(row, "document", "summary")
-
-
 def _label(row: Row) -> str | None:
-    """ "true" or "false", of a label that says so; None for any other."""
+    """A label as "true" or "false"; None for any other label."""
     text = str(row["label"]).strip().lower()
     return {"true": "true", "1": "true", "false": "false", "0": "false"}.get(text)
 
@@ -270,11 +260,7 @@ def _label(row: Row) -> str | None:
 def _statement_problems(row: Row) -> Iterator[tuple[str, str]]:
     yield from _texts(row, "statement")
     if _label(row) is None:
-        yield f"label={_shown(row['label'])}", "label as true or false"
-
-
-def _statement_row(row: Row, number: int) -> Row:
-    return {"statement": row["statement"], "label": _label(row)}
+        yield f"label={_quote(row['label'])}", "label as true or false"
 
 
 def _group_problems(row: Row) -> Iterator[tuple[str, str]]:
@@ -283,21 +269,17 @@ def _group_problems(row: Row) -> Iterator[tuple[str, str]]:
         yield f"{len(_as_list(row['golds']))} golds", "one gold"
 
 
-def _group_row(row: Row, number: int) -> Row:
-    return {name: _as_list(row[name]) for name in ("golds", "distractors")}
-
-
 def _as_it_is(row: Row, number: int) -> Row:
     return row
 
 
 def _verifier(*boolean: str) -> dict[str, dict[str, Any]]:
-    """What makes vera read its rows as one task of our own."""
+    """Keys of vera's `data` block that make it read the rows as one task."""
     names = {"train_tasks": ["statements"], "valid_tasks": ["statements"], "test_tasks": []}
     return {"vera": {"source": "files", **names, "boolean": list(boolean)}}
 
 
-# The first whose keys a row has counts.
+# A row is of the first kind whose keys it has.
 KINDS: dict[str, Kind] = {
     "chat": Kind(
         ("messages",),
@@ -307,7 +289,7 @@ KINDS: dict[str, Kind] = {
     ),
     "completion": Kind(
         ("prompt", "completion"),
-        _completion_problems,
+        lambda row: _texts(row, "prompt", "completion"),
         _as_it_is,
         {"causal_lm": {"source": "jsonl", "loss_on": "answer", "chat_template": None}},
     ),
@@ -331,7 +313,7 @@ KINDS: dict[str, Kind] = {
     ),
     "document": Kind(
         ("document", "summary"),
-        _document_problems,
+        lambda row: _texts(row, "document", "summary"),
         _as_it_is,
         {
             "summariser": {
@@ -344,13 +326,18 @@ KINDS: dict[str, Kind] = {
     "statement": Kind(
         ("statement", "label"),
         _statement_problems,
-        _statement_row,
+        lambda row, _: {"statement": row["statement"], "label": _label(row)},
         _verifier("statements"),
     ),
-    "group": Kind(("golds", "distractors"), _group_problems, _group_row, _verifier()),
+    "group": Kind(
+        ("golds", "distractors"),
+        _group_problems,
+        lambda row, _: {name: _as_list(row[name]) for name in ("golds", "distractors")},
+        _verifier(),
+    ),
     "text": Kind(
         ("text",),
-        _text_problems,
+        lambda row: _texts(row, "text"),
         _as_it_is,
         {"causal_lm": {"source": "jsonl", "loss_on": "all", "chat_template": None}},
     ),

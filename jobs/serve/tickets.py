@@ -1,18 +1,18 @@
-"""Tickets and uploads: what clients asked for and handed in, as files beside the run folders.
+"""Tickets and uploads: the requests and files of clients, as files beside the run folders.
 
 <savedir_base>/_service/
     tickets/<job id>/       one folder for each fine-tuning job
-        ticket.json         what was asked, with the experiment that it became; written once
-        checked.json        what the whole file's check found; written once
-        data/               the rows as the task reads them: train.jsonl, valid.jsonl
+        ticket.json         the request, with the experiment made of it; written once
+        checked.json        the result of checking its files completely; written once
+        data/               the rows in the format of the task: train.jsonl, valid.jsonl
         wish-<k>.json       the k-th wish: pause, resume, cancel, delete
     uploads/<file id>/      content, file.json; made by one rename
-    uploads/.<file id>.tmp/ one that is being sent; its `content` is locked by who receives it
+    uploads/.<file id>.tmp/ an upload in progress; the server that receives it locks `content`
     cache/                  tokenizers and encoded rows of the trainings
-    index-<host>.sqlite     what the folders say, for lists; may be deleted at any time
+    index-<host>.sqlite     a copy of the facts, for fast lists; may be deleted at any time
 
-A ticket's id comes from its Idempotency-Key, so the same key is the same ticket: whoever writes
-ticket.json first has made the job. What becomes of it then is in its run folder's own record.
+A ticket's id comes from its Idempotency-Key, so the same key means the same ticket: the server that
+writes ticket.json first creates the job. Its further course is in the record of its run folder.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from jobs.record.times import now
 from trainer.config.schema import Strict
 from trainer.files.atomic import create_json, read_json, refusals, sync, write_json
 
-Wanted = Literal["pause", "resume", "cancel", "delete"]
+WishKind = Literal["pause", "resume", "cancel", "delete"]
 JOB, FILE = "ftjob-", "file-"
 ID_DIGITS = 24
 YOUNG_S = 60.0
 
 
 class Ticket(Strict):
-    """What was asked of the service, as it was understood. Never changed."""
+    """The request for a job, with all defaults filled in. Never changed."""
 
     id: str
     created_at: str
-    owner: str  # the name of the token that asked
+    owner: str  # the name of the token that sent the request
     model: str
     exp_id: str
     experiment: dict[str, Any]
@@ -67,16 +67,16 @@ class Ticket(Strict):
 
     @property
     def digits(self) -> str:
-        """The id without its prefix: in the names of everything that is made of it."""
+        """The id without its prefix; part of the ids of events, checkpoints and files."""
         return self.id.removeprefix(JOB)
 
     def tuned_model(self, organization: str) -> str:
-        """The name of the model that it trains."""
+        """The name of the model that the job trains."""
         return f"ft:{self.model}:{organization}:{self.suffix or ''}:{self.digits[:12]}"
 
 
 class Checked(Strict):
-    """What the check of the whole files found: nothing, or the first mistakes in them."""
+    """The result of checking the files of a job: the first mistakes in them, if there are any."""
 
     at: str
     param: str | None = None  # training_file, validation_file
@@ -84,15 +84,15 @@ class Checked(Strict):
 
 
 class Wish(Strict):
-    """Something that was asked of a job after it was made."""
+    """A request about a job that exists: to pause, resume, cancel or delete it."""
 
     at: str
-    wish: Wanted
+    wish: WishKind
     by: str
 
 
 class Upload(Strict):
-    """A file that a client handed in, and what it holds."""
+    """The facts of a file that a client uploaded."""
 
     id: str
     created_at: str
@@ -118,7 +118,7 @@ class TicketFolder:
         return self.path / "ticket.json"
 
     @property
-    def checked(self) -> Path:
+    def check_file(self) -> Path:
         return self.path / "checked.json"
 
     @property
@@ -126,30 +126,30 @@ class TicketFolder:
         return self.path / "data"
 
     def read(self) -> Ticket | None:
-        """The ticket; None where there is none, or one of another version."""
+        """The ticket; None when there is none, or when another version wrote it."""
         values = read_json(self.file)
         with suppress(ValidationError):
             return None if values is None else Ticket.model_validate(values)
         return None
 
     def read_checked(self) -> Checked | None:
-        """What the check found; None before it was made."""
-        values = read_json(self.checked)
+        """The result of the check; None before the check."""
+        values = read_json(self.check_file)
         return None if values is None else Checked.model_validate(values)
 
     def wishes(self) -> list[Wish]:
-        """What was wished, in order."""
-        found: list[Wish] = []
-        while (values := read_json(self._wish(len(found) + 1))) is not None:
-            found.append(Wish.model_validate(values))
-        return found
+        """All wishes, in order."""
+        wishes: list[Wish] = []
+        while (values := read_json(self._wish(len(wishes) + 1))) is not None:
+            wishes.append(Wish.model_validate(values))
+        return wishes
 
-    def add_wish(self, wish: Wanted, by: str) -> None:
-        """Wish something, durably. StorageError."""
+    def add_wish(self, wish: WishKind, by: str) -> None:
+        """Write a wish durably. StorageError."""
         values = {"at": now(), "wish": wish, "by": by}
         number = len(self.wishes()) + 1
         while not create_json(self._wish(number), values):
-            number += 1  # somebody else wished at this moment
+            number += 1  # another server has just written this number
 
     def _wish(self, number: int) -> Path:
         return self.path / f"wish-{number}.json"
@@ -166,14 +166,14 @@ class UploadFolder:
         return self.path / "content"
 
     def read(self) -> Upload | None:
-        """What it holds; None where there is none."""
+        """The facts of the upload; None when there is none."""
         values = read_json(self.path / "file.json")
         return None if values is None else Upload.model_validate(values)
 
 
 @dataclass(frozen=True)
 class ServiceFolder:
-    """Everything that the service keeps below a savedir_base."""
+    """All files of the service below a savedir_base."""
 
     base: BaseFolder
 
@@ -195,11 +195,11 @@ class ServiceFolder:
 
     @property
     def index(self) -> Path:
-        """SQLite's write-ahead log needs one host's shared memory: an index for each."""
+        """One index for each host, because SQLite's write-ahead log needs shared memory."""
         return self.path / f"index-{socket.gethostname()}.sqlite"
 
     def make(self) -> None:
-        """Make the folders, and remove what uploads that were cut off left. StorageError."""
+        """Make the folders, and remove uploads that were cut off. StorageError."""
         with refusals(self.path):
             for folder in (self.tickets, self.uploads, self.cache):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -207,23 +207,23 @@ class ServiceFolder:
             _remove_if_dead(folder)
 
     def ticket(self, job_id: str) -> TicketFolder | None:
-        """The folder of a job's ticket; None for what is no id."""
+        """The folder of a job's ticket; None for a malformed id."""
         return TicketFolder(self.tickets / job_id) if is_id(job_id, JOB) else None
 
     def upload(self, file_id: str) -> UploadFolder | None:
-        """The folder of an upload; None for what is no id."""
+        """The folder of an upload; None for a malformed id."""
         return UploadFolder(self.uploads / file_id) if is_id(file_id, FILE) else None
 
     def ticket_ids(self) -> list[str]:
-        """Ids of all tickets, and of folders whose ticket is being written."""
+        """Ids of all tickets, including folders whose ticket is still being written."""
         return _names(self.tickets, JOB)
 
     def upload_ids(self) -> list[str]:
-        """Ids of all uploads that are whole."""
+        """Ids of all complete uploads."""
         return _names(self.uploads, FILE)
 
     def create(self, ticket: Ticket) -> bool:
-        """Make a job of a ticket, durably; False when there is one of this id. StorageError."""
+        """Write a new ticket durably; False when this id exists already. StorageError."""
         folder = TicketFolder(self.tickets / ticket.id)
         with refusals(folder.path):
             folder.path.mkdir(exist_ok=True)
@@ -234,7 +234,7 @@ class ServiceFolder:
 
     @contextmanager
     def receiving(self) -> Generator[ReceivedUpload]:
-        """A place for an upload that is being sent; nothing of it stays unless it is kept."""
+        """A folder for an upload in progress. Removed at the end, unless `keep` was called."""
         file_id = new_id(FILE)
         folder = self.uploads / f".{file_id}.tmp"
         with refusals(folder):
@@ -249,7 +249,7 @@ class ServiceFolder:
 
 @dataclass(frozen=True)
 class ReceivedUpload:
-    """An upload that has come, or is coming."""
+    """An upload that is being received."""
 
     id: str
     folder: Path
@@ -260,7 +260,7 @@ class ReceivedUpload:
         return self.folder / "content"
 
     def keep(self, upload: Upload) -> None:
-        """Make it a file of the service, all at once. StorageError."""
+        """Make it a file of the service, by one rename. StorageError."""
         with refusals(self.target):
             sync(self.content)
             write_json(self.folder / "file.json", upload.model_dump(mode="json"))
@@ -274,13 +274,13 @@ def new_id(prefix: str) -> str:
 
 
 def id_of_key(owner: str, key: str) -> str:
-    """The job id that belongs to an Idempotency-Key of a token: the same for the same."""
+    """The job id of an Idempotency-Key of a token: always the same."""
     digest = hashlib.sha256(f"{owner}\0{key}".encode()).hexdigest()
     return JOB + digest[:ID_DIGITS]
 
 
 def is_id(text: str, prefix: str) -> bool:
-    """Whether a text is an id of ours: it can then be the name of a folder."""
+    """Whether a text is a well-formed id, which is safe as the name of a folder."""
     digits = text.removeprefix(prefix)
     is_hex = all(letter in "0123456789abcdef" for letter in digits)
     return text.startswith(prefix) and len(digits) == ID_DIGITS and is_hex
@@ -295,7 +295,7 @@ def _names(folder: Path, prefix: str) -> list[str]:
 
 
 def _remove_if_dead(folder: Path) -> None:
-    """Remove an upload that was cut off by the death of its server: nobody holds its lock."""
+    """Remove an upload whose server died: then no process holds its lock."""
     with suppress(OSError):
         if time.time() - folder.stat().st_mtime < YOUNG_S:
             return  # another server may be about to lock it

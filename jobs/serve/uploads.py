@@ -1,6 +1,6 @@
-"""Files that clients hand in: received part by part to the disk, checked, kept, shown, deleted.
+"""Files that clients upload: received block by block, checked, stored, listed, deleted.
 
-Nothing of a file that did not come whole, or was refused, stays.
+Nothing remains of a file that was cut off or refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from jobs.record.times import now
 from jobs.serve import rows
 from jobs.serve.job_view import seconds
-from jobs.serve.requests import Refusal, shown
+from jobs.serve.requests import Refusal, quote
 from jobs.serve.tickets import ReceivedUpload, Upload, UploadFolder
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 PURPOSE = "fine-tune"
 MAX_FIELD, MAX_HEADER, MAX_PARTS = 1024, 4096, 8  # bytes, bytes, parts
 MAX_NAME = 255
-LOOK_BYTES = 8 << 20  # between two looks at the free disk
+LOOK_BYTES = 8 << 20  # between two checks of the free disk
 OTHER_BYTES = 64 << 10  # of an upload's body besides the file
 
 
 @dataclass
 class Parts:
-    """The parts of a body as they come: small fields in memory, the file in `file`."""
+    """The parts of a form while it arrives: small fields in memory, the file in `file`."""
 
     file: IO[bytes]
     max_file: int
@@ -54,17 +54,17 @@ class Parts:
     _count: int = 0
 
     def parser(self, content_type: str) -> MultipartParser:
-        """The parser of a body. Refusal when it is no form."""
+        """The parser of a body. Refusal when the body is no multipart form."""
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary", b"")
         if kind != b"multipart/form-data" or not 0 < len(boundary) <= 70:
-            raise Refusal(415, f"Content-Type: got {shown(content_type)}, want a multipart form.")
+            raise Refusal(415, f"Content-Type: got {quote(content_type)}, want a multipart form.")
         callbacks: Any = {
             "on_part_begin": self._begin,
             "on_header_field": self._on_header,
             "on_header_value": self._on_value,
             "on_header_end": self._end_header,
-            "on_headers_finished": self._named,
+            "on_headers_finished": self._begin_content,
             "on_part_data": self._data,
             "on_part_end": self._end,
             "on_end": self._whole,
@@ -91,7 +91,7 @@ class Parts:
         if len(self._headers) > MAX_PARTS:
             raise Refusal(400, "A part of the form has too many headers.")
 
-    def _named(self) -> None:
+    def _begin_content(self) -> None:
         _, options = parse_options_header(self._headers.get("content-disposition", b""))
         try:
             self._name = options.get(b"name", b"").decode()
@@ -105,7 +105,7 @@ class Parts:
         if self._is_file:
             self.filename = name
         elif self._name in self.fields:
-            raise Refusal(400, f"{shown(self._name)} stands twice.", param=self._name)
+            raise Refusal(400, f"{quote(self._name)} stands twice.", param=self._name)
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         if not self._is_file:
@@ -132,7 +132,7 @@ class Parts:
 
 
 async def receive(request: Request, keeper: Keeper, client: Client) -> Upload:
-    """Take a file in. Refusal, and nothing stays, when it is not wanted or not whole."""
+    """Receive and store a file. Refusal, and nothing remains, when it is refused or cut off."""
     _refuse_by_size(request, keeper, client)
     with keeper.folder.receiving() as received:
         parts = await _parts(request, keeper, received)
@@ -154,7 +154,7 @@ async def receive(request: Request, keeper: Keeper, client: Client) -> Upload:
             mistakes=[str(mistake) for mistake in report.mistakes],
         )
         await run_in_threadpool(received.keep, upload)
-    keeper.index.put_upload(
+    keeper.index.write_upload(
         upload.model_dump(mode="json"), owner=upload.owner, created=seconds(upload.created_at)
     )
     return upload
@@ -164,13 +164,13 @@ def _refuse_by_size(request: Request, keeper: Keeper, client: Client) -> None:
     declared = request.headers.get("content-length", "0")
     size = int(declared) if declared.isascii() and declared.isdigit() else 0
     if size > keeper.config.max_file + OTHER_BYTES:
-        raise Refusal(413, f"{size} bytes: at most {keeper.config.max_file} are taken.")
+        raise Refusal(413, f"{size} bytes: at most {keeper.config.max_file} are allowed.")
     _refuse_above_quota(client, keeper.index.use_of(client.name)[2] + size - OTHER_BYTES)
     refuse_on_full_disk(keeper, size)
 
 
 def refuse_on_full_disk(keeper: Keeper, size: int) -> None:
-    """Return when so many bytes can be written and the reserve stays free. Refusal (507)."""
+    """Return if so many bytes can be written and the reserve stays free; else Refusal (507)."""
     free = shutil.disk_usage(keeper.folder.base.path).free
     if free - size < keeper.config.reserve:
         text = (
@@ -205,45 +205,45 @@ async def _parts(request: Request, keeper: Keeper, received: ReceivedUpload) -> 
         except StopAsyncIteration:
             return parts
         except MultipartParseError as error:
-            raise Refusal(400, f"The form is malformed: {shown(str(error))}.") from None
+            raise Refusal(400, f"The form is malformed: {quote(str(error))}.") from None
         except TimeoutError:
-            text = f"Nothing came for {keeper.config.silence_s:.0f} s: the upload is given up."
+            text = f"Nothing came for {keeper.config.silence_s:.0f} s: the upload is aborted."
             raise Refusal(408, text) from None
         except ClientDisconnect:
             raise Refusal(400, "The upload was cut off.") from None
 
 
 def _checked_form(parts: Parts) -> str:
-    """The name of the file in a whole form with the right fields. Refusal."""
+    """The name of the file in a complete form with the right fields; else Refusal."""
     if not parts.is_whole:
         raise Refusal(400, "The form ends in the middle. Send it again.")
     if parts.filename is None:
         raise Refusal(400, "file: required, but not given.", param="file")
     purpose = parts.fields.pop("purpose", None)
     if purpose != PURPOSE:
-        raise Refusal(400, f"purpose: got {shown(purpose)}, want '{PURPOSE}'.", param="purpose")
+        raise Refusal(400, f"purpose: got {quote(purpose)}, want '{PURPOSE}'.", param="purpose")
     if parts.fields:
         name = next(iter(parts.fields))
-        raise Refusal(400, f"{shown(name)}: there is no such parameter. Leave it out.", param=name)
+        raise Refusal(400, f"{quote(name)}: there is no such parameter. Remove it.", param=name)
     name = parts.filename
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        raise Refusal(400, f"filename: got {shown(name)}, want 1 to {MAX_NAME} printable letters.")
+        raise Refusal(400, f"filename: got {quote(name)}, want 1 to {MAX_NAME} printable letters.")
     return name
 
 
 def remove(folder: UploadFolder) -> None:
-    """Delete a file. Jobs that were checked have their own copy of its rows."""
+    """Delete a file. A job whose files were checked has its own copy of the rows."""
     aside = folder.path.with_name(f".{folder.path.name}.tmp")
     os.rename(folder.path, aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def file_object(upload: Upload) -> dict[str, Any]:
-    """The file as the OpenAI API shows one. Source: openai 3.54, types/file_object.py."""
+    """The file in the format of the OpenAI API. Source: openai 3.54, types/file_object.py."""
     details = None
     if upload.num_mistakes:
-        told = "\n".join(upload.mistakes)
-        details = f"{upload.num_mistakes} mistake(s)\n{told}"
+        mistakes = "\n".join(upload.mistakes)
+        details = f"{upload.num_mistakes} mistake(s)\n{mistakes}"
     return {
         "id": upload.id,
         "object": "file",

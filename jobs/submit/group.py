@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,9 @@ from jobs.submit.policy import Decision, Limits, decide
 from jobs.submit.request import (
     LOCK_WAIT_S,
     ActionResult,
+    Draft,
     Request,
     check_dictionary,
-    with_trial_name,
 )
 from jobs.submit.send import Outcome, fresh, send, send_array, settle_intent
 from trainer.errors import ConfigError, LatheError, ResumeError
@@ -49,14 +50,14 @@ def preview(request: Request) -> list[ActionResult]:
     """What `submit` would do with each experiment, and why; the scheduler is asked, nothing is
     written or sent.
     """
-    templates = request.templates
+    trials = request.trials
     rows = _rows(request, record_changes=False)
     results: list[ActionResult] = []
     for name in request.by_id:
         try:
             check_dictionary(request.base.run(name), request.by_id[name])
             decision = _decide(request, name, rows.get(name))
-            state = _told_state(request.base.run(name), rows.get(name))
+            state = _state_or_status(request.base.run(name), rows.get(name))
             results.append(ActionResult(name, decision.action, decision.reason, state))
         except LatheError as error:
             results.append(
@@ -64,9 +65,7 @@ def preview(request: Request) -> list[ActionResult]:
             )
     to_send = [result.exp_id for result in results if result.action == "send"]
     if to_send:  # one is asked for all: they differ in nothing that a scheduler sees
-        answer = request.backend.rehearse(
-            request.backend.render(with_trial_name(templates[to_send[0]]))
-        )
+        answer = request.backend.rehearse(trials[to_send[0]].rendered)
         log.info("%s: %s", request.backend.name, answer or "has no dry run")
     return results
 
@@ -77,32 +76,32 @@ def submit(request: Request) -> list[ActionResult]:
 
     Whoever died before the answer came is waited for and then taken over.
     """
-    templates = request.templates
-    rows = _rows(request, record_changes=True)
-    budget = _Budget(request)
-    done: dict[str, ActionResult] = {}
+    drafts = request.drafts
+    rows, budget = _survey(request)
+    results: dict[str, ActionResult] = {}
     if request.use_array:
-        done = _submit_arrays(request, templates, rows)
-    left = [name for name in templates if name not in done]
+        results = _submit_arrays(request, rows)
+    others = [name for name in drafts if name not in results]
 
     def send_it(name: str) -> ActionResult:
-        return _submit_one(request, name, templates[name], rows.get(name), budget)
+        return _submit_one(request, name, rows.get(name), budget)
 
     if request.backend.traits.is_in_process:
-        done.update(_one_after_the_other(left, send_it))
-    elif budget.left is not None:  # each has to be counted before the next
-        done.update({name: send_it(name) for name in left})
+        results.update(_one_after_the_other(others, send_it))
+    elif budget.remaining is not None:  # each has to be counted before the next
+        results.update({name: send_it(name) for name in others})
     else:
         with ThreadPoolExecutor(SENDERS) as pool:
-            done.update(zip(left, pool.map(send_it, left), strict=True))
+            results.update(zip(others, pool.map(send_it, others), strict=True))
     deadline = time.monotonic() + 3 * request.resend_s + 1
-    while (
-        open_ones := [name for name in done if done[name].is_unanswered]
-    ) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        unanswered = [name for name in results if results[name].is_unanswered]
+        if not unanswered:
+            break
         time.sleep(min(0.5, request.resend_s / 4))
-        for name in open_ones:
-            done[name] = _submit_one(request, name, templates[name], None, budget)
-    return [done[name] for name in request.by_id]
+        for name in unanswered:
+            results[name] = _submit_one(request, name, None, budget)
+    return [results[name] for name in request.by_id]
 
 
 def specs(request: Request) -> list[JobSpec]:
@@ -110,12 +109,12 @@ def specs(request: Request) -> list[JobSpec]:
 
     It is numbered attempt 0, and no record stands behind it.
     """
-    return [with_trial_name(template) for template in request.templates.values()]
+    return [trial.spec for trial in request.trials.values()]
 
 
 def rendered(request: Request) -> list[str]:
     """The texts that the scheduler would get."""
-    return [request.backend.render(spec).text for spec in specs(request)]
+    return [trial.rendered.text for trial in request.trials.values()]
 
 
 def _one_after_the_other(
@@ -125,50 +124,57 @@ def _one_after_the_other(
 
     After one that was stopped no other begins.
     """
-    done: dict[str, ActionResult] = {}
+    results: dict[str, ActionResult] = {}
+    was_stopped = False
     for name in names:
-        if any(result.action == "send" and result.state == "preempted" for result in done.values()):
-            done[name] = ActionResult(name, "wait", "the one before it was stopped", "pending")
-        else:
-            done[name] = send_it(name)
-    return done
+        if was_stopped:
+            results[name] = ActionResult(name, "wait", "the one before it was stopped", "pending")
+            continue
+        results[name] = send_it(name)
+        was_stopped = results[name].action == "send" and results[name].state == "preempted"
+    return results
 
 
+@dataclass
 class _Budget:
-    """How many more of the group may be alive at once, where the backend keeps no queue."""
+    """How many more of the group may be alive at once; None: submission does not count them."""
 
-    def __init__(self, request: Request) -> None:
-        self.left: int | None = None
-        if request.max_parallel is None or request.use_array or request.backend.traits.keeps_queue:
-            return
-        rows = survey(request.base, backend_of=request.backend_of, record_changes=False)
-        self.left = request.max_parallel - sum(
-            row.group == request.group and row.state in ACTIVE for row in rows
-        )
+    remaining: int | None = None
 
     def is_spent(self) -> bool:
-        return self.left is not None and self.left <= 0
+        return self.remaining is not None and self.remaining <= 0
 
     def spend(self) -> None:
-        if self.left is not None:
-            self.left -= 1
+        if self.remaining is not None:
+            self.remaining -= 1
+
+
+def _survey(request: Request) -> tuple[dict[str, Row], _Budget]:
+    """The rows of the request's experiments by id, and how many more may be alive.
+
+    All live jobs of the group count, also those that are no longer among its experiments.
+    """
+    if request.max_parallel is None or request.use_array or request.backend.traits.keeps_queue:
+        return _rows(request, record_changes=True), _Budget()
+    rows = survey(request.base, backend_of=request.backend_of)
+    num_alive = sum(row.group == request.group and row.state in ACTIVE for row in rows)
+    own = {row.exp_id: row for row in rows if row.exp_id in request.by_id}
+    return own, _Budget(request.max_parallel - num_alive)
 
 
 # One experiment
 # --------------------------------------------------------------------------------------------------
 
 
-def _submit_one(
-    request: Request, name: str, template: JobSpec, row: Row | None, budget: _Budget
-) -> ActionResult:
+def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -> ActionResult:
     folder = request.base.run(name)
     try:
-        check_dictionary(folder, request.by_id[name])
         decision = _decide(request, name, row)
         if decision.action == "skip":
-            return ActionResult(name, "skip", decision.reason, _told_state(folder, row))
+            check_dictionary(folder, request.by_id[name])
+            return ActionResult(name, "skip", decision.reason, _state_or_status(folder, row))
         with record.locked(folder, wait_s=LOCK_WAIT_S):
-            return _under_lock(request, folder, template, row, budget)
+            return _under_lock(request, folder, row, budget)
     except Unreachable as error:
         return ActionResult(name, "settle", str(error), "submitting", is_bad=True)
     except (LatheError, OSError) as error:
@@ -176,10 +182,11 @@ def _submit_one(
 
 
 def _under_lock(
-    request: Request, folder: RunFolder, template: JobSpec, row: Row | None, budget: _Budget
+    request: Request, folder: RunFolder, row: Row | None, budget: _Budget
 ) -> ActionResult:
     name = folder.path.name
-    job = _begin(request, folder, template)
+    template, draft = request.templates[name], request.drafts[name]
+    job = _begin(request, folder, draft)
     if job.attempts:  # looked at again: it may have moved on, or ended, since the survey
         row = survey(
             request.base, only=[name], backend_of=request.backend_of, record_changes=False
@@ -203,7 +210,7 @@ def _under_lock(
         )
     budget.spend()
     spec = fresh(job, template, folder)
-    outcome = send(folder, spec, request.backend)
+    outcome = send(folder, spec, request.backend, draft=draft)
     if request.backend.traits.is_in_process:
         return _ended(folder, spec)
     return _result(name, "send", outcome)
@@ -219,8 +226,12 @@ def _ended(folder: RunFolder, spec: JobSpec) -> ActionResult:
     return ActionResult(spec.exp_id, "send", text, state, is_bad=end != "succeeded")
 
 
-def _begin(request: Request, folder: RunFolder, template: JobSpec) -> Job:
-    """The record of an experiment, begun if need be; its dictionary is written first."""
+def _begin(request: Request, folder: RunFolder, draft: Draft) -> Job:
+    """The record of an experiment, begun if need be; its dictionary is written first.
+
+    The caller holds the lock, so nobody else writes a dictionary after it has been checked here.
+    """
+    template = draft.spec
     check_dictionary(folder, request.by_id[template.exp_id])
     if not folder.exp_dict.exists():
         with contextlib.suppress(FileExistsError):
@@ -230,7 +241,13 @@ def _begin(request: Request, folder: RunFolder, template: JobSpec) -> Job:
         link(folder, request.snapshot)
     job = record.read(folder)
     if job is None:
-        record.create(folder, exp_id=template.exp_id, digest=template.digest, group=template.group)
+        record.create(
+            folder,
+            exp_id=template.exp_id,
+            digest=template.digest,
+            group=template.group,
+            nonce=draft.nonce,
+        )
         job = record.read(folder)
     assert job is not None, "the record was written a moment ago"
     if job.digest != template.digest:
@@ -292,7 +309,7 @@ def _state(row: Row | None) -> JobState:
     return row.state if row is not None else "pending"
 
 
-def _told_state(folder: RunFolder, row: Row | None) -> JobState:
+def _state_or_status(folder: RunFolder, row: Row | None) -> JobState:
     """The state of its row; of what was only run by hand, the one in its status.json."""
     state = (read_json(folder.status) or {}).get("state")
     return state if row is None and state in STATES else _state(row)
@@ -302,61 +319,49 @@ def _told_state(folder: RunFolder, row: Row | None) -> JobState:
 # --------------------------------------------------------------------------------------------------
 
 
-def _submit_arrays(
-    request: Request, templates: Mapping[str, JobSpec], rows: Mapping[str, Row]
-) -> dict[str, ActionResult]:
+def _submit_arrays(request: Request, rows: Mapping[str, Row]) -> dict[str, ActionResult]:
     """Send those that have to be sent, in as few submissions as the scheduler's limit allows.
 
     The others are left out. ConfigError when the backend has no arrays.
     """
     if not isinstance(request.backend, ArrayBackend):
         raise ConfigError(f"--array: {request.backend.name} has no arrays. Leave it out.")
-    wanted = [
+    to_send = [
         name
-        for name in sorted(templates)
+        for name in sorted(request.templates)
         if _decide(request, name, rows.get(name)).action == "send"
     ]
     size = min(request.backend.max_array(), ARRAY_LOCKS)
     if size < 1:
         raise ConfigError(f"--array: {request.backend.name} allows none here. Leave it out.")
-    done: dict[str, ActionResult] = {}
-    for start in range(0, len(wanted), size):
-        chunk = {name: templates[name] for name in wanted[start : start + size]}
-        done.update(_submit_array(request, chunk, rows))
-    return done
+    results: dict[str, ActionResult] = {}
+    for start in range(0, len(to_send), size):
+        results.update(_submit_array(request, to_send[start : start + size], rows))
+    return results
 
 
 def _submit_array(
-    request: Request, chunk: Mapping[str, JobSpec], rows: Mapping[str, Row]
+    request: Request, names: Sequence[str], rows: Mapping[str, Row]
 ) -> dict[str, ActionResult]:
-    done: dict[str, ActionResult] = {}
+    results: dict[str, ActionResult] = {}
     specs: dict[str, JobSpec] = {}
     with contextlib.ExitStack() as locks:
-        for name, template in chunk.items():
-            folder = request.base.run(name)
+        for name in names:
+            folder, row = request.base.run(name), rows.get(name)
             try:
                 locks.enter_context(record.locked(folder, wait_s=LOCK_WAIT_S))
-                job = _begin(request, folder, template)
-                row = rows.get(name)
-                if (row is not None and row.attempts == len(job.attempts)) or (
-                    row is None and not job.attempts
-                ):
-                    specs[str(folder.path)] = fresh(job, template, folder)
+                job = _begin(request, folder, request.drafts[name])
+                if len(job.attempts) == (row.attempts if row is not None else 0):
+                    specs[str(folder.path)] = fresh(job, request.templates[name], folder)
             except LatheError as error:
-                done[name] = ActionResult(
-                    name, "failed", str(error), _state(rows.get(name)), is_bad=True
-                )
+                results[name] = ActionResult(name, "failed", str(error), _state(row), is_bad=True)
         if specs:
             outcomes = send_array(
                 specs, request.backend, request.base.arrays, max_parallel=request.max_parallel
             )
-            done.update(
-                {
-                    spec.exp_id: _result(spec.exp_id, "send", outcomes[path])
-                    for path, spec in specs.items()
-                }
-            )
-    return done
+            for path, spec in specs.items():
+                results[spec.exp_id] = _result(spec.exp_id, "send", outcomes[path])
+    return results
 
 
 # Before anything is sent
@@ -364,10 +369,10 @@ def _submit_array(
 
 
 def _rows(request: Request, *, record_changes: bool) -> dict[str, Row]:
-    found = survey(
+    rows = survey(
         request.base,
         only=list(request.by_id),
         backend_of=request.backend_of,
         record_changes=record_changes,
     )
-    return {row.exp_id: row for row in found}
+    return {row.exp_id: row for row in rows}

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.errors import Unreachable
-from jobs.protocol import Backend, JobSpec, token_of
+from jobs.protocol import Backend, JobSpec, Rendered, token_of
+from jobs.record import events as record
 from jobs.submit import launch_line
 from trainer import tasks
 from trainer.config import deepspeed_config
 from trainer.config.identity import digest, exp_id
-from trainer.errors import ConfigError, ResumeError
+from trainer.errors import ConfigError, LatheError, ResumeError
 from trainer.files.atomic import read_json
 
 if TYPE_CHECKING:
@@ -27,6 +28,15 @@ LOCK_WAIT_S = 60.0
 
 # how old an intent must be before a name that the scheduler does not know is sent again
 RESEND_S = 10.0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An attempt and the text that its scheduler gets."""
+
+    spec: JobSpec
+    rendered: Rendered
+    nonce: str  # of its record
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,25 @@ class Request:
     def templates(self) -> dict[str, JobSpec]:
         """A spec for each experiment, without attempt and token; ConfigError names each mistake."""
         return _templates(self)
+
+    @functools.cached_property
+    def trials(self) -> dict[str, Draft]:
+        """Each template as an attempt 0, which no record stands behind and which is never sent."""
+        nonce = "000000"
+        trials: dict[str, Draft] = {}
+        for name, template in self.templates.items():
+            spec = template.model_copy(update={"token": token_of(template.exp_id, nonce, 0)})
+            trials[name] = Draft(spec, self.backend.render(spec), nonce)
+        return trials
+
+    @functools.cached_property
+    def drafts(self) -> dict[str, Draft]:
+        """Each template as the attempt that is sent if its record does not change meanwhile.
+
+        ConfigError for a value that the backend cannot express: it stops the group before anything
+        is sent.
+        """
+        return {name: _draft(self, template) for name, template in self.templates.items()}
 
     @functools.cached_property
     def by_id(self) -> dict[str, dict[str, Any]]:
@@ -89,7 +118,7 @@ def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
 
 
 def _templates(request: Request) -> dict[str, JobSpec]:
-    """A spec for each experiment, checked and rendered once. ConfigError names every mistake."""
+    """A spec for each experiment, checked. ConfigError names every mistake."""
     _check_flags(request)
     mistakes: list[str] = []
     templates: dict[str, JobSpec] = {}
@@ -110,14 +139,30 @@ def _templates(request: Request) -> dict[str, JobSpec]:
         raise Unreachable(
             f"-j {request.backend.name} cannot be used from here:\n  " + "\n  ".join(problems)
         )
-    for template in templates.values():  # a bad value stops the group before anything is sent
-        request.backend.render(with_trial_name(template))
     return templates
 
 
-def with_trial_name(template: JobSpec) -> JobSpec:
-    """The template under the name of an attempt 0, which is rendered and never sent."""
-    return template.model_copy(update={"token": token_of(template.exp_id, "000000", 0)})
+def as_attempt(template: JobSpec, number: int, nonce: str, *, folder: RunFolder) -> JobSpec:
+    """`template` as one attempt: its own number, token and wrapper."""
+    wrapper = [template.wrapper[0], "-m", "jobs.node.wrapper", str(folder.path), str(number)]
+    changes = {
+        "attempt": number,
+        "token": token_of(template.exp_id, nonce, number),
+        "wrapper": wrapper,
+    }
+    return template.model_copy(update=changes)
+
+
+def _draft(request: Request, template: JobSpec) -> Draft:
+    folder = request.base.run(template.exp_id)
+    try:
+        job = record.read(folder)
+    except (LatheError, OSError):  # whoever takes the lock reads it again, and says what is wrong
+        job = None
+    nonce = record.new_nonce() if job is None else job.nonce
+    number = 1 if job is None else len(job.attempts) + 1
+    spec = as_attempt(template, number, nonce, folder=folder)
+    return Draft(spec, request.backend.render(spec), nonce)
 
 
 def _template(request: Request, name: str, values: dict[str, Any]) -> JobSpec:

@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from jobs.errors import Refused, Unreachable
-from jobs.protocol import ArrayBackend, Backend, JobSpec, Rendered, array_token, token_of
+from jobs.protocol import ArrayBackend, Backend, JobSpec, Rendered, array_token
 from jobs.record import events as record
 from jobs.record.paths import RunFolder
 from jobs.record.times import seconds_since
+from jobs.submit.request import as_attempt
 from trainer.errors import ConfigError
 from trainer.files.atomic import read_json, refusals, replace_file, write_json
 
 if TYPE_CHECKING:
     from jobs.record.events import Job, Sent
+    from jobs.submit.request import Draft
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +45,7 @@ class Outcome:
 
 def fresh(job: Job, template: JobSpec, folder: RunFolder) -> JobSpec:
     """`template` as the next attempt of `job`: its own number, token and wrapper."""
-    number = len(job.attempts) + 1
-    wrapper = [template.wrapper[0], "-m", "jobs.node.wrapper", str(folder.path), str(number)]
-    changes = {
-        "attempt": number,
-        "token": token_of(job.exp_id, job.nonce, number),
-        "wrapper": wrapper,
-    }
-    return template.model_copy(update=changes)
+    return as_attempt(template, len(job.attempts) + 1, job.nonce, folder=folder)
 
 
 def stored(folder: RunFolder, number: int) -> JobSpec:
@@ -80,9 +75,15 @@ def ids_of(sent: Sent, backend: Backend) -> list[str]:
     return found
 
 
-def send(folder: RunFolder, spec: JobSpec, backend: Backend) -> Outcome:
-    """Send a new attempt. The caller holds the lock and knows that no other attempt runs."""
-    rendered = backend.render(spec)
+def send(
+    folder: RunFolder, spec: JobSpec, backend: Backend, *, draft: Draft | None = None
+) -> Outcome:
+    """Send a new attempt. The caller holds the lock and knows that no other attempt runs.
+
+    draft: its text is sent if it is of this very attempt; else the attempt is rendered here.
+    """
+    is_of_spec = draft is not None and draft.spec == spec
+    rendered = draft.rendered if draft is not None and is_of_spec else backend.render(spec)
     # one that was thought lost may still stand in a queue somewhere
     for earlier in range(1, spec.attempt):
         give_up(folder, earlier)

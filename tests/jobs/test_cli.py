@@ -436,11 +436,11 @@ def test_one_experiment_named_twice_is_chosen_once(place: Make) -> None:
     here.submit()
     here.until_all("succeeded")
     (name,) = ids_of(here)
-    assert len(selection.chosen(here.base, [name, name[:9]], None)) == 1
+    assert len(selection.select_rows(here.base, [name, name[:9]], None)) == 1
     with pytest.raises(NothingMatched):
-        selection.chosen(here.base, ["f" * 33], None)
+        selection.select_rows(here.base, ["f" * 33], None)
     with pytest.raises(ConfigError):
-        selection.chosen(here.base, [], None)
+        selection.select_rows(here.base, [], None)
 
 
 # The GPU that the queue gave

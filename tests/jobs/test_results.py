@@ -27,7 +27,7 @@ from jobs.report.curves import Point, thin
 from jobs.report.html import MOST_CARDS, report
 from jobs.report.page import SCRIPT
 from jobs.report.scores import Results, gather
-from jobs.report.text import shown
+from jobs.report.text import number_text
 from trainer.config.differences import short_names
 
 IDS = [f"{number:032x}" for number in range(1, 6)]
@@ -220,7 +220,7 @@ def test_an_experiment_is_one_line_of_the_csv_whatever_its_texts(base: BaseFolde
 
 @given(value=st.floats(min_value=-1e99, max_value=1e99))
 def test_a_number_in_four_digits_is_near_the_number(value: float) -> None:
-    assert float(shown(value)) == pytest.approx(value, rel=0.051)
+    assert float(number_text(value)) == pytest.approx(value, rel=0.051)
 
 
 # ---------------------------------------------------------------- curves

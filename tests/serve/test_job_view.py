@@ -15,7 +15,7 @@ from jobs.record.row import Row
 from jobs.serve import offers, rows
 from jobs.serve.index import MetricsPlace
 from jobs.serve.job_view import Facts, seconds, standing, state_events
-from jobs.serve.keeper import told_metrics
+from jobs.serve.keeper import new_metric_events
 from jobs.serve.tickets import JOB, Checked, Ticket, Wish, id_of_key
 from tests.facts import EVENT
 from trainer.errors import ConfigError
@@ -29,7 +29,7 @@ def at(second: int) -> str:
 
 
 def ticket() -> Ticket:
-    asked = offers.Asked(num_rows=100, kind="chat", seed=1, label="x")
+    asked = offers.TuningRequest(num_rows=100, kind="chat", seed=1, label="x")
     return Ticket(
         id=JOB + "0" * 24,
         created_at=at(0),
@@ -107,7 +107,7 @@ def test_metrics_that_were_cut_back_and_written_again_are_told_once(tmp_path: Pa
         run.metrics.write_text("".join(lines))
 
     def tell(place: MetricsPlace) -> tuple[list[str], MetricsPlace]:
-        events, place = told_metrics(ticket(), run, place)
+        events, place = new_metric_events(ticket(), run, place)
         return [event.id.rpartition("-")[2] for event in events], place
 
     assert tell(MetricsPlace()) == ([], MetricsPlace())
@@ -130,7 +130,7 @@ def test_metrics_that_were_cut_back_and_written_again_are_told_once(tmp_path: Pa
 def test_a_step_with_two_evaluations_has_two_events(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.metrics.write_text('{"step": 1, "valid/loss": 1}\n{"step": 1, "valid/em": 0.5}\n')
-    events, _ = told_metrics(ticket(), run, MetricsPlace())
+    events, _ = new_metric_events(ticket(), run, MetricsPlace())
     assert len({event.id for event in events}) == 2
 
 
@@ -142,7 +142,7 @@ def test_a_key_of_another_token_is_another_job() -> None:
 def test_a_request_fills_its_places_and_nothing_else() -> None:
     def filled(**asked: Any) -> dict[str, Any]:
         common = {"num_rows": 100, "kind": "text", "seed": 5, "label": "me"}
-        return offers.fill(OFFER, offers.Asked(**{**common, **asked})).experiment
+        return offers.fill(OFFER, offers.TuningRequest(**{**common, **asked})).experiment
 
     made = filled(epochs=2, batch=12, lr_factor=0.5)
     train = made["train"]
@@ -155,7 +155,7 @@ def test_a_request_fills_its_places_and_nothing_else() -> None:
     assert filled(num_rows=3)["train"]["global_batch"] == 3  # no batch of more rows than there are
     wide = OFFER.model_copy(update={"job": {"resources": {"gpu": 4}}})
     with pytest.raises(ConfigError, match="Use a multiple of 4, such as 12"):
-        offers.fill(wide, offers.Asked(num_rows=9, kind="text", seed=1, label="", batch=9))
+        offers.fill(wide, offers.TuningRequest(num_rows=9, kind="text", seed=1, label="", batch=9))
     with pytest.raises(ConfigError, match="at most 1000000"):
         filled(num_rows=10**9)
 

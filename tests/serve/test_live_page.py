@@ -215,7 +215,7 @@ def test_buttons_ask_first_and_then_do_it(browser: Browser, world: Service) -> N
         browser.until("return document.activeElement.innerText === 'Leave it'")
         browser.run(f"{dialog}all.find(one => one.innerText === args[0]).click()", name)
         browser.until(
-            "return document.querySelector('.said').innerText === args[0]", f"{name}: done."
+            "return document.querySelector('.message').innerText === args[0]", f"{name}: done."
         )
         assert client.fine_tuning.jobs.retrieve(slow.id).lathe["is_paused"] is is_paused
     browser.press("Clone with changes")
@@ -224,7 +224,9 @@ def test_buttons_ask_first_and_then_do_it(browser: Browser, world: Service) -> N
         "document.getElementById('clone-seed').value = '77'; document.getElementById('clone-suffix').value = 'again'"
     )
     browser.run(f"{dialog}all.find(one => one.innerText === 'Start it').click()")
-    browser.until("return document.querySelector('.said').innerText.startsWith('Started ftjob-')")
+    browser.until(
+        "return document.querySelector('.message').innerText.startsWith('Started ftjob-')"
+    )
     (made,) = [job for job in client.fine_tuning.jobs.list() if job.lathe["suffix"] == "again"]
     assert (made.seed, made.training_file) == (77, slow.training_file)
     client.fine_tuning.jobs.cancel(made.id)

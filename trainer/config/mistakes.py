@@ -59,7 +59,7 @@ def paths(schema: Block, above: str = "") -> Iterator[str]:
     for name, field in schema.model_fields.items():
         yield f"{above}{name}"
         if str not in _types_in(field.annotation):
-            for block in _blocks_in(field.annotation):
+            for block in blocks_in(field.annotation):
                 yield from paths(block, f"{above}{name}.")
 
 
@@ -70,11 +70,12 @@ def _blocks_at(schema: Block, location: tuple[Any, ...]) -> list[Block]:
         if _is_union_tag(part):
             continue
         fields = [block.model_fields[part] for block in blocks if part in block.model_fields]
-        blocks = [block for field in fields for block in _blocks_in(field.annotation)]
+        blocks = [block for field in fields for block in blocks_in(field.annotation)]
     return blocks
 
 
-def _blocks_in(annotation: Any) -> list[Block]:
+def blocks_in(annotation: Any) -> list[Block]:
+    """The blocks that an annotation names: of `Lora | None`, Lora."""
     types = _types_in(annotation)
     return [one for one in types if isinstance(one, type) and issubclass(one, BaseModel)]
 

@@ -96,6 +96,10 @@ STATEMENTS = Layout(
 class OwnRows(Strict):
     """Rows of your own: files below --data_path, or a data set of Hugging Face `datasets`."""
 
+    not_encoded = frozenset(
+        {"files", "dataset", "subset", "revision", "splits", "columns", "valid_share"}
+    )
+
     files: Splits = Splits()
     """.jsonl, .json, .csv, .tsv or .parquet, each also .gz, or a folder of them; usual: train.*,
     valid.* (val, dev, validation), test.*.

@@ -207,10 +207,12 @@ class TokenTask(ABC, Generic[C]):
     # ----------------------------------------------------------------------------------------------
 
     def encoding_id(self) -> str:
-        """All that the task's own Config states; a task whose encoding depends on less says so."""
-        return self.encoded_under(
-            **self.cfg.model_dump(mode="json", exclude=set(Experiment.model_fields))
-        )
+        """Every key of the task's own blocks but those in `not_encoded`; a task whose encoding
+        depends on less names that.
+        """
+        values = self.cfg.without_unread()
+        own = {key: value for key, value in values.items() if key not in Experiment.model_fields}
+        return self.encoded_under(**own)
 
     def earlier_encoding_ids(self) -> Sequence[str]:
         return ()

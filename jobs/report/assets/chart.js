@@ -33,12 +33,12 @@ function scaleOf(values, isLog) {
 // Neighbours become one point when there are too many.
 export function thin(points) {
   if (points.length <= MOST_POINTS) return points;
-  const found = [];
+  const pairs = [];
   for (let at = 0; at < points.length; at += 2) {
     const [one, two] = [points[at], points[at + 1] ?? points[at]];
-    found.push([(one[0] + two[0]) / 2, (one[1] + two[1]) / 2, (one[2] + two[2]) / 2, Math.min(one[3], two[3]), Math.max(one[4], two[4])]);
+    pairs.push([(one[0] + two[0]) / 2, (one[1] + two[1]) / 2, (one[2] + two[2]) / 2, Math.min(one[3], two[3]), Math.max(one[4], two[4])]);
   }
-  return found;
+  return pairs;
 }
 
 // lines: [{label, colour, dash, points: [[step, seconds, mean, low, high], ...]}]
@@ -87,10 +87,10 @@ export class Chart {
       svg("text", { x: LEFT - 6, y: this.py(value) + 3.5, "text-anchor": "end" }, brief(value))]);
     const steps = ticks(this.first, this.last, 4).filter(one => this.isTime || Number.isInteger(one));
     return parts.concat(steps.map(value => svg("text",
-      { x: this.px(value), y: HEIGHT - 8, "text-anchor": this.px(value) > WIDTH - 30 ? "end" : "middle" }, this.told(value))));
+      { x: this.px(value), y: HEIGHT - 8, "text-anchor": this.px(value) > WIDTH - 30 ? "end" : "middle" }, this.xLabel(value))));
   }
 
-  told(value) {
+  xLabel(value) {
     if (this.isTime) return duration(value);
     return value >= 1e6 ? `${value / 1e6}M` : value >= 1e4 ? `${value / 1e3}k` : number(Math.round(value));
   }

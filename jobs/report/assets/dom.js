@@ -1,4 +1,4 @@
-// Elements made of data, never of HTML; and numbers and times as one reads them.
+// Makes elements from data, never from HTML, and short texts of numbers and times.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -16,7 +16,7 @@ export const h = (tag, attributes, ...children) => fill(document.createElement(t
 export const svg = (tag, attributes, ...children) =>
   fill(document.createElementNS(SVG, tag), attributes, children);
 
-// Text with its control characters and marks that reorder letters made visible.
+// A text whose control characters, and marks that reorder letters, are made visible.
 export const clean = text => String(text ?? "").replace(
   /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g,
   letter => "\\u" + letter.charCodeAt(0).toString(16).padStart(4, "0"));

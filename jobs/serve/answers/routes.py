@@ -1,6 +1,6 @@
-"""/v1/embeddings, /v1/completions and /v1/chat/completions of tuned models, to look at them.
+"""/v1/embeddings, /v1/completions and /v1/chat/completions, for trying a tuned model.
 
-For production serve the export itself: vLLM, or text-embeddings-inference. Shapes: openai 3.54.
+For production, serve the export with vLLM or text-embeddings-inference. Formats: openai 3.54.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jobs.serve.answers.workers import CannotAnswer, Overloaded, Workers
 from jobs.serve.requests import Body, Refusal, keeper_of, read_body, tuned_job
 
 MAX_TEXTS, MAX_TOKENS = 256, 4096
-READERS = ("cross_attention", "fid", "summariser")  # each answers a question at once
+READERS = ("cross_attention", "fid", "summariser")  # they answer in one piece
 Text = Annotated[str, Field(min_length=1, max_length=200_000)]
 ModelId = Annotated[str, Field(max_length=256)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
@@ -32,7 +32,7 @@ Stop = Text | Annotated[list[Text], Field(max_length=4)]
 
 
 class AskEmbeddings(Body):
-    """Texts whose vectors are wanted. side: "query" or "passage", for retrievers with two."""
+    """A request for the vectors of texts. side: which of the two encoders of a retriever to use."""
 
     model: ModelId
     input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
@@ -42,7 +42,7 @@ class AskEmbeddings(Body):
 
 
 class AskText(Body):
-    """How a text is to go on, or a question is answered. contexts: what a reader reads with it."""
+    """A request to continue a text or answer a question. contexts: passages for a reader."""
 
     model: ModelId
     max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
@@ -56,7 +56,7 @@ class AskText(Body):
 
 
 class AskCompletion(AskText):
-    """A text to go on with."""
+    """A request to continue a text."""
 
     prompt: Text
 
@@ -69,24 +69,24 @@ class Message(Body):
 
 
 class AskChat(AskText):
-    """A chat to go on with."""
+    """A request for the next message of a chat."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=1000)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
 
 
 class AskScores(Body):
-    """Statements whose plausibility is wanted."""
+    """A request for the plausibility of statements."""
 
     model: ModelId
     statements: Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
 
 
 async def embeddings(request: Request) -> Response:
-    """Vectors of texts, by a tuned retriever."""
+    """Embed texts with a tuned retriever."""
     body = await read_body(request, AskEmbeddings, keeper_of(request).config)
     texts = [body.input] if isinstance(body.input, str) else body.input
-    answer = await _asked_once(request, body.model, {"texts": texts, "side": body.side})
+    answer = await _ask_once(request, body.model, {"texts": texts, "side": body.side})
     data = [
         {"object": "embedding", "index": index, "embedding": _vector(values, body.encoding_format)}
         for index, values in enumerate(answer["vectors"])
@@ -102,48 +102,49 @@ def _vector(values: list[float], form: str) -> list[float] | str:
 
 
 async def score(request: Request) -> Response:
-    """How plausible statements are, 0 to 1, by a tuned verifier."""
+    """Score the plausibility of statements, 0 to 1, with a tuned verifier."""
     body = await read_body(request, AskScores, keeper_of(request).config)
-    answer = await _asked_once(request, body.model, {"statements": body.statements})
+    answer = await _ask_once(request, body.model, {"statements": body.statements})
     return JSONResponse({"model": body.model, "scores": answer["scores"]})
 
 
 async def completions(request: Request) -> Response:
-    """A text that goes on, by a tuned language model."""
+    """Continue a text with a tuned language model."""
     body = await read_body(request, AskCompletion, keeper_of(request).config)
     return await _answer(request, body, {"prompt": body.prompt}, body.max_tokens or 16)
 
 
 async def chat_completions(request: Request) -> Response:
-    """The next message of a chat, by a tuned language model."""
+    """Write the next message of a chat with a tuned language model."""
     body = await read_body(request, AskChat, keeper_of(request).config)
     messages = [message.model_dump() for message in body.messages]
-    most = body.max_completion_tokens or body.max_tokens or 256
-    return await _answer(request, body, {"messages": messages}, most)
+    limit = body.max_completion_tokens or body.max_tokens or 256
+    return await _answer(request, body, {"messages": messages}, limit)
 
 
-async def _answer(request: Request, body: AskText, begun: dict[str, Any], most: int) -> Response:
-    """A text that goes on from a prompt, or a chat from its messages."""
-    is_chat = "messages" in begun
+async def _answer(request: Request, body: AskText, prompt: dict[str, Any], limit: int) -> Response:
+    """The answer to a completion or a chat. prompt: {"prompt": text} or {"messages": list}."""
+    is_chat = "messages" in prompt
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     seed = secrets.randbelow(2**31) if body.seed is None else body.seed
-    asked = {**begun, "max_tokens": most, "temperature": body.temperature}
-    asked |= {"seed": seed, "stop": stop}
-    if _task_of(request, body.model) in READERS:
-        pieces = _read(request, body, asked)
+    question = {**prompt, "max_tokens": limit, "temperature": body.temperature}
+    question |= {"seed": seed, "stop": stop}
+    run = _run_of(request, body.model)
+    if keeper_of(request).index.experiment(run.name).get("task") in READERS:
+        pieces = _read(request, body, question)
     elif body.contexts is None:
-        pieces = _asked(request, body.model, asked)
+        pieces = _ask_worker(request, body.model, question)
     else:
-        raise Refusal(400, f"{body.model} reads no contexts. Leave them out.", param="contexts")
+        raise Refusal(400, f"{body.model} reads no contexts. Remove them.", param="contexts")
     head = _head(body.model, is_chat=is_chat, is_stream=body.stream)
     if body.stream:
-        first = await anext(pieces)  # a refusal is an answer of its own, before the stream begins
-        stream = _streamed(first, pieces, head, is_chat=is_chat)
+        first = await anext(pieces)  # a Refusal must be raised before the stream begins
+        stream = _stream(first, pieces, head, is_chat=is_chat)
         return StreamingResponse(stream, media_type="text/event-stream")
-    found = [piece async for piece in pieces]
-    text = "".join(piece.get("text", "") for piece in found)
-    end = found[-1]
-    # what a chat was trained on has a blank before the answer
+    parts = [piece async for piece in pieces]
+    text = "".join(piece.get("text", "") for piece in parts)
+    end = parts[-1]
+    # the training texts of a chat have a blank before the answer
     text = text.removeprefix(" ") if is_chat else text
     content: dict[str, Any] = {"text": text}
     if is_chat:
@@ -162,14 +163,14 @@ def _head(model: str, *, is_chat: bool, is_stream: bool) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 
-async def _streamed(
+async def _stream(
     first: dict[str, Any],
     rest: AsyncIterator[dict[str, Any]],
     head: dict[str, Any],
     *,
     is_chat: bool,
 ) -> AsyncGenerator[str]:
-    """Server-sent events: a chunk for each piece of the text, then its end."""
+    """Server-sent events: a chunk for each piece of the text, then "[DONE]"."""
 
     def chunk(text: str, finish: str | None, *, is_first: bool) -> str:
         delta: dict[str, Any] = {"content": text} if text else {}
@@ -194,22 +195,22 @@ async def _streamed(
 
 
 async def _read(
-    request: Request, body: AskText, asked: dict[str, Any]
+    request: Request, body: AskText, query: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any]]:
-    """A reader's answer to a prompt, or to the last message of the user, in one piece."""
-    messages = cast("list[dict[str, str]]", asked.pop("messages", []))
-    said = [message["content"] for message in messages if message["role"] == "user"]
-    question = asked.pop("prompt", None) or (said[-1] if said else "")
-    asked |= {"question": question, "contexts": body.contexts or []}
-    answer = await _asked_once(request, body.model, asked)
+    """A reader's answer to the prompt, or to the user's last message, in one piece."""
+    messages = cast("list[dict[str, str]]", query.pop("messages", []))
+    user_texts = [message["content"] for message in messages if message["role"] == "user"]
+    question = query.pop("prompt", None) or (user_texts[-1] if user_texts else "")
+    query |= {"question": question, "contexts": body.contexts or []}
+    answer = await _ask_once(request, body.model, query)
     yield {"text": answer["text"]}
     yield {"finish": "stop", "prompt_tokens": answer["prompt_tokens"], "tokens": answer["tokens"]}
 
 
-async def _asked(
+async def _ask_worker(
     request: Request, model: str, question: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any]]:
-    """What the model's worker answers, piece by piece. Refusal."""
+    """The answer of the model's worker, piece by piece. Refusal."""
     run = _run_of(request, model)
     with _refusals(model):
         worker = await cast("Workers", request.app.state.workers).of(run)
@@ -218,29 +219,25 @@ async def _asked(
                 yield piece
 
 
-async def _asked_once(request: Request, model: str, question: dict[str, Any]) -> dict[str, Any]:
-    """The model's answer to a question that has one. Refusal."""
-    (answer,) = [piece async for piece in _asked(request, model, question)]
+async def _ask_once(request: Request, model: str, question: dict[str, Any]) -> dict[str, Any]:
+    """The answer of the model's worker, if it comes in one piece. Refusal."""
+    (answer,) = [piece async for piece in _ask_worker(request, model, question)]
     return answer
 
 
-def _task_of(request: Request, model: str) -> str:
-    return keeper_of(request).index.experiment(_run_of(request, model).name).get("task", "")
-
-
 def _run_of(request: Request, model: str) -> Path:
-    """The run folder of a tuned model that this client sees. Refusal."""
+    """The run folder of a tuned model, if this client sees it; else Refusal."""
     keeper = keeper_of(request)
     return keeper.folder.base.run(tuned_job(request, model)["lathe"]["exp_id"]).path
 
 
 @contextmanager
 def _refusals(model: str) -> Generator[None]:
-    """What goes wrong at a worker, as a Refusal."""
+    """Turn the errors of workers into a Refusal."""
     try:
         yield
     except Overloaded:
-        text = "As many models or requests as there may be are at work. Ask again."
+        text = "The service is busy with the most models or requests that it allows. Ask again."
         raise Refusal(429, text, code="rate_limit_exceeded", retry_after_s=5) from None
     except CannotAnswer as error:
         raise Refusal(400, f"{model}: {error}.", param="model") from None

@@ -1,5 +1,5 @@
-"""A process for each loaded model: torch lives there, not in the server. The least recently asked
-one ends when another is needed.
+"""One process for each loaded model, because the server imports no torch. When another model is
+needed, the least recently used process ends.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from typing import Any
 from jobs.submit.prepare import PROJECT
 
 MAX_WAITING = 32  # requests for one model
-MAX_TOGETHER = 16  # questions that wait and are answered in one go
+MAX_TOGETHER = 16  # waiting questions that are answered in one batch
 ANSWER_BYTES = 64 << 20  # of one line of a worker
 START_S, ANSWER_S = 300.0, 300.0  # a worker that is silent for so long is ended
 GONE = "the model's process has ended, or is stuck"
 
 
 class CannotAnswer(Exception):
-    """What a worker says of a request, or of its model, that it cannot do."""
+    """A worker's reason why it cannot answer a request or load its model."""
 
 
 class Overloaded(Exception):
-    """So many requests wait for this model that another one would wait for ever."""
+    """Too many requests are waiting for this model."""
 
 
 @dataclass(eq=False)
 class Waiting:
-    """A question, and the pieces of its answer as they come; None after the last."""
+    """A question, and the queue of the pieces of its answer; None follows the last piece."""
 
     question: dict[str, Any]
     pieces: asyncio.Queue[dict[str, Any] | None] = field(
         default_factory=asyncio.Queue[dict[str, Any] | None]
     )
     is_answered: bool = False
-    has_left: bool = False  # whoever asked: its pieces go nowhere
+    has_left: bool = False  # the client has gone: nobody reads the pieces
 
     def end(self, error: str = "") -> None:
-        """No further piece comes."""
+        """End the answer, with an error if one is given."""
         if error:
             self.pieces.put_nowait({"error": error})
         self.is_answered = True
@@ -53,7 +53,9 @@ class Waiting:
 
 @dataclass
 class Worker:
-    """One model that answers; questions that wait while it does are then answered together."""
+    """The process of one model. Questions that arrive while it answers wait and form the next
+    batch.
+    """
 
     run: Path
     cache: Path
@@ -67,12 +69,12 @@ class Worker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it answers somebody."""
+        """Whether any request waits for it."""
         return bool(self._waiting)
 
     @contextlib.contextmanager
     def busy(self) -> Generator[None]:
-        """Inside, it makes room for no other model."""
+        """Inside, this worker is not ended to make room for another model."""
         self._waiting += 1
         try:
             yield
@@ -80,7 +82,9 @@ class Worker:
             self._waiting -= 1
 
     async def ask(self, question: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """Pieces of its answer, made together with those that wait. CannotAnswer, Overloaded."""
+        """The pieces of the answer; waiting questions are answered in one batch. CannotAnswer,
+        Overloaded.
+        """
         if self._waiting >= MAX_WAITING:
             raise Overloaded
         one = Waiting(question)
@@ -99,44 +103,46 @@ class Worker:
             self._leave()
 
     def _send(self) -> None:
-        """Have what waits asked as soon as the worker is free."""
-        asked: list[Waiting] = []
-        task = asyncio.create_task(self._ask_together(asked))
-        self._sending[task] = asked
+        """Start a task that asks the waiting questions as soon as the worker is free."""
+        batch: list[Waiting] = []
+        task = asyncio.create_task(self._ask_together(batch))
+        self._sending[task] = batch
         task.add_done_callback(self._sending.pop)
 
     def _leave(self) -> None:
-        """End an exchange of which nobody waits for what is still to come."""
-        for task, asked in self._sending.items():
-            is_over = all(one.is_answered for one in asked)
-            if not is_over and all(one.has_left for one in asked):
+        """Cancel every exchange whose clients have all gone."""
+        for task, batch in self._sending.items():
+            is_over = all(one.is_answered for one in batch)
+            if not is_over and all(one.has_left for one in batch):
                 task.cancel()
 
-    async def _ask_together(self, asked: list[Waiting]) -> None:
+    async def _ask_together(self, batch: list[Waiting]) -> None:
         async with self._turn:
             self._together = [one for one in self._together if not one.has_left]
-            asked += self._together[:MAX_TOGETHER]
+            batch += self._together[:MAX_TOGETHER]
             self._together = self._together[MAX_TOGETHER:]
             if self._together:
                 self._send()
             error = GONE
             try:
-                if asked:
-                    await self._exchange(asked)
+                if batch:
+                    await self._exchange(batch)
             except CannotAnswer as reason:
                 error = str(reason)
             finally:
-                for one in asked:
+                for one in batch:
                     if not one.is_answered:
                         one.end(error)
 
-    async def _exchange(self, asked: list[Waiting]) -> None:
-        """Ask, and hand each piece to who waits for it. The caller has the turn. CannotAnswer."""
+    async def _exchange(self, batch: list[Waiting]) -> None:
+        """Send a batch and hand each piece to its question. The caller holds the lock.
+        CannotAnswer.
+        """
         is_whole = False
         try:
-            process = await self._started()
+            process = await self._ready_process()
             assert process.stdin is not None, "it was made with a pipe"
-            line = json.dumps({"many": [one.question for one in asked]})
+            line = json.dumps({"many": [one.question for one in batch]})
             process.stdin.write(line.encode() + b"\n")
             await process.stdin.drain()
             while not is_whole:
@@ -144,14 +150,14 @@ class Worker:
                 is_whole = "done" in piece
                 if not is_whole:
                     number: int = piece.pop("of")
-                    _hand(asked[number], piece)
+                    _hand(batch[number], piece)
         except OSError:
             raise CannotAnswer(GONE) from None
         finally:
-            if not is_whole:  # its other answers would go to the next one who asks
+            if not is_whole:  # the rest of the answers would go to the next batch
                 await self.stop()
 
-    async def _started(self) -> Process:
+    async def _ready_process(self) -> Process:
         if self._process is None or self._process.returncode is not None:
             words = ["-m", "trainer.commands.answer", str(self.run), str(self.cache)]
             self._process = await asyncio.create_subprocess_exec(
@@ -177,7 +183,7 @@ class Worker:
             raise CannotAnswer(GONE) from None
 
     async def stop(self) -> None:
-        """End its process; the next request starts another one."""
+        """End its process; the next request starts a new one."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -186,7 +192,9 @@ class Worker:
 
 
 def _hand(one: Waiting, piece: dict[str, Any]) -> None:
-    """A text grows by pieces of nothing but text; any other piece is the last."""
+    """Add a piece to an answer. A piece with only text is followed by others; any other is the
+    last.
+    """
     one.pieces.put_nowait(piece)
     if piece.keys() != {"text"}:
         one.end()
@@ -194,20 +202,21 @@ def _hand(one: Waiting, piece: dict[str, Any]) -> None:
 
 @dataclass
 class Workers:
-    """The models that are loaded, at most so many."""
+    """The loaded models. most: how many there may be."""
 
     cache: Path
     most: int
     _loaded: OrderedDict[Path, Worker] = field(default_factory=OrderedDict[Path, Worker])
 
     async def of(self, run: Path) -> Worker:
-        """The worker of a run's model; another one makes room for it. Overloaded."""
+        """The worker of a run's model; idle ones end to make room for it. Overloaded."""
         worker = self._loaded.pop(run, None) or Worker(run, self.cache)
         idle = [path for path, one in self._loaded.items() if not one.is_busy]
         surplus = max(len(self._loaded) + 1 - self.most, 0)
         if surplus > len(idle):
             raise Overloaded
-        # all in one go, and busy meanwhile: others ask while a process ends
+        # There is no await up to here, and the worker is busy below, because other requests arrive
+        # while a process ends.
         leaving = [self._loaded.pop(path) for path in idle[:surplus]]
         self._loaded[run] = worker
         with worker.busy():
@@ -216,6 +225,6 @@ class Workers:
         return worker
 
     async def stop(self) -> None:
-        """End them all."""
+        """End all workers."""
         for worker in self._loaded.values():
             await worker.stop()

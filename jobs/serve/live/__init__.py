@@ -1,1 +1,1 @@
-"""The page of the service that shows every run while it trains, and what it is told."""
+"""The live page of the service, which shows every run while it trains, and its data."""

@@ -1,4 +1,4 @@
-"""What the page shows of a run and of a job in a line: a thousand of them are sent at once."""
+"""Cards: the few facts of a run or a job that the overview shows. A thousand are sent at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONGEST_REASON = 300  # letters
 
 
 def run_card(row: Row, folder: RunFolder, experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """A run in a line. scores: metric -> [best value, whether the least is best]."""
+    """The card of a run. scores: metric -> [best value, whether smaller is better]."""
     scores = best_scores(folder, experiment)
     metrics = {name: float(f"{value:.6g}") for name, value in row.metrics.items()}
     return {
@@ -50,7 +50,7 @@ def run_card(row: Row, folder: RunFolder, experiment: Mapping[str, Any]) -> dict
 
 
 def job_card(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A job of a client in a line, of the object that its dialect shows."""
+    """The card of a client's job. body: the job in the format of the OpenAI API."""
     ours = cast("dict[str, Any]", body["lathe"])
     used = cast("dict[str, Any]", body["hyperparameters"])
     numbers = (
@@ -64,7 +64,7 @@ def job_card(body: Mapping[str, Any]) -> dict[str, Any]:
         "model": body["model"],
         "tuned": body["fine_tuned_model"],
         "suffix": ours["suffix"],
-        "numbers": numbers,  # what a request fills in: it tells a model's jobs apart
+        "numbers": numbers,  # the values of the request, which distinguish the jobs of a model
         "status": body["status"],
         "is_paused": ours["is_paused"],
         "owner": ours["owner"],

@@ -1,4 +1,4 @@
-"""What the page asks for: its own files, who one is, the stream, curves, answers, differences."""
+"""The routes of the live page: its files, the client, the stream, curves, answers, differences."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from starlette.routing import Route
 
 from jobs.report.curves import Place
 from jobs.report.page import ASSETS, STYLE
-from jobs.serve.lathe_routes import run_asked
+from jobs.serve.lathe_routes import find_run
 from jobs.serve.live.series import answers_of, curves_of, place_of
 from jobs.serve.live.stream import Watch
-from jobs.serve.requests import Refusal, client_of, keeper_of, shown
+from jobs.serve.requests import Refusal, client_of, keeper_of, quote
 from trainer.config.differences import differing, flattened, short_names, written
 
 FOLDER = Path(__file__).with_name("page")
 SHARED = (ASSETS / "chart.js", ASSETS / "dom.js")  # with the report of `lathe-jobs results --html`
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-MOST_RUNS = 12  # laid over each other
+MOST_RUNS = 12  # compared in one chart
 LONGEST_VALUE = 2000  # letters
 
 
 def _files() -> dict[str, tuple[bytes, str]]:
-    """Name -> content and type of the page's files: a request only picks one of them."""
+    """Name -> content and type of the page's files. A request can only select one of them."""
     paths = [*(path for path in FOLDER.iterdir() if path.suffix in TYPES), *SHARED]
     files = {path.name: (path.read_bytes(), TYPES[path.suffix]) for path in paths}
     style, kind = files["page.css"]
@@ -48,18 +48,18 @@ def show_file(request: Request) -> Response:
 
 def _file(name: str) -> Response:
     if name not in FILES:
-        raise Refusal(404, f"The page has no file {shown(name)}.")
+        raise Refusal(404, f"The page has no file {quote(name)}.")
     content, kind = FILES[name]
     return Response(content, media_type=f"{kind}; charset=utf-8")
 
 
 def go_to_page(request: Request) -> Response:
-    """From the root to the page."""
+    """Redirect from the root to the page."""
     return RedirectResponse("/live")
 
 
 def show_me(request: Request) -> Response:
-    """The name and the role of who asks, and which backend and models there are."""
+    """The name and role of the client, the backend, and the models that can be tuned."""
     client, keeper = client_of(request), keeper_of(request)
     return JSONResponse(
         {
@@ -73,19 +73,19 @@ def show_me(request: Request) -> Response:
 
 
 def show_stream(request: Request) -> Response:
-    """Server-sent events: `board` with the lines that changed behind the tick `since`, `metrics`
-    with new lines of the runs in `watch` (ID:PLACE,...; a place is from `curves`).
+    """Server-sent events: `board` with the cards that changed after the tick `since`, `metrics`
+    with new lines of the runs in `watch` (ID:PLACE,...; a place comes from `curves`).
     """
-    asked = request.query_params
-    since, watched = asked.get("since", "-1"), asked.get("watch", "")
+    query = request.query_params
+    since, watch_text = query.get("since", "-1"), query.get("watch", "")
     if not since.removeprefix("-").isdecimal() or len(since) > 18:
-        raise Refusal(400, f"since: got {shown(since)}, want a tick.", param="since")
-    words = [word for word in watched.split(",") if word]
+        raise Refusal(400, f"since: got {quote(since)}, want a tick.", param="since")
+    words = [word for word in watch_text.split(",") if word]
     runs: dict[Path, Place] = {}
     for word in words[:MOST_RUNS]:
         name, _, place = word.partition(":")
         with contextlib.suppress(ValueError):
-            runs[run_asked(request, name).metrics] = place_of(place)
+            runs[find_run(request, name).metrics] = place_of(place)
     if len(runs) != len(words):
         raise Refusal(400, f"watch: want at most {MOST_RUNS} times ID:PLACE.", param="watch")
     watch = Watch(keeper_of(request), client_of(request).owner, int(since), runs)
@@ -94,24 +94,24 @@ def show_stream(request: Request) -> Response:
 
 def show_curves(request: Request) -> Response:
     """Every metric of a run: [step, seconds, mean, low, high] of neighbouring steps."""
-    return JSONResponse(curves_of(run_asked(request).metrics))
+    return JSONResponse(curves_of(find_run(request).metrics))
 
 
 def show_answers(request: Request) -> Response:
-    """Generated answers of a run at a `step`, the last one unless given."""
+    """Generated answers of a run at a `step`; by default at the last one."""
     text = request.query_params.get("step")
     if text is not None and not (text.isascii() and text.isdigit() and len(text) < 12):
-        raise Refusal(400, f"step: got {shown(text)}, want a number.", param="step")
-    return JSONResponse(answers_of(run_asked(request).path, None if text is None else int(text)))
+        raise Refusal(400, f"step: got {quote(text)}, want a number.", param="step")
+    return JSONResponse(answers_of(find_run(request).path, None if text is None else int(text)))
 
 
 def show_differences(request: Request) -> Response:
-    """In which keys of their dictionaries some runs differ: short names, and values as texts."""
+    """The keys in which the dictionaries of some runs differ: short names, values as texts."""
     names = [name for name in request.query_params.get("runs", "").split(",") if name]
     if not 1 <= len(names) <= MOST_RUNS:
         raise Refusal(400, f"runs: want 1 to {MOST_RUNS} ids.", param="runs")
     index = keeper_of(request).index
-    flat = [flattened(index.experiment(run_asked(request, name).path.name)) for name in names]
+    flat = [flattened(index.experiment(find_run(request, name).path.name)) for name in names]
     keys = differing(flat)
     rows = [
         {

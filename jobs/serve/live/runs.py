@@ -1,4 +1,4 @@
-"""The runs of a folder as the index holds them, those that were started by hand too."""
+"""Copies the runs of a folder into the index, including those that were started by hand."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from jobs.serve.index import Index
 
 
-def take_in(index: Index, base: BaseFolder, backend_of: Callable[[str], Backend]) -> None:
-    """Read the runs that may have changed, and forget those whose folder is gone."""
-    known, live = index.known_runs(), index.live_runs(ACTIVE)
+def update_index(index: Index, base: BaseFolder, backend_of: Callable[[str], Backend]) -> None:
+    """Write the runs that may have changed to the index, and remove those whose folder is gone."""
+    indexed, live = index.run_marks(), index.live_runs(ACTIVE)
     marks = {
         run.path.name: " ".join(map(mark, (run.record, run.status, run.metrics)))
         for run in base.runs()
     }
-    index.drop_runs(known.keys() - marks.keys())
-    changed = [name for name in marks if name in live or marks[name] != known.get(name)]
+    index.drop_runs(indexed.keys() - marks.keys())
+    changed = [name for name in marks if name in live or marks[name] != indexed.get(name)]
     if not changed:
         return
     rows = survey(
@@ -41,12 +41,12 @@ def take_in(index: Index, base: BaseFolder, backend_of: Callable[[str], Backend]
         include_unsubmitted=True,
     )
     names = index.names()
-    index.put_runs(_entry(row, base, names, marks[row.exp_id]) for row in rows)
+    index.write_runs(_entry(row, base, names, marks[row.exp_id]) for row in rows)
     _tell_apart(index, {row.group for row in rows if not row.by_hand and row.exp_id not in names})
 
 
 def _entry(row: Row, base: BaseFolder, names: dict[str, str], facts: str) -> dict[str, Any]:
-    """A run as the index takes it. What tells it from its siblings is known of all of them only."""
+    """The index's row of a run. names: exp_id -> name; a new run gets its name later."""
     if not row.by_hand:
         row = replace(row, name=names.get(row.exp_id, ""))
     folder = base.run(row.exp_id)
@@ -65,15 +65,15 @@ def _entry(row: Row, base: BaseFolder, names: dict[str, str], facts: str) -> dic
 
 
 def _tell_apart(index: Index, groups: Collection[str]) -> None:
-    """Name the runs of groups that have new ones by what tells them from their siblings."""
+    """Name every run of these groups after the values that distinguish it from the others."""
     for group in groups:
         experiments = index.experiments_of(group)
         names = told_apart([json.loads(text) for text in experiments.values()])
-        index.put_names(dict(zip(experiments, names, strict=True)))
+        index.write_names(dict(zip(experiments, names, strict=True)))
 
 
 def mark(path: Path) -> str:
-    """What a file is like: another text as soon as it changes."""
+    """A text that changes whenever the file changes."""
     try:
         facts = path.stat()
     except OSError:

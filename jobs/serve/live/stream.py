@@ -1,4 +1,4 @@
-"""Server-sent events: the lines of runs and jobs that changed, and metrics of the watched runs."""
+"""Server-sent events: cards of runs and jobs that changed, and new metrics of watched runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from jobs.serve.keeper import Keeper
 
 EVERY_S = 1.0
-BEAT_S = 15.0  # a proxy may end what says nothing for longer
-LONGEST_S = 3600.0  # then the page asks anew, and its token is looked at again
+BEAT_S = 15.0  # a proxy may close a connection that is silent for longer
+LONGEST_S = 3600.0  # then the page connects again, and its token is checked again
 
 
 @dataclass
 class Watch:
-    """What one page is told, and how far it has been told."""
+    """The stream of one page: what it watches, and what it has received."""
 
     keeper: Keeper
     owner: str | None
@@ -34,29 +34,29 @@ class Watch:
     runs: dict[Path, Place]  # metrics.jsonl -> how far
 
     async def events(self) -> AsyncGenerator[str]:
-        """Events until the server stops, or the page goes."""
+        """Events until the server stops or the page closes."""
         began = spoken = time.monotonic()
         while not self.keeper.is_stopped and time.monotonic() - began < LONGEST_S:
-            found = await run_in_threadpool(self.news)
-            if not found and time.monotonic() - spoken > BEAT_S:
-                found = [": still here\n\n"]
-            for text in found:
+            news = await run_in_threadpool(self.news)
+            if not news and time.monotonic() - spoken > BEAT_S:
+                news = [": still here\n\n"]
+            for text in news:
                 spoken = time.monotonic()
                 yield text
             await anyio.sleep(EVERY_S)
 
     def news(self) -> list[str]:
-        """What has changed since it was asked last."""
-        found: list[str] = []
+        """The events since the last call."""
+        events: list[str] = []
         tick = self.keeper.index.tick()
         if tick != self.since:
-            # an index that was made anew counts from the start
+            # a new index counts from 0 again
             since = self.since if tick > self.since else -1
-            found.append(f"event: board\ndata: {self.keeper.index.board(since, self.owner)}\n\n")
+            events.append(f"event: board\ndata: {self.keeper.index.board(since, self.owner)}\n\n")
             self.since = tick
         for path, place in self.runs.items():
             lines, self.runs[path] = lines_since(path, place)
             if lines is None or lines:
-                told = {"id": path.parent.name, "lines": lines}
-                found.append(f"event: metrics\ndata: {json.dumps(told)}\n\n")
-        return found
+                document = {"id": path.parent.name, "lines": lines}
+                events.append(f"event: metrics\ndata: {json.dumps(document)}\n\n")
+        return events

@@ -16,15 +16,15 @@ FAULTS = [
     ),
     Fault(
         "jobs/serve/answers/workers.py",
-        "if not is_over and all(one.has_left for one in asked):",
+        "if not is_over and all(one.has_left for one in batch):",
         "if not is_over and any(one.has_left for one in asked):",
         why="a client that leaves ends the answers of those beside it",
         tests="tests/serve/test_answers.py",
     ),
     Fault(
         "jobs/serve/job_view.py",
-        'is_too_late = cancel is None or (row.ended_at or "") <= cancel.at',
-        "is_too_late = True",
+        'is_before_cancel = cancel is None or (row.ended_at or "") <= cancel.at',
+        "is_before_cancel = True",
         why="a job that was told to be cancelled becomes a success",
         tests=VIEW,
     ),

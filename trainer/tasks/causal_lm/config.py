@@ -13,6 +13,9 @@ from trainer.config.schema import Experiment, Positive
 class Data(OwnRows):
     """Rows and how they become tokens."""
 
+    encoded = frozenset({"source", "max_tokens", "loss_on", "chat_template"})
+    not_encoded = frozenset({"facts"})
+
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files", "chat"]
     """files: rows of your own with "text", or "prompt" and "completion"; "jsonl" is its older name.
     chat: rows of your own with "messages" (docs/own-data.md). stdlib_docs: the embedded corpus.

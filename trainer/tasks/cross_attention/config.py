@@ -54,6 +54,32 @@ class Layers(Strict):
 class Data(OwnRows):
     """Rows and how they become tokens."""
 
+    encoded = frozenset(
+        {
+            "source",
+            "facts",
+            "template",
+            "question_on_context",
+            "decoder_tokens",
+            "context_tokens",
+            "chunked",
+            "loss_on",
+            "include_context_ids",
+            "shuffled_context",
+        }
+    )
+    not_encoded = frozenset(
+        {
+            "fim_rate",
+            "training_data_subset",
+            "validation_data_subset",
+            "encode",
+            "state_dtype",
+            "packed",
+            "answer_tokens",
+        }
+    )
+
     source: Literal["stdlib_docs", "lookup", "nq", "jsonl", "files"]
     """files: questions of your own with answers and contexts (docs/own-data.md); "jsonl" is its
     older name. stdlib_docs: the embedded corpus. lookup: made-up facts. nq: NaturalQuestions.
@@ -101,6 +127,8 @@ class Data(OwnRows):
 
 class Config(Experiment):
     """A cross-attention experiment."""
+
+    not_encoded = frozenset({"layers", "init_from"})
 
     task: Literal["cross_attention"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     """A frozen decoder that reads contexts through inserted layers."""

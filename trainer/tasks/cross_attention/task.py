@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.config.own_rows import OwnRows
 from trainer.data import lookup
 from trainer.data.padding import pad_right, unflat
 from trainer.errors import ConfigError
@@ -42,15 +41,19 @@ from trainer.tasks.token_task import TokenTask
 if TYPE_CHECKING:
     from trainer.tasks.cross_attention.encoder_states.reading import StateCache
 
-_NOT_ENCODED = {
-    "answer_tokens",
-    "fim_rate",
-    "training_data_subset",
-    "validation_data_subset",
-    "encode",
-    "state_dtype",
-}
-_NOT_ENCODED |= {"packed", *OwnRows.model_fields}  # which rows there are, they say themselves
+# The keys of data that every encoding id counts; one that came later counts where it is set.
+_ALWAYS_COUNTED = (
+    "source",
+    "facts",
+    "template",
+    "question_on_context",
+    "decoder_tokens",
+    "context_tokens",
+    "chunked",
+    "loss_on",
+    "include_context_ids",
+    "shuffled_context",
+)
 _OTHER = "other"  # the field with another row's context, in evaluation
 IS_CONTEXT = "is_context"  # marks a row, raw or encoded, whose decoder predicts the context itself
 
@@ -172,7 +175,8 @@ class Task(TokenTask[Config]):
         return ids
 
     def _encoded_under(self, without: set[str], **of_rows: int) -> str:
-        data = self.cfg.data.model_dump(mode="json", exclude=_NOT_ENCODED | without)
+        values = self.cfg.data.encoded_values(_ALWAYS_COUNTED)
+        data = {key: value for key, value in values.items() if key not in without}
         return self.encoded_under(data=data, **of_rows)
 
     def limits(self) -> dict[str, int]:

@@ -13,6 +13,19 @@ from trainer.config.schema import Experiment, Fraction, Positive, Strict
 class Data(OwnRows):
     """Questions, their retrieved passages, and how both become tokens."""
 
+    encoded = frozenset({"corpus", "passage_tokens", "target_tokens"})
+    not_encoded = frozenset(
+        {
+            "source",
+            "rankings",
+            "contexts",
+            "answer_tokens",
+            "sort_by_score",
+            "sample_targets",
+            "clean_up_spaces",
+        }
+    )
+
     source: Literal["fid", "files", "ranked", "nq", "stdlib_docs", "lookup"]
     """files: questions of your own with answers and contexts (docs/own-data.md). fid: the same,
     named after FiD's and DPR's JSON and JSONL. ranked: questions, and a ranking as Tevatron and
@@ -93,6 +106,8 @@ class Reader(Strict):
 
 class Config(Experiment):
     """A Fusion-in-Decoder experiment; without `lora` every weight of the base trains."""
+
+    not_encoded = frozenset({"reader"})
 
     task: Literal["fid"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     """Fusion-in-Decoder."""

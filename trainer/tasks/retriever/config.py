@@ -17,6 +17,28 @@ Selection = Literal["by_epoch", "drawn", "first"]
 class Data(OwnRows):
     """Queries with their passages, and how they become tokens."""
 
+    encoded = frozenset(
+        {
+            "query_tokens",
+            "passage_tokens",
+            "passages",
+            "separator",
+            "query_prefix",
+            "passage_prefix",
+            "append_eos",
+        }
+    )
+    not_encoded = frozenset(
+        {
+            "source",
+            "corpus",
+            "negatives",
+            "select_positive",
+            "select_negatives",
+            "pad_to_multiple_of",
+        }
+    )
+
     source: Literal[
         "files", "tevatron", "pretokenised", "beir", "dpr", "fid", "nq", "stdlib_docs", "hub"
     ]
@@ -148,6 +170,8 @@ class Loss(Strict):
 
 class Config(Experiment):
     """A retriever's experiment; without `lora` every weight trains."""
+
+    not_encoded = frozenset({"encoder", "loss", "dropout"})
 
     task: Literal["retriever"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     """A dense retriever."""

@@ -15,6 +15,9 @@ TokensWithEnd = Annotated[int, Field(ge=2)]
 class Data(OwnRows):
     """Documents with their summaries, and how both become tokens."""
 
+    encoded = frozenset({"prefix", "source_tokens", "target_tokens"})
+    not_encoded = frozenset({"source", "facts", "document", "summaries", "id", "sample_summaries"})
+
     source: Literal["files", "datasets", "stdlib_docs", "lookup"]
     """files: documents of your own below --data_path. datasets: a data set of Hugging Face
     `datasets`. stdlib_docs: the embedded corpus, the body of a docstring and its first line.
@@ -103,6 +106,8 @@ class Config(Experiment):
     """A summarisation experiment; without `lora` every weight of the base trains that reads or
     writes texts.
     """
+
+    not_encoded = frozenset({"label_smoothing", "generation", "rouge"})
 
     task: Literal["summariser"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     """A sequence-to-sequence summariser."""

@@ -16,6 +16,13 @@ Part = Literal["seen", "unseen1", "unseen2"]
 class Data(OwnRows):
     """Statement groups and how they become tokens."""
 
+    encoded = frozenset(
+        {"train_tasks", "valid_tasks", "test_tasks", "boolean", "max_tokens", "statements"}
+    )
+    not_encoded = frozenset(
+        {"source", "unseen1", "unseen2", "sample_distractors", "valid_limit", "order"}
+    )
+
     source: Literal["groups", "files", "stdlib_docs", "lookup"]
     """groups: --data_path holds <task>/train.json and <task>/dev.json, as `python -m trainer
     convert` writes them, or the same as any other kind of file. files: your own rows of one task
@@ -120,6 +127,8 @@ class Loss(Strict):
 
 class Config(Experiment):
     """A verifier's experiment; without `lora` every weight of the encoder and its head trains."""
+
+    not_encoded = frozenset({"loss", "dropout"})
 
     task: Literal["vera"]  # pyright: ignore[reportIncompatibleVariableOverride] (frozen)
     """A verifier of statements."""

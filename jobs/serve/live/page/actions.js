@@ -1,4 +1,4 @@
-// What can be done to a run: every button asks first.
+// The buttons of a run. Each asks for confirmation first.
 
 import { get, newKey, post } from "./api.js";
 import { ACTIVE } from "./board.js";
@@ -27,35 +27,35 @@ export function ask(title, content, button, read = () => true) {
   });
 }
 
-function told(results) {
+function resultText(results) {
   return results.map(one => `${one.action}: ${one.text}`).join("\n") || "There was nothing to do.";
 }
 
-// The buttons of a run, for one who may press them. say: shows what came of it.
+// The buttons that this client may press. say: shows the result.
 export function buttons(line, me, say) {
   const { job } = line;
   const mayChange = me.role === "admin" || (me.role === "run" && job && job.owner === me.name);
-  const found = [];
-  const add = (name, title, text, act) => found.push(h("button", { type: "button", onclick: async () => {
+  const nodes = [];
+  const add = (name, title, text, act) => nodes.push(h("button", { type: "button", onclick: async () => {
     if (!await ask(title, h("p", {}, text), name)) return;
     try {
       const results = await act();
-      say(Array.isArray(results) ? told(results) : `${name}: done.`);
+      say(Array.isArray(results) ? resultText(results) : `${name}: done.`);
     } catch (error) { say(error.message, true); }
   } }, name));
   const what = `${clean(line.label)} (${line.id.slice(0, 8)})`;
   if (job && mayChange && !["succeeded", "failed", "cancelled"].includes(job.status)) {
-    if (job.is_paused) add("Resume", `Resume ${what}?`, "It goes on from its last checkpoint, bit for bit.", () => post(`${DIALECT}${job.id}/resume`));
-    else add("Pause", `Pause ${what}?`, "It saves and stops. Its place in the queue is given up.", () => post(`${DIALECT}${job.id}/pause`));
+    if (job.is_paused) add("Resume", `Resume ${what}?`, "It continues from its last checkpoint, bit for bit.", () => post(`${DIALECT}${job.id}/resume`));
+    else add("Pause", `Pause ${what}?`, "It saves and stops. It loses its place in the queue.", () => post(`${DIALECT}${job.id}/pause`));
     add("Cancel", `Cancel ${what}?`, "It saves and stops, and cannot be resumed.", () => post(`${DIALECT}${job.id}/cancel`));
   } else if (!job && mayChange && !line.by_hand) {
     const path = `/lathe/v1/runs/${line.id}`;
-    if (ACTIVE.includes(line.state)) add("Cancel", `Cancel ${what}?`, "It saves and stops. Retry goes on from there.", () => post(`${path}/cancel`));
-    else add("Retry", `Retry ${what}?`, "It is sent again, with the same code, and goes on from its last checkpoint.", () => post(`${path}/retry`));
+    if (ACTIVE.includes(line.state)) add("Cancel", `Cancel ${what}?`, "It saves and stops. Retry continues from there.", () => post(`${path}/cancel`));
+    else add("Retry", `Retry ${what}?`, "It is submitted again with the same code, and continues from its last checkpoint.", () => post(`${path}/retry`));
   }
   if (job && me.role !== "read" || !job && me.role === "admin")
-    found.push(h("button", { type: "button", onclick: () => (job ? cloneJob(job, say) : cloneRun(line, say)) }, "Clone with changes"));
-  return found;
+    nodes.push(h("button", { type: "button", onclick: () => (job ? cloneJob(job, say) : cloneRun(line, say)) }, "Clone with changes"));
+  return nodes;
 }
 
 async function cloneJob(job, say) {
@@ -71,12 +71,12 @@ async function cloneJob(job, say) {
     row("learning_rate_multiplier", "Learning-rate factor", used.learning_rate_multiplier), row("seed", "Seed", full.seed), row("suffix", "Suffix", full.lathe.suffix ?? ""));
   const body = await ask("Clone with changes", content, "Start it", () => {
     const value = name => Number(inputs[name].value);
-    const chosen = { n_epochs: value("n_epochs"), batch_size: value("batch_size"), learning_rate_multiplier: value("learning_rate_multiplier") };
-    for (const [name, one] of Object.entries({ ...chosen, seed: value("seed") })) if (!Number.isFinite(one)) throw new Error(`${name}: want a number.`);
+    const hyperparameters = { n_epochs: value("n_epochs"), batch_size: value("batch_size"), learning_rate_multiplier: value("learning_rate_multiplier") };
+    for (const [name, one] of Object.entries({ ...hyperparameters, seed: value("seed") })) if (!Number.isFinite(one)) throw new Error(`${name}: want a number.`);
     return { model: full.model, training_file: full.training_file, validation_file: full.validation_file, seed: value("seed"),
-      suffix: inputs.suffix.value || null, method: { type: "supervised", supervised: { hyperparameters: chosen } } };
+      suffix: inputs.suffix.value || null, method: { type: "supervised", supervised: { hyperparameters } } };
   });
-  if (body) await tried(say, async () => `Started ${(await post("/v1/fine_tuning/jobs", body, { "idempotency-key": newKey() })).id}.`);
+  if (body) await sayResult(say, async () => `Started ${(await post("/v1/fine_tuning/jobs", body, { "idempotency-key": newKey() })).id}.`);
 }
 
 async function cloneRun(line, say) {
@@ -86,14 +86,14 @@ async function cloneRun(line, say) {
   const content = h("label", { for: "clone-text" }, h("span", {}, "The new experiment's dictionary"), text);
   const values = await ask("Clone with changes", content, "Look at the plan", () => JSON.parse(text.value));
   if (!values) return;
-  await tried(say, async () => {
+  await sayResult(say, async () => {
     const plan = await post("/lathe/v1/experiments", { experiment: values });
-    const isAgreed = await ask("Submit it?", h("pre", {}, told(plan)), "Submit");
-    return isAgreed ? told(await post("/lathe/v1/experiments", { experiment: values, action: "submit" })) : "Nothing was sent.";
+    const isAgreed = await ask("Submit it?", h("pre", {}, resultText(plan)), "Submit");
+    return isAgreed ? resultText(await post("/lathe/v1/experiments", { experiment: values, action: "submit" })) : "Nothing was submitted.";
   });
 }
 
-async function tried(say, act) {
+async function sayResult(say, act) {
   try {
     say(await act());
   } catch (error) { say(error.message, true); }

@@ -1,4 +1,4 @@
-// What the page asks the server. The token stays in this module's memory: a reload asks for it again.
+// The requests of the page. The token stays in this module's memory: after a reload the page asks for it again.
 
 let token = null;
 export const hasToken = () => token !== null;
@@ -15,7 +15,7 @@ function headers(more) {
   return token === null ? { ...more } : { authorization: `Bearer ${token}`, ...more };
 }
 
-async function checked(answer) {
+async function okAnswer(answer) {
   if (answer.ok) return answer;
   let message = `The server answered ${answer.status}.`;
   try {
@@ -25,7 +25,7 @@ async function checked(answer) {
 }
 
 export async function get(path) {
-  return (await checked(await fetch(path, { headers: headers() }))).json();
+  return (await okAnswer(await fetch(path, { headers: headers() }))).json();
 }
 
 export async function post(path, body, more = {}) {
@@ -34,14 +34,14 @@ export async function post(path, body, more = {}) {
     method: "POST", headers: headers({ ...kind, ...more }),
     body: body === undefined ? undefined : JSON.stringify(body),
   });
-  return (await checked(answer)).json();
+  return (await okAnswer(answer)).json();
 }
 
 export const newKey = () =>
   [...crypto.getRandomValues(new Uint8Array(16))].map(one => one.toString(16).padStart(2, "0")).join("");
 
-// Server-sent events by fetch, for an EventSource cannot send a token. It connects again by itself,
-// and rests while nobody sees the page: a browser has few connections to one server.
+// Server-sent events by fetch, because an EventSource cannot send a token. It reconnects by itself, and disconnects while
+// the page is hidden, because a browser has few connections to one server.
 export class Stream {
   constructor(path, onEvent, onLink) {
     Object.assign(this, { path, onEvent, onLink, stopper: null, isOver: false });
@@ -65,7 +65,7 @@ export class Stream {
     const stopper = this.stopper = new AbortController();
     while (!this.isOver && this.stopper === stopper) {
       try {
-        const answer = await checked(await fetch(this.path(), { headers: headers(), signal: stopper.signal }));
+        const answer = await okAnswer(await fetch(this.path(), { headers: headers(), signal: stopper.signal }));
         this.onLink("live");
         await this.read(answer.body.pipeThrough(new TextDecoderStream()).getReader());
       } catch (error) {
@@ -73,7 +73,7 @@ export class Stream {
         this.onLink(error instanceof Refused ? error : "lost");
         if (error instanceof Refused && error.status < 429) return;
       }
-      await new Promise(done => setTimeout(done, 1500));
+      await new Promise(resolve => setTimeout(resolve, 1500));
     }
   }
 

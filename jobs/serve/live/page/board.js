@@ -1,4 +1,4 @@
-// All runs and jobs as the server told of them last.
+// All runs and jobs, as the server last sent them.
 
 const FAILED = ["failed", "timeout", "oom", "lost", "held"];
 export const ACTIVE = ["submitting", "submitted", "queued", "running", "held"];
@@ -13,7 +13,7 @@ export class Board {
     this.jobOfRun = new Map();
   }
 
-  // Takes in what changed. Returns whether something is missing here, or is gone there.
+  // Adds what changed. Returns whether the number of runs differs from the server's.
   take(news) {
     if (news.tick < this.tick) this.runs.clear();
     this.tick = news.tick;
@@ -56,5 +56,5 @@ export class Board {
 
 export const isBad = line => FAILED.includes(line.state);
 
-// Value of a score by which lines are sorted: the best of a run, or else the last value.
+// The value of a metric for sorting: the best of a run, or else the last one.
 export const valueOf = (line, name) => line.scores?.[name]?.[0] ?? line.metrics?.[name] ?? null;

@@ -1,8 +1,8 @@
-// The page: who one is, which part is shown, and the stream that keeps it up to date.
+// The page: the login, the part that is shown, and the stream that keeps it up to date.
 
 import { ask } from "./actions.js";
 import { get, hasToken, Refused, setToken, Stream } from "./api.js";
-import { AskingPage } from "./asking.js";
+import { ApiPage } from "./api_page.js";
 import { Board } from "./board.js";
 import { h } from "./dom.js";
 import { Overview } from "./overview.js";
@@ -51,10 +51,10 @@ function listen(curves) {
       board.tick = -1;
       listen(view.curves);
     }
-  }, state => said(state));
+  }, state => showLink(state));
 }
 
-function said(state) {
+function showLink(state) {
   const words = { live: ["running", "live"], lost: ["failed", "the server does not answer"] };
   const [colour, text] = words[state] ?? ["failed", state.message];
   link.className = `dot s-${colour}`;
@@ -69,7 +69,7 @@ async function show() {
   if (kind === "run") view = new Run(board, rest, me);
   else if (kind === "compare") view = new Compare(board, rest.split(","));
   else if (kind === "queue") view = new QueuePage(board, me);
-  else if (kind === "api") view = new AskingPage();
+  else if (kind === "api") view = new ApiPage();
   else view = new Overview(board);
   for (const one of document.querySelectorAll("nav a"))
     one.toggleAttribute("aria-current", one.hash === (["queue", "api"].includes(kind) ? `#/${kind}` : "#/"));
@@ -89,4 +89,4 @@ addEventListener("hashchange", () => {
   content.focus();
   scrollTo(0, 0);
 });
-enter().catch(error => said({ message: error.message }));
+enter().catch(error => showLink({ message: error.message }));

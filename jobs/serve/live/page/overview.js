@@ -1,16 +1,16 @@
-// All runs: states, search, groups, sorted by any score, some of them chosen to be laid over each other.
+// The table of all runs: filtered by state, group and text, sorted by any metric; selected runs can be compared.
 
 import { STATES, valueOf } from "./board.js";
 import { ago, clean, duration, h, number } from "./dom.js";
 
-const FIRST = 200, MOST_SCORES = 5, MOST_CHOSEN = 12;
+const FIRST = 200, MOST_SCORES = 5, MOST_SELECTED = 12;
 
 export class Overview {
   constructor(board) {
     this.board = board;
     this.query = new URLSearchParams(location.hash.split("?")[1] ?? "");
     this.states = new Set((this.query.get("state") ?? "").split(",").filter(Boolean));
-    this.chosen = new Set();
+    this.selection = new Set();
     this.limit = FIRST;
     this.rows = new Map();
     const changed = () => this.draw();
@@ -35,17 +35,17 @@ export class Overview {
     const lines = this.board.lines();
     this.drawChoices(lines);
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const shown = lines.filter(line => (!this.states.size || this.states.has(line.state))
+    const matches = lines.filter(line => (!this.states.size || this.states.has(line.state))
       && (!this.group.value || line.group === this.group.value.slice(1)) && words.every(word => textOf(line).includes(word)));
-    const scores = this.scoresOf(shown);
-    this.order(shown);
+    const scores = this.scoresOf(matches);
+    this.order(matches);
     this.drawHead(scores);
-    const visible = shown.slice(0, this.limit);
+    const visible = matches.slice(0, this.limit);
     const rows = visible.map(line => this.row(line, scores));
     if (rows.length !== this.body.rows.length || rows.some((row, at) => row !== this.body.rows[at])) this.body.replaceChildren(...rows);
-    this.more.hidden = visible.length === shown.length;
-    this.more.textContent = `Show all ${shown.length}`;
-    this.count.textContent = lines.length ? `${shown.length} of ${lines.length} runs` : "Nothing was run here yet.";
+    this.more.hidden = visible.length === matches.length;
+    this.more.textContent = `Show all ${matches.length}`;
+    this.count.textContent = lines.length ? `${matches.length} of ${lines.length} runs` : "Nothing was run here yet.";
     this.remember();
   }
 
@@ -69,7 +69,7 @@ export class Overview {
       ...names.map(name => [name, name])], this.query.get("sort"));
   }
 
-  // The score that is sorted by, and those that most of what is shown has.
+  // The metrics that most of these runs have, and the one that sorts them.
   scoresOf(lines) {
     const counts = new Map();
     for (const line of lines) for (const name of Object.keys(line.scores ?? {})) counts.set(name, (counts.get(name) ?? 0) + 1);
@@ -103,13 +103,13 @@ export class Overview {
       h("th", { scope: "col", class: "num" }, "GPU-h"), h("th", { scope: "col" }, "when"));
   }
 
-  // A row, made anew only when its line has changed.
+  // The row of a run. It is made again only when the run has changed.
   row(line, scores) {
     const key = JSON.stringify(line);
     const before = this.rows.get(line.id);
     if (before?.key === key) return before.node;
     const box = h("input", { type: "checkbox", "aria-label": `Choose ${clean(line.label)} ${line.id.slice(0, 8)}`, onchange: () => this.choose(line.id, box) });
-    box.checked = this.chosen.has(line.id);
+    box.checked = this.selection.has(line.id);
     const title = line.isWaiting ? h("span", {}, clean(line.label)) : h("a", { href: `#/run/${line.id}` }, clean(line.label));
     const node = h("tr", {}, h("td", {}, line.isWaiting ? "" : box),
       h("td", { class: "text", title: clean(line.label) }, title, h("span", { class: "soft small under" }, h("span", { class: "mono" }, line.id.slice(0, 8)),
@@ -124,14 +124,14 @@ export class Overview {
   }
 
   choose(id, box) {
-    if (box.checked && this.chosen.size >= MOST_CHOSEN) box.checked = false;
-    if (box.checked) this.chosen.add(id); else this.chosen.delete(id);
-    this.compare.hidden = this.chosen.size < 2;
-    this.compare.href = `#/compare/${[...this.chosen].join(",")}`;
-    this.compare.textContent = `Lay ${this.chosen.size} runs over each other`;
+    if (box.checked && this.selection.size >= MOST_SELECTED) box.checked = false;
+    if (box.checked) this.selection.add(id); else this.selection.delete(id);
+    this.compare.hidden = this.selection.size < 2;
+    this.compare.href = `#/compare/${[...this.selection].join(",")}`;
+    this.compare.textContent = `Lay ${this.selection.size} runs over each other`;
   }
 
-  // What is looked at stands in the address, so that it can be passed on.
+  // Writes filters and order into the address, so that it can be shared.
   remember() {
     const query = new URLSearchParams();
     if (this.states.size) query.set("state", [...this.states].join(","));
@@ -147,10 +147,10 @@ export class Overview {
 const field = (label, node) => h("label", { for: node.id }, h("span", { class: "soft small" }, label), node);
 const textOf = line => `${line.label} ${line.id} ${line.group} ${line.task} ${line.state} ${line.host ?? ""} ${line.reason ?? ""} ${line.owner} ${line.differs} ${line.job?.id ?? ""}`.toLowerCase();
 
-function options(select, pairs, wanted) {
+function options(select, pairs, initial) {
   const key = JSON.stringify(pairs);
   if (select.dataset.key === key) return;
-  const value = wanted ?? select.value;
+  const value = initial ?? select.value;
   select.dataset.key = key;
   select.replaceChildren(...pairs.map(([name, text]) => h("option", { value: name }, clean(text))));
   if (pairs.some(([name]) => name === value)) select.value = value;

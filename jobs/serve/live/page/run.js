@@ -1,4 +1,4 @@
-// One run, or several laid over each other: curves that grow, memory, attempts, dictionary, log, answers.
+// The page of one run (curves that grow, memory, attempts, dictionary, log, answers), and of several in one chart.
 
 import { buttons } from "./actions.js";
 import { get } from "./api.js";
@@ -9,7 +9,7 @@ import { progress } from "./overview.js";
 const LOG_EVERY_MS = 3000, LOG_LINES = 200, HIDDEN = ["tokens", "step"];
 const ORDER = ["loss", "valid/loss"];
 
-// The curves of some runs, by metric, with a place from which the stream goes on.
+// The curves of some runs by metric, and the places from which the stream continues.
 export class Curves {
   constructor(ids, labelOf) {
     Object.assign(this, { ids, labelOf, runs: new Map(), charts: new Map(), isTime: false, isLog: false });
@@ -27,7 +27,7 @@ export class Curves {
     return [...this.runs].map(([id, run]) => `${id}:${run.place}`).join(",");
   }
 
-  // Adds what the stream tells. The stream itself knows how far it has told.
+  // Adds the lines of an event.
   grow({ id, lines }) {
     const run = this.runs.get(id);
     if (!run) return;
@@ -49,16 +49,16 @@ export class Curves {
     const rank = name => (ORDER.indexOf(name) + 1 || 9) - (name.startsWith("valid/") ? 0.5 : 0);
     names.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
     const isOne = this.ids.length === 1;
-    const shown = isOne && names.includes("loss") ? names.filter(name => name !== "valid/loss") : names;
-    if (!shown.length) this.grid.replaceChildren(h("p", { class: "empty" }, "No metrics were written yet."));
-    for (const name of shown.filter(name => !this.charts.has(name))) {
+    const visible = isOne && names.includes("loss") ? names.filter(name => name !== "valid/loss") : names;
+    if (!visible.length) this.grid.replaceChildren(h("p", { class: "empty" }, "No metrics were written yet."));
+    for (const name of visible.filter(name => !this.charts.has(name))) {
       const chart = new Chart(name);
       chart.node.classList.add("card");
       this.charts.set(name, chart);
     }
-    const nodes = shown.map(name => this.charts.get(name).node);
+    const nodes = visible.map(name => this.charts.get(name).node);
     if (nodes.some((node, at) => node !== this.grid.children[at]) && nodes.length) this.grid.replaceChildren(...nodes);
-    for (const name of shown) this.charts.get(name).draw(this.linesOf(name, isOne), this);
+    for (const name of visible) this.charts.get(name).draw(this.linesOf(name, isOne), this);
   }
 
   linesOf(name, isOne) {
@@ -74,7 +74,7 @@ export class Run {
     Object.assign(this, { board, id, me, logAt: 0 });
     this.title = h("h1", {});
     this.acts = h("div", { class: "buttons" });
-    this.said = h("pre", { class: "said", role: "status", hidden: true });
+    this.message = h("pre", { class: "message", role: "status", hidden: true });
     this.facts = h("div", { class: "facts big" });
     this.curves = new Curves([id], () => "");
     this.memory = panel("Memory");
@@ -82,7 +82,7 @@ export class Run {
     this.answers = panel("Generated answers");
     this.dictionary = panel("Dictionary");
     this.log = new Log(id);
-    this.node = h("div", {}, h("p", {}, h("a", { href: "#/" }, "All runs")), this.title, this.facts, this.acts, this.said, this.curves.node,
+    this.node = h("div", {}, h("p", {}, h("a", { href: "#/" }, "All runs")), this.title, this.facts, this.acts, this.message, this.curves.node,
       h("div", { class: "pair" }, this.memory.node, this.attempts.node), this.answers.node, this.log.node, this.dictionary.node);
     this.update();
     this.ready = this.load();
@@ -97,9 +97,9 @@ export class Run {
   news() { this.update(); }
 
   say(text, isBad = false) {
-    this.said.hidden = false;
-    this.said.className = `said ${isBad ? "s-failed" : ""}`;
-    this.said.textContent = clean(text);
+    this.message.hidden = false;
+    this.message.className = `message ${isBad ? "s-failed" : ""}`;
+    this.message.textContent = clean(text);
   }
 
   update() {
@@ -132,11 +132,11 @@ export class Run {
   async drawAttempts() {
     const full = await get(`/lathe/v1/runs/${this.id}`);
     this.drawMemory(full.has_memory_plan);
-    const rows = full.history.map(sent => {
-      const starts = full.starts.filter(start => start.attempt === sent.number);
+    const rows = full.history.map(attempt => {
+      const starts = full.starts.filter(start => start.attempt === attempt.number);
       const spans = starts.map(start => `${day(start.began_at)} to ${day(start.ended_at)} on ${start.host}${start.code === null ? "" : `, code ${start.code}`}`);
-      return h("tr", {}, h("td", {}, String(sent.number)), h("td", { class: `pill s-${sent.state}` }, sent.state), h("td", { class: "wrap" }, clean(`${sent.backend} ${sent.id ?? ""}`)),
-        h("td", { class: "wrap" }, clean(spans.join("; ") || sent.reason || "")));
+      return h("tr", {}, h("td", {}, String(attempt.number)), h("td", { class: `pill s-${attempt.state}` }, attempt.state), h("td", { class: "wrap" }, clean(`${attempt.backend} ${attempt.id ?? ""}`)),
+        h("td", { class: "wrap" }, clean(spans.join("; ") || attempt.reason || "")));
     });
     this.attempts.fill(rows.length ? table("Attempts", ["attempt", "state", "where", "when"], rows)
       : h("p", { class: "empty" }, "It was started by hand: nothing was submitted."));
@@ -144,36 +144,36 @@ export class Run {
 
   async drawMemory(isPlanned) {
     if (!isPlanned) {
-      this.memory.fill(h("p", { class: "empty" }, "No plan: one is made where there is a GPU."), this.measured(null));
+      this.memory.fill(h("p", { class: "empty" }, "No plan: only a run on a GPU has one."), this.measured(null));
       return;
     }
-    const kept = await get(`/lathe/v1/runs/${this.id}/memory`);
-    const phases = kept.plan?.phases ?? [];
+    const memory = await get(`/lathe/v1/runs/${this.id}/memory`);
+    const phases = memory.plan?.phases ?? [];
     const rows = phases.map(phase => {
       const total = Object.values(phase.peak).reduce((sum, one) => sum + one, 0);
       const parts = Object.entries(phase.peak).filter(([, size]) => size > 0).sort((a, b) => b[1] - a[1]).map(([name, size]) => `${name} ${bytes(size)}`);
       return h("tr", {}, h("td", {}, clean(phase.name)), h("td", { class: "num" }, bytes(total)), h("td", { class: "wrap" }, clean(parts.join(", "))));
     });
-    this.memory.fill(rows.length ? table("Planned memory", ["phase", "planned peak", "of it"], rows) : null, this.measured(kept));
+    this.memory.fill(rows.length ? table("Planned memory", ["phase", "planned peak", "of it"], rows) : null, this.measured(memory));
   }
 
-  measured(kept) {
+  measured(memory) {
     const peak = this.line?.metrics.peak_gib;
-    const planned = Math.max(0, ...(kept?.plan?.phases ?? []).map(phase => Object.values(phase.peak).reduce((sum, one) => sum + one, 0)));
-    const real = kept?.measured ?? (peak ? peak * 2 ** 30 : null);
+    const planned = Math.max(0, ...(memory?.plan?.phases ?? []).map(phase => Object.values(phase.peak).reduce((sum, one) => sum + one, 0)));
+    const real = memory?.measured ?? (peak ? peak * 2 ** 30 : null);
     if (real === null) return h("p", { class: "soft" }, "Nothing was measured yet.");
     const share = planned ? `, ${(100 * real / planned).toFixed(0)} % of the plan` : "";
     return h("p", {}, `Measured peak: ${bytes(real)}${share}.`);
   }
 
   async drawAnswers(step) {
-    const found = await get(`/lathe/v1/runs/${this.id}/answers${step === undefined ? "" : `?step=${step}`}`);
-    this.answers.node.hidden = !found.steps.length;
-    if (!found.steps.length || step === undefined && found.step === this.answerStep) return;
-    this.answerStep = found.step;
-    const pick = h("select", { id: "answers-step", onchange: () => this.drawAnswers(pick.value) }, found.steps.map(one => h("option", { value: one, selected: one === found.step }, String(one))));
-    const names = [...new Set(found.rows.flatMap(Object.keys))];
-    const rows = found.rows.map(row => h("tr", {}, names.map(name => h("td", { class: "wrap" }, clean(row[name])))));
+    const answers = await get(`/lathe/v1/runs/${this.id}/answers${step === undefined ? "" : `?step=${step}`}`);
+    this.answers.node.hidden = !answers.steps.length;
+    if (!answers.steps.length || step === undefined && answers.step === this.answerStep) return;
+    this.answerStep = answers.step;
+    const pick = h("select", { id: "answers-step", onchange: () => this.drawAnswers(pick.value) }, answers.steps.map(one => h("option", { value: one, selected: one === answers.step }, String(one))));
+    const names = [...new Set(answers.rows.flatMap(Object.keys))];
+    const rows = answers.rows.map(row => h("tr", {}, names.map(name => h("td", { class: "wrap" }, clean(row[name])))));
     this.answers.fill(h("label", { for: "answers-step" }, "at step ", pick), table("Generated answers", names.map(clean), rows));
   }
 
@@ -189,7 +189,7 @@ export class Run {
   }
 }
 
-// In which keys some runs differ, as a table.
+// A table of the keys in which the dictionaries of some runs differ.
 export async function differences(ids, labelOf) {
   const { keys } = await get(`/lathe/v1/differences?runs=${ids.join(",")}`);
   if (!keys.length) return h("p", { class: "empty" }, "Their dictionaries are the same.");
@@ -213,7 +213,7 @@ export class Compare {
   news() {}
 }
 
-// The end of what a run printed, read anew while it runs.
+// The last lines that a run printed, read again while it runs.
 class Log {
   constructor(id) {
     Object.assign(this, { id, at: 0 });

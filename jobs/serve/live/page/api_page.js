@@ -1,13 +1,13 @@
-// What the server can be asked, in our own words: the OpenAPI document as a table.
+// The page of the API: the OpenAPI document as a table.
 
 import { get } from "./api.js";
 import { h, table } from "./dom.js";
 
-export class AskingPage {
+export class ApiPage {
   constructor() {
-    this.lines = h("div", {}, h("p", { class: "soft" }, "is being asked"));
-    this.node = h("div", {}, h("h1", {}, "API"), h("p", {}, "Besides OpenAI's own paths below ", h("span", { class: "mono" }, "/v1"),
-      ", as OpenAI's clients know them. For programs: ", h("a", { href: "/lathe/v1/openapi.json" }, "openapi.json"), "."), this.lines);
+    this.lines = h("div", {}, h("p", { class: "soft" }, "loading"));
+    this.node = h("div", {}, h("h1", {}, "API"), h("p", {}, "Besides these routes the server has OpenAI's own ones below ", h("span", { class: "mono" }, "/v1"),
+      ". For programs: ", h("a", { href: "/lathe/v1/openapi.json" }, "openapi.json"), "."), this.lines);
     this.look();
   }
 
