@@ -85,8 +85,8 @@ def test_batches_are_padded_to_a_multiple_but_never_beyond_the_limit(folder: Pat
     base = base_of("retriever", "mpnet", vocab_size=384)
     task = loaded(folder, base=base, data={"query_tokens": 13, "pad_to_multiple_of": 8})
     assert not task.is_packed, "an MPNet has biases of positions: it is padded"
-    assert task._laid_out([[5] * 3], "query")["query_ids"].shape == (1, 8)
-    made = task._laid_out([[5] * 12, [5]], "query")
+    assert task._batches.lay_out([[5] * 3], "query")["query_ids"].shape == (1, 8)
+    made = task._batches.lay_out([[5] * 12, [5]], "query")
     assert made["query_ids"].shape == (2, 13)
     assert made["query_mask"].sum(-1).tolist() == [12, 1]
 
@@ -125,9 +125,13 @@ def test_other_ways_of_choosing_have_distinct_negatives(how: Any) -> None:
 def test_training_takes_one_positive_and_evaluation_all(folder: Path) -> None:
     task = loaded(folder)
     (row,) = [row for row in training_rows(task, 2) if int(row["num_positives"][0]) == 2]
-    first, second = (task._chosen({**row, EPOCH: np.array([epoch])})[0] for epoch in (0, 1))
+    first, second = (task._batches.choose({**row, EPOCH: np.array([epoch])})[0] for epoch in (0, 1))
     assert {first, second} == {0, 1}
-    assert task._chosen({key: value for key, value in row.items() if key != DRAW}) == [0, 1, 2]
+    assert task._batches.choose({key: value for key, value in row.items() if key != DRAW}) == [
+        0,
+        1,
+        2,
+    ]
 
 
 # Model
@@ -215,7 +219,7 @@ def test_distillation_is_the_divergence_from_the_teacher_over_the_scored_passage
     nan = math.nan
     pool["teacher"] = torch.tensor([1.0, 0.5, -1.0, 2.0, nan, 0.0, 1.0, nan, nan])
     pool["queries"].requires_grad_()
-    got = losses.distilled(pool, temperature=0.7, teacher_temperature=2.0)
+    got = losses.distil(pool, temperature=0.7, teacher_temperature=2.0)
     scores = (pool["queries"][:, None] * pool["passages"].view(3, 3, 5)).sum(-1) / 0.7
     wanted = 0.0
     for query, places in ((0, [0, 1, 2]), (1, [0, 2])):

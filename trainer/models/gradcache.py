@@ -29,9 +29,8 @@ from torch import Tensor
 
 from trainer.runtime import distributed, rng
 
-Representations = dict[
-    str, Tensor
-]  # by name, (N, ...): floating-point ones carry gradients, others are passed along
+# By name, (N, ...). Floating-point ones carry gradients; integers are passed along.
+Representations = dict[str, Tensor]
 PooledLoss = Callable[[Mapping[str, Tensor]], Tensor]
 
 
@@ -43,9 +42,8 @@ class PoolScope:
     # rows of these, and all ranks' rows of the others, its own first; their gradients are summed
     # over ranks. With none, every rank computes the whole loss.
     own: tuple[str, ...] = ()
-    across_ranks: bool = (
-        True  # False: a pool for each rank; the loss is this rank's part of the sum
-    )
+    # False: each rank has a pool of its own, and the loss is this rank's part of the sum.
+    across_ranks: bool = True
     on_host: bool = False  # representations, scores and their gradients stay in the CPU's memory
 
 
@@ -75,21 +73,20 @@ def pooled_losses(
             parts.append(encode(batches[index]))
     parts.append(encode(batches[last]))
     gradients, share = _gradients(parts, loss, how)
-    yield _carrying(parts.pop(), gradients[last], share)
+    yield _carrier(parts.pop(), gradients[last], share)
     for index in others:
         with rng.replay(states[index]):
             again = encode(batches[index])
-        yield _carrying(again, gradients[index], share)
+        yield _carrier(again, gradients[index], share)
 
 
-def _carrying(found: Representations, gradients: Mapping[str, Tensor], share: Tensor) -> Tensor:
-    """() the value of `share`, whose gradient with respect to each representation is the
-    given one.
+def _carrier(part: Representations, gradients: Mapping[str, Tensor], share: Tensor) -> Tensor:
+    """() a scalar with the value of `share`, whose backward pass gives each representation of a
+    micro-batch its gradient.
     """
-    carried = torch.stack(
-        [(_wide(found[name]) * gradient).sum() for name, gradient in gradients.items()]
-    ).sum()
-    return carried + (share - carried).detach()
+    products = [(_wide(part[name]) * gradient).sum() for name, gradient in gradients.items()]
+    scalar = torch.stack(products).sum()
+    return scalar + (share - scalar).detach()
 
 
 def _gradients(
@@ -114,11 +111,15 @@ def _gradients(
     }
     with torch.enable_grad():
         total = loss(_pool(own, how))
-        flat = [leaf[name] for leaf in leaves for name in names]
-        found = iter(torch.autograd.grad(total, flat, allow_unused=True, materialize_grads=True))
+        inputs = [leaf[name] for leaf in leaves for name in names]
+        flat = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+    gradients: list[dict[str, Tensor]] = []
+    for start in range(0, len(flat), len(names)):
+        of_part = [gradient.to(device) for gradient in flat[start : start + len(names)]]
+        gradients.append(dict(zip(names, of_part, strict=True)))
     is_whole = how.across_ranks and not how.own
     share = total.detach().to(device) / (len(parts) * (distributed.world() if is_whole else 1))
-    return [{name: next(found).to(device) for name in names} for _ in leaves], share
+    return gradients, share
 
 
 def _pool(own: Mapping[str, Tensor], how: PoolScope) -> dict[str, Tensor]:
@@ -173,19 +174,19 @@ def gather_tensors(own: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         values.detach().contiguous().flatten().view(torch.uint8)
         for values in (lengths, *own.values())
     ]
-    return [_unpacked(part, own) for part in distributed.gather_rows(torch.cat(raw))]
+    return [_unpack(part, own) for part in distributed.gather_rows(torch.cat(raw))]
 
 
-def _unpacked(raw: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unpack(raw: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     start = 8 * len(like)
     lengths = raw[:start].clone().view(torch.int64).tolist()
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for (name, values), length in zip(like.items(), lengths, strict=True):
         stop = start + length * prod(values.shape[1:]) * values.element_size()
         # a clone is aligned, which a slice of bytes need not be
-        found[name] = raw[start:stop].clone().view(values.dtype).view(length, *values.shape[1:])
+        tensors[name] = raw[start:stop].clone().view(values.dtype).view(length, *values.shape[1:])
         start = stop
-    return found
+    return tensors
 
 
 def _wide(values: Tensor) -> Tensor:

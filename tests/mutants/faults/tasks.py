@@ -167,7 +167,7 @@ FAULTS = [
         "used + np.arange(len(members)) * width",
         "np.arange(len(members)) * width",
         why="rows of different lengths lie on top of each other",
-        tests="tests/unit/test_fid_packing.py",
+        tests="tests/unit/test_fid_fused_layout.py",
     ),
     # A base in 8 or 4 bits
     Fault(

@@ -1,8 +1,8 @@
-"""Ragged rows of tokens -> one stream of real tokens, and where each lies where attention needs a
-rectangle.
+"""Packs rows of tokens of different lengths into one stream without pads, with the indices that
+attention in padded rectangles ("grids") needs.
 
-Everything that depends on lengths is worked out here, by the thread that collates, so that a step
-never waits for a number to come back from the device.
+Everything that depends on lengths is computed here, by the thread that collates, so that a step
+never waits for a number from the device.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ if TYPE_CHECKING:
 
 # N rows, M tokens of all of them
 
-ALIGNED = 8  # CUDA's attention kernels copy an additive mask whose rows are no multiple of 8 long
-_BUCKET = 32  # rows whose lengths end in the same 32 share a grid
+# CUDA's attention kernels copy an additive mask unless the length of its rows is a multiple of 8.
+ALIGNED = 8
+_BUCKET = 32  # rows share a grid if their lengths, divided by this and rounded up, are equal
 
 
 def pack(rows: Sequence[Sequence[int]], *, bucketed: bool) -> Batch:
     """N rows of token ids, none empty, as tensors:
 
-    tokens (M,) ids, row after row; passage (M,) which row each belongs to; position (M,) its place
-    therein; starts (N + 1,) int32, where each row begins, and where the last one ends; grid_0,
-    grid_1, ... (rows, length) bool: rectangles of rows of like length (one when not `bucketed`),
-    True where there is a token; cells (M,) where each token lies in them, laid one after the other.
+    - tokens (M,): the ids, row after row.
+    - passage (M,): the number of the row that each token belongs to.
+    - position (M,): the place of each token in its row.
+    - starts (N + 1,) int32: where each row begins in the stream, and where the last one ends.
+    - grid_0, grid_1, ... (rows, length) bool: padded rectangles of rows of similar length, True
+      where there is a token. Without `bucketed`, one grid holds all rows.
+    - cells (M,): the index of each token in the flattened grids, one grid after the other.
     """
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     assert lengths.min() > 0, "an empty row has no states"
@@ -52,10 +56,10 @@ def pack(rows: Sequence[Sequence[int]], *, bucketed: bool) -> Batch:
 
 
 def pack_labelled(rows: Sequence[Sequence[int]], is_label: Sequence[Sequence[int]]) -> Batch:
-    """pack's of N rows without `passage`, and for a model that predicts the next token:
+    """As pack, without `passage`, and for a model that predicts the next token:
 
-    labels (M,): the ids, IGNORED where `is_label` is 0 and at every row's first; scored (N,): the
-    places whose next token has a label.
+    - labels (M,): the ids; IGNORED where `is_label` is 0, and at the first token of every row.
+    - scored (N,): the indices of the tokens whose next token has a label.
     """
     packed = pack(rows, bucketed=True)
     del packed["passage"]
@@ -66,9 +70,12 @@ def pack_labelled(rows: Sequence[Sequence[int]], is_label: Sequence[Sequence[int
 
 
 def pack_targets(targets: Sequence[Sequence[int]]) -> Batch:
-    """What B decoders write, some of it perhaps empty: labels (B, T), IGNORED where there is none;
-    scored (N,), where labels are among all B * T; target_starts (B + 1,) int32, where those of each
-    row begin among the scored.
+    """The targets of B rows of an encoder-decoder; a target may be empty:
+
+    - labels (B, T): the ids, padded with IGNORED.
+    - scored (N,): the indices of the ids in the flattened labels.
+    - target_starts (B + 1,) int32: where the target of each row begins in `scored`, and where the
+      last one ends.
     """
     ids, mask = pad_right(targets, 0)
     lengths = torch.tensor([0, *map(len, targets)])
@@ -80,25 +87,26 @@ def pack_targets(targets: Sequence[Sequence[int]]) -> Batch:
 
 
 def pack_pairs(query_lengths: Sequence[int], key_lengths: Sequence[int]) -> Batch:
-    """Where the tokens of N rows lie when each attends to M keys of its own (none has none), for
-    cross-attention:
+    """The layout of N rows for cross-attention, where the tokens of a row attend to its own keys.
 
-    queries_cells (tokens,), queries_grid_0, ... and keys_cells (keys,), keys_grid_0, ...: as
-    pack's, with the same rows in grids of one number; keys_position (keys,): the place of each
-    among its row's.
+    Every row has at least one key. Grids of queries and keys are paired: queries_grid_<i> and
+    keys_grid_<i> hold the same rows.
+
+    - queries_cells (tokens,), queries_grid_0, ...: as pack's, of the tokens.
+    - keys_cells (keys,), keys_grid_0, ...: as pack's, of the keys.
+    - keys_position (keys,): the place of each key in its row.
     """
-    queries, keys = (
-        np.asarray(lengths, dtype=np.int64) for lengths in (query_lengths, key_lengths)
-    )
+    queries = np.asarray(query_lengths, dtype=np.int64)
+    keys = np.asarray(key_lengths, dtype=np.int64)
     assert min(queries.min(), keys.min()) > 0, "a row without keys attends to nothing"
     group = _doublings(queries) * 64 + _doublings(keys)
-    found: dict[str, np.ndarray] = {"keys_position": _places(keys)[1]}
+    layout: dict[str, np.ndarray] = {"keys_position": _places(keys)[1]}
     for name, lengths in (("queries", queries), ("keys", keys)):
         row, position = _places(lengths)
         grids, first_cell = _grids(lengths, group)
-        found[f"{name}_cells"] = first_cell[row] + position
-        found |= {f"{name}_grid_{number}": grid for number, grid in enumerate(grids)}
-    return {name: torch.from_numpy(values) for name, values in found.items()}
+        layout[f"{name}_cells"] = first_cell[row] + position
+        layout |= {f"{name}_grid_{number}": grid for number, grid in enumerate(grids)}
+    return {name: torch.from_numpy(values) for name, values in layout.items()}
 
 
 def grids_of(batch: Mapping[str, Tensor], prefix: str = "grid_") -> list[Tensor]:
@@ -111,19 +119,19 @@ def grids_of(batch: Mapping[str, Tensor], prefix: str = "grid_") -> list[Tensor]
 
 
 def _places(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens,) the row of every token of rows that follow one another, and its place therein."""
+    """(tokens,) the row of every token of a stream, and (tokens,) its place in that row."""
     row = np.repeat(np.arange(len(lengths)), lengths)
     return row, np.arange(lengths.sum()) - (np.cumsum(lengths) - lengths)[row]
 
 
 def _doublings(lengths: np.ndarray) -> np.ndarray:
-    """(N,) how often _BUCKET doubles before it holds the row."""
+    """(N,) how often _BUCKET must double to be at least as long as the row."""
     return np.ceil(np.log2(np.maximum(lengths, _BUCKET) / _BUCKET)).astype(np.int64)
 
 
 def _grids(lengths: np.ndarray, group: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """A rectangle for the rows of each group, the highest group first, and the first cell of every
-    row.
+    """A grid for the rows of each group, the highest group first, and (N,) the index of the first
+    cell of every row in the flattened grids.
     """
     first_cell = np.zeros_like(lengths)
     grids: list[np.ndarray] = []

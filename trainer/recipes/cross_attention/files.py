@@ -20,17 +20,12 @@ from trainer.errors import ConfigError, DataError
 Part = Literal["train", "dev"]
 T = TypeVar("T")
 
-_MARKS: dict[Part, tuple[str, ...]] = {
-    "train": ("train",),
-    "dev": ("dev", "val"),
-}  # of a file's or a split's name
+# Words in the name of a file or a split that say which part it is.
+_MARKS: dict[Part, tuple[str, ...]] = {"train": ("train",), "dev": ("dev", "val")}
 _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _SAVED = ("dataset_dict.json", "state.json")  # what `datasets` puts into a folder that it saves
-_COLUMNS: tuple[str, ...] = (
-    "query",
-    "answers",
-    "passages",
-)  # MS MARCO: one object of columns, each from a number to a value
+# MS MARCO is one object of these columns, each of which maps a number to a value.
+_COLUMNS: tuple[str, ...] = ("query", "answers", "passages")
 
 
 @dataclass(frozen=True)
@@ -55,6 +50,10 @@ class PublishedRecord:
         return value
 
 
+# The records of a part of one set.
+RecordsOf = Callable[[Part], Iterator[PublishedRecord]]
+
+
 def records(
     place: Path | str, part: Part, *, without: Sequence[str] = (), config: str | None = None
 ) -> Iterator[PublishedRecord]:
@@ -65,10 +64,8 @@ def records(
     that lacks a field that a reader asks for is a DataError with file and line, or item.
     """
     if isinstance(place, Path) and not any((place / name).is_file() for name in _SAVED):
-        found = (record for path in _files(place, part, without) for record in _of_file(path))
-    else:
-        found = _of_dataset(place, part, config)
-    return found
+        return (record for path in _files(place, part, without) for record in _of_file(path))
+    return _of_dataset(place, part, config)
 
 
 def read_as(read: Callable[[PublishedRecord], T], record: PublishedRecord) -> T:

@@ -1,5 +1,5 @@
-"""The retriever's losses, as sums over queries: in-batch contrast, and a teacher's scores of a
-query's passages.
+"""The retriever's losses, as sums over queries: the contrast with other passages, and the
+distillation of a teacher's scores.
 """
 
 from __future__ import annotations
@@ -40,13 +40,11 @@ def _other_positives(pool: Mapping[str, Tensor], target_Q: Tensor) -> Tensor:
 
 
 def _owners(counts_Q: Tensor) -> Tensor:
-    """The query of each of its things: 0 as often as the first count says, and so on."""
+    """The query that each thing belongs to: 0 as often as the first count says, and so on."""
     return torch.repeat_interleave(torch.arange(len(counts_Q), device=counts_Q.device), counts_Q)
 
 
-def distilled(
-    pool: Mapping[str, Tensor], *, temperature: float, teacher_temperature: float
-) -> Tensor:
+def distil(pool: Mapping[str, Tensor], *, temperature: float, teacher_temperature: float) -> Tensor:
     """() the sum over queries of KL(teacher || retriever) over each query's own passages.
 
     pool: as for in_batch, and teacher (own passages,), NaN where the teacher gave no score: such a
@@ -63,6 +61,6 @@ def distilled(
     where = (query[is_scored], place[is_scored])
     empty_QN = own.new_full((len(counts_Q), int(counts_Q.max())), float("-inf"))
     student = empty_QN.index_put(where, own[is_scored]).log_softmax(-1)[where]
-    wanted = teacher[is_scored].to(own.dtype) / teacher_temperature
-    wanted = empty_QN.index_put(where, wanted).log_softmax(-1)[where]
-    return (wanted.exp() * (wanted - student)).sum()
+    target = teacher[is_scored].to(own.dtype) / teacher_temperature
+    target = empty_QN.index_put(where, target).log_softmax(-1)[where]
+    return (target.exp() * (target - student)).sum()

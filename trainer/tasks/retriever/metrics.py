@@ -1,23 +1,25 @@
-"""How well queries find their passages among all passages of a split, out of a table that ranks can
-gather.
+"""How well queries find their passages among all passages of a split.
+
+Ranks gather one table of numbers, and the metrics are computed from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-# A row of the table is one of three things, told by its first column:
-QUERY, PASSAGE, RELEVANT = (
-    0.0,
-    1.0,
-    2.0,
-)  # (query number, vector), (passage id, vector), (query number, passage id)
-# columns before the vector: kind, 3 of the number, 4 of the id: 16 bits each, for fp32 holds 24
+# The first column says what a row of the table is:
+QUERY = 0.0  # a query: its number and vector
+PASSAGE = 1.0  # a passage: its id and vector
+RELEVANT = 2.0  # the number of a query and the id of a passage that is relevant to it
+# Columns before the vector: the kind, 3 of the number and 4 of the id. Each holds 16 bits, because
+# an fp32 number holds integers up to 24 bits only.
 KEYS = 8
 DEPTHS = (1, 5, 20)
 MRR_DEPTH = 10
-_TOGETHER = 256  # queries scored at a time
+_QUERIES_AT_ONCE = 256
 
 # Q queries, P passages, R pairs of a query and a relevant passage, E width of a vector
 
@@ -31,11 +33,29 @@ def rows_of(kind: float, *, numbers: Tensor, ids: Tensor, vectors: Tensor) -> Te
     return torch.cat([torch.stack(columns, -1).float(), vectors.float()], -1)
 
 
+def table_of(batch: Mapping[str, Tensor], queries_QE: Tensor, passages_PE: Tensor) -> Tensor:
+    """The rows of a batch (batches.py), whose texts have these vectors."""
+    numbers, ids = batch["numbers"], batch["identities"]
+    numbers_R = torch.repeat_interleave(numbers, batch["positive_counts"])
+    no_ids, no_numbers = torch.zeros_like(numbers), torch.zeros_like(ids)
+    no_vectors_RE = queries_QE.new_zeros(len(numbers_R), queries_QE.shape[1])
+    table = [
+        rows_of(QUERY, numbers=numbers, ids=no_ids, vectors=queries_QE),
+        rows_of(PASSAGE, numbers=no_numbers, ids=ids, vectors=passages_PE),
+        rows_of(RELEVANT, numbers=numbers_R, ids=batch["positive_ids"], vectors=no_vectors_RE),
+    ]
+    return torch.cat(table)
+
+
 def retrieval_metrics(table: Tensor, *, temperature: float) -> dict[str, float]:
-    """loss: mean over queries and their relevant passages of -log softmax over every passage of the
-    split, of which the query's other relevant ones are left out. mrr@10 by the best relevant
-    passage; recall@1, @5, @20: the share of the relevant passages in the first so many. A tie
-    counts against the retriever.
+    """Metrics of all queries of the table over all its passages, without duplicates.
+
+    - loss: the mean, over queries and their relevant passages, of -log softmax over all passages
+      except the query's other relevant ones.
+    - mrr@10: the mean of 1 / rank of the best relevant passage, 0 below rank 10.
+    - recall@1, @5, @20: the share of the relevant passages in the top k.
+
+    Equal scores count against the retriever: the relevant passage gets the lowest of their ranks.
     """
     of_kind = {kind: table[table[:, 0] == kind] for kind in (QUERY, PASSAGE, RELEVANT)}
     numbers_Q, order = _integer(of_kind[QUERY][:, 1:4]).sort()
@@ -46,43 +66,40 @@ def retrieval_metrics(table: Tensor, *, temperature: float) -> dict[str, float]:
     row_R, column_R = _integer(pairs[:, 1:4]), _integer(pairs[:, 4:8])
     is_relevant_QP[torch.searchsorted(numbers_Q, row_R), torch.searchsorted(ids_P, column_R)] = True
     losses, best, shares = [], [], []
-    for start in range(0, len(queries_QE), _TOGETHER):
-        relevant = is_relevant_QP[start : start + _TOGETHER]
-        scores = queries_QE[start : start + _TOGETHER] @ passages_PE.T
+    for start in range(0, len(queries_QE), _QUERIES_AT_ONCE):
+        relevant = is_relevant_QP[start : start + _QUERIES_AT_ONCE]
+        scores = queries_QE[start : start + _QUERIES_AT_ONCE] @ passages_PE.T
         ranks = _ranks(scores, relevant)
         losses.append(_losses(scores / temperature, relevant))
         best.append(ranks.min(-1).values)
-        shares.append(
-            torch.stack(
-                [(ranks <= depth).sum(-1) / relevant.sum(-1) for depth in DEPTHS], -1
-            ).double()
-        )
+        recalls = [(ranks <= depth).sum(-1) / relevant.sum(-1) for depth in DEPTHS]
+        shares.append(torch.stack(recalls, -1).double())
     best_Q, recall = torch.cat(best), torch.cat(shares).mean(0)
     reciprocal_Q = torch.where(best_Q <= MRR_DEPTH, 1.0 / best_Q.double(), 0.0)
-    found = {
+    values = {
         "loss": float(torch.cat(losses).mean()),
         f"mrr@{MRR_DEPTH}": float(reciprocal_Q.mean()),
     }
-    return found | {
-        f"recall@{depth}": float(value) for depth, value in zip(DEPTHS, recall, strict=True)
-    }
+    for depth, value in zip(DEPTHS, recall, strict=True):
+        values[f"recall@{depth}"] = float(value)
+    return values
 
 
 def _ranks(scores_QP: Tensor, relevant_QP: Tensor) -> Tensor:
-    """(Q, P) the place of each relevant passage, from 1; a number beyond all places elsewhere."""
-    found = torch.full(scores_QP.shape, torch.iinfo(torch.int64).max)
+    """(Q, P) the rank of each relevant passage, from 1; the largest integer for all others."""
+    ranks_QP = torch.full(scores_QP.shape, torch.iinfo(torch.int64).max)
     order = torch.where(relevant_QP, float("inf"), scores_QP).sort(descending=False, dim=-1).values
     for row, column in relevant_QP.nonzero().tolist():
         score = scores_QP[row, column]
         others = order[row, : int((~relevant_QP[row]).sum())]
         above = len(others) - int(torch.searchsorted(others, score))
-        found[row, column] = above + 1 + int((scores_QP[row][relevant_QP[row]] > score).sum())
-    return found
+        ranks_QP[row, column] = above + 1 + int((scores_QP[row][relevant_QP[row]] > score).sum())
+    return ranks_QP
 
 
 def _losses(scores_QP: Tensor, relevant_QP: Tensor) -> Tensor:
-    """(Q,) the mean over a query's relevant passages of -log softmax among itself and what is not
-    relevant.
+    """(Q,) the mean of -log softmax over a query's relevant passages, each among itself and the
+    passages that are not relevant.
     """
     others_Q1 = scores_QP.masked_fill(relevant_QP, float("-inf")).logsumexp(-1, keepdim=True)
     surprise_QP = torch.logaddexp(scores_QP, others_Q1) - scores_QP
@@ -90,7 +107,9 @@ def _losses(scores_QP: Tensor, relevant_QP: Tensor) -> Tensor:
 
 
 def _distinct(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids in rising order, and the vector of each: whatever the order in which batches came."""
+    """The ids of passages without duplicates, ascending, and the vector of each; the order in which
+    batches came changes nothing.
+    """
     ids, place = _integer(rows[:, 4:8]).sort(stable=True)
     is_first = torch.ones_like(ids, dtype=torch.bool)
     is_first[1:] = ids[1:] != ids[:-1]

@@ -14,32 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.schema import Base, Lora, RandomBase
-from trainer.data.padding import pad_right
 from trainer.errors import ConfigError
 from trainer.metrics.mergeable import GatheredValues, Ratio
 from trainer.models import adapters, base_model, base_source
-from trainer.models.gradcache import PoolScope, pooled_losses
 from trainer.protocol.abilities import Side, Uncut
-from trainer.protocol.task import DRAW, EPOCH, Batch, Encoded, Places, Row, Text
+from trainer.protocol.task import Batch, Encoded, Places, Row, Text
 from trainer.runtime import distributed
 from trainer.runtime.batch import to_device
-from trainer.tasks.retriever import export, losses, metrics, rows, selection, sentence_folder
+from trainer.tasks.retriever import export, metrics, rows, sentence_folder
+from trainer.tasks.retriever.batches import Batches, texts_of
 from trainer.tasks.retriever.config import Config, Data, Encoder
 from trainer.tasks.retriever.model import (
     Retriever,
     described,
     is_causal,
     most_calls,
-    packed,
     pooler_of,
 )
-from trainer.tasks.retriever.tokens import Tokens, bits_of, identity, passage_of, words_of
+from trainer.tasks.retriever.pool_loss import PoolLoss
+from trainer.tasks.retriever.tokens import Tokens, identity
 from trainer.tasks.token_task import TokenTask
 
 log = logging.getLogger(__name__)
 
-# What a rank keeps to itself of a pool: its queries meet all passages, no rank computes another's.
-_OWN = ("queries", "counts", "positive_ids", "positive_counts", "teacher")
+# Keys of `data` that an exported model states in its own description, and that hold for it.
 _DESCRIBED = (
     "separator",
     "query_prefix",
@@ -62,17 +60,15 @@ class Task(TokenTask[Config]):
         self.places = places
         self.how: Encoder = cfg.encoder  # an exported model may say otherwise
         base = self._side(cfg.base, export.QUERY)
-        own = (
-            {}
-            if base == cfg.base or cfg.tokenizer
-            else {"tokenizer": base_source.resolve(cfg.base, places)}
+        of_query: dict[str, Any] = {"base": base}
+        if base != cfg.base and not cfg.tokenizer:
+            of_query["tokenizer"] = base_source.resolve(cfg.base, places)
+        tokenizer = base_source.tokenizer_of(
+            cfg.model_copy(update=of_query), places, needs_eos=False
         )
-        named = cfg.model_copy(update={"base": base, **own})
-        super().__init__(
-            cfg, places, tokenizer=base_source.tokenizer_of(named, places, needs_eos=False)
-        )
+        super().__init__(cfg, places, tokenizer=tokenizer)
         self.tokens = Tokens(self.tokenizer, cfg.data)
-        self._is_told = False  # whether the size of a pool was logged
+        self._pool_loss = PoolLoss(cfg)
         if cfg.encoder.pooling == "cls" and is_causal(base_source.config_of(base, places)):
             raise ConfigError(
                 'encoder.pooling="cls": in a decoder the first token sees nothing but itself. '
@@ -103,9 +99,10 @@ class Task(TokenTask[Config]):
         if lora is None:
             model = self._both(str(folder), how, None)
         else:
-            said = export.read_description(folder)
-            if said is not None:
-                adapters.refuse_another_base(folder, said.base_fingerprint, self.fingerprint())
+            description = export.read_description(folder)
+            if description is not None:
+                trained_on = description.base_fingerprint
+                adapters.refuse_another_base(folder, trained_on, self.fingerprint())
             model = self._both(self.cfg.base, how, lora)
             for side, place in sides.items():
                 adapters.load(getattr(model, side), place)
@@ -161,10 +158,13 @@ class Task(TokenTask[Config]):
 
     def _follow(self, folder: Path, how: Encoder) -> None:
         """Embed texts as the exported model was trained to, whatever this experiment says."""
-        self.how, said = how, export.read_description(folder)
-        update = {} if said is None else {name: getattr(said, name) for name in _DESCRIBED}
+        self.how = how
+        description = export.read_description(folder)
+        if description is None:
+            return
+        trained = {name: getattr(description, name) for name in _DESCRIBED}
         changed = {
-            name: value for name, value in update.items() if value != getattr(self.cfg.data, name)
+            name: value for name, value in trained.items() if value != getattr(self.cfg.data, name)
         }
         if changed:
             log.warning(
@@ -191,9 +191,9 @@ class Task(TokenTask[Config]):
 
     def rows(self, split: str) -> Iterable[Row]:
         places = self.places
-        found = rows.rows(self.cfg.data, split, places.data_path, cache_dir=places.cache_dir)
-        found = rows.trainable(found, self.cfg.data.passages if split == "train" else 1)
-        return ({**row, "item": item} for item, row in enumerate(found))
+        of_split = rows.rows(self.cfg.data, split, places.data_path, cache_dir=places.cache_dir)
+        usable = rows.trainable(of_split, self.cfg.data.passages if split == "train" else 1)
+        return ({**row, "item": item} for item, row in enumerate(usable))
 
     def encode(self, row: Row) -> Encoded:
         """The query and all its passages, positives first, as ids; what each passage is, and its
@@ -275,72 +275,14 @@ class Task(TokenTask[Config]):
         return len(encoded["query"]) + self.cfg.data.passages * int(max(encoded["lengths"]))
 
     def collate(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        """Q queries, and P passages, query by query, a positive first, as streams (model.packed);
-        for a base that reads none query_ids, query_mask (Q, L) and passage_ids, passage_mask
-        (P, L); counts (Q,) of passages; identities (P,); positive_ids, positive_counts (Q,);
-        teacher (P,); numbers (Q,).
+        return self._batches.of_rows(rows)
 
-        In training (rows that draw) data.passages passages a query; otherwise all positives and the
-        first negatives.
-        """
-        chosen = [self._chosen(row) for row in rows]
-        passages = [
-            passage_of(row, index)
-            for row, places in zip(rows, chosen, strict=True)
-            for index in places
-        ]
-        identities = [words_of(row["identities"]) for row in rows]
-        scores = [np.asarray(row["scores"], dtype=np.int32).view(np.float32) for row in rows]
-        positives = [
-            found[: int(row["num_positives"][0])]
-            for row, found in zip(rows, identities, strict=True)
-        ]
-        return {
-            **self._laid_out([row["query"] for row in rows], "query"),
-            **self._laid_out(passages, "passage"),
-            "counts": torch.tensor([len(places) for places in chosen]),
-            "identities": torch.from_numpy(
-                np.concatenate([i[p] for i, p in zip(identities, chosen, strict=True)])
-            ),
-            "positive_ids": torch.from_numpy(np.concatenate(positives)),
-            "positive_counts": torch.tensor([len(found) for found in positives]),
-            "teacher": torch.from_numpy(
-                np.concatenate([s[p] for s, p in zip(scores, chosen, strict=True)])
-            ),
-            "numbers": torch.tensor([int(row["item"][0]) for row in rows]),
-        }
+    @property
+    def _batches(self) -> Batches:
+        return Batches(self.cfg, self.tokens, is_packed=self.is_packed)
 
     def describe(self, batch: Batch) -> dict[str, Text]:
         return described(batch)
-
-    def _chosen(self, row: Mapping[str, Any]) -> list[int]:
-        """Which of a row's passages are looked at, by their places."""
-        data, total, positives = self.cfg.data, len(row["lengths"]), int(row["num_positives"][0])
-        if DRAW not in row:
-            return list(range(min(total, positives + data.passages - 1)))
-        turn = selection.Turn(
-            item=int(row["item"][0]),
-            epoch=int(row[EPOCH][0]),
-            seed=self.cfg.train.seed,
-            draw=int(row[DRAW][0]),
-        )
-        negatives = selection.negatives(
-            total - positives, data.passages - 1, turn, data.select_negatives
-        )
-        return [
-            selection.positive(positives, turn, data.select_positive),
-            *(positives + place for place in negatives),
-        ]
-
-    def _laid_out(self, texts: Sequence[Any], side: Side) -> dict[str, Tensor]:
-        if self.is_packed:
-            cfg = self.cfg.loss
-            size = cfg.query_chunk if side == "query" else cfg.passage_chunk
-            return packed(texts, side, size=size)
-        ids, mask = pad_right(texts, self.tokens.pad)
-        room = (0, self.tokens.width(ids.shape[1], side) - ids.shape[1])
-        ids = nn.functional.pad(ids, room, value=self.tokens.pad)
-        return {f"{side}_ids": ids, f"{side}_mask": nn.functional.pad(mask, room)}
 
     # Loss and scores
     # ----------------------------------------------------------------------------------------------
@@ -349,84 +291,16 @@ class Task(TokenTask[Config]):
         return torch.tensor(len(batch["counts"]), device=batch["counts"].device)
 
     def losses(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
-        """Each query against all passages of its pool: the window's or its micro-batch's, of all
-        ranks or its own.
-        """
-        cfg = self.cfg.loss
-        chunks = (
-            (cfg.query_chunk, cfg.passage_chunk) if cfg.query_chunk or cfg.passage_chunk else None
-        )
-        how = PoolScope(own=_OWN, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
-        # one micro-batch after the other: a list of them would lie on the device as a whole
-        for pool in [window] if cfg.pool == "window" else ([batch] for batch in window):
-            self._tell(pool)
-            yield from pooled_losses(
-                lambda batch: self._represented(model, batch, chunks), pool, self._of_pool, how
-            )
-
-    def _represented(self, model: nn.Module, batch: Batch, chunks: Any) -> dict[str, Tensor]:
-        """Vectors of a micro-batch, with what the loss needs to know of them."""
-        found = model(**_texts(batch), chunks=chunks) if chunks else model(**_texts(batch))
-        found = {**found, "counts": batch["counts"]}
-        if self.cfg.loss.mask_duplicates:
-            found |= {
-                name: batch[name] for name in ("identities", "positive_ids", "positive_counts")
-            }
-        # a teacher's scores carry no gradient, whatever their type
-        return found | (
-            {"teacher": bits_of(batch["teacher"])} if self.cfg.loss.distillation is not None else {}
-        )
-
-    def _of_pool(self, pool: Mapping[str, Tensor]) -> Tensor:
-        cfg, temperature = self.cfg.loss, self.cfg.encoder.temperature
-        total = pool["queries"].new_zeros(())
-        if cfg.contrastive:
-            found = losses.in_batch(
-                pool, temperature=temperature, mask_duplicates=cfg.mask_duplicates
-            )
-            total = total + cfg.contrastive * found
-        if cfg.distillation is not None:
-            pool = {**pool, "teacher": pool["teacher"].view(torch.float32)}
-            kept = {
-                "temperature": temperature,
-                "teacher_temperature": cfg.distillation.teacher_temperature,
-            }
-            total = total + cfg.distillation.coefficient * losses.distilled(pool, **kept)
-        return total
-
-    def _tell(self, pool: Sequence[Batch]) -> None:
-        """Log once over how many queries and passages one loss goes."""
-        if self._is_told:
-            return
-        self._is_told = True
-        ranks = distributed.world() if self.cfg.loss.negatives_x_device else 1
-        queries = ranks * sum(len(batch["counts"]) for batch in pool)
-        passages = ranks * sum(len(batch["identities"]) for batch in pool)
-        said = "one loss goes over %d queries and %d passages: %d negatives a query"
-        log.info(said, queries, passages, passages - 1)
+        return self._pool_loss.of_window(model, window)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Ratio | GatheredValues]:
         """Every metric of metrics.retrieval_metrics, of this split's queries over all passages of
         its rows.
         """
-        texts = _texts(batch)
-        found = model(**texts, calls=most_calls(texts))
-        numbers, ids, positive_ids = batch["numbers"], batch["identities"], batch["positive_ids"]
-        pairs = torch.repeat_interleave(numbers, batch["positive_counts"])
-        blank = found["queries"].new_zeros(len(pairs), found["queries"].shape[1])
-        table = [
-            metrics.rows_of(
-                metrics.QUERY,
-                numbers=numbers,
-                ids=torch.zeros_like(numbers),
-                vectors=found["queries"],
-            ),
-            metrics.rows_of(
-                metrics.PASSAGE, numbers=torch.zeros_like(ids), ids=ids, vectors=found["passages"]
-            ),
-            metrics.rows_of(metrics.RELEVANT, numbers=pairs, ids=positive_ids, vectors=blank),
-        ]
-        return {"retrieval": GatheredValues(torch.cat(table), self._metrics)}
+        texts = texts_of(batch)
+        vectors = model(**texts, calls=most_calls(texts))
+        table = metrics.table_of(batch, vectors["queries"], vectors["passages"])
+        return {"retrieval": GatheredValues(table, self._metrics)}
 
     def _metrics(self, table: Tensor) -> dict[str, float]:
         return metrics.retrieval_metrics(table, temperature=self.how.temperature)
@@ -442,9 +316,5 @@ class Task(TokenTask[Config]):
 
     def embed(self, model: nn.Module, rows: Sequence[Sequence[int]], *, side: Side) -> Tensor:
         """(N, E) fp32 vectors of N token rows."""
-        given = to_device(self._laid_out(rows, side))
-        return model(**given)["queries" if side == "query" else "passages"].float()
-
-
-def _texts(batch: Batch) -> dict[str, Tensor]:
-    return {name: x for name, x in batch.items() if name.startswith(("query_", "passage_"))}
+        texts = to_device(self._batches.lay_out(rows, side))
+        return model(**texts)["queries" if side == "query" else "passages"].float()

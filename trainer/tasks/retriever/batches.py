@@ -1,0 +1,100 @@
+"""How rows become a batch: which of their passages are looked at, and how texts are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trainer.data.padding import pad_right
+from trainer.protocol.abilities import Side
+from trainer.protocol.task import DRAW, EPOCH, Batch
+from trainer.tasks.retriever import selection
+from trainer.tasks.retriever.config import Config
+from trainer.tasks.retriever.model import packed
+from trainer.tasks.retriever.tokens import Tokens, passage_of, words_of
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Makes batches of one experiment's rows."""
+
+    cfg: Config
+    tokens: Tokens
+    is_packed: bool  # texts are streams of real tokens; else rows with pads
+
+    def of_rows(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        """Q queries, and P passages query by query, a positive first.
+
+        Texts are streams (model.packed), or query_ids, query_mask (Q, L) and passage_ids,
+        passage_mask (P, L). Besides: counts (Q,) of passages; identities (P,); positive_ids,
+        positive_counts (Q,); teacher (P,) scores; numbers (Q,) of the rows.
+        """
+        choices = [self.choose(row) for row in rows]
+        passages = [
+            passage_of(row, index)
+            for row, places in zip(rows, choices, strict=True)
+            for index in places
+        ]
+        identities = [words_of(row["identities"]) for row in rows]
+        scores = [np.asarray(row["scores"], dtype=np.int32).view(np.float32) for row in rows]
+        positives = [
+            words[: int(row["num_positives"][0])]
+            for row, words in zip(rows, identities, strict=True)
+        ]
+        return {
+            **self.lay_out([row["query"] for row in rows], "query"),
+            **self.lay_out(passages, "passage"),
+            "counts": torch.tensor([len(places) for places in choices]),
+            "identities": _at(identities, choices),
+            "positive_ids": torch.from_numpy(np.concatenate(positives)),
+            "positive_counts": torch.tensor([len(words) for words in positives]),
+            "teacher": _at(scores, choices),
+            "numbers": torch.tensor([int(row["item"][0]) for row in rows]),
+        }
+
+    def choose(self, row: Mapping[str, Any]) -> list[int]:
+        """The places of the passages of a row that are looked at: in training (rows that draw)
+        data.passages of them, else all positives and the first negatives.
+        """
+        data, total, positives = self.cfg.data, len(row["lengths"]), int(row["num_positives"][0])
+        if DRAW not in row:
+            return list(range(min(total, positives + data.passages - 1)))
+        turn = selection.Turn(
+            item=int(row["item"][0]),
+            epoch=int(row[EPOCH][0]),
+            seed=self.cfg.train.seed,
+            draw=int(row[DRAW][0]),
+        )
+        positive = selection.positive(positives, turn, data.select_positive)
+        negatives = selection.negatives(
+            total - positives, data.passages - 1, turn, data.select_negatives
+        )
+        return [positive, *(positives + place for place in negatives)]
+
+    def lay_out(self, texts: Sequence[Any], side: Side) -> dict[str, Tensor]:
+        """Token ids of some texts as tensors that the model takes."""
+        if self.is_packed:
+            cfg = self.cfg.loss
+            size = cfg.query_chunk if side == "query" else cfg.passage_chunk
+            return packed(texts, side, size=size)
+        ids, mask = pad_right(texts, self.tokens.pad)
+        room = (0, self.tokens.width(ids.shape[1], side) - ids.shape[1])
+        ids = pad(ids, room, value=self.tokens.pad)
+        return {f"{side}_ids": ids, f"{side}_mask": pad(mask, room)}
+
+
+def _at(values: Sequence[np.ndarray], choices: Sequence[list[int]]) -> Tensor:
+    """The values of the chosen passages of each row, one row after the other."""
+    pairs = zip(values, choices, strict=True)
+    return torch.from_numpy(np.concatenate([of_row[places] for of_row, places in pairs]))
+
+
+def texts_of(batch: Batch) -> dict[str, Tensor]:
+    """The arguments of the model in a batch."""
+    return {name: x for name, x in batch.items() if name.startswith(("query_", "passage_"))}

@@ -1,0 +1,89 @@
+"""The loss of a pool of queries and passages: which micro-batches and ranks share one, and what is
+computed over it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainer.models.gradcache import PoolScope, pooled_losses
+from trainer.protocol.task import Batch
+from trainer.runtime import distributed
+from trainer.tasks.retriever import losses
+from trainer.tasks.retriever.batches import texts_of
+from trainer.tasks.retriever.config import Config
+from trainer.tasks.retriever.tokens import bits_of
+
+log = logging.getLogger(__name__)
+
+# What a rank does not exchange: its queries meet all passages, and no rank computes another's.
+_OWN = ("queries", "counts", "positive_ids", "positive_counts", "teacher")
+
+
+@dataclass
+class PoolLoss:
+    """The losses of an experiment over its pools."""
+
+    cfg: Config
+    _is_size_logged: bool = False
+
+    def of_window(self, model: nn.Module, window: Sequence[Batch]) -> Iterator[Tensor]:
+        """Each query against all passages of its pool: those of the window or of its micro-batch,
+        on all ranks or on its own.
+        """
+        cfg = self.cfg.loss
+        scope = PoolScope(own=_OWN, across_ranks=cfg.negatives_x_device, on_host=cfg.pool_on_host)
+        # one micro-batch after the other: a list of them would lie on the device as a whole
+        for pool in [window] if cfg.pool == "window" else ([batch] for batch in window):
+            self._log_size_once(pool)
+            yield from pooled_losses(
+                lambda batch: self._represent(model, batch), pool, self._of_pool, scope
+            )
+
+    def _represent(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The vectors of a micro-batch, with everything else that the loss needs of it."""
+        cfg, texts = self.cfg.loss, texts_of(batch)
+        if cfg.query_chunk or cfg.passage_chunk:
+            vectors = model(**texts, chunks=(cfg.query_chunk, cfg.passage_chunk))
+        else:
+            vectors = model(**texts)
+        represented = {**vectors, "counts": batch["counts"]}
+        if cfg.mask_duplicates:
+            for name in ("identities", "positive_ids", "positive_counts"):
+                represented[name] = batch[name]
+        if cfg.distillation is not None:
+            # as integers: a teacher's scores carry no gradient
+            represented["teacher"] = bits_of(batch["teacher"])
+        return represented
+
+    def _of_pool(self, pool: Mapping[str, Tensor]) -> Tensor:
+        cfg, temperature = self.cfg.loss, self.cfg.encoder.temperature
+        total = pool["queries"].new_zeros(())
+        if cfg.contrastive:
+            contrastive = losses.in_batch(
+                pool, temperature=temperature, mask_duplicates=cfg.mask_duplicates
+            )
+            total = total + cfg.contrastive * contrastive
+        if cfg.distillation is not None:
+            distillation = losses.distil(
+                {**pool, "teacher": pool["teacher"].view(torch.float32)},
+                temperature=temperature,
+                teacher_temperature=cfg.distillation.teacher_temperature,
+            )
+            total = total + cfg.distillation.coefficient * distillation
+        return total
+
+    def _log_size_once(self, pool: Sequence[Batch]) -> None:
+        if self._is_size_logged:
+            return
+        self._is_size_logged = True
+        ranks = distributed.world() if self.cfg.loss.negatives_x_device else 1
+        queries = ranks * sum(len(batch["counts"]) for batch in pool)
+        passages = ranks * sum(len(batch["identities"]) for batch in pool)
+        message = "one loss goes over %d queries and %d passages: %d negatives a query"
+        log.info(message, queries, passages, passages - 1)
