@@ -174,7 +174,7 @@ def chosen(
     train, world = launch.cfg.train, launch.sharding.world
     presets = presets_of(launch.cfg) if asked == AUTO else (asked,)
     picks_rows = launch.values["train"]["micro_batch"] == AUTO
-    usable = target.filled(world)
+    usable = target.bytes_to_fill(world)
     if meant.rates is not None:
         found = _fastest(launch, ways, presets, meant, usable=usable, picks_rows=picks_rows)
         if found is not None:
@@ -241,7 +241,7 @@ def frozen(launch: UpcomingRun, *, name: str | None) -> str:
         made = make(whole.subject(), cublas=target.cublas_nbytes)
     except MeasuringError:
         return "shard"
-    fits = made.plan.peak.peak.total <= target.filled(launch.sharding.world)
+    fits = made.plan.peak.peak.total <= target.bytes_to_fill(launch.sharding.world)
     how = "replicate" if fits else "shard"
     logger.info("memory: frozen weights: %s (train.frozen is auto)", how)
     return how

@@ -38,7 +38,7 @@ from trainer.survival.mirror import Kept
 from trainer.telemetry.chain import StepChain
 from trainer.telemetry.meter import Meter
 from trainer.telemetry.run_record import RunRecord
-from trainer.telemetry.trackers import named, tracked_runs
+from trainer.telemetry.trackers import tracked_runs, tracker_names
 from trainer.training import bad_steps, checkpoint, engine, run_folder
 from trainer.training.bad_steps import RolledBack
 from trainer.training.engine import Engine
@@ -82,7 +82,7 @@ def run(plan: RunPlan, options: Options, preemption: Preemption) -> int:
             wandb=options.wandb(plan.values),
             name=plan.name,
             others=lambda: tracked_runs(
-                named(options.trackers),
+                tracker_names(options.trackers),
                 plan.folder,
                 name=plan.name,
                 exp_id=plan.id,
@@ -281,7 +281,7 @@ def ready(
     chain, saves = StepChain.of(progress.links), Beside()
 
     def save(progress: Progress) -> None:
-        with meter.paused("saving"):
+        with meter.pause("saving"):
             on_main(lock.check)
             progress.links = chain.links()
             saves.start(snapshot(plan, live, progress, identity))
@@ -330,7 +330,7 @@ def _train(plan: RunPlan, options: Options, ready: Ready) -> bool:
             ready.export("final")
             if options.push_to_hub:
                 on_main(lambda: push(plan))
-        with ready.session.meter.paused("saving"):
+        with ready.session.meter.pause("saving"):
             ready.saves.wait()
         if finished:  # a run killed behind its last save has not removed older ones yet
             where = plan.folder / "checkpoints", ready.progress.step, plan.cfg.train.keep_last
@@ -418,7 +418,7 @@ def snapshot(
     }
 
     def write() -> Path:
-        made = live.state_copy.made()
+        made = live.state_copy.copy()
         return checkpoint.save(
             plan.folder / "checkpoints",
             weights={name: made[name] for name in weights},

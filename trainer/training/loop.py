@@ -272,7 +272,7 @@ def refuse_unknown_best(session: Session) -> None:
     batch = session.cfg.train.eval_batch or session.cfg.train.micro_batch
     names: set[str] = set()
     for count in (min(batch, len(valid)), len(valid)):
-        with session.meter.paused():
+        with session.meter.pause():
             scores = evaluate(session.engine, task, valid, batch=batch, num_rows=count)
             asked = session.questions[:count]
             if asked and isinstance(task, Answers):
@@ -290,7 +290,7 @@ def _evaluated(session: Session, progress: Progress, *, is_saved: bool) -> bool:
     is_saved: there is a checkpoint of this step, which a run that ends here goes on from.
     """
     try:
-        with session.meter.paused():
+        with session.meter.pause():
             improved = _is_best(session, progress, _evaluate(session, progress.step))
     except Stopped:
         if not is_saved:
@@ -306,12 +306,12 @@ def _pays_evaluation(session: Session, progress: Progress) -> bool:
     """What _evaluated does, of a step that an earlier attempt saved: if it went on to log the
     scores, they are taken.
     """
-    known = distributed.on_main(lambda: session.run.scored(progress.step))
+    known = distributed.on_main(lambda: session.run.logged_scores(progress.step))
     if known is None:
         return _evaluated(session, progress, is_saved=True)
     if session.cfg.train.best is not None:
         known.setdefault(session.cfg.train.best, math.nan)  # what is not finite is not logged
-    with session.meter.paused():
+    with session.meter.pause():
         _is_best(session, progress, known)
     progress.owes_evaluation = False
     return True
