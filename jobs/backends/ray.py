@@ -77,13 +77,13 @@ class Ray:
             version = importlib.import_module("ray").__version__
         except ModuleNotFoundError:
             return [Finding("ray", False, "not installed: pip install 'lathe[ray]'")]
-        found = [Finding("ray", True, str(version))]
+        findings = [Finding("ray", True, str(version))]
         try:
             remote = _asked(self.address, lambda client: client.get_version())
         except (Unreachable, RayError) as error:
-            return [*found, Finding("cluster", False, str(error))]
+            return [*findings, Finding("cluster", False, str(error))]
         return [
-            *found,
+            *findings,
             Finding(
                 "cluster", True, f"{self.address or 'the default one'} answers (version {remote})"
             ),
@@ -113,8 +113,8 @@ class Ray:
 
     def submit(self, rendered: Rendered) -> str:
         """The id. A job of this id that exists already is adopted: it is the same submission."""
-        sent = json.loads(rendered.text)
-        address, submission = sent["address"], sent["submission"]
+        job = json.loads(rendered.text)
+        address, submission = job["address"], job["submission"]
         job_id = _id(address, rendered.token)
         try:
             _asked(address, lambda client: client.submit_job(**submission))
@@ -148,21 +148,21 @@ class Ray:
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
         """What the cluster says of these ids, in one request for each cluster."""
-        wanted: dict[str | None, list[str]] = defaultdict(list)
+        groups: dict[str | None, list[str]] = defaultdict(list)
         for job_id in ids:
-            wanted[_parts(job_id)[0]].append(job_id)
-        found: dict[str, Observed] = {}
-        for address, members in wanted.items():
+            groups[_parts(job_id)[0]].append(job_id)
+        answers: dict[str, Observed] = {}
+        for address, members in groups.items():
             try:
                 listed: list[Any] = _asked(address, lambda client: client.list_jobs())
             except RayError as answer:
                 raise Unreachable(f"cannot list the jobs: {answer}") from None
             by_token = {job.submission_id: job for job in listed if job.submission_id}
-            known = [(job_id, by_token.get(_parts(job_id)[1])) for job_id in members]
-            found.update(
-                {job_id: observe(details) for job_id, details in known if details is not None}
+            pairs = [(job_id, by_token.get(_parts(job_id)[1])) for job_id in members]
+            answers.update(
+                {job_id: observe(details) for job_id, details in pairs if details is not None}
             )
-        return {job_id: found[job_id] for job_id in ids if job_id in found}
+        return {job_id: answers[job_id] for job_id in ids if job_id in answers}
 
     def cancel(self, job_id: str) -> None:
         """Ask Ray to stop it: SIGTERM to all its processes, and SIGKILL after the job's own grace.
@@ -305,8 +305,8 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
 
 
 def _translated(error: BaseException) -> BaseException:
-    if found := STATUS.search(str(error)):
-        return RayError(int(found[1]), str(error))
+    if status := STATUS.search(str(error)):
+        return RayError(int(status[1]), str(error))
     is_of_ray = type(error).__module__.partition(".")[0] in ("ray", "aiohttp")
     if is_of_ray or isinstance(error, (OSError, RuntimeError, ValueError)):
         return Unreachable(f"the Ray cluster cannot be seen: {error}")

@@ -192,12 +192,14 @@ def _walked(project: Path) -> SourceFiles:
             f"{error.filename}: {error.strerror}. Make the project readable for this user."
         ) from None
 
-    found: list[str] = []
+    files_below: list[str] = []
     for folder, folders, files in os.walk(project, onerror=refuse):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         folders[:] = sorted(set(folders) - set(links) - LITTER)
-        found += [os.path.relpath(os.path.join(folder, name), project) for name in (*files, *links)]
-    return SourceFiles(project, Path(), frozenset(), frozenset(found))
+        files_below += [
+            os.path.relpath(os.path.join(folder, name), project) for name in (*files, *links)
+        ]
+    return SourceFiles(project, Path(), frozenset(), frozenset(files_below))
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
@@ -326,8 +328,8 @@ def _refuse_big(top: Path, sizes: Mapping[str, int]) -> None:
 
 
 def _sizes(files: list[tuple[str, int]]) -> str:
-    named = [f"{shown(path)} ({size / MIB:.1f} MiB)" for path, size in files[:SHOWN]]
-    return ", ".join([*named, *(["..."] if len(files) > SHOWN else [])])
+    texts = [f"{shown(path)} ({size / MIB:.1f} MiB)" for path, size in files[:SHOWN]]
+    return ", ".join([*texts, *(["..."] if len(files) > SHOWN else [])])
 
 
 def _warn(source: SourceFiles, left_out: Mapping[str, str]) -> None:
@@ -347,11 +349,11 @@ def why_dirty(source: SourceFiles, dirty: Mapping[str, str]) -> str:
             f"{source.top}: not in a git repository (or git is not installed), so nobody can tell "
             "later which code ran. Commit it to one (git init), or submit with --allow-dirty."
         )
-    named = [f"{letters.strip()} {shown(path)}" for path, letters in dirty.items()]
-    more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+    texts = [f"{letters.strip()} {shown(path)}" for path, letters in dirty.items()]
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return (
-        f"{source.top}: {len(named)} file(s) differ from {_last_commit(source)}: "
-        f"{', '.join(named[:SHOWN])}{more}. Commit them, or exclude them by .gitignore, or "
+        f"{source.top}: {len(texts)} file(s) differ from {_last_commit(source)}: "
+        f"{', '.join(texts[:SHOWN])}{more}. Commit them, or exclude them by .gitignore, or "
         "submit with --allow-dirty."
     )
 

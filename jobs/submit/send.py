@@ -69,10 +69,10 @@ def ids_of(sent: Sent, backend: Backend) -> list[str]:
 
     Unreachable when the scheduler cannot be seen.
     """
-    found = sorted(backend.find(sent.name), key=lambda text: (len(text), text))
+    array_ids = sorted(backend.find(sent.name), key=lambda text: (len(text), text))
     if sent.index is not None and isinstance(backend, ArrayBackend):
-        return [backend.element(array_id, sent.index) for array_id in found]
-    return found
+        return [backend.element(array_id, sent.index) for array_id in array_ids]
+    return array_ids
 
 
 def send(
@@ -100,15 +100,15 @@ def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: 
 
     Adopt it, or send it again once it is `resend_s` seconds old.
     """
-    found = ids_of(sent, backend)
-    if found:
+    ids = ids_of(sent, backend)
+    if ids:
         record.append(
-            folder, {"event": "submitted", "attempt": sent.number, "id": found[0], "adopted": True}
+            folder, {"event": "submitted", "attempt": sent.number, "id": ids[0], "adopted": True}
         )
-        _tell_haven(folder, found[0], stored(folder, sent.number))
+        _tell_haven(folder, ids[0], stored(folder, sent.number))
         if sent.is_cancelled:
-            backend.cancel(found[0])
-        return Outcome(True, f"adopted {found[0]}: an earlier submission had sent it")
+            backend.cancel(ids[0])
+        return Outcome(True, f"adopted {ids[0]}: an earlier submission had sent it")
     if folder.attempt(sent.number).starts():
         return Outcome(True, "it has started, and its scheduler has forgotten under which id")
     if sent.is_cancelled:

@@ -68,17 +68,19 @@ class K8s:
             version = importlib.import_module("kubernetes").__version__
         except ModuleNotFoundError:
             return [Finding("kubernetes client", False, "not installed: pip install 'lathe[k8s]'")]
-        found = [Finding("kubernetes client", True, str(version))]
+        findings = [Finding("kubernetes client", True, str(version))]
         for kind, note in (("job", ""), ("jobset", " (needed for nodes > 1 only)")):
             try:
                 listed = _list(self.namespace, kind, limit=1)
             except Unreachable as error:
-                return [*found, Finding("cluster", False, str(error))]
+                return [*findings, Finding("cluster", False, str(error))]
             text = f"namespace {self.namespace}: " + (
                 "can be listed" if listed is not None else "the cluster has none"
             )
-            found.append(Finding(f"{kind}s", listed is not None or kind == "jobset", text + note))
-        return found
+            findings.append(
+                Finding(f"{kind}s", listed is not None or kind == "jobset", text + note)
+            )
+        return findings
 
     def render(self, spec: JobSpec) -> Rendered:
         """The manifest as YAML. ConfigError names what cannot be rendered."""
@@ -99,26 +101,26 @@ class K8s:
         Looks in all namespaces where that is allowed, else in its own. Missing one elsewhere is
         safe: a submission under the same name is adopted.
         """
-        found: list[str] = []
+        ids: list[str] = []
         for kind in KINDS:
             listed = _everywhere(self.namespace, kind, f"{TOKEN}={token}") or []
-            found += [
+            ids += [
                 f"{item['metadata']['namespace']}/{kind}/{item['metadata']['name']}"
                 for item in listed
             ]
-        return found
+        return ids
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
         """What the cluster says of these ids, of the objects and of their pods."""
-        wanted: dict[tuple[str, str], list[str]] = defaultdict(list)
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for job_id in ids:
             namespace, kind, name = _parts(job_id)
-            wanted[namespace, kind].append(name)
-        found: dict[str, Observed] = {}
-        for (namespace, kind), names in wanted.items():
+            groups[namespace, kind].append(name)
+        answers: dict[str, Observed] = {}
+        for (namespace, kind), names in groups.items():
             for start in range(0, len(names), CHUNK):
-                found.update(_query(namespace, kind, names[start : start + CHUNK]))
-        return {job_id: found[job_id] for job_id in ids if job_id in found}
+                answers.update(_query(namespace, kind, names[start : start + CHUNK]))
+        return {job_id: answers[job_id] for job_id in ids if job_id in answers}
 
     def cancel(self, job_id: str) -> None:
         """Delete the object. It stays, marked, until its pods have had their grace."""
@@ -201,14 +203,14 @@ def _adopted(job_id: str, token: str) -> str:
     namespace, kind, name = _parts(job_id)
     group, version, plural = KINDS[kind]
     try:
-        found: Object = custom_objects(
+        existing: Object = custom_objects(
             lambda api: api.get_namespaced_custom_object(
                 group, version, namespace, plural, name, _request_timeout=TIMEOUT_S
             )
         )
     except KubernetesError as answer:
         raise Unreachable(f"{job_id} exists, but cannot be read: {answer}") from None
-    if found["metadata"].get("labels", {}).get(TOKEN) != token:
+    if existing["metadata"].get("labels", {}).get(TOKEN) != token:
         raise Refused(
             f"{job_id} exists and is not ours: it has no label {TOKEN}={token}. Delete or rename "
             "it."
@@ -289,8 +291,8 @@ def _query(namespace: str, kind: str, names: Sequence[str]) -> dict[str, Observe
     pods: dict[str, list[Object]] = defaultdict(list)
     for pod in _pods(namespace, tokens):
         pods[pod["metadata"]["labels"][TOKEN]].append(pod)
-    found: dict[str, Observed] = {}
+    answers: dict[str, Observed] = {}
     for item in objects:
         name = item["metadata"]["name"]
-        found[f"{namespace}/{kind}/{name}"] = observe(item, pods[token_in(name)])
-    return found
+        answers[f"{namespace}/{kind}/{name}"] = observe(item, pods[token_in(name)])
+    return answers

@@ -67,12 +67,12 @@ def refuse_foreign(
     Jobs to wait for are named too.
     """
     default, job = JobConfig(), spec.job
-    found = [key for key in keys if getattr(job, key) != getattr(default, key)]
+    foreign = [key for key in keys if getattr(job, key) != getattr(default, key)]
     of_gpu = ("gpu_mem",) if allow_gpu_model else ("gpu_mem", "gpu_model")
-    found += [f"resources.{key}" for key in of_gpu if getattr(job.resources, key) is not None]
-    if found:
+    foreign += [f"resources.{key}" for key in of_gpu if getattr(job.resources, key) is not None]
+    if foreign:
         raise ConfigError(
-            f"job: the {backend} backend does not know {', '.join(found)}. Remove them, or use "
+            f"job: the {backend} backend does not know {', '.join(foreign)}. Remove them, or use "
             "another."
         )
     if spec.after:
@@ -343,29 +343,29 @@ def checked(spec: JobSpec) -> JobSpec:
 
 
 def _name_faults(spec: JobSpec) -> list[str]:
-    job, found = spec.job, list[str]()
+    job, faults = spec.job, list[str]()
     name_of(spec.token)
     if job.image is None:
-        found.append('image: required, for example "registry.example/lathe:1".')
+        faults.append('image: required, for example "registry.example/lathe:1".')
     elif not IMAGE.match(job.image):
-        found.append(f"image: {job.image!r} is no image reference.")
+        faults.append(f"image: {job.image!r} is no image reference.")
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", job.namespace):
-        found.append(f"namespace: {job.namespace!r} is no DNS label ([a-z0-9-]).")
+        faults.append(f"namespace: {job.namespace!r} is no DNS label ([a-z0-9-]).")
     for key in ("queue", "service_account"):
         value = getattr(job, key)
         if value is not None and not (DNS_SUBDOMAIN.match(value) and label(value) == value):
-            found.append(f"{key}: {value!r} is no name of an object ([a-z0-9.-]).")
+            faults.append(f"{key}: {value!r} is no name of an object ([a-z0-9.-]).")
     if job.wandb_key_secret is not None:
         name, _, key = job.wandb_key_secret.partition("/")
         if not DNS_SUBDOMAIN.match(name) or not SECRET_KEY.match(key):
-            found.append(
+            faults.append(
                 f'wandb_key_secret: {job.wandb_key_secret!r}, want "NAME/KEY" of a Secret.'
             )
-    return found
+    return faults
 
 
 def _volume_faults(spec: JobSpec) -> list[str]:
-    found, paths = list[str](), list[str]()
+    faults, paths = list[str](), list[str]()
     for text in spec.job.volumes:
         claim, path, _ = _volume(text)
         if (
@@ -373,17 +373,17 @@ def _volume_faults(spec: JobSpec) -> list[str]:
             or not text.endswith((f":{path}", f":{path}:ro"))
             or not _is_path(path)
         ):
-            found.append(f'volumes: {text!r}, want "<claim>:/mount" or "<claim>:/mount:ro".')
+            faults.append(f'volumes: {text!r}, want "<claim>:/mount" or "<claim>:/mount:ro".')
         if path in paths:
-            found.append(f"volumes: {path!r} is mounted twice.")
+            faults.append(f"volumes: {path!r} is mounted twice.")
         paths.append(path)
     for key in ("folder", "workdir"):
         value = getattr(spec, key)
         if not any(PurePosixPath(value).is_relative_to(path) for path in paths):
-            found.append(
+            faults.append(
                 f"{key}: {value!r} lies below no mount of `volumes`, so a pod cannot see it."
             )
-    return found
+    return faults
 
 
 def _is_path(path: str) -> bool:

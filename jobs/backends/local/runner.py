@@ -156,9 +156,9 @@ class Runner:
                     EXIT_BAD_INPUT,
                     f"{refusal}, as its queue was started. Ask for less, or send it elsewhere.",
                 )
-        elif (found := process.life(started)) == "restarted":
+        elif (life := process.life(started)) == "restarted":
             entry.end(EXIT_PREEMPTED, RESTARTED)
-        elif found == "unseen":
+        elif life == "unseen":
             log.warning(
                 "%s was started on %s, out of sight: left alone", entry.token, started.get("host")
             )
@@ -239,8 +239,8 @@ class Runner:
         return self.capacity.cpus - sum(live.facts["cpus"] for live in self.live.values())
 
     def _free_gpus(self) -> tuple[str, ...]:
-        taken = {name for live in self.live.values() for name in live.gpus}
-        return tuple(name for name in self.capacity.gpus if name not in taken)
+        busy = {name for live in self.live.values() for name in live.gpus}
+        return tuple(name for name in self.capacity.gpus if name not in busy)
 
 
 def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Live | None:

@@ -133,7 +133,7 @@ HISTORY = "JobID,State,ExitCode,NodeList"  # its Reason is why the job once wait
 
 
 @dataclass(frozen=True)
-class Done:
+class Reply:
     """How a client ended."""
 
     code: int
@@ -148,7 +148,7 @@ class Done:
         )
 
 
-def call(argv: Sequence[str], *, text: str = "", timeout_s: float) -> Done:
+def call(argv: Sequence[str], *, text: str = "", timeout_s: float) -> Reply:
     """Run a client to its end. Unreachable when it cannot be run or does not end in time."""
     env = {
         name: value
@@ -156,7 +156,7 @@ def call(argv: Sequence[str], *, text: str = "", timeout_s: float) -> Done:
         if (value := os.environ.get(name)) is not None
     }
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             argv,
             input=text.encode(errors="surrogateescape"),
             capture_output=True,
@@ -167,35 +167,39 @@ def call(argv: Sequence[str], *, text: str = "", timeout_s: float) -> Done:
         raise Unreachable(f"{argv[0]} did not answer within {timeout_s:.0f} s") from None
     except OSError as error:
         raise Unreachable(f"{argv[0]} cannot be run: {error.strerror or error}") from None
-    return Done(
-        done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    return Reply(
+        process.returncode,
+        process.stdout.decode(errors="replace"),
+        process.stderr.decode(errors="replace"),
     )
 
 
 def ask(*argv: str) -> list[str]:
     """The lines that a client answers; Unreachable for any failure."""
-    done = call(argv, timeout_s=ASK_S)
-    if done.code != 0:
-        raise Unreachable(f"{argv[0]}: {done.words}")
-    return done.out.splitlines()
+    reply = call(argv, timeout_s=ASK_S)
+    if reply.code != 0:
+        raise Unreachable(f"{argv[0]}: {reply.words}")
+    return reply.out.splitlines()
 
 
-def rejection(done: Done, what: str) -> Refused | Unreachable:
+def rejection(reply: Reply, what: str) -> Refused | Unreachable:
     """Refused when Slurm has clearly said no, else Unreachable: a lost answer is no answer."""
-    kind = Unreachable if done.code < 0 or not done.words or UNSEEN.search(done.words) else Refused
-    return kind(f"{what}: {done.words or f'ended with code {done.code}'}")
+    kind = (
+        Unreachable if reply.code < 0 or not reply.words or UNSEEN.search(reply.words) else Refused
+    )
+    return kind(f"{what}: {reply.words or f'ended with code {reply.code}'}")
 
 
 def listed(ids: Sequence[str], columns: str) -> list[str]:
     """Lines of squeue for these jobs, dead ones too, none for an unknown id. Unreachable."""
-    done = call(
+    reply = call(
         ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", columns],
         timeout_s=ASK_S,
     )
     # it says so of a single id; of several it leaves them out
-    if done.code != 0 and not UNKNOWN_ID.search(done.err):
-        raise Unreachable(f"squeue: {done.words}")
-    return done.out.splitlines()
+    if reply.code != 0 and not UNKNOWN_ID.search(reply.err):
+        raise Unreachable(f"squeue: {reply.words}")
+    return reply.out.splitlines()
 
 
 def queued(ids: Sequence[str]) -> Iterator[QueueLine]:
@@ -228,14 +232,14 @@ def history(*options: str) -> list[str]:
     They only add to what squeue says.
     """
     try:
-        done = call(
+        reply = call(
             ["sacct", "--noheader", "--parsable2", "--allocations", *options], timeout_s=ASK_S
         )
     except Unreachable as error:
-        done = Done(1, "", str(error))
-    if done.code != 0 and "accounting storage is disabled" not in done.words:
-        log.warning("jobs that ended long ago cannot be seen now: %s", done.words)
-    return done.out.splitlines() if done.code == 0 else []
+        reply = Reply(1, "", str(error))
+    if reply.code != 0 and "accounting storage is disabled" not in reply.words:
+        log.warning("jobs that ended long ago cannot be seen now: %s", reply.words)
+    return reply.out.splitlines() if reply.code == 0 else []
 
 
 def observed(row: QueueLine, around: Sequence[Node]) -> Observed:

@@ -129,10 +129,10 @@ def get_jobs_dict(
 
 def get_job(api: Toolkit, job_id: str) -> HavenJob:
     """One job; haven wants a ValueError for an id that nobody knows."""
-    found = get_jobs_dict(api, [job_id])
-    if job_id not in found:
+    jobs = get_jobs_dict(api, [job_id])
+    if job_id not in jobs:
         raise ValueError(f"job id {job_id} not found.")
-    return found[job_id]
+    return jobs[job_id]
 
 
 def kill_job(api: Toolkit, job_id: str) -> None:
