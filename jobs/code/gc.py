@@ -137,12 +137,12 @@ def _snapshots(base: BaseFolder) -> Iterator[tuple[Path, str]]:
         if is_leftover:
             yield path, "left by a submission that was killed"
             continue
-        used = _used(base) if used is None else used
+        used = _digests_in_use(base) if used is None else used
         if path.name not in used:
             yield path, "no experiment uses this code"
 
 
-def _used(base: BaseFolder) -> set[str]:
+def _digests_in_use(base: BaseFolder) -> set[str]:
     """Digests that a code link or a spec.json names, in any run folder, backup or deleted one."""
     used: set[str] = set()
     for folder in (*_children(base.path), *_children(base.deleted)):

@@ -49,9 +49,9 @@ from jobs.code.repository import (
     Selection,
     SourceFiles,
     patch,
+    printable_path,
     read_source,
     select,
-    shown,
     why_dirty,
 )
 from jobs.record.times import now
@@ -167,7 +167,7 @@ def verify(base: BaseFolder, digest: str) -> list[str]:
     """
     if not DIGEST.match(digest):
         raise ConfigError(
-            f"snapshot {shown(digest)}: want 64 hexadecimal digits. See {base.snapshots}."
+            f"snapshot {printable_path(digest)}: want 64 hexadecimal digits. See {base.snapshots}."
         )
     folder = base.snapshots / digest
     manifest = read_json(folder / MANIFEST) or {}
@@ -201,7 +201,7 @@ def _entries(top: Path, paths: Iterable[str]) -> list[SnapshotEntry]:
         mode, content = file
         entries.append(SnapshotEntry(path, mode, len(content), hashlib.sha256(content).hexdigest()))
         if (what := secret_keys.secret_in(content, secrets)) is not None:
-            spread.append(f"{shown(path)}, {what}")
+            spread.append(f"{printable_path(path)}, {what}")
     if spread:
         raise ConfigError(
             f"{top}: a code snapshot is read by every job, and would hold a secret: "
@@ -223,8 +223,8 @@ def _read(top: Path, path: str) -> tuple[str, bytes] | None:
         return None
     except OSError as error:
         raise ConfigError(
-            f"{top / shown(path)}: {error.strerror}. Make it readable for this user, or exclude "
-            "it by .gitignore."
+            f"{top / printable_path(path)}: {error.strerror}. Make it readable for this user, or "
+            "exclude it by .gitignore."
         ) from None
     if content is None:
         return None

@@ -71,7 +71,7 @@ def launcher(spec: Mapping[str, Any]) -> list[str]:
     return argv
 
 
-def activated(environment: str, inherited: Mapping[str, str]) -> dict[str, str]:
+def activation_variables(environment: str, inherited: Mapping[str, str]) -> dict[str, str]:
     """The variables that activating a virtual or conda environment changes. FileNotFoundError when
     there is none.
 

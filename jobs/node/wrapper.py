@@ -305,7 +305,7 @@ def environment_of(
         "LATHE_OUTCOME": str(attempt.outcome),
     }
     if spec.get("activate"):
-        environment = {**environment, **node.activated(spec["activate"], environment)}
+        environment = {**environment, **node.activation_variables(spec["activate"], environment)}
     key_file = spec["job"].get("wandb_key_file")
     if key_file:
         environment["WANDB_API_KEY"] = read_key(Path(key_file).expanduser())

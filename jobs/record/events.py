@@ -178,11 +178,11 @@ def fold(events: Iterable[dict[str, Any]]) -> Job | None:
         elif kind == "seen":
             job = replace(job, unseen_since=None, unseen_reason=None)
         else:
-            job = _changed(job, event)
+            job = _apply(job, event)
     return job
 
 
-def _changed(job: Job, event: dict[str, Any]) -> Job:
+def _apply(job: Job, event: dict[str, Any]) -> Job:
     changes: dict[str, Any] = {}
     if event["event"] == "submitted":
         changes = {"id": event["id"], "submitted_at": event["at"], "was_adopted": event["adopted"]}
@@ -211,7 +211,7 @@ class Busy(LatheError):
 
 
 @contextlib.contextmanager
-def locked(folder: RunFolder, *, wait_s: float) -> Generator[None]:
+def lock(folder: RunFolder, *, wait_s: float) -> Generator[None]:
     """Hold the right to decide about an experiment.
 
     Busy when another process has it for longer than `wait_s` seconds.

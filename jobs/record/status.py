@@ -91,7 +91,7 @@ def survey(
     """
     rows: list[Row] = []
     cases: list[_Case] = []
-    for folder in _recorded(base, only):
+    for folder in _run_folders(base, only):
         try:
             job = record.read(folder)
             if job is not None:
@@ -111,7 +111,7 @@ def survey(
         for row in (_row_of(case, sights, record_changes=record_changes) for case in cases)
     ]
     if include_unsubmitted:
-        rows += [row for folder in _unsubmitted(base, only) if (row := _by_hand(folder))]
+        rows += [row for folder in _folders_by_hand(base, only) if (row := _by_hand(folder))]
     return sorted(rows, key=lambda row: (row.group, row.created_at or "", row.exp_id))
 
 
@@ -137,13 +137,13 @@ def _names(cases: Collection[_Case]) -> dict[str, str]:
     return names
 
 
-def _recorded(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
+def _run_folders(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
     if only is None:
         return base.recorded()
     return [folder for name in sorted(set(only)) if (folder := base.run(name)).record.exists()]
 
 
-def _unsubmitted(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
+def _folders_by_hand(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
     """Folders of experiments that were run without being submitted."""
     folders = [each for each in base.runs() if only is None or each.path.name in only]
     return [
@@ -206,7 +206,7 @@ def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
     if not events:
         return
     try:
-        with record.locked(case.folder, wait_s=0):
+        with record.lock(case.folder, wait_s=0):
             if record.read(case.folder) == case.job:
                 # whoever looks next sees the same again
                 record.append(case.folder, *events, is_durable=False)
@@ -278,7 +278,7 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
         ended_at=own[-1].ended_at if own and has_ended else None,
         unseen_since=(job.unseen_since or now()) if is_unseen else None,
         unseen_reason=sight.problem if sight is not None else None,
-        heartbeat_age_s=_known(case.files.heartbeat_age_s) if own and not has_ended else None,
+        heartbeat_age_s=_finite(case.files.heartbeat_age_s) if own and not has_ended else None,
         sync_hint=sync_hint(folder) if has_ended else None,
         history=history,
         starts=starts,
@@ -286,7 +286,7 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
     return _with_progress(row, folder, read_json(folder.status) or {}) if starts else row
 
 
-def _known(age_s: float) -> float | None:
+def _finite(age_s: float) -> float | None:
     """None where it started after its heartbeat was looked for: JSON has no word for infinity."""
     return age_s if math.isfinite(age_s) else None
 
@@ -338,7 +338,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
             host=status.get("host"),
             created_at=status.get("updated_at"),
             ended_at=status.get("updated_at") if state in ENDED else None,
-            heartbeat_age_s=_known(age_s) if state == "running" else None,
+            heartbeat_age_s=_finite(age_s) if state == "running" else None,
             sync_hint=sync_hint(folder) if state in ENDED else None,
         )
         return _with_progress(row, folder, status)

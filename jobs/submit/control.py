@@ -21,7 +21,7 @@ from jobs.record.by_hand import training_now
 from jobs.record.status import record_state, survey
 from jobs.submit.policy import Limits, decide
 from jobs.submit.request import LOCK_WAIT_S, RESEND_S, ActionResult
-from jobs.submit.send import Outcome, fresh, give_up, ids_of, send, settle_intent, stored
+from jobs.submit.send import Outcome, fresh, give_up, ids_of, read_spec, send, settle_intent
 from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals
 
@@ -46,7 +46,7 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
     if row.state not in ACTIVE:
         return ActionResult(row.exp_id, "skip", f"it is {row.state}: nothing runs", row.state)
     try:
-        with record.locked(folder, wait_s=LOCK_WAIT_S):
+        with record.lock(folder, wait_s=LOCK_WAIT_S):
             job = record.read(folder)
             attempt = job.last if job else None
             if attempt is None:
@@ -122,7 +122,7 @@ def _each_again(
 def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
     folder = request.base.run(row.exp_id)
     try:
-        with record.locked(folder, wait_s=LOCK_WAIT_S):
+        with record.lock(folder, wait_s=LOCK_WAIT_S):
             rows_now = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)
             return _again_under_lock(request, folder, rows_now[0], rows)
     except Unreachable as error:
@@ -171,8 +171,8 @@ def _template(folder: RunFolder, job: Job) -> JobSpec | None:
     """The last attempt's spec, or the one that waits for its turn; None without either."""
     waiting = folder.attempt(len(job.attempts) + 1)
     if waiting.spec.exists():
-        return stored(folder, waiting.number)
-    return stored(folder, job.last.number) if job.last is not None else None
+        return read_spec(folder, waiting.number)
+    return read_spec(folder, job.last.number) if job.last is not None else None
 
 
 def _is_full(request: Again, row: Row, rows: Collection[Row], template: JobSpec) -> bool:
@@ -199,7 +199,7 @@ def reset(
     A record that cannot be read, and a folder that was never submitted, can be moved too.
     """
     folder = base.run(exp_id)
-    with record.locked(folder, wait_s=LOCK_WAIT_S):
+    with record.lock(folder, wait_s=LOCK_WAIT_S):
         rows = survey(base, only=[exp_id], backend_of=backend_of, record_changes=False)
         if rows and rows[0].state in ACTIVE and rows[0].history:
             raise ConfigError(

@@ -63,7 +63,7 @@ def _eai(spec: JobSpec) -> str:
 
 def _trainjob(spec: JobSpec) -> str:
     """A TrainJob of Kubeflow Trainer 2 (trainer.kubeflow.org/v1alpha1)."""
-    pod = manifest.wire(manifest.pod_spec(manifest.checked(spec)))
+    pod = manifest.wire(manifest.pod_spec(manifest.check_spec(spec)))
     [container] = pod["containers"]
     patch = {
         "serviceAccountName": spec.job.service_account,

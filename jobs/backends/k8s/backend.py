@@ -23,10 +23,10 @@ from jobs.backends.k8s.client import (
     TIMEOUT_S,
     KubernetesError,
     Object,
-    answered,
     core_api,
     custom_objects,
     lines_of,
+    translate_errors,
 )
 from jobs.backends.k8s.manifest import CONTAINER, KINDS, TOKEN, manifest, text_of, token_in
 from jobs.backends.k8s.observed import creation_time, observe, rank_of
@@ -183,7 +183,7 @@ class K8s:
             )
         except KubernetesError as answer:
             if answer.status == 409 and answer.reason == "AlreadyExists":
-                return _adopted(job_id, rendered.token)
+                return _adopt(job_id, rendered.token)
             if answer.status in CERTAIN:
                 raise Refused(
                     f"the cluster refused {job_id}: {answer}{_advice(answer, kind)}"
@@ -198,7 +198,7 @@ def _advice(answer: KubernetesError, kind: str) -> str:
     return ". Ask for the right to create it in this namespace." if answer.status == 403 else ""
 
 
-def _adopted(job_id: str, token: str) -> str:
+def _adopt(job_id: str, token: str) -> str:
     """`job_id` if its object carries our token; Refused when it is somebody else's."""
     namespace, kind, name = _parts(job_id)
     group, version, plural = KINDS[kind]
@@ -279,7 +279,7 @@ def _pods(namespace: str, tokens: Sequence[str]) -> list[Object]:
         )
     except KubernetesError as answer:
         raise Unreachable(f"cannot list pods in namespace {namespace}: {answer}") from None
-    reply: Object = answered(lambda: json.loads(response.data))
+    reply: Object = translate_errors(lambda: json.loads(response.data))
     return reply.get("items", [])
 
 

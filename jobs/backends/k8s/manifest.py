@@ -112,7 +112,7 @@ def manifest(spec: JobSpec) -> dict[str, Any]:
     ConfigError names everything that cannot be rendered: a key of another backend, a missing image,
     a bad name.
     """
-    job, is_gang = checked(spec).job, spec.job.nodes > 1
+    job, is_gang = check_spec(spec).job, spec.job.nodes > 1
     body: dict[str, Any] = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2" if is_gang else "batch/v1",
         "kind": "JobSet" if is_gang else "Job",
@@ -136,16 +136,16 @@ def metadata(spec: JobSpec) -> dict[str, Any]:
 
 def labels(spec: JobSpec) -> dict[str, str]:
     """Labels of the object; `lathe/token` finds it and its pods."""
-    found = {
+    texts = {
         **MANAGED,
         TOKEN: spec.token,
         "lathe/exp-id": label(spec.exp_id),
         "lathe/group": label(spec.group),
     }
-    found["lathe/attempt"] = str(spec.attempt)
+    texts["lathe/attempt"] = str(spec.attempt)
     if spec.job.queue is not None:
-        found["kueue.x-k8s.io/queue-name"] = spec.job.queue
-    return found
+        texts["kueue.x-k8s.io/queue-name"] = spec.job.queue
+    return texts
 
 
 def label(text: str) -> str:
@@ -257,11 +257,11 @@ def pod_spec(spec: JobSpec) -> Any:
 
 def resources(spec: JobSpec) -> Any:
     """Requests for the scheduler; memory is a limit too, so that a leak ends a job, not a node."""
-    wanted = spec.job.resources
-    memory = f"{wanted.mem}Gi"
-    limits = {"memory": memory, **({"nvidia.com/gpu": str(wanted.gpu)} if wanted.gpu else {})}
+    own = spec.job.resources
+    memory = f"{own.mem}Gi"
+    limits = {"memory": memory, **({"nvidia.com/gpu": str(own.gpu)} if own.gpu else {})}
     return _models().V1ResourceRequirements(
-        requests={"cpu": str(wanted.cpu), "memory": memory}, limits=limits
+        requests={"cpu": str(own.cpu), "memory": memory}, limits=limits
     )
 
 
@@ -269,19 +269,19 @@ def variables(spec: JobSpec) -> list[Any]:
     """What the wrapper must know; the training's own environment it reads in spec.json."""
     models = _models()
     # the same at every restart
-    found = [models.V1EnvVar(name="LATHE_JOB_ID", value=literal(job_id(spec)))]
+    entries = [models.V1EnvVar(name="LATHE_JOB_ID", value=literal(job_id(spec)))]
     if spec.job.nodes > 1:
         field = models.V1ObjectFieldSelector(field_path=f"metadata.annotations['{RANK}']")
         source = models.V1EnvVarSource(field_ref=field)
-        found.append(models.V1EnvVar(name="LATHE_NODE_RANK", value_from=source))
-        found.append(models.V1EnvVar(name="LATHE_HEAD_NODE", value=head_node(spec)))
+        entries.append(models.V1EnvVar(name="LATHE_NODE_RANK", value_from=source))
+        entries.append(models.V1EnvVar(name="LATHE_HEAD_NODE", value=head_node(spec)))
     if spec.job.wandb_key_secret is not None:
         name, _, key = spec.job.wandb_key_secret.partition("/")
         source = models.V1EnvVarSource(
             secret_key_ref=models.V1SecretKeySelector(name=name, key=key)
         )
-        found.append(models.V1EnvVar(name="WANDB_API_KEY", value_from=source))
-    return found
+        entries.append(models.V1EnvVar(name="WANDB_API_KEY", value_from=source))
+    return entries
 
 
 def job_id(spec: JobSpec) -> str:
@@ -328,7 +328,7 @@ def _volume(text: str) -> tuple[str, str, bool]:
     return claim, path, mode == "ro"
 
 
-def checked(spec: JobSpec) -> JobSpec:
+def check_spec(spec: JobSpec) -> JobSpec:
     """`spec` itself; ConfigError with every fault in it.
 
     These are faults that the API server or a pod would only show later.
@@ -399,19 +399,19 @@ def text_faults(spec: JobSpec) -> list[str]:
     Control characters, which YAML and the kernel refuse, paths that lead elsewhere, and what is no
     program.
     """
-    found = list[str]()
+    faults = list[str]()
     if (
         not spec.wrapper
         or spec.wrapper[0].startswith("-")
         or "=" in spec.wrapper[0]
         or not spec.wrapper[0]
     ):
-        found.append(
+        faults.append(
             f"wrapper: {spec.wrapper!r}, want the argv that runs the job, a program first."
         )
     for key, value in [("folder", spec.folder), ("workdir", spec.workdir)]:
         if not _is_path(value):
-            found.append(f"{key}: {value!r} is no absolute path without '..'.")
+            faults.append(f"{key}: {value!r} is no absolute path without '..'.")
     texts = [
         ("folder", spec.folder),
         ("workdir", spec.workdir),
@@ -420,8 +420,8 @@ def text_faults(spec: JobSpec) -> list[str]:
     ]
     for key, value in [*texts, *(("wrapper", part) for part in spec.wrapper)]:
         if not value.isprintable():
-            found.append(f"{key}: {value!r} holds a character that cannot be printed.")
-    return found
+            faults.append(f"{key}: {value!r} holds a character that cannot be printed.")
+    return faults
 
 
 def literal(text: str) -> str:

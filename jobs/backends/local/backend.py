@@ -145,7 +145,7 @@ class Local:
         self.rehearse(rendered)
         entry = json.loads(rendered.text)
         with refusals(self._queue.folder):
-            if (elsewhere := _sent_elsewhere(entry, self._queue)) is not None:
+            if (elsewhere := _id_elsewhere(entry, self._queue)) is not None:
                 return elsewhere
             self._queue.add(rendered.token, json.dumps({**entry, "at": time.time()}))
             self._queue.wake()
@@ -305,7 +305,7 @@ def _out_of_sight(entry: QueuedJob) -> str:
     return f"{entry.folder}: started on {host} in another container, and can only be seen there"
 
 
-def _sent_elsewhere(entry: Mapping[str, Any], queue: Queue) -> str | None:
+def _id_elsewhere(entry: Mapping[str, Any], queue: Queue) -> str | None:
     """The id under which another queue has a job; None when none has. Unreachable when that cannot
     be known here.
 

@@ -28,11 +28,11 @@ from jobs.backends.slurm.squeue import (
     call,
     config,
     history,
-    listed,
+    list_lines,
     nodes,
-    observed,
+    observe,
     past,
-    queued,
+    queue_lines,
     rejection,
 )
 from jobs.errors import Refused, Unreachable
@@ -148,16 +148,16 @@ class Slurm:
 
         Without accounting, ended ones are known for MinJobAge only.
         """
-        wanted = [job_id for job_id in dict.fromkeys(ids) if ID.match(job_id)]
+        own_ids = [job_id for job_id in dict.fromkeys(ids) if ID.match(job_id)]
         rows: dict[str, QueueLine] = {}
-        for first in range(0, len(wanted), MANY):
-            rows |= {row.id: row for row in queued(wanted[first : first + MANY])}
-        gone = [job_id for job_id in wanted if job_id not in rows]
+        for first in range(0, len(own_ids), MANY):
+            rows |= {row.id: row for row in queue_lines(own_ids[first : first + MANY])}
+        gone = [job_id for job_id in own_ids if job_id not in rows]
         for first in range(0, len(gone), MANY):
             rows |= {row.id: row for row in past(gone[first : first + MANY])}
         is_short = any(row.reason.startswith(NO_NODES) for row in rows.values())
         around = nodes() if is_short else []
-        return {job_id: observed(rows[job_id], around) for job_id in wanted if job_id in rows}
+        return {job_id: observe(rows[job_id], around) for job_id in own_ids if job_id in rows}
 
     def cancel(self, job_id: str) -> None:
         """Ask for its end; one that has ended or is forgotten is fine.
@@ -339,7 +339,7 @@ def _checked_id(job_id: str) -> str:
 
 def _folder_of(job_id: str) -> Path | None:
     """The folder that a job was sent from, where its text lies; None when Slurm forgot the job."""
-    lines = listed([job_id], "--format=%Z") or history(f"--jobs={job_id}", "--format=WorkDir")
+    lines = list_lines([job_id], "--format=%Z") or history(f"--jobs={job_id}", "--format=WorkDir")
     return Path(lines[0]) if lines and lines[0].startswith("/") else None
 
 

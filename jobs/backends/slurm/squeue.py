@@ -190,7 +190,7 @@ def rejection(reply: Reply, what: str) -> Refused | Unreachable:
     return kind(f"{what}: {reply.words or f'ended with code {reply.code}'}")
 
 
-def listed(ids: Sequence[str], columns: str) -> list[str]:
+def list_lines(ids: Sequence[str], columns: str) -> list[str]:
     """Lines of squeue for these jobs, dead ones too, none for an unknown id. Unreachable."""
     reply = call(
         ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", columns],
@@ -202,9 +202,9 @@ def listed(ids: Sequence[str], columns: str) -> list[str]:
     return reply.out.splitlines()
 
 
-def queued(ids: Sequence[str]) -> Iterator[QueueLine]:
+def queue_lines(ids: Sequence[str]) -> Iterator[QueueLine]:
     """Rows of the jobs that the controller still knows."""
-    for line in listed(ids, f"--Format={COLUMNS}"):
+    for line in list_lines(ids, f"--Format={COLUMNS}"):
         fields = [field.strip() for field in line.split("|", 8)]
         if len(fields) == 9:
             yield QueueLine(
@@ -242,7 +242,7 @@ def history(*options: str) -> list[str]:
     return reply.out.splitlines() if reply.code == 0 else []
 
 
-def observed(row: QueueLine, around: Sequence[Node]) -> Observed:
+def observe(row: QueueLine, around: Sequence[Node]) -> Observed:
     """What a row says of its job. `around`: the cluster's nodes, needed when the row says that
     there are too few.
 
@@ -288,7 +288,7 @@ def _waiting(
     here = {node.name: node for node in around if node.partition in row.partition.split(",")}
     out = {name: node.reason for name, node in here.items() if OUT_OF_USE.match(node.state)}
     needed = int(row.nodes) if row.nodes.isdigit() else 1
-    is_stuck = len(here) - len(out) < needed or bool(out.keys() & _expanded(row.required))
+    is_stuck = len(here) - len(out) < needed or bool(out.keys() & _expand(row.required))
     if not out or not is_stuck:
         return state, reason
     drained = ", ".join(f"{name} ({why})" for name, why in sorted(out.items())[:4])
@@ -305,7 +305,7 @@ def nodes() -> list[Node]:
     return [Node(*fields) for line in lines if len(fields := line.split("|", 3)) == 4]
 
 
-def _expanded(names: str) -> set[str]:
+def _expand(names: str) -> set[str]:
     """The nodes that "n[1-2],m4" stands for."""
     if "[" not in names:
         return set(names.split(","))
