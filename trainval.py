@@ -262,7 +262,7 @@ def _train(experiments: list[dict[str, Any]], options: dict[str, Any]) -> int:
     chosen = Options(**options)
     plans = [plan(values, chosen, world=world, rank=rank) for values in experiments]
     distributed.init()
-    with watch.watched(last_words):
+    with watch.watch_ranks(last_words):
         return run_group(plans, chosen)
 
 

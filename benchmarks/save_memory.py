@@ -91,7 +91,7 @@ def measured(stage: int, millions: int, root: Path) -> dict[str, int]:
     with _peak(found, "save"):
         weights, optimizer = live.own_tensors()
         live.state_copy.of({**weights, **optimizer})
-        made = live.state_copy.made()
+        made = live.state_copy.copy()
         checkpoint.save(
             root,
             1,

@@ -134,10 +134,10 @@ class JobConfig(Strict):
         changed = [key for key, value in self if value != getattr(_UNTOUCHED, key)]
         foreign = [key for key in changed if key not in SHARED and key not in own]
         if foreign:
-            known = ", ".join(sorted({*SHARED, *own}))
+            keys = ", ".join(sorted({*SHARED, *own}))
             raise ConfigError(
                 f"job dictionary: {backend} knows no {', '.join(foreign)}. Remove them. It "
-                f"knows: {known}"
+                f"knows: {keys}"
             )
 
 

@@ -116,22 +116,22 @@ def is_secret_file(path: str) -> bool:
     return not path.endswith(_SOURCE) and any(_SUSPECT_NAME.match(part) for part in parts)
 
 
-def secret_in(content: bytes, known: Mapping[str, str]) -> str | None:
+def secret_in(content: bytes, secrets: Mapping[str, str]) -> str | None:
     """Where a file's content holds a key and which, without the key ("line 3: a key of W&B"); None
     when it does not.
 
-    known: secrets of this user (`secrets_in`), looked for word for word. Else a key is 40
+    secrets: those of this user (`secrets_in`), looked for word for word. Else a key is 40
     hexadecimal digits behind "wandb" and one of key, login and password, or what begins with
     wandb_v1_ or hf_.
     """
-    for name, value in known.items():
+    for name, value in secrets.items():
         place = content.find(value.encode(errors="surrogateescape"))
         if place >= 0:
             return f"line {_line(content, place)}: the value of {name}"
-    if b"wandb" in content.lower() and (found := _WANDB_KEY.search(content)):
-        return f"line {_line(content, found.end() - 1)}: a key of W&B"
-    if (b"hf_" in content or b"wandb_v1_" in content) and (found := _TOKEN.search(content)):
-        return f"line {_line(content, found.start())}: an access token"
+    if b"wandb" in content.lower() and (match := _WANDB_KEY.search(content)):
+        return f"line {_line(content, match.end() - 1)}: a key of W&B"
+    if (b"hf_" in content or b"wandb_v1_" in content) and (match := _TOKEN.search(content)):
+        return f"line {_line(content, match.start())}: an access token"
     return None
 
 

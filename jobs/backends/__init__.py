@@ -35,9 +35,9 @@ class BackendCache:
     """`load`, each backend made once."""
 
     def __init__(self) -> None:
-        self._made: dict[str, Backend] = {}
+        self._backends: dict[str, Backend] = {}
 
     def __call__(self, name: str) -> Backend:
-        if name not in self._made:
-            self._made[name] = load(name)
-        return self._made[name]
+        if name not in self._backends:
+            self._backends[name] = load(name)
+        return self._backends[name]

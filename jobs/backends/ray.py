@@ -77,13 +77,13 @@ class Ray:
             version = importlib.import_module("ray").__version__
         except ModuleNotFoundError:
             return [Finding("ray", False, "not installed: pip install -e '.[ray]'")]
-        found = [Finding("ray", True, str(version))]
+        findings = [Finding("ray", True, str(version))]
         try:
-            remote = _asked(self.address, lambda client: client.get_version())
+            remote = _ask(self.address, lambda client: client.get_version())
         except (Unreachable, RayError) as error:
-            return [*found, Finding("cluster", False, str(error))]
+            return [*findings, Finding("cluster", False, str(error))]
         return [
-            *found,
+            *findings,
             Finding(
                 "cluster", True, f"{self.address or 'the default one'} answers (version {remote})"
             ),
@@ -113,11 +113,11 @@ class Ray:
 
     def submit(self, rendered: Rendered) -> str:
         """The id. A job of this id that exists already is adopted: it is the same submission."""
-        sent = json.loads(rendered.text)
-        address, submission = sent["address"], sent["submission"]
+        job = json.loads(rendered.text)
+        address, submission = job["address"], job["submission"]
         job_id = _id(address, rendered.token)
         try:
-            _asked(address, lambda client: client.submit_job(**submission))
+            _ask(address, lambda client: client.submit_job(**submission))
         except RayError as answer:
             if "already exists" in str(answer):
                 log.info("%s was there already: adopted", job_id)
@@ -135,7 +135,7 @@ class Ray:
         """
         is_guess = self.address is None and not any(os.environ.get(name) for name in OVERRIDES)
         try:
-            _asked(self.address, lambda client: client.get_job_info(token))
+            _ask(self.address, lambda client: client.get_job_info(token))
         except RayError as answer:
             if answer.status == 404:
                 return []
@@ -148,21 +148,21 @@ class Ray:
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
         """What the cluster says of these ids, in one request for each cluster."""
-        wanted: dict[str | None, list[str]] = defaultdict(list)
+        groups: dict[str | None, list[str]] = defaultdict(list)
         for job_id in ids:
-            wanted[_parts(job_id)[0]].append(job_id)
-        found: dict[str, Observed] = {}
-        for address, members in wanted.items():
+            groups[_parts(job_id)[0]].append(job_id)
+        answers: dict[str, Observed] = {}
+        for address, members in groups.items():
             try:
-                listed: list[Any] = _asked(address, lambda client: client.list_jobs())
+                listed: list[Any] = _ask(address, lambda client: client.list_jobs())
             except RayError as answer:
                 raise Unreachable(f"cannot list the jobs: {answer}") from None
             by_token = {job.submission_id: job for job in listed if job.submission_id}
-            known = [(job_id, by_token.get(_parts(job_id)[1])) for job_id in members]
-            found.update(
-                {job_id: observe(details) for job_id, details in known if details is not None}
+            pairs = [(job_id, by_token.get(_parts(job_id)[1])) for job_id in members]
+            answers.update(
+                {job_id: observe(details) for job_id, details in pairs if details is not None}
             )
-        return {job_id: found[job_id] for job_id in ids if job_id in found}
+        return {job_id: answers[job_id] for job_id in ids if job_id in answers}
 
     def cancel(self, job_id: str) -> None:
         """Ask Ray to stop it: SIGTERM to all its processes, and SIGKILL after the job's own grace.
@@ -172,7 +172,7 @@ class Ray:
         """
         address, token = _parts(job_id)
         try:
-            _asked(address, lambda client: client.stop_job(token))
+            _ask(address, lambda client: client.stop_job(token))
         except RayError as answer:
             if answer.status != 404:  # 404: Ray has forgotten it
                 raise Unreachable(f"cannot stop {job_id}: {answer}") from None
@@ -182,11 +182,11 @@ class Ray:
         address, token = _parts(job_id)
         try:
             if follow:
-                _asked(address, lambda client: client.get_job_info(token))
+                _ask(address, lambda client: client.get_job_info(token))
                 yield from _lines(_tail(address, token))
             else:
                 yield from str(
-                    _asked(address, lambda client: client.get_job_logs(token))
+                    _ask(address, lambda client: client.get_job_logs(token))
                 ).splitlines()
         except RayError as answer:
             if answer.status != 404:
@@ -256,7 +256,7 @@ def _parts(job_id: str) -> tuple[str | None, str]:
     return address or None, token
 
 
-def _connected(address: str | None) -> Any:
+def _connect(address: str | None) -> Any:
     """Ray's client.
 
     Unreachable when the environment would send it to another cluster than the job dictionary.
@@ -277,12 +277,12 @@ def _connected(address: str | None) -> Any:
     return package.JobSubmissionClient(address)
 
 
-def _asked(address: str | None, call: Callable[[Any], T]) -> T:
+def _ask(address: str | None, call: Callable[[Any], T]) -> T:
     """The reply to one request.
 
     RayError for a status that is no success, Unreachable for everything else.
     """
-    return _within(TIMEOUT_S, lambda: call(_connected(address)))
+    return _within(TIMEOUT_S, lambda: call(_connect(address)))
 
 
 def _within(limit_s: float, call: Callable[[], T]) -> T:
@@ -300,13 +300,13 @@ def _within(limit_s: float, call: Callable[[], T]) -> T:
     except queue.Empty:
         raise Unreachable(f"the Ray cluster did not answer within {limit_s:.0f} s") from None
     if error is not None:
-        raise _translated(error) from error
+        raise _translate(error) from error
     return cast("T", value)
 
 
-def _translated(error: BaseException) -> BaseException:
-    if found := STATUS.search(str(error)):
-        return RayError(int(found[1]), str(error))
+def _translate(error: BaseException) -> BaseException:
+    if status := STATUS.search(str(error)):
+        return RayError(int(status[1]), str(error))
     is_of_ray = type(error).__module__.partition(".")[0] in ("ray", "aiohttp")
     if is_of_ray or isinstance(error, (OSError, RuntimeError, ValueError)):
         return Unreachable(f"the Ray cluster cannot be seen: {error}")
@@ -318,14 +318,14 @@ def _tail(address: str | None, token: str) -> Iterator[str]:
 
     Waits between two pieces without limit.
     """
-    client = _within(TIMEOUT_S, lambda: _connected(address))
+    client = _within(TIMEOUT_S, lambda: _connect(address))
     loop = asyncio.new_event_loop()
     pieces = client.tail_job_logs(token)
     try:
         while (piece := loop.run_until_complete(anext(pieces, None))) is not None:
             yield piece
     except Exception as error:
-        raise _translated(error) from None
+        raise _translate(error) from None
     finally:
         # interrupted while it waited: it cannot be closed in order
         with contextlib.suppress(RuntimeError):

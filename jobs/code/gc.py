@@ -52,9 +52,11 @@ def plan_gc(base: BaseFolder, *, older_than_days: float) -> list[Garbage]:
     if not older_than_days >= 0:
         raise ConfigError(f"older_than_days={older_than_days}, want 0 or more.")
     with refusals(base.path):
-        found = [*_snapshots(base), *_arrays(base), *_set_aside(base, older_than_days)]
-        planned = [_garbage(base, path, why) for path, why in found if _is_inside(base.path, path)]
-    return sorted(planned, key=lambda garbage: garbage.path)
+        candidates = [*_snapshots(base), *_arrays(base), *_set_aside(base, older_than_days)]
+        items = [
+            _garbage(base, path, why) for path, why in candidates if _is_inside(base.path, path)
+        ]
+    return sorted(items, key=lambda garbage: garbage.path)
 
 
 def collect(garbage: Iterable[Garbage]) -> int:
@@ -135,12 +137,12 @@ def _snapshots(base: BaseFolder) -> Iterator[tuple[Path, str]]:
         if is_leftover:
             yield path, "left by a submission that was killed"
             continue
-        used = _used(base) if used is None else used
+        used = _digests_in_use(base) if used is None else used
         if path.name not in used:
             yield path, "no experiment uses this code"
 
 
-def _used(base: BaseFolder) -> set[str]:
+def _digests_in_use(base: BaseFolder) -> set[str]:
     """Digests that a code link or a spec.json names, in any run folder, backup or deleted one."""
     used: set[str] = set()
     for folder in (*_children(base.path), *_children(base.deleted)):
@@ -150,8 +152,8 @@ def _used(base: BaseFolder) -> set[str]:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 # searched, not parsed: a torn one counts too, and a digest too many does no harm
                 used |= {
-                    found.decode()
-                    for found in _DIGESTS.findall((attempt / "spec.json").read_bytes())
+                    digest.decode()
+                    for digest in _DIGESTS.findall((attempt / "spec.json").read_bytes())
                 }
     return used
 

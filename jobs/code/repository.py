@@ -84,14 +84,14 @@ def read_source(project: Path) -> SourceFiles:
     project = project.resolve()
     top = _top(project)
     if top is None:
-        return _walked(project)
+        return _walk(project)
     commit, branch, changed = _status(top)
     tracked, untracked = _listing(top)
     inside = project.relative_to(top)
     if inside.parts and not any(
         path.startswith(f"{inside.as_posix()}/") for path in (*tracked, *untracked)
     ):
-        return _walked(project)  # the repository around it ignores it
+        return _walk(project)  # the repository around it ignores it
     return SourceFiles(
         top, inside, frozenset(tracked), frozenset(untracked), changed, commit, branch, is_git=True
     )
@@ -186,18 +186,20 @@ def _names(answer: bytes) -> set[str]:
     return {os.fsdecode(name) for name in answer.split(b"\0") if name}
 
 
-def _walked(project: Path) -> SourceFiles:
+def _walk(project: Path) -> SourceFiles:
     def refuse(error: OSError) -> None:
         raise ConfigError(
             f"{error.filename}: {error.strerror}. Make the project readable for this user."
         ) from None
 
-    found: list[str] = []
+    files_below: list[str] = []
     for folder, folders, files in os.walk(project, onerror=refuse):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         folders[:] = sorted(set(folders) - set(links) - LITTER)
-        found += [os.path.relpath(os.path.join(folder, name), project) for name in (*files, *links)]
-    return SourceFiles(project, Path(), frozenset(), frozenset(found))
+        files_below += [
+            os.path.relpath(os.path.join(folder, name), project) for name in (*files, *links)
+        ]
+    return SourceFiles(project, Path(), frozenset(), frozenset(files_below))
 
 
 def _git(folder: Path, *arguments: str) -> bytes:
@@ -211,7 +213,7 @@ def _git(folder: Path, *arguments: str) -> bytes:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder. Give the folder of the project.")
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -223,13 +225,13 @@ def _git(folder: Path, *arguments: str) -> bytes:
         raise LatheError(
             f"git {arguments[0]} in {folder} took over {GIT_S:.0f} s. Try it by hand."
         ) from None
-    if done.returncode != 0:
-        words = done.stderr.decode(errors="replace").strip().removeprefix("fatal: ")
+    if process.returncode != 0:
+        words = process.stderr.decode(errors="replace").strip().removeprefix("fatal: ")
         raise ConfigError(f"{folder}: git {arguments[0]} says: {words}")
-    return done.stdout
+    return process.stdout
 
 
-def shown(path: str) -> str:
+def printable_path(path: str) -> str:
     """A path for a message: on one line, and no terminal sequence, whatever its name is."""
     return path if path.isprintable() else ascii(path)[1:-1]
 
@@ -326,13 +328,15 @@ def _refuse_big(top: Path, sizes: Mapping[str, int]) -> None:
 
 
 def _sizes(files: list[tuple[str, int]]) -> str:
-    named = [f"{shown(path)} ({size / MIB:.1f} MiB)" for path, size in files[:SHOWN]]
-    return ", ".join([*named, *(["..."] if len(files) > SHOWN else [])])
+    texts = [f"{printable_path(path)} ({size / MIB:.1f} MiB)" for path, size in files[:SHOWN]]
+    return ", ".join([*texts, *(["..."] if len(files) > SHOWN else [])])
 
 
 def _warn(source: SourceFiles, left_out: Mapping[str, str]) -> None:
     committed = [
-        f"{shown(path)} ({why})" for path, why in left_out.items() if path in source.tracked
+        f"{printable_path(path)} ({why})"
+        for path, why in left_out.items()
+        if path in source.tracked
     ]
     if committed:
         log.warning(
@@ -347,11 +351,11 @@ def why_dirty(source: SourceFiles, dirty: Mapping[str, str]) -> str:
             f"{source.top}: not in a git repository (or git is not installed), so nobody can tell "
             "later which code ran. Commit it to one (git init), or submit with --allow-dirty."
         )
-    named = [f"{letters.strip()} {shown(path)}" for path, letters in dirty.items()]
-    more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+    texts = [f"{letters.strip()} {printable_path(path)}" for path, letters in dirty.items()]
+    more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
     return (
-        f"{source.top}: {len(named)} file(s) differ from {_last_commit(source)}: "
-        f"{', '.join(named[:SHOWN])}{more}. Commit them, or exclude them by .gitignore, or "
+        f"{source.top}: {len(texts)} file(s) differ from {_last_commit(source)}: "
+        f"{', '.join(texts[:SHOWN])}{more}. Commit them, or exclude them by .gitignore, or "
         "submit with --allow-dirty."
     )
 

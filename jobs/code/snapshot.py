@@ -49,9 +49,9 @@ from jobs.code.repository import (
     Selection,
     SourceFiles,
     patch,
+    printable_path,
     read_source,
     select,
-    shown,
     why_dirty,
 )
 from jobs.record.times import now
@@ -110,16 +110,16 @@ def take(project: Path, base: BaseFolder, *, allow_dirty: bool) -> Snapshot:
     and renamed when it is whole.
     """
     source = read_source(project)
-    chosen = select(source, base.path)
-    if chosen.dirty and not allow_dirty:
-        raise ConfigError(why_dirty(source, chosen.dirty))
+    selection = select(source, base.path)
+    if selection.dirty and not allow_dirty:
+        raise ConfigError(why_dirty(source, selection.dirty))
     for _ in range(TRIES):
-        entries = _entries(source.top, chosen.paths)
+        entries = _entries(source.top, selection.paths)
         digest = _digest(entries)
         try:
             if not _reuse(base.snapshots / digest):
                 with _staging(base, digest) as folder:
-                    _write(folder, digest, source, chosen, entries)
+                    _write(folder, digest, source, selection, entries)
                     _publish(folder, base.snapshots / digest)
         except _Changed:
             continue
@@ -130,7 +130,7 @@ def take(project: Path, base: BaseFolder, *, allow_dirty: bool) -> Snapshot:
             tree,
             tree / source.project,
             source.commit,
-            bool(chosen.dirty),
+            bool(selection.dirty),
             len(entries),
             size,
         )
@@ -167,22 +167,22 @@ def verify(base: BaseFolder, digest: str) -> list[str]:
     """
     if not DIGEST.match(digest):
         raise ConfigError(
-            f"snapshot {shown(digest)}: want 64 hexadecimal digits. See {base.snapshots}."
+            f"snapshot {printable_path(digest)}: want 64 hexadecimal digits. See {base.snapshots}."
         )
     folder = base.snapshots / digest
     manifest = read_json(folder / MANIFEST) or {}
     try:
-        stored = [SnapshotEntry(**entry) for entry in manifest["files"]]
+        entries = [SnapshotEntry(**entry) for entry in manifest["files"]]
     except (KeyError, TypeError):
         return [MANIFEST]
-    wrong: set[str] = {MANIFEST} if _digest(stored) != digest else set()
+    wrong: set[str] = {MANIFEST} if _digest(entries) != digest else set()
     archive = folder / ARCHIVE
     if not archive.exists() or sha256_of(archive) != manifest.get("archive_sha256"):
         wrong.add(ARCHIVE)
-    found = {path: _facts(folder / TREE, path) for path in _tree_files(folder / TREE)}
-    expected = {entry.path: (entry.mode, entry.sha256) for entry in stored}
+    actual = {path: _facts(folder / TREE, path) for path in _tree_files(folder / TREE)}
+    expected = {entry.path: (entry.mode, entry.sha256) for entry in entries}
     return sorted(
-        wrong | {path for path in {*found, *expected} if found.get(path) != expected.get(path)}
+        wrong | {path for path in {*actual, *expected} if actual.get(path) != expected.get(path)}
     )
 
 
@@ -191,17 +191,17 @@ def verify(base: BaseFolder, digest: str) -> list[str]:
 
 def _entries(top: Path, paths: Iterable[str]) -> list[SnapshotEntry]:
     """Hash every file. ConfigError names all files that hold a key."""
-    known = secret_keys.secrets_in(os.environ)
+    secrets = secret_keys.secrets_in(os.environ)
     entries: list[SnapshotEntry] = []
     spread: list[str] = []
     for path in paths:
-        found = _read(top, path)
-        if found is None:
+        file = _read(top, path)
+        if file is None:
             continue  # deleted since it was listed
-        mode, content = found
+        mode, content = file
         entries.append(SnapshotEntry(path, mode, len(content), hashlib.sha256(content).hexdigest()))
-        if (what := secret_keys.secret_in(content, known)) is not None:
-            spread.append(f"{shown(path)}, {what}")
+        if (what := secret_keys.secret_in(content, secrets)) is not None:
+            spread.append(f"{printable_path(path)}, {what}")
     if spread:
         raise ConfigError(
             f"{top}: a code snapshot is read by every job, and would hold a secret: "
@@ -223,8 +223,8 @@ def _read(top: Path, path: str) -> tuple[str, bytes] | None:
         return None
     except OSError as error:
         raise ConfigError(
-            f"{top / shown(path)}: {error.strerror}. Make it readable for this user, or exclude "
-            "it by .gitignore."
+            f"{top / printable_path(path)}: {error.strerror}. Make it readable for this user, or "
+            "exclude it by .gitignore."
         ) from None
     if content is None:
         return None
@@ -237,8 +237,8 @@ def _open_file(path: str, flags: int) -> int:
 
 
 def _facts(top: Path, path: str) -> tuple[str, str] | None:
-    found = _read(top, path)
-    return (found[0], hashlib.sha256(found[1]).hexdigest()) if found else None
+    file = _read(top, path)
+    return (file[0], hashlib.sha256(file[1]).hexdigest()) if file else None
 
 
 def _digest(entries: Iterable[SnapshotEntry]) -> str:
@@ -288,11 +288,15 @@ def _staging(base: BaseFolder, digest: str) -> Generator[Path]:
 
 
 def _write(
-    folder: Path, digest: str, source: SourceFiles, chosen: Selection, entries: list[SnapshotEntry]
+    folder: Path,
+    digest: str,
+    source: SourceFiles,
+    selection: Selection,
+    entries: list[SnapshotEntry],
 ) -> None:
     """Fill a staging folder. _Changed when the project does not hold any more what was hashed."""
     _write_files(folder, source.top, entries)
-    difference, why_no_patch = _patch(source, chosen.dirty)
+    difference, why_no_patch = _patch(source, selection.dirty)
     if difference:
         (folder / PATCH).write_bytes(difference)
     manifest = {
@@ -300,15 +304,15 @@ def _write(
         "taken_at": now(),
         "commit": source.commit,
         "branch": source.branch,
-        "is_dirty": bool(chosen.dirty),
-        "dirty": chosen.dirty,
+        "is_dirty": bool(selection.dirty),
+        "dirty": selection.dirty,
         "patch": PATCH if difference else None,
         "why_no_patch": why_no_patch,
         "archive": ARCHIVE,
         "archive_sha256": sha256_of(folder / ARCHIVE),
         "num_files": len(entries),
         "bytes": sum(entry.size for entry in entries),
-        "left_out": chosen.left_out,
+        "left_out": selection.left_out,
         "files": [asdict(entry) for entry in entries],
     }
     _sync(folder)
@@ -327,14 +331,14 @@ def _write_files(folder: Path, top: Path, entries: Iterable[SnapshotEntry]) -> N
         ) as archive,
     ):
         for entry in entries:
-            found = _read(top, entry.path)
-            if found is None or (found[0], hashlib.sha256(found[1]).hexdigest()) != (
+            file = _read(top, entry.path)
+            if file is None or (file[0], hashlib.sha256(file[1]).hexdigest()) != (
                 entry.mode,
                 entry.sha256,
             ):
                 raise _Changed
-            _write_file(tree / entry.path, *found)
-            _add(archive, entry, found[1])
+            _write_file(tree / entry.path, *file)
+            _add(archive, entry, file[1])
 
 
 def _write_file(path: Path, mode: str, content: bytes) -> None:

@@ -29,7 +29,7 @@ from jobs.options import (
 )
 from jobs.report import selection
 from jobs.submit.control import cancel
-from jobs.submit.group import preview, rendered, submit
+from jobs.submit.group import preview, scheduler_texts, submit
 from jobs.submit.prepare import job_config, make, training_flags
 from jobs.submit.request import RESEND_S, ActionResult, Request
 from trainer.config.identity import exp_id
@@ -94,7 +94,9 @@ def plan_command(
         take_snapshot=False,
     )
     results = preview(request)
-    texts = dict(zip(request.by_id, rendered(request), strict=True)) if show_rendered else None
+    texts = (
+        dict(zip(request.by_id, scheduler_texts(request), strict=True)) if show_rendered else None
+    )
     selection.show(results, as_json, rendered=texts)
     selection.fail_if_any(results)
 

@@ -39,8 +39,8 @@ def job_id() -> str | None:
 
 def restarts() -> int:
     """How often the scheduler has started this job before."""
-    found = os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("EAI_RUN_INDEX") or "0"
-    return int(found) if found.isdigit() else 0
+    count = os.environ.get("SLURM_RESTART_COUNT") or os.environ.get("EAI_RUN_INDEX") or "0"
+    return int(count) if count.isdigit() else 0
 
 
 def is_leader() -> bool:
@@ -71,7 +71,7 @@ def launcher(spec: Mapping[str, Any]) -> list[str]:
     return argv
 
 
-def activated(environment: str, inherited: Mapping[str, str]) -> dict[str, str]:
+def activation_variables(environment: str, inherited: Mapping[str, str]) -> dict[str, str]:
     """The variables that activating a virtual or conda environment changes. FileNotFoundError when
     there is none.
 
@@ -155,12 +155,12 @@ def descendants(pid: int) -> list[int]:
             # the name before ")" may hold anything
             fields = entry.read_text().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(entry.parent.name))
-    found: list[int] = []
+    pids: list[int] = []
     pending = list(children.get(pid, []))
     while pending:
-        found.append(pending.pop())
-        pending += children.get(found[-1], [])
-    return found
+        pids.append(pending.pop())
+        pending += children.get(pids[-1], [])
+    return pids
 
 
 def oom_kills() -> int:
@@ -209,7 +209,7 @@ def gpus() -> list[str]:
         return []
     query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+        process = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+    return process.stdout.strip().splitlines() if process.returncode == 0 else []

@@ -296,7 +296,7 @@ def environment_of(
 
     The key is stored nowhere else.
     """
-    found = {
+    environment = {
         # how long torchrun lets ranks save: 30 s by itself (torch 2.13, --shutdown_timeout)
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(spec["job"]["grace_s"]),
         **inherited,
@@ -305,11 +305,11 @@ def environment_of(
         "LATHE_OUTCOME": str(attempt.outcome),
     }
     if spec.get("activate"):
-        found = {**found, **node.activated(spec["activate"], found)}
+        environment = {**environment, **node.activation_variables(spec["activate"], environment)}
     key_file = spec["job"].get("wandb_key_file")
     if key_file:
-        found["WANDB_API_KEY"] = read_key(Path(key_file).expanduser())
-    return found
+        environment["WANDB_API_KEY"] = read_key(Path(key_file).expanduser())
+    return environment
 
 
 def read_key(path: Path) -> str:

@@ -26,14 +26,14 @@ def still_running(status: Mapping[str, Any], age_s: float) -> tuple[JobState, st
         if math.isfinite(age_s)
         else "never gave a sign of life"
     )
-    seen = life(process)
-    if seen == "gone":
+    process_life = life(process)
+    if process_life == "gone":
         return "lost", f"{name} is gone, and it left no outcome. Run the same command again"
-    if seen == "restarted":
+    if process_life == "restarted":
         return "lost", f"{process['host']} was started anew since. Run the same command again"
     if age_s <= HEARTBEAT_LOST_S:
         return "running", None
-    return "running", f"{name} lives; {silence}" if seen == "alive" else silence
+    return "running", f"{name} lives; {silence}" if process_life == "alive" else silence
 
 
 def training_now(folder: RunFolder, *, was_sent: bool) -> str | None:

@@ -162,7 +162,7 @@ def fold(events: Iterable[dict[str, Any]]) -> Job | None:
                     event["exp_id"], event["digest"], event["group"], event["nonce"], event["at"]
                 )
         elif kind == "intent":
-            sent = Sent(
+            attempt = Sent(
                 event["attempt"],
                 event["token"],
                 event["name"],
@@ -170,7 +170,7 @@ def fold(events: Iterable[dict[str, Any]]) -> Job | None:
                 event["backend"],
                 at=event["at"],
             )
-            job = replace(job, attempts=(*job.attempts, sent))
+            job = replace(job, attempts=(*job.attempts, attempt))
         elif kind == "unseen":
             job = replace(
                 job, unseen_since=job.unseen_since or event["at"], unseen_reason=event["reason"]
@@ -178,11 +178,11 @@ def fold(events: Iterable[dict[str, Any]]) -> Job | None:
         elif kind == "seen":
             job = replace(job, unseen_since=None, unseen_reason=None)
         else:
-            job = _changed(job, event)
+            job = _apply(job, event)
     return job
 
 
-def _changed(job: Job, event: dict[str, Any]) -> Job:
+def _apply(job: Job, event: dict[str, Any]) -> Job:
     changes: dict[str, Any] = {}
     if event["event"] == "submitted":
         changes = {"id": event["id"], "submitted_at": event["at"], "was_adopted": event["adopted"]}
@@ -200,8 +200,8 @@ def _changed(job: Job, event: dict[str, Any]) -> Job:
     elif event["event"] == "cancel":
         changes = {"is_cancelled": True}
     attempts = tuple(
-        replace(sent, **changes) if sent.number == event["attempt"] else sent
-        for sent in job.attempts
+        replace(attempt, **changes) if attempt.number == event["attempt"] else attempt
+        for attempt in job.attempts
     )
     return replace(job, attempts=attempts)
 
@@ -211,16 +211,16 @@ class Busy(LatheError):
 
 
 @contextlib.contextmanager
-def locked(folder: RunFolder, *, wait_s: float) -> Generator[None]:
+def lock(folder: RunFolder, *, wait_s: float) -> Generator[None]:
     """Hold the right to decide about an experiment.
 
     Busy when another process has it for longer than `wait_s` seconds.
     """
     with refusals(folder.lock):
         folder.lock.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            _take(folder, held, wait_s)
+            _take(folder, stack, wait_s)
         except Timeout:  # an OSError too
             raise Busy(
                 f"{folder.lock}: another process has held this for {wait_s:.0f} s. Let it finish."
@@ -228,11 +228,11 @@ def locked(folder: RunFolder, *, wait_s: float) -> Generator[None]:
         yield
 
 
-def _take(folder: RunFolder, held: contextlib.ExitStack, wait_s: float) -> None:
+def _take(folder: RunFolder, stack: contextlib.ExitStack, wait_s: float) -> None:
     try:
-        held.enter_context(FileLock(folder.lock, timeout=wait_s, poll_interval=0.02))
+        stack.enter_context(FileLock(folder.lock, timeout=wait_s, poll_interval=0.02))
     except NotImplementedError:  # a file system without flock: a lock file that names its owner
-        held.enter_context(SoftFileLock(folder.lock, timeout=wait_s))
+        stack.enter_context(SoftFileLock(folder.lock, timeout=wait_s))
     except Timeout:
         raise
     except OSError as error:

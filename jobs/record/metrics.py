@@ -24,20 +24,20 @@ def last_metrics(folder: RunFolder) -> dict[str, float]:
     Gradient norms by parameter are left out. Evaluations further back are taken from
     score_list.json.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     is_whole = True
     for size in TAILS:
         lines, is_whole = _tail(folder.metrics, size)
-        found = _last_values(lines)
-        if is_whole or found:
+        metrics = _last_values(lines)
+        if is_whole or metrics:
             break
-    if not is_whole and not any("/" in name for name in found):
+    if not is_whole and not any("/" in name for name in metrics):
         with contextlib.suppress(FileNotFoundError, ValueError, IndexError, TypeError):
             score = json.loads((folder.path / "score_list.json").read_bytes())[-1]
-            found = {
+            metrics = {
                 name: value for name, value in numbers(score).items() if name != "step"
-            } | found
-    return found
+            } | metrics
+    return metrics
 
 
 def _tail(path: Path, size: int) -> tuple[list[bytes], bool]:
@@ -58,21 +58,21 @@ def _last_values(lines: list[bytes]) -> dict[str, float]:
 
     Of a long tail only two lines are parsed.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     has_loss = has_scores = False
     for line in reversed(lines):
         is_scores = b'"valid/' in line
         if (has_scores if is_scores else has_loss) or b'"grad_norm/' in line:
             continue
         values = numbers_in(line)
-        found = values | found
+        metrics = values | metrics
         has_scores, has_loss = (
             has_scores or (is_scores and bool(values)),
             has_loss or "loss" in values,
         )
         if has_loss and has_scores:
             break
-    return found
+    return metrics
 
 
 def numbers_in(line: bytes) -> dict[str, float]:

@@ -94,10 +94,10 @@ class Attempt:
 
     def starts(self) -> list[Path]:
         """started-1.json, started-2.json, ... as far as they exist, in order."""
-        found: list[Path] = []
-        while (path := self.started(len(found) + 1)).exists():
-            found.append(path)
-        return found
+        paths: list[Path] = []
+        while (path := self.started(len(paths) + 1)).exists():
+            paths.append(path)
+        return paths
 
 
 @dataclass(frozen=True)

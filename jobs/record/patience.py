@@ -89,9 +89,9 @@ class PatientBackends:
 
     def __init__(self, backend_of: Callable[[str], Backend]) -> None:
         self._backend_of = backend_of
-        self._made: dict[str, _Patient] = {}
+        self._backends: dict[str, _Patient] = {}
 
     def __call__(self, name: str) -> Backend:
-        if name not in self._made:
-            self._made[name] = _Patient(name, self._backend_of(name))
-        return cast("Backend", self._made[name])
+        if name not in self._backends:
+            self._backends[name] = _Patient(name, self._backend_of(name))
+        return cast("Backend", self._backends[name])

@@ -91,7 +91,7 @@ def survey(
     """
     rows: list[Row] = []
     cases: list[_Case] = []
-    for folder in _recorded(base, only):
+    for folder in _run_folders(base, only):
         try:
             job = record.read(folder)
             if job is not None:
@@ -111,7 +111,7 @@ def survey(
         for row in (_row_of(case, sights, record_changes=record_changes) for case in cases)
     ]
     if include_unsubmitted:
-        rows += [row for folder in _unsubmitted(base, only) if (row := _by_hand(folder))]
+        rows += [row for folder in _folders_by_hand(base, only) if (row := _by_hand(folder))]
     return sorted(rows, key=lambda row: (row.group, row.created_at or "", row.exp_id))
 
 
@@ -137,13 +137,13 @@ def _names(cases: Collection[_Case]) -> dict[str, str]:
     return names
 
 
-def _recorded(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
+def _run_folders(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
     if only is None:
         return base.recorded()
     return [folder for name in sorted(set(only)) if (folder := base.run(name)).record.exists()]
 
 
-def _unsubmitted(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
+def _folders_by_hand(base: BaseFolder, only: Collection[str] | None) -> list[RunFolder]:
     """Folders of experiments that were run without being submitted."""
     folders = [each for each in base.runs() if only is None or each.path.name in only]
     return [
@@ -159,7 +159,7 @@ def _ask(cases: Collection[_Case], backend_of: Callable[[str], Backend]) -> dict
     for case in cases:
         if case.question is not None:
             ids.setdefault(case.question[0], []).append(case.question[1])
-    return {name: _look(name, wanted, backend_of) for name, wanted in ids.items()}
+    return {name: _look(name, job_ids, backend_of) for name, job_ids in ids.items()}
 
 
 def _look(name: str, ids: list[str], backend_of: Callable[[str], Backend]) -> _Sight:
@@ -206,7 +206,7 @@ def _record(case: _Case, verdict: Verdict, sight: _Sight | None) -> None:
     if not events:
         return
     try:
-        with record.locked(case.folder, wait_s=0):
+        with record.lock(case.folder, wait_s=0):
             if record.read(case.folder) == case.job:
                 # whoever looks next sees the same again
                 record.append(case.folder, *events, is_durable=False)
@@ -225,23 +225,23 @@ def _news(job: Job, verdict: Verdict, sight: _Sight | None) -> list[dict[str, An
         events.append({"event": "unseen", "reason": sight.problem})
     if sight is not None and sight.problem is None and job.unseen_since is not None:
         events.append({"event": "seen"})
-    sent = job.last
-    is_still_waiting = sent is not None and (sent.state, verdict.state) == (
+    last = job.last
+    is_still_waiting = last is not None and (last.state, verdict.state) == (
         "submitted",
         "queued",
     )  # seen anew each time
     if (
-        sent is not None
+        last is not None
         and not is_still_waiting
-        and (verdict.state, verdict.reason) != (sent.state, sent.reason)
+        and (verdict.state, verdict.reason) != (last.state, last.reason)
     ):
         changed = {"state": verdict.state, "reason": verdict.reason, "host": verdict.host}
-        events.append({"event": "observed", "attempt": sent.number, **changed})
+        events.append({"event": "observed", "attempt": last.number, **changed})
     return events
 
 
 def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
-    job, sent, folder = case.job, case.job.last, case.folder
+    job, last, folder = case.job, case.job.last, case.folder
     row = Row(
         job.exp_id,
         job.group,
@@ -250,35 +250,35 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
         verdict.reason,
         created_at=job.created_at,
     )
-    if sent is None:
+    if last is None:
         return row
     starts = tuple(
         start for each in job.attempts for start in starts_of(folder.attempt(each.number))
     )
-    own = [start for start in starts if start.attempt == sent.number]
+    own = [start for start in starts if start.attempt == last.number]
     history = (
         *job.attempts[:-1],
-        replace(sent, state=verdict.state, reason=verdict.reason, host=verdict.host),
+        replace(last, state=verdict.state, reason=verdict.reason, host=verdict.host),
     )
     has_ended, is_unseen = verdict.state in ENDED, sight is not None and sight.problem is not None
     row = replace(
         row,
         host=verdict.host,
-        backend=sent.backend,
-        job_id=sent.id
+        backend=last.backend,
+        job_id=last.id
         or (case.files.exit or {}).get(
             "id"
         ),  # the reply was lost, and it ended before it was found
-        attempt=sent.number,
+        attempt=last.number,
         attempts=len(history),
         preemptions=_preemptions(history, starts),
         gpu_hours=math.fsum(start.hours * start.gpus for start in starts),
-        submitted_at=sent.submitted_at,
+        submitted_at=last.submitted_at,
         started_at=own[0].began_at if own else None,
         ended_at=own[-1].ended_at if own and has_ended else None,
         unseen_since=(job.unseen_since or now()) if is_unseen else None,
         unseen_reason=sight.problem if sight is not None else None,
-        heartbeat_age_s=_known(case.files.heartbeat_age_s) if own and not has_ended else None,
+        heartbeat_age_s=_finite(case.files.heartbeat_age_s) if own and not has_ended else None,
         sync_hint=sync_hint(folder) if has_ended else None,
         history=history,
         starts=starts,
@@ -286,7 +286,7 @@ def _row(case: _Case, verdict: Verdict, sight: _Sight | None) -> Row:
     return _with_progress(row, folder, read_json(folder.status) or {}) if starts else row
 
 
-def _known(age_s: float) -> float | None:
+def _finite(age_s: float) -> float | None:
     """None where it started after its heartbeat was looked for: JSON has no word for infinity."""
     return age_s if math.isfinite(age_s) else None
 
@@ -312,8 +312,8 @@ def _with_progress(row: Row, folder: RunFolder, status: Mapping[str, Any]) -> Ro
     if reason is None and row.state in DECIDED and isinstance(status.get("error"), str):
         reason = status["error"]
     lost = tuple(recoveries(folder.path))
-    told = replace(row, step=step, total=total, metrics=last, eta_s=eta_s, reason=reason)
-    return replace(told, recoveries=lost) if lost else told
+    progress = replace(row, step=step, total=total, metrics=last, eta_s=eta_s, reason=reason)
+    return replace(progress, recoveries=lost) if lost else progress
 
 
 def _by_hand(folder: RunFolder) -> Row | None:
@@ -338,7 +338,7 @@ def _by_hand(folder: RunFolder) -> Row | None:
             host=status.get("host"),
             created_at=status.get("updated_at"),
             ended_at=status.get("updated_at") if state in ENDED else None,
-            heartbeat_age_s=_known(age_s) if state == "running" else None,
+            heartbeat_age_s=_finite(age_s) if state == "running" else None,
             sync_hint=sync_hint(folder) if state in ENDED else None,
         )
         return _with_progress(row, folder, status)

@@ -41,9 +41,9 @@ class AttemptFiles:
     heartbeat_age_s: float = float("inf")
 
     @classmethod
-    def of(cls, folder: RunFolder, sent: Sent) -> AttemptFiles:
+    def of(cls, folder: RunFolder, last: Sent) -> AttemptFiles:
         """Read them; a file that is absent or only half written counts as absent."""
-        attempt = folder.attempt(sent.number)
+        attempt = folder.attempt(last.number)
         starts = attempt.starts()
         started = read_json(starts[-1]) if starts else None
         beat = read_json(attempt.heartbeat) or started or {}

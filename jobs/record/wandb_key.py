@@ -42,15 +42,15 @@ def find_key_source(job: JobConfig, environ: Mapping[str, str]) -> KeySource:
     """
     if job.wandb_key_secret is not None:
         return KeySource("platform", f"W&B key: secret {job.wandb_key_secret} of the platform")
-    named = job.wandb_key_file or environ.get("WANDB_API_KEY_FILE")
-    if named:
-        path = Path(named).expanduser().absolute()
+    file_name = job.wandb_key_file or environ.get("WANDB_API_KEY_FILE")
+    if file_name:
+        path = Path(file_name).expanduser().absolute()
         check_key_file(path)
         return KeySource("file", f"W&B key: {path}, read by the job itself", path)
-    found = _netrc_with_key(environ)
-    if found is not None:
+    netrc = _netrc_with_key(environ)
+    if netrc is not None:
         return KeySource(
-            "file", f"W&B key: {found}, read by wandb itself where this home folder is mounted"
+            "file", f"W&B key: {netrc}, read by wandb itself where this home folder is mounted"
         )
     if environ.get("WANDB_API_KEY"):
         return KeySource(

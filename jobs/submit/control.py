@@ -21,7 +21,7 @@ from jobs.record.by_hand import training_now
 from jobs.record.status import record_state, survey
 from jobs.submit.policy import Limits, decide
 from jobs.submit.request import LOCK_WAIT_S, RESEND_S, ActionResult
-from jobs.submit.send import Outcome, fresh, give_up, ids_of, send, settle_intent, stored
+from jobs.submit.send import Outcome, fresh, give_up, ids_of, read_spec, send, settle_intent
 from trainer.errors import ConfigError, LatheError
 from trainer.files.atomic import read_json, refusals
 
@@ -46,23 +46,25 @@ def _cancel(folder: RunFolder, row: Row, backend_of: BackendOf) -> ActionResult:
     if row.state not in ACTIVE:
         return ActionResult(row.exp_id, "skip", f"it is {row.state}: nothing runs", row.state)
     try:
-        with record.locked(folder, wait_s=LOCK_WAIT_S):
+        with record.lock(folder, wait_s=LOCK_WAIT_S):
             job = record.read(folder)
-            sent = job.last if job else None
-            if sent is None:
+            attempt = job.last if job else None
+            if attempt is None:
                 return ActionResult(row.exp_id, "skip", "never sent", "pending")
-            backend = backend_of(sent.backend)
-            record.append(folder, {"event": "cancel", "attempt": sent.number})
-            _mark_cancelled(folder, sent.number)
-            ids = [sent.id] if sent.id else ids_of(sent, backend)
+            backend = backend_of(attempt.backend)
+            record.append(folder, {"event": "cancel", "attempt": attempt.number})
+            _mark_cancelled(folder, attempt.number)
+            ids = [attempt.id] if attempt.id else ids_of(attempt, backend)
             if not ids:
-                give_up(folder, sent.number)  # it may still be on its way: then it must not start
+                give_up(
+                    folder, attempt.number
+                )  # it may still be on its way: then it must not start
             for job_id in ids:
                 backend.cancel(job_id)
         return ActionResult(
             row.exp_id,
             "cancel",
-            f"asked {sent.backend} to end {', '.join(ids) or 'nothing'}",
+            f"asked {attempt.backend} to end {', '.join(ids) or 'nothing'}",
             row.state,
         )
     except (LatheError, OSError) as error:
@@ -90,24 +92,24 @@ class Again:
     resend_s: float = RESEND_S
 
 
-def again(asked: Again, rows: Sequence[Row]) -> list[ActionResult]:
+def again(request: Again, rows: Sequence[Row]) -> list[ActionResult]:
     """Send each of `rows` once more, exactly as it was sent before, where the limits allow it.
 
     The code is that of the last attempt: to run other code, submit the group again.
     """
-    return _each_again(asked, rows, survey(asked.base, backend_of=asked.backend_of))
+    return _each_again(request, rows, survey(request.base, backend_of=request.backend_of))
 
 
 def _each_again(
-    asked: Again, wanted: Sequence[Row], everything: Sequence[Row]
+    request: Again, targets: Sequence[Row], everything: Sequence[Row]
 ) -> list[ActionResult]:
     """What was done with each of `wanted`. everything: how all experiments of the folder stand, by
     which a group's max_parallel is counted; what is sent here counts for those that follow.
     """
     rows = list(everything)
     results: list[ActionResult] = []
-    for row in wanted:
-        result = _again(asked, row, rows)
+    for row in targets:
+        result = _again(request, row, rows)
         results.append(result)
         if result.action == "send" and not result.is_bad:
             rows = [
@@ -117,12 +119,12 @@ def _each_again(
     return results
 
 
-def _again(asked: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
-    folder = asked.base.run(row.exp_id)
+def _again(request: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
+    folder = request.base.run(row.exp_id)
     try:
-        with record.locked(folder, wait_s=LOCK_WAIT_S):
-            found = survey(asked.base, only=[row.exp_id], backend_of=asked.backend_of)
-            return _again_under_lock(asked, folder, found[0], rows)
+        with record.lock(folder, wait_s=LOCK_WAIT_S):
+            rows_now = survey(request.base, only=[row.exp_id], backend_of=request.backend_of)
+            return _again_under_lock(request, folder, rows_now[0], rows)
     except Unreachable as error:
         return ActionResult(row.exp_id, "settle", str(error), row.state, is_bad=True)
     except (LatheError, OSError) as error:
@@ -130,13 +132,13 @@ def _again(asked: Again, row: Row, rows: Sequence[Row]) -> ActionResult:
 
 
 def _again_under_lock(
-    asked: Again, folder: RunFolder, row: Row, rows: Sequence[Row]
+    request: Again, folder: RunFolder, row: Row, rows: Sequence[Row]
 ) -> ActionResult:
     job = record.read(folder)
     template = _template(folder, job) if job is not None else None
     if job is None or template is None:
         return ActionResult(row.exp_id, "skip", "never sent: submit its group", row.state)
-    limits = asked.limits or Limits(template.job.max_retries, template.job.max_preemptions)
+    limits = request.limits or Limits(template.job.max_retries, template.job.max_preemptions)
     status = read_json(folder.status) or {}
     decision = decide(
         row,
@@ -146,34 +148,36 @@ def _again_under_lock(
     )
     is_refused = job.last is not None and row.state == "pending"
     # refused: a person must change something
-    if decision.action == "skip" or (is_refused and asked.limits is None):
+    if decision.action == "skip" or (is_refused and request.limits is None):
         return ActionResult(row.exp_id, "skip", decision.reason, row.state)
     if decision.action == "settle" and job.last is not None:
-        backend = asked.backend_of(job.last.backend)
+        backend = request.backend_of(job.last.backend)
         return _result(
-            row, "settle", settle_intent(folder, job.last, backend, resend_s=asked.resend_s)
+            row, "settle", settle_intent(folder, job.last, backend, resend_s=request.resend_s)
         )
-    if _is_full(asked, row, rows, template):
+    if _is_full(request, row, rows, template):
         return ActionResult(
             row.exp_id, "wait", f"max_parallel={template.max_parallel} are alive", row.state
         )
     job = record_state(folder, job, row)
     return _result(
-        row, "send", send(folder, fresh(job, template, folder), asked.backend_of(template.backend))
+        row,
+        "send",
+        send(folder, fresh(job, template, folder), request.backend_of(template.backend)),
     )
 
 
 def _template(folder: RunFolder, job: Job) -> JobSpec | None:
     """The last attempt's spec, or the one that waits for its turn; None without either."""
-    planned = folder.attempt(len(job.attempts) + 1)
-    if planned.spec.exists():
-        return stored(folder, planned.number)
-    return stored(folder, job.last.number) if job.last is not None else None
+    waiting = folder.attempt(len(job.attempts) + 1)
+    if waiting.spec.exists():
+        return read_spec(folder, waiting.number)
+    return read_spec(folder, job.last.number) if job.last is not None else None
 
 
-def _is_full(asked: Again, row: Row, rows: Collection[Row], template: JobSpec) -> bool:
+def _is_full(request: Again, row: Row, rows: Collection[Row], template: JobSpec) -> bool:
     """Whether max_parallel jobs of the group are alive. A backend with a queue counts by itself."""
-    if template.max_parallel is None or asked.backend_of(template.backend).traits.keeps_queue:
+    if template.max_parallel is None or request.backend_of(template.backend).traits.keeps_queue:
         return False
     return (
         sum(other.group == row.group and other.state in ACTIVE for other in rows)
@@ -195,11 +199,11 @@ def reset(
     A record that cannot be read, and a folder that was never submitted, can be moved too.
     """
     folder = base.run(exp_id)
-    with record.locked(folder, wait_s=LOCK_WAIT_S):
-        found = survey(base, only=[exp_id], backend_of=backend_of, record_changes=False)
-        if found and found[0].state in ACTIVE and found[0].history:
+    with record.lock(folder, wait_s=LOCK_WAIT_S):
+        rows = survey(base, only=[exp_id], backend_of=backend_of, record_changes=False)
+        if rows and rows[0].state in ACTIVE and rows[0].history:
             raise ConfigError(
-                f"{exp_id} is {found[0].state} as {found[0].job_id}. `cancel` it first."
+                f"{exp_id} is {rows[0].state} as {rows[0].job_id}. `cancel` it first."
             )
         target = aside or base.deleted / f"{exp_id}-{time.strftime('%Y%m%d-%H%M%S')}"
         with refusals(target):
@@ -210,15 +214,15 @@ def reset(
     return ActionResult(exp_id, "reset", f"moved to {target}", "pending")
 
 
-def reconcile(asked: Again) -> list[ActionResult]:
+def reconcile(request: Again) -> list[ActionResult]:
     """What was done in one look at everything: adopted or sent again what was never answered, run
     again what was preempted or may be retried, sent what waited for its turn.
     """
-    rows = survey(asked.base, backend_of=asked.backend_of)
+    rows = survey(request.base, backend_of=request.backend_of)
     open_ones = [
         row
         for row in rows
         if (row.state != "succeeded" or row.job_id is None)
         and (row.state not in ACTIVE or row.job_id is None)
     ]
-    return [result for result in _each_again(asked, open_ones, rows) if result.action != "skip"]
+    return [result for result in _each_again(request, open_ones, rows) if result.action != "skip"]

@@ -63,7 +63,7 @@ def _eai(spec: JobSpec) -> str:
 
 def _trainjob(spec: JobSpec) -> str:
     """A TrainJob of Kubeflow Trainer 2 (trainer.kubeflow.org/v1alpha1)."""
-    pod = manifest.wire(manifest.pod_spec(manifest.checked(spec)))
+    pod = manifest.wire(manifest.pod_spec(manifest.check_spec(spec)))
     [container] = pod["containers"]
     patch = {
         "serviceAccountName": spec.job.service_account,
@@ -131,16 +131,16 @@ def _sky(spec: JobSpec) -> str:
         raise ConfigError(
             f"job for sky: {len(faults)} mistake(s)\n" + "\n".join(f"  {fault}" for fault in faults)
         )
-    wanted: dict[str, Any] = {
+    accelerators: dict[str, Any] = {
         "cpus": f"{spec.job.resources.cpu}+",
         "memory": f"{spec.job.resources.mem}+",
     }
     if gpus:
-        wanted["accelerators"] = {str(model): gpus}
+        accelerators["accelerators"] = {str(model): gpus}
     body = {
         "name": manifest.name_of(spec.token),
         "num_nodes": spec.job.nodes,
-        "resources": wanted,
+        "resources": accelerators,
         "envs": {"LATHE_JOB_ID": spec.token},
         "run": SKY_NODES + shlex.join(["env", "-C", spec.workdir, *spec.wrapper]) + "\n",
     }

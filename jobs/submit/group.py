@@ -112,7 +112,7 @@ def specs(request: Request) -> list[JobSpec]:
     return [trial.spec for trial in request.trials.values()]
 
 
-def rendered(request: Request) -> list[str]:
+def scheduler_texts(request: Request) -> list[str]:
     """The texts that the scheduler would get."""
     return [trial.rendered.text for trial in request.trials.values()]
 
@@ -173,7 +173,7 @@ def _submit_one(request: Request, name: str, row: Row | None, budget: _Budget) -
         if decision.action == "skip":
             check_dictionary(folder, request.by_id[name])
             return ActionResult(name, "skip", decision.reason, _state_or_status(folder, row))
-        with record.locked(folder, wait_s=LOCK_WAIT_S):
+        with record.lock(folder, wait_s=LOCK_WAIT_S):
             return _under_lock(request, folder, row, budget)
     except Unreachable as error:
         return ActionResult(name, "settle", str(error), "submitting", is_bad=True)
@@ -201,7 +201,7 @@ def _under_lock(
         )
         return _result(name, "settle", outcome)
     if budget.is_spent():
-        write_json(_planned(folder, job), template.model_dump(mode="json"))
+        write_json(_waiting_spec(folder, job), template.model_dump(mode="json"))
         return ActionResult(
             name,
             "wait",
@@ -212,11 +212,11 @@ def _under_lock(
     spec = fresh(job, template, folder)
     outcome = send(folder, spec, request.backend, draft=draft)
     if request.backend.traits.is_in_process:
-        return _ended(folder, spec)
+        return _inline_result(folder, spec)
     return _result(name, "send", outcome)
 
 
-def _ended(folder: RunFolder, spec: JobSpec) -> ActionResult:
+def _inline_result(folder: RunFolder, spec: JobSpec) -> ActionResult:
     """What became of an experiment that ran here, now."""
     exit_file = read_json(folder.attempt(spec.attempt).exit) or {}
     kind = str(exit_file.get("kind", "lost"))
@@ -258,7 +258,7 @@ def _begin(request: Request, folder: RunFolder, draft: Draft) -> Job:
     return job
 
 
-def _planned(folder: RunFolder, job: Job) -> Path:
+def _waiting_spec(folder: RunFolder, job: Job) -> Path:
     """Where the spec of an experiment that waits for its turn is kept, until it is sent."""
     path = folder.attempt(len(job.attempts) + 1).spec
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -349,7 +349,7 @@ def _submit_array(
         for name in names:
             folder, row = request.base.run(name), rows.get(name)
             try:
-                locks.enter_context(record.locked(folder, wait_s=LOCK_WAIT_S))
+                locks.enter_context(record.lock(folder, wait_s=LOCK_WAIT_S))
                 job = _begin(request, folder, request.drafts[name])
                 if len(job.attempts) == (row.attempts if row is not None else 0):
                     specs[str(folder.path)] = fresh(job, request.templates[name], folder)

@@ -108,9 +108,11 @@ def check_dictionary(folder: RunFolder, values: dict[str, Any]) -> None:
 
     An id is the md5 of joined text and can collide; the digest cannot.
     """
-    stored = read_json(folder.exp_dict)
-    if stored is not None and digest(stored) != digest(values):
-        differing = sorted(key for key in {*stored, *values} if stored.get(key) != values.get(key))
+    on_disk = read_json(folder.exp_dict)
+    if on_disk is not None and digest(on_disk) != digest(values):
+        differing = sorted(
+            key for key in {*on_disk, *values} if on_disk.get(key) != values.get(key)
+        )
         raise ResumeError(
             f"{folder.exp_dict} is of another experiment with the same id: {', '.join(differing)} "
             "differ(s). Use another --savedir_base."

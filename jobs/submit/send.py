@@ -48,7 +48,7 @@ def fresh(job: Job, template: JobSpec, folder: RunFolder) -> JobSpec:
     return as_attempt(template, len(job.attempts) + 1, job.nonce, folder=folder)
 
 
-def stored(folder: RunFolder, number: int) -> JobSpec:
+def read_spec(folder: RunFolder, number: int) -> JobSpec:
     """The spec of an attempt as it was sent. ConfigError when it cannot be read."""
     values = read_json(folder.attempt(number).spec)
     if values is None:
@@ -69,10 +69,10 @@ def ids_of(sent: Sent, backend: Backend) -> list[str]:
 
     Unreachable when the scheduler cannot be seen.
     """
-    found = sorted(backend.find(sent.name), key=lambda text: (len(text), text))
+    array_ids = sorted(backend.find(sent.name), key=lambda text: (len(text), text))
     if sent.index is not None and isinstance(backend, ArrayBackend):
-        return [backend.element(array_id, sent.index) for array_id in found]
-    return found
+        return [backend.element(array_id, sent.index) for array_id in array_ids]
+    return array_ids
 
 
 def send(
@@ -100,15 +100,15 @@ def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: 
 
     Adopt it, or send it again once it is `resend_s` seconds old.
     """
-    found = ids_of(sent, backend)
-    if found:
+    ids = ids_of(sent, backend)
+    if ids:
         record.append(
-            folder, {"event": "submitted", "attempt": sent.number, "id": found[0], "adopted": True}
+            folder, {"event": "submitted", "attempt": sent.number, "id": ids[0], "adopted": True}
         )
-        _tell_haven(folder, found[0], stored(folder, sent.number))
+        _tell_haven(folder, ids[0], read_spec(folder, sent.number))
         if sent.is_cancelled:
-            backend.cancel(found[0])
-        return Outcome(True, f"adopted {found[0]}: an earlier submission had sent it")
+            backend.cancel(ids[0])
+        return Outcome(True, f"adopted {ids[0]}: an earlier submission had sent it")
     if folder.attempt(sent.number).starts():
         return Outcome(True, "it has started, and its scheduler has forgotten under which id")
     if sent.is_cancelled:
@@ -132,8 +132,8 @@ def settle_intent(folder: RunFolder, sent: Sent, backend: Backend, *, resend_s: 
         )
         job = record.read(folder)
         assert job is not None, "the record was read a moment ago"
-        return send(folder, fresh(job, stored(folder, sent.number), folder), backend)
-    spec = stored(folder, sent.number)
+        return send(folder, fresh(job, read_spec(folder, sent.number), folder), backend)
+    spec = read_spec(folder, sent.number)
     record.append(folder, {"event": "resent", "attempt": sent.number})
     return _submit(folder, spec, backend, backend.render(spec))
 
@@ -183,7 +183,7 @@ def send_array(
         }
     outcomes: dict[str, Outcome] = {}
     for i, spec in enumerate(members):
-        outcomes[spec.folder] = _sent(
+        outcomes[spec.folder] = _note_id(
             RunFolder(Path(spec.folder)), spec, backend.element(array_id, i)
         )
     return outcomes
@@ -194,10 +194,10 @@ def _submit(folder: RunFolder, spec: JobSpec, backend: Backend, rendered: Render
         job_id = backend.submit(rendered)
     except (Refused, Unreachable) as error:
         return _not_sent(folder, spec, error)
-    return _sent(folder, spec, job_id)
+    return _note_id(folder, spec, job_id)
 
 
-def _sent(folder: RunFolder, spec: JobSpec, job_id: str) -> Outcome:
+def _note_id(folder: RunFolder, spec: JobSpec, job_id: str) -> Outcome:
     record.append(
         folder, {"event": "submitted", "attempt": spec.attempt, "id": job_id, "adopted": False}
     )

@@ -108,7 +108,7 @@ import time
 from pathlib import Path
 from jobs.record import events as record
 from jobs.record.paths import RunFolder
-with record.locked(RunFolder(Path({str(folder.path)!r})), wait_s=1):
+with record.lock(RunFolder(Path({str(folder.path)!r})), wait_s=1):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -117,10 +117,10 @@ with record.locked(RunFolder(Path({str(folder.path)!r})), wait_s=1):
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(record.Busy, match="another process"), record.locked(folder, wait_s=0.1):
+        with pytest.raises(record.Busy, match="another process"), record.lock(folder, wait_s=0.1):
             pass
         os.kill(holder.pid, signal.SIGKILL)
-    with record.locked(folder, wait_s=0):
+    with record.lock(folder, wait_s=0):
         pass
 
 
@@ -132,7 +132,7 @@ from jobs.record import events as record
 from jobs.record.paths import RunFolder
 folder = RunFolder(Path({str(folder.path)!r}))
 for number in range(20):
-    with record.locked(folder, wait_s=30):
+    with record.lock(folder, wait_s=30):
         record.append(folder, {{"event": "unseen", "reason": sys.argv[1] * 50}})
 """
     writers = [subprocess.Popen([sys.executable, "-c", code, name], cwd=ROOT) for name in "abc"]

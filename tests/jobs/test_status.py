@@ -220,7 +220,7 @@ def test_a_folder_that_another_process_decides_about_is_shown_but_not_written(
 ) -> None:
     folder = submitted(base, IDS[0], "7")
     before = folder.record.read_bytes()
-    with record.locked(folder, wait_s=0):
+    with record.lock(folder, wait_s=0):
         assert only_row(base, Scheduler({"7": Observed("running")})).state == "running"
     assert folder.record.read_bytes() == before
 

@@ -13,7 +13,7 @@ from jobs.job_state import Observed
 from jobs.protocol import JobSpec, Rendered
 from jobs.record.paths import BaseFolder
 from jobs.submit import group
-from jobs.submit.group import preview, rendered, submit
+from jobs.submit.group import preview, scheduler_texts, submit
 from tests.jobs.test_sending import Memory, request
 from trainer import tasks
 
@@ -84,7 +84,7 @@ def test_what_is_sent_again_is_looked_at_once_more_under_its_lock(
 def test_a_preview_with_its_texts_renders_once(base: BaseFolder, calls: Counter[str]) -> None:
     plan = request(base, Memory(), COUNT)
     preview(plan)
-    assert len(rendered(plan)) == COUNT
+    assert len(scheduler_texts(plan)) == COUNT
     assert calls == EACH_ONCE
 
 

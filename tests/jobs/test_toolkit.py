@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jobs.backends.toolkit.backend import Toolkit
-from jobs.backends.toolkit.eai import EaiJob, parsed
+from jobs.backends.toolkit.eai import EaiJob, parse_jobs
 from jobs.errors import Refused, Unreachable
 from jobs.job_state import Observed
 from jobs.protocol import Rendered
@@ -89,7 +89,7 @@ def test_a_group_with_strange_letters_is_still_a_tag(
     service: Standin, backend: Toolkit, tmp_path: Path
 ) -> None:
     assert sent(backend, tmp_path, "true", group="--evil name\n=;$(x)")
-    assert backend.listed("--tag", "group=--evil_name_____x_")
+    assert backend.list_jobs("--tag", "group=--evil_name_____x_")
 
 
 def test_a_lost_reply_is_no_refusal_and_the_job_is_found_by_its_name(
@@ -273,14 +273,14 @@ def test_a_job_that_is_preempted_for_good_asks_to_be_sent_again(
 def test_a_state_that_says_nothing_is_never_a_failure(
     shown: dict[str, Any], state: str, will_rerun: bool
 ) -> None:
-    seen = EaiJob.of({"id": UNKNOWN_ID, **shown}).observed()
+    seen = EaiJob.of({"id": UNKNOWN_ID, **shown}).observe()
     assert (seen.state, seen.will_rerun, seen.exit_code) == (state, will_rerun, None)
 
 
 @pytest.mark.parametrize("text", ["[1]", "{}", "id state", '{"id": "x"}\nrubbish'])
 def test_an_answer_that_is_not_understood_says_nothing(text: str) -> None:
     with pytest.raises(Unreachable, match="want one JSON object"):
-        parsed(text, "eai job ls")
+        parse_jobs(text, "eai job ls")
 
 
 def test_an_answer_may_be_lines_or_one_array_of_objects() -> None:
@@ -289,7 +289,7 @@ def test_an_answer_may_be_lines_or_one_array_of_objects() -> None:
         '[\n {"id": "a"},\n {"id": "b"}\n]',
         '[{"id": "a"}, {"id": "b"}]',
     ):
-        assert [item.id for item in parsed(text, "")] == ["a", "b"]
+        assert [item.id for item in parse_jobs(text, "")] == ["a", "b"]
 
 
 # The control plane

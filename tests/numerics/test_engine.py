@@ -253,7 +253,7 @@ def _written(root: Path, precision: str) -> dict[int, dict[str, torch.Tensor]]:
         copies = live.state_copy
         copies.of({**weights, **optimizer})
         made: list[dict[str, torch.Tensor]] = []
-        copying = threading.Timer(0.1, lambda made=made, copies=copies: made.append(copies.made()))
+        copying = threading.Timer(0.1, lambda made=made, copies=copies: made.append(copies.copy()))
         copying.start()
         train(live, range(2, 4))
         copying.join()

@@ -142,12 +142,12 @@ def _walked(file: Path) -> dict[str, Any]:
     import torch
 
     from trainer.runtime.batch import OnDevice
-    from trainer.runtime.distributed import pinned
+    from trainer.runtime.distributed import pin_batch
 
     install(file)
     from tests.fake_cuda import _installed
 
-    window = OnDevice([pinned({"tokens": torch.arange(3)}) for _ in range(4)])
+    window = OnDevice([pin_batch({"tokens": torch.arange(3)}) for _ in range(4)])
     copied, alive = [], []
     for batch in window:
         assert batch["tokens"].device != HOST

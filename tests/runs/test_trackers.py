@@ -13,7 +13,7 @@ import pytest
 from tests.facts import experiment, write_facts
 from tests.ranks import run_alone
 from trainer.errors import ConfigError
-from trainer.telemetry.trackers import MlflowRun, named
+from trainer.telemetry.trackers import MlflowRun, tracker_names
 
 NOT_TOLD = ("step", "time", "at")  # of a line of metrics.jsonl
 
@@ -168,9 +168,9 @@ def test_a_tracker_that_is_away_costs_one_warning(
 
 
 def test_an_unknown_tracker_is_refused() -> None:
-    assert named(None) == ()
-    assert named("mlflow, tensorboard") == ("mlflow", "tensorboard")
+    assert tracker_names(None) == ()
+    assert tracker_names("mlflow, tensorboard") == ("mlflow", "tensorboard")
     with pytest.raises(
         ConfigError, match=r"'tensorbord' does not exist\. Did you mean 'tensorboard'"
     ):
-        named("tensorbord")
+        tracker_names("tensorbord")

@@ -21,7 +21,7 @@ def test_from_the_copy_on_a_save_takes_the_cores_that_the_run_leaves() -> None:
 
     def save() -> None:
         seen.append(priority())  # the next update waits for the copy
-        copies.made()
+        copies.copy()
         seen.append(priority())
         hasher = threading.Thread(target=lambda: seen.append(priority()))
         hasher.start()
@@ -33,5 +33,5 @@ def test_from_the_copy_on_a_save_takes_the_cores_that_the_run_leaves() -> None:
     assert seen == [ours, lowered, lowered]
     assert priority() == ours, "the run's own thread stays as it was"
     copies.of({"weight": torch.arange(3.0)})
-    copies.made()
+    copies.copy()
     assert priority() == ours, "nor does a copy of its own change that"

@@ -18,7 +18,7 @@ from trainer.runtime.device_defaults import DeviceDefaults
 
 
 def chosen(precision: str, **environment: str) -> DeviceDefaults:
-    return DeviceDefaults.chosen(
+    return DeviceDefaults.of_experiment(
         precision, optimizer="adamw", compiles=False, has_triton=False, environment=environment
     )
 

@@ -23,7 +23,7 @@ from tests.ranks import run_on_ranks
 from trainer.errors import ConfigError, DataError, DivergedError, StorageError
 from trainer.tasks.cross_attention.encoder_states import layout, reading, writing
 from trainer.tasks.cross_attention.encoder_states.layout import Dtype, StatesPlan
-from trainer.tasks.cross_attention.encoder_states.reading import StateCache, open_states, padded
+from trainer.tasks.cross_attention.encoder_states.reading import StateCache, open_states, pad_states
 from trainer.tasks.cross_attention.encoder_states.writing import Contexts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,7 +148,7 @@ def test_states_stay_on_the_disk_until_they_are_read(tmp_path: Path) -> None:
 
 def test_a_batch_of_states_has_zeros_behind_the_shorter_rows() -> None:
     one, two, three = torch.ones(2, 3), 2 * torch.ones(1, 3), 3 * torch.ones(4, 3)
-    states, mask = padded([[one, two], [three]])
+    states, mask = pad_states([[one, two], [three]])
     assert states[..., 0].tolist() == [[1, 1, 2, 0], [3, 3, 3, 3]]
     assert mask.tolist() == [[True, True, True, False], [True] * 4]
 

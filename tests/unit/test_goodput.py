@@ -31,7 +31,7 @@ def attempt(clock: Clock, folder: Path, *, behind: int, steps: int, step: int) -
     ledger.resume(behind)
     ledger.begin_steps()
     clock.now += 2 * steps
-    with Meter(ledger).paused("saving"):
+    with Meter(ledger).pause("saving"):
         clock.now += 3
     found = ledger.now()
     (folder / "status.json").write_text(json.dumps({"step": step, goodput.KEY: found}))

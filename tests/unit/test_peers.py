@@ -94,7 +94,7 @@ def test_a_broken_connection_explains_a_failed_exchange_and_ends_the_run(ranks: 
     ranks.silent(1).close()
     until(lambda: other.suspicion)
     for one in (ranks.hub, other):
-        told = one.explained(RuntimeError("Connection closed by peer"))
+        told = one.cause_of(RuntimeError("Connection closed by peer"))
         assert isinstance(told, RankLostError)
         assert "rank 1 (process 7 on b) ended without a word" in str(told)
     until(lambda: {0, 2} <= ranks.lost.keys())
@@ -104,7 +104,7 @@ def test_an_error_of_this_ranks_own_stays_what_it_is(ranks: Ranks) -> None:
     ranks.silent(1).close()
     until(lambda: ranks.hub.suspicion)
     for error in (DataError("row 3"), KeyError("x"), torch.OutOfMemoryError("full")):
-        assert ranks.hub.explained(error) is error
+        assert ranks.hub.cause_of(error) is error
 
 
 def test_a_failed_exchange_that_nothing_explains_stays_what_it_is(
@@ -113,7 +113,7 @@ def test_a_failed_exchange_that_nothing_explains_stays_what_it_is(
     monkeypatch.setattr(watch, "FEEL_S", 0.1)
     ranks.join(1)
     error = RuntimeError("shape [3] is invalid")
-    assert ranks.hub.explained(error) is error
+    assert ranks.hub.cause_of(error) is error
 
 
 def test_a_connection_that_is_made_again_clears_the_suspicion(ranks: Ranks) -> None:
@@ -137,7 +137,7 @@ def test_the_failure_of_a_rank_is_told_by_its_own_words(ranks: Ranks) -> None:
     ranks.join(1).leave("DataError: row 3", is_orderly=False)
     until(lambda: 2 in ranks.lost)
     assert str(ranks.lost[2]).endswith("has ended: DataError: row 3")
-    assert other.explained(RuntimeError("gloo")) is ranks.lost[2]
+    assert other.cause_of(RuntimeError("gloo")) is ranks.lost[2]
 
 
 def test_whoever_does_not_know_the_token_is_hung_up_on(ranks: Ranks) -> None:

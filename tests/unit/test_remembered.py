@@ -16,7 +16,7 @@ from trainer.data.content import content_of
 from trainer.data.readers import data_sets
 from trainer.errors import LatheError
 from trainer.files import opened
-from trainer.files.remembered import FOLDER, remembered, remembered_sha256
+from trainer.files.remembered import FOLDER, cached_sha256, recall
 from trainer.protocol.task import Places
 
 
@@ -40,7 +40,7 @@ class Reader:
 
 
 def read(reader: Reader, cache: Path) -> str:
-    return remembered(cache, "key", reader)
+    return recall(cache, "key", reader)
 
 
 def put_times_back(path: Path, as_it_was: os.stat_result) -> None:
@@ -143,10 +143,10 @@ def test_what_was_read_without_a_file_or_without_being_seen_is_not_remembered(
 
     def outer() -> int:
         path.read_text()
-        return remembered(tmp_path / "c", "inner", unseen)
+        return recall(tmp_path / "c", "inner", unseen)
 
     for compute in (unseen, unseen, fileless, fileless, outer, outer):
-        assert remembered(tmp_path / "c", compute.__name__, compute) == 1
+        assert recall(tmp_path / "c", compute.__name__, compute) == 1
     assert len(calls) == 6
 
 
@@ -158,12 +158,12 @@ def test_what_an_inner_value_was_read_out_of_counts_for_the_outer_one(tmp_path: 
     cache = tmp_path / "c"
 
     def outer() -> str:
-        return own.read_text() + remembered(cache, "inner", path.read_text)
+        return own.read_text() + recall(cache, "inner", path.read_text)
 
-    remembered(cache, "inner", path.read_text)
-    assert remembered(cache, "outer", outer) == "x1"
+    recall(cache, "inner", path.read_text)
+    assert recall(cache, "outer", outer) == "x1"
     path.write_text("2")
-    assert remembered(cache, "outer", outer) == "x2"
+    assert recall(cache, "outer", outer) == "x2"
 
 
 def test_a_record_that_is_torn_and_a_cache_that_cannot_be_written_do_no_harm(
@@ -184,9 +184,9 @@ def test_a_record_that_is_torn_and_a_cache_that_cannot_be_written_do_no_harm(
 def test_the_digest_of_weights_is_that_of_their_content_however_often(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"weights")
-    digests = {remembered_sha256(path, tmp_path / "c") for _ in range(2)}
+    digests = {cached_sha256(path, tmp_path / "c") for _ in range(2)}
     path.write_bytes(b"changed")
-    assert len(digests | {remembered_sha256(path, tmp_path / "c")}) == 2
+    assert len(digests | {cached_sha256(path, tmp_path / "c")}) == 2
 
 
 @pytest.mark.parametrize("task", ["causal_lm", "cross_attention", "fid", "retriever", "vera"])

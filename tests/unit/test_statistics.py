@@ -22,7 +22,7 @@ from trainer.models.losses import IGNORED
 from trainer.protocol.abilities import Uncut
 from trainer.protocol.task import Batch, Encoded, Places, Text
 from trainer.statistics import picture, table
-from trainer.statistics.counts import counted, is_empty
+from trainer.statistics.counts import count_rows, is_empty
 from trainer.statistics.examples import texts
 from trainer.statistics.ledger import Ledger, refuse_lost_labels
 from trainer.statistics.report import report
@@ -121,7 +121,7 @@ def test_repeated_and_empty_fields_are_counted() -> None:
         {"id": "d", "text": "x", "list": ["y"], "number": 1},
         {"id": "e", "text": "\n", "list": [], "number": 2},
     ]
-    counts = counted(object(), rows, Ledger(words))  # pyright: ignore[reportArgumentType] (no task is asked anything)
+    counts = count_rows(object(), rows, Ledger(words))  # pyright: ignore[reportArgumentType] (no task is asked anything)
     found = counts.report()
     assert found["duplicates"] == {
         "row": 1,
@@ -131,7 +131,7 @@ def test_repeated_and_empty_fields_are_counted() -> None:
         "pairs": [["d", "a"]],
     }
     assert found["empty"] == {"text": 1, "list": 2, "extra": 1}
-    other = counted(object(), [{"id": 1, "text": "x"}, {"id": 2, "text": "z"}], Ledger(words))  # pyright: ignore
+    other = count_rows(object(), [{"id": 1, "text": "x"}, {"id": 2, "text": "z"}], Ledger(words))  # pyright: ignore
     assert other.shared_with(counts) == {"row": 0, "text": 1}
 
 

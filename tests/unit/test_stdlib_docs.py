@@ -105,7 +105,7 @@ def test_a_docstring_without_a_short_summary_and_a_body_asks_nothing(text: str) 
 
 def test_functions_inside_functions_are_not_documentation() -> None:
     tree = ast.parse('def outer():\n    """Outer."""\n    def inner():\n        """Inner."""\n')
-    assert [doc.name for doc in stdlib_docs._documented(tree, "m")] == ["m.outer"]
+    assert [doc.name for doc in stdlib_docs._walk(tree, "m")] == ["m.outer"]
 
 
 def test_a_library_without_sources_is_refused(

@@ -530,7 +530,7 @@ def test_paused_time_does_not_slow_the_meter() -> None:
     began = time.monotonic()
     meter = Meter()
     meter.add(1)
-    with meter.paused():
+    with meter.pause():
         time.sleep(0.2)
     assert 0 < meter.read("tokens")["step_s"] <= time.monotonic() - began - 0.2
 

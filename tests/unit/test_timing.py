@@ -413,7 +413,7 @@ def test_a_step_is_told_apart_into_input_computing_and_update(
             now[0] += 10.0
             with made.updating():
                 now[0] += 100.0
-        with made.paused():
+        with made.pause():
             now[0] += 1000.0
     assert made.timed_steps == 2  # the first one warms up
     assert made.parts == {"input": 2.0, "forward and backward": 20.0, "update": 200.0}

@@ -29,7 +29,7 @@ import torch
 
 from trainer.commands.options import module_of
 from trainer.errors import ConfigError, LatheError
-from trainer.evaluation.run import Question, opened
+from trainer.evaluation.run import Question, open_model
 from trainer.files.atomic import read_json
 from trainer.metrics.mergeable import cut_at
 from trainer.models.texts import GrowingText, begun, grown
@@ -48,7 +48,7 @@ def main() -> int:
         return ConfigError.exit_code
     try:
         model_of_run = Opened(
-            *opened(Question(values, model="final"), Options(folder.parent, cache_dir=cache))
+            *open_model(Question(values, model="final"), Options(folder.parent, cache_dir=cache))
         )
     except LatheError as error:
         _say(out, {"error": str(error)})

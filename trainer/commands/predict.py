@@ -81,7 +81,7 @@ def read(
     """Read texts once with a model of cross_attention, and answer questions about them, a line
     each, as they are written.
     """
-    from trainer.evaluation.predict import found
+    from trainer.evaluation.predict import export_of
 
     options.log_to_stderr()  # standard output is for answers
     texts: list[str] = []
@@ -92,7 +92,7 @@ def read(
             raise ConfigError(
                 f"--context {file}: cannot be read ({error}). Give a text file in UTF-8."
             ) from None
-    values, folder = found(model)
+    values, folder = export_of(model)
     reader = options.module_of(values["task"], "reader", "read texts with")
     reading = reader.Reader(folder, device=device, cache_dir=cache_dir).read(texts)
     for asked in question or (line.strip() for line in sys.stdin):

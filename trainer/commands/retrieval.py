@@ -68,7 +68,7 @@ def encode(
     """Write the vectors of a corpus or of questions; under torchrun, a shard at a time on every
     rank.
     """
-    from trainer.evaluation.run import Question, opened
+    from trainer.evaluation.run import Question, open_model
     from trainer.retrieval import embeddings
     from trainer.runtime import distributed
     from trainer.runtime.distributed import on_main
@@ -76,7 +76,7 @@ def encode(
     _check_words(side, dtype, precision)
     values = which.values()
     distributed.init()
-    task, retriever, folder = opened(Question(values, model=model), which.run_options())
+    task, retriever, folder = open_model(Question(values, model=model), which.run_options())
     maker = _embeds(task, values)
     _check_split(side, split)
     weights = on_main(lambda: embeddings.fingerprint(folder, task.fingerprint()))

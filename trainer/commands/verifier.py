@@ -88,7 +88,7 @@ def calibrate(
     ] = "ece",
 ) -> None:
     """Fit the temperature of a trained verifier on a split, and store it with the model."""
-    from trainer.evaluation.run import Question, model_folder, pooled
+    from trainer.evaluation.run import Question, model_folder, pooled_values
     from trainer.runtime import distributed
     from trainer.runtime.distributed import on_main
 
@@ -99,7 +99,7 @@ def calibrate(
     distributed.init()
     run_options = which.run_options()
     question = Question(values, model=model, split=split, batch=batch)
-    table = pooled(question, run_options, use.POOL)
+    table = pooled_values(question, run_options, use.POOL)
     folder = model_folder(question, run_options)
     report = which.savedir_base / options.id_of(values) / f"calibration-{folder.name}"
 
@@ -122,7 +122,7 @@ def score(
     ] = None,
 ) -> None:
     """Write how plausible each statement is, 0 to 1, a tab, and the statement."""
-    from trainer.evaluation.run import Question, opened
+    from trainer.evaluation.run import Question, open_model
 
     options.log_to_stderr()  # standard output is for scores
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -131,7 +131,7 @@ def score(
     use = options.module_of(values["task"], "use", "calibrate or score")
     lines = (source.read_text(encoding="utf-8") if source else sys.stdin.read()).splitlines()
     statements = [line.strip() for line in lines if line.strip()]
-    task, verifier, folder = opened(Question(values, model=model), which.run_options())
+    task, verifier, folder = open_model(Question(values, model=model), which.run_options())
     for text, plausibility in zip(
         statements, use.plausibilities(task, verifier, statements, folder=folder), strict=True
     ):

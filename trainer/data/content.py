@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.identity import canonical_json
 from trainer.errors import DataError
-from trainer.files.remembered import program, remembered
+from trainer.files.remembered import program, recall
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Row, Task
@@ -30,11 +30,11 @@ def content_of(task: Task, split: str, cache_dir: Path) -> Content:
 
     if not getattr(task, "rows_are_of_files", False):
         return content_of_rows(rows, task.encoding_id(), split)
-    given: Any = task
-    values = given.cfg.model_dump(mode="json")
+    configured: Any = task
+    values = configured.cfg.model_dump(mode="json")
     for trains in ("train", "optim", "schedule", "deepspeed", "label"):
         values.pop(trains, None)
-    settings = canonical_json({"experiment": values, "data_path": str(given.places.data_path)})
+    settings = canonical_json({"experiment": values, "data_path": str(configured.places.data_path)})
     return content_of_rows(rows, task.encoding_id(), split, settings=settings, cache_dir=cache_dir)
 
 
@@ -59,7 +59,7 @@ def content_of_rows(
         return read()
     facts = {"rows": settings, "encoding": encoding_id, "split": split, "program": program()}
     facts["here"] = os.getcwd()  # a dictionary may name files by a relative path
-    digest, count = remembered(cache_dir, canonical_json(facts), read)
+    digest, count = recall(cache_dir, canonical_json(facts), read)
     return digest, count
 
 

@@ -70,7 +70,7 @@ def _by_processes(rows: Iterator[Row], encode: Encode, num_proc: int) -> Iterato
     )
     try:
         while chunk := list(itertools.islice(rows, _CHUNK)):
-            waiting.append(pool.submit(_encoded, chunk))
+            waiting.append(pool.submit(_encode_chunk, chunk))
             if len(waiting) >= _AHEAD * num_proc:
                 yield from waiting.popleft().result()
         while waiting:
@@ -99,7 +99,7 @@ def _begin(parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _encoded(chunk: list[Row]) -> list[Encoded]:
+def _encode_chunk(chunk: list[Row]) -> list[Encoded]:
     assert _encode is not None
     return [_light(_encode(row)) for row in chunk]
 

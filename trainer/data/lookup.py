@@ -95,16 +95,16 @@ class _Draw(random.Random):
         about the same person. alike: those of other people tell what is asked for, of them.
         """
         relations = list(_RELATIONS)
-        asked, other = self.sample(relations, 2)
+        relation_asked, other_relation = self.sample(relations, 2)
         person = self.name()
-        answer = _Fact(person, asked, self.name())
-        told = [answer, _Fact(person, other, self.name())]
-        while len(told) < count:
+        answer = _Fact(person, relation_asked, self.name())
+        facts = [answer, _Fact(person, other_relation, self.name())]
+        while len(facts) < count:
             other_person, relation = self.name(), self.choice(relations)
-            told.append(_Fact(other_person, asked if alike else relation, self.name()))
-        del told[count:]
-        self.shuffle(told)
-        return told, answer
+            facts.append(_Fact(other_person, relation_asked if alike else relation, self.name()))
+        del facts[count:]
+        self.shuffle(facts)
+        return facts, answer
 
 
 def questions(split: str, *, passages: int) -> Iterator[Row]:
@@ -114,14 +114,14 @@ def questions(split: str, *, passages: int) -> Iterator[Row]:
     five passages, and a reader is slow to look at the person as well (docs/log.md).
     """
     for number, draw in _draws(split):
-        told, answer = draw.facts(passages, alike=split == "train")
+        facts, answer = draw.facts(passages, alike=split == "train")
         if split == CONTROL:
-            told.remove(answer)
+            facts.remove(answer)
         ctxs = [
             {"id": f"{number}-{place}", "title": "", "text": fact.text}
-            for place, fact in enumerate(told)
+            for place, fact in enumerate(facts)
         ]
-        yield {"id": str(number), **_asked(answer), "ctxs": ctxs}
+        yield {"id": str(number), **_question_and_answer(answer), "ctxs": ctxs}
 
 
 def num_contexts(facts: int) -> int:
@@ -136,10 +136,10 @@ def contexts(split: str, *, facts: int = FACTS) -> Iterator[Row]:
     fewer too, one of which answers. The context of "control" is the next row's.
     """
     for number, draw in _draws(split, num_train=num_contexts(facts)):
-        told, answer = draw.facts(draw.count(facts, shortness=1))
+        own, answer = draw.facts(draw.count(facts, shortness=1))
         if split == CONTROL:
-            told, _ = _Draw(split, number + 1).facts(facts)
-        yield {**_asked(answer), "context": _text(told), "title": ""}
+            own, _ = _Draw(split, number + 1).facts(facts)
+        yield {**_question_and_answer(answer), "context": _text(own), "title": ""}
 
 
 def texts(split: str, *, facts: int = FACTS) -> Iterator[Row]:
@@ -148,9 +148,9 @@ def texts(split: str, *, facts: int = FACTS) -> Iterator[Row]:
     last are a span.
     """
     for _, draw in _draws(split):
-        told, _ = draw.facts(draw.count(facts))
-        text, spans = _text(told), list[tuple[int, int]]()
-        for fact in draw.sample(told, len(told)):
+        own, _ = draw.facts(draw.count(facts))
+        text, spans = _text(own), list[tuple[int, int]]()
+        for fact in draw.sample(own, len(own)):
             text += f" {fact.question}"
             spans.append((len(text), len(text) + len(f" {fact.place}.")))
             text += f" {fact.place}."
@@ -163,9 +163,9 @@ def summaries(split: str, *, facts: int = FACTS) -> Iterator[Row]:
     row's.
     """
     for number, draw in _draws(split):
-        document, summary = _summarised(draw, facts)
+        document, summary = _document_and_summary(draw, facts)
         if split == CONTROL:
-            document, _ = _summarised(_Draw(split, number + 1), facts)
+            document, _ = _document_and_summary(_Draw(split, number + 1), facts)
         yield {"id": str(number), "document": document, "summaries": [summary]}
 
 
@@ -176,10 +176,10 @@ def statements(kind: str, split: str) -> Iterator[Row]:
     kind: a key of STATEMENTS.
     """
     for _, draw in _draws(split):
-        told, ends = STATEMENTS[kind](draw)
+        beginning, ends = STATEMENTS[kind](draw)
         gold = draw.randrange(len(ends)) if split == CONTROL else 0
-        made = [f"{told} {end}" for end in ends]
-        yield {"golds": [made.pop(gold)], "distractors": made}
+        sentences = [f"{beginning} {end}" for end in ends]
+        yield {"golds": [sentences.pop(gold)], "distractors": sentences}
 
 
 def sample_texts() -> list[str]:
@@ -201,7 +201,7 @@ def _draws(split: str, *, num_train: int = NUM_ROWS["train"]) -> Iterator[tuple[
     return ((number, _Draw(split, number)) for number in range(count))
 
 
-def _asked(answer: _Fact) -> Row:
+def _question_and_answer(answer: _Fact) -> Row:
     return {"question": answer.question, "answers": [answer.place]}
 
 
@@ -209,11 +209,11 @@ def _text(facts: list[_Fact]) -> str:
     return " ".join(fact.text for fact in facts)
 
 
-def _summarised(draw: _Draw, facts: int) -> tuple[str, str]:
-    told, answer = draw.facts(draw.count(facts, least=2))
-    own = [fact for fact in told if fact.person == answer.person]
-    said = " and ".join(f"{fact.relation} {fact.place}" for fact in own)
-    return f"About {answer.person}: {_text(told)}", f"{answer.person} {said}."
+def _document_and_summary(draw: _Draw, count: int) -> tuple[str, str]:
+    facts, answer = draw.facts(draw.count(count, least=2))
+    own = [fact for fact in facts if fact.person == answer.person]
+    claims = " and ".join(f"{fact.relation} {fact.place}" for fact in own)
+    return f"About {answer.person}: {_text(facts)}", f"{answer.person} {claims}."
 
 
 # What a statement tells, and how it may end: truly, and how falsely
@@ -223,23 +223,23 @@ def _summarised(draw: _Draw, facts: int) -> tuple[str, str]:
 def _arithmetic(draw: _Draw) -> tuple[str, list[str]]:
     first, second = draw.randint(1, 9), draw.randint(1, 9)
     totals = [first + second + wrong for wrong in (0, *draw.sample([-3, -2, -1, 1, 2, 3], 3))]
-    told = f"{draw.name()} has {first} coins. {draw.name()} has {second} coins."
-    return told, [f"Together they have {total} coins." for total in totals]
+    beginning = f"{draw.name()} has {first} coins. {draw.name()} has {second} coins."
+    return beginning, [f"Together they have {total} coins." for total in totals]
 
 
 def _order(draw: _Draw) -> tuple[str, list[str]]:
     came = draw.randint(2, 22)
     hours = [draw.randint(came + 1, 23), *draw.sample(range(1, came), min(3, came - 1))]
     name = draw.name()
-    told = f"{name} came at {came} o'clock."
-    return told, [f"So {name} came before {hour} o'clock." for hour in hours]
+    beginning = f"{name} came at {came} o'clock."
+    return beginning, [f"So {name} came before {hour} o'clock." for hour in hours]
 
 
 def _membership(draw: _Draw) -> tuple[str, list[str]]:
     members = [draw.name() for _ in range(draw.randint(1, 4))]
-    named = [draw.choice(members), *(draw.name() for _ in range(3))]
+    names = [draw.choice(members), *(draw.name() for _ in range(3))]
     return f"The boat carries {', '.join(members)}.", [
-        f"So {name} is in the boat." for name in named
+        f"So {name} is in the boat." for name in names
     ]
 
 

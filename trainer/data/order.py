@@ -360,7 +360,7 @@ class _Collation:
         units = torch.stack(
             [self.task.units(batch).to("cpu", torch.int64) for batch in batches]
         ).sum()
-        batches = [distributed.pinned(batch) for batch in batches]
+        batches = [distributed.pin_batch(batch) for batch in batches]
         return StepBatches(step=step, batches=batches, rows=rows, units=units)
 
     def _row(self, step: int, index: int) -> dict[str, np.ndarray]:

@@ -57,11 +57,11 @@ def docstrings() -> tuple[Docstring, ...]:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     with _without_garbage_collection():
-        found = sorted(
+        pairs = sorted(
             (doc.name, doc.text) for path in _sources(root) for doc in _docstrings_in(path, root)
         )
     first_names: dict[str, str] = {}
-    for name, text in found:
+    for name, text in pairs:
         first_names.setdefault(text, name)
     if not first_names:
         raise DataError(
@@ -120,10 +120,10 @@ def _sources(root: Path) -> list[Path]:
 def _docstrings_in(path: Path, root: Path) -> Iterator[Docstring]:
     parts = path.relative_to(root).with_suffix("").parts
     module = ".".join(part for part in parts if part != "__init__")
-    yield from _documented(ast.parse(path.read_bytes()), module)
+    yield from _walk(ast.parse(path.read_bytes()), module)
 
 
-def _documented(
+def _walk(
     node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str
 ) -> Iterator[Docstring]:
     text = inspect.cleandoc(ast.get_docstring(node, clean=False) or "").strip()
@@ -134,7 +134,7 @@ def _documented(
     if isinstance(node, (ast.Module, ast.ClassDef)):
         for child in node.body:
             if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield from _documented(child, f"{name}.{child.name}")
+                yield from _walk(child, f"{name}.{child.name}")
 
 
 def _split(split: str) -> list[Docstring]:

@@ -38,7 +38,7 @@ _HASHED_ROWS = 8192  # whose tokens are held at once
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # Knuth's golden ratio: an odd number of 64 bits
 
 
-def _mixed(values: np.ndarray) -> np.ndarray:
+def _mix(values: np.ndarray) -> np.ndarray:
     """Each number of 64 bits spread over all of them. Source: Steele et al. 2014, SplitMix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -55,9 +55,9 @@ class TokenStore:
         self.folder = folder
         self.meta: dict[str, Any] = json.loads((folder / _META).read_text(encoding="utf-8"))
         fields = self.meta["fields"]
-        self._ids = {field: _mapped(folder / f"ids.{field}.npy") for field in fields}
-        self._offsets = {field: _mapped(folder / f"offsets.{field}.npy") for field in fields}
-        self.lengths = _mapped(folder / _LENGTHS)  # (rows,) int64
+        self._ids = {field: _map(folder / f"ids.{field}.npy") for field in fields}
+        self._offsets = {field: _map(folder / f"offsets.{field}.npy") for field in fields}
+        self.lengths = _map(folder / _LENGTHS)  # (rows,) int64
 
     @property
     def digest(self) -> str:
@@ -88,11 +88,13 @@ class TokenStore:
 
         All are plain JSON values.
         """
-        found = np.percentile(self.lengths, _PERCENTILES, method="higher")
+        percentiles = np.percentile(self.lengths, _PERCENTILES, method="higher")
         return {
             "rows": len(self),
             "tokens": {field: len(ids) for field, ids in self._ids.items()},
-            "length": {f"p{p}": int(value) for p, value in zip(_PERCENTILES, found, strict=True)},
+            "length": {
+                f"p{p}": int(value) for p, value in zip(_PERCENTILES, percentiles, strict=True)
+            },
             "truncated_rows": self.meta["truncated_rows"],
         }
 
@@ -116,17 +118,17 @@ class TokenStore:
     def _hashes_of(self, field: str) -> np.ndarray:
         """(rows,) uint64 of one field, a block of rows at a time."""
         ids, offsets = self._ids[field], self._offsets[field]
-        found = np.zeros(len(self), np.uint64)
+        hashes = np.zeros(len(self), np.uint64)
         for start in range(0, len(self), _HASHED_ROWS):
             stop = min(start + _HASHED_ROWS, len(self))
             first, sizes = int(offsets[start]), np.diff(offsets[start : stop + 1])
             tokens = np.asarray(ids[first : int(offsets[stop])]).astype(np.uint64) + np.uint64(1)
             places = np.arange(len(tokens)) - np.repeat(offsets[start:stop] - first, sizes)
-            mixed = _mixed(tokens * _FACTOR + places.astype(np.uint64))
+            mixed = _mix(tokens * _FACTOR + places.astype(np.uint64))
             sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
             ends = np.asarray(offsets[start : stop + 1]) - first
-            found[start:stop] = _mixed(sums[ends[1:]] - sums[ends[:-1]] + sizes.astype(np.uint64))
-        return found
+            hashes[start:stop] = _mix(sums[ends[1:]] - sums[ends[:-1]] + sizes.astype(np.uint64))
+        return hashes
 
     def cuts(self) -> dict[str, dict[str, Any]]:
         """By what was cut: its setting and limit, texts, texts_cut, tokens, tokens_cut.
@@ -198,8 +200,8 @@ def open_store(
         processes = num_proc or usable_processes(num_rows)
         with _Writer(temporary) as writer:
             hasher = RowHasher(encoding_id)
-            found = encoded_rows(hasher.pass_through(rows()), encode, num_proc=processes)
-            for index, encoded in enumerate(_reported(found, split, num_rows, processes)):
+            results = encoded_rows(hasher.pass_through(rows()), encode, num_proc=processes)
+            for index, encoded in enumerate(_report_progress(results, split, num_rows, processes)):
                 writer.add(index, encoded, length)
         if hasher.hexdigest() != digest:
             raise DataError(
@@ -346,7 +348,7 @@ def _as_ids(values: Any, field: str, index: int) -> np.ndarray:
     return ids
 
 
-def _reported(
+def _report_progress(
     rows: Iterable[Encoded], split: str, num_rows: int, processes: int
 ) -> Iterator[Encoded]:
     """The same rows; says every ten seconds how far it is, and at the end how fast it was."""
@@ -372,5 +374,5 @@ def _is_whole(folder: Path) -> bool:
         return False  # whatever is missing or malformed, it is to be built again
 
 
-def _mapped(path: Path) -> np.ndarray:
+def _map(path: Path) -> np.ndarray:
     return np.asarray(np.load(path, mmap_mode="r"))

@@ -54,15 +54,15 @@ def load_tokenizer(
     with a tokenizer is never run. Raises ConfigError when it is nowhere, or has no fast
     implementation. is_of_base: messages call it the base's, for the experiment names no other.
     """
-    named = f"the tokenizer of base={spec!r}" if is_of_base else f"tokenizer={spec!r}"
+    label = f"the tokenizer of base={spec!r}" if is_of_base else f"tokenizer={spec!r}"
     if isinstance(spec, EmbeddedTokenizer):
         return embedded_tokenizer(spec, cache_dir)
     if packages.is_packaged(spec):
-        return _pretrained(str(packages.folder_of(spec)), named, tried=[f"package {spec}"])
+        return _load(str(packages.folder_of(spec)), label, tried=[f"package {spec}"])
     folders = [Path(spec)] + ([data_path / spec] if data_path is not None else [])
     for folder in folders:
         if folder.is_dir():
-            return _pretrained(str(folder), named, tried=[f"folder {folder}"])
+            return _load(str(folder), label, tried=[f"folder {folder}"])
     tried = [f"folder {folder}" for folder in folders]
     if not may_be_hub_id(spec):
         reason = "it is a path, and no such folder exists"
@@ -72,9 +72,9 @@ def load_tokenizer(
             reason += "; it is also looked for below --data_path, which was not given"
         if Path(spec).parent.name == "tokenizers":  # as the built-in groups name theirs
             reason += "; `python -m trainer fetch tokenizers --out DIR` brings those of our groups"
-        raise _not_found(named, tried, reason=reason)
+        raise _not_found(label, tried, reason=reason)
     hub.use_cache_where_unreachable()
-    return _pretrained(spec, named, tried=[*tried, f"Hub id {spec}"])
+    return _load(spec, label, tried=[*tried, f"Hub id {spec}"])
 
 
 def embedded_tokenizer(spec: EmbeddedTokenizer, cache_dir: Path) -> PreTrainedTokenizerFast:
@@ -189,19 +189,19 @@ def _id_of(tokenizer: PreTrainedTokenizerFast, name: str) -> int | None:
     return None if number is None else int(number)
 
 
-def _pretrained(source: str, named: str, *, tried: list[str]) -> PreTrainedTokenizerFast:
+def _load(source: str, label: str, *, tried: list[str]) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # any: tokenizers (Rust) raises Exception itself for a torn file
         if is_of_foreign_code(error):
-            raise ConfigError(f"{named}: {FOREIGN_CODE.format('tokenizer')}") from None
+            raise ConfigError(f"{label}: {FOREIGN_CODE.format('tokenizer')}") from None
         reason = _of_files(Path(source)) or str(error).split("\n", 1)[0]
-        raise _not_found(named, tried, reason=reason) from error
+        raise _not_found(label, tried, reason=reason) from error
     if isinstance(tokenizer, ByT5Tokenizer):
         return byte_tokenizer.fast(tokenizer)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ConfigError(
-            f"{named} is a {type(tokenizer).__name__} without a fast implementation. "
+            f"{label} is a {type(tokenizer).__name__} without a fast implementation. "
             f"Use a tokenizer that has a {_TOKENIZER_FILE}."
         )
     return tokenizer
@@ -241,9 +241,9 @@ def _of_files(folder: Path) -> str | None:
     return None
 
 
-def _not_found(named: str, tried: list[str], *, reason: str) -> ConfigError:
+def _not_found(label: str, tried: list[str], *, reason: str) -> ConfigError:
     return ConfigError(
-        f"{named} cannot be loaded (tried {', '.join(tried)}): {reason.rstrip('.')}. "
+        f"{label} cannot be loaded (tried {', '.join(tried)}): {reason.rstrip('.')}. "
         'Give a folder (here or under --data_path), a Hub id, or {"vocab_size": 2048} for the '
         "embedded one."
     )

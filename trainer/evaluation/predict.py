@@ -25,7 +25,7 @@ from trainer.config.own_rows import Layout
 from trainer.data.readers import fields, row_files
 from trainer.data.readers.columns import in_our_names
 from trainer.errors import ConfigError
-from trainer.evaluation.run import Question, opened
+from trainer.evaluation.run import Question, open_model
 from trainer.exports import record
 from trainer.files.atomic import aside, create_json, read_json, refusals, replace_file, sha256_of
 from trainer.models import adapters
@@ -59,50 +59,50 @@ class RowsToPredict:
     cache_dir: Path = Path("tmp-cache")
 
 
-def predict(asked: RowsToPredict) -> int:
+def predict(request: RowsToPredict) -> int:
     """Write what the model says of each row, in their order; how many there are.
 
     Every rank of a launcher calls it. ConfigError and DataError for a model that is not there, rows
     that are none, an output that is there already; what was predicted so far stays.
     """
-    parts = asked.out.with_name(f".{asked.out.name}.parts")
-    _check_output(asked.out, parts)
+    parts = request.out.with_name(f".{request.out.name}.parts")
+    _check_output(request.out, parts)
     rank, world = (int(os.environ.get(name, other)) for name, other in _RANKS.items())
     if torch.cuda.is_available():
         torch.cuda.set_device(distributed.device())
-    values, folder = found(asked.model)
+    values, folder = export_of(request.model)
     places = folder.resolve().parent.parent
-    data = asked.rows if asked.rows.is_dir() else asked.rows.parent
-    options = Options(places, data_path=data, cache_dir=asked.cache_dir)
-    task, model, _ = opened(Question(values, model=str(folder)), options)
-    batch = asked.batch or task.cfg.train.eval_batch or task.cfg.train.micro_batch
-    _begin(parts, _plan(asked, folder, task, batch))
-    count = _write_pieces(parts, asked, task, model, batch=batch, rank=rank, world=world)
+    data = request.rows if request.rows.is_dir() else request.rows.parent
+    options = Options(places, data_path=data, cache_dir=request.cache_dir)
+    task, model, _ = open_model(Question(values, model=str(folder)), options)
+    batch = request.batch or task.cfg.train.eval_batch or task.cfg.train.micro_batch
+    _begin(parts, _plan(request, folder, task, batch))
+    count = _write_pieces(parts, request, task, model, batch=batch, rank=rank, world=world)
     # not before: ranks have other numbers of forwards, and must not wait for one another in them
     distributed.init(timeout_s=_PATIENCE_S)
     distributed.barrier()
-    distributed.on_main(lambda: _finish(parts, asked.out, -(-count // (batch * _BATCHES))))
+    distributed.on_main(lambda: _finish(parts, request.out, -(-count // (batch * _BATCHES))))
     return count
 
 
 _RANKS = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
-def found(model: Path) -> tuple[dict[str, Any], Path]:
+def export_of(model: Path) -> tuple[dict[str, Any], Path]:
     """The dictionary and the folder of an exported model; of a run folder its best/, else final/.
 
     What lies in the folder itself (tokenizer, whole weights) is taken from there, wherever the
     experiment had it from.
     """
     folder = next((model / name for name in _EXPORTS if (model / name).is_dir()), model)
-    said = record.read(folder)
-    values = said.experiment if said else read_json(folder.parent / "exp_dict.json")
+    about = record.read(folder)
+    values = about.experiment if about else read_json(folder.parent / "exp_dict.json")
     if values is None:
         raise ConfigError(
             f"{model}: got neither a run folder with best/ or final/ in it, nor an exported folder "
             f"with {record.NAME}. Give results/ID, or results/ID/final."
         )
-    if said is None:
+    if about is None:
         return values, folder
     values = {**values, "tokenizer": str(folder)}
     template = folder / "chat_template.jinja"
@@ -110,7 +110,7 @@ def found(model: Path) -> tuple[dict[str, Any], Path]:
         values["data"] = {**values["data"], "chat_template": str(template)}
     if (folder / "base").is_dir():
         values["base"] = str(folder / "base")
-    elif not said.base_fingerprint and not adapters.are_in(folder):
+    elif not about.base_fingerprint and not adapters.are_in(folder):
         values["base"] = str(folder)
     return values, folder
 
@@ -124,16 +124,16 @@ def _check_output(out: Path, parts: Path) -> None:
         )
 
 
-def _plan(asked: RowsToPredict, folder: Path, task: Task, batch: int) -> dict[str, Any]:
-    files = row_files.files_in(asked.rows) if asked.rows.is_dir() else [asked.rows]
-    with refusals(asked.rows):
+def _plan(request: RowsToPredict, folder: Path, task: Task, batch: int) -> dict[str, Any]:
+    files = row_files.files_in(request.rows) if request.rows.is_dir() else [request.rows]
+    with refusals(request.rows):
         digests = [sha256_of(file) for file in files]
     return {
         "format": 1,
         "model": fingerprint(folder, task.fingerprint()),
         "rows": hashlib.sha256(" ".join(digests).encode()).hexdigest(),
         "batch": batch,
-        **asdict(asked.how),
+        **asdict(request.how),
     }
 
 
@@ -155,22 +155,22 @@ def _begin(parts: Path, plan: dict[str, Any]) -> None:
         )
 
 
-def _rows(asked: RowsToPredict, task: Any) -> Iterator[tuple[Any, str, Row]]:
+def _rows(request: RowsToPredict, task: Any) -> Iterator[tuple[Any, str, Row]]:
     """(id, place, object in our names) of every row, in their order."""
     data = task.cfg.data
     layout = data.layout() or Layout(())
-    placed = row_files.placed_rows(asked.rows)
-    are_cells = row_files.is_table(asked.rows)
+    placed = row_files.placed_rows(request.rows)
+    are_cells = row_files.is_table(request.rows)
     for number, (place, raw) in enumerate(
         in_our_names(placed, data.columns, layout, are_cells=are_cells)
     ):
-        given = fields.first_given(raw, fields.QUESTION_IDS)[1]
-        yield number if given is None else given, place, raw
+        identity = fields.first_given(raw, fields.QUESTION_IDS)[1]
+        yield number if identity is None else identity, place, raw
 
 
 def _write_pieces(
     parts: Path,
-    asked: RowsToPredict,
+    request: RowsToPredict,
     task: Any,
     model: nn.Module,
     *,
@@ -180,15 +180,15 @@ def _write_pieces(
 ) -> int:
     """Write the pieces of this rank that are missing; how many rows there are in all."""
     trained: Trained = importlib.import_module(f"trainer.tasks.{task.cfg.task}.trained")  # type: ignore
-    rows, piece, count = _rows(asked, task), 0, 0
+    rows, piece, count = _rows(request, task), 0, 0
     while block := list(islice(rows, batch * _BATCHES)):
         path = parts / f"{piece:07d}.jsonl"
         if piece % world == rank and not path.is_file():
-            given = [trained.row_to_predict(task, raw, place) for _, place, raw in block]
-            said = _said(trained, task, model, given, asked.how, batch)
+            to_predict = [trained.row_to_predict(task, raw, place) for _, place, raw in block]
+            predictions = _predict_rows(trained, task, model, to_predict, request.how, batch)
             lines = [
                 json.dumps({"id": name, **one}, ensure_ascii=False) + "\n"
-                for (name, *_), one in zip(block, said, strict=True)
+                for (name, *_), one in zip(block, predictions, strict=True)
             ]
             replace_file(path, "".join(lines).encode(), is_durable=False)
         piece, count = piece + 1, count + len(block)
@@ -196,18 +196,18 @@ def _write_pieces(
     return count
 
 
-def _said(
+def _predict_rows(
     trained: Trained, task: Any, model: nn.Module, rows: list[Row], how: Prediction, batch: int
 ) -> list[dict[str, Any]]:
     """What is said of each row, rows of like length together."""
     order = sorted(range(len(rows)), key=lambda n: len(json.dumps(rows[n])), reverse=True)
-    said: dict[int, dict[str, Any]] = {}
+    by_row: dict[int, dict[str, Any]] = {}
     for start in range(0, len(order), batch):
         numbers = order[start : start + batch]
         with torch.no_grad():
-            found = trained.predict(task, model, [rows[n] for n in numbers], how)
-        said.update(zip(numbers, found, strict=True))
-    return [said[n] for n in range(len(rows))]
+            predictions = trained.predict(task, model, [rows[n] for n in numbers], how)
+        by_row.update(zip(numbers, predictions, strict=True))
+    return [by_row[n] for n in range(len(rows))]
 
 
 def _finish(parts: Path, out: Path, pieces: int) -> None:

@@ -1,4 +1,4 @@
-"""A trained model over a whole split: answers, scores, and how much each passage was read."""
+"""A trained model over a whole split: its answers, its scores, and the scores of passages."""
 
 from __future__ import annotations
 
@@ -72,67 +72,66 @@ class Question:
     passage_scores: Path | None = None
 
 
-def run(asked: Question, options: Options) -> dict[str, float]:
-    """The metrics of one model over one split, every row exactly once on any number of ranks; files
-    are written too.
+def run(question: Question, options: Options) -> dict[str, float]:
+    """The metrics of one model over one split; each row counts exactly once on any number of ranks.
+    The files that the question names are written.
 
     A collective: every rank of a launcher calls it. A task that answers is scored by its answers,
     any other by its validation metrics. Raises ConfigError for a model that is not there, or
     something that the task cannot do.
     """
-    _check(asked)
-    settings = options.wandb(asked.values)
-    task = _task(asked, options)
-    if asked.passage_scores is not None and not isinstance(task, ScoresPassages):
-        name = asked.values["task"]
+    _check(question)
+    settings = options.wandb(question.values)
+    task = _task(question, options)
+    if question.passage_scores is not None and not isinstance(task, ScoresPassages):
+        name = question.values["task"]
         raise ConfigError(
             f"--write_scores: task {name!r} reads no passages that it could score. Leave it out."
         )
-    if asked.another_context and not isinstance(task, ReadsContexts):
+    if question.another_context and not isinstance(task, ReadsContexts):
         raise ConfigError(
-            f"--another_context: task {asked.values['task']!r} answers from no context. Leave it "
-            "out."
+            f"--another_context: task {question.values['task']!r} answers from no context. Leave "
+            "it out."
         )
     if not isinstance(task, Answers):
-        _refuse_answering(asked)
-    folder = model_folder(asked, options)
-    store = _store(task, asked, options)
+        _refuse_answering(question)
+    folder = model_folder(question, options)
+    store = _store(task, question, options)
     model = Frozen(task.load_export(folder).to(distributed.device()).eval())
-    batch = _batch(asked)
-    raw = [question_of(task, row) for row in _rows(task, asked)]
-    logger.info("%s: %d rows of %s, %d at a time", folder, len(raw), asked.split, batch)
-    answered: list[Row] = []
+    batch = _batch(question)
+    raw = [question_of(task, row) for row in _rows(task, question)]
+    logger.info("%s: %d rows of %s, %d at a time", folder, len(raw), question.split, batch)
+    predicted_rows: list[Row] = []
     if isinstance(task, Answers):
-        found, answers = answer(model, task, store, raw, batch=batch, search=asked.search)
-        found, answered = _answered(asked, task, raw, answers, found)
-        if asked.predictions is not None:
+        scores, answers = answer(model, task, store, raw, batch=batch, search=question.search)
+        scores, predicted_rows = _final_answers(question, task, raw, answers, scores)
+        if question.predictions is not None:
             summary = {
                 "model": str(folder),
-                "split": asked.split,
-                "search": asdict(asked.search),
-                "scores": found,
+                "split": question.split,
+                "search": asdict(question.search),
+                "scores": scores,
             }
-            path = asked.predictions.with_suffix(".summary.json")
+            path = question.predictions.with_suffix(".summary.json")
             on_main(lambda: write_json(path, summary, is_durable=False))
     else:
-        found = evaluate(model, task, store, batch=batch, num_rows=len(raw))
-    if asked.passage_scores is not None and isinstance(task, ScoresPassages):
-        scores = _passage_scores(model, task, store, len(raw), batch=batch)
-        path = asked.passage_scores
-        on_main(lambda: _write(path, _scored(_rows(task, asked), scores)))
+        scores = evaluate(model, task, store, batch=batch, num_rows=len(raw))
+    if question.passage_scores is not None and isinstance(task, ScoresPassages):
+        passage_scores = _passage_scores(model, task, store, len(raw), batch=batch)
+        path = question.passage_scores
+        on_main(lambda: _write(path, _with_scores(_rows(task, question), passage_scores)))
     if settings is not None and distributed.is_main():
         tell_wandb(
             settings,
             options.savedir_base / settings.id,
-            asked.split,
-            found,
-            list(map(_flat, answered)),
+            question.split,
+            scores,
+            [_table_cells(row) for row in predicted_rows],
         )
-    return found
+    return scores
 
 
-def _flat(row: Row) -> dict[str, Any]:
-    """A predicted row as cells of a table."""
+def _table_cells(row: Row) -> dict[str, Any]:
     return {
         "question": row["question"],
         "answers": " | ".join(row["answers"]),
@@ -159,50 +158,52 @@ class _Rewritten:
         return self.rewrite(self.store[index])
 
 
-def _store(task: Task, asked: Question, options: Options) -> Any:
-    store = store_of(task, asked.split, options.cache_dir)
-    if not asked.another_context:
+def _store(task: Task, question: Question, options: Options) -> Any:
+    store = store_of(task, question.split, options.cache_dir)
+    if not question.another_context:
         return store
     assert isinstance(task, ReadsContexts), "run() refuses others"
     return _Rewritten(store, task.under_another_context)
 
 
-def pooled(asked: Question, options: Options, name: str) -> Tensor:
-    """The values of the pool `name` of the task's scores over one split, every row once; the same
-    on all ranks.
+def pooled_values(question: Question, options: Options, name: str) -> Tensor:
+    """The values that the task gathers under `name` over one split, every row once; the same on all
+    ranks.
 
-    A collective. ConfigError for a task without such a pool.
+    A collective. ConfigError for a task that gathers none under this name.
     """
-    task = _task(asked, options)
-    store = store_of(task, asked.split, options.cache_dir)
-    model = Frozen(task.load_export(model_folder(asked, options)).to(distributed.device()).eval())
-    found = pool(model, task, store, name=name, batch=_batch(asked))
-    if found is None:
-        raise ConfigError(f"task {asked.values['task']!r} has no {name} to be calibrated on.")
-    return found
+    task = _task(question, options)
+    store = store_of(task, question.split, options.cache_dir)
+    model = Frozen(
+        task.load_export(model_folder(question, options)).to(distributed.device()).eval()
+    )
+    values = pool(model, task, store, name=name, batch=_batch(question))
+    if values is None:
+        raise ConfigError(f"task {question.values['task']!r} has no {name} to be calibrated on.")
+    return values
 
 
-def opened(asked: Question, options: Options) -> tuple[Task, nn.Module, Path]:
+def open_model(question: Question, options: Options) -> tuple[Task, nn.Module, Path]:
     """An experiment's task, its trained model, and the model's folder.
 
     The model is on this rank's device, in evaluation mode.
     """
-    task, folder = _task(asked, options), model_folder(asked, options)
+    task, folder = _task(question, options), model_folder(question, options)
     return task, task.load_export(folder).to(distributed.device()).eval(), folder
 
 
-def _task(asked: Question, options: Options) -> Task:
-    return tasks.load(tasks.parse(asked.values), options.places)
+def _task(question: Question, options: Options) -> Task:
+    return tasks.load(tasks.parse(question.values), options.places)
 
 
-def _batch(asked: Question) -> int:
-    train = tasks.parse(asked.values).train
-    return asked.batch or train.eval_batch or train.micro_batch
+def _batch(question: Question) -> int:
+    train = tasks.parse(question.values).train
+    return question.batch or train.eval_batch or train.micro_batch
 
 
-def _check(asked: Question) -> None:
-    search = asked.search
-    check(asked.measures)
+def _check(question: Question) -> None:
+    search = question.search
+    check(question.measures)
     if search.temperature is None and search.top_p < 1.0:
         raise ConfigError(
             f"--top_p {search.top_p} says what is drawn from, but nothing is. Add --temperature "
@@ -219,36 +220,36 @@ def _check(asked: Question) -> None:
             "beams end in no more "
             f"answers than beams. Use --num_beams {search.num_answers} or more."
         )
-    for path in (asked.predictions, asked.passage_scores):
+    for path in (question.predictions, question.passage_scores):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path}: its folder does not exist. Make it, or write elsewhere.")
 
 
-def model_folder(asked: Question, options: Options) -> Path:
-    """Where the model that is asked for stands; ConfigError when it stands nowhere."""
-    if asked.model == _UNTRAINED:
-        return _base_folder(asked, options)
-    if asked.model not in _EXPORTS:
-        named = Path(base_source.folder_or_id(asked.model, options.cache_dir))
-        if not named.is_dir():
+def model_folder(question: Question, options: Options) -> Path:
+    """The folder of the model that is evaluated; ConfigError when there is none."""
+    if question.model == _UNTRAINED:
+        return _base_folder(question, options)
+    if question.model not in _EXPORTS:
+        folder = Path(base_source.folder_or_id(question.model, options.cache_dir))
+        if not folder.is_dir():
             legal = [*_EXPORTS, _UNTRAINED]
             raise ConfigError(
-                f"--model {asked.model}: no such folder. {nearest(asked.model, legal)}"
+                f"--model {question.model}: no such folder. {nearest(question.model, legal)}"
             )
-        return named
-    run_folder = options.savedir_base / exp_id(asked.values)
+        return folder
+    run_folder = options.savedir_base / exp_id(question.values)
     there = [name for name in _EXPORTS if (run_folder / name).is_dir()]
-    if asked.model in there:
-        return run_folder / asked.model
+    if question.model in there:
+        return run_folder / question.model
     other = f"Use --model {there[0]}" if there else "Train it first, into the same --savedir_base"
     raise ConfigError(
-        f"{run_folder} holds no {asked.model}/ folder. {other}, or give --model a folder."
+        f"{run_folder} holds no {question.model}/ folder. {other}, or give --model a folder."
     )
 
 
-def _base_folder(asked: Question, options: Options) -> Path:
+def _base_folder(question: Question, options: Options) -> Path:
     """The folder of the base that an experiment starts from, before any training."""
-    source = base_source.resolve(tasks.parse(asked.values).base, options.places)
+    source = base_source.resolve(tasks.parse(question.values).base, options.places)
     if isinstance(source, RandomBase):
         raise ConfigError(
             "--model base: this experiment's base has random weights and no folder. Use "
@@ -263,73 +264,81 @@ def _base_folder(asked: Question, options: Options) -> Path:
     return files[0].parent
 
 
-def _rows(task: Task, asked: Question) -> Iterator[Row]:
-    return islice(task.rows(asked.split), asked.limit)
+def _rows(task: Task, question: Question) -> Iterator[Row]:
+    return islice(task.rows(question.split), question.limit)
 
 
-def _refuse_answering(asked: Question) -> None:
-    given = {
-        "--pred": asked.predictions is not None,
-        "--num_beams, --num_answers, --temperature": asked.search != GREEDY,
-        "--best_answer": asked.best_answer,
-        "--cut_at": bool(asked.cut_at),
-        "--measure": bool(asked.measures),
+def _refuse_answering(question: Question) -> None:
+    is_set = {
+        "--pred": question.predictions is not None,
+        "--num_beams, --num_answers, --temperature": question.search != GREEDY,
+        "--best_answer": question.best_answer,
+        "--cut_at": bool(question.cut_at),
+        "--measure": bool(question.measures),
     }
-    if any(given.values()):
-        flags = ", ".join(flag for flag, is_given in given.items() if is_given)
+    if any(is_set.values()):
+        flags = ", ".join(flag for flag, is_on in is_set.items() if is_on)
         raise ConfigError(
-            f"{flags}: task {asked.values['task']!r} gives no answers. Leave that out."
+            f"{flags}: task {question.values['task']!r} gives no answers. Leave that out."
         )
 
 
-def _answered(
-    asked: Question,
+def _final_answers(
+    question: Question,
     task: Task,
     raw: Sequence[Row],
     answers: Sequence[list[str]],
-    found: dict[str, float],
+    scores: dict[str, float],
 ) -> tuple[dict[str, float], list[Row]]:
-    """The scores of all answers as the question wants them, `found` being those as they came, and
-    the rows with their predictions; --pred is written.
+    """The final scores, and the rows with their predictions; --pred is written.
+
+    scores: of the answers as they were generated. They are computed again where the question cuts
+    answers, merges equal questions, or adds measures.
     """
-    if asked.cut_at:
-        answers = [[cut_at(text, asked.cut_at) for text in texts] for texts in answers]
-    if asked.best_answer:
-        raw, answers = _merged(raw, answers, [_asks(row) for row in _rows(task, asked)])
-    rows = list(_predictions(task, raw, answers, is_n_best=asked.search.num_answers > 1))
-    known = [row for row in rows if row["answers"]]
-    if asked.measures:
-        texts, references = [row["prediction"] for row in known], [row["answers"] for row in known]
-        how: dict[str, Any] = {"measures": asked.measures, "bertscore_model": asked.bertscore_model}
-        for row, scores in zip(known, similarities(texts, references, **how), strict=True):
-            row["scores"] |= scores
-    if asked.cut_at or asked.best_answer or asked.measures:
-        found = {
-            name: fmean(row["scores"][name] for row in known)
-            for name in (known[0]["scores"] if known else ())
+    if question.cut_at:
+        answers = [[cut_at(text, question.cut_at) for text in texts] for texts in answers]
+    if question.best_answer:
+        raw, answers = _merge_equal_questions(
+            raw, answers, [_question_key(row) for row in _rows(task, question)]
+        )
+    rows = list(_predictions(task, raw, answers, is_n_best=question.search.num_answers > 1))
+    answerable = [row for row in rows if row["answers"]]
+    if question.measures:
+        extra = similarities(
+            [row["prediction"] for row in answerable],
+            [row["answers"] for row in answerable],
+            measures=question.measures,
+            bertscore_model=question.bertscore_model,
+        )
+        for row, more_scores in zip(answerable, extra, strict=True):
+            row["scores"] |= more_scores
+    if question.cut_at or question.best_answer or question.measures:
+        scores = {
+            name: fmean(row["scores"][name] for row in answerable)
+            for name in (answerable[0]["scores"] if answerable else ())
         }
-        found |= scores_by_dataset(rows, [row["prediction"] for row in rows])
-    if asked.predictions is not None:
-        path = asked.predictions
+        scores |= scores_by_dataset(rows, [row["prediction"] for row in rows])
+    if question.predictions is not None:
+        path = question.predictions
         on_main(lambda: _write(path, rows))
-    return found, rows
+    return scores, rows
 
 
-def _asks(row: Row) -> str:
-    """The same for rows that ask the same of the same context."""
+def _question_key(row: Row) -> str:
+    """A text that is equal for rows with the same question and the same context."""
     return json.dumps(
         [row.get(key) for key in ("question", "context", "contexts", "ctxs")], sort_keys=True
     )
 
 
-def _merged(
-    raw: Sequence[Row], answers: Sequence[list[str]], asks: Sequence[str]
+def _merge_equal_questions(
+    raw: Sequence[Row], answers: Sequence[list[str]], keys: Sequence[str]
 ) -> tuple[list[Row], list[list[str]]]:
-    """The first row of each group that asks the same, with the references of all of them, and the
-    answers to it.
+    """The first row of each group of equal questions, with the references of the whole group, and
+    the answers to that row.
     """
     groups: dict[str, list[int]] = {}
-    for number, key in enumerate(asks):
+    for number, key in enumerate(keys):
         groups.setdefault(key, []).append(number)
     rows: list[Row] = []
     for numbers in groups.values():
@@ -342,12 +351,12 @@ def _predictions(
     task: Task, raw: Sequence[Row], answers: Sequence[list[str]], *, is_n_best: bool
 ) -> Iterator[Row]:
     for row, texts in zip(raw, answers, strict=True):
-        scores = _judged(task, texts[0], row["answers"]) if row["answers"] else {}
+        scores = _answer_scores(task, texts[0], row["answers"]) if row["answers"] else {}
         predicted = {**row, "prediction": texts[0], "scores": scores}
         yield predicted | {"n_best": texts} if is_n_best else predicted
 
 
-def _judged(task: Task, prediction: str, references: Sequence[str]) -> dict[str, float]:
+def _answer_scores(task: Task, prediction: str, references: Sequence[str]) -> dict[str, float]:
     if isinstance(task, JudgesAnswers):
         return task.answer_scores(prediction, references)
     return {
@@ -363,14 +372,14 @@ def _passage_scores(
     lengths, world, rank = store.lengths[:num_rows], distributed.world(), distributed.rank()
     own: dict[int, list[float]] = {}
     for rows, counted in evaluation_batches(num_rows, lengths, batch=batch, world=world, rank=rank):
-        found = task.passage_scores(model.model, [store[int(row)] for row in rows])
+        scores = task.passage_scores(model.model, [store[int(row)] for row in rows])
         if counted:
-            own.update(zip(rows.tolist(), found, strict=True))
-    by_row = {row: scores for part in distributed.gather(list(own.items())) for row, scores in part}
+            own.update(zip(rows.tolist(), scores, strict=True))
+    by_row = {row: of_row for part in distributed.gather(list(own.items())) for row, of_row in part}
     return [by_row[row] for row in range(num_rows)]
 
 
-def _scored(rows: Iterable[Row], scores: Sequence[Sequence[float]]) -> Iterator[Row]:
+def _with_scores(rows: Iterable[Row], scores: Sequence[Sequence[float]]) -> Iterator[Row]:
     for row, of_row in zip(rows, scores, strict=True):
         ctxs: list[Mapping[str, Any]] = row["ctxs"]
         yield {
@@ -380,7 +389,9 @@ def _scored(rows: Iterable[Row], scores: Sequence[Sequence[float]]) -> Iterator[
 
 
 def _write(path: Path, rows: Iterable[Row]) -> None:
-    """One JSON object a line, or (.json) a list of them; whole, or as it was before."""
+    """Write one JSON object a line, or (.json) a list of them. An error leaves an older file as it
+    was.
+    """
     with aside(path, is_durable=False) as part, part.open("w", encoding="utf-8") as file:
         if path.suffix == ".json":
             file.write("[")

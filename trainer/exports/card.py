@@ -20,6 +20,12 @@ EXP_GROUPS = {"this": [json.load(open("FOLDER/lathe.json"))["experiment"]]}
 """
 
 
+_NOT_MEASURED = (
+    "Nothing was measured but what stands under Scores: not on other data, not for bias, not for "
+    "safety."
+)
+
+
 def write(folder: Path, record: Record) -> None:
     """Write README.md into an export whose record is `record`."""
     (folder / CARD).write_text(text(folder, record), encoding="utf-8")
@@ -35,7 +41,7 @@ def text(folder: Path, record: Record) -> str:
         f"# {cfg.task} {record.exp_id[:8]}\n\n{what} Trained with Lathe {record.lathe}; this card "
         "was written by it, from what the run recorded. What it does not say is unknown to it.",
         "## How to load it\n\n" + _programs(use),
-        "## Limits\n\n" + "\n".join(f"- {limit}" for limit in [*use.limits, *_always(record)]),
+        "## Limits\n\n" + "\n".join(f"- {limit}" for limit in [*use.limits, _NOT_MEASURED]),
         "## Base\n\n" + _base(record),
         "## Data\n\n" + _data(record),
         "## Scores\n\n" + _scores(record),
@@ -59,7 +65,7 @@ def _front_matter(record: Record, use: Usage) -> str:
     lines = ["---", f"library_name: {use.library}"]
     if record.licence is not None:
         lines.append(f"license: {record.licence}")
-    base = _named(record)
+    base = _base_name(record)
     if base is not None and may_be_hub_id(base) and "/" in base:
         lines.append(f"base_model: {base}")
     return "\n".join([*lines, "tags:", "- lathe", f"- {record.experiment['task']}", "---"])
@@ -67,43 +73,38 @@ def _front_matter(record: Record, use: Usage) -> str:
 
 def _programs(use: Usage) -> str:
     own = "In Lathe: `python -m trainer predict FOLDER --data_path ROWS.jsonl --out ANSWERS.jsonl`."
-    shown = [f"{heading}:\n\n```python\n{code}```" for heading, code in use.programs]
-    return "\n\n".join([*shown, own])
+    programs = [f"{heading}:\n\n```python\n{code}```" for heading, code in use.programs]
+    return "\n\n".join([*programs, own])
 
 
-def _always(record: Record) -> list[str]:
-    return [
-        "Nothing was measured but what stands under Scores: not on other data, not for bias, not "
-        "for safety."
-    ]
-
-
-def _named(record: Record) -> str | None:
+def _base_name(record: Record) -> str | None:
     base = record.experiment["base"]
     return base if isinstance(base, str) else None
 
 
 def _base(record: Record) -> str:
-    base, named = record.experiment["base"], _named(record)
-    if named is not None:
-        told = f"`{named}`, as the dictionary names it."
+    base, name = record.experiment["base"], _base_name(record)
+    if name is not None:
+        origin = f"`{name}`, as the dictionary names it."
     elif "experiment" in base:
-        told = f"What another run trained (task {base['experiment'].get('task')}), see Dictionary."
+        origin = (
+            f"What another run trained (task {base['experiment'].get('task')}), see Dictionary."
+        )
     else:
-        told = f"Random weights of a {base['config'].get('model_type')}: no model was pretrained."
+        origin = f"Random weights of a {base['config'].get('model_type')}: no model was pretrained."
     frozen = f" Its weights: `{record.base_fingerprint}`." if record.base_fingerprint else ""
     licence = record.licence or "unknown to this card"
-    if named is None and "experiment" not in base:
+    if name is None and "experiment" not in base:
         licence = "it has none"
-    return f"{told}{frozen} Its licence: {licence}."
+    return f"{origin}{frozen} Its licence: {licence}."
 
 
 def _data(record: Record) -> str:
     if not record.data:
         return "Unknown: the run recorded none."
     rows = [
-        [name, str(said.get("rows")), _tokens(said), str(said.get("digest"))]
-        for name, said in record.data.items()
+        [name, str(facts.get("rows")), _tokens(facts), str(facts.get("digest"))]
+        for name, facts in record.data.items()
     ]
     return (
         _table(["split", "rows", "tokens", "digest of the rows as they were read"], rows)
@@ -112,9 +113,9 @@ def _data(record: Record) -> str:
     )
 
 
-def _tokens(said: dict[str, Any]) -> str:
-    counted = said.get("tokens")
-    return "unknown" if not isinstance(counted, dict) else f"{sum(counted.values()):,}"
+def _tokens(facts: dict[str, Any]) -> str:
+    counts = facts.get("tokens")
+    return "unknown" if not isinstance(counts, dict) else f"{sum(counts.values()):,}"
 
 
 def _scores(record: Record) -> str:
@@ -126,15 +127,15 @@ def _scores(record: Record) -> str:
     train = "python trainval.py -e this --exp_configs this.py -sb results --data_path DATA"
     judge = "python -m trainer evaluate -e this --exp_configs this.py -sb results --data_path DATA "
     judge += "--model FOLDER"
-    repeated = f"The same training gives them again:\n\n{_fenced(train)}"
+    repeated = f"The same training gives them again:\n\n{_code_block(train)}"
     what = "these answers are scored" if issubclass(task, Answers) else "this folder has them"
-    repeated += f"\n\nand of the validation rows {what} by\n\n{_fenced(judge)}"
-    shown = _table(["name", "value"], rows)
+    repeated += f"\n\nand of the validation rows {what} by\n\n{_code_block(judge)}"
+    table = _table(["name", "value"], rows)
     where = f"Of the validation rows, at step {step}. With `this.py`:"
-    return "\n\n".join([shown, where, _fenced(_RUN_HERE.strip(), "python"), repeated])
+    return "\n\n".join([table, where, _code_block(_RUN_HERE.strip(), "python"), repeated])
 
 
-def _fenced(code: str, language: str = "") -> str:
+def _code_block(code: str, language: str = "") -> str:
     return f"```{language}\n{code}\n```"
 
 

@@ -67,8 +67,8 @@ def of_run(folder: Path, *, values: dict[str, Any], task: Task, run_folder: Path
 
 def digests(folder: Path) -> dict[str, str]:
     """sha256 of every file of weights or code below a folder, by its path there."""
-    found = sorted(path for path in folder.rglob("*") if path.suffix in (*_WEIGHTS, _CODE))
-    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in found}
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (*_WEIGHTS, _CODE))
+    return {path.relative_to(folder).as_posix(): sha256_of(path) for path in files}
 
 
 def write(folder: Path, record: Record) -> None:

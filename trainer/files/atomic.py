@@ -53,8 +53,8 @@ def disk_error(error: Exception) -> int | None:
     """The errno with which a disk refused, 0 for one without a number; None for another error."""
     if isinstance(error, OSError):
         return error.errno or 0
-    told = re.search(r"\(os error (\d+)\)", str(error))
-    return int(told[1]) if told else None
+    match = re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None
 
 
 def sync(path: Path) -> None:

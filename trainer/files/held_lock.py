@@ -75,7 +75,7 @@ class HeldLock:
 
     def _at_the_path(self) -> tuple[int, int] | None:
         try:
-            found = os.stat(self._path)
+            stat = os.stat(self._path)
         except FileNotFoundError:
             return None
-        return found.st_dev, found.st_ino
+        return stat.st_dev, stat.st_ino

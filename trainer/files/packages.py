@@ -45,8 +45,8 @@ def folder_of(name: str) -> Path:
             "name that Python would import."
         )
     # Of a top-level name this finds the place without importing anything.
-    found = importlib.util.find_spec(package)
-    roots = [Path(root) for root in found.submodule_search_locations or []] if found else []
+    spec = importlib.util.find_spec(package)
+    roots = [Path(root) for root in spec.submodule_search_locations or []] if spec else []
     if not roots:
         raise ConfigError(
             f"{name!r}: the package {package} is not installed here. Install it "

@@ -17,34 +17,32 @@ from trainer.files.opened import is_same, reading
 FOLDER = "remembered"  # in the cache
 
 
-def remembered(
-    cache: Path, key: str, compute: Callable[[], Any], *, with_folders: bool = True
-) -> Any:
+def recall(cache: Path, key: str, compute: Callable[[], Any], *, with_folders: bool = True) -> Any:
     """The JSON value that `compute` gave under this key, while what it read is as it was; else what
     it gives now.
 
     with_folders: False where no file that appears could change the value.
     """
     place = cache / FOLDER / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    known = _known(place)
-    if known is not None:
-        return known["value"]
+    record = _valid_record(place)
+    if record is not None:
+        return record["value"]
     # a cache on a disk that cannot be written serves what it holds, and remembers nothing
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)  # now: it may stand beside the data
     with reading() as noted:
         value = compute()
-    record = noted.record(with_folders=with_folders)
-    if record is not None:
+    facts = noted.record(with_folders=with_folders)
+    if facts is not None:
         with suppress(StorageError):
-            write_json(place, {"value": value, **record}, is_durable=False)
+            write_json(place, {"value": value, **facts}, is_durable=False)
     return value
 
 
-def remembered_sha256(path: Path, cache: Path) -> str:
+def cached_sha256(path: Path, cache: Path) -> str:
     """sha256 of a file's content, 64 hex characters; read only when the file has changed."""
     resolved = path.resolve()
-    return remembered(
+    return recall(
         cache,
         f"sha256 {resolved}",
         lambda: sha256_of(resolved),
@@ -62,7 +60,7 @@ def program() -> str:
     return digest.hexdigest()
 
 
-def _known(place: Path) -> dict[str, Any] | None:
+def _valid_record(place: Path) -> dict[str, Any] | None:
     """The record at `place`, if all that its value was read out of is as it was."""
     record = read_json(place)
     try:

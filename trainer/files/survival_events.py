@@ -27,7 +27,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
         lines = Path(folder, FILE).read_text(errors="replace").splitlines()
     except OSError:
         return []
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for line in lines:
         try:
             event = json.loads(line)
@@ -35,8 +35,8 @@ def read(folder: Path) -> list[dict[str, Any]]:
             is_whole &= isinstance(event["steps_lost"], int)
         except (ValueError, TypeError, KeyError):
             continue
-        found += [event] if is_whole else []
-    return found
+        events += [event] if is_whole else []
+    return events
 
 
 def recovery_sentence(event: Mapping[str, Any]) -> str:

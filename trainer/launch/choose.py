@@ -147,7 +147,7 @@ def _fastest(
         run.subject(),
         target.rates,
         target.cluster,
-        usable=device.filled(run.plan.sharding.world),
+        usable=device.bytes_to_fill(run.plan.sharding.world),
         presets=presets,
         micro_batches=None if _picks_rows(run) else (train.micro_batch,),
         recomputed=None if train.gradient_checkpointing == AUTO else (train.recompute_every,),
@@ -173,7 +173,7 @@ def _first_that_fits(
     for how in (False, True) if recomputed == AUTO else (recomputed,):
         subject = recomputing(run.subject(), how)
         fitting = largest_rows(
-            subject, presets, usable=device.filled(world), cublas=device.cublas_nbytes
+            subject, presets, usable=device.bytes_to_fill(world), cublas=device.cublas_nbytes
         )
         for preset, most_rows in fitting.items():
             if most_rows < (1 if _picks_rows(run) else train.micro_batch):
@@ -225,7 +225,7 @@ def frozen(run: PreparedRun, *, name: str | None) -> str:
         memory = make(whole.subject(), cublas=target.cublas_nbytes)
     except MeasuringError:
         return "shard"
-    fits = memory.plan.peak.peak.total <= target.filled(plan.sharding.world)
+    fits = memory.plan.peak.peak.total <= target.bytes_to_fill(plan.sharding.world)
     how = "replicate" if fits else "shard"
     logger.info("memory: frozen weights: %s (train.frozen is auto)", how)
     return how

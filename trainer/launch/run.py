@@ -103,7 +103,7 @@ def _train(
             begin.export("final")
             if pushes:
                 on_main(lambda: push(run.plan))
-        with session.meter.paused("saving"):
+        with session.meter.pause("saving"):
             begin.saves.wait()
         if is_done:
             on_main(begin.tidy)

@@ -22,7 +22,7 @@ from trainer.files.held_lock import HeldLock
 from trainer.runtime import distributed
 from trainer.runtime.distributed import on_main
 from trainer.telemetry.run_record import RunRecord
-from trainer.telemetry.trackers import named, tracked_runs
+from trainer.telemetry.trackers import tracked_runs, tracker_names
 
 if TYPE_CHECKING:
     from trainer.data.token_store import TokenStore
@@ -52,7 +52,7 @@ def open_record(plan: RunPlan, options: Options) -> RunRecord:
         wandb=options.wandb(plan.values),
         name=plan.name,
         others=lambda: tracked_runs(
-            named(options.trackers),
+            tracker_names(options.trackers),
             plan.folder,
             name=plan.name,
             exp_id=plan.id,

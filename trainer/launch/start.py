@@ -86,7 +86,7 @@ def start(
     )
 
     def save(progress: Progress) -> None:
-        with meter.paused("saving"):
+        with meter.pause("saving"):
             on_main(lock.check)
             progress.links = chain.links()
             saves.start(snapshot(plan, live, progress, run.identity))
@@ -211,7 +211,7 @@ def snapshot(
     }
 
     def write() -> Path:
-        tensors = live.state_copy.made()
+        tensors = live.state_copy.copy()
         return checkpoint.save(
             plan.folder / "checkpoints",
             weights={name: tensors[name] for name in weights},

@@ -126,11 +126,11 @@ def scores_by_dataset(
     for row, prediction in zip(rows, predictions, strict=True):
         if "dataset" in row and row["answers"]:
             groups.setdefault(row["dataset"], []).append((prediction, row["answers"]))
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for dataset, pairs in sorted(groups.items()):
         of_group = answer_scores([text for text, _ in pairs], [answers for _, answers in pairs])
-        found |= {f"{name}_{dataset}": score.value() for name, score in of_group.items()}
-    return found
+        scores |= {f"{name}_{dataset}": score.value() for name, score in of_group.items()}
+    return scores
 
 
 def cut_at(text: str, marks: Sequence[str]) -> str:

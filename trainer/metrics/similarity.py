@@ -54,20 +54,20 @@ def similarities(
     rouge: rouge1, rouge2, rougel, F-measures without stemming. meteor: over NLTK's word_punct
     tokens. bertscore: F1, without baseline and idf. Source: the measures of ServiceNow/xc-cache.
     """
-    found: list[dict[str, float]] = [{} for _ in predictions]
+    scores: list[dict[str, float]] = [{} for _ in predictions]
     pairs = list(zip(predictions, references, strict=True))
     if "rouge" in measures:
         of_pair = _rouge()
-        for scores, (text, wanted) in zip(found, pairs, strict=True):
-            each = [of_pair(text, reference) for reference in wanted]
-            scores |= {name: max(one[name] for one in each) for name in _ROUGE}
+        for of_row, (text, answers) in zip(scores, pairs, strict=True):
+            each = [of_pair(text, reference) for reference in answers]
+            of_row |= {name: max(one[name] for one in each) for name in _ROUGE}
     if "meteor" in measures:
-        for scores, (text, wanted) in zip(found, pairs, strict=True):
-            scores["meteor"] = _meteor(text, wanted)
+        for of_row, (text, answers) in zip(scores, pairs, strict=True):
+            of_row["meteor"] = _meteor(text, answers)
     if "bertscore" in measures:
-        for scores, best in zip(found, _bertscore(pairs, bertscore_model), strict=True):
-            scores["bertscore"] = best
-    return found
+        for of_row, best in zip(scores, _bertscore(pairs, bertscore_model), strict=True):
+            of_row["bertscore"] = best
+    return scores
 
 
 def _rouge() -> Callable[[str, str], dict[str, float]]:
@@ -89,7 +89,8 @@ def _meteor(text: str, references: Sequence[str]) -> float:
     try:
         return float(
             meteor_score(
-                [wordpunct_tokenize(wanted) for wanted in references], wordpunct_tokenize(text)
+                [wordpunct_tokenize(reference) for reference in references],
+                wordpunct_tokenize(text),
             )
         )
     except LookupError:  # NLTK's own; it says where it looked, on many lines
@@ -123,9 +124,9 @@ def _bertscore(pairs: Sequence[tuple[str, Sequence[str]]], name: str) -> list[fl
             "user_tokenizer": tokenizer,
             "num_layers": _LAYERS.get(name),
         }
-        found: Any = bert_score(
+        scores: Any = bert_score(
             [text], [reference], truncation=True, max_length=longest, device=model.device, **how
         )
-        return float(found["f1"])
+        return float(scores["f1"])
 
-    return [max(f1(text, reference) for reference in wanted) for text, wanted in pairs]
+    return [max(f1(text, reference) for reference in references) for text, references in pairs]

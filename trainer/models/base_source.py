@@ -15,7 +15,7 @@ from trainer.config.schema import Base, Experiment, ExperimentBase, RandomBase
 from trainer.data import vocabulary
 from trainer.errors import ConfigError, nearest
 from trainer.files import hub, packages
-from trainer.files.remembered import remembered_sha256
+from trainer.files.remembered import cached_sha256
 from trainer.models import adapters
 from trainer.models.decoder.halves import adapted_source
 from trainer.models.weights import weight_files
@@ -76,7 +76,7 @@ def folder_or_id(name: str, cache_dir: Path) -> str:
     if packages.is_packaged(source):
         source = str(packages.folder_of(source))
     if _DIGEST in name:
-        weight_files.check_digest(source, digest, lambda path: remembered_sha256(path, cache_dir))
+        weight_files.check_digest(source, digest, lambda path: cached_sha256(path, cache_dir))
     return source
 
 
@@ -144,7 +144,7 @@ def fingerprint(base: Base, places: Places) -> str:
         files = {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
         total = hashlib.sha256()
         for path in sorted(files):
-            digest = remembered_sha256(path, places.cache_dir / "fingerprints")
+            digest = cached_sha256(path, places.cache_dir / "fingerprints")
             total.update(f"{path.name}:{digest};".encode())
         return "files:" + total.hexdigest()
     commit = getattr(config_of(base, places), "_commit_hash", None)

@@ -258,10 +258,10 @@ def predict_texts(task: Any, model: nn.Module, rows: Sequence[Row], how: Predict
     """`predict` of a task that answers: {"prediction"}, and "n_best" where several are wanted."""
     encoded = [task.encode(row) for row in rows]
     raw = [{"question": "", "answers": []}] * len(rows)
-    found = task.answers(model, encoded, raw, search=how.search, max_tokens=how.max_tokens)
-    if found.n_best is None:
-        return [{"prediction": text} for text in found.predictions]
-    return [{"prediction": texts[0], "n_best": texts} for texts in found.n_best]
+    answers = task.answers(model, encoded, raw, search=how.search, max_tokens=how.max_tokens)
+    if answers.n_best is None:
+        return [{"prediction": text} for text in answers.predictions]
+    return [{"prediction": texts[0], "n_best": texts} for texts in answers.n_best]
 
 
 @dataclass(frozen=True)

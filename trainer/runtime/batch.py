@@ -21,7 +21,7 @@ def to_device(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def numbers_on_device(numbers: Sequence[int]) -> Tensor:
     """(N,) int64 on this rank's device; nobody waits for it."""
-    return to_device(distributed.pinned({"numbers": torch.tensor(numbers)}))["numbers"]
+    return to_device(distributed.pin_batch({"numbers": torch.tensor(numbers)}))["numbers"]
 
 
 class OnDevice(Sequence[dict[str, Tensor]]):
@@ -57,7 +57,7 @@ class OnDevice(Sequence[dict[str, Tensor]]):
             for place in (index, index + 1)
             if place < len(self)
         }
-        return self._copies[index].arrived()
+        return self._copies[index].on_current_stream()
 
 
 class _Copy:
@@ -73,7 +73,7 @@ class _Copy:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def arrived(self) -> dict[str, Tensor]:
+    def on_current_stream(self) -> dict[str, Tensor]:
         """The batch, for the current stream: what is computed there waits for the copy, the host
         does not.
         """

@@ -89,20 +89,20 @@ class StateCopy:
         self._after: Any = None  # of the device: what is to be done before the copy
 
     def of(self, live: Mapping[str, Tensor]) -> None:
-        """From now on until made() has run, nobody may change these tensors: wait() says when."""
+        """From now on until copy() has run, nobody may change these tensors: wait() says when."""
         self.wait()  # a step that was left out has not waited for the copy before
         self._live = dict(live)
         self._is_made.clear()
         if distributed.is_gpu():
             self._after = torch.cuda.current_stream().record_event()
 
-    def made(self) -> dict[str, Tensor]:
+    def copy(self) -> dict[str, Tensor]:
         """The copies by name. Runs in a thread of its own, which gives way to the run from then on:
         the next update waits for the copy, and nothing for what is done with it.
         """
         try:
             with torch.cuda.stream(self._stream()):
-                return {name: self._copied(name, live) for name, live in self._live.items()}
+                return {name: self._copy(name, live) for name, live in self._live.items()}
         finally:
             self._live = {}
             self._is_made.set()
@@ -119,7 +119,7 @@ class StateCopy:
         stream.wait_event(self._after)
         return stream
 
-    def _copied(self, name: str, live: Tensor) -> Tensor:
+    def _copy(self, name: str, live: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (live.shape, live.dtype):
             buffer = torch.empty(live.shape, dtype=live.dtype)

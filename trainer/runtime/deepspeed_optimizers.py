@@ -25,18 +25,18 @@ def every_gradient_refused(optimizer: Any) -> Iterator[None]:
         optimizer.overflow = True
         return True
 
-    asked = {
+    replacements = {
         "check_grad_overflow": True,
         "check_overflow": refuse,
         "_overflow_check_and_loss_scale_update": refuse,
         "_update_scale": lambda *_, **__: None,
     }
     if isinstance(optimizer, torch.optim.Optimizer):
-        asked = {"step": lambda *_, **__: None}
+        replacements = {"step": lambda *_, **__: None}
     elif hasattr(optimizer, "_skip_invalid_grad_norm"):  # also where step() is ours
-        asked["step"] = lambda *_, **__: optimizer._skip_invalid_grad_norm()
+        replacements["step"] = lambda *_, **__: optimizer._skip_invalid_grad_norm()
     with ExitStack() as stack:
-        for name, value in asked.items():
+        for name, value in replacements.items():
             if hasattr(optimizer, name):
                 stack.callback(setattr, optimizer, name, getattr(optimizer, name))
                 setattr(optimizer, name, value)
@@ -124,12 +124,12 @@ def forget_old_orders(engine: Any) -> None:
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     decide = vars(type(coordinator))["_PartitionedParameterCoordinator__params_to_release"]
     cells = (cell.cell_contents for cell in getattr(decide, "__closure__", None) or ())
-    remembered = [found for found in (decide, *cells) if hasattr(found, "cache_clear")]
+    remembered = [function for function in (decide, *cells) if hasattr(function, "cache_clear")]
     invalidate = coordinator._invalidate_trace
 
     def forgetting() -> None:
-        for found in remembered:  # a later version may remember nothing
-            found.cache_clear()
+        for function in remembered:  # a later version may remember nothing
+            function.cache_clear()
         invalidate()
 
     coordinator._invalidate_trace = forgetting

@@ -28,7 +28,7 @@ class DeviceDefaults:
     compiles: bool
 
     @classmethod
-    def chosen(
+    def of_experiment(
         cls,
         precision: str,
         *,
@@ -81,7 +81,7 @@ def settle(precision: str, *, optimizer: str, compiles: bool) -> DeviceDefaults 
     if not distributed.is_gpu():
         return None
     has_triton = importlib.util.find_spec("triton") is not None
-    chosen = DeviceDefaults.chosen(
+    defaults = DeviceDefaults.of_experiment(
         precision,
         optimizer=optimizer,
         compiles=compiles,
@@ -89,9 +89,9 @@ def settle(precision: str, *, optimizer: str, compiles: bool) -> DeviceDefaults 
         environment=os.environ,
     )
     torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.matmul.allow_tf32 = chosen.allows_tf32
-    torch.backends.cudnn.allow_tf32 = chosen.allows_tf32
+    torch.backends.cuda.matmul.allow_tf32 = defaults.allows_tf32
+    torch.backends.cudnn.allow_tf32 = defaults.allows_tf32
     minutes = f"ranks wait {distributed.GROUP_TIMEOUT_S / 60:.0f} min for each other"
-    for line in [*chosen.lines(), minutes]:
+    for line in [*defaults.lines(), minutes]:
         logger.info("device: %s", line)
-    return chosen
+    return defaults

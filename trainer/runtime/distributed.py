@@ -71,7 +71,7 @@ def is_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def pinned(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def pin_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The batch in memory that a GPU reads by itself; as it is where there is none."""
     if not is_gpu():
         return dict(batch)
@@ -143,9 +143,9 @@ def make_side_group() -> None:
     """Make, once, the gloo group for exchanges beside the run. A collective."""
     global _side_group
     if world() > 1 and _side_group is None:
-        made = dist.new_group(backend="gloo", timeout=_timeout)
-        assert isinstance(made, dist.ProcessGroup), "every rank belongs to it"
-        _side_group = made
+        group = dist.new_group(backend="gloo", timeout=_timeout)
+        assert isinstance(group, dist.ProcessGroup), "every rank belongs to it"
+        _side_group = group
 
 
 @contextlib.contextmanager
@@ -302,20 +302,20 @@ def _stream(descriptor: int) -> socket.socket | None:
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None
-        found = socket.socket(fileno=os.dup(descriptor))
+        stream = socket.socket(fileno=os.dup(descriptor))
     except OSError:  # closed in the meantime
         return None
-    if found.type == socket.SOCK_STREAM and found.family in (socket.AF_INET, socket.AF_INET6):
-        return found
-    found.close()
+    if stream.type == socket.SOCK_STREAM and stream.family in (socket.AF_INET, socket.AF_INET6):
+        return stream
+    stream.close()
     return None
 
 
 def _is_away(address: str) -> bool:
     """Whether an address is another machine's, as far as it tells: every one but loopback."""
-    found = ipaddress.ip_address(address)
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return not (mapped or found).is_loopback
+    parsed = ipaddress.ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return not (mapped or parsed).is_loopback
 
 
 def leave_group() -> None:

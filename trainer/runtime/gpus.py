@@ -77,7 +77,7 @@ class Device:
         """
         return self.nbytes - CONTEXT - (NCCL if world > 1 else 0)
 
-    def filled(self, world: int) -> int:
+    def bytes_to_fill(self, world: int) -> int:
         """How many of them a run fills where it chooses for itself."""
         return int(FILLED * self.usable(world))
 

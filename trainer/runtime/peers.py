@@ -150,7 +150,7 @@ class Line:
                 self._going += json.dumps(message).encode() + b"\n"
             self._going = self._going[self.connection.send(self._going) :]
 
-    def received(self) -> list[Message]:
+    def receive(self) -> list[Message]:
         """What has come. EOFError when the other end is gone, or is none of ours."""
         try:
             data = self.connection.recv(MOST_BYTES)

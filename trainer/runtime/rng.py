@@ -96,8 +96,12 @@ def _value(tensor: Tensor) -> float | None:
 
 
 def _check(state: Mapping[str, Tensor]) -> None:
-    wanted = {"python": MT_WORDS + 1, "numpy": MT_WORDS + 1, "torch": torch.get_rng_state().numel()}
-    for name, length in wanted.items():
+    lengths = {
+        "python": MT_WORDS + 1,
+        "numpy": MT_WORDS + 1,
+        "torch": torch.get_rng_state().numel(),
+    }
+    for name, length in lengths.items():
         got = state[name].numel() if name in state else "nothing"
         if got != length:
             raise CheckpointError(

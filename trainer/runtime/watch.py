@@ -64,7 +64,7 @@ class PeerWatch(ABC):
         self.has_left.set()
         self.tell({"is": "bye", "text": text, "is_orderly": is_orderly})
 
-    def explained(self, error: Exception) -> Exception:
+    def cause_of(self, error: Exception) -> Exception:
         """`error`, or what came before it: the end of another rank."""
         self.has_come_out.set()
         is_own = isinstance(error, (LatheError, torch.OutOfMemoryError))
@@ -163,7 +163,7 @@ class Hub(PeerWatch):
             return
         line, _ = self._lines[ready]
         try:
-            for message in line.received():
+            for message in line.receive():
                 self._take(line, message)
         except (EOFError, KeyError, TypeError):  # gone, or none of ours
             self._drop(ready)
@@ -223,7 +223,7 @@ class Spoke(PeerWatch):
     def take(self, ready: Any) -> None:
         assert self._line is not None, "it is what is ready"
         try:
-            for message in self._line.received():
+            for message in self._line.receive():
                 self._take(message)
         except (EOFError, KeyError):
             self.selector.unregister(self._line.connection)
@@ -278,11 +278,11 @@ class Spoke(PeerWatch):
 
 def _listener() -> socket.socket:
     try:
-        made = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     except (OSError, ValueError):  # IPv6 is switched off
-        made = socket.create_server(("", 0))
-    made.setblocking(False)
-    return made
+        listener = socket.create_server(("", 0))
+    listener.setblocking(False)
+    return listener
 
 
 # Of this process
@@ -293,7 +293,7 @@ _record: Callable[[LatheError], None] | None = None  # tells the run's folder
 
 
 @contextmanager
-def watched(last_words: Callable[[LatheError], None]) -> Iterator[None]:
+def watch_ranks(last_words: Callable[[LatheError], None]) -> Iterator[None]:
     """Inside, the ranks of the process group watch each other; leave() ends that. A failed exchange
     is raised as RankLostError where another rank's end explains it. A collective.
 
@@ -305,19 +305,19 @@ def watched(last_words: Callable[[LatheError], None]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = explained(error)
+        cause = cause_of(error)
         if cause is error:
             raise
         raise cause from error
 
 
-def explained(error: BaseException) -> BaseException:
+def cause_of(error: BaseException) -> BaseException:
     """`error`, or what it came of: another rank was lost. The run ends by it: what comes now is
     waited for.
     """
     if _current is None or not isinstance(error, Exception):
         return error
-    return _current.explained(error)
+    return _current.cause_of(error)
 
 
 def record_by(record: Callable[[LatheError], None] | None) -> None:
@@ -380,10 +380,10 @@ def _end(error: RankLostError, last_words: Callable[[LatheError], None]) -> None
         return
 
     def tell() -> None:
-        for told in (_record, last_words):
+        for listener in (_record, last_words):
             with suppress(Exception):  # nobody is left to hear of it
-                if told is not None:
-                    told(error)
+                if listener is not None:
+                    listener(error)
 
     words = threading.Thread(target=tell, daemon=True)
     words.start()

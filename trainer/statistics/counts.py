@@ -30,18 +30,18 @@ class Counts:
     # (row, the earlier one that is the same)
     pairs: list[tuple[str, str]] = field(default_factory=list)
     # by key, digest -> the first row that had it
-    known: dict[str, dict[bytes, str]] = field(default_factory=dict)
+    digests: dict[str, dict[bytes, str]] = field(default_factory=dict)
 
     def add(self, row: Row, identity: str) -> None:
         self.ids.append(identity)
         for key, value in _parts(row).items():
-            digests = self.known.setdefault(key, {})
+            of_key = self.digests.setdefault(key, {})
             digest = _digest(value)
-            is_repeated = digest in digests
+            is_repeated = digest in of_key
             self.repeated[key] = self.repeated.get(key, 0) + is_repeated
             if key == WHOLE and is_repeated and len(self.pairs) < _SHOWN:
-                self.pairs.append((identity, digests[digest]))
-            digests.setdefault(digest, identity)
+                self.pairs.append((identity, of_key[digest]))
+            of_key.setdefault(digest, identity)
             if key != WHOLE:
                 self.empty[key] = self.empty.get(key, 0) + is_empty(value)
 
@@ -54,15 +54,15 @@ class Counts:
 
     def shared_with(self, other: Counts) -> dict[str, int]:
         """By key, how many different contents of this split are in the other as well."""
-        keys = self.known.keys() & other.known.keys()
+        keys = self.digests.keys() & other.digests.keys()
         return {
-            key: len(self.known[key].keys() & other.known[key].keys())
-            for key in self.known
+            key: len(self.digests[key].keys() & other.digests[key].keys())
+            for key in self.digests
             if key in keys
         }
 
 
-def counted(task: Task, rows: Iterable[Row], ledger: Ledger) -> Counts:
+def count_rows(task: Task, rows: Iterable[Row], ledger: Ledger) -> Counts:
     """All of `rows`, counted once."""
     counts = Counts(ledger)
     for number, row in enumerate(rows):

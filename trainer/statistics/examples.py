@@ -56,14 +56,12 @@ def _segments(text: Text, decode: Decode) -> list[Segment]:
     start = 0
     for stop in range(1, len(tokens) + 1):
         if stop == len(tokens) or marks[stop] != marks[start]:
-            segments.append(
-                {"text": _shortened(tokens[start:stop], decode), "in_loss": marks[start]}
-            )
+            segments.append({"text": _shorten(tokens[start:stop], decode), "in_loss": marks[start]})
             start = stop
     return segments
 
 
-def _shortened(tokens: list[int], decode: Decode) -> str:
+def _shorten(tokens: list[int], decode: Decode) -> str:
     if len(tokens) <= _MOST_TOKENS:
         return decode(tokens)
     half = _MOST_TOKENS // 2

@@ -74,10 +74,10 @@ class Ledger:
     def _look_for(
         self, answers: Sequence[str], uncut: Uncut, losses: _Losses, *, is_cut: bool
     ) -> None:
-        wanted = [text for answer in answers if (text := normalise(answer))]
+        texts = [text for answer in answers if (text := normalise(answer))]
 
         def holds(limit: int | None) -> bool:
-            return any(_holds(self._decode(text[:limit]), wanted) for text in uncut.texts)
+            return any(_holds(self._decode(text[:limit]), texts) for text in uncut.texts)
 
         if not holds(None):
             return
@@ -110,7 +110,7 @@ def _report(losses: _Losses) -> dict[str, Any]:
     lengths, starts = np.asarray(losses.lengths), np.asarray(losses.labels_from)
     limit = losses.first.limit
     has_labels = losses.first.labels_from is not None
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "setting": losses.first.setting,
         "limit": limit,
         "rows_cut": losses.rows_cut,
@@ -123,13 +123,13 @@ def _report(losses: _Losses) -> dict[str, Any]:
         short, most = sorted(losses.needed, reverse=True), LITTLE * losses.answers
         too_many = [needed for count, needed in enumerate(short, start=1) if count < most]
         enough = short[len(too_many)] if len(too_many) < len(short) else limit
-        found["answers"] = {
+        report["answers"] = {
             "lost": len(short),
             "of": losses.answers,
             "share": len(short) / losses.answers,
             "limit_below_1_percent": enough,
         }
-    return found
+    return report
 
 
 def _lost(lengths: np.ndarray, starts: np.ndarray, limit: int | None) -> dict[str, Any]:
@@ -159,9 +159,9 @@ def _least(is_enough: Callable[[int], bool], *, above: int, most: int) -> int:
     return high
 
 
-def _holds(text: str, wanted: Sequence[str]) -> bool:
-    found = f" {normalise(text)} "
-    return any(f" {answer} " in found for answer in wanted)
+def _holds(text: str, answers: Sequence[str]) -> bool:
+    words = f" {normalise(text)} "
+    return any(f" {answer} " in words for answer in answers)
 
 
 def refuse_lost_labels(store: TokenStore, *, most: float) -> None:

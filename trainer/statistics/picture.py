@@ -34,7 +34,9 @@ def draw(path: Path, report: Mapping[str, Any]) -> None:
     from matplotlib.figure import Figure
 
     splits = report["splits"]
-    fields = list(dict.fromkeys(name for found in splits.values() for name in found["fields"]))
+    fields = list(
+        dict.fromkeys(name for of_split in splits.values() for name in of_split["fields"])
+    )
     with style.context("default"):
         figure = Figure(
             figsize=(_WIDTH, _HEIGHT * len(fields)), dpi=_DOTS_PER_INCH, layout="constrained"
@@ -44,7 +46,9 @@ def draw(path: Path, report: Mapping[str, Any]) -> None:
             figure.subplots(len(fields), squeeze=False)[:, 0], fields, strict=True
         ):
             _draw_field(
-                axes, name, {split: found["fields"].get(name) for split, found in splits.items()}
+                axes,
+                name,
+                {split: of_split["fields"].get(name) for split, of_split in splits.items()},
             )
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=_DOTS_PER_INCH)
@@ -53,20 +57,20 @@ def draw(path: Path, report: Mapping[str, Any]) -> None:
 
 def _draw_field(axes: Axes, name: str, by_split: Mapping[str, Any]) -> None:
     limit = None
-    for (color, line), (split, found) in zip(
+    for (color, line), (split, of_split) in zip(
         _LOOKS * len(by_split), by_split.items(), strict=False
     ):
-        if not found or not found["texts"]:
+        if not of_split or not of_split["texts"]:
             continue
-        limit = found["limit"] if limit is None else limit
-        edges = found["histogram"]["edges"]
-        share_of_one = 1 / (found["texts"] * (edges[1] - edges[0]))
-        shares = [count * share_of_one for count in found["histogram"]["counts"]]
-        said = (
-            f"{split}: {found['texts']:,}, median {found['p50']:,}, 95 % below {found['p95']:,}, "
-            f"max {found['max']:,}"
+        limit = of_split["limit"] if limit is None else limit
+        edges = of_split["histogram"]["edges"]
+        share_of_one = 1 / (of_split["texts"] * (edges[1] - edges[0]))
+        shares = [count * share_of_one for count in of_split["histogram"]["counts"]]
+        label = (
+            f"{split}: {of_split['texts']:,}, median {of_split['p50']:,}, "
+            f"95 % below {of_split['p95']:,}, max {of_split['max']:,}"
         )
-        axes.stairs(shares, edges, color=color, linestyle=line, linewidth=1.6, label=said)
+        axes.stairs(shares, edges, color=color, linestyle=line, linewidth=1.6, label=label)
     if limit is not None:
         axes.axvline(limit, color="black", linewidth=1.0, label=f"limit {limit:,}")
     axes.set(xlabel=f"{name}: tokens", ylabel="share per token")

@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.data.order import Sharding, padding_share, sizes_of, window_rows
 from trainer.data.token_store import TokenStore, store_of
-from trainer.statistics.counts import Counts, counted
+from trainer.statistics.counts import Counts, count_rows
 from trainer.statistics.examples import examples
 from trainer.statistics.ledger import Ledger
 
@@ -36,15 +36,22 @@ def report(
 
     DataError for a split that is not there, or rows that the task refuses.
     """
-    found: dict[str, Any] = {"task": cfg.task, "unit": task.unit, "splits": {}, "shared_rows": {}}
+    statistics: dict[str, Any] = {
+        "task": cfg.task,
+        "unit": task.unit,
+        "splits": {},
+        "shared_rows": {},
+    }
     counts: dict[str, Counts] = {}
     for split in splits:
         store = store_of(task, split, cache_dir)
-        counts[split] = counted(task, task.rows(split), Ledger(task.decode))
-        found["splits"][split] = of_split(cfg.train, task, store, counts[split])
+        counts[split] = count_rows(task, task.rows(split), Ledger(task.decode))
+        statistics["splits"][split] = of_split(cfg.train, task, store, counts[split])
         for other in list(counts)[:-1]:
-            found["shared_rows"][f"{split} in {other}"] = counts[split].shared_with(counts[other])
-    return found
+            statistics["shared_rows"][f"{split} in {other}"] = counts[split].shared_with(
+                counts[other]
+            )
+    return statistics
 
 
 def of_split(train: Train, task: Task, store: TokenStore, counts: Counts) -> dict[str, Any]:
@@ -65,13 +72,13 @@ def of_split(train: Train, task: Task, store: TokenStore, counts: Counts) -> dic
 def _fields(store: TokenStore, counts: Counts) -> dict[str, Any]:
     """Lengths by field, uncut where the task shows them, else as stored; and of the whole row."""
     whole, limits = counts.ledger.lengths(), counts.ledger.limits()
-    stored = {} if whole else {name: store.sizes(name) for name in store.meta["fields"]}
+    sizes_in_store = {} if whole else {name: store.sizes(name) for name in store.meta["fields"]}
     # others are mere numbers
-    texts = {name: sizes for name, sizes in stored.items() if sizes.max(initial=0) > 1}
-    found = {name: {**_lengths(sizes), "limit": limits.get(name), "is_whole": name in whole}
+    texts = {name: sizes for name, sizes in sizes_in_store.items() if sizes.max(initial=0) > 1}
+    fields = {name: {**_lengths(sizes), "limit": limits.get(name), "is_whole": name in whole}
              for name, sizes in {**whole, **texts}.items()}  # fmt: skip
     return {
-        **found,
+        **fields,
         "length": {**_lengths(np.asarray(store.lengths)), "limit": None, "is_whole": False},
     }
 
@@ -128,13 +135,13 @@ def _padding(train: Train, task: Task, store: TokenStore) -> dict[str, Any]:
     return {
         "by_length": padding_share(sizes, sharding, seed=seed, steps=steps),
         "without_budget_and_buckets": padding_share(sizes, without, seed=seed, steps=steps),
-        "collated": _collated(task, store, sharding, seed=seed, steps=steps),
+        "collated": _collated_padding(task, store, sharding, seed=seed, steps=steps),
         "steps": steps,
         "micro_batch": micro_batch,
     }
 
 
-def _collated(
+def _collated_padding(
     task: Task, store: TokenStore, sharding: Sharding, *, seed: int | None, steps: int
 ) -> float | None:
     real = cells = 0

@@ -29,13 +29,13 @@ def text(report: Mapping[str, Any], *, is_coloured: bool) -> str:
         highlight=False,
         markup=False,
     )
-    for split, found in report["splits"].items():
-        console.print(f"\n{split}: {found['rows']:,} rows", style="bold")
-        console.print(_lengths(found["fields"]))
-        _print_ledger(console, found)
-        _print_padding(console, found["padding"])
-        _print_counts(console, found)
-        _print_examples(console, found["examples"])
+    for split, of_split in report["splits"].items():
+        console.print(f"\n{split}: {of_split['rows']:,} rows", style="bold")
+        console.print(_lengths(of_split["fields"]))
+        _print_ledger(console, of_split)
+        _print_padding(console, of_split["padding"])
+        _print_counts(console, of_split)
+        _print_examples(console, of_split["examples"])
     for pair, shared in report["shared_rows"].items():
         console.print(f"\n{pair}: {_pairs(shared) or 'nothing'}")
     return out.getvalue()
@@ -44,16 +44,16 @@ def text(report: Mapping[str, Any], *, is_coloured: bool) -> str:
 def _lengths(fields: Mapping[str, Any]) -> Table:
     numbers = [Column(name, justify="right") for name in _COLUMNS]
     table = Table("tokens", *numbers, "histogram, 0 to max")
-    for name, found in fields.items():
-        if not found["texts"]:
+    for name, of_field in fields.items():
+        if not of_field["texts"]:
             continue
-        label = name if found["is_whole"] or name == "length" else f"{name} (as cut)"
-        limit = "" if found["limit"] is None else f"{found['limit']:,}"
+        label = name if of_field["is_whole"] or name == "length" else f"{name} (as cut)"
+        limit = "" if of_field["limit"] is None else f"{of_field['limit']:,}"
         table.add_row(
             label,
-            *(f"{found[key]:,}" for key in _COLUMNS[:-1]),
+            *(f"{of_field[key]:,}" for key in _COLUMNS[:-1]),
             limit,
-            bars(found["histogram"]["counts"]),
+            bars(of_field["histogram"]["counts"]),
         )
     return table
 
@@ -67,9 +67,9 @@ def bars(counts: list[int]) -> str:
     return "".join(_BARS[0 if not count else max(1, round(count / most * 8))] for count in counts)
 
 
-def _print_ledger(console: Console, found: Mapping[str, Any]) -> None:
-    console.print(f"rows that the encoding cut: {found['truncated_rows']:,}")
-    if not found["ledger"]:
+def _print_ledger(console: Console, of_split: Mapping[str, Any]) -> None:
+    console.print(f"rows that the encoding cut: {of_split['truncated_rows']:,}")
+    if not of_split["ledger"]:
         console.print(
             "what they lost: unknown, this task does not show its rows before they are cut"
         )
@@ -83,7 +83,7 @@ def _print_ledger(console: Console, found: Mapping[str, Any]) -> None:
         "answers lost",
         "limit that loses < 1 %",
     )
-    for name, entry in found["ledger"].items():
+    for name, entry in of_split["ledger"].items():
         kinds = ("tokens", "labels", "answers")
         enough = ", ".join(
             f"{entry[kind]['limit_below_1_percent']:,} ({kind})" for kind in kinds if entry[kind]
@@ -93,7 +93,7 @@ def _print_ledger(console: Console, found: Mapping[str, Any]) -> None:
             name, limit, f"{entry['rows_cut']:,}", *(_share(entry[kind]) for kind in kinds), enough
         )
     console.print(table)
-    for name, entry in found["ledger"].items():
+    for name, entry in of_split["ledger"].items():
         if entry["worst_rows"]:
             rows = ", ".join(f"{row['id']} ({row['tokens_lost']:,})" for row in entry["worst_rows"])
             console.print(f"{name}, rows that lose most tokens: {rows}")
@@ -120,14 +120,14 @@ def _print_padding(console: Console, padding: Mapping[str, Any]) -> None:
     )
 
 
-def _print_counts(console: Console, found: Mapping[str, Any]) -> None:
-    repeated = {key: count for key, count in found["duplicates"].items() if key != "pairs"}
+def _print_counts(console: Console, of_split: Mapping[str, Any]) -> None:
+    repeated = {key: count for key, count in of_split["duplicates"].items() if key != "pairs"}
     console.print(f"repeated: {_pairs(repeated) or 'nothing'}")
-    if found["duplicates"]["pairs"]:
+    if of_split["duplicates"]["pairs"]:
         console.print(
-            "equal rows: " + ", ".join(" = ".join(pair) for pair in found["duplicates"]["pairs"])
+            "equal rows: " + ", ".join(" = ".join(pair) for pair in of_split["duplicates"]["pairs"])
         )
-    console.print(f"empty: {_pairs(found['empty']) or 'nothing'}")
+    console.print(f"empty: {_pairs(of_split['empty']) or 'nothing'}")
 
 
 def _pairs(counts: Mapping[str, int]) -> str:
@@ -142,9 +142,9 @@ def _print_examples(console: Console, examples: list[dict[str, Any]]) -> None:
         for name, segments in example["texts"].items():
             line = Text(f"{name}: ")
             for segment in segments:
-                line.append(*_marked(segment))
+                line.append(*_mark(segment))
             console.print(line)
 
 
-def _marked(segment: Mapping[str, Any]) -> tuple[str, str]:
+def _mark(segment: Mapping[str, Any]) -> tuple[str, str]:
     return (f"«{segment['text']}»", _IN_LOSS) if segment["in_loss"] else (segment["text"], "")

@@ -1,6 +1,4 @@
-"""Which ranks hang: silent ones, those that hold on to a broken group, and those that make
-the others wait for ever.
-"""
+"""Which ranks hang: they are silent, hold on to a broken group, or keep the others waiting."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ class StepChain:
         """Take in one step. loss: () this rank's part; norm: () of the unclipped gradient."""
         if not torch.is_tensor(norm):
             norm = torch.tensor(norm, dtype=torch.float64)
-        said = struct.pack("<q", step) + b"".join(row.astype("<i8").tobytes() for row in rows)
+        step_bytes = struct.pack("<q", step) + b"".join(row.astype("<i8").tobytes() for row in rows)
         # copies: an engine may write the next norm into the same tensor
-        self._pending.append((said, loss.detach().clone(), norm.detach().double().clone()))
+        self._pending.append((step_bytes, loss.detach().clone(), norm.detach().double().clone()))
         if len(self._pending) >= MOST_PENDING:
             self._settle()
 
@@ -82,8 +82,8 @@ class StepChain:
             return
         losses = torch.stack([loss.double() for _, loss, _ in self._pending]).tolist()
         norms = torch.stack([norm.to(loss.device) for _, loss, norm in self._pending]).tolist()
-        for (said, _, _), loss, norm in zip(self._pending, losses, norms, strict=True):
-            step = hashlib.sha256(said + struct.pack("<dd", loss, norm))
+        for (step_bytes, _, _), loss, norm in zip(self._pending, losses, norms, strict=True):
+            step = hashlib.sha256(step_bytes + struct.pack("<dd", loss, norm))
             self.link = _digest(self.link, step.hexdigest())
         self._pending.clear()
 
@@ -96,7 +96,7 @@ def digest_of_random_state() -> str:
     )
 
 
-def sealed(entry: dict[str, Any], previous: str) -> tuple[bytes, str]:
+def seal_line(entry: dict[str, Any], previous: str) -> tuple[bytes, str]:
     """A line of metrics.jsonl, and its seal. previous: the seal of the line before, "" at first."""
     content = json.dumps(entry).encode()
     seal = _seal(content, previous)

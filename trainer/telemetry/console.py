@@ -109,8 +109,8 @@ class Bar:
 
     def show(self, step: int, scalars: Mapping[str, Number]) -> None:
         """Move the bar, with these numbers in it and the time left."""
-        told = [name for name in scalars if name != "step_s"]
-        words = [f"{name} {format_number(scalars[name])}" for name in told]
+        names = [name for name in scalars if name != "step_s"]
+        words = [f"{name} {format_number(scalars[name])}" for name in names]
         words += [f"eta {eta}"] if (eta := _eta(step, self._total, scalars)) else []
         self._progress.update(self._bar, completed=step, words="  ".join(words), refresh=True)
 

@@ -41,9 +41,9 @@ class StepFlops(FlopCounterMode):
             return out
 
 
-def _product(left: _Shape, right: _Shape, *_: Any, **__: Any) -> int:
+def _product(one: _Shape, other: _Shape, *_: Any, **__: Any) -> int:
     """torch 2.13's own formula takes the third argument of bmm(a, b, out_dtype) for a shape."""
-    return 2 * math.prod(left) * right[-1]
+    return 2 * math.prod(one) * other[-1]
 
 
 def _attention(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:

@@ -37,10 +37,10 @@ class Goodput:
     def of(cls, folder: Path) -> Goodput:
         """What earlier attempts left in status.json, to go on from."""
         status = read_json(folder / "status.json") or {}
-        stored: Any = status.get(KEY)
+        earlier: Any = status.get(KEY)
         try:
-            seconds = {kind: float(stored["seconds"][kind]) for kind in KINDS}
-            return cls(float(stored["first_start"]), seconds, int(status["step"]))
+            seconds = {kind: float(earlier["seconds"][kind]) for kind in KINDS}
+            return cls(float(earlier["first_start"]), seconds, int(status["step"]))
         except (KeyError, TypeError, ValueError):
             return cls(time.time())
 

@@ -87,8 +87,8 @@ class Meter:
         self._steps += 1
 
     @contextmanager
-    def paused(self, kind: str = "evaluation") -> Iterator[None]:
-        """Leave the time of a block out of the speed; it counts as `kind` of goodput.py."""
+    def pause(self, kind: str = "evaluation") -> Iterator[None]:
+        """Leave the time of a block out of the speed; goodput.py counts it as `kind`."""
         start = time.monotonic()
         try:
             with self._goodput.spending(kind) if self._goodput else nullcontext():
@@ -108,19 +108,19 @@ class Meter:
         """
         elapsed = max(time.monotonic() - self._start, 1e-9)
         rate = self._units / elapsed
-        found = {
+        scalars = {
             f"{unit}_per_s": rate,
             "step_s": elapsed / max(self._steps, 1),
             "peak_gib": self._memory.peak_gib(),
         }
         if self._flops_per_unit and self._peak_flops is not None:
-            found["mfu"] = rate * self._flops_per_unit / (self._peak_flops * distributed.world())
+            scalars["mfu"] = rate * self._flops_per_unit / (self._peak_flops * distributed.world())
         if self.prediction is not None:
-            found["predicted_step_s"] = self.prediction["step_s"]
+            scalars["predicted_step_s"] = self.prediction["step_s"]
         if self._goodput is not None:
-            found[KEY] = self._goodput.now()["share"]
+            scalars[KEY] = self._goodput.now()["share"]
         self._start, self._units, self._steps = time.monotonic(), 0, 0
-        return found
+        return scalars
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import StorageError
 from trainer.files.atomic import refusals, replace_file
-from trainer.telemetry.chain import DOUBLED, damage, seal_of, sealed
+from trainer.telemetry.chain import DOUBLED, damage, seal_line, seal_of
 
 if TYPE_CHECKING:
     from trainer.telemetry.console import Number
@@ -50,7 +50,7 @@ class MetricsFile:
 
     def log(self, step: int, scalars: Mapping[str, Number | str]) -> None:
         """Write one line. StorageError when the disk refuses, or the file is not as it was left."""
-        line, seal = sealed({"step": step, **scalars, AT: _now()}, self._seal)
+        line, seal = seal_line({"step": step, **scalars, AT: _now()}, self._seal)
         with refusals(self._path):
             self._keep()
             written = self._file.write(line)
@@ -73,13 +73,13 @@ class MetricsFile:
             log.warning("%s: line %d %s", self._path, number, problem)
             if problem == DOUBLED:
                 doubled.add(number)
-        kept = b"".join(
+        rest = b"".join(
             line
             for number, line in enumerate(lines, start=1)
             if number not in doubled and _belongs(line, step)
         )
-        if kept != content:
-            replace_file(self._path, kept)
+        if rest != content:
+            replace_file(self._path, rest)
         self._open()
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ class MetricsFile:
     def close(self, exit_code: int) -> None:
         """Put the file back if it was removed since the last line, and close it."""
         if not self._file.closed and not self._path.exists():
-            self._put_back()
+            self._restore()
         self._file.close()
 
     def _keep(self) -> None:
@@ -104,7 +104,7 @@ class MetricsFile:
         try:
             present = self._path.stat()
         except FileNotFoundError:
-            self._put_back()
+            self._restore()
             return
         is_own = (present.st_dev, present.st_ino) == (own.st_dev, own.st_ino)
         if not is_own or own.st_size != self._size:
@@ -114,7 +114,7 @@ class MetricsFile:
                 "See that one process at a time uses this folder, and run this again: it resumes."
             )
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         content = os.pread(self._file.fileno(), self._size, 0)
         log.warning("%s was removed while the run was writing it; it is put back", self._path)
         replace_file(self._path, content)

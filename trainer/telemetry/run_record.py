@@ -226,20 +226,20 @@ class RunRecord:
         """The run ends by `error`, of this rank. What another rank ended by is what counts where
         this one merely lost it; and where rank 0 is stuck, the other one says so itself.
         """
-        error, path = watch.explained(error), self.folder / STATUS
+        error, path = watch.cause_of(error), self.folder / STATUS
         text = f"{type(error).__name__}: {error}"
         with refusals(path):
-            told = read_json(path) or {}
+            status = read_json(path) or {}
         if self._is_writer:
-            is_of_now = RANK in told and told.get("process") == process.facts()
+            is_of_now = RANK in status and status.get("process") == process.facts()
             is_lost = isinstance(error, RankLostError) or not isinstance(error, LatheError)
             # two that have lost each other say the same
-            has_cause = is_of_now and is_lost and RankLostError.__name__ not in told["error"]
-            self.status("failed", error=told["error"] if has_cause else text)
-        elif told.get("state") == "running":
+            has_cause = is_of_now and is_lost and RankLostError.__name__ not in status["error"]
+            self.status("failed", error=status["error"] if has_cause else text)
+        elif status.get("state") == "running":
             rank = distributed.rank()
             write_json(
-                path, told | {"state": "failed", "error": f"rank {rank}: {text}", RANK: rank}
+                path, status | {"state": "failed", "error": f"rank {rank}: {text}", RANK: rank}
             )
 
     def resume(self, step: int, bad_steps: Sequence[int] = ()) -> None:
@@ -254,14 +254,14 @@ class RunRecord:
         lines = self._sinks[0]
         assert isinstance(lines, MetricsFile), "metrics.jsonl is the first sink"
         lines.cut(step)
-        scores = self._known_scores(lines)
+        scores = self._scores_on_disk(lines)
         if scores or (self.folder / SCORES).exists():
             self._write_scores([entry for entry in scores if entry["step"] <= step])
         for path in (self.folder / ANSWERS).glob("step-*.jsonl"):
             if int(path.stem.removeprefix("step-")) > step:
                 path.unlink()
 
-    def scored(self, step: int) -> dict[str, Number] | None:
+    def logged_scores(self, step: int) -> dict[str, Number] | None:
         """The evaluation of a step that an earlier attempt logged; None when it did not get there.
         It is in score_list.json afterwards. Rank 0 alone calls it.
         """
@@ -295,7 +295,7 @@ class RunRecord:
         self._unfit |= unfit
         return {name: _plain(value) for name, value in scalars.items() if name not in unfit}
 
-    def _known_scores(self, lines: MetricsFile) -> list[dict[str, Number]]:
+    def _scores_on_disk(self, lines: MetricsFile) -> list[dict[str, Number]]:
         """The evaluations of score_list.json; of metrics.jsonl where that is torn or gone."""
         path = self.folder / SCORES
         try:

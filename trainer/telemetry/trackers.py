@@ -25,7 +25,7 @@ _LONGEST_PARAM = 6000  # characters that MLflow takes
 log = logging.getLogger(__name__)
 
 
-def named(text: str | None) -> tuple[str, ...]:
+def tracker_names(text: str | None) -> tuple[str, ...]:
     """The trackers of a flag, "tensorboard,mlflow". ConfigError for one that does not exist or is
     not installed.
     """
@@ -126,8 +126,10 @@ class MlflowRun(TrackedRun):
 
         client = MlflowClient()
         title = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
-        known = client.get_experiment_by_name(title)
-        experiment = known.experiment_id if known is not None else client.create_experiment(title)
+        present = client.get_experiment_by_name(title)
+        experiment = (
+            present.experiment_id if present is not None else client.create_experiment(title)
+        )
         earlier = client.search_runs([experiment], f"tags.`{_ID_TAG}` = '{self._exp_id}'")
         if earlier:
             self._run_id = earlier[0].info.run_id

@@ -49,7 +49,7 @@ class WandbRun:
     def log(self, step: int, scalars: Mapping[str, Number]) -> None:
         if self._run is not None:
             pending, self._pending = self._pending, {}
-            with self._tolerated():
+            with self._tolerate():
                 # no step= argument: wandb would drop every row whose step is not past the last one
                 # it saw
                 self._run.log({"step": step, **scalars, **pending})
@@ -57,7 +57,7 @@ class WandbRun:
     def summarise(self, scalars: Mapping[str, Number]) -> None:
         """Numbers, and the tables that are kept, that belong to no step."""
         if self._run is not None:
-            with self._tolerated():
+            with self._tolerate():
                 self._run.log({**scalars, **self._pending})
 
     def histogram(self, name: str, values: Tensor) -> None:
@@ -68,7 +68,7 @@ class WandbRun:
             import wandb
 
             counts, edges = torch.histogram(finite, bins=HISTOGRAM_BINS)
-            with self._tolerated():
+            with self._tolerate():
                 self._pending[name] = wandb.Histogram(np_histogram=(counts.numpy(), edges.numpy()))
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -76,21 +76,21 @@ class WandbRun:
         if self._run is not None and rows:
             import wandb
 
-            with self._tolerated():
+            with self._tolerate():
                 cells: list[Any] = [list(row.values()) for row in rows]
                 self._pending[name] = wandb.Table(columns=list(rows[0]), data=cells)
 
     def close(self, exit_code: int) -> None:
         """End the run there, waiting for a slow upload at most FINISH_S."""
         if self._run is not None:
-            with self._tolerated():
+            with self._tolerate():
                 if exit_code == EXIT_PREEMPTED:
                     self._run.mark_preempting()
                 self._run.finish(exit_code=exit_code)
         self._run = None
 
     @contextmanager
-    def _tolerated(self) -> Iterator[None]:
+    def _tolerate(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -130,7 +130,7 @@ def _start_wandb(settings: WandbSettings, folder: Path) -> Any:
             run = _init_wandb(settings, folder, mode)
             log.info("wandb: %s", _where(run))
             return run
-        except Exception as error:  # any: see WandbRun._tolerated
+        except Exception as error:  # any: see WandbRun._tolerate
             text = str(error).splitlines()[0] if str(error) else type(error).__name__
             rest = "without it" if mode == "offline" else "with wandb offline"
             log.warning("wandb: %s. Training goes on %s.", text.rstrip("."), rest)

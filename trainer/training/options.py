@@ -11,7 +11,7 @@ from trainer.config.flags import RunFlags
 from trainer.config.identity import exp_id
 from trainer.errors import ConfigError
 from trainer.protocol.task import Places
-from trainer.telemetry.trackers import named
+from trainer.telemetry.trackers import tracker_names
 from trainer.telemetry.wandb_run import WandbSettings
 
 
@@ -32,7 +32,7 @@ class Options(RunFlags):
     begun: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        named(self.trackers)  # on every rank, before anything begins
+        tracker_names(self.trackers)  # on every rank, before anything begins
 
     def resets(self, exp_id: str) -> bool:
         """Whether this run begins by moving its old folder aside."""

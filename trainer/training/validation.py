@@ -34,7 +34,7 @@ def refuse_unknown_best(session: Session) -> None:
     batch = session.cfg.train.eval_batch or session.cfg.train.micro_batch
     names: set[str] = set()
     for count in (min(batch, len(valid)), len(valid)):
-        with session.meter.paused():
+        with session.meter.pause():
             scores = evaluate(session.engine, task, valid, batch=batch, num_rows=count)
             questions = session.questions[:count]
             if questions and isinstance(task, Answers):
@@ -53,7 +53,7 @@ def evaluate_and_keep_best(session: Session, progress: Progress, *, is_saved: bo
     is_saved: a checkpoint of this step is there already.
     """
     try:
-        with session.meter.paused():
+        with session.meter.pause():
             improved = _is_best(session, progress, _evaluate(session, progress.step))
     except Stopped:
         if not is_saved:
@@ -69,12 +69,12 @@ def pay_evaluation(session: Session, progress: Progress) -> bool:
     """Do what evaluate_and_keep_best does, for a step that an earlier attempt saved but did not
     finish evaluating. Scores that the attempt has logged already are used.
     """
-    scores = distributed.on_main(lambda: session.run.scored(progress.step))
+    scores = distributed.on_main(lambda: session.run.logged_scores(progress.step))
     if scores is None:
         return evaluate_and_keep_best(session, progress, is_saved=True)
     if session.cfg.train.best is not None:
         scores.setdefault(session.cfg.train.best, math.nan)  # what is not finite is not logged
-    with session.meter.paused():
+    with session.meter.pause():
         _is_best(session, progress, scores)
     progress.owes_evaluation = False
     return True

@@ -23,10 +23,10 @@ from jobs.backends.k8s.client import (
     TIMEOUT_S,
     KubernetesError,
     Object,
-    answered,
     core_api,
     custom_objects,
     lines_of,
+    translate_errors,
 )
 from jobs.backends.k8s.manifest import CONTAINER, KINDS, TOKEN, manifest, text_of, token_in
 from jobs.backends.k8s.observed import creation_time, observe, rank_of
@@ -68,17 +68,19 @@ class K8s:
             version = importlib.import_module("kubernetes").__version__
         except ModuleNotFoundError:
             return [Finding("kubernetes client", False, "not installed: pip install -e '.[k8s]'")]
-        found = [Finding("kubernetes client", True, str(version))]
+        findings = [Finding("kubernetes client", True, str(version))]
         for kind, note in (("job", ""), ("jobset", " (needed for nodes > 1 only)")):
             try:
                 listed = _list(self.namespace, kind, limit=1)
             except Unreachable as error:
-                return [*found, Finding("cluster", False, str(error))]
+                return [*findings, Finding("cluster", False, str(error))]
             text = f"namespace {self.namespace}: " + (
                 "can be listed" if listed is not None else "the cluster has none"
             )
-            found.append(Finding(f"{kind}s", listed is not None or kind == "jobset", text + note))
-        return found
+            findings.append(
+                Finding(f"{kind}s", listed is not None or kind == "jobset", text + note)
+            )
+        return findings
 
     def render(self, spec: JobSpec) -> Rendered:
         """The manifest as YAML. ConfigError names what cannot be rendered."""
@@ -99,26 +101,26 @@ class K8s:
         Looks in all namespaces where that is allowed, else in its own. Missing one elsewhere is
         safe: a submission under the same name is adopted.
         """
-        found: list[str] = []
+        ids: list[str] = []
         for kind in KINDS:
             listed = _everywhere(self.namespace, kind, f"{TOKEN}={token}") or []
-            found += [
+            ids += [
                 f"{item['metadata']['namespace']}/{kind}/{item['metadata']['name']}"
                 for item in listed
             ]
-        return found
+        return ids
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
         """What the cluster says of these ids, of the objects and of their pods."""
-        wanted: dict[tuple[str, str], list[str]] = defaultdict(list)
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for job_id in ids:
             namespace, kind, name = _parts(job_id)
-            wanted[namespace, kind].append(name)
-        found: dict[str, Observed] = {}
-        for (namespace, kind), names in wanted.items():
+            groups[namespace, kind].append(name)
+        answers: dict[str, Observed] = {}
+        for (namespace, kind), names in groups.items():
             for start in range(0, len(names), CHUNK):
-                found.update(_query(namespace, kind, names[start : start + CHUNK]))
-        return {job_id: found[job_id] for job_id in ids if job_id in found}
+                answers.update(_query(namespace, kind, names[start : start + CHUNK]))
+        return {job_id: answers[job_id] for job_id in ids if job_id in answers}
 
     def cancel(self, job_id: str) -> None:
         """Delete the object. It stays, marked, until its pods have had their grace."""
@@ -181,7 +183,7 @@ class K8s:
             )
         except KubernetesError as answer:
             if answer.status == 409 and answer.reason == "AlreadyExists":
-                return _adopted(job_id, rendered.token)
+                return _adopt(job_id, rendered.token)
             if answer.status in CERTAIN:
                 raise Refused(
                     f"the cluster refused {job_id}: {answer}{_advice(answer, kind)}"
@@ -196,19 +198,19 @@ def _advice(answer: KubernetesError, kind: str) -> str:
     return ". Ask for the right to create it in this namespace." if answer.status == 403 else ""
 
 
-def _adopted(job_id: str, token: str) -> str:
+def _adopt(job_id: str, token: str) -> str:
     """`job_id` if its object carries our token; Refused when it is somebody else's."""
     namespace, kind, name = _parts(job_id)
     group, version, plural = KINDS[kind]
     try:
-        found: Object = custom_objects(
+        existing: Object = custom_objects(
             lambda api: api.get_namespaced_custom_object(
                 group, version, namespace, plural, name, _request_timeout=TIMEOUT_S
             )
         )
     except KubernetesError as answer:
         raise Unreachable(f"{job_id} exists, but cannot be read: {answer}") from None
-    if found["metadata"].get("labels", {}).get(TOKEN) != token:
+    if existing["metadata"].get("labels", {}).get(TOKEN) != token:
         raise Refused(
             f"{job_id} exists and is not ours: it has no label {TOKEN}={token}. Delete or rename "
             "it."
@@ -277,7 +279,7 @@ def _pods(namespace: str, tokens: Sequence[str]) -> list[Object]:
         )
     except KubernetesError as answer:
         raise Unreachable(f"cannot list pods in namespace {namespace}: {answer}") from None
-    reply: Object = answered(lambda: json.loads(response.data))
+    reply: Object = translate_errors(lambda: json.loads(response.data))
     return reply.get("items", [])
 
 
@@ -289,8 +291,8 @@ def _query(namespace: str, kind: str, names: Sequence[str]) -> dict[str, Observe
     pods: dict[str, list[Object]] = defaultdict(list)
     for pod in _pods(namespace, tokens):
         pods[pod["metadata"]["labels"][TOKEN]].append(pod)
-    found: dict[str, Observed] = {}
+    answers: dict[str, Observed] = {}
     for item in objects:
         name = item["metadata"]["name"]
-        found[f"{namespace}/{kind}/{name}"] = observe(item, pods[token_in(name)])
-    return found
+        answers[f"{namespace}/{kind}/{name}"] = observe(item, pods[token_in(name)])
+    return answers

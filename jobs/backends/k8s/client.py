@@ -39,7 +39,7 @@ def lines_of(response: Any) -> Iterator[str]:
     blocks: Iterator[bytes] = response.stream()
     rest = b""
     try:
-        while (block := answered(lambda: next(blocks, None))) is not None:
+        while (block := translate_errors(lambda: next(blocks, None))) is not None:
             *whole, rest = (rest + block).split(b"\n")
             yield from (line.decode(errors="replace") for line in whole)
     finally:
@@ -50,15 +50,15 @@ def lines_of(response: Any) -> Iterator[str]:
 
 def custom_objects(call: Callable[[Any], T]) -> T:
     """What `call` gets from the API of custom objects. KubernetesError, Unreachable."""
-    return answered(lambda: call(_client("CustomObjectsApi")))
+    return translate_errors(lambda: call(_client("CustomObjectsApi")))
 
 
 def core_api(call: Callable[[Any], T]) -> T:
     """What `call` gets from the core API: pods and their logs. KubernetesError, Unreachable."""
-    return answered(lambda: call(_client("CoreV1Api")))
+    return translate_errors(lambda: call(_client("CoreV1Api")))
 
 
-def answered(call: Callable[[], T]) -> T:
+def translate_errors(call: Callable[[], T]) -> T:
     """The reply to one request.
 
     KubernetesError for a status that is no success, Unreachable for a broken connection.

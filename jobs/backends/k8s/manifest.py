@@ -67,12 +67,12 @@ def refuse_foreign(
     Jobs to wait for are named too.
     """
     default, job = JobConfig(), spec.job
-    found = [key for key in keys if getattr(job, key) != getattr(default, key)]
+    foreign = [key for key in keys if getattr(job, key) != getattr(default, key)]
     of_gpu = ("gpu_mem",) if allow_gpu_model else ("gpu_mem", "gpu_model")
-    found += [f"resources.{key}" for key in of_gpu if getattr(job.resources, key) is not None]
-    if found:
+    foreign += [f"resources.{key}" for key in of_gpu if getattr(job.resources, key) is not None]
+    if foreign:
         raise ConfigError(
-            f"job: the {backend} backend does not know {', '.join(found)}. Remove them, or use "
+            f"job: the {backend} backend does not know {', '.join(foreign)}. Remove them, or use "
             "another."
         )
     if spec.after:
@@ -112,7 +112,7 @@ def manifest(spec: JobSpec) -> dict[str, Any]:
     ConfigError names everything that cannot be rendered: a key of another backend, a missing image,
     a bad name.
     """
-    job, is_gang = checked(spec).job, spec.job.nodes > 1
+    job, is_gang = check_spec(spec).job, spec.job.nodes > 1
     body: dict[str, Any] = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2" if is_gang else "batch/v1",
         "kind": "JobSet" if is_gang else "Job",
@@ -136,16 +136,16 @@ def metadata(spec: JobSpec) -> dict[str, Any]:
 
 def labels(spec: JobSpec) -> dict[str, str]:
     """Labels of the object; `lathe/token` finds it and its pods."""
-    found = {
+    texts = {
         **MANAGED,
         TOKEN: spec.token,
         "lathe/exp-id": label(spec.exp_id),
         "lathe/group": label(spec.group),
     }
-    found["lathe/attempt"] = str(spec.attempt)
+    texts["lathe/attempt"] = str(spec.attempt)
     if spec.job.queue is not None:
-        found["kueue.x-k8s.io/queue-name"] = spec.job.queue
-    return found
+        texts["kueue.x-k8s.io/queue-name"] = spec.job.queue
+    return texts
 
 
 def label(text: str) -> str:
@@ -257,11 +257,11 @@ def pod_spec(spec: JobSpec) -> Any:
 
 def resources(spec: JobSpec) -> Any:
     """Requests for the scheduler; memory is a limit too, so that a leak ends a job, not a node."""
-    wanted = spec.job.resources
-    memory = f"{wanted.mem}Gi"
-    limits = {"memory": memory, **({"nvidia.com/gpu": str(wanted.gpu)} if wanted.gpu else {})}
+    own = spec.job.resources
+    memory = f"{own.mem}Gi"
+    limits = {"memory": memory, **({"nvidia.com/gpu": str(own.gpu)} if own.gpu else {})}
     return _models().V1ResourceRequirements(
-        requests={"cpu": str(wanted.cpu), "memory": memory}, limits=limits
+        requests={"cpu": str(own.cpu), "memory": memory}, limits=limits
     )
 
 
@@ -269,19 +269,19 @@ def variables(spec: JobSpec) -> list[Any]:
     """What the wrapper must know; the training's own environment it reads in spec.json."""
     models = _models()
     # the same at every restart
-    found = [models.V1EnvVar(name="LATHE_JOB_ID", value=literal(job_id(spec)))]
+    entries = [models.V1EnvVar(name="LATHE_JOB_ID", value=literal(job_id(spec)))]
     if spec.job.nodes > 1:
         field = models.V1ObjectFieldSelector(field_path=f"metadata.annotations['{RANK}']")
         source = models.V1EnvVarSource(field_ref=field)
-        found.append(models.V1EnvVar(name="LATHE_NODE_RANK", value_from=source))
-        found.append(models.V1EnvVar(name="LATHE_HEAD_NODE", value=head_node(spec)))
+        entries.append(models.V1EnvVar(name="LATHE_NODE_RANK", value_from=source))
+        entries.append(models.V1EnvVar(name="LATHE_HEAD_NODE", value=head_node(spec)))
     if spec.job.wandb_key_secret is not None:
         name, _, key = spec.job.wandb_key_secret.partition("/")
         source = models.V1EnvVarSource(
             secret_key_ref=models.V1SecretKeySelector(name=name, key=key)
         )
-        found.append(models.V1EnvVar(name="WANDB_API_KEY", value_from=source))
-    return found
+        entries.append(models.V1EnvVar(name="WANDB_API_KEY", value_from=source))
+    return entries
 
 
 def job_id(spec: JobSpec) -> str:
@@ -328,7 +328,7 @@ def _volume(text: str) -> tuple[str, str, bool]:
     return claim, path, mode == "ro"
 
 
-def checked(spec: JobSpec) -> JobSpec:
+def check_spec(spec: JobSpec) -> JobSpec:
     """`spec` itself; ConfigError with every fault in it.
 
     These are faults that the API server or a pod would only show later.
@@ -343,29 +343,29 @@ def checked(spec: JobSpec) -> JobSpec:
 
 
 def _name_faults(spec: JobSpec) -> list[str]:
-    job, found = spec.job, list[str]()
+    job, faults = spec.job, list[str]()
     name_of(spec.token)
     if job.image is None:
-        found.append('image: required, for example "registry.example/lathe:1".')
+        faults.append('image: required, for example "registry.example/lathe:1".')
     elif not IMAGE.match(job.image):
-        found.append(f"image: {job.image!r} is no image reference.")
+        faults.append(f"image: {job.image!r} is no image reference.")
     if not re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", job.namespace):
-        found.append(f"namespace: {job.namespace!r} is no DNS label ([a-z0-9-]).")
+        faults.append(f"namespace: {job.namespace!r} is no DNS label ([a-z0-9-]).")
     for key in ("queue", "service_account"):
         value = getattr(job, key)
         if value is not None and not (DNS_SUBDOMAIN.match(value) and label(value) == value):
-            found.append(f"{key}: {value!r} is no name of an object ([a-z0-9.-]).")
+            faults.append(f"{key}: {value!r} is no name of an object ([a-z0-9.-]).")
     if job.wandb_key_secret is not None:
         name, _, key = job.wandb_key_secret.partition("/")
         if not DNS_SUBDOMAIN.match(name) or not SECRET_KEY.match(key):
-            found.append(
+            faults.append(
                 f'wandb_key_secret: {job.wandb_key_secret!r}, want "NAME/KEY" of a Secret.'
             )
-    return found
+    return faults
 
 
 def _volume_faults(spec: JobSpec) -> list[str]:
-    found, paths = list[str](), list[str]()
+    faults, paths = list[str](), list[str]()
     for text in spec.job.volumes:
         claim, path, _ = _volume(text)
         if (
@@ -373,17 +373,17 @@ def _volume_faults(spec: JobSpec) -> list[str]:
             or not text.endswith((f":{path}", f":{path}:ro"))
             or not _is_path(path)
         ):
-            found.append(f'volumes: {text!r}, want "<claim>:/mount" or "<claim>:/mount:ro".')
+            faults.append(f'volumes: {text!r}, want "<claim>:/mount" or "<claim>:/mount:ro".')
         if path in paths:
-            found.append(f"volumes: {path!r} is mounted twice.")
+            faults.append(f"volumes: {path!r} is mounted twice.")
         paths.append(path)
     for key in ("folder", "workdir"):
         value = getattr(spec, key)
         if not any(PurePosixPath(value).is_relative_to(path) for path in paths):
-            found.append(
+            faults.append(
                 f"{key}: {value!r} lies below no mount of `volumes`, so a pod cannot see it."
             )
-    return found
+    return faults
 
 
 def _is_path(path: str) -> bool:
@@ -399,19 +399,19 @@ def text_faults(spec: JobSpec) -> list[str]:
     Control characters, which YAML and the kernel refuse, paths that lead elsewhere, and what is no
     program.
     """
-    found = list[str]()
+    faults = list[str]()
     if (
         not spec.wrapper
         or spec.wrapper[0].startswith("-")
         or "=" in spec.wrapper[0]
         or not spec.wrapper[0]
     ):
-        found.append(
+        faults.append(
             f"wrapper: {spec.wrapper!r}, want the argv that runs the job, a program first."
         )
     for key, value in [("folder", spec.folder), ("workdir", spec.workdir)]:
         if not _is_path(value):
-            found.append(f"{key}: {value!r} is no absolute path without '..'.")
+            faults.append(f"{key}: {value!r} is no absolute path without '..'.")
     texts = [
         ("folder", spec.folder),
         ("workdir", spec.workdir),
@@ -420,8 +420,8 @@ def text_faults(spec: JobSpec) -> list[str]:
     ]
     for key, value in [*texts, *(("wrapper", part) for part in spec.wrapper)]:
         if not value.isprintable():
-            found.append(f"{key}: {value!r} holds a character that cannot be printed.")
-    return found
+            faults.append(f"{key}: {value!r} holds a character that cannot be printed.")
+    return faults
 
 
 def literal(text: str) -> str:

@@ -32,29 +32,29 @@ def observe(item: Object, pods: Sequence[Object]) -> Observed:
     if "Complete" in conditions or "Completed" in conditions:
         return Observed("succeeded", restarts=restarts)
     if "Failed" in conditions:
-        return _failed(conditions["Failed"], pods, restarts)
+        return _failure(conditions["Failed"], pods, restarts)
     if item["metadata"].get("deletionTimestamp"):
         return Observed("running", "is being deleted", host=_host(newest), restarts=restarts)
     if item.get("spec", {}).get("suspend"):
-        return _suspended(item, restarts)
+        return _suspension(item, restarts)
     if not newest:
         return Observed("queued", "no pod yet", restarts=restarts)
     return _living(newest[-1], restarts)
 
 
-def _suspended(item: Object, restarts: int) -> Observed:
+def _suspension(item: Object, restarts: int) -> Observed:
     if "kueue.x-k8s.io/queue-name" in item["metadata"].get("labels", {}):
         return Observed("queued", "waits for Kueue to admit it", restarts=restarts)
     return Observed("held", "suspended by somebody; set spec.suspend to false", restarts=restarts)
 
 
-def _failed(condition: Object, pods: Sequence[Object], restarts: int) -> Observed:
+def _failure(condition: Object, pods: Sequence[Object], restarts: int) -> Observed:
     """Failed for good: why is best seen in the container that ended last and badly."""
     reason = ": ".join(text for key in ("reason", "message") if (text := condition.get(key)))
     ends = [
         end
         for pod in sorted(pods, key=creation_time)
-        if (end := _terminated(pod)) and end.get("exitCode") != 0
+        if (end := _termination(pod)) and end.get("exitCode") != 0
     ]
     is_late = condition.get("reason") == "DeadlineExceeded" or any(
         pod.get("status", {}).get("reason") == "DeadlineExceeded" for pod in pods
@@ -90,7 +90,7 @@ def _living(pod: Object, restarts: int) -> Observed:
     return Observed("queued", why[0] if why else None, restarts=restarts)
 
 
-def _terminated(pod: Object) -> Object | None:
+def _termination(pod: Object) -> Object | None:
     """How the wrapper's container of this pod ended."""
     for container in pod.get("status", {}).get("containerStatuses", []):
         if container.get("name") == CONTAINER:

@@ -145,7 +145,7 @@ class Local:
         self.rehearse(rendered)
         entry = json.loads(rendered.text)
         with refusals(self._queue.folder):
-            if (elsewhere := _sent_elsewhere(entry, self._queue)) is not None:
+            if (elsewhere := _id_elsewhere(entry, self._queue)) is not None:
                 return elsewhere
             self._queue.add(rendered.token, json.dumps({**entry, "at": time.time()}))
             self._queue.wake()
@@ -166,7 +166,7 @@ class Local:
         """What the queue's files say; a runner is started when jobs wait or run without one.
         Unreachable when it sees no job.
         """
-        found: dict[str, Observed] = {}
+        answers: dict[str, Observed] = {}
         unseen: dict[str, str] = {}
         outlook = _Outlook(self._queue)
         for job_id in ids:
@@ -176,15 +176,15 @@ class Local:
             elif (entry := self._queue.entry(token)).folder.exists():
                 observed = outlook.of(entry)
                 if observed is not None:
-                    found[job_id] = observed
+                    answers[job_id] = observed
                 else:
                     unseen[job_id] = _out_of_sight(entry)
         if unseen and len(unseen) == len(ids):
             raise Unreachable("; ".join(sorted(set(unseen.values()))))
-        if any(observed.state in ("queued", "running") for observed in found.values()):
+        if any(observed.state in ("queued", "running") for observed in answers.values()):
             # for those that run as well: without a runner nobody stops one that is cancelled
             self._wake()
-        return found | {job_id: Observed("submitted", text) for job_id, text in unseen.items()}
+        return answers | {job_id: Observed("submitted", text) for job_id, text in unseen.items()}
 
     def _wake(self) -> None:
         with refusals(self._queue.folder):
@@ -247,10 +247,10 @@ class _Outlook:
 
     @cached_property
     def _attempts(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+        tokens: dict[str, list[str]] = {}
         for token in self.queue.tokens():
-            found.setdefault(attempt_of(token)[0], []).append(token)
-        return found
+            tokens.setdefault(attempt_of(token)[0], []).append(token)
+        return tokens
 
     def of(self, entry: QueuedJob) -> Observed | None:
         """What is known of a job; None when it was started where nothing can be seen from here."""
@@ -259,12 +259,12 @@ class _Outlook:
         started = entry.started()
         if started is None:
             return Observed("queued", self._why(entry.read()))
-        found, host = life(started), started.get("host")
-        if found == "unseen":
+        state, host = life(started), started.get("host")
+        if state == "unseen":
             return None
-        if found == "restarted":
+        if state == "restarted":
             return Observed("preempted", RESTARTED, host=host)
-        if found == "alive" or self.queue.has_runner():  # which says in a moment how it ended
+        if state == "alive" or self.queue.has_runner():  # which says in a moment how it ended
             return Observed("running", host=host)
         if (ended := entry.ended()) is not None:
             return _ending(ended)
@@ -305,7 +305,7 @@ def _out_of_sight(entry: QueuedJob) -> str:
     return f"{entry.folder}: started on {host} in another container, and can only be seen there"
 
 
-def _sent_elsewhere(entry: Mapping[str, Any], queue: Queue) -> str | None:
+def _id_elsewhere(entry: Mapping[str, Any], queue: Queue) -> str | None:
     """The id under which another queue has a job; None when none has. Unreachable when that cannot
     be known here.
 

@@ -114,22 +114,22 @@ class Queue:
         """
         path = self.folder / "identity.json"
         try:
-            found = read_json(path)
-            if found is None:
+            identity = read_json(path)
+            if identity is None:
                 self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 create_json(path, {"id": secrets.token_hex(4), "host": socket.gethostname()})
-                found = read_json(path)
+                identity = read_json(path)
         except (OSError, StorageError) as error:
             # the disk's own words: the advice of StorageError is for runs
             reason = error.__cause__ or error
             raise StorageError(
                 f"{path}: {reason}. Name a folder of this machine as LATHE_QUEUE."
             ) from error
-        if found is None or not {"id", "host"} <= found.keys():
+        if identity is None or not {"id", "host"} <= identity.keys():
             raise ConfigError(
                 f"{path}: somebody has altered it, want an id and a host. Name another LATHE_QUEUE."
             )
-        return found
+        return identity
 
     @property
     def is_here(self) -> bool:

@@ -106,11 +106,11 @@ class Runner:
     capacity: Capacity
     waiting: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     live: dict[str, Live] = field(default_factory=dict[str, Live])
-    known: set[str] = field(default_factory=set[str])
+    tokens: set[str] = field(default_factory=set[str])
     attempts: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
     # of this turn
     verdicts: dict[str, bool | None] = field(default_factory=dict[str, "bool | None"])
-    told: dict[str, Any] = field(default_factory=dict[str, Any])
+    free_on_disk: dict[str, Any] = field(default_factory=dict[str, Any])
     looked_at: float = -float("inf")
 
     def turn(self) -> None:
@@ -137,8 +137,8 @@ class Runner:
     def welcome(self) -> None:
         """Take in new entries, and adopt those that a killed runner had started."""
         # once more: a job that one of them waits for may be newer
-        while names := self.queue.tokens() - self.known:
-            self.known |= names
+        while names := self.queue.tokens() - self.tokens:
+            self.tokens |= names
             for token in names:
                 self.attempts.setdefault(attempt_of(token)[0], set()).add(token)
                 self._take_in(self.queue.entry(token))
@@ -156,9 +156,9 @@ class Runner:
                     EXIT_BAD_INPUT,
                     f"{refusal}, as its queue was started. Ask for less, or send it elsewhere.",
                 )
-        elif (found := process.life(started)) == "restarted":
+        elif (life := process.life(started)) == "restarted":
             entry.end(EXIT_PREEMPTED, RESTARTED)
-        elif found == "unseen":
+        elif life == "unseen":
             log.warning(
                 "%s was started on %s, out of sight: left alone", entry.token, started.get("host")
             )
@@ -230,8 +230,8 @@ class Runner:
     def _tell(self) -> None:
         groups = Counter(live.facts["group"] for live in self.live.values())
         now = {"cpus": self._free_cpus(), "gpus": len(self._free_gpus()), "groups": dict(groups)}
-        if now != self.told:
-            self.told = now
+        if now != self.free_on_disk:
+            self.free_on_disk = now
             with contextlib.suppress(StorageError):  # it only explains
                 write_json(self.queue.folder / "free.json", now, is_durable=False)
 
@@ -239,8 +239,8 @@ class Runner:
         return self.capacity.cpus - sum(live.facts["cpus"] for live in self.live.values())
 
     def _free_gpus(self) -> tuple[str, ...]:
-        taken = {name for live in self.live.values() for name in live.gpus}
-        return tuple(name for name in self.capacity.gpus if name not in taken)
+        busy = {name for live in self.live.values() for name in live.gpus}
+        return tuple(name for name in self.capacity.gpus if name not in busy)
 
 
 def _start(entry: QueuedJob, facts: dict[str, Any], gpus: tuple[str, ...]) -> Live | None:

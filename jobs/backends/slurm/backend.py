@@ -28,11 +28,11 @@ from jobs.backends.slurm.squeue import (
     call,
     config,
     history,
-    listed,
+    list_lines,
     nodes,
-    observed,
+    observe,
     past,
-    queued,
+    queue_lines,
     rejection,
 )
 from jobs.errors import Refused, Unreachable
@@ -100,14 +100,14 @@ class Slurm:
 
     def rehearse(self, rendered: Rendered) -> str | None:
         """What `sbatch --test-only` says: when and where it would start. Refused, Unreachable."""
-        done = call(
+        reply = call(
             [rendered.argv[0], "--test-only", *rendered.argv[1:]],
             text=rendered.text,
             timeout_s=SEND_S,
         )
-        if done.code != 0:
-            raise rejection(done, rendered.token)
-        return done.words.removeprefix("sbatch: ") or None
+        if reply.code != 0:
+            raise rejection(reply, rendered.token)
+        return reply.words.removeprefix("sbatch: ") or None
 
     def submit(self, rendered: Rendered) -> str:
         """The id. Refused: Slurm looked at it and said no.
@@ -119,15 +119,15 @@ class Slurm:
                 f"{rendered.argv[0]} is not on PATH, so nothing was sent. Log in to a node of "
                 "the cluster."
             )
-        done = call(rendered.argv, text=rendered.text, timeout_s=SEND_S)
-        for line in reversed(done.out.splitlines()):
-            if found := ANSWER.match(line.strip()):
-                return found[1]
-        if done.code == 0:
+        reply = call(rendered.argv, text=rendered.text, timeout_s=SEND_S)
+        for line in reversed(reply.out.splitlines()):
+            if answer := ANSWER.match(line.strip()):
+                return answer[1]
+        if reply.code == 0:
             raise Unreachable(
-                f"{rendered.token}: sbatch ended well but printed no id: {done.words}"
+                f"{rendered.token}: sbatch ended well but printed no id: {reply.words}"
             )
-        raise rejection(done, rendered.token)
+        raise rejection(reply, rendered.token)
 
     def find(self, token: str) -> list[str]:
         """Ids of all jobs of this name (of an array: its own id), as far back as Slurm remembers.
@@ -148,25 +148,25 @@ class Slurm:
 
         Without accounting, ended ones are known for MinJobAge only.
         """
-        wanted = [job_id for job_id in dict.fromkeys(ids) if ID.match(job_id)]
+        own_ids = [job_id for job_id in dict.fromkeys(ids) if ID.match(job_id)]
         rows: dict[str, QueueLine] = {}
-        for first in range(0, len(wanted), MANY):
-            rows |= {row.id: row for row in queued(wanted[first : first + MANY])}
-        gone = [job_id for job_id in wanted if job_id not in rows]
+        for first in range(0, len(own_ids), MANY):
+            rows |= {row.id: row for row in queue_lines(own_ids[first : first + MANY])}
+        gone = [job_id for job_id in own_ids if job_id not in rows]
         for first in range(0, len(gone), MANY):
             rows |= {row.id: row for row in past(gone[first : first + MANY])}
         is_short = any(row.reason.startswith(NO_NODES) for row in rows.values())
         around = nodes() if is_short else []
-        return {job_id: observed(rows[job_id], around) for job_id in wanted if job_id in rows}
+        return {job_id: observe(rows[job_id], around) for job_id in own_ids if job_id in rows}
 
     def cancel(self, job_id: str) -> None:
         """Ask for its end; one that has ended or is forgotten is fine.
 
         Refused when it is not ours, Unreachable when the scheduler cannot be seen.
         """
-        done = call(["scancel", _checked_id(job_id)], timeout_s=ASK_S)
-        if done.code != 0 and not ENDED.search(done.err):
-            raise rejection(done, f"cancel {job_id}")
+        reply = call(["scancel", _checked_id(job_id)], timeout_s=ASK_S)
+        if reply.code != 0 and not ENDED.search(reply.err):
+            raise rejection(reply, f"cancel {job_id}")
 
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
         """Lines of slurm-<id>.txt: what Slurm, and anything before the wrapper, said."""
@@ -195,9 +195,9 @@ class Slurm:
 
         Unreachable when the scheduler cannot be seen.
         """
-        found = config()
-        sizes = [found.get("MaxArraySize", "0")]
-        sizes += re.findall(r"max_array_tasks=(\d+)", found.get("SchedulerParameters", ""))
+        settings = config()
+        sizes = [settings.get("MaxArraySize", "0")]
+        sizes += re.findall(r"max_array_tasks=(\d+)", settings.get("SchedulerParameters", ""))
         return min(int(size) for size in sizes if size.isdigit())
 
     def render_array(
@@ -260,12 +260,12 @@ def _options(spec: JobSpec, token: str) -> list[str]:
         f"--mem={job.resources.mem}G",
         "--requeue" if job.requeue else "--no-requeue",
     ]
-    named = {
+    values = {
         "gres": gres,
         "time": job.time or _limit(job),
         **{key: getattr(job, key) for key in RESOURCES},
     }
-    options += [f"--{name}={value}" for name, value in named.items() if value is not None]
+    options += [f"--{name}={value}" for name, value in values.items() if value is not None]
     return options + ([f"--signal=B:USR1@{job.signal_s}"] if job.signal_s is not None else [])
 
 
@@ -339,7 +339,7 @@ def _checked_id(job_id: str) -> str:
 
 def _folder_of(job_id: str) -> Path | None:
     """The folder that a job was sent from, where its text lies; None when Slurm forgot the job."""
-    lines = listed([job_id], "--format=%Z") or history(f"--jobs={job_id}", "--format=WorkDir")
+    lines = list_lines([job_id], "--format=%Z") or history(f"--jobs={job_id}", "--format=WorkDir")
     return Path(lines[0]) if lines and lines[0].startswith("/") else None
 
 
@@ -358,17 +358,20 @@ def _examine() -> Iterator[Finding]:
     # others try for 9 s before they say so
     if "UP" not in (ping := "; ".join(ask("scontrol", "ping")).strip()):
         raise Unreachable(ping)
-    found = config()
-    version, auth = found.get("SLURM_VERSION", "of unknown version"), found.get("AuthType", "")
+    settings = config()
+    version, auth = (
+        settings.get("SLURM_VERSION", "of unknown version"),
+        settings.get("AuthType", ""),
+    )
     yield Finding(
         "controller",
         True,
-        f"Slurm {version} of cluster {found.get('ClusterName')} answers ({auth})",
+        f"Slurm {version} of cluster {settings.get('ClusterName')} answers ({auth})",
     )
-    kept = found.get("AccountingStorageType", "").removeprefix("accounting_storage/")
-    is_kept = kept not in ("", "none", "(null)")
+    storage = settings.get("AccountingStorageType", "").removeprefix("accounting_storage/")
+    is_kept = storage not in ("", "none", "(null)")
     is_read = is_kept and call(["sacct", "-n", "-X", "-Snow"], timeout_s=ASK_S).code == 0
-    age = f"ended jobs are remembered for MinJobAge={found.get('MinJobAge')}"
+    age = f"ended jobs are remembered for MinJobAge={settings.get('MinJobAge')}"
     text = (
         "sacct answers"
         if is_read
@@ -380,10 +383,10 @@ def _examine() -> Iterator[Finding]:
     yield Finding(
         "stopping",
         True,
-        f"KillWait={found.get('KillWait')} from TERM to KILL; grace_s must fit into it",
+        f"KillWait={settings.get('KillWait')} from TERM to KILL; grace_s must fit into it",
     )
     limits = ("JobRequeue", "PreemptMode", "MaxArraySize")
-    yield Finding("limits", True, ", ".join(f"{name}={found.get(name)}" for name in limits))
+    yield Finding("limits", True, ", ".join(f"{name}={settings.get(name)}" for name in limits))
     for line in ask("sinfo", "--noheader", "--format=%P|%a|%l|%D|%G|%T"):
         name, state, limit, count, gres, node_state = (line.split("|") + [""] * 5)[:6]
         is_good = state == "up" and not OUT_OF_USE.match(node_state)

@@ -133,7 +133,7 @@ HISTORY = "JobID,State,ExitCode,NodeList"  # its Reason is why the job once wait
 
 
 @dataclass(frozen=True)
-class Done:
+class Reply:
     """How a client ended."""
 
     code: int
@@ -148,7 +148,7 @@ class Done:
         )
 
 
-def call(argv: Sequence[str], *, text: str = "", timeout_s: float) -> Done:
+def call(argv: Sequence[str], *, text: str = "", timeout_s: float) -> Reply:
     """Run a client to its end. Unreachable when it cannot be run or does not end in time."""
     env = {
         name: value
@@ -156,7 +156,7 @@ def call(argv: Sequence[str], *, text: str = "", timeout_s: float) -> Done:
         if (value := os.environ.get(name)) is not None
     }
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             argv,
             input=text.encode(errors="surrogateescape"),
             capture_output=True,
@@ -167,40 +167,44 @@ def call(argv: Sequence[str], *, text: str = "", timeout_s: float) -> Done:
         raise Unreachable(f"{argv[0]} did not answer within {timeout_s:.0f} s") from None
     except OSError as error:
         raise Unreachable(f"{argv[0]} cannot be run: {error.strerror or error}") from None
-    return Done(
-        done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    return Reply(
+        process.returncode,
+        process.stdout.decode(errors="replace"),
+        process.stderr.decode(errors="replace"),
     )
 
 
 def ask(*argv: str) -> list[str]:
     """The lines that a client answers; Unreachable for any failure."""
-    done = call(argv, timeout_s=ASK_S)
-    if done.code != 0:
-        raise Unreachable(f"{argv[0]}: {done.words}")
-    return done.out.splitlines()
+    reply = call(argv, timeout_s=ASK_S)
+    if reply.code != 0:
+        raise Unreachable(f"{argv[0]}: {reply.words}")
+    return reply.out.splitlines()
 
 
-def rejection(done: Done, what: str) -> Refused | Unreachable:
+def rejection(reply: Reply, what: str) -> Refused | Unreachable:
     """Refused when Slurm has clearly said no, else Unreachable: a lost answer is no answer."""
-    kind = Unreachable if done.code < 0 or not done.words or UNSEEN.search(done.words) else Refused
-    return kind(f"{what}: {done.words or f'ended with code {done.code}'}")
+    kind = (
+        Unreachable if reply.code < 0 or not reply.words or UNSEEN.search(reply.words) else Refused
+    )
+    return kind(f"{what}: {reply.words or f'ended with code {reply.code}'}")
 
 
-def listed(ids: Sequence[str], columns: str) -> list[str]:
+def list_lines(ids: Sequence[str], columns: str) -> list[str]:
     """Lines of squeue for these jobs, dead ones too, none for an unknown id. Unreachable."""
-    done = call(
+    reply = call(
         ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(ids)}", columns],
         timeout_s=ASK_S,
     )
     # it says so of a single id; of several it leaves them out
-    if done.code != 0 and not UNKNOWN_ID.search(done.err):
-        raise Unreachable(f"squeue: {done.words}")
-    return done.out.splitlines()
+    if reply.code != 0 and not UNKNOWN_ID.search(reply.err):
+        raise Unreachable(f"squeue: {reply.words}")
+    return reply.out.splitlines()
 
 
-def queued(ids: Sequence[str]) -> Iterator[QueueLine]:
+def queue_lines(ids: Sequence[str]) -> Iterator[QueueLine]:
     """Rows of the jobs that the controller still knows."""
-    for line in listed(ids, f"--Format={COLUMNS}"):
+    for line in list_lines(ids, f"--Format={COLUMNS}"):
         fields = [field.strip() for field in line.split("|", 8)]
         if len(fields) == 9:
             yield QueueLine(
@@ -228,17 +232,17 @@ def history(*options: str) -> list[str]:
     They only add to what squeue says.
     """
     try:
-        done = call(
+        reply = call(
             ["sacct", "--noheader", "--parsable2", "--allocations", *options], timeout_s=ASK_S
         )
     except Unreachable as error:
-        done = Done(1, "", str(error))
-    if done.code != 0 and "accounting storage is disabled" not in done.words:
-        log.warning("jobs that ended long ago cannot be seen now: %s", done.words)
-    return done.out.splitlines() if done.code == 0 else []
+        reply = Reply(1, "", str(error))
+    if reply.code != 0 and "accounting storage is disabled" not in reply.words:
+        log.warning("jobs that ended long ago cannot be seen now: %s", reply.words)
+    return reply.out.splitlines() if reply.code == 0 else []
 
 
-def observed(row: QueueLine, around: Sequence[Node]) -> Observed:
+def observe(row: QueueLine, around: Sequence[Node]) -> Observed:
     """What a row says of its job. `around`: the cluster's nodes, needed when the row says that
     there are too few.
 
@@ -284,7 +288,7 @@ def _waiting(
     here = {node.name: node for node in around if node.partition in row.partition.split(",")}
     out = {name: node.reason for name, node in here.items() if OUT_OF_USE.match(node.state)}
     needed = int(row.nodes) if row.nodes.isdigit() else 1
-    is_stuck = len(here) - len(out) < needed or bool(out.keys() & _expanded(row.required))
+    is_stuck = len(here) - len(out) < needed or bool(out.keys() & _expand(row.required))
     if not out or not is_stuck:
         return state, reason
     drained = ", ".join(f"{name} ({why})" for name, why in sorted(out.items())[:4])
@@ -301,7 +305,7 @@ def nodes() -> list[Node]:
     return [Node(*fields) for line in lines if len(fields := line.split("|", 3)) == 4]
 
 
-def _expanded(names: str) -> set[str]:
+def _expand(names: str) -> set[str]:
     """The nodes that "n[1-2],m4" stands for."""
     if "[" not in names:
         return set(names.split(","))

@@ -35,8 +35,8 @@ from jobs.backends.toolkit.eai import (
     EaiJob,
     ToolkitReply,
     call,
-    followed,
-    parsed,
+    follow_log,
+    parse_jobs,
 )
 from jobs.errors import Refused, Unreachable
 from jobs.protocol import Finding, JobSpec, Rendered, Traits
@@ -91,7 +91,7 @@ class Toolkit:
                 )
             ]
         login = call("login", "token", "-H", timeout_s=CHECK_S)
-        found = call("account", "get", "--field", "id", "--no-header", timeout_s=CHECK_S)
+        reply = call("account", "get", "--field", "id", "--no-header", timeout_s=CHECK_S)
         return [
             Finding("eai", True, path),
             Finding(
@@ -101,8 +101,8 @@ class Toolkit:
             ),
             Finding(
                 "account",
-                found.code == 0,
-                found.out.strip() if found.code == 0 else f"{found.text}. Set account_id",
+                reply.code == 0,
+                reply.out.strip() if reply.code == 0 else f"{reply.text}. Set account_id",
             ),
         ]
 
@@ -145,32 +145,32 @@ class Toolkit:
                 f"{rendered.token}: {answer.text}. Whether the job exists is not known: look for "
                 "its name."
             )
-        if found := self.find(rendered.token):
-            return found[0]
+        if existing := self.find(rendered.token):
+            return existing[0]
         if REFUSALS.search(answer.text.lower()):
             raise Refused(f"{rendered.token}: {answer.text}")
         raise Unreachable(f"{rendered.token}: {answer.text}. No job of this name is listed yet.")
 
     def find(self, token: str) -> list[str]:
         """Ids of the jobs of exactly this name in every state; at most one, as names are unique."""
-        return [job.id for job in self.listed("-N", token) if job.name == token]
+        return [job.id for job in self.list_jobs("-N", token) if job.name == token]
 
     def query(self, ids: Sequence[str]) -> dict[str, Observed]:
         """States of these jobs. An id that is left out is one that the service does not know."""
-        return {job_id: job.observed() for job_id, job in self.details(ids).items()}
+        return {job_id: job.observe() for job_id, job in self.details(ids).items()}
 
     def details(self, ids: Sequence[str]) -> dict[str, EaiJob]:
         """These jobs as `eai` shows them. An id neither shown nor listed is left out."""
-        wanted = list(dict.fromkeys(ids))
-        found = {job.id: job for job in self.listed()} if len(wanted) > FEW else {}
-        for job_id in wanted:
-            job = found.get(job_id) or self._one(job_id)
+        unique = list(dict.fromkeys(ids))
+        jobs = {job.id: job for job in self.list_jobs()} if len(unique) > FEW else {}
+        for job_id in unique:
+            job = jobs.get(job_id) or self._one(job_id)
             if job is not None:
-                found[job_id] = job
-        if len(wanted) <= FEW and not all(job_id in found for job_id in wanted):
+                jobs[job_id] = job
+        if len(unique) <= FEW and not all(job_id in jobs for job_id in unique):
             # a proxy that is starting says "not found" too
-            found |= {job.id: job for job in self.listed()}
-        return {job_id: found[job_id] for job_id in wanted if job_id in found}
+            jobs |= {job.id: job for job in self.list_jobs()}
+        return {job_id: jobs[job_id] for job_id in unique if job_id in jobs}
 
     def cancel(self, job_id: str) -> None:
         """Ask for the end of a job; one that has ended or is unknown is fine."""
@@ -183,17 +183,17 @@ class Toolkit:
     def logs(self, job_id: str, *, follow: bool) -> Iterator[str]:
         """Lines of all runs of a job; with `follow` until it ends. Nothing for an unknown job."""
         if follow:
-            yield from followed(job_id)
+            yield from follow_log(job_id)
             return
         answer = self._read("job", "log", job_id)
         if answer.code != 0 and not GONE.search(answer.text):
             raise Unreachable(f"eai job log {job_id}: {answer.text}")
         yield from answer.out.splitlines() if answer.code == 0 else ()
 
-    def listed(self, *filters: str) -> list[EaiJob]:
+    def list_jobs(self, *filters: str) -> list[EaiJob]:
         """Every job, dead ones too: one's own, and those of `account`. Unreachable."""
         scopes = [["--me"], *([["--account", self.account]] if self.account else [])]
-        found: dict[str, EaiJob] = {}
+        jobs: dict[str, EaiJob] = {}
         for scope in scopes:
             words = [
                 "job",
@@ -210,13 +210,13 @@ class Toolkit:
             answer = self._read(*words)
             if answer.code != 0:
                 raise Unreachable(f"eai job ls: {answer.text}")
-            found |= {job.id: job for job in parsed(answer.out, "eai job ls")}
-        return list(found.values())
+            jobs |= {job.id: job for job in parse_jobs(answer.out, "eai job ls")}
+        return list(jobs.values())
 
     def _one(self, job_id: str) -> EaiJob | None:
         answer = self._read("job", "get", job_id, "--format", "json")
         if answer.code == 0:
-            return parsed(answer.out, f"eai job get {job_id}")[0]
+            return parse_jobs(answer.out, f"eai job get {job_id}")[0]
         if GONE.search(answer.text):
             return None
         raise Unreachable(f"eai job get {job_id}: {answer.text}")
@@ -277,9 +277,9 @@ def rendered_job(
     }
     if job.restartable:
         values["tag"] |= {RESTART_TAG: "yes"}
-    shown = {key: value for key, value in values.items() if value not in (None, [], {})}
+    fields = {key: value for key, value in values.items() if value not in (None, [], {})}
     return Rendered(
-        token, "rendered.eai.json", json.dumps(shown, indent=2) + "\n", tuple(_argv(shown))
+        token, "rendered.eai.json", json.dumps(fields, indent=2) + "\n", tuple(_argv(fields))
     )
 
 

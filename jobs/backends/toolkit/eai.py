@@ -85,7 +85,7 @@ class EaiJob:
         """Whether it runs or may run again. An unknown state counts as alive."""
         return self.will_rerun or STATES.get(self.state, "running") in ("queued", "running")
 
-    def observed(self) -> Observed:
+    def observe(self) -> Observed:
         """The same in the words of jobs.protocol.
 
         A state that says nothing leaves the job where its runs say it is.
@@ -126,7 +126,7 @@ class ToolkitReply:
 def call(*words: str, timeout_s: float) -> ToolkitReply:
     """One run of `eai`. Unreachable when there is no such command."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [EAI, *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -141,10 +141,10 @@ def call(*words: str, timeout_s: float) -> ToolkitReply:
             f"eai cannot be run: {error.strerror}. Install Toolkit's command line, and run: eai "
             "login"
         ) from None
-    return ToolkitReply(done.returncode, done.stdout, done.stderr)
+    return ToolkitReply(process.returncode, process.stdout, process.stderr)
 
 
-def parsed(text: str, source: str) -> list[EaiJob]:
+def parse_jobs(text: str, source: str) -> list[EaiJob]:
     """The jobs of `--format json`: one object in a line, or one array.
 
     Unreachable when it is something else.
@@ -172,7 +172,7 @@ def _whole(text: str) -> list[Any]:
         return [None]
 
 
-def followed(job_id: str) -> Iterator[str]:
+def follow_log(job_id: str) -> Iterator[str]:
     """Lines of a job's log as they come, until the job ends. Unreachable when `eai` breaks off."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(

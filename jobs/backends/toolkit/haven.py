@@ -72,7 +72,7 @@ class HavenJob(dict[str, Any]):
 
 def hash_dict(values: dict[str, Any]) -> str:
     """haven's own id of an experiment, which exp_id must equal. ConfigError without haven."""
-    return str(_loaded("haven_utils").hash_dict(values))
+    return str(_load("haven_utils").hash_dict(values))
 
 
 def job_manager(
@@ -88,8 +88,8 @@ def job_manager(
     reads it, needed to launch only. For experiments of EXP_GROUPS prefer `jobs submit`: haven keeps
     no record of what it sends.
     """
-    manager = _loaded("haven_jobs")
-    utils = _loaded("haven_utils")
+    manager = _load("haven_jobs")
+    utils = _load("haven_utils")
     experiments = (
         utils.get_exp_list(str(savedir_base), verbose=False) if exp_list is None else list(exp_list)
     )
@@ -104,7 +104,7 @@ def job_manager(
 
 def result_manager(savedir_base: str | Path, **options: Any) -> Any:
     """haven's ResultManager over the folders of `savedir_base`; options as haven documents them."""
-    return _loaded("haven_results").ResultManager(savedir_base=str(savedir_base), **options)
+    return _load("haven_results").ResultManager(savedir_base=str(savedir_base), **options)
 
 
 # The seam: haven's names and signatures. `api` is a Toolkit.
@@ -117,7 +117,9 @@ def get_api(**_: Any) -> Toolkit:
 
 def get_jobs(api: Toolkit, account_id: str | None) -> list[HavenJob]:
     """Every job of this user, and of the account."""
-    return [HavenJob.of(job) for job in Toolkit(account=account_id, retry_s=api.retry_s).listed()]
+    return [
+        HavenJob.of(job) for job in Toolkit(account=account_id, retry_s=api.retry_s).list_jobs()
+    ]
 
 
 def get_jobs_dict(
@@ -129,10 +131,10 @@ def get_jobs_dict(
 
 def get_job(api: Toolkit, job_id: str) -> HavenJob:
     """One job; haven wants a ValueError for an id that nobody knows."""
-    found = get_jobs_dict(api, [job_id])
-    if job_id not in found:
+    jobs = get_jobs_dict(api, [job_id])
+    if job_id not in jobs:
         raise ValueError(f"job id {job_id} not found.")
-    return found[job_id]
+    return jobs[job_id]
 
 
 def kill_job(api: Toolkit, job_id: str) -> None:
@@ -176,7 +178,7 @@ def submit_job(
         rendered = rendered_job(
             f"hv_{digest}_{number}",
             job,
-            command=_logged(argv, savedir_logs),
+            command=_with_logs(argv, savedir_logs),
             workdir=workdir,
             writes=[savedir_logs] if savedir_logs else [],
             environment=job.environment_vars,
@@ -184,18 +186,18 @@ def submit_job(
         )
         earlier = api.details(api.find(rendered.token))
         if not earlier:
-            return _submitted(api, rendered)
+            return _submit(api, rendered)
         if alive := [job.id for job in earlier.values() if job.is_alive]:
             return alive[0]
         number += 1
 
 
-def _submitted(api: Toolkit, rendered: Rendered) -> str:
+def _submit(api: Toolkit, rendered: Rendered) -> str:
     try:
         return api.submit(rendered)
     except Unreachable:
-        if found := api.find(rendered.token):  # the reply was lost, the job was not
-            return found[0]
+        if ids := api.find(rendered.token):  # the reply was lost, the job was not
+            return ids[0]
         raise
 
 
@@ -216,7 +218,7 @@ def _words(command: str) -> list[str]:
     return words
 
 
-def _logged(argv: list[str], folder: str | None) -> list[str]:
+def _with_logs(argv: list[str], folder: str | None) -> list[str]:
     """The command with logs.txt and err.txt in `folder`, as haven reads them; a restart appends."""
     if folder is None:
         return argv
@@ -227,7 +229,7 @@ def _logged(argv: list[str], folder: str | None) -> list[str]:
 
 
 @cache
-def _loaded(name: str) -> Any:
+def _load(name: str) -> Any:
     """haven.<name>, cured. ConfigError when haven is not installed."""
     if importlib.util.find_spec("haven") is None:
         raise ConfigError(f"haven is not installed. {INSTALL}")

@@ -22,7 +22,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/order.py",
-        "batches = [distributed.pinned(batch) for batch in batches]",
+        "batches = [distributed.pin_batch(batch) for batch in batches]",
         "batches = list(batches)",
         why="every tensor of a batch is waited for",
         tests=OF_A_STEP,

@@ -51,7 +51,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/evaluation/predict.py",
-        "    return [said[n] for n in range(len(rows))]",
+        "    return [by_row[n] for n in range(len(rows))]",
         "    return list(said.values())",
         why="predictions stand in the order of their lengths",
         tests=PREDICT,

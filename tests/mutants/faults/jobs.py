@@ -127,8 +127,8 @@ FAULTS = [
     # Sending exactly once
     Fault(
         "jobs/submit/send.py",
-        "    found = ids_of(sent, backend)",
-        "    found = list[str]()",
+        "    ids = ids_of(sent, backend)",
+        "    ids = list[str]()",
         why="a job whose answer was lost is sent a second time",
         tests=SENDING,
     ),
@@ -213,7 +213,7 @@ FAULTS = [
     ),
     Fault(
         "jobs/code/snapshot.py",
-        "    if chosen.dirty and not allow_dirty:",
+        "    if selection.dirty and not allow_dirty:",
         "    if False:",
         why="uncommitted code trains without anybody knowing",
         tests=SNAPSHOT,

@@ -500,8 +500,8 @@ FAULTS = [
     ),
     Fault(
         "trainer/data/lookup.py",
-        "told.remove(answer)",
-        "told.remove(told[0])",
+        "facts.remove(answer)",
+        "facts.remove(facts[0])",
         why="the control still holds what answers, and a reader that guesses is not found out",
         tests="tests/unit/test_lookup.py",
     ),

@@ -44,8 +44,8 @@ FAULTS = [
     ),
     Fault(
         "jobs/submit/control.py",
-        "    return _each_again(asked, rows, survey(asked.base, backend_of=asked.backend_of))",
-        "    return _each_again(asked, rows, rows)",
+        "    return _each_again(request, rows, survey(request.base, backend_of=request.backend_of))",
+        "    return _each_again(request, rows, rows)",
         why="retry of one experiment sends more of its group than max_parallel",
         tests="tests/jobs/test_sending.py",
     ),

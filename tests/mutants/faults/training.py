@@ -601,7 +601,7 @@ FAULTS = [
     ),
     Fault(
         "trainer/runtime/deepspeed_optimizers.py",
-        "found.cache_clear()",
+        "function.cache_clear()",
         "pass",
         why="ZeRO-3 with GradCache gathers its weights again in every backward, one by one",
         tests="tests/runs/test_communication.py -k gradcache",

@@ -42,7 +42,7 @@ def in_our_names(
         for name, column in columns.items():
             value = _value_at(raw, column, place)
             if value is not None:
-                _put(row, name, value, place)
+                _write(row, name, value, place)
         if are_cells:
             for name in layout.lists & row.keys():
                 row[name] = _list_of_cell(row[name], place, name)
@@ -81,13 +81,13 @@ def _value_at(raw: Any, column: str, place: str) -> Any:
     """
     if isinstance(raw, dict) and column in raw:
         return raw[column]
-    return _followed(raw, _parts(column), place, column)
+    return _follow(raw, _parts(column), place, column)
 
 
-def _followed(value: Any, parts: list[str], place: str, column: str) -> Any:
+def _follow(value: Any, parts: list[str], place: str, column: str) -> Any:
     for number, part in enumerate(parts):
         name = part.removesuffix("[]")
-        value = _parsed(value)
+        value = _parse(value)
         if value is None:
             return None
         if not isinstance(value, dict):
@@ -97,7 +97,7 @@ def _followed(value: Any, parts: list[str], place: str, column: str) -> Any:
             )
         value = value.get(name)
         if part.endswith("[]"):
-            return _of_each(_parsed(value), parts[number + 1 :], place, column)
+            return _of_each(_parse(value), parts[number + 1 :], place, column)
     return value
 
 
@@ -108,10 +108,10 @@ def _of_each(items: Any, rest: list[str], place: str, column: str) -> Any:
         raise DataError(
             f"{place}: {column!r} of data.columns wants a list, got {preview(items)}. Leave [] out."
         )
-    return [_followed(item, rest, place, column) for item in items] if rest else items
+    return [_follow(item, rest, place, column) for item in items] if rest else items
 
 
-def _put(row: Row, name: str, value: Any, place: str) -> None:
+def _write(row: Row, name: str, value: Any, place: str) -> None:
     """Write a value under our name; of "ctxs[].text" into the objects of a list."""
     outer, brackets, inner = name.partition("[].")
     if not brackets:
@@ -139,7 +139,7 @@ def _list_of_cell(value: Any, place: str, name: str) -> Any:
     """The list that a cell holds; any other text is a list of one, and what is no text stays."""
     if not isinstance(value, str):
         return value
-    parsed = _parsed(value)
+    parsed = _parse(value)
     if isinstance(parsed, list):
         return parsed
     if value.lstrip().startswith(_SURE_LISTS):
@@ -150,14 +150,14 @@ def _list_of_cell(value: Any, place: str, name: str) -> Any:
     return [value]
 
 
-def _parsed(value: Any) -> Any:
+def _parse(value: Any) -> Any:
     """A text that is a JSON list or object, or a list as Python prints it, as what it says."""
     if not isinstance(value, str) or not value.lstrip().startswith(_LISTS):
         return value
     for read in (json.loads, ast.literal_eval):  # pandas writes lists into CSV as Python does
         try:
-            found = read(value.strip())
+            parsed = read(value.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        return found if isinstance(found, (list, dict)) else value
+        return parsed if isinstance(parsed, (list, dict)) else value
     return value

@@ -62,10 +62,10 @@ def texts(value: Any, place: str, name: str) -> list[str]:
 
 def titles(value: Any, place: str, count: int) -> list[str]:
     """The titles of `count` contexts, one each."""
-    found = texts(value, place, "titles")
-    if len(found) != count:
-        raise DataError(f"{place}: {len(found)} titles for {count} contexts; give one each.")
-    return found
+    values = texts(value, place, "titles")
+    if len(values) != count:
+        raise DataError(f"{place}: {len(values)} titles for {count} contexts; give one each.")
+    return values
 
 
 def contexts(raw: Row, place: str) -> list[Row] | None:
@@ -75,12 +75,12 @@ def contexts(raw: Row, place: str) -> list[Row] | None:
     name, value = first_given(raw, ("contexts", "context"))
     if value is None:
         return None
-    found = [text(value, place, name)] if name == "context" else texts(value, place, name)
+    bodies = [text(value, place, name)] if name == "context" else texts(value, place, name)
     title = raw.get("title") if name == "context" else raw.get("titles")
     if title is None:
-        return [{"text": one} for one in found]
-    named = titles([title] if name == "context" else title, place, len(found))
-    return [{"title": one, "text": body} for one, body in zip(named, found, strict=True)]
+        return [{"text": one} for one in bodies]
+    headings = titles([title] if name == "context" else title, place, len(bodies))
+    return [{"title": one, "text": body} for one, body in zip(headings, bodies, strict=True)]
 
 
 def answers(raw: Row, place: str) -> list[str]:

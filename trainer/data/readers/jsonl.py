@@ -28,9 +28,9 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     """(number, line without its end) of a text file. DataError for what cannot be read."""
     number = 0
     try:
-        with _opened(path) as file:
+        with _open(path) as file:
             for number, content in enumerate(file, start=1):
-                yield number, _decoded(content, path, number)
+                yield number, _decode(content, path, number)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise _torn(path, f"line {number}", error) from error
     except OSError as error:
@@ -98,7 +98,7 @@ def bad_line(path: Path, line: int, problem: str) -> DataError:
     return DataError(f"{path}, line {line}: {problem}.")
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
         return cast("IO[bytes]", gzip.open(path, "rb"))
     return path.open("rb")
@@ -108,7 +108,7 @@ def _torn(path: Path, place: str, error: Exception) -> DataError:
     return DataError(f"{path} cannot be read behind {place}: {error}. Fetch it again.")
 
 
-def _decoded(content: bytes, path: Path, line: int) -> str:
+def _decode(content: bytes, path: Path, line: int) -> str:
     encoding = "utf-8-sig" if line == 1 else "utf-8"
     try:
         return content.rstrip(b"\r\n").decode(encoding)
@@ -136,7 +136,7 @@ def _is_list(path: Path) -> bool:
 def _beginning(path: Path) -> bytes:
     """The first bytes of a file without white space; b"" of one that cannot be read."""
     try:
-        with _opened(path) as file:
+        with _open(path) as file:
             start = file.read(4096)
     except (OSError, EOFError, zlib.error):
         return b""  # the reader of lines meets the same error, and says what to do
@@ -145,7 +145,7 @@ def _beginning(path: Path) -> bytes:
 
 def _items(path: Path) -> Iterator[Any]:
     number = 0
-    with _opened(path) as file:
+    with _open(path) as file:
         if file.read(len(_BYTE_ORDER_MARK)) != _BYTE_ORDER_MARK:
             file.seek(0)
         try:

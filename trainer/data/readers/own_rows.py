@@ -50,11 +50,11 @@ def own_rows(
     if own.dataset is not None:
         rows, are_cells = _of_data_set(own, of_split, folder, cache_dir), True
     else:
-        chosen = None
+        path = None
         if first is not None and not is_shared and getattr(own.files, split) is None:
-            chosen = first_split_file(folder, split, first)
-        path = chosen or _file(own, of_split, folder, suffixes)
-        rows, are_cells = row_files.placed_rows(path), row_files.is_table(path)
+            path = first_split_file(folder, split, first)
+        file = path or _file(own, of_split, folder, suffixes)
+        rows, are_cells = row_files.placed_rows(file), row_files.is_table(file)
     rows = in_our_names(rows, own.columns, layout, are_cells=are_cells)
     yield from _share(rows, own.valid_share, split, layout) if is_shared else rows
 
@@ -85,8 +85,8 @@ def _share(
     names = [name for group in layout.groups for name in group]
     is_empty = True
     for place, row in rows:
-        told = next((row[name] for name in names if row.get(name) is not None), None)
-        name = canonical_json({"told": told})
+        question = next((row[name] for name in names if row.get(name) is not None), None)
+        name = canonical_json({"told": question})
         is_valid = is_held_out(name, per_mille=round(share * 1000))
         if is_valid == (split == "valid"):
             is_empty = False

@@ -57,14 +57,14 @@ def passages_with_ids(path: Path, ids: Iterable[str]) -> dict[str, Row]:
     one is not there.
     """
     needed = set(ids)
-    chosen = {row["id"]: row for row in passages(path) if row["id"] in needed}
-    missing = needed - chosen.keys()
+    by_id = {row["id"]: row for row in passages(path) if row["id"] in needed}
+    missing = needed - by_id.keys()
     if missing:
         raise DataError(
             f"{path} has no passage {min(missing)!r} ({len(missing)} of {len(needed)} are "
             "missing). Give the corpus that was searched."
         )
-    return chosen
+    return by_id
 
 
 def nq_passages(folder: Path | None) -> Iterator[Row]:

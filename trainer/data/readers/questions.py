@@ -194,7 +194,7 @@ def question_row(raw: Row, place: str) -> Row:
     }
     if raw.get("dataset") is not None:
         row["dataset"] = fields.text(raw["dataset"], place, "dataset")
-    if raw.get("ctxs") is not None and not _given(raw, ("context", "contexts")):
+    if raw.get("ctxs") is not None and not _present(raw, ("context", "contexts")):
         return row | _of_passages(raw["ctxs"], place)
     if _one_of(raw, ("context", "contexts"), place) == "context":
         row["context"] = fields.text(raw["context"], place, "context")
@@ -230,12 +230,12 @@ def _required_answers(raw: Row, place: str) -> list[str]:
     return fields.texts(raw["answers"], place, "answers")
 
 
-def _given(raw: Row, names: tuple[str, str]) -> list[str]:
+def _present(raw: Row, names: tuple[str, str]) -> list[str]:
     return [name for name in names if raw.get(name) is not None]
 
 
 def _one_of(raw: Row, names: tuple[str, str], place: str) -> str:
-    present = _given(raw, names)
+    present = _present(raw, names)
     if len(present) != 1:
         count = "both are" if present else "neither is"
         raise DataError(

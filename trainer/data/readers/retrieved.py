@@ -77,8 +77,8 @@ def rows(
         questions = own_rows(own, split, data_path, **how)
         if source == "ranked":
             path = split_file(data_path, split, _RANKING_FILES, name=ranking, key="data.rankings")
-            wanted: dict[str, Any] = {"contexts": contexts, "sort_by_score": sort_by_score}
-            rows = _ranked_rows(questions, split, path, **wanted)
+            limits: dict[str, Any] = {"contexts": contexts, "sort_by_score": sort_by_score}
+            rows = _ranked_rows(questions, split, path, **limits)
         else:
             rows = _fid_rows(questions, split)
     for row in rows:

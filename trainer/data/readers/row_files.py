@@ -42,7 +42,7 @@ def placed_rows(path: Path) -> Iterator[tuple[str, Row]]:
         return
     kind = kind_of(path)
     if kind in _SEPARATORS:
-        yield from _separated(path, _SEPARATORS[kind])
+        yield from _table_rows(path, _SEPARATORS[kind])
     elif kind == ".parquet":
         yield from _parquet(path)
     else:
@@ -90,7 +90,7 @@ def is_row_file(path: Path) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
-def _separated(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
+def _table_rows(path: Path, separator: str) -> Iterator[tuple[str, Row]]:
     # documents are longer than the 131,072 characters of old
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     number = 0

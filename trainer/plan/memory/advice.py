@@ -377,7 +377,7 @@ class Room:
 
     def __init__(self, subject: Subject, device: Device) -> None:
         self._subject, self._cublas = subject, device.cublas_nbytes
-        self._usable = device.filled(subject.sharding.world)
+        self._usable = device.bytes_to_fill(subject.sharding.world)
         self._batches = training_batches(subject)
         self.step = cache(self._heaviest)
 

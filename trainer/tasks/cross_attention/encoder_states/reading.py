@@ -35,7 +35,7 @@ class StateCache:
         self.folder = folder
         self.plan = StatesPlan(**read_json(folder / PLAN))
         self.records = [WrittenFile(**record) for record in read_json(folder / META)["shards"]]
-        self._shards = [self._mapped(record) for record in self.records]
+        self._shards = [self._map(record) for record in self.records]
         sizes = [len(shard["checksums"]) for shard in self._shards]
         keys = np.concatenate([shard["keys"].numpy().view(_KEY)[:, 0] for shard in self._shards])
         self._order = np.argsort(keys, kind="stable")
@@ -69,7 +69,7 @@ class StateCache:
         parts = [shard[field][start:stop] for field in ("states", "scales") if field in shard]
         if not self._is_checked[entry]:
             if checksum(parts) != int(shard["checksums"][place]):
-                raise self._altered(
+                raise self._alteration(
                     self.records[number], f"the checksum of its context {place} is another"
                 )
             self._is_checked[entry] = True
@@ -81,18 +81,18 @@ class StateCache:
         is_there = place < len(self._sorted) and self._sorted[place] == key
         return int(self._order[place]) if is_there else None
 
-    def _mapped(self, record: WrittenFile) -> dict[str, Tensor]:
+    def _map(self, record: WrittenFile) -> dict[str, Tensor]:
         path = self.folder / record.name
         try:
             if path.stat().st_size != record.size:
-                raise self._altered(
+                raise self._alteration(
                     record, f"it has {path.stat().st_size} bytes, want {record.size}"
                 )
             return dict(tensors_of(path))
         except (OSError, CheckpointError) as error:
-            raise self._altered(record, str(error)) from error
+            raise self._alteration(record, str(error)) from error
 
-    def _altered(self, record: WrittenFile, problem: str) -> DataError:
+    def _alteration(self, record: WrittenFile, problem: str) -> DataError:
         return DataError(
             f"{self.folder / record.name}: {problem}. Delete this file and run the same prepare "
             "command again: it makes what is missing."
@@ -122,7 +122,7 @@ def _differences(other: Identity, wanted: Identity) -> str:
     return ", ".join(f"{name}={other.get(name)!r} (want {wanted[name]!r})" for name in names)
 
 
-def padded(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
+def pad_states(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, Tensor]:
     """The states of each row's contexts, joined -> (B, L, D), zeros behind the shorter ones, and a
     bool mask (B, L).
     """

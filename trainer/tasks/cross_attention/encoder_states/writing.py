@@ -172,7 +172,7 @@ def write(
     bounds = shard_bounds(contexts.lengths, plan.shard_tokens)
     todo = distributed.broadcast(missing(folder, contexts, plan).shards)
     for number in todo[distributed.rank() :: distributed.world()]:
-        states = _encoded(contexts, bounds[number], encode, plan, batch_tokens, tell)
+        states = _encode_shard(contexts, bounds[number], encode, plan, batch_tokens, tell)
         _write_shard(
             folder, number, contexts.keys[bounds[number].start : bounds[number].stop], states, plan
         )
@@ -182,7 +182,7 @@ def write(
     distributed.barrier()
 
 
-def _encoded(
+def _encode_shard(
     contexts: Contexts,
     entries: range,
     encode: Encoder,

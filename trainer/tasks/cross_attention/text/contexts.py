@@ -15,7 +15,7 @@ from trainer.data import vocabulary
 from trainer.data.padding import pad_right, unflat
 from trainer.models import base_source
 from trainer.tasks.cross_attention.encoder_states.layout import Identity, folder_name
-from trainer.tasks.cross_attention.encoder_states.reading import StateCache, open_states, padded
+from trainer.tasks.cross_attention.encoder_states.reading import StateCache, open_states, pad_states
 
 if TYPE_CHECKING:
     from trainer.protocol.task import Batch, Places
@@ -48,7 +48,9 @@ def state_batch(rows: Sequence[Mapping[str, Any]], field: str, cache: StateCache
 
     Chunks follow one another without pads.
     """
-    states, mask = padded([[cache.states(chunk) for chunk in unflat(row, field)] for row in rows])
+    states, mask = pad_states(
+        [[cache.states(chunk) for chunk in unflat(row, field)] for row in rows]
+    )
     return {"encoder_hidden_states": states, "encoder_attention_mask": mask}
 
 
