@@ -28,10 +28,10 @@ from trainer.plan.memory.advice import (
     largest_divisor,
     largest_rows,
     least_recomputed,
+    recomputation_line,
     recomputing,
-    told_recomputed,
 )
-from trainer.plan.memory.measure import MeasuringError, changed, measuring
+from trainer.plan.memory.measure import MeasuringError, measuring, with_value
 from trainer.plan.memory.plan import MemoryPlan, make
 from trainer.plan.memory.planned_rows import StoredRows
 from trainer.plan.memory.subject import Subject
@@ -72,7 +72,7 @@ class UpcomingRun:
         rows = {split: StoredRows(store, self.task, split) for split, store in self.stores.items()}
         how = self.cfg.train.gradient_checkpointing
         return Subject(
-            changed(self.values, RECOMPUTED, how),
+            with_value(self.values, RECOMPUTED, how),
             self.cfg,
             self.ds,
             self.sharding,
@@ -216,16 +216,16 @@ def recomputed(launch: UpcomingRun, *, name: str | None, recorded: bool | int | 
     if recorded is not None and (
         device is None or fits_recomputed(launch.subject(), recorded, device)
     ):
-        logger.info("memory: %s computed again, as this run began", told_recomputed(recorded))
+        logger.info("memory: %s computed again, as this run began", recomputation_line(recorded))
         return recorded
     how = least_recomputed(launch.subject(), device)
-    logger.info("memory: %s computed again (%s is auto)", told_recomputed(how), RECOMPUTED)
+    logger.info("memory: %s computed again (%s is auto)", recomputation_line(how), RECOMPUTED)
     if device is not None and recorded not in (None, how):
         logger.warning(
             "%s: with %s computed again, as this run began, a step does not fit into %s; from here "
             "on its losses may differ in the last bits",
             RECOMPUTED,
-            told_recomputed(recorded),
+            recomputation_line(recorded),
             device.name,
         )
     return how
@@ -367,7 +367,7 @@ def compare(plan: MemoryPlan, folder: Path) -> None:
     if not torch.cuda.is_available():
         return
     planned, measured = plan.peak.peak.total, torch.cuda.max_memory_allocated()
-    logger.info("%s", plan_text.compared(planned, measured))
+    logger.info("%s", plan_text.comparison(planned, measured))
     if distributed.is_main() and (path := folder / FILE).is_file():
         write_json(path, json.loads(path.read_text()) | {"measured": measured})
 
