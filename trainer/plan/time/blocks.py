@@ -1,9 +1,9 @@
 """A deep model counted by a few of its blocks, because equal blocks do equal work.
 
 `shorten` leaves a few blocks of every stack whose blocks are alike (the first may differ). A step
-of the short model is recorded as events. `parts_of_whole` compares two blocks in the middle, event by
-event, and counts one of them as often as the whole model has such blocks. Where the two differ it
-raises UnequalBlocksError, and the step is run with all blocks.
+of the short model is recorded as events. `parts_of_whole` compares two blocks in the middle, event
+by event, and counts one of them as often as the whole model has such blocks. Where the two differ
+it raises UnequalBlocksError, and the step is run with all blocks.
 """
 
 from __future__ import annotations
